@@ -1,0 +1,28 @@
+"""The errors a user can meet, one class per audience.
+
+Every message says what was given, what was expected and what to do.
+"""
+
+
+class DFlashError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class ConfigError(DFlashError):
+    """A model description (config.json, GGUF metadata) that cannot be used as it stands."""
+
+
+class CheckpointError(DFlashError):
+    """Weight or tokenizer files that are missing, damaged or do not fit their configuration."""
+
+
+class PlanError(DFlashError):
+    """A plan that contradicts itself, the models or the memory of the device."""
+
+
+class RequestError(DFlashError):
+    """A request that cannot be served: empty, too long, out of range."""
+
+
+class ComputeError(DFlashError):
+    """The device produced something unusable, such as non-finite target logits."""
