@@ -1,0 +1,115 @@
+"""Hugging Face weight folders: one model.safetensors, or shards named by an index."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from converters.safetensors import SafetensorsFile, open_safetensors
+from converters.source import Rows, TensorSource
+from dflash_jax.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class ShardedSafetensors:
+    """Several shards seen as one source; see `converters.source.TensorSource`."""
+
+    def __init__(self, path: Path, home: dict[str, SafetensorsFile], notes: tuple[str, ...]):
+        self.path = path
+        self.notes = notes
+        self._home = home
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._home)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shard(name).shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        return self._shard(name).dtype(name)
+
+    def kind(self, name: str) -> str:
+        return self._shard(name).kind(name)
+
+    def nbytes(self, name: str) -> int:
+        return self._shard(name).nbytes(name)
+
+    def read(self, name: str) -> np.ndarray:
+        return self._shard(name).read(name)
+
+    def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        return self._shard(name).read_rows(name, rows)
+
+    def _shard(self, name: str) -> SafetensorsFile:
+        try:
+            return self._home[name]
+        except KeyError:
+            raise CheckpointError(f"no shard of {self.path} holds a tensor {name!r}") from None
+
+
+def open_directory(path: str | Path) -> TensorSource:
+    """The weights of a folder, whether in one file or in shards."""
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; give one that holds {SINGLE}")
+    if (path / INDEX).is_file():
+        return _open_sharded(path)
+    if (path / SINGLE).is_file():
+        return open_safetensors(path / SINGLE)
+    pickles = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".pt", ".pth"})
+    found = f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
+    raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}{found}")
+
+
+def _open_sharded(path: Path) -> ShardedSafetensors:
+    weight_map, total = _read_index(path / INDEX)
+    shards: dict[str, SafetensorsFile] = {}
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file or file in {".", ".."} or "\\" in file or "\0" in file:
+            raise CheckpointError(
+                f"{path / INDEX} names the shard {file!r}; a shard must be a plain file name"
+            )
+        if not (path / file).is_file():
+            raise CheckpointError(f"{path} lacks the shard {file}; fetch it again")
+        shards[file] = open_safetensors(path / file)
+    _check_map(path, weight_map, shards)
+    stored = sum(shard.nbytes(name) for shard in shards.values() for name in shard.names())
+    notes = () if total in (None, stored) else (f"index says {total} bytes, shards hold {stored}",)
+    return ShardedSafetensors(path, {n: shards[f] for n, f in weight_map.items()}, notes)
+
+
+def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
+    try:
+        index: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); fetch it again") from None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or any(type(v) is not str for v in weight_map.values()):
+        raise CheckpointError(f"{path} has no weight_map of tensor to file; fetch it again")
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return weight_map, total
+
+
+def _check_map(path: Path, weight_map: dict[str, str], shards: dict[str, SafetensorsFile]) -> None:
+    stored: dict[str, str] = {}
+    for file, shard in shards.items():
+        for name in shard.names():
+            if name in stored:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is in {stored[name]} and in {file}; keep one"
+                )
+            stored[name] = file
+    wrong = sorted(n for n in set(weight_map) | set(stored) if weight_map.get(n) != stored.get(n))
+    if wrong:
+        lines = [
+            f"  {n}: index says {weight_map.get(n, 'nothing')}, found in {stored.get(n, 'none')}"
+            for n in wrong
+        ]
+        raise CheckpointError(
+            f"{path / INDEX} and the shards disagree on {len(wrong)} tensors; fetch them again\n"
+            + "\n".join(lines[:50])
+        )

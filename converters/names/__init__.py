@@ -1,0 +1,25 @@
+"""Name tables, one file for each architecture: which tensors fill which parameter."""
+
+from collections.abc import Callable
+
+from converters.names import dflash, llama, qwen3
+from converters.names.slots import Slot
+from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
+from dflash_jax.errors import ConfigError
+
+TARGETS: dict[str, Callable[[TargetConfig], list[Slot]]] = {
+    "llama": llama.slots,
+    "qwen3": qwen3.slots,
+}
+
+
+def slots(config: AttentionConfig) -> list[Slot]:
+    """The parameters of a target or of a drafter."""
+    if isinstance(config, DrafterConfig):
+        return dflash.slots(config)
+    if isinstance(config, TargetConfig) and config.model_type in TARGETS:
+        return TARGETS[config.model_type](config)
+    kind = getattr(config, "model_type", type(config).__name__)
+    raise ConfigError(
+        f"no name table for {kind}; there is one for {', '.join(TARGETS)} and drafters"
+    )

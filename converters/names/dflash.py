@@ -1,0 +1,43 @@
+"""DFlash drafters: Qwen3-like layers, and the encoder of the target's features."""
+
+from converters.names.llama import norm_and_mlp
+from converters.names.qwen3 import head_norms
+from converters.names.slots import Path, Slot, by_head, linear, same
+from dflash_jax.config import DrafterConfig
+
+
+def slots(config: DrafterConfig) -> list[Slot]:
+    """Every parameter of a version 1 drafter."""
+    width = config.hidden_size
+    found = [
+        linear(("fc",), "fc.weight", width, len(config.target_layer_ids) * width),
+        same(("hidden_norm",), "hidden_norm.weight", width),
+        same(("norm",), "norm.weight", width),
+    ]
+    for i in range(config.num_layers):
+        at, source = (f"layers_{i}",), f"layers.{i}."
+        found.append(same((*at, "input_norm"), f"{source}input_layernorm.weight", width))
+        found += _attention(config, (*at, "attention"), f"{source}self_attn.")
+        found += norm_and_mlp(config, at, source)
+    return found
+
+
+def _attention(config: DrafterConfig, at: Path, source: str) -> list[Slot]:
+    """Queries apart from keys and values: the context only needs the latter."""
+    width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
+    queries = config.num_heads * head
+    weights = (f"{source}k_proj.weight", f"{source}v_proj.weight")
+    found = [
+        linear((*at, "q"), f"{source}q_proj.weight", queries, width),
+        by_head((*at, "kv"), weights, (1, 1), groups, head, width),
+        *head_norms(config, at, source),
+        linear((*at, "o"), f"{source}o_proj.weight", width, queries),
+    ]
+    if config.attention_bias:
+        biases = (f"{source}k_proj.bias", f"{source}v_proj.bias")
+        found += [
+            same((*at, "q_bias"), f"{source}q_proj.bias", queries),
+            by_head((*at, "kv_bias"), biases, (1, 1), groups, head),
+            same((*at, "o_bias"), f"{source}o_proj.bias", width),
+        ]
+    return found

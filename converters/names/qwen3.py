@@ -1,0 +1,18 @@
+"""Qwen3: as Llama, with queries and keys normalised per head."""
+
+from converters.names import llama
+from converters.names.slots import Path, Slot, same
+from dflash_jax.config import AttentionConfig, TargetConfig
+
+
+def slots(config: TargetConfig) -> list[Slot]:
+    """Every parameter of the target."""
+    found = llama.slots(config)
+    for i in range(config.num_layers):
+        found += head_norms(config, (f"layers_{i}", "attention"), f"layers.{i}.self_attn.")
+    return found
+
+
+def head_norms(config: AttentionConfig, at: Path, source: str) -> list[Slot]:
+    """The norms of queries and of keys."""
+    return [same((*at, x), f"{source}{x}.weight", config.head_dim) for x in ("q_norm", "k_norm")]

@@ -1,0 +1,224 @@
+"""safetensors files: the header checked entry by entry, tensors mapped and read lazily."""
+
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from converters.source import Rows, as_rows
+from dflash_jax.errors import CheckpointError
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype("<u1"),
+    "I8": np.dtype("<i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+MAX_HEADER = 100_000_000
+MAX_DIMS = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a header; `begin` and `end` count bytes from the start of the data."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsFile:
+    """One mapped .safetensors file; see `converters.source.TensorSource`."""
+
+    def __init__(self, path: Path, buffer: mmap.mmap, data_start: int, header: "Header"):
+        self.path = path
+        self.metadata = header.metadata
+        self._buffer = buffer
+        self._data_start = data_start
+        self._entries = {entry.name: entry for entry in header.entries}
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> np.dtype:
+        return DTYPES[self._entry(name).kind]
+
+    def kind(self, name: str) -> str:
+        return self._entry(name).kind
+
+    def nbytes(self, name: str) -> int:
+        entry = self._entry(name)
+        return entry.end - entry.begin
+
+    def read(self, name: str) -> np.ndarray:
+        entry = self._entry(name)
+        count = math.prod(entry.shape)
+        if count == 0:
+            return np.empty(entry.shape, DTYPES[entry.kind])
+        start = self._data_start + entry.begin
+        flat = np.frombuffer(self._buffer, DTYPES[entry.kind], count, start)
+        return flat.reshape(entry.shape)
+
+    def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        return as_rows(self.read(name))[rows]
+
+    def _entry(self, name: str) -> Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointError(
+                f"{self.path} has no tensor {name!r}; it holds {len(self._entries)} others"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checked header: tensors ordered by offset, and the free-text metadata."""
+
+    entries: tuple[Entry, ...]
+    metadata: dict[str, str]
+
+
+def open_safetensors(path: str | Path) -> SafetensorsFile:
+    """The mapped file, once its header has passed every check."""
+    path = Path(path)
+    buffer = map_file(path)
+    if len(buffer) < 8:
+        raise CheckpointError(
+            f"{path} has {len(buffer)} bytes; a safetensors file starts with 8 bytes of header"
+            " length, so it is truncated: fetch it again"
+        )
+    length = int.from_bytes(buffer[:8], "little")
+    if not 0 < length <= MAX_HEADER or 8 + length > len(buffer):
+        raise CheckpointError(
+            f"{path} claims a header of {length} bytes in a file of {len(buffer)};"
+            " it is truncated or not safetensors: fetch it again"
+        )
+    header = parse_header(buffer[8 : 8 + length], where=str(path))
+    _check_tiling(header.entries, len(buffer) - 8 - length, where=str(path))
+    return SafetensorsFile(path, buffer, 8 + length, header)
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """A file mapped read-only; a missing or empty one is refused by name."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError:
+        raise CheckpointError(f"{path} is empty; fetch it again") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}); give a weight file that exists"
+        ) from None
+
+
+def parse_header(raw: bytes, *, where: str) -> Header:
+    """The entries of a JSON header; anything malformed is refused with its place."""
+    if not raw.startswith(b"{"):
+        raise CheckpointError(f"{where}: the header does not start with '{{'; not safetensors")
+    try:
+        fields = json.loads(raw, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where}: the header is not valid JSON ({error}); fetch the file again"
+        ) from None
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or any(type(v) is not str for v in metadata.values()):
+        raise CheckpointError(
+            f"{where}: __metadata__ must map strings to strings; rewrite the file"
+        )
+    entries = [_entry(name, fields[name], where) for name in fields]
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    return Header(tuple(entries), metadata)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{twice!r} appears twice")
+    return fields
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _entry(name: str, fields: Any, where: str) -> Entry:
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(
+            f"{where}: tensor {name!r} must have exactly dtype, shape and data_offsets"
+        )
+    kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise CheckpointError(
+            f"{where}: tensor {name!r} has the dtype {kind!r}; supported are {', '.join(DTYPES)}"
+        )
+    if not _is_counts(shape) or len(shape) > MAX_DIMS or math.prod(shape) >= 2**63:
+        raise CheckpointError(
+            f"{where}: tensor {name!r} has the shape {shape!r}; expected up to {MAX_DIMS}"
+            " non-negative integers"
+        )
+    if not _is_counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{where}: tensor {name!r} has data_offsets {offsets!r}; expected [begin, end]"
+        )
+    size = math.prod(shape) * DTYPES[kind].itemsize
+    if offsets[1] - offsets[0] != size:
+        raise CheckpointError(
+            f"{where}: tensor {name!r} ({kind} {shape}) needs {size} bytes but data_offsets"
+            f" {offsets} span {offsets[1] - offsets[0]}"
+        )
+    return Entry(name, kind, tuple(shape), offsets[0], offsets[1])
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _check_tiling(entries: tuple[Entry, ...], size: int, *, where: str) -> None:
+    """Tensors must cover the data exactly: no overlap, no hole, nothing past the end."""
+    last = max((entry.end for entry in entries), default=0)
+    if last > size:
+        first = next(entry.name for entry in entries if entry.end > size)
+        raise CheckpointError(
+            f"{where} is truncated: the header describes {last} bytes of data, the file holds"
+            f" {size}; the first tensor past the end is {first!r}. Fetch the file again"
+        )
+    position = 0
+    for entry in entries:
+        if entry.begin != position:
+            what = "overlaps the one before it" if entry.begin < position else "leaves a gap"
+            raise CheckpointError(
+                f"{where}: tensor {entry.name!r} starts at byte {entry.begin} of the data and"
+                f" {what}, which ends at {position}; rewrite the file with safetensors"
+            )
+        position = entry.end
+    if position != size:
+        raise CheckpointError(
+            f"{where}: {size - position} bytes after the last tensor belong to nothing;"
+            " the file is damaged: fetch it again"
+        )
