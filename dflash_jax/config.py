@@ -18,19 +18,7 @@ TARGET_TYPES = ("llama", "qwen3")
 
 # Fields that describe training, generation defaults or packaging, not the forward pass.
 _HARMLESS = frozenset(
-    """_name_or_path add_cross_attention architectures attention_dropout attn_implementation
-    auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder
-    is_encoder_decoder label2id length_penalty max_length max_position_embeddings min_length
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
-    pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
-    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tie_word_embeddings tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16
-    use_cache""".split()
+    ["_name_or_path", "add_cross_attention", "architectures", "attention_dropout", "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length", "max_position_embeddings", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tie_word_embeddings", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache"]
 )
 
 
@@ -236,7 +224,9 @@ def drafter_config(fields: dict[str, Any], where: str = "config.json") -> Drafte
         target_layer_ids=tuple(taps),
         num_target_layers=f.integer("num_target_layers", 0),
         windows=tuple(window for _, window in layers),
-        causal=tuple(kind == SLIDING if is_causal is None else bool(is_causal) for kind, _ in layers),
+        causal=tuple(
+            kind == SLIDING if is_causal is None else bool(is_causal) for kind, _ in layers
+        ),
         input_embedding_scale=pick("input_embedding_scale").number("input_embedding_scale", 1.0),
         output_multiplier=pick("output_multiplier").number("output_multiplier", 1.0),
         final_logit_softcapping=softcap if softcap > 0 else None,
@@ -259,7 +249,7 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
         reasons.append(f"vocabulary {drafter.vocab_size}, the target has {target.vocab_size}")
     if drafter.num_target_layers not in (0, target.num_layers):
         reasons.append(
-            f"made for {drafter.num_target_layers} target layers, the target has {target.num_layers}"
+            f"made for {drafter.num_target_layers} target layers, this one has {target.num_layers}"
         )
     if outside:
         reasons.append(f"reads target layers {outside}, the target has layers 0 to {layers[-1]}")
@@ -358,7 +348,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; CheckpointError if it is absent, ConfigError if it is no object."""
+    """The JSON object in a file; CheckpointError if absent, ConfigError if it is no object."""
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}")
     try:

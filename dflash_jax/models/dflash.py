@@ -1,0 +1,184 @@
+"""The DFlash v1 drafter: a block of masks, read against keys made from the target's taps.
+
+It has neither embedding nor head; both are the target's. Context rows enter every layer only
+as keys and values: c = norm(fc(taps)) goes straight into the key and value projections
+(drafter formulas as in the `dflash` 0.1.0 reference; own implementation).
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import DrafterConfig
+from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, rms_norm, weight
+from dflash_jax.nn.rope import rope_tables, rotate
+from dflash_jax.state import LayerCache
+
+
+class DrafterAttention(nn.Module):
+    """Queries from the block; keys and values from context and block by the same weights."""
+
+    config: DrafterConfig
+    window: int | None
+    causal: bool
+
+    def setup(self) -> None:
+        c = self.config
+        self.q = weight(self, "q", (c.hidden_size, c.num_heads * c.head_dim))
+        self.kv = weight(self, "kv", (c.hidden_size, c.num_kv_heads, 2, c.head_dim))
+        self.o = weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size))
+        self.q_norm = norm_weight(self, "q_norm", c.head_dim)
+        self.k_norm = norm_weight(self, "k_norm", c.head_dim)
+        if c.attention_bias:
+            self.q_bias = weight(self, "q_bias", (c.num_heads * c.head_dim,))
+            self.kv_bias = weight(self, "kv_bias", (c.num_kv_heads, 2, c.head_dim))
+            self.o_bias = weight(self, "o_bias", (c.hidden_size,))
+
+    def queries(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T K G H"]:
+        """Normed, rotated queries, grouped by the kv head they read."""
+        c = self.config
+        q = dot(x, self.q)
+        if c.attention_bias:
+            q += self.q_bias[None, None]
+        groups = c.num_heads // c.num_kv_heads
+        q = q.reshape(*x.shape[:2], c.num_kv_heads, groups, c.head_dim)
+        q = rms_norm(q, self.q_norm, c.rms_norm_eps)
+        return rotate(q, *rope_tables(c.rope, c.head_dim, positions))
+
+    def keys_values(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Normed, rotated keys and plain values, of context and block rows alike."""
+        c = self.config
+        kv = dot(x, self.kv)  # [B, T, K, 2, H]
+        if c.attention_bias:
+            kv += self.kv_bias[None, None]
+        k = rms_norm(kv[..., 0, :], self.k_norm, c.rms_norm_eps)
+        k = rotate(k, *rope_tables(c.rope, c.head_dim, positions))
+        return k, kv[..., 1, :]
+
+    def output(self, heads: Float[Array, "B T N*H"]) -> Float[Array, "B T D"]:
+        """The output projection."""
+        out = dot(heads, self.o)
+        return out + self.o_bias[None, None] if self.config.attention_bias else out
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        cache = write_finite(cache, *self.keys_values(x, positions), positions[:, 0])
+        keys = slot_positions(positions[:, -1] + 1, cache.slots)
+        seen = visible(positions, keys, causal=self.causal, window=self.window)
+        return self.output(attend(self.queries(x, positions), cache, seen)), cache
+
+
+def write_finite(
+    cache: LayerCache,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    start: Int[Array, " B"],
+) -> LayerCache:
+    """Writes rows with non-finite numbers as 0, so that a bad draft cannot spoil later ones."""
+    k, v = (jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) for x in (k, v))
+    return write_rows(cache, k, v, start)
+
+
+class DrafterLayer(nn.Module):
+    """A Qwen3 layer whose attention also sees the context keys."""
+
+    config: DrafterConfig
+    window: int | None
+    causal: bool
+
+    def setup(self) -> None:
+        c = self.config
+        self.input_norm = norm_weight(self, "input_norm", c.hidden_size)
+        self.attention = DrafterAttention(c, self.window, self.causal)
+        self.post_attention_norm = norm_weight(self, "post_attention_norm", c.hidden_size)
+        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        eps = self.config.rms_norm_eps
+        with jax.named_scope("attention"):
+            h, cache = self.attention(rms_norm(x, self.input_norm, eps), cache, positions)
+            x = x + h
+        with jax.named_scope("mlp"):
+            return x + self.mlp(rms_norm(x, self.post_attention_norm, eps)), cache
+
+
+class DFlash(nn.Module):
+    """The drafter: `context` turns taps into keys, the call drafts one block."""
+
+    config: DrafterConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.fc = weight(self, "fc", (len(c.target_layer_ids) * c.hidden_size, c.hidden_size))
+        self.hidden_norm = norm_weight(self, "hidden_norm", c.hidden_size)
+        self.layers = [
+            DrafterLayer(c, window, causal)
+            for window, causal in zip(c.windows, c.causal, strict=True)
+        ]
+        self.norm = norm_weight(self, "norm", c.hidden_size)
+
+    def fuse(self, taps: Sequence[Float[Array, "B T D"]]) -> Float[Array, "B T D"]:
+        """c = norm(fc(taps)), the taps joined in config order."""
+        c = dot(jnp.concatenate(taps, axis=-1), self.fc)
+        return rms_norm(c, self.hidden_norm, self.config.rms_norm_eps)
+
+    def context(
+        self,
+        taps: Sequence[Float[Array, "B T D"]],
+        caches: Sequence[LayerCache],
+        start: Int[Array, " B"],
+    ) -> tuple[LayerCache, ...]:
+        """The caches with the context keys of T tokens at positions start .. start+T-1."""
+        with jax.named_scope("context"):
+            c = self.fuse(taps)
+            positions = start[:, None] + jnp.arange(c.shape[1])[None, :]
+            return tuple(
+                write_finite(cache, *layer.attention.keys_values(c, positions), start)
+                for layer, cache in zip(self.layers, caches, strict=True)
+            )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        caches: Sequence[LayerCache],
+        start: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
+        """Drafts a block whose anchor stands at position `start` of each row.
+
+        Args:
+          x: target embeddings of [anchor, mask, mask, ...].
+        Returns:
+          Hidden states after the final norm, the anchor's row included, and the caches with
+          the block's own keys at and past `start`: garbage for every later call.
+        """
+        positions = start[:, None] + jnp.arange(x.shape[1])[None, :]
+        x = self.scaled(x)
+        written = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, cache = layer(x, cache, positions)
+            written.append(cache)
+        return rms_norm(x, self.norm, self.config.rms_norm_eps), tuple(written)
+
+    def scaled(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Block embeddings times the drafter's own scale."""
+        return x * jnp.asarray(self.config.input_embedding_scale, x.dtype)
+
+    def adjust(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+        """The drafter's multiplier, then its softcap, on logits of the target's head."""
+        c = self.config
+        logits = logits * jnp.float32(c.output_multiplier)
+        if c.final_logit_softcapping is None:
+            return logits
+        cap = jnp.float32(c.final_logit_softcapping)
+        return cap * jnp.tanh(logits / cap)

@@ -1,0 +1,141 @@
+"""The pre-norm decoder that Llama and Qwen3 share: attention, layer, and the whole stack."""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import TargetConfig
+from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, precision, rms_norm, weight
+from dflash_jax.nn.rope import rope_tables, rotate
+from dflash_jax.state import LayerCache
+
+
+@struct.dataclass
+class TargetOutput:
+    """A forward pass: its T rows are written into the caches, but nothing is committed."""
+
+    hidden: Float[Array, "B T D"]  # after the final norm
+    taps: tuple[Float[Array, "B T D"], ...]
+    caches: tuple[LayerCache, ...]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; the fused weight holds, per kv head, G queries, a key, a value."""
+
+    config: TargetConfig
+    window: int | None
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        c = self.config
+        groups = c.num_heads // c.num_kv_heads
+        shape = (c.num_kv_heads, groups + 2, c.head_dim)
+        qkv = dot(x, weight(self, "qkv", (c.hidden_size, *shape)))  # [B, T, K, G+2, H]
+        if c.attention_bias:
+            qkv += weight(self, "qkv_bias", shape)[None, None]
+        q, k, v = qkv[..., :groups, :], qkv[..., groups, :], qkv[..., groups + 1, :]
+        if c.qk_norm:
+            q = rms_norm(q, norm_weight(self, "q_norm", c.head_dim), c.rms_norm_eps)
+            k = rms_norm(k, norm_weight(self, "k_norm", c.head_dim), c.rms_norm_eps)
+        cos, sin = rope_tables(c.rope, c.head_dim, positions)
+        start, end = positions[:, 0], positions[:, -1] + 1
+        cache = write_rows(cache, rotate(k, cos, sin), v, start)
+        keys = slot_positions(end, cache.slots)
+        seen = visible(positions, keys, causal=True, window=self.window)
+        out = dot(
+            attend(rotate(q, cos, sin), cache, seen),
+            weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size)),
+        )
+        if c.attention_bias:
+            out += weight(self, "o_bias", (c.hidden_size,))[None, None]
+        return out, cache
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    config: TargetConfig
+    window: int | None
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        c = self.config
+        with jax.named_scope("attention"):
+            h = rms_norm(x, norm_weight(self, "input_norm", c.hidden_size), c.rms_norm_eps)
+            h, cache = Attention(c, self.window, name="attention")(h, cache, positions)
+            x = x + h
+        with jax.named_scope("mlp"):
+            scale = norm_weight(self, "post_attention_norm", c.hidden_size)
+            h = rms_norm(x, scale, c.rms_norm_eps)
+            x = x + GatedMLP(c.hidden_size, c.intermediate_size, name="mlp")(h)
+        return x, cache
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm; the head is a method of its own.
+
+    The layer loop is unrolled over per-layer parameters: stacked weights sliced in an
+    unrolled loop would be copied in every call.
+    """
+
+    config: TargetConfig
+
+    def setup(self) -> None:
+        c = self.config
+        windows = c.windows or (None,) * c.num_layers
+        self.embedding = weight(self, "embed", (c.vocab_size, c.hidden_size))
+        self.layers = [Layer(c, window) for window in windows]
+        self.norm = norm_weight(self, "norm", c.hidden_size)
+        if not c.tie_embeddings:
+            self.head = weight(self, "head", (c.hidden_size, c.vocab_size))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        caches: Sequence[LayerCache],
+        start: Int[Array, " B"],
+        *,
+        taps: tuple[int, ...] = (),
+    ) -> TargetOutput:
+        """Runs T tokens at positions start .. start+T-1 of each row.
+
+        Args:
+          taps: which hidden states to return; 0 is the input of layer 0, i+1 the output of
+            layer i (the last one before the final norm).
+        """
+        positions = start[:, None] + jnp.arange(tokens.shape[1])[None, :]
+        x = self.embed(tokens)
+        states, written = [x], []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, cache = layer(x, cache, positions)
+            states.append(x)
+            written.append(cache)
+        kept = tuple(states[i] for i in taps)
+        hidden = rms_norm(x, self.norm, self.config.rms_norm_eps)
+        return TargetOutput(hidden=hidden, taps=kept, caches=tuple(written))
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Raw rows of the embedding table."""
+        return jnp.take(self.embedding, tokens, axis=0, mode="clip")
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The language-model head, float32."""
+        table, side = (self.embedding, 1) if self.config.tie_embeddings else (self.head, 0)
+        contract = (((hidden.ndim - 1,), (side,)), ((), ()))
+        with jax.named_scope("head"):
+            return jax.lax.dot_general(
+                hidden,
+                table,
+                contract,
+                precision=precision(hidden),
+                preferred_element_type=jnp.float32,
+            )

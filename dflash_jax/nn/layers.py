@@ -1,0 +1,54 @@
+"""Weights, norms and the gated MLP.
+
+Contractions and norms accumulate in float32 whatever the dtype of weights and activations;
+results return to the activations' dtype.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def weight(module: nn.Module, name: str, shape: tuple[int, ...], scale: float = 0.02) -> Array:
+    """Declares a weight of a module, normally distributed at initialisation."""
+    return module.param(name, nn.initializers.normal(scale), shape, jnp.float32)
+
+
+def norm_weight(module: nn.Module, name: str, width: int) -> Float[Array, " D"]:
+    """Declares the weight of a norm, ones at initialisation."""
+    return module.param(name, nn.initializers.ones, (width,), jnp.float32)
+
+
+def dot(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
+    """x · w over the last axis of x and the first of w, accumulated in float32."""
+    contract = (((x.ndim - 1,), (0,)), ((), ()))
+    y = jax.lax.dot_general(
+        x, w, contract, precision=precision(x), preferred_element_type=jnp.float32
+    )
+    return y.astype(x.dtype)
+
+
+def precision(x: Array) -> jax.lax.Precision:
+    """Full float32 products for float32 inputs (no TF32); bf16 and f16 as they are."""
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def rms_norm(x: Float[Array, "... D"], w: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
+    """x / rms(x) rounded to x's dtype, then times w: the rounding of Llama, Qwen3 and DFlash."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(eps))
+    return (x32 * scale).astype(x.dtype) * w.reshape((1,) * (x.ndim - 1) + w.shape)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) · up(x)); gate and up are one weight [D, 2, F]."""
+
+    width: int
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        gate_up = dot(x, weight(self, "gate_up", (self.width, 2, self.hidden)))  # [B, T, 2, F]
+        h = nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        return dot(h, weight(self, "down", (self.hidden, self.width)))

@@ -1,0 +1,60 @@
+"""Rotary position embedding: half-split pairing, absolute positions, float32 angles."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
+    """Angular frequency of each rotated pair, float32 [dim/2] (formulas as in transformers 5)."""
+    base = 1.0 / rope.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    if rope.kind == "linear":
+        return (base / rope.factor).astype(np.float32)
+    if rope.kind == "llama3":
+        wavelength = 2 * math.pi / base
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        smooth = np.clip((rope.original_length / wavelength - low) / (high - low), 0.0, 1.0)
+        return (base * smooth + base / rope.factor * (1 - smooth)).astype(np.float32)
+    if rope.kind == "yarn":
+        ramp = _yarn_ramp(rope, dim)
+        return (base * (1 - ramp) + base / rope.factor * ramp).astype(np.float32)
+    return base.astype(np.float32)
+
+
+def _yarn_ramp(rope: RopeConfig, dim: int) -> np.ndarray:
+    """0 where a pair turns often enough to keep its frequency, 1 where it is fully rescaled."""
+
+    def pair_turning(turns: float) -> float:
+        reach = rope.original_length / (turns * 2 * math.pi)
+        return dim * math.log(reach) / (2 * math.log(rope.theta))
+
+    first, last = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    span = (last - first) or 0.001
+    return np.clip((np.arange(dim // 2) - first) / span, 0.0, 1.0)
+
+
+def rope_tables(
+    rope: RopeConfig, dim: int, positions: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """cos and sin of every pair's angle, float32, times the scaling's attention factor."""
+    frequencies = jnp.asarray(inverse_frequencies(rope, dim))
+    angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
+    factor = jnp.float32(rope.attention_factor)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(
+    x: Float[Array, "B T *heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+) -> Float[Array, "B T *heads H"]:
+    """Turns pairs (m, m + H/2) of x by their angles; cos and sin are rounded to x's dtype first."""
+    shape = (*cos.shape[:2], *(1,) * (x.ndim - 3), cos.shape[2])
+    cos, sin = (t.astype(x.dtype).reshape(shape) for t in (cos, sin))
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

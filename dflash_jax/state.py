@@ -1,0 +1,121 @@
+"""What lives on the device between steps, and what the host reads after each.
+
+Letters: B rows, T tokens in a call, S cache slots, K kv heads, G query heads per kv head,
+H head dim, D width, F MLP width, V vocabulary, E stop tokens per row.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+
+@struct.dataclass
+class LayerCache:
+    """Keys and values of one attention layer, head-major.
+
+    A plain cache holds position p in slot p. A ring holds it in slot p mod S; S must be at
+    least the window plus the widest call, so that rejected rows never hide visible keys.
+    Slots at or past the row's position are garbage: always masked, later overwritten.
+    """
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    ring: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[2]
+
+
+@struct.dataclass
+class DecodeState:
+    """Everything a step donates and returns. One position rules all caches of a row (C2)."""
+
+    target: tuple[LayerCache, ...]
+    draft: tuple[LayerCache, ...]  # context keys made from the target's taps; empty if no drafter
+    position: Int[Array, " B"]  # committed tokens
+    anchor: Int[Array, " B"]  # chosen, not yet in any cache
+
+
+@struct.dataclass
+class RowRules:
+    """Where the device must cut a row by itself (R5), and how it chooses. Small, host-made."""
+
+    stop_ids: Int[Array, "B E"]  # padded with -1
+    limit: Int[Array, " B"]  # most tokens prompt and output may have together; 0 idles a row
+    temperature: Float[Array, " B"]  # 0 is greedy
+    top_k: Int[Array, " B"]  # 0 is off
+    top_p: Float[Array, " B"]  # 1 is off
+    seed: UInt32[Array, " B"]
+
+
+@struct.dataclass
+class StepOutput:
+    """One small integer array, so that the host pays for one copy per step.
+
+    Columns: T tokens | count of valid ones | floor token | target finite | drafter finite.
+    """
+
+    packed: Int[Array, "B T+4"]
+
+
+def pack_output(
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    floor: Int[Array, " B"],
+    finite: Bool[Array, " B"],
+    draft_finite: Bool[Array, " B"],
+) -> StepOutput:
+    """The step's answer in one array; `read_output` takes it apart on the host."""
+    columns = (count, floor, finite.astype(jnp.int32), draft_finite.astype(jnp.int32))
+    return StepOutput(packed=jnp.concatenate([tokens, jnp.stack(columns, axis=1)], axis=1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowStep:
+    """What one step said about one row."""
+
+    tokens: tuple[int, ...]  # newly decided tokens, the next anchor last
+    floor: int  # best token at the last decided place with stop tokens masked (R6)
+    finite: bool  # target logits
+    draft_finite: bool
+
+
+def read_output(out: StepOutput) -> list[RowStep]:
+    """Waits for the step and takes its answer apart, one entry per row."""
+    rows = np.asarray(out.packed).tolist()
+    return [RowStep(tuple(r[: r[-4]]), r[-3], bool(r[-2]), bool(r[-1])) for r in rows]
+
+
+def empty_cache(
+    rows: int, kv_heads: int, slots: int, head_dim: int, *, dtype: DTypeLike, ring: bool = False
+) -> LayerCache:
+    """A zeroed cache. Zeros, not noise: masked probabilities times non-finite values is NaN."""
+    shape = (rows, kv_heads, slots, head_dim)
+    return LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), ring=ring)
+
+
+def commit(
+    state: DecodeState,
+    target: tuple[LayerCache, ...],
+    draft: tuple[LayerCache, ...],
+    n: Int[Array, " B"],
+    anchor: Int[Array, " B"],
+) -> DecodeState:
+    """Keeps the first n of the rows a forward pass wrote; the only way a position moves (C2).
+
+    Args:
+      target, draft: caches in which rows position .. position+T-1 were written.
+      n: rows to keep, 0..T. With n = 0 the row stays as it was, anchor included.
+      anchor: the next anchor of rows with n > 0.
+    """
+    return DecodeState(
+        target=target,
+        draft=draft,
+        position=state.position + n,
+        anchor=jnp.where(n > 0, anchor, state.anchor),
+    )
