@@ -1,0 +1,16 @@
+"""Declare, plan, lower, compile: the only place that turns functions into executables."""
+
+from dflash_jax.compiler.build import Executable, compile_programs, enable_compilation_cache, jit
+from dflash_jax.compiler.plan import Plan, resolve
+from dflash_jax.compiler.programs import Program, declare
+
+__all__ = [
+    "Executable",
+    "Plan",
+    "Program",
+    "compile_programs",
+    "declare",
+    "enable_compilation_cache",
+    "jit",
+    "resolve",
+]

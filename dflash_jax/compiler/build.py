@@ -1,0 +1,88 @@
+"""Lowering and compiling programs ahead of time, and the contracts they must meet (C6)."""
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax.compiler.programs import Program
+from dflash_jax.errors import PlanError
+
+
+@dataclasses.dataclass(frozen=True)
+class Executable:
+    """A compiled program; calling it only dispatches. Other shapes raise JAX's own TypeError."""
+
+    name: str
+    compiled: jax.stages.Compiled
+    stablehlo: str
+    donated_bytes: int
+    seconds: float  # tracing, lowering and compiling
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled(*args)
+
+    @property
+    def aliased_bytes(self) -> int:
+        """Bytes of donated arguments that are updated in place."""
+        return self.compiled.memory_analysis().alias_size_in_bytes
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Scratch memory of one call."""
+        return self.compiled.memory_analysis().temp_size_in_bytes
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes of all arguments, weights included."""
+        return self.compiled.memory_analysis().argument_size_in_bytes
+
+
+def jit(function: Callable[..., Any], *, donate: tuple[int, ...] = (), **options: Any) -> Any:
+    """`jax.jit` for code outside this package, so that compilation happens in one place."""
+    return jax.jit(function, donate_argnums=donate, **options)
+
+
+def compile_programs(programs: Iterable[Program]) -> dict[str, Executable]:
+    """Compiles programs in threads; raises PlanError if donated state would be copied."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        built = list(pool.map(_compile, programs))
+    return {executable.name: executable for executable in built}
+
+
+def _compile(program: Program) -> Executable:
+    started = time.perf_counter()
+    jitted = jax.jit(program.function, donate_argnums=program.donated)
+    lowered = jitted.lower(*program.arguments)
+    compiled = lowered.compile()
+    donated = sum(
+        leaf.size * leaf.dtype.itemsize
+        for i in program.donated
+        for leaf in jax.tree.leaves(program.arguments[i])
+    )
+    seconds = time.perf_counter() - started
+    built = Executable(program.name, compiled, lowered.as_text(), donated, seconds)
+    if built.aliased_bytes < donated:
+        raise PlanError(
+            f"program {program.name} would copy {donated - built.aliased_bytes} of {donated}"
+            " bytes of its state in every call; this is a defect, please report it with the plan"
+        )
+    return built
+
+
+def enable_compilation_cache(directory: Path) -> None:
+    """Keeps compiled programs on disk between processes; for entry points, never at import.
+
+    Does nothing if the user already chose a directory. The folder is made private, because
+    what it holds is executed.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,151 @@
+"""The plan: every decision that shapes the compiled programs, as one frozen value.
+
+A plan can be printed, compared, hashed and stored next to a result. `resolve` fills what was
+left open and checks the whole against the models and the memory of the device.
+"""
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+from dflash_jax.compiler.memory import Budget, budget
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.errors import PlanError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is decided before anything is compiled. `None` leaves the choice to `resolve`.
+
+    Attributes:
+      rows: requests that decode side by side.
+      max_length: most tokens of prompt and output together, per row.
+      block: tokens fed per decode step, the anchor included; the drafter's own size by default.
+      chunk: prompt tokens per prefill call.
+      dtype: of weights, activations and caches; float32 on a CPU, else bfloat16 by default.
+      exact: plain steps and fallbacks run at block width, so that speculative output equals
+        plain output bit for bit. False lets plain steps run one token wide.
+      rings: sliding-window layers keep only a ring of window + widest call slots.
+      lookahead: steps the host stays ahead of what it has read, 0 or 1.
+      stop_slots: most stop tokens a request may name.
+      memory_limit: bytes the engine may use; the device's free memory by default.
+    """
+
+    rows: int = 1
+    max_length: int | None = None
+    block: int | None = None
+    chunk: int | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    exact: bool = True
+    rings: bool = True
+    lookahead: int = 1
+    stop_slots: int = 8
+    memory_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        lows = {"rows": 1, "max_length": 2, "block": 2, "chunk": 1, "stop_slots": 1}
+        for name, low in (lows | {"memory_limit": 1}).items():
+            value = getattr(self, name)
+            if value is None and name not in ("rows", "stop_slots"):
+                continue
+            if type(value) is not int or value < low:
+                raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}")
+        if self.lookahead not in (0, 1):
+            raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
+        if self.dtype not in (None, *DTYPES):
+            raise PlanError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+
+    def to_json(self) -> str:
+        """The plan as one JSON object; `from_json` is the inverse."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan written by `to_json`; unknown fields are refused."""
+        fields: dict[str, Any] = json.loads(text)
+        known = {f.name for f in dataclasses.fields(cls)}
+        if extra := sorted(set(fields) - known):
+            raise PlanError(f"unknown plan fields {extra}; known are {sorted(known)}")
+        return cls(**fields)
+
+    @property
+    def widest(self) -> int:
+        """Tokens of the widest call; caches keep this much room past the longest sequence."""
+        return max(_set(self.chunk), _set(self.block))
+
+    @property
+    def slots(self) -> int:
+        """Slots of a plain cache; `dynamic_update_slice` would clamp a write past its end."""
+        return -(-(_set(self.max_length) + self.widest) // 16) * 16
+
+    def ring_slots(self, window: int | None) -> int | None:
+        """Slots of a sliding layer's ring, or None where a plain cache is no larger (R4)."""
+        if window is None or not self.rings:
+            return None
+        slots = -(-(window + self.widest) // 16) * 16
+        return slots if slots < self.slots else None
+
+
+def resolve(
+    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, *, platform: str, memory: int
+) -> Plan:
+    """The plan with every open choice made, checked against models and memory.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu".
+      memory: bytes of device memory free for weights, state and temporaries.
+
+    Raises:
+      PlanError: the plan asks for more positions than the target has, or does not fit.
+    """
+    small = platform == "cpu"
+    default_block = drafter.block_size if drafter else 8
+    plan = dataclasses.replace(
+        plan,
+        max_length=plan.max_length or min(target.max_length, 1024 if small else 8192),
+        block=plan.block or default_block,
+        chunk=plan.chunk or (64 if small else 256),
+        dtype=plan.dtype or ("float32" if small else "bfloat16"),
+        memory_limit=plan.memory_limit or memory,
+    )
+    if _set(plan.max_length) > target.max_length:
+        raise PlanError(
+            f"max_length is {plan.max_length}, but the target was made for {target.max_length}"
+            f" positions; ask for at most {target.max_length}"
+        )
+    need = budget(plan, target, drafter)
+    if need.total > _set(plan.memory_limit):
+        raise PlanError(_does_not_fit(plan, target, drafter, need))
+    return plan
+
+
+def _does_not_fit(
+    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, need: Budget
+) -> str:
+    """Says what needs how much, and the longest max_length that would fit."""
+    limit = _set(plan.memory_limit)
+    low, high = 1, _set(plan.max_length)
+    while high - low > 1:  # bytes grow with max_length
+        middle = (low + high) // 2
+        shorter = dataclasses.replace(plan, max_length=middle)
+        low, high = (
+            (middle, high) if budget(shorter, target, drafter).total <= limit else (low, middle)
+        )
+    remedy = (
+        f"max_length={low} would fit"
+        if low > 1
+        else "even a short max_length does not; use fewer rows, a smaller dtype or a smaller model"
+    )
+    return f"the plan needs {need}, but only {_mib(limit)} are allowed; {remedy}"
+
+
+def _mib(n: int) -> str:
+    return f"{n / 2**20:,.0f} MiB"
+
+
+def _set(value: int | None) -> int:
+    if value is None:
+        raise PlanError("the plan is not resolved; load it through dflash_jax.load or resolve()")
+    return value

@@ -1,0 +1,136 @@
+"""Which programs a plan needs: name, pure function, abstract arguments, what is donated."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.compiler.plan import Plan
+from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
+from dflash_jax.decode import steps
+from dflash_jax.decode.steps import Pair, Params
+from dflash_jax.models import build_drafter, build_target
+from dflash_jax.state import DecodeState, LayerCache, RowRules, empty_cache
+
+GREEDY, SAMPLED = (
+    ("prefill", "speculative", "plain"),
+    (
+        "prefill_sampled",
+        "speculative_sampled",
+        "plain_sampled",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A pure function with everything that is needed to compile it."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct
+    donated: tuple[int, ...] = ()
+
+
+def build_pair(target: TargetConfig, drafter: DrafterConfig | None) -> Pair:
+    """The modules of both configs."""
+    return Pair(build_target(target), build_drafter(drafter) if drafter else None)
+
+
+def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> DecodeState:
+    """A state in which every row stands at position 0."""
+
+    def caches(c: AttentionConfig, windows: tuple[int | None, ...]) -> tuple[LayerCache, ...]:
+        rings = [plan.ring_slots(window) for window in windows or (None,) * c.num_layers]
+        return tuple(
+            empty_cache(
+                plan.rows,
+                c.num_kv_heads,
+                ring or plan.slots,
+                c.head_dim,
+                dtype=jnp.dtype(plan.dtype),
+                ring=ring is not None,
+            )
+            for ring in rings
+        )
+
+    return DecodeState(
+        target=caches(target, target.windows),
+        draft=caches(drafter, drafter.windows) if drafter else (),
+        position=jnp.zeros((plan.rows,), jnp.int32),
+        anchor=jnp.zeros((plan.rows,), jnp.int32),
+    )
+
+
+def abstract_params(
+    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
+) -> dict[str, Any]:
+    """Shapes and dtypes of all parameters; no memory is used."""
+    params = jax.eval_shape(lambda: init_params(target, drafter, seed=0))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(plan.dtype)), params)
+
+
+def init_params(target: TargetConfig, drafter: DrafterConfig | None, *, seed: int) -> Params:
+    """Random float32 parameters, for tests, benchmarks and training."""
+    pair = build_pair(target, drafter)
+    plan = Plan(max_length=2, block=2, chunk=1, dtype="float32", rings=False)
+    state = empty_state(plan, target, drafter)
+    keys = jax.random.split(jax.random.key(seed))
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    params = {"target": pair.target.init(keys[0], tokens, state.target, state.position)["params"]}
+    if pair.drafter is not None:
+        x = jnp.zeros((1, 1, target.hidden_size), jnp.float32)
+        params["drafter"] = pair.drafter.init(keys[1], x, state.draft, state.position)["params"]
+    return params
+
+
+def abstract_rules(plan: Plan) -> RowRules:
+    """Shapes of the per-row rules."""
+    b = plan.rows
+
+    def row(dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((b,), dtype)
+
+    return RowRules(
+        stop_ids=jax.ShapeDtypeStruct((b, plan.stop_slots), jnp.int32),
+        limit=row(jnp.int32),
+        temperature=row(jnp.float32),
+        top_k=row(jnp.int32),
+        top_p=row(jnp.float32),
+        seed=row(jnp.uint32),
+    )
+
+
+def declare(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Program]:
+    """Every program of a resolved plan, by name. The state is donated to each."""
+    assert plan.chunk is not None and plan.block is not None
+    pair = build_pair(target, drafter)
+    params = abstract_params(plan, target, drafter)
+    state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
+    rules = abstract_rules(plan)
+    count = rules.limit
+
+    def tokens(width: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((plan.rows, width), jnp.int32)
+
+    def program(name: str, step: Callable[..., Any], *rest: Any, **static: Any) -> Program:
+        return Program(name, functools.partial(step, pair, **static), (params, state, *rest), (1,))
+
+    width = plan.block if plan.exact else 1
+    plain = "plain" if plan.exact else "plain1"
+    programs = [program("forced", steps.forced, tokens(plan.block), count, count)]
+    for suffix, sampled in (("", False), ("_sampled", True)):
+        chunk = tokens(plan.chunk)
+        programs += [
+            program("prefill" + suffix, steps.prefill, chunk, count, rules, sampled=sampled),
+            program(plain + suffix, steps.plain, rules, width=width, sampled=sampled),
+        ]
+        if drafter is not None:
+            step, block = steps.speculative, plan.block
+            programs.append(
+                program("speculative" + suffix, step, rules, width=block, sampled=sampled)
+            )
+    return {p.name: p for p in programs}
