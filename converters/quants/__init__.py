@@ -1,0 +1,51 @@
+"""ggml block formats decoded with NumPy: bit for bit the values ggml's own scalar code gives."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from converters.quants import codebooks, legacy, super_blocks
+from converters.quants.types import TYPES, GgmlType
+from dflash_jax.errors import CheckpointError
+
+Decoder = Callable[[np.ndarray, np.ndarray], None]
+
+DECODERS: dict[str, Decoder] = {
+    "Q4_0": legacy.q4_0,
+    "Q4_1": legacy.q4_1,
+    "Q5_0": legacy.q5_0,
+    "Q5_1": legacy.q5_1,
+    "Q8_0": legacy.q8_0,
+    "Q2_K": super_blocks.q2_k,
+    "Q3_K": super_blocks.q3_k,
+    "Q4_K": super_blocks.q4_k,
+    "Q5_K": super_blocks.q5_k,
+    "Q6_K": super_blocks.q6_k,
+    "IQ4_NL": codebooks.iq4_nl,
+    "IQ4_XS": codebooks.iq4_xs,
+    "MXFP4": codebooks.mxfp4,
+}
+CHUNK = 1 << 17  # weights decoded at a time: the temporaries stay in a core's cache
+READABLE = frozenset(DECODERS) | frozenset(t.name for t in TYPES.values() if t.dtype is not None)
+
+
+def decode(kind: GgmlType, blocks: np.ndarray, out: np.ndarray) -> None:
+    """Decodes `blocks` [rows, bytes] into `out` [rows, columns], float32 and contiguous."""
+    decoder = DECODERS.get(kind.name)
+    if decoder is None:
+        raise CheckpointError(unreadable(kind.name))
+    source = blocks.reshape(-1, kind.block_bytes)
+    target = out.reshape(-1, kind.block_size)
+    step = max(1, CHUNK // kind.block_size)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for start in range(0, len(source), step):
+            stop = start + step
+            decoder(source[start:stop], target[start:stop])
+
+
+def unreadable(name: str) -> str:
+    """Why tensors of a known type cannot be decoded, and what can be done."""
+    return (
+        f"the type {name} cannot be decoded; readable types are {', '.join(sorted(READABLE))}."
+        " Use a file quantised to one of these"
+    )

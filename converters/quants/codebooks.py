@@ -1,0 +1,55 @@
+"""Formats whose four-bit codes index a table of values. Facts from ggml-common.h."""
+
+import numpy as np
+
+from converters.quants.legacy import half, interleave, nibbles
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# Twice the e2m1 values: the stored exponent is one lower to match.
+E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _tables(values: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """For each byte, the signed value of its low nibble and of its high one."""
+    codes = np.arange(256)
+    signed = np.array(values, np.int8)
+    return signed[codes & 15].tobytes(), signed[codes >> 4].tobytes()
+
+
+_IQ4, _E2M1 = _tables(IQ4_VALUES), _tables(E2M1_DOUBLED)
+
+
+def iq4_nl(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * value[q], 32 weights to a block."""
+    out.reshape(-1)[...] = _look_up(_IQ4, blocks[:, 2:])
+    out *= half(blocks, 0)
+
+
+def iq4_xs(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (sc - 32) * value[q], 256 weights to a block, a six-bit scale for every 32."""
+    out.reshape(-1)[...] = _look_up(_IQ4, blocks[:, 8:])
+    low, high = nibbles(blocks[:, 4:8])
+    scale = np.stack([low, high], axis=-1).reshape(-1, 8)
+    top = blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scale |= top.astype(np.uint8) << 4
+    scale -= 32
+    groups = out.reshape(-1, 8, 32)
+    groups *= (half(blocks, 0) * scale.view(np.int8).astype(np.float32))[:, :, None]
+
+
+def mxfp4(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = 2^(e - 128) * doubled value[q], 32 weights to a block."""
+    out.reshape(-1)[...] = _look_up(_E2M1, blocks[:, 1:])
+    out *= halved_power(blocks[:, :1])
+
+
+def halved_power(exponent: np.ndarray) -> np.ndarray:
+    """2^(e - 128) as float32, exact also where it is subnormal (e of 0 and 1)."""
+    return np.ldexp(np.float32(1), exponent.astype(np.int32) - 128)
+
+
+def _look_up(tables: tuple[bytes, bytes], packed: np.ndarray) -> np.ndarray:
+    """In every 16 bytes: the values of the low nibbles, then of the high ones; flat."""
+    raw = packed.tobytes()
+    parts = [np.frombuffer(raw.translate(table), np.int8) for table in tables]
+    return interleave(parts, 16)

@@ -1,0 +1,90 @@
+"""The 256-weight formats. Each decoder fills `out` [N, 256] from blocks [N, bytes].
+
+A run is 32 consecutive weights; a half is four runs.
+"""
+
+import numpy as np
+
+from converters.quants.legacy import half, interleave, nibbles
+
+
+def q2_k(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * sc * q - dmin * mn, a scale byte (sc low, mn high) for every 16 weights."""
+    scale, offset = nibbles(blocks[:, :16])
+    out.reshape(-1)[...] = _two_bits(blocks[:, 16:80])
+    _scale(out, half(blocks, 80) * scale.astype(np.float32))
+    _shift(out, half(blocks, 82) * offset.astype(np.float32))
+
+
+def q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (sc - 32) * q; the third bit lies apart and is inverted."""
+    codes = _two_bits(blocks[:, 32:96])
+    codes -= 4
+    codes += interleave(_bit_planes(blocks[:, :32], 2), 32)
+    out.reshape(-1)[...] = codes.view(np.int8)
+    low, high = nibbles(blocks[:, 96:104])
+    top = np.ascontiguousarray(blocks[:, 104:108])
+    scale = np.concatenate([low, high], axis=1)
+    for k in range(4):
+        scale[:, 4 * k : 4 * k + 4] |= (top >> 2 * k & 3) << 4
+    scale -= 32
+    _scale(out, half(blocks, 108) * scale.view(np.int8).astype(np.float32))
+
+
+def q4_k(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * sc * q - dmin * mn, six-bit sc and mn for every run."""
+    scale, offset = _six_bits(blocks[:, 4:16])
+    out.reshape(-1)[...] = interleave(nibbles(blocks[:, 16:144]), 32)
+    _scale(out, half(blocks, 0) * scale)
+    _shift(out, half(blocks, 2) * offset)
+
+
+def q5_k(blocks: np.ndarray, out: np.ndarray) -> None:
+    """As Q4_K with a fifth bit for each weight."""
+    scale, offset = _six_bits(blocks[:, 4:16])
+    codes = interleave(nibbles(blocks[:, 48:176]), 32)
+    codes |= interleave(_bit_planes(blocks[:, 16:48], 4), 32)
+    out.reshape(-1)[...] = codes
+    _scale(out, half(blocks, 0) * scale)
+    _shift(out, half(blocks, 2) * offset)
+
+
+def q6_k(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * sc * (q - 32), a signed scale byte for every 16 weights."""
+    codes = interleave(nibbles(blocks[:, :128]), 64)
+    bits = np.ascontiguousarray(blocks[:, 128:192])
+    codes |= interleave([(bits & 3) << 4, (bits & 12) << 2, bits & 48, (bits & 192) >> 2], 32)
+    codes -= 32
+    out.reshape(-1)[...] = codes.view(np.int8)
+    _scale(out, half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32))
+
+
+def _two_bits(packed: np.ndarray) -> np.ndarray:
+    """Codes of bytes [N, 64], flat: the four runs of a half share its 32 bytes."""
+    packed = np.ascontiguousarray(packed)
+    return interleave([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], 32)
+
+
+def _bit_planes(packed: np.ndarray, place: int) -> list[np.ndarray]:
+    """Bit r of every byte, for the eight runs r, moved to bit `place`."""
+    packed = np.ascontiguousarray(packed)
+    masked = [packed & (1 << r) for r in range(8)]
+    return [m << place - r if r < place else m >> r - place for r, m in enumerate(masked)]
+
+
+def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight scales and eight offsets, float32 [N, 8], of 12 bytes (Q4_K, Q5_K)."""
+    first, second, third = (np.ascontiguousarray(packed[:, i : i + 4]) for i in (0, 4, 8))
+    scale = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=1)
+    offset = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], axis=1)
+    return scale.astype(np.float32), offset.astype(np.float32)
+
+
+def _scale(out: np.ndarray, by: np.ndarray) -> None:
+    groups = out.reshape(*by.shape, -1)
+    groups *= by[:, :, None]
+
+
+def _shift(out: np.ndarray, by: np.ndarray) -> None:
+    groups = out.reshape(*by.shape, -1)
+    groups -= by[:, :, None]

@@ -1,0 +1,53 @@
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from converters import quants
+from converters.quants.types import BY_NAME, TYPES
+
+
+def decoded(name: str, raw: np.ndarray, columns: int) -> np.ndarray:
+    out = np.empty((len(raw), columns), np.float32)
+    quants.decode(BY_NAME[name], raw, out)
+    return out
+
+
+def expected(name: str, raw: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+
+
+def assert_same_bits(ours: np.ndarray, theirs: np.ndarray) -> None:
+    """Equal bit for bit; a NaN, which a scale of NaN makes, may carry any payload."""
+    numbers = ~np.isnan(theirs)
+    np.testing.assert_array_equal(np.isnan(ours), ~numbers)
+    np.testing.assert_array_equal(ours[numbers].view(np.uint32), theirs[numbers].view(np.uint32))
+
+
+@pytest.mark.parametrize("name", quants.DECODERS)
+def test_random_bytes_decode_to_the_bits_gguf_gives(name):
+    kind = BY_NAME[name]
+    rng = np.random.default_rng(kind.number)
+    raw = rng.integers(0, 256, (700, 1024 // kind.block_size * kind.block_bytes), np.uint8)
+    assert_same_bits(decoded(name, raw, 1024), expected(name, raw))
+
+
+@pytest.mark.parametrize("name", quants.DECODERS)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_every_block_decodes_to_the_bits_gguf_gives(name, data):
+    kind = BY_NAME[name]
+    raw = data.draw(arrays(np.uint8, (2, kind.block_bytes)))
+    assert_same_bits(decoded(name, raw, kind.block_size), expected(name, raw))
+
+
+def test_sizes_agree_with_the_gguf_package():
+    sizes = gguf.constants.GGML_QUANT_SIZES
+    for number, kind in TYPES.items():
+        if number not in set(gguf.GGMLQuantizationType) or kind.name == "Q8_1":
+            continue  # gguf 0.19 gives Q8_1 a size its C code does not have
+        assert gguf.GGMLQuantizationType(number).name == kind.name
+        assert sizes[gguf.GGMLQuantizationType(number)] == (kind.block_size, kind.block_bytes)
