@@ -1,0 +1,154 @@
+"""GGUF files and split sets of them, as sources of lazily decoded tensors."""
+
+import math
+import mmap
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from converters import quants
+from converters.gguf.header import Header, TensorInfo, parse
+from converters.safetensors import map_file
+from converters.source import Rows
+from dflash_jax.errors import CheckpointError
+
+SHARD = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+MAX_SHARDS = 4096
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One mapped file and its header."""
+
+    path: Path
+    buffer: mmap.mmap
+    header: Header
+
+
+class GgufFile:
+    """One GGUF file, or a split set; see `converters.source.TensorSource`."""
+
+    def __init__(self, shards: list[Shard]):
+        self.path = shards[0].path
+        self.shards = tuple(shards)
+        self.metadata: dict[str, Any] = shards[0].header.metadata
+        self.notes = tuple(f"{s.path.name}: {n}" for s in shards for n in s.header.notes)
+        self._tensors: dict[str, tuple[TensorInfo, Shard]] = {}
+        for shard in shards:
+            for info in shard.header.tensors:
+                if info.name in self._tensors:
+                    other = self._tensors[info.name][1].path.name
+                    raise CheckpointError(
+                        f"{shard.path}: tensor {info.name!r} is also in {other}; fetch both again"
+                    )
+                self._tensors[info.name] = (info, shard)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name)[0].shape
+
+    def dtype(self, name: str) -> np.dtype:
+        return self._find(name)[0].kind.dtype or np.dtype(np.float32)
+
+    def kind(self, name: str) -> str:
+        return self._find(name)[0].kind.name
+
+    def nbytes(self, name: str) -> int:
+        return self._find(name)[0].nbytes
+
+    def raw(self, name: str) -> np.ndarray:
+        """The stored bytes as uint8 [rows, bytes of a row], a view of the mapped file."""
+        info, shard = self._find(name)
+        row = info.shape[-1] // info.kind.block_size * info.kind.block_bytes
+        start = shard.header.data_start + info.offset
+        return np.frombuffer(shard.buffer, np.uint8, info.nbytes, start).reshape(-1, row)
+
+    def read(self, name: str) -> np.ndarray:
+        shape = self.shape(name)
+        rows = math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
+        return self.read_rows(name, slice(0, rows)).reshape(shape)
+
+    def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        info = self._find(name)[0]
+        raw = self.raw(name)
+        if info.kind.dtype is not None:
+            plain = raw.view(info.kind.dtype)
+            return (plain if len(info.shape) > 1 else plain.reshape(-1, 1))[rows]
+        if len(info.shape) == 1:
+            return self._decoded(info, raw).reshape(-1, 1)[rows]
+        return self._decoded(info, raw[rows])
+
+    def _decoded(self, info: TensorInfo, raw: np.ndarray) -> np.ndarray:
+        if info.kind.name not in quants.READABLE:
+            raise CheckpointError(f"{self.path}: {info.name}: {quants.unreadable(info.kind.name)}")
+        out = np.empty((len(raw), info.shape[-1]), np.float32)
+        quants.decode(info.kind, raw, out)
+        return out
+
+    def _find(self, name: str) -> tuple[TensorInfo, Shard]:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}") from None
+
+
+def open_gguf(path: str | Path) -> GgufFile:
+    """A GGUF file; given the first file of a split set, all of them."""
+    first = _open(Path(path))
+    count = first.header.metadata.get("split.count", 0)
+    if type(count) is not int or not 0 <= count <= MAX_SHARDS:
+        raise CheckpointError(f"{path}: split.count is {count!r}; expected 1 to {MAX_SHARDS}")
+    if count <= 1:
+        return GgufFile([first])
+    shards = [first, *(_open(p) for p in _other_shards(first, count))]
+    for i, shard in enumerate(shards):
+        place = tuple(shard.header.metadata.get(f"split.{key}") for key in ("no", "count"))
+        if place != (i, count):
+            raise CheckpointError(
+                f"{shard.path} says it is part {place[0]} of {place[1]} (from 0); expected part"
+                f" {i} of {count}: fetch the set again"
+            )
+    _check_total(shards)
+    return GgufFile(shards)
+
+
+def _open(path: Path) -> Shard:
+    buffer = map_file(path)
+    header = parse(buffer, str(path))
+    return Shard(path, buffer, header)
+
+
+def _other_shards(first: Shard, count: int) -> list[Path]:
+    match = SHARD.match(first.path.name)
+    number = first.header.metadata.get("split.no")
+    if match is None or int(match["count"]) != count:
+        raise CheckpointError(
+            f"{first.path} belongs to a set of {count} files but is not named"
+            f" NAME-00001-of-{count:05d}.gguf; rename the set as it was published"
+        )
+    prefix = match["prefix"]
+    if number != 0 or int(match["number"]) != 1:
+        raise CheckpointError(
+            f"{first.path} is not the first of its set; give {prefix}-00001-of-{count:05d}.gguf"
+        )
+    paths = [
+        first.path.with_name(f"{prefix}-{i:05d}-of-{count:05d}.gguf") for i in range(2, count + 1)
+    ]
+    if missing := [p.name for p in paths if not p.is_file()]:
+        raise CheckpointError(f"{first.path.parent} lacks {', '.join(missing)}; fetch them")
+    return paths
+
+
+def _check_total(shards: list[Shard]) -> None:
+    expected = shards[0].header.metadata.get("split.tensors.count")
+    found = sum(len(shard.header.tensors) for shard in shards)
+    if expected is not None and expected != found:
+        raise CheckpointError(
+            f"{shards[0].path}: the set should hold {expected} tensors, its files hold {found};"
+            " fetch the set again"
+        )
