@@ -60,18 +60,18 @@ def cache_bytes(
 
 def temporary_bytes(plan: "Plan", target: TargetConfig, drafter: DrafterConfig | None) -> int:
     """Upper estimate: one layer's scores and activations, the head's logits, the taps."""
-    item = ITEM[plan.dtype or "float32"]
+    item = ITEM[plan.dtype]
     wide = plan.rows * plan.widest
     scores = 3 * 4 * wide * target.num_heads * plan.slots
     hidden = 8 * item * wide * (target.hidden_size + target.intermediate_size)
-    logits = 4 * 4 * plan.rows * (plan.block or 1) * target.vocab_size
+    logits = 4 * 4 * plan.rows * (plan.block) * target.vocab_size
     taps = item * wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
     return scores + hidden + logits + 2 * taps
 
 
 def budget(plan: "Plan", target: TargetConfig, drafter: DrafterConfig | None) -> Budget:
     """What a resolved plan needs for these models."""
-    item = ITEM[plan.dtype or "float32"]
+    item = ITEM[plan.dtype]
     weights = target_weights(target)
     caches = cache_bytes(plan, target, target.windows, item)
     if drafter is not None:
@@ -90,9 +90,9 @@ class Work:
 
 def work(plan: "Plan", target: TargetConfig, drafter: DrafterConfig | None, program: str) -> Work:
     """Least bytes and operations of a program of `declare`, caches counted at full capacity."""
-    item = ITEM[plan.dtype or "float32"]
+    item = ITEM[plan.dtype]
     name = program.removesuffix("_sampled")
-    width = {"prefill": plan.chunk or 1, "plain1": 1}.get(name, plan.block or 1)
+    width = {"prefill": plan.chunk, "plain1": 1}.get(name, plan.block)
     tokens = plan.rows * width
     head = target.vocab_size * target.hidden_size
     head_rows = plan.rows if name == "prefill" else tokens

@@ -12,12 +12,12 @@ from dflash_jax.compiler.memory import Budget, budget
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.errors import PlanError
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is decided before anything is compiled. `None` leaves the choice to `resolve`.
+    """What is decided before anything is compiled. 0 and "auto" leave the choice to `resolve`.
 
     Attributes:
       rows: requests that decode side by side.
@@ -34,27 +34,25 @@ class Plan:
     """
 
     rows: int = 1
-    max_length: int | None = None
-    block: int | None = None
-    chunk: int | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    max_length: int = 0
+    block: int = 0
+    chunk: int = 0
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     exact: bool = True
     rings: bool = True
     lookahead: int = 1
     stop_slots: int = 8
-    memory_limit: int | None = None
+    memory_limit: int = 0
 
     def __post_init__(self) -> None:
-        lows = {"rows": 1, "max_length": 2, "block": 2, "chunk": 1, "stop_slots": 1}
-        for name, low in (lows | {"memory_limit": 1}).items():
+        auto = {"max_length": 2, "block": 2, "chunk": 1, "memory_limit": 1}
+        for name, low in ({"rows": 1, "stop_slots": 1} | auto).items():
             value = getattr(self, name)
-            if value is None and name not in ("rows", "stop_slots"):
-                continue
-            if type(value) is not int or value < low:
+            if type(value) is not int or (value < low and not (value == 0 and name in auto)):
                 raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}")
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
-        if self.dtype not in (None, *DTYPES):
+        if self.dtype not in DTYPES:
             raise PlanError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
 
     def to_json(self) -> str:
@@ -73,12 +71,12 @@ class Plan:
     @property
     def widest(self) -> int:
         """Tokens of the widest call; caches keep this much room past the longest sequence."""
-        return max(_set(self.chunk), _set(self.block))
+        return max(self.chunk, self.block)
 
     @property
     def slots(self) -> int:
         """Slots of a plain cache; `dynamic_update_slice` would clamp a write past its end."""
-        return -(-(_set(self.max_length) + self.widest) // 16) * 16
+        return -(-(self.max_length + self.widest) // 16) * 16
 
     def ring_slots(self, window: int | None) -> int | None:
         """Slots of a sliding layer's ring, or None where a plain cache is no larger (R4)."""
@@ -101,22 +99,23 @@ def resolve(
       PlanError: the plan asks for more positions than the target has, or does not fit.
     """
     small = platform == "cpu"
+    default_dtype: Literal["float32", "bfloat16"] = "float32" if small else "bfloat16"
     default_block = drafter.block_size if drafter else 8
     plan = dataclasses.replace(
         plan,
         max_length=plan.max_length or min(target.max_length, 1024 if small else 8192),
         block=plan.block or default_block,
         chunk=plan.chunk or (64 if small else 256),
-        dtype=plan.dtype or ("float32" if small else "bfloat16"),
+        dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
         memory_limit=plan.memory_limit or memory,
     )
-    if _set(plan.max_length) > target.max_length:
+    if plan.max_length > target.max_length:
         raise PlanError(
             f"max_length is {plan.max_length}, but the target was made for {target.max_length}"
             f" positions; ask for at most {target.max_length}"
         )
     need = budget(plan, target, drafter)
-    if need.total > _set(plan.memory_limit):
+    if need.total > plan.memory_limit:
         raise PlanError(_does_not_fit(plan, target, drafter, need))
     return plan
 
@@ -125,8 +124,8 @@ def _does_not_fit(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, need: Budget
 ) -> str:
     """Says what needs how much, and the longest max_length that would fit."""
-    limit = _set(plan.memory_limit)
-    low, high = 1, _set(plan.max_length)
+    limit = plan.memory_limit
+    low, high = 1, plan.max_length
     while high - low > 1:  # bytes grow with max_length
         middle = (low + high) // 2
         shorter = dataclasses.replace(plan, max_length=middle)
@@ -143,9 +142,3 @@ def _does_not_fit(
 
 def _mib(n: int) -> str:
     return f"{n / 2**20:,.0f} MiB"
-
-
-def _set(value: int | None) -> int:
-    if value is None:
-        raise PlanError("the plan is not resolved; load it through dflash_jax.load or resolve()")
-    return value

@@ -15,15 +15,6 @@ from dflash_jax.decode.steps import Pair, Params
 from dflash_jax.models import build_drafter, build_target
 from dflash_jax.state import DecodeState, LayerCache, RowRules, empty_cache
 
-GREEDY, SAMPLED = (
-    ("prefill", "speculative", "plain"),
-    (
-        "prefill_sampled",
-        "speculative_sampled",
-        "plain_sampled",
-    ),
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -106,12 +97,11 @@ def abstract_rules(plan: Plan) -> RowRules:
 
 def declare(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Program]:
     """Every program of a resolved plan, by name. The state is donated to each."""
-    assert plan.chunk is not None and plan.block is not None
     pair = build_pair(target, drafter)
     params = abstract_params(plan, target, drafter)
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
     rules = abstract_rules(plan)
-    count = rules.limit
+    count, flag = rules.limit, jax.ShapeDtypeStruct((plan.rows,), jnp.bool_)
 
     def tokens(width: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((plan.rows, width), jnp.int32)
@@ -121,11 +111,14 @@ def declare(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> 
 
     width = plan.block if plan.exact else 1
     plain = "plain" if plan.exact else "plain1"
-    programs = [program("forced", steps.forced, tokens(plan.block), count, count)]
+    programs = [
+        program("forced", steps.forced, tokens(plan.block), count, count),
+        Program("wipe", steps.wipe, (state, flag), (0,)),
+    ]
     for suffix, sampled in (("", False), ("_sampled", True)):
         chunk = tokens(plan.chunk)
         programs += [
-            program("prefill" + suffix, steps.prefill, chunk, count, rules, sampled=sampled),
+            program("prefill" + suffix, steps.prefill, chunk, count, flag, rules, sampled=sampled),
             program(plain + suffix, steps.plain, rules, width=width, sampled=sampled),
         ]
         if drafter is not None:

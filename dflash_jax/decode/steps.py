@@ -65,6 +65,7 @@ def prefill(
     state: DecodeState,
     tokens: Int[Array, "B C"],
     count: Int[Array, " B"],
+    fresh: Bool[Array, " B"],
     rules: RowRules,
     *,
     sampled: bool,
@@ -73,7 +74,9 @@ def prefill(
 
     Args:
       count: real tokens of each row's chunk; 0 leaves a row untouched.
+      fresh: rows that begin a new request, at position 0 whatever they held before.
     """
+    state = dataclasses.replace(state, position=jnp.where(fresh, 0, state.position))
     target, draft, hidden = _forward(pair, params, state, tokens)
     last = jnp.maximum(count - 1, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
@@ -101,6 +104,21 @@ def forced(
     """
     target, draft, _ = _forward(pair, params, state, tokens)
     return commit(state, target, draft, count, anchor)
+
+
+def wipe(state: DecodeState, rows: Bool[Array, " B"]) -> DecodeState:
+    """Zeroes rows whose caches may hold non-finite numbers; masks alone do not stop those."""
+
+    def zero(cache: LayerCache) -> LayerCache:
+        clear = rows[:, None, None, None]
+        return jax.tree.map(lambda x: jnp.where(clear, jnp.zeros((), x.dtype), x), cache)
+
+    return DecodeState(
+        target=tuple(map(zero, state.target)),
+        draft=tuple(map(zero, state.draft)),
+        position=jnp.where(rows, 0, state.position),
+        anchor=jnp.where(rows, 0, state.anchor),
+    )
 
 
 def plain(

@@ -1,0 +1,170 @@
+"""A request as the engine sees it: checked arguments, and what is collected while it runs."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_jax.engine import controller
+from dflash_jax.engine.result import Piece, Result, Stats
+from dflash_jax.engine.text import OutputText
+from dflash_jax.errors import ComputeError, RequestError
+from dflash_jax.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for. Raises RequestError when it cannot be served by any engine."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    speculative: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        _check(
+            type(self.max_tokens) is int and self.max_tokens >= 1,
+            "max_tokens",
+            self.max_tokens,
+            "an integer of at least 1",
+        )
+        _check(
+            0 <= self.temperature < float("inf"),
+            "temperature",
+            self.temperature,
+            "0 (greedy) or a positive number",
+        )
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, up to 1")
+        _check(
+            type(self.top_k) is int and self.top_k >= 0,
+            "top_k",
+            self.top_k,
+            "0 (off) or a positive integer",
+        )
+        _check(
+            type(self.seed) is int and 0 <= self.seed < 2**32,
+            "seed",
+            self.seed,
+            "an integer from 0 to 2**32 - 1",
+        )
+        _check(all(self.stop), "stop", self.stop, "texts of at least one character")
+
+    @property
+    def limit(self) -> int:
+        """Most tokens prompt and output may have together."""
+        return len(self.prompt) + self.max_tokens
+
+
+def _check(good: bool, name: str, value: Any, expected: str) -> None:
+    if not good:
+        raise RequestError(f"{name} is {value!r}; expected {expected}")
+
+
+def token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Ids of a prompt given as text or as ids; refuses what the model has no row for."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError(
+                "the prompt is text, but this model ships no tokenizer.json; give token ids"
+            )
+        prompt = tokenizer.encode(prompt)
+    try:
+        ids = tuple(int(i) for i in prompt)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"the prompt is {prompt!r}; expected a text or a list of ids") from error
+    if outside := [i for i in ids if not 0 <= i < vocab_size]:
+        raise RequestError(
+            f"token ids {outside[:5]} are out of range; the target knows 0 to {vocab_size - 1}"
+        )
+    return ids
+
+
+def pick_seed(seed: int | None) -> int:
+    """The given seed, or a fresh one."""
+    return secrets.randbits(32) if seed is None else seed
+
+
+def as_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """One stop string or several, as several."""
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+class Live:
+    """A request in the engine: its controller state, its output so far, its clock."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None):
+        self.request = request
+        self.policy = controller.Policy(
+            max_tokens=request.max_tokens,
+            stop_ids=request.stop_ids,
+            speculative=request.speculative,
+        )
+        self.state = controller.State()
+        self.fed = 0  # prompt tokens given to the device
+        self.ids: list[int] = []
+        self.pieces: list[Piece] = []
+        self.stats = Stats(prompt_tokens=len(request.prompt))
+        self.finish: controller.Finish | None = None
+        self._text = OutputText(tokenizer, request.stop)
+        self._has_text = tokenizer is not None
+        self._submitted = self._started = self._first = time.perf_counter()
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None
+
+    @property
+    def speculates(self) -> bool:
+        return controller.speculates(self.state, self.policy)
+
+    def start(self) -> None:
+        """The first chunk of the prompt goes to the device."""
+        self._started = time.perf_counter()
+
+    def take(self, event: controller.Event) -> None:
+        """Lets the controller judge an event and does what it says."""
+        self.state, effects = controller.advance(self.state, event, self.policy)
+        if effects.fallback:
+            self.stats.fallbacks[effects.fallback] += 1
+        if effects.emit:
+            self._emit(effects.emit)
+        if effects.finish and not self.done:
+            self._end(effects.finish)
+        elif self._text.stopped and not self.done:
+            self.take(controller.Cancelled(controller.Finish.STOP))
+
+    def result(self) -> Result:
+        """The finished request; ComputeError if the target's numbers broke."""
+        if self.finish is controller.Finish.ERROR:
+            raise ComputeError(
+                f"the target's logits are not finite after {len(self.ids)} output tokens;"
+                " the weights are damaged or the dtype is too narrow: check the weights with"
+                " `dflash-jax probe`, or load with dtype='float32'"
+            )
+        assert self.finish is not None
+        text = self._text.text if self._has_text else None
+        return Result(self.ids, text, self.finish.value, self.stats)
+
+    def _emit(self, ids: tuple[int, ...]) -> None:
+        now = time.perf_counter()
+        if not self.ids:
+            self._first = now
+            self.stats.first_token_s = now - self._submitted
+            self.stats.prefill_s = now - self._started
+        self.stats.decode_s = now - self._first
+        self.ids += ids
+        self.stats.output_tokens = len(self.ids)
+        self.pieces.append(Piece(ids, self._text.push(ids)))
+
+    def _end(self, reason: controller.Finish) -> None:
+        self.finish = reason
+        if rest := self._text.finish():
+            self.pieces.append(Piece((), rest))

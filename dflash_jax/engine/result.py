@@ -1,0 +1,94 @@
+"""What a caller gets back: pieces while a request runs, a result and its statistics after."""
+
+import collections
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """New output of a stream. Nothing given is ever taken back."""
+
+    token_ids: tuple[int, ...]
+    text: str  # empty where the engine has no tokenizer, or a character is unfinished
+
+
+@dataclasses.dataclass(kw_only=True)
+class Stats:
+    """How a request went. Times in seconds.
+
+    Attributes:
+      rounds: speculative steps that decided at least one token.
+      plain_steps: steps without drafting that decided a token.
+      acceptance_lengths: tokens decided per round, bonus included.
+      accepted_per_position: rounds in which the draft at each place was accepted.
+      prefill_s: from the start of the prompt to the first token.
+      decode_s: from the first token to the last.
+      compile_s: spent compiling programs for this request; 0 once the engine is warm.
+      fallbacks: reasons why rounds were not drafted, with counts.
+      recovery: recovery events, with counts.
+    """
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    rounds: int = 0
+    plain_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
+    accepted_per_position: list[int] = dataclasses.field(default_factory=list)
+    first_token_s: float = 0.0  # from submission, queueing and compiling included
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    compile_s: float = 0.0
+    fallbacks: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    recovery: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens per round, bonus included (tau); None without a round."""
+        return sum(self.acceptance_lengths) / self.rounds if self.rounds else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed: tokens after the first over `decode_s`."""
+        return (self.output_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+    def count_round(self, decided: int, drafts: int) -> None:
+        """Books one speculative round that decided tokens, of which all but one were drafts."""
+        if not decided:
+            return
+        self.rounds += 1
+        self.drafted += drafts
+        self.accepted += decided - 1
+        self.acceptance_lengths.append(decided)
+        self.accepted_per_position = self.accepted_per_position or [0] * drafts
+        for place in range(decided - 1):
+            self.accepted_per_position[place] += 1
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures as JSON values."""
+        derived = {
+            "acceptance_length": self.acceptance_length,
+            "tokens_per_s": self.tokens_per_s,
+        }
+        return dataclasses.asdict(self) | derived
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """A finished request. `finish_reason` is "stop", "length" or "cancelled"."""
+
+    token_ids: list[int]
+    text: str | None  # None where the engine has no tokenizer
+    finish_reason: str
+    stats: Stats
+
+    def to_json(self) -> dict[str, Any]:
+        """The object `dflash-jax generate --json` prints."""
+        return {
+            "token_ids": self.token_ids,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "stats": self.stats.to_json(),
+        }

@@ -1,0 +1,131 @@
+"""Text to token ids and back, and the chat template of a model directory."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from dflash_jax.config import read_json
+from dflash_jax.errors import CheckpointError, RequestError
+
+Message = dict[str, Any]
+
+
+class Tokenizer:
+    """A `tokenizer.json` and, where the model has one, its chat template."""
+
+    def __init__(self, core: tokenizers.Tokenizer, template: str | None, specials: dict[str, str]):
+        self.core = core
+        self.template = template
+        self.specials = specials  # bos_token and the like, for templates
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "Tokenizer | None":
+        """The tokenizer of a model directory, or None if it ships none.
+
+        Raises:
+          CheckpointError: the files exist but cannot be read.
+        """
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            core = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from error
+        settings_path = directory / "tokenizer_config.json"
+        settings = read_json(settings_path) if settings_path.is_file() else {}
+        template_path = directory / "chat_template.jinja"
+        template = settings.get("chat_template")
+        if template_path.is_file():
+            template = template_path.read_text(encoding="utf-8")
+        if isinstance(template, list):  # older files hold several, by name
+            named = {entry["name"]: entry["template"] for entry in template}
+            template = named.get("default", next(iter(named.values()), None))
+        specials = {k: v for k, v in settings.items() if k.endswith("_token") and v}
+        texts = {k: v["content"] if isinstance(v, dict) else v for k, v in specials.items()}
+        return cls(core, template, texts)
+
+    @property
+    def size(self) -> int:
+        """Number of known ids; a model's table may be larger."""
+        return self.core.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, specials: bool = True) -> list[int]:
+        """Ids of a text; `specials` adds the start token where the tokenizer asks for one."""
+        return self.core.encode(text, add_special_tokens=specials).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out."""
+        return self.core.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self) -> "TextStream":
+        """A decoder that is fed ids as they come."""
+        return TextStream(self)
+
+    def chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Ids of a conversation, ready for the assistant's next turn.
+
+        Args:
+          messages: dicts with `role` and `content`, as in the OpenAI API.
+          variables: passed to the template: `tools`, `enable_thinking`, ...
+
+        Raises:
+          RequestError: the model has no template, or the template refuses the messages.
+        """
+        if self.template is None:
+            raise RequestError(
+                "this model ships no chat template; give a plain text or token ids instead"
+            )
+        variables = {"add_generation_prompt": True, "tools": None} | self.specials | variables
+        try:
+            text = _environment().from_string(self.template).render(messages=messages, **variables)
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise RequestError(f"the chat template refused the messages: {error}") from error
+        return self.encode(text, specials=False)
+
+
+class TextStream:
+    """Incremental detokenisation; never gives half a character."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self.text = ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text these ids complete."""
+        pieces = [self._stream.step(self._tokenizer.core, i) or "" for i in ids]
+        self._ids += ids
+        self.text += (new := "".join(pieces))
+        return new
+
+    def flush(self) -> str:
+        """What an unfinished character leaves behind."""
+        whole = self._tokenizer.decode(self._ids)
+        rest = whole[len(self.text) :] if whole.startswith(self.text) else ""
+        self.text += rest
+        return rest
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """The settings chat templates are written for (as in transformers)."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    return environment
