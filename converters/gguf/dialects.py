@@ -1,0 +1,142 @@
+"""The GGUF dialects DFlash drafters are published in: where each keeps what."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from converters.gguf.fields import Fields
+from converters.gguf.header import GgufArray
+from converters.taps import PLUS_ONE, RAW, Taps, read_taps
+from dflash_jax.errors import CheckpointError, ConfigError
+
+UPSTREAM = "dflash"
+DRAFTER_ARCHITECTURES = {
+    UPSTREAM: "llama.cpp",
+    "dflash-draft": "dflash-draft",
+    "qwen35-dflash-draft": "lucebox",
+    "gemma4-dflash-draft": "lucebox",
+}
+
+# Tap keys under the architecture's prefix, and what each means; None: writers disagree.
+UPSTREAM_TAPS = {
+    "target_layers": PLUS_ONE,
+    "target_layer_ids": None,
+    "dflash.target_layer_ids": None,
+}
+OTHER_TAPS = {"dflash.target_layer_ids": RAW, "target_layer_ids": RAW}
+
+# Every spelling of a canonical tensor; {} is the layer. Exactly one must be present.
+OUTER = {
+    "fc.weight": ("fc.weight", "dflash_fc.weight", "dflash.fc.weight"),
+    "hidden_norm.weight": (
+        "enc.output_norm.weight",
+        "hidden_norm.weight",
+        "dflash_hidden_norm.weight",
+        "dflash.hidden_norm.weight",
+    ),
+    "norm.weight": ("output_norm.weight",),
+}
+POST_ATTENTION = ("blk.{}.ffn_norm", "blk.{}.post_attention_norm")
+BORROWED = {
+    "token_embd.weight": "borrowed from the target",
+    "output.weight": "borrowed from the target",
+}
+# Tensors of relatives that need a model this version does not have.
+RELATIVES = {
+    "attn_conv_base": "DFlash 2",
+    "selector_": "DFlash 2",
+    "markov": "DSpark",
+    "domino": "Domino",
+    "aux_hidden_norm": "Laguna",
+    "attn_gate": "Laguna",
+    "d2t": "a drafter with a reduced vocabulary",
+    "attn_sinks": "a drafter with attention sinks",
+    "post_ffw_norm": "a drafter with Gemma's four norms",
+}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a drafter file says beyond its geometry."""
+
+    name: str
+    taps: Taps
+    block_size: int
+    mask_token_id: int
+    vocab_size: int
+    is_causal: bool | None  # inside the block; None: as the reference package decides
+    notes: tuple[str, ...]
+
+
+def read_dialect(fields: Fields, choice: str) -> Dialect:
+    """The drafter's own settings; whatever is missing or ambiguous is refused, never guessed."""
+    upstream = fields.architecture == UPSTREAM
+    name = DRAFTER_ARCHITECTURES[fields.architecture]
+    if upstream and fields.get("hyper_connection.count"):
+        raise ConfigError(
+            f"{fields.where} is a DeepSeek drafter (hyper-connections); not supported"
+        )
+    causal, notes = fields.get("attention.causal"), []
+    if not upstream and causal is not None:
+        notes.append("attention.causal ignored: writers of this dialect always set it")
+        causal = None
+    return Dialect(
+        name=name,
+        taps=_taps(fields, UPSTREAM_TAPS if upstream else OTHER_TAPS, choice),
+        block_size=_number(fields, ("block_size", "dflash.block_size"), 256),
+        mask_token_id=_mask(fields),
+        vocab_size=_vocabulary(fields),
+        is_causal=None if causal is None else bool(causal),
+        notes=tuple(notes),
+    )
+
+
+def _taps(fields: Fields, keys: Mapping[str, str | None], choice: str) -> Taps:
+    present = [key for key in keys if fields.get(key) is not None]
+    if not present:
+        listed = " or ".join(f"{fields.architecture}.{key}" for key in keys)
+        raise ConfigError(
+            f"{fields.where} does not say which target layers it reads ({listed}); they cannot be"
+            " guessed: use the original drafter"
+        )
+    readings = [
+        read_taps(
+            fields.ints(key),
+            source=f"{fields.architecture}.{key}",
+            convention=keys[key],
+            choice=choice,
+            where=fields.where,
+        )
+        for key in present
+    ]
+    if len({reading.ids for reading in readings}) > 1:
+        raise CheckpointError(
+            f"{fields.where} contradicts itself about target layers: "
+            + "; ".join(reading.line() for reading in readings)
+        )
+    return readings[0]
+
+
+def _number(fields: Fields, keys: tuple[str, ...], limit: int) -> int:
+    key = next((k for k in keys if fields.get(k) is not None), keys[0])
+    return fields.count(key, limit)
+
+
+def _mask(fields: Fields) -> int:
+    keys = ["tokenizer.ggml.mask_token_id"]
+    keys += [f"{fields.architecture}.{k}" for k in ("dflash.mask_token_id", "mask_token_id")]
+    found = {key: fields.metadata[key] for key in keys if key in fields.metadata}
+    values: set[Any] = set(found.values())
+    if len(values) != 1 or type(next(iter(values))) is not int:
+        raise ConfigError(
+            f"{fields.where} must name one mask token id; found {found or 'none'} under"
+            f" {', '.join(keys)}. It cannot be guessed: use the original drafter"
+        )
+    return values.pop()
+
+
+def _vocabulary(fields: Fields) -> int:
+    tokens = fields.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, GgufArray):
+        return len(tokens)
+    return fields.count("vocab_size", 1 << 22)

@@ -1,0 +1,130 @@
+"""GGUF metadata read with types and limits: the numbers a model's configuration is made of."""
+
+from typing import Any
+
+import numpy as np
+
+from converters.gguf.file import GgufFile
+from converters.gguf.header import GgufArray
+from dflash_jax.errors import CheckpointError, ConfigError
+
+MAX_ARRAY = 1 << 16
+
+
+class Fields:
+    """Metadata under one architecture's prefix; every failure names the key."""
+
+    def __init__(self, source: GgufFile):
+        self.where, self.metadata = str(source.path), source.metadata
+        kind = self.metadata.get("general.type", "model")
+        if kind != "model":
+            raise CheckpointError(f"{self.where} is of type {kind!r} (general.type), not a model")
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise CheckpointError(
+                f"{self.where} has no general.architecture; fetch it again or convert it anew"
+            )
+        self.architecture = architecture
+
+    def get(self, key: str) -> Any:
+        """A value of this architecture, such as `block_count`, or None."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def count(self, key: str, limit: int, default: int | None = None) -> int:
+        """An integer from 1 to `limit`; a per-layer array must hold one value."""
+        value = self.get(key)
+        if isinstance(value, GgufArray):
+            values = set(self.ints(key))
+            value = values.pop() if len(values) == 1 else value.tolist()[:8]
+        if value is None:
+            value = default
+        if type(value) is not int or not 1 <= value <= limit:
+            raise ConfigError(
+                f"{self.where}: {self.architecture}.{key} is {value!r};"
+                f" expected an integer from 1 to {limit}"
+            )
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A finite float."""
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+            raise ConfigError(
+                f"{self.where}: {self.architecture}.{key} is {value!r}; expected a number"
+            )
+        return shortest(float(value))
+
+    def ints(self, key: str) -> list[int]:
+        """An array of integers or booleans, as integers."""
+        value = self.get(key)
+        if not isinstance(value, GgufArray) or len(value) > MAX_ARRAY:
+            raise ConfigError(
+                f"{self.where}: {self.architecture}.{key} is {value!r}; expected a short array"
+            )
+        values = value.tolist()
+        if not all(isinstance(v, int) for v in values):
+            raise ConfigError(
+                f"{self.where}: {self.architecture}.{key} holds {values[:4]}; expected integers"
+            )
+        return [int(v) for v in values]
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal with the same float32 bits: what was written before the rounding."""
+    narrow = np.float32(value)
+    return float(str(narrow)) if float(narrow) == value else value
+
+
+def geometry(fields: Fields) -> dict[str, Any]:
+    """The Hugging Face fields for size and attention that all decoders share."""
+    hidden = fields.count("embedding_length", 131072)
+    heads = fields.count("attention.head_count", 1024)
+    width = fields.count("attention.key_length", 1024, hidden // heads)
+    values = fields.count("attention.value_length", 1024, width)
+    rotated = fields.count("rope.dimension_count", 1024, width)
+    if values != width or rotated != width:
+        raise ConfigError(
+            f"{fields.where}: keys are {width} wide, values {values}, {rotated} of it rotated;"
+            " this version needs all three equal"
+        )
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": fields.count("block_count", 1024),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.count("attention.head_count_kv", 1024, heads),
+        "head_dim": width,
+        "intermediate_size": fields.count("feed_forward_length", 524288),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-6),
+        "max_position_embeddings": fields.count("context_length", 1 << 24, 4096),
+        "rope_theta": fields.number("rope.freq_base", 10000.0),
+        "rope_scaling": _scaling(fields),
+    }
+
+
+def _scaling(fields: Fields) -> dict[str, Any] | None:
+    kind = fields.get("rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": fields.number("rope.scaling.factor", 1.0)}
+    if kind == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": fields.number("rope.scaling.factor", 1.0),
+            "original_max_position_embeddings": fields.count(
+                "rope.scaling.original_context_length", 1 << 24
+            ),
+            "beta_fast": fields.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        }
+    raise ConfigError(
+        f"{fields.where}: rope scaling {kind!r} is not supported; none, linear and yarn are"
+    )
+
+
+def weight_dtype(source: GgufFile) -> str:
+    """The dtype the published weights most likely had: that of the largest tensor."""
+    largest = max(source.names(), key=source.nbytes, default=None)
+    kind = source.kind(largest) if largest else "F32"
+    return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")

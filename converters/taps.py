@@ -1,0 +1,91 @@
+"""Which target layers a drafter reads: the two numberings in use, and when a file is ambiguous.
+
+Raw: id i is the output of decoder layer i. Plus one: the same tensor is called i + 1 (the input
+of the next layer). Ours is raw. The numbers alone cannot tell which was meant.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash_jax.errors import CheckpointError, ConfigError
+
+AUTO, RAW, PLUS_ONE = "auto", "raw", "plus1"
+CHOICES = (AUTO, RAW, PLUS_ONE)
+
+# Published raw ids. Found where plus-one ids belong, or one higher where raw ids belong, they
+# mean that the file's writer probably mistook the convention.
+PUBLISHED = frozenset(
+    {
+        (1, 9, 17, 25, 33),
+        (1, 16, 31, 46, 61),
+        (1, 8, 15, 22, 29),
+        (1, 10, 19, 28, 37),
+        (1, 12, 23, 34, 45),
+        (1, 6, 11, 16, 21),
+        (1, 6, 11, 17, 22, 27),
+        (1, 12, 23, 35, 46, 57),
+        (1, 6, 11, 16, 22, 27, 32, 37),
+        (1, 7, 14, 20, 26, 32, 39, 45),
+        (5, 19, 33, 47, 61),
+        (1, 13, 25, 37, 49),
+    }
+)
+MAX_TAPS = 64
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Raw tap ids, and how they were found out."""
+
+    ids: tuple[int, ...]
+    written: tuple[int, ...]
+    source: str  # the key they were written under
+    convention: str
+    chosen: bool  # by the user, rather than by the rules of the dialect
+
+    def line(self) -> str:
+        """One line for a report."""
+        how = "as chosen" if self.chosen else "as this key is defined"
+        written = f"{self.source} {list(self.written)}"
+        return f"taps: {list(self.ids)} = {written} read as {self.convention}, {how}"
+
+
+def read_taps(
+    written: Sequence[int], *, source: str, convention: str | None, choice: str, where: str
+) -> Taps:
+    """Raw ids from what is written under a key.
+
+    `convention` is what the key means by definition, None if writers disagree. Raises
+    CheckpointError with both readings where the file is ambiguous and `choice` is "auto".
+    """
+    if choice not in CHOICES:
+        raise ConfigError(f"tap numbering {choice!r} is not one of {', '.join(CHOICES)}")
+    ids = tuple(written)
+    if not 1 <= len(ids) <= MAX_TAPS or len(set(ids)) != len(ids):
+        raise ConfigError(f"{where}: {source} is {list(ids)}; expected 1 to {MAX_TAPS} layer ids")
+    if choice == AUTO:
+        reason = _doubt(ids, convention)
+        if reason:
+            raise CheckpointError(
+                f"{where}: {source} is {list(ids)}, and {reason}. It means the outputs of layers"
+                f" {list(ids)} (raw) or of layers {[i - 1 for i in ids]} (plus1). Find the"
+                " drafter's original config.json and choose with --target-layer-shift raw or plus1"
+            )
+    meant = convention if choice == AUTO else choice
+    raw = tuple(i - 1 for i in ids) if meant == PLUS_ONE else ids
+    if min(raw) < 0:
+        raise ConfigError(
+            f"{where}: {source} {list(ids)} read as {meant} gives layer {min(raw)}; taps of the"
+            " embedding are not supported"
+        )
+    return Taps(raw, ids, source, str(meant), choice != AUTO)
+
+
+def _doubt(ids: tuple[int, ...], convention: str | None) -> str:
+    if convention is None:
+        return "writers of this key disagree"
+    if convention == PLUS_ONE and ids in PUBLISHED:
+        return "these are the published ids of a drafter in the raw numbering"
+    if convention == RAW and tuple(i - 1 for i in ids) in PUBLISHED:
+        return "these are the published ids of a drafter, each one higher"
+    return ""
