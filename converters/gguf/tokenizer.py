@@ -1,0 +1,195 @@
+"""Tokenizer, chat template and stop tokens from GGUF metadata, as Hugging Face files.
+
+Byte-level BPE is rebuilt; other kinds are refused with the remedy. Facts from llama.cpp's
+vocabulary code and published tokenizer.json files.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from converters.gguf.header import GgufArray
+from dflash_jax.errors import CheckpointError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+MAX_TOKENS = 1 << 22
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+PATTERNS = {
+    "qwen2": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_OTHER}|{_SPACES}",
+    "qwen35": (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+    ),
+    "llama-bpe": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_OTHER}|{_SPACES}",
+    "gpt-4o": (
+        rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    ),
+}
+NORMALISED = frozenset({"qwen2", "qwen35"})  # to NFC
+WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "gpt-4o"})  # a word in the vocabulary is not split
+STARTS_BY_DEFAULT = frozenset({"llama-bpe"})  # with the beginning-of-sequence token
+
+# A file names one end token; the families end a turn with any of these.
+STOP_TEXTS = {
+    "qwen3": ("<|im_end|>", "<|endoftext|>"),
+    "llama": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+}
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of tokenizer.json and tokenizer_config.json; empty where a file has no tokenizer.
+
+    Raises CheckpointError for a tokenizer that cannot be rebuilt from metadata.
+    """
+    if "tokenizer.ggml.model" not in metadata:
+        return {}
+    whole = metadata.get("tokenizer.huggingface.json")
+    core = whole if isinstance(whole, str) else json.dumps(_byte_level(metadata))
+    return {
+        "tokenizer.json": core,
+        "tokenizer_config.json": json.dumps(_settings(metadata), indent=1),
+    }
+
+
+def stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end a generation: those the file names, then those its family is known to use."""
+    named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    found = [i for i in named if type(i) is int]
+    texts = STOP_TEXTS.get(str(metadata.get("general.architecture")), ())
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if texts and isinstance(tokens, GgufArray):
+        wanted = set(texts)
+        found += [i for i, token in enumerate(tokens.tolist()) if token in wanted]
+    return tuple(dict.fromkeys(found))
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
+    if kind != "gpt2" or pre not in PATTERNS:
+        raise CheckpointError(
+            f"the tokenizer {kind!r} with the word pattern {pre!r} cannot be rebuilt; known are"
+            f" 'gpt2' with {', '.join(PATTERNS)}. Give the folder of the original tokenizer"
+        )
+    tokens, kinds = _tokens(metadata)
+    vocabulary = {t: i for i, (t, k) in enumerate(zip(tokens, kinds, strict=True)) if k != UNUSED}
+    if len(vocabulary) + kinds.count(UNUSED) != len(tokens):
+        raise CheckpointError("two tokens of the vocabulary are equal; fetch the file again")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    split = {"type": "Split", "pattern": {"Regex": PATTERNS[pre]}, "behavior": "Isolated"}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(tokens, kinds),
+        "normalizer": {"type": "NFC"} if pre in NORMALISED else None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split | {"invert": False}, byte_level | {"use_regex": False}],
+        },
+        "post_processor": _post_processor(metadata, tokens, byte_level | {"use_regex": False}),
+        "decoder": byte_level | {"use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pre in WHOLE_WORDS_FIRST,
+            "vocab": vocabulary,
+            "merges": _merges(metadata, vocabulary),
+        },
+    }
+
+
+def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, GgufArray) or not 0 < len(tokens) <= MAX_TOKENS:
+        raise CheckpointError("tokenizer.ggml.tokens is missing or empty; fetch the file again")
+    texts = tokens.tolist()
+    if kinds is None:
+        return texts, [NORMAL] * len(texts)
+    if not isinstance(kinds, GgufArray) or len(kinds) < len(texts):
+        raise CheckpointError(
+            f"tokenizer.ggml.token_type is shorter than the {len(texts)} tokens; fetch it again"
+        )
+    return texts, kinds.tolist()[: len(texts)]
+
+
+def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {"id": i, "content": token, "special": kind == CONTROL} | plain
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+
+
+def _merges(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> list[list[str]]:
+    listed = metadata.get("tokenizer.ggml.merges")
+    lines = listed.tolist() if isinstance(listed, GgufArray) else []
+    merges = []
+    for line in lines:
+        space = line.find(" ", 1)  # a left part may itself begin with one
+        left, right = line[:space], line[space + 1 :]
+        if space < 0 or left not in vocabulary or right not in vocabulary:
+            raise CheckpointError(
+                f"the merge {line!r} is not two tokens of the vocabulary; fetch the file again"
+            )
+        merges.append([left, right])
+    return merges
+
+
+def _starts(metadata: Mapping[str, Any]) -> bool:
+    default = metadata.get("tokenizer.ggml.pre") in STARTS_BY_DEFAULT
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
+
+
+def _post_processor(
+    metadata: Mapping[str, Any], tokens: list[str], byte_level: dict[str, Any]
+) -> dict[str, Any]:
+    start = metadata.get("tokenizer.ggml.bos_token_id")
+    if not _starts(metadata) or type(start) is not int or not 0 <= start < len(tokens):
+        return byte_level
+    token = {"SpecialToken": {"id": tokens[start], "type_id": 0}}
+    first, second = ({"Sequence": {"id": x, "type_id": i}} for i, x in enumerate("AB"))
+    entry = {"id": tokens[start], "ids": [start], "tokens": [tokens[start]]}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [token, first],
+        "pair": [token, first, second],
+        "special_tokens": {tokens[start]: entry},
+    }
+    return {"type": "Sequence", "processors": [byte_level, template]}
+
+
+def _settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    texts = tokens.tolist() if isinstance(tokens, GgufArray) else []
+    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for theirs, ours in {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}.items():
+        i = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        if type(i) is int and 0 <= i < len(texts):
+            found[f"{ours}_token"] = texts[i]
+    found["add_bos_token"] = _starts(metadata)
+    template = _template(metadata)
+    return found | ({"chat_template": template} if template else {})
+
+
+def _template(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    default = metadata.get("tokenizer.chat_template")
+    prefix = "tokenizer.chat_template."
+    named = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+    if not named:
+        return default if isinstance(default, str) else None
+    every = ({"default": default} if isinstance(default, str) else {}) | named
+    return [{"name": k, "template": v} for k, v in every.items() if isinstance(v, str)]

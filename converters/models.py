@@ -1,0 +1,120 @@
+"""Any model on disk, opened: what it is, its configuration, its tensors under our names."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from converters import names
+from converters.canonical import Canonical, check
+from converters.gguf import GgufFile, drafter, open_gguf, target
+from converters.gguf.tokenizer import stop_ids, tokenizer_files
+from converters.hf import open_directory
+from converters.hf_quantised import dequantised
+from converters.load import Params, Progress, load
+from converters.names import huggingface, speculators
+from converters.taps import AUTO
+from dflash_jax.config import (
+    DrafterConfig,
+    TargetConfig,
+    drafter_config,
+    read_json,
+    target_config,
+)
+from dflash_jax.errors import CheckpointError, ConfigError
+
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+Role = Literal["target", "drafter"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model whose configuration has been read and whose tensors have not."""
+
+    path: Path
+    role: Role
+    layout: str  # such as "GGUF, architecture llama"
+    config: TargetConfig | DrafterConfig
+    tensors: Canonical
+    notes: tuple[str, ...]
+
+    def check(self) -> None:
+        """Raises CheckpointError unless the tensors are exactly those of the configuration."""
+        check(names.slots(self.config), self.tensors, where=str(self.path))
+
+    def load(self, dtype: str, progress: Progress = lambda name, nbytes: None) -> Params:
+        """The parameter tree as NumPy arrays of `dtype`."""
+        return load(self.tensors, self.config, dtype, where=str(self.path), progress=progress)
+
+    def companions(self) -> dict[str, str | Path]:
+        """Tokenizer and generation files by name: texts where rebuilt, paths where they exist."""
+        if isinstance(self.tensors.source, GgufFile):
+            return dict(tokenizer_files(self.tensors.source.metadata))
+        return {name: self.path / name for name in COMPANIONS if (self.path / name).is_file()}
+
+
+def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) -> Model:
+    """A Hugging Face folder, a speculators folder or a .gguf file.
+
+    `taps` chooses the numbering of a drafter's tapped layers where the file leaves doubt.
+    Raises ConfigError if it is not of the `role` asked for.
+    """
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path} has no configuration; give the folder it lies in")
+    model = (
+        _from_gguf(open_gguf(path), taps) if path.suffix == ".gguf" else _from_folder(path, taps)
+    )
+    if role not in (None, model.role):
+        raise ConfigError(f"{path} is a {model.role}; a {role} is needed here")
+    return model
+
+
+def _from_gguf(source: GgufFile, taps: str) -> Model:
+    architecture = source.metadata.get("general.architecture")
+    layout = f"GGUF, architecture {architecture}"
+    if architecture in drafter.DRAFTER_ARCHITECTURES:
+        config, dialect = drafter.read_config(source, taps)
+        tensors = drafter.canonical(source, config)
+        notes = (dialect.taps.line(), *dialect.notes, *source.notes)
+        return Model(source.path, "drafter", f"{layout} ({dialect.name})", config, tensors, notes)
+    found = target.read_config(source, stop_ids(source.metadata))
+    tensors = target.canonical(source, found)
+    return Model(source.path, "target", layout, found, tensors, source.notes)
+
+
+def _from_folder(path: Path, taps: str) -> Model:
+    where = str(path / "config.json")
+    fields = read_json(path / "config.json")
+    quantised = fields.pop("quantization_config", None)
+    source = open_directory(path)
+    notes = tuple(getattr(source, "notes", ()))
+    source = dequantised(source, quantised, where=where)
+    if speculators.is_speculators(fields):
+        fields, read = speculators.published_fields(fields, where=where, choice=taps)
+        config = drafter_config(fields, where)
+        tensors = huggingface.drafter(source)
+        return Model(path, "drafter", "speculators", config, tensors, (read.line(), *notes))
+    if "dflash_config" in fields or "target_layer_ids" in fields:
+        config = drafter_config(fields, where)
+        line = f"taps: {list(config.target_layer_ids)}, raw by definition of this layout"
+        tensors = huggingface.drafter(source)
+        return Model(path, "drafter", "Hugging Face (z-lab)", config, tensors, (line, *notes))
+    fields["eos_token_id"] = _stop_ids(fields, path)
+    found = target_config(fields, where)
+    tensors = huggingface.target(source, tied=found.tie_embeddings)
+    return Model(path, "target", "Hugging Face", found, tensors, notes)
+
+
+def _stop_ids(fields: dict[str, Any], path: Path) -> list[int]:
+    """End tokens of config.json, then those generation_config.json adds."""
+    generation = path / "generation_config.json"
+    both = [fields, read_json(generation) if generation.is_file() else {}]
+    listed = (f.get("eos_token_id") for f in both)
+    ids = [i for x in listed if x is not None for i in (x if isinstance(x, list) else [x])]
+    return list(dict.fromkeys(ids))

@@ -1,0 +1,94 @@
+"""Drafters in the speculators layout: their config.json in the terms of the published one.
+
+The nested layer config is written as the difference from its class's defaults, so those are
+filled in here. Facts from the speculators and transformers sources.
+"""
+
+from typing import Any
+
+from converters.taps import AUTO, PLUS_ONE, Taps, read_taps
+from dflash_jax.errors import ConfigError
+
+# Qwen3Config of transformers 5: what an absent field means.
+DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+CARRIED = (*DEFAULTS, "layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+
+
+def is_speculators(config: dict[str, Any]) -> bool:
+    """Whether a config.json is in this layout."""
+    return "speculators_model_type" in config
+
+
+def published_fields(
+    config: dict[str, Any], *, where: str, choice: str = AUTO
+) -> tuple[dict[str, Any], Taps]:
+    """The fields `dflash_jax.config.drafter_config` reads, and how the taps were read."""
+    kind = config["speculators_model_type"]
+    if kind != "dflash" or config.get("sample_from_anchor"):
+        raise ConfigError(f"{where}: speculator type {kind!r} is not supported; dflash is")
+    layers = config.get("transformer_layer_config")
+    if not isinstance(layers, dict):
+        raise ConfigError(f"{where}: transformer_layer_config is missing; fetch the file again")
+    layers = DEFAULTS | layers
+    _refuse_unlike(config, layers, where)
+    written = config.get("aux_hidden_state_layer_ids")
+    if not isinstance(written, list) or not all(type(i) is int for i in written):
+        raise ConfigError(
+            f"{where}: aux_hidden_state_layer_ids is {written!r}; expected the list of layers"
+        )
+    taps = read_taps(
+        written,
+        source="aux_hidden_state_layer_ids",
+        convention=PLUS_ONE,
+        choice=choice,
+        where=where,
+    )
+    fields = {key: layers[key] for key in CARRIED if key in layers}
+    fields |= _rope(layers) | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.get("block_size", 8),
+        "dtype": config.get("dtype") or config.get("torch_dtype"),
+        "is_causal": False if config.get("sliding_window_non_causal") else None,
+        "dflash_config": {
+            "mask_token_id": config.get("mask_token_id"),
+            "target_layer_ids": list(taps.ids),
+        },
+    }
+    return fields, taps
+
+
+def _refuse_unlike(config: dict[str, Any], layers: dict[str, Any], where: str) -> None:
+    reduced, whole = config.get("draft_vocab_size"), layers["vocab_size"]
+    if reduced not in (None, whole):
+        raise ConfigError(
+            f"{where}: a vocabulary reduced to {reduced} of {whole} tokens is not supported;"
+            " use a drafter with the target's vocabulary"
+        )
+    width = config.get("target_hidden_size")
+    if width not in (None, layers["hidden_size"]):
+        raise ConfigError(
+            f"{where}: a target of width {width} for a drafter of width {layers['hidden_size']}"
+            " is not supported; they must be equal"
+        )
+
+
+def _rope(layers: dict[str, Any]) -> dict[str, Any]:
+    """Per-layer-kind rotary settings become the sliding ones, as speculators itself does."""
+    found = layers.get("rope_parameters")
+    if isinstance(found, dict) and "sliding_attention" in found:
+        found = found["sliding_attention"]
+    return {"rope_parameters": found, "rope_scaling": layers.get("rope_scaling")}

@@ -1,0 +1,125 @@
+import json
+
+import gguf
+import pytest
+import tokenizers
+from gguf_models import finish
+
+from converters.gguf import open_gguf
+from converters.gguf.tokenizer import PATTERNS, stop_ids, tokenizer_files
+from dflash_jax.errors import CheckpointError
+
+TEXTS = [
+    "Hello, world! it's 12345 o'clock\n\n  indented\tTABS",
+    "def f(x):\r\n    return x**2  # ünïcödé 漢字 🎉 e\u0301",
+    "We'LL SEE   trailing   ",
+    "<|im_start|>user\nhi<|im_end|>",
+    "",
+]
+SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+
+
+def trained(pattern: str, *, normalise: bool, whole: bool) -> tokenizers.Tokenizer:
+    """A byte-level BPE as Hugging Face ships them, trained on the texts above."""
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=whole))
+    core.normalizer = tokenizers.normalizers.NFC() if normalise else None
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    bytes_ = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, bytes_])
+    core.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(TEXTS * 3, trainer)
+    core.add_special_tokens(SPECIALS)
+    core.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+    return core
+
+
+def write(path, core: tokenizers.Tokenizer, pre: str, **changes):
+    """Its vocabulary as llama.cpp's converter stores it, padded with unused entries."""
+    size = core.get_vocab_size(with_added_tokens=True)
+    tokens = [core.id_to_token(i) for i in range(size)]
+    kinds = [3 if t in SPECIALS else 4 if t == "<think>" else 1 for t in tokens]
+    for i in range(3):
+        tokens.append(f"[PAD{size + i}]")
+        kinds.append(5)
+    merges = [" ".join(pair) for pair in json.loads(core.to_str())["model"]["merges"]]
+    writer = gguf.GGUFWriter(path, changes.pop("architecture", "qwen3"))
+    writer.add_tokenizer_model(changes.pop("model", "gpt2"))
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(changes.pop("tokens", tokens))
+    writer.add_token_types(changes.pop("kinds", kinds))
+    writer.add_token_merges(changes.pop("merges", merges))
+    writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    writer.add_bos_token_id(tokens.index("<|endoftext|>"))
+    for key, value in changes.items():
+        getattr(writer, key)(value)
+    finish(writer)
+    return open_gguf(path).metadata
+
+
+@pytest.mark.parametrize("pre", PATTERNS)
+def test_a_rebuilt_tokenizer_encodes_as_the_original(tmp_path, pre):
+    whole = pre in ("llama-bpe", "gpt-4o")
+    core = trained(PATTERNS[pre], normalise=pre.startswith("qwen"), whole=whole)
+    metadata = write(tmp_path / "x.gguf", core, pre, add_add_bos_token=False)
+    rebuilt = tokenizers.Tokenizer.from_str(tokenizer_files(metadata)["tokenizer.json"])
+    for text in TEXTS:
+        ids = core.encode(text).ids
+        assert rebuilt.encode(text).ids == ids
+        assert rebuilt.decode(ids) == core.decode(ids)
+    think = core.token_to_id("<think>")
+    assert rebuilt.encode("a<think>").ids[-1] == think
+    assert rebuilt.decode([think]) == "<think>"
+
+
+def test_the_start_token_is_added_where_the_file_asks_for_it(tmp_path):
+    core = trained(PATTERNS["llama-bpe"], normalise=False, whole=True)
+    metadata = write(tmp_path / "x.gguf", core, "llama-bpe")
+    files = tokenizer_files(metadata)
+    rebuilt = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    start = core.token_to_id("<|endoftext|>")
+    assert rebuilt.encode("Hello").ids == [start, *core.encode("Hello").ids]
+    assert rebuilt.encode("Hello", add_special_tokens=False).ids == core.encode("Hello").ids
+    settings = json.loads(files["tokenizer_config.json"])
+    assert settings["bos_token"] == "<|endoftext|>"
+    assert settings["add_bos_token"] is True
+
+
+def test_end_tokens_are_completed_by_family(tmp_path):
+    core = trained(PATTERNS["qwen2"], normalise=True, whole=False)
+    metadata = write(tmp_path / "x.gguf", core, "qwen2")
+    expected = [core.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>")]
+    assert list(stop_ids(metadata)) == expected
+
+
+def test_chat_templates_are_carried_by_name(tmp_path):
+    core = trained(PATTERNS["qwen2"], normalise=True, whole=False)
+    templates = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
+    one = write(tmp_path / "1.gguf", core, "qwen2", add_chat_template="A")
+    both = write(tmp_path / "2.gguf", core, "qwen2", add_chat_template=templates)
+    first, second = (json.loads(tokenizer_files(m)["tokenizer_config.json"]) for m in (one, both))
+    assert first["chat_template"] == "A"
+    assert sorted(second["chat_template"], key=lambda t: t["name"]) == templates
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "llama"}, "'llama' with the word pattern 'qwen2' cannot be rebuilt"),
+        ({"merges": ["zz qq"]}, "merge 'zz qq' is not two tokens"),
+        ({"kinds": [1]}, "shorter than the"),
+        ({"tokens": ["a", "a", "<|im_end|>", "<|endoftext|>"], "merges": ["a a"]}, "are equal"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_rebuilt_is_refused(tmp_path, changes, message):
+    core = trained(PATTERNS["qwen2"], normalise=True, whole=False)
+    metadata = write(tmp_path / "x.gguf", core, "qwen2", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        tokenizer_files(metadata)
+
+
+def test_a_file_without_a_tokenizer_gives_none():
+    assert tokenizer_files({"general.architecture": "dflash"}) == {}

@@ -1,0 +1,105 @@
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from weight_files import ORACLE, raw_safetensors
+
+from converters.hf import open_directory
+from converters.hf_quantised import dequantised
+from converters.models import open_model
+from converters.safetensors import open_safetensors
+from dflash_jax.errors import CheckpointError, ConfigError
+
+BLOCK = (24, 40)
+
+
+def float8_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Written by hand: the safetensors package has no NumPy float8."""
+    header, data = {}, b""
+    kinds = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16", "int8": "I8"}
+    for name, array in tensors.items():
+        raw = array.tobytes()
+        entry = {"dtype": kinds[array.dtype.name], "shape": list(array.shape)}
+        header[name] = entry | {"data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    path.write_bytes(raw_safetensors(header, data))
+
+
+def test_block_scales_multiply_their_block_edges_included(tmp_path):
+    rng = np.random.default_rng(0)
+    codes = rng.standard_normal((50, 90)).astype(ml_dtypes.float8_e4m3fn)
+    scale = rng.random((3, 3), np.float32)
+    float8_file(tmp_path / "model.safetensors", {"w": codes, "w_scale_inv": scale})
+    settings = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    source = dequantised(open_directory(tmp_path), settings, where="config.json")
+    expected = np.empty(codes.shape, np.float32)
+    for i, j in np.ndindex(*codes.shape):
+        expected[i, j] = np.float32(codes[i, j]) * scale[i // BLOCK[0], j // BLOCK[1]]
+    assert source.names() == ("w",)
+    assert (source.kind("w"), source.dtype("w")) == ("F8_E4M3", np.float32)
+    np.testing.assert_array_equal(source.read("w"), expected)
+    np.testing.assert_array_equal(source.read_rows("w", np.array([49, 3])), expected[[49, 3]])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (6, 1), (6,)])
+def test_scales_of_the_tensor_and_of_rows(tmp_path, shape):
+    rng = np.random.default_rng(1)
+    codes = rng.integers(-127, 127, (6, 4)).astype(np.int8)
+    scale = rng.random(shape, np.float32) if shape else np.array(0.5, np.float32)
+    float8_file(tmp_path / "model.safetensors", {"w": codes, "w_scale": scale})
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    source = dequantised(open_directory(tmp_path), settings, where="config.json")
+    rows = scale.reshape(-1, 1) if scale.size > 1 else scale.reshape(1, 1)
+    np.testing.assert_array_equal(source.read("w"), codes.astype(np.float32) * rows)
+
+
+def test_a_missing_or_misshapen_scale_is_named(tmp_path):
+    codes = np.zeros((6, 4), np.int8)
+    settings = {"quant_method": "fp8"}
+    float8_file(tmp_path / "model.safetensors", {"w": codes})
+    with pytest.raises(CheckpointError, match="without a scale"):
+        dequantised(open_directory(tmp_path), settings, where="config.json")
+    float8_file(tmp_path / "model.safetensors", {"w": codes, "w_scale": np.ones((5, 1), "f4")})
+    with pytest.raises(CheckpointError, match=r"w_scale has the shape \[5, 1\]"):
+        dequantised(open_directory(tmp_path), settings, where="config.json")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "nvfp4", None])
+def test_other_methods_are_refused_by_name(method):
+    settings = {"quant_method": method}
+    with pytest.raises(ConfigError, match=f"quantised by {method!r}"):
+        dequantised(open_safetensors(DATA), settings, where="config.json")
+
+
+DATA = Path(__file__).parent / "data" / "mxfp4.safetensors"
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_mxfp4_unpacks_to_what_transformers_gives(name):
+    source = dequantised(open_safetensors(DATA), {"quant_method": "mxfp4"}, where="config.json")
+    expected = source.read(f"{name}_expected")  # [E, in, out]
+    unpacked = source.read(name)  # [E, out, in]
+    np.testing.assert_array_equal(unpacked.transpose(0, 2, 1), expected)
+    assert source.kind(name) == "U8"
+    np.testing.assert_array_equal(source.read_rows(name, slice(1, 3)), unpacked[0, 1:3])
+
+
+def test_an_fp8_target_loads_as_its_decoded_weights(tmp_path):
+    folder = ORACLE / "targets" / "llama3"
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = {}
+    for name, array in safetensors.numpy.load_file(folder / "model.safetensors").items():
+        stored[name] = array
+        if "proj" in name:
+            stored[name] = array.astype(ml_dtypes.float8_e4m3fn)
+            shape = (-(-array.shape[0] // 16), -(-array.shape[1] // 16))
+            stored[f"{name}_scale_inv"] = np.full(shape, 0.5, np.float32)
+    float8_file(tmp_path / "model.safetensors", stored)
+    params = open_model(tmp_path, role="target").load("float32")
+    down = stored["model.layers.0.mlp.down_proj.weight"].astype(np.float32) * np.float32(0.5)
+    np.testing.assert_array_equal(params["layers_0"]["mlp"]["down"], down.T)

@@ -1,0 +1,112 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from gguf_models import write_drafter, write_target
+from weight_files import ORACLE
+
+from converters.models import open_model
+from dflash_jax.config import read_drafter_config, read_target_config
+from dflash_jax.errors import CheckpointError, ConfigError
+
+DRAFTER = ORACLE / "drafters" / "v1_sliding"
+
+
+def speculators_folder(path, **changes):
+    """The oracle drafter as the speculators package saves it."""
+    config = json.loads((DRAFTER / "config.json").read_text())
+    own = config["dflash_config"]
+    layers = {
+        key: config[key]
+        for key in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "max_position_embeddings",
+            "layer_types",
+            "sliding_window",
+            "use_sliding_window",
+            "max_window_layers",
+        )
+    }
+    written = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "transformer_layer_config": layers,
+        "draft_vocab_size": config["vocab_size"],
+        "block_size": config["block_size"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in own["target_layer_ids"]],
+        "mask_token_id": own["mask_token_id"],
+    }
+    (path / "config.json").write_text(json.dumps(written | changes))
+    tensors = safetensors.numpy.load_file(DRAFTER / "model.safetensors")
+    nothing = np.full((config["vocab_size"], config["hidden_size"]), np.nan, np.float32)
+    borrowed = {"embed_tokens.weight": nothing, "lm_head.weight": nothing}
+    safetensors.numpy.save_file(tensors | borrowed, path / "model.safetensors")
+    return path
+
+
+def test_a_speculators_folder_is_the_published_drafter(tmp_path):
+    model = open_model(speculators_folder(tmp_path))
+    theirs = read_drafter_config(DRAFTER)
+    assert model.config == dataclasses.replace(theirs, num_target_layers=0)
+    assert (model.role, model.layout) == ("drafter", "speculators")
+    assert "read as plus1" in model.notes[0]
+    ours, expected = model.load("float32"), open_model(DRAFTER).load("float32")
+    np.testing.assert_array_equal(ours["fc"], expected["fc"])
+    assert set(model.tensors.ignored.values()) == {"borrowed from the target"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculators_model_type": "dspark"}, "'dspark' is not supported"),
+        ({"draft_vocab_size": 32}, "reduced to 32 of 256"),
+        ({"target_hidden_size": 65}, "a target of width 65"),
+        ({"aux_hidden_state_layer_ids": None}, "expected the list of layers"),
+        ({"transformer_layer_config": None}, "transformer_layer_config is missing"),
+        ({"mask_token_id": None}, "mask_token_id"),
+    ],
+)
+def test_speculators_variants_that_would_be_misread_are_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        open_model(speculators_folder(tmp_path, **changes))
+
+
+def test_every_layout_is_recognised(tmp_path):
+    target = write_target(ORACLE / "targets" / "qwen3", tmp_path / "t.gguf")
+    drafter = write_drafter(DRAFTER, tmp_path / "d.gguf", "lucebox")
+    found = {str(p): open_model(p) for p in (target, drafter, ORACLE / "targets/qwen3", DRAFTER)}
+    assert [m.role for m in found.values()] == ["target", "drafter", "target", "drafter"]
+    assert [m.layout for m in found.values()] == [
+        "GGUF, architecture qwen3",
+        "GGUF, architecture qwen35-dflash-draft (lucebox)",
+        "Hugging Face",
+        "Hugging Face (z-lab)",
+    ]
+    for model in found.values():
+        model.check()
+
+
+def test_a_model_of_the_wrong_kind_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is a drafter; a target is needed"):
+        open_model(DRAFTER, role="target")
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        open_model(tmp_path)
+    with pytest.raises(CheckpointError, match="give the folder it lies in"):
+        open_model(DRAFTER / "model.safetensors")
+
+
+def test_end_tokens_are_completed_from_generation_config(tmp_path):
+    folder = ORACLE / "targets" / "qwen3"
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert open_model(tmp_path).config == read_target_config(tmp_path)
+    assert open_model(tmp_path).config.eos_token_ids == (2, 7)
