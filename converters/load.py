@@ -1,8 +1,9 @@
 """Weight files into parameter trees: checked first, then filled tensor by tensor, in parallel."""
 
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from converters import names
 from converters.canonical import Canonical, check
 from converters.hf import open_directory
 from converters.names import huggingface
-from converters.names.slots import Part, Slot
+from converters.names.slots import Part, Slot, same
 from converters.source import TensorSource
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -23,7 +24,7 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-CHUNK_BYTES = 4 << 20  # of float32, read and placed at a time: about one core's cache
+CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: stays in a core's cache
 
 Params = dict[str, Any]
 Progress = Callable[[str, int], None]
@@ -54,15 +55,26 @@ def load(
     slots = names.slots(config)
     check(slots, found, where=where)
     kind = float_dtype(dtype)
+    arrays = [np.empty(slot.shape, kind) for slot in slots]
+    jobs = [job for slot, array in zip(slots, arrays, strict=True) for job in _jobs(slot, array)]
 
-    def fill_and_tell(slot: Slot) -> np.ndarray:
-        array = fill(slot, found, kind)
-        progress("/".join(slot.path), array.nbytes)
-        return array
+    def run(job: "_Job") -> None:
+        job.place(found)
+        progress(job.part.name, job.nbytes)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        arrays = list(pool.map(fill_and_tell, slots))
+        for _ in pool.map(run, jobs):
+            pass
     return tree({slot.path: array for slot, array in zip(slots, arrays, strict=True)})
+
+
+def read_as(source: TensorSource, name: str, dtype: np.dtype, pool: Executor) -> np.ndarray:
+    """One tensor cast to `dtype`, decoded in parallel."""
+    slot = same((), name, *source.shape(name))
+    array = np.empty(slot.shape, dtype)
+    for _ in pool.map(lambda job: job.place(source), _jobs(slot, array)):
+        pass
+    return array
 
 
 def float_dtype(name: str) -> np.dtype:
@@ -73,27 +85,37 @@ def float_dtype(name: str) -> np.dtype:
         raise ConfigError(f"dtype {name!r} is not one of {', '.join(DTYPES)}") from None
 
 
-def fill(slot: Slot, source: TensorSource, dtype: np.dtype) -> np.ndarray:
-    """One parameter, read and placed a few MiB at a time."""
-    parameter = np.empty(slot.shape, dtype)
-    for part in slot.parts:
-        _place(part, part.view(parameter), source)
-    return parameter
+@dataclass(frozen=True)
+class _Job:
+    """A few rows of a tensor, to be read, cast and put in their place."""
 
+    part: Part
+    view: np.ndarray  # where they go, first axis cut to these rows
+    rows: slice
 
-def _place(part: Part, view: np.ndarray, source: TensorSource) -> None:
-    steps = view.shape[0]
-    width = part.shape[-1] if len(part.shape) > 1 else 1
-    rows = view.size // max(width, 1) // max(steps, 1)  # rows for each step of the first axis
-    stride = max(1, CHUNK_BYTES // max(4 * rows * width, 1))
-    for start in range(0, steps, stride):
-        stop = min(start + stride, steps)
-        values = source.read_rows(part.name, slice(start * rows, stop * rows))
-        with np.errstate(over="ignore"):
-            values = values.astype(view.dtype, copy=False)
+    @property
+    def nbytes(self) -> int:
+        return self.view.nbytes
+
+    def place(self, source: TensorSource) -> None:
+        values = source.read_rows(self.part.name, self.rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = values.astype(self.view.dtype, copy=False)
         if not np.isfinite(values).all():
-            raise _not_finite(part, source, view.dtype)
-        view[start:stop] = values.reshape(view[start:stop].shape)
+            raise _not_finite(self.part, source, self.view.dtype)
+        self.view[...] = values.reshape(self.view.shape)
+
+
+def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_Job]:
+    for part in slot.parts:
+        view = part.view(parameter)
+        width = part.shape[-1] if len(part.shape) > 1 else 1
+        steps = view.shape[0]
+        rows = view.size // max(width * steps, 1)  # for each step of the view's first axis
+        stride = max(1, CHUNK_BYTES // max(4 * rows * width, 1))
+        for start in range(0, steps, stride):
+            stop = min(start + stride, steps)
+            yield _Job(part, view[start:stop], slice(start * rows, stop * rows))
 
 
 def _not_finite(part: Part, source: TensorSource, dtype: np.dtype) -> CheckpointError:

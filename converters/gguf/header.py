@@ -20,7 +20,7 @@ MAX_ALIGNMENT, MAX_DIMS, MAX_ELEMENTS = 1 << 20, 4, 1 << 63
 SMALLEST_KEY, SMALLEST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
 
 STRING, ARRAY = 8, 9
-_SCALARS: dict[int, str] = {
+SCALARS: dict[int, str] = {
     0: "<B",
     1: "<b",
     2: "<H",
@@ -51,7 +51,7 @@ class GgufArray:
     def tolist(self) -> list[Any]:
         """The elements as Python values."""
         if self.kind != STRING:
-            dtype = np.dtype(_SCALARS[self.kind])
+            dtype = np.dtype(SCALARS[self.kind])
             return np.frombuffer(self._buffer, dtype, self.count, self._start).tolist()
         values, position = [], self._start
         for _ in range(self.count):
@@ -194,8 +194,8 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
 
 def _value(cursor: _Cursor, key: str) -> Any:
     kind = cursor.number("<I", f"the type of {key}")
-    if kind in _SCALARS:
-        return cursor.number(_SCALARS[kind], key)
+    if kind in SCALARS:
+        return cursor.number(SCALARS[kind], key)
     if kind == STRING:
         return cursor.text(MAX_STRING, key)
     if kind == ARRAY:
@@ -206,9 +206,9 @@ def _value(cursor: _Cursor, key: str) -> Any:
 def _array(cursor: _Cursor, key: str) -> GgufArray:
     kind = cursor.number("<I", f"the element type of {key}")
     count = cursor.number("<Q", f"the length of {key}")
-    if kind not in _SCALARS and kind != STRING:
+    if kind not in SCALARS and kind != STRING:
         raise cursor.fail(f"{key} is an array of type {kind}; only plain values and strings may be")
-    size = 8 if kind == STRING else struct.calcsize(_SCALARS[kind])
+    size = 8 if kind == STRING else struct.calcsize(SCALARS[kind])
     if count > MAX_STRING or count * size > cursor.left():
         raise cursor.fail(f"{key} claims {count} elements but {cursor.left()} bytes are left")
     start = cursor.position

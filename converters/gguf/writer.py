@@ -1,19 +1,19 @@
 """Writes GGUF version 3: used to export drafters. Plain types only; no quantisation."""
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from converters.gguf.header import ARRAY, STRING, round_up
+from converters.gguf.header import ARRAY, SCALARS, STRING, GgufArray, round_up
 from converters.quants.types import BY_NAME
-from dflash_jax.errors import CheckpointError
+from converters.safetensors_writer import Planned
 
 ALIGNMENT = 32
 U32, I32, F32, BOOL = 4, 5, 6, 7
-_FORMS = {U32: "<I", I32: "<i", F32: "<f", BOOL: "<?"}
+_KINDS = {kind.dtype: kind for kind in BY_NAME.values() if kind.dtype is not None}
 
 
 @dataclass(frozen=True)
@@ -24,34 +24,37 @@ class Typed:
     value: Any
 
 
+def typed(value: Any) -> Typed:
+    """A value read from a file, ready to be written to another."""
+    if isinstance(value, GgufArray):
+        return Typed(value.kind, value.tolist())
+    kinds = {bool: BOOL, int: U32, float: F32, str: STRING}
+    return Typed(kinds[type(value)], value)
+
+
 def write_gguf(
     file: BinaryIO,
     metadata: Mapping[str, Typed],
-    tensors: Iterable[tuple[str, str, np.ndarray]],
+    tensors: Sequence[Planned],
+    read: Callable[[Planned], np.ndarray],
 ) -> None:
-    """Writes metadata and (name, type, array) tensors, in the order given."""
-    listed = list(tensors)
-    head = [b"GGUF", struct.pack("<IQQ", 3, len(listed), len(metadata))]
+    """Writes metadata, then the tensors in order; `read` is asked for each in turn."""
+    head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     head += [_text(key) + _typed(value) for key, value in metadata.items()]
     offset = 0
-    for name, kind, array in listed:
-        if BY_NAME[kind].dtype != array.dtype:
-            raise CheckpointError(
-                f"{name}: {array.dtype} cannot be written as {kind}; cast it first"
-            )
-        dims = array.shape[::-1]
-        head.append(_text(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
-        head.append(struct.pack("<IQ", BY_NAME[kind].number, offset))
-        offset = round_up(offset + array.nbytes, ALIGNMENT)
-    _padded(file, b"".join(head))
-    for _, _, array in listed:
-        _padded(file, np.ascontiguousarray(array).data)
+    for tensor in tensors:
+        dims = tensor.shape[::-1]
+        head.append(_text(tensor.name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
+        head.append(struct.pack("<IQ", _KINDS[tensor.dtype].number, offset))
+        offset = round_up(offset + tensor.nbytes, ALIGNMENT)
+    _padded(file, np.frombuffer(b"".join(head), np.uint8))
+    for tensor in tensors:
+        _padded(file, np.ascontiguousarray(read(tensor)).reshape(-1).view(np.uint8))
 
 
-def _padded(file: BinaryIO, data: bytes | memoryview) -> None:
-    view = memoryview(data).cast("B") if memoryview(data).ndim else memoryview(data)
-    file.write(view)
-    file.write(b"\0" * (round_up(len(view), ALIGNMENT) - len(view)))
+def _padded(file: BinaryIO, data: np.ndarray) -> None:
+    file.write(data.data)
+    file.write(b"\0" * (round_up(data.nbytes, ALIGNMENT) - data.nbytes))
 
 
 def _text(value: str) -> bytes:
@@ -67,4 +70,4 @@ def _typed(item: Typed) -> bytes:
 
 
 def _scalar(kind: int, value: Any) -> bytes:
-    return _text(value) if kind == STRING else struct.pack(_FORMS[kind], value)
+    return _text(value) if kind == STRING else struct.pack(SCALARS[kind], value)

@@ -6,7 +6,9 @@ filled in here. Facts from the speculators and transformers sources.
 
 from typing import Any
 
+from converters.names import published
 from converters.taps import AUTO, PLUS_ONE, Taps, read_taps
+from dflash_jax.config import DrafterConfig
 from dflash_jax.errors import ConfigError
 
 # Qwen3Config of transformers 5: what an absent field means.
@@ -92,3 +94,32 @@ def _rope(layers: dict[str, Any]) -> dict[str, Any]:
     if isinstance(found, dict) and "sliding_attention" in found:
         found = found["sliding_attention"]
     return {"rope_parameters": found, "rope_scaling": layers.get("rope_scaling")}
+
+
+def speculators_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of a drafter in this layout; every field of the layers is spelt out."""
+    fields = published.fields(config, dtype)
+    if fields.get("is_causal"):
+        raise ConfigError("a drafter causal in every layer has no form in the speculators layout")
+    own = fields["dflash_config"]
+    if extra := sorted(set(own) - {"mask_token_id", "target_layer_ids"}):
+        raise ConfigError(f"{', '.join(extra)} has no place in the speculators layout")
+    layers = {key: fields[key] for key in CARRIED if key in fields}
+    layers |= {"model_type": "qwen3", "rope_parameters": _rope_parameters(fields)}
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": layers,
+        "draft_vocab_size": config.vocab_size,
+        "block_size": config.block_size,
+        "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
+        "mask_token_id": config.mask_token_id,
+        "sliding_window_non_causal": fields.get("is_causal") is False,
+        "sample_from_anchor": False,
+        "dtype": dtype,
+    }
+
+
+def _rope_parameters(fields: dict[str, Any]) -> dict[str, Any]:
+    scaling = fields["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_theta": fields["rope_theta"], **scaling}

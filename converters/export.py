@@ -1,0 +1,145 @@
+"""Models written in the layouts others read: Hugging Face, speculators, drafter GGUF.
+
+The same model gives the same bytes. Output appears whole or not at all.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from converters import names
+from converters.atomic import new_path
+from converters.gguf import export as gguf_export
+from converters.gguf.writer import write_gguf
+from converters.load import Progress, float_dtype, read_as
+from converters.names import published, speculators
+from converters.safetensors_writer import Planned, write_safetensors
+from converters.source import TensorSource
+from dflash_jax.config import AttentionConfig, DrafterConfig
+from dflash_jax.errors import ConfigError
+
+HUGGING_FACE, SPECULATORS, GGUF = "huggingface", "speculators", "gguf"
+LAYOUTS = (HUGGING_FACE, SPECULATORS, GGUF)
+
+
+def _silent(name: str, nbytes: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is written: a configuration, its canonical tensors, and the files beside them."""
+
+    config: AttentionConfig
+    tensors: TensorSource
+    companions: Mapping[str, str | Path] = field(default_factory=dict)
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)  # GGUF metadata of the target
+
+
+def export(
+    weights: Weights,
+    path: Path,
+    *,
+    layout: str,
+    dtype: str,
+    overwrite: bool = False,
+    progress: Progress = _silent,
+) -> None:
+    """Writes a folder (Hugging Face, speculators) or a file (GGUF) at `path`.
+
+    Raises CheckpointError if it cannot be written, ConfigError for a layout that cannot hold it.
+    """
+    writers: dict[str, Callable[[_Output], None]] = {
+        HUGGING_FACE: _write_huggingface,
+        SPECULATORS: _write_speculators,
+        GGUF: _write_gguf,
+    }
+    if layout not in writers:
+        raise ConfigError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+    if layout != HUGGING_FACE and not isinstance(weights.config, DrafterConfig):
+        raise ConfigError(f"the layout {layout!r} is for drafters; write targets as {HUGGING_FACE}")
+    kind = float_dtype(dtype)
+    needed = sum(planned.nbytes for planned in plan(weights, kind))
+    with new_path(path, overwrite=overwrite, needed=needed) as place:
+        writers[layout](_Output(weights, place, dtype, kind, progress))
+
+
+def plan(weights: Weights, dtype: np.dtype) -> list[Planned]:
+    """Every canonical tensor of the model, in the order of its name table."""
+    parts = [part for slot in names.slots(weights.config) for part in slot.parts]
+    return [Planned(part.name, dtype, part.shape) for part in parts]
+
+
+@dataclass(frozen=True)
+class _Output:
+    weights: Weights
+    place: Path
+    dtype: str
+    kind: np.dtype
+    progress: Progress
+
+    def write_tensors(
+        self, rename: Callable[[str], str], write: Callable[[list[Planned], Any], None]
+    ) -> None:
+        """Hands planned tensors under their new names to a writer, and reads them for it."""
+        listed = plan(self.weights, self.kind)
+        canonical = {rename(planned.name): planned.name for planned in listed}
+        renamed = [Planned(rename(p.name), p.dtype, p.shape) for p in listed]
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+
+            def read(planned: Planned) -> np.ndarray:
+                name = canonical[planned.name]
+                array = read_as(self.weights.tensors, name, planned.dtype, pool)
+                self.progress(planned.name, array.nbytes)
+                return array
+
+            write(renamed, read)
+
+
+def _write_huggingface(output: _Output) -> None:
+    drafter = isinstance(output.weights.config, DrafterConfig)
+    fields = published.fields(output.weights.config, output.dtype)
+    prefix = "" if drafter else "model."
+    _write_folder(output, fields, lambda name: name if name == "lm_head.weight" else prefix + name)
+
+
+def _write_speculators(output: _Output) -> None:
+    config = output.weights.config
+    assert isinstance(config, DrafterConfig)
+    fields = speculators.speculators_fields(config, output.dtype)
+    _write_folder(output, fields, lambda name: name)
+
+
+def _write_folder(output: _Output, fields: dict[str, Any], rename: Callable[[str], str]) -> None:
+    """Weights first, config.json last: a folder cut short does not load."""
+    output.place.mkdir()
+    for name, content in output.weights.companions.items():
+        if isinstance(content, Path):
+            shutil.copyfile(content, output.place / name)
+        else:
+            (output.place / name).write_text(content, encoding="utf-8")
+    weights = output.place / "model.safetensors"
+    output.write_tensors(rename, lambda planned, read: write_safetensors(weights, planned, read))
+    text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+    (output.place / "config.json").write_text(text, encoding="utf-8")
+
+
+def _write_gguf(output: _Output) -> None:
+    config = output.weights.config
+    assert isinstance(config, DrafterConfig)
+    keys = gguf_export.metadata(config, output.dtype, output.weights.tokenizer)
+
+    def write(planned: list[Planned], read: Callable[[Planned], np.ndarray]) -> None:
+        exact = np.dtype(np.float32)  # llama.cpp wants vectors so
+        kept = [Planned(p.name, exact if len(p.shape) == 1 else p.dtype, p.shape) for p in planned]
+        with output.place.open("wb") as file:
+            write_gguf(file, keys, kept, read)
+
+    output.write_tensors(gguf_export.file_name, write)

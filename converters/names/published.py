@@ -1,0 +1,120 @@
+"""Configurations written back as the config.json files others read."""
+
+from typing import Any
+
+from dflash_jax.config import (
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    DrafterConfig,
+    RopeConfig,
+    TargetConfig,
+)
+from dflash_jax.errors import ConfigError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def fields(config: AttentionConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of a target or of a z-lab drafter whose weights are of `dtype`."""
+    if isinstance(config, DrafterConfig):
+        return _drafter(config, dtype)
+    if isinstance(config, TargetConfig):
+        return _target(config, dtype)
+    raise ConfigError(f"{type(config).__name__} has no published form; targets and drafters do")
+
+
+def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
+    found = {"architectures": [ARCHITECTURES[config.model_type]], "model_type": config.model_type}
+    found |= _geometry(config) | {
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_length,
+        "eos_token_id": list(config.eos_token_ids),
+        "dtype": dtype,
+    }
+    return found | _windows(config.windows, [w is not None for w in config.windows])
+
+
+def _drafter(config: DrafterConfig, dtype: str) -> dict[str, Any]:
+    optional = {
+        "input_embedding_scale": (config.input_embedding_scale, 1.0),
+        "output_multiplier": (config.output_multiplier, 1.0),
+        "final_logit_softcapping": (config.final_logit_softcapping, None),
+    }
+    own: dict[str, Any] = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+    own |= {key: value for key, (value, default) in optional.items() if value != default}
+    found: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+    found |= _geometry(config) | {
+        "vocab_size": config.vocab_size,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "dflash_config": own,
+        "dtype": dtype,
+    }
+    if config.rope.original_length:
+        found["max_position_embeddings"] = config.rope.original_length
+    return found | _causality(config)
+
+
+def _causality(config: DrafterConfig) -> dict[str, Any]:
+    """Layer kinds, and `is_causal` where it differs from what the kinds imply."""
+    sliding = [window is not None for window in config.windows]
+    if not any(sliding) and len(set(config.causal)) > 1:
+        sliding = list(config.causal)  # a sliding layer is causal even without a window
+    found = _windows(config.windows, sliding)
+    if list(config.causal) == sliding:
+        return found
+    if len(set(config.causal)) > 1:
+        raise ConfigError(
+            f"the layers' causality {list(config.causal)} cannot be written: published files"
+            " know one value for all, or sliding layers causal and the others not"
+        )
+    return found | {"is_causal": config.causal[0]}
+
+
+def _windows(windows: tuple[int | None, ...], sliding: list[bool]) -> dict[str, Any]:
+    sizes = {window for window in windows if window is not None}
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"windows {sorted(sizes)} differ; published files know one for all layers"
+        )
+    return {
+        "layer_types": [SLIDING if s else FULL for s in sliding],
+        "use_sliding_window": bool(sizes),
+        "sliding_window": next(iter(sizes), None),
+    }
+
+
+def _geometry(config: AttentionConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": config.attention_bias,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _scaling(config.rope),
+    }
+
+
+def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    if rope.kind == "default":
+        return None
+    found: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.original_length:
+        found["original_max_position_embeddings"] = rope.original_length
+    if rope.kind == "llama3":
+        keys = ("low_freq_factor", "high_freq_factor")
+    elif rope.kind == "yarn":
+        keys = ("beta_fast", "beta_slow", "truncate", "attention_factor")
+    else:
+        keys = ()
+    return found | {key: getattr(rope, key) for key in keys}

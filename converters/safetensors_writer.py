@@ -1,0 +1,48 @@
+"""Writes .safetensors files tensor by tensor; the same tensors give the same bytes."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from converters.safetensors import DTYPES
+
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor to be written."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(
+    path: Path, tensors: Sequence[Planned], read: Callable[[Planned], np.ndarray]
+) -> None:
+    """One file; `read` is asked for each tensor in turn, so that only one is held at a time."""
+    entries, position = {}, 0
+    for tensor in tensors:
+        entries[tensor.name] = {
+            "dtype": KINDS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.nbytes],
+        }
+        position += tensor.nbytes
+    text = json.dumps({"__metadata__": {"format": "pt"}} | entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors:
+            array = np.ascontiguousarray(read(tensor)).reshape(-1)
+            file.write(array.view(np.uint8).data)

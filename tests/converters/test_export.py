@@ -1,0 +1,181 @@
+import dataclasses
+import errno
+from pathlib import Path
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from weight_files import ORACLE
+
+from converters import atomic, export
+from converters.export import Weights
+from converters.models import open_model
+from converters.names import published
+from converters.tree_source import TreeSource
+from dflash_jax.config import (
+    RopeConfig,
+    drafter_config,
+    read_drafter_config,
+    read_target_config,
+    target_config,
+)
+from dflash_jax.errors import CheckpointError, ConfigError
+
+DRAFTERS = sorted(p for p in (ORACLE / "drafters").glob("v1_*"))
+DRAFTER = ORACLE / "drafters" / "v1_sliding"
+
+
+def write(source, path: Path, layout="huggingface", dtype="float32", **options) -> Path:
+    model = open_model(source)
+    export.export(Weights(model.config, model.tensors), path, layout=layout, dtype=dtype, **options)
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("folder", DRAFTERS, ids=lambda p: p.name)
+def test_a_published_drafter_config_survives_being_written(folder):
+    config = read_drafter_config(folder)
+    assert drafter_config(published.fields(config, config.dtype)) == config
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_a_target_config_survives_being_written(name):
+    config = read_target_config(ORACLE / "targets" / name)
+    assert target_config(published.fields(config, config.dtype)) == config
+
+
+@pytest.mark.parametrize("name", ["targets/llama3", "targets/qwen3", "drafters/v1_full"])
+def test_a_folder_written_again_holds_the_same_tensors(tmp_path, name):
+    folder = ORACLE / name
+    theirs = safetensors.numpy.load_file(folder / "model.safetensors")
+    ours = safetensors.numpy.load_file(write(folder, tmp_path / "x") / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for tensor, array in theirs.items():
+        np.testing.assert_array_equal(ours[tensor], array)
+
+
+@pytest.mark.parametrize("layout", ["speculators", "gguf"])
+@pytest.mark.parametrize("folder", DRAFTERS, ids=lambda p: p.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_round_trips_are_byte_stable(tmp_path, folder, layout, dtype):
+    first = write(folder, tmp_path / "first", dtype=dtype)
+    other = tmp_path / ("x.gguf" if layout == "gguf" else "x")
+    if layout == "speculators" and folder.name in ("v1_full_causal", "v1_sliding_bidirectional"):
+        with pytest.raises(ConfigError, match="has no"):
+            write(first, other, layout, dtype)
+        return
+    write(first, other, layout, dtype)
+    again = write(other, tmp_path / "again", dtype=dtype)
+    known = {"num_target_layers": 0}  # neither layout has a place for it
+    expected = dataclasses.replace(open_model(first).config, **known)
+    assert dataclasses.replace(open_model(again).config, **known) == expected
+    tensors = "model.safetensors"
+    assert (again / tensors).read_bytes() == (first / tensors).read_bytes()
+    write(again, other, layout, dtype, overwrite=True)
+    before = contents(again)
+    write(other, again, dtype=dtype, overwrite=True)
+    assert contents(again) == before
+
+
+def test_the_gguf_package_reads_what_we_write(tmp_path):
+    path = write(DRAFTER, tmp_path / "x.gguf", "gguf", "bfloat16")
+    reader = gguf.GGUFReader(path)
+    config = read_drafter_config(DRAFTER)
+    taps = reader.get_field("dflash.target_layers").contents()
+    assert taps == [i + 1 for i in config.target_layer_ids]
+    tensors = {t.name: t for t in reader.tensors}
+    assert tensors["enc.output_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+    stored = safetensors.numpy.load_file(DRAFTER / "model.safetensors")["fc.weight"]
+    fc = tensors["fc.weight"]
+    assert list(fc.shape) == list(stored.shape[::-1])
+    values = gguf.quants.dequantize(fc.data, fc.tensor_type)
+    np.testing.assert_array_equal(values, stored.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_parameters_in_memory_are_exported_as_their_folder(tmp_path):
+    model = open_model(DRAFTER)
+    tree = TreeSource(model.load("float32"), model.config)
+    path = tmp_path / "x"
+    export.export(Weights(model.config, tree), path, layout="huggingface", dtype="float32")
+    assert contents(path) == contents(write(DRAFTER, tmp_path / "y"))
+
+
+def test_parameters_that_do_not_fit_are_named():
+    model = open_model(DRAFTER)
+    params = model.load("float32")
+    del params["fc"]
+    params["norm"] = params["norm"][:3]
+    with pytest.raises(CheckpointError, match="fc is missing") as error:
+        TreeSource(params, model.config)
+    assert "norm is of shape [3], expected [64]" in str(error.value)
+
+
+def test_what_a_layout_cannot_hold_is_refused(tmp_path):
+    target = ORACLE / "targets" / "qwen3"
+    with pytest.raises(ConfigError, match="is for drafters"):
+        write(target, tmp_path / "x", "gguf")
+    with pytest.raises(ConfigError, match="'onnx' is not one of"):
+        write(target, tmp_path / "x", "onnx")
+    model = open_model(DRAFTER)
+    rope = RopeConfig(kind="llama3", factor=8.0, original_length=64)
+    odd = dataclasses.replace(model.config, rope=rope)
+    with pytest.raises(ConfigError, match="has no place in a drafter GGUF"):
+        export.export(
+            Weights(odd, model.tensors), tmp_path / "x.gguf", layout="gguf", dtype="float32"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_destination_is_kept_unless_told_otherwise(tmp_path):
+    path = write(DRAFTER, tmp_path / "x")
+    before = contents(path)
+    with pytest.raises(CheckpointError, match="give --overwrite"):
+        write(ORACLE / "drafters" / "v1_full", path)
+    assert contents(path) == before
+    write(ORACLE / "drafters" / "v1_full", path, overwrite=True)
+    assert contents(path) != before
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(path, tensors, read):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = write(DRAFTER, tmp_path / "x")
+    before = contents(path)
+    monkeypatch.setattr(export, "write_safetensors", full)
+    with pytest.raises(CheckpointError, match="disk is full; nothing was left"):
+        write(ORACLE / "drafters" / "v1_full", path, overwrite=True)
+    assert contents(path) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypatch):
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: Usage)
+    with pytest.raises(CheckpointError, match=r"needs 0\.00 GB"):
+        write(DRAFTER, tmp_path / "x")
+    with pytest.raises(CheckpointError, match="is not a folder; create it first"):
+        write(DRAFTER, tmp_path / "nowhere" / "x")
+
+
+def test_a_write_cut_short_leaves_nothing_that_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic, "_remove", lambda path: None)  # as if the process had been killed
+
+    def killed(name, nbytes):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(DRAFTER, tmp_path / "x", progress=killed)
+    assert not (tmp_path / "x").exists()
+    (left,) = tmp_path.iterdir()
+    with pytest.raises(CheckpointError):
+        open_model(left)
