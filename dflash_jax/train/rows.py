@@ -1,0 +1,134 @@
+"""Token rows: documents packed into buckets of fixed length, and batches as a function of step."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dflash_jax.train.files import saved_as
+from dflash_jax.train.presets import Bucket
+
+OPEN_ROWS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """Token ids, and for each whether a model has to produce it."""
+
+    ids: np.ndarray  # uint16 [n]
+    wanted: np.ndarray  # bool [n]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of one length; the tail of a row is padding, never wanted."""
+
+    tokens: np.ndarray  # uint16 [N, S]
+    wanted: np.ndarray  # bool [N, S]
+    real: np.ndarray  # bool [N, S]; False marks padding
+
+
+def pack(documents: Sequence[Document], buckets: Sequence[Bucket], *, fill: int) -> list[Rows]:
+    """Each document whole, in the shortest bucket that holds it; too long ones are cut.
+
+    Documents share a row as long as they fit (first fit among the rows still open).
+    """
+    lengths = [bucket.length for bucket in buckets]
+    return [
+        laid_out(shared(group, length), length, fill)
+        for group, length in zip(by_length(documents, lengths), lengths, strict=True)
+    ]
+
+
+def apart(documents: Sequence[Document], buckets: Sequence[Bucket], *, fill: int) -> list[Rows]:
+    """As `pack`, with a row to each document."""
+    lengths = [bucket.length for bucket in buckets]
+    return [
+        laid_out([[document] for document in group], length, fill)
+        for group, length in zip(by_length(documents, lengths), lengths, strict=True)
+    ]
+
+
+def by_length(documents: Sequence[Document], lengths: Sequence[int]) -> list[list[Document]]:
+    """Documents by the shortest length that holds them, too long ones under the last."""
+    groups: list[list[Document]] = [[] for _ in lengths]
+    for document in documents:
+        size = min(len(document.ids), lengths[-1])
+        groups[next(i for i, length in enumerate(lengths) if size <= length)].append(document)
+    return groups
+
+
+def shared(documents: Sequence[Document], length: int) -> list[list[Document]]:
+    """Documents grouped into rows of at most `length` tokens, a longer one alone."""
+    rows: list[list[Document]] = []
+    open_rows: list[tuple[int, list[Document]]] = []  # (room left, row)
+    for document in documents:
+        size = len(document.ids)
+        found = next((i for i, (room, _) in enumerate(open_rows) if room >= size), None)
+        if found is None:
+            rows.append([])
+            open_rows = [*open_rows[-OPEN_ROWS:], (length, rows[-1])]
+            found = len(open_rows) - 1
+        room, row = open_rows[found]
+        row.append(document)
+        open_rows[found] = (room - size, row)
+    return rows
+
+
+def laid_out(rows: Sequence[Sequence[Document]], length: int, fill: int) -> Rows:
+    """Documents of each row side by side, padded to `length`."""
+    tokens = np.full((len(rows), length), fill, np.uint16)
+    wanted = np.zeros((len(rows), length), bool)
+    real = np.zeros((len(rows), length), bool)
+    for i, row in enumerate(rows):
+        ids = np.concatenate([document.ids for document in row])[:length]
+        tokens[i, : len(ids)] = ids
+        wanted[i, : len(ids)] = np.concatenate([document.wanted for document in row])[:length]
+        real[i, : len(ids)] = True
+    return Rows(tokens, wanted, real)
+
+
+def save(path: Path, buckets: Sequence[Rows]) -> None:
+    """All buckets in one file."""
+    arrays = {
+        f"{i}.{field.name}": getattr(rows, field.name)
+        for i, rows in enumerate(buckets)
+        for field in dataclasses.fields(Rows)
+    }
+    with saved_as(path) as partial, partial.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def load(path: Path) -> list[Rows]:
+    """The buckets written by `save`."""
+    names = [field.name for field in dataclasses.fields(Rows)]
+    with np.load(path) as arrays:
+        count = len(arrays.files) // len(names)
+        return [Rows(*(arrays[f"{i}.{name}"] for name in names)) for i in range(count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """Which rows a step sees: a pure function of seed and step, so resuming needs no state."""
+
+    buckets: tuple[Bucket, ...]
+    rows: tuple[Rows, ...]
+    seed: int
+
+    def plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+        """(bucket, row numbers) of every batch of an epoch; a last short batch is left out."""
+        rng = np.random.default_rng((self.seed, epoch))
+        batches = []
+        for i, (bucket, rows) in enumerate(zip(self.buckets, self.rows, strict=True)):
+            order = rng.permutation(len(rows.tokens))
+            whole = len(order) - len(order) % bucket.rows
+            batches += [(i, part) for part in order[:whole].reshape(-1, bucket.rows)]
+        return [batches[i] for i in rng.permutation(len(batches))]
+
+    def at(self, step: int) -> tuple[int, Rows]:
+        """The bucket and the rows of a step."""
+        size = len(self.plan(0))
+        i, chosen = self.plan(step // size)[step % size]
+        rows = self.rows[i]
+        return i, Rows(rows.tokens[chosen], rows.wanted[chosen], rows.real[chosen])
