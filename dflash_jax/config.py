@@ -139,7 +139,9 @@ class AttentionConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         if extra := sorted(set(fields) - known):
             raise ConfigError(f"unknown {cls.__name__} fields {extra}; known are {sorted(known)}")
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+        }
         values["rope"] = RopeConfig(**fields["rope"])
         return cls(**values)
 
@@ -166,6 +168,7 @@ class TargetConfig(AttentionConfig):
 class DrafterConfig(AttentionConfig):
     """A DFlash v1 drafter; it borrows embedding and head from its target."""
 
+    kind: str = "dflash"  # the file in models/ that builds it
     vocab_size: int
     block_size: int
     mask_token_id: int

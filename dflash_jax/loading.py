@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.allocator import tune_allocator
 from dflash_jax.compiler import Plan, jit, resolve
+from dflash_jax.compiler.plan import Dtype
 from dflash_jax.compiler.programs import build_pair, empty_state
 from dflash_jax.config import (
     DrafterConfig,
@@ -144,7 +145,7 @@ class ForwardOutput:
 class TargetModel:
     """A target alone, for looking into it. Made by `load_target`."""
 
-    def __init__(self, config: TargetConfig, params: dict[str, Any], dtype: str):
+    def __init__(self, config: TargetConfig, params: dict[str, Any], dtype: Dtype):
         self.config, self.params, self.dtype = config, params, dtype
         self._forward = jit(functools.partial(_forward, config, dtype))
 
@@ -171,7 +172,7 @@ class TargetModel:
         return ForwardOutput(logits, hidden)
 
 
-def load_target(source: Source = SHIPPED, *, dtype: str = "float32") -> TargetModel:
+def load_target(source: Source = SHIPPED, *, dtype: Dtype = "float32") -> TargetModel:
     """A target alone; `dtype` is float32, bfloat16 or float16."""
     tune_allocator()
     if dtype not in ("float32", "bfloat16", "float16"):
@@ -184,11 +185,10 @@ def load_target(source: Source = SHIPPED, *, dtype: str = "float32") -> TargetMo
 
 
 def _forward(
-    config: TargetConfig, dtype: str, params: dict[str, Any], tokens: Int[Array, "B T"]
+    config: TargetConfig, dtype: Dtype, params: dict[str, Any], tokens: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T V"], Float[Array, "L+1 B T D"]]:
     rows, width = tokens.shape
-    plan = Plan(rows=rows, max_length=max(width, 2), block=2, chunk=1, rings=False)
-    plan = dataclasses.replace(plan, dtype=dtype)
+    plan = Plan(rows=rows, max_length=max(width, 2), block=2, chunk=1, dtype=dtype, rings=False)
     state = empty_state(plan, config, None)
     pair = build_pair(config, None)
     every = tuple(range(config.num_layers + 1))

@@ -84,7 +84,10 @@ class Tokenizer:
             )
         variables = {"add_generation_prompt": True, "tools": None} | self.specials | variables
         try:
-            text = _environment().from_string(self.template).render(messages=messages, **variables)
+            template = _environment().from_string(
+                self.template, globals={"raise_exception": _raise_exception}
+            )
+            text = template.render(messages=messages, **variables)
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise RequestError(f"the chat template refused the messages: {error}") from error
         return self.encode(text, specials=False)
@@ -123,9 +126,9 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
         return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
 
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
     environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
     return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -27,19 +27,23 @@ class Executable:
         return self.compiled(*args)
 
     @property
+    def _memory(self) -> Any:
+        return self.compiled.memory_analysis()
+
+    @property
     def aliased_bytes(self) -> int:
         """Bytes of donated arguments that are updated in place."""
-        return self.compiled.memory_analysis().alias_size_in_bytes
+        return self._memory.alias_size_in_bytes
 
     @property
     def temporary_bytes(self) -> int:
         """Scratch memory of one call."""
-        return self.compiled.memory_analysis().temp_size_in_bytes
+        return self._memory.temp_size_in_bytes
 
     @property
     def argument_bytes(self) -> int:
         """Bytes of all arguments, weights included."""
-        return self.compiled.memory_analysis().argument_size_in_bytes
+        return self._memory.argument_size_in_bytes
 
 
 def jit(function: Callable[..., Any], *, donate: tuple[int, ...] = (), **options: Any) -> Any:
@@ -80,7 +84,7 @@ def enable_compilation_cache(directory: Path) -> None:
     Does nothing if the user already chose a directory. The folder is made private, because
     what it holds is executed.
     """
-    if jax.config.jax_compilation_cache_dir:
+    if jax.config.values["jax_compilation_cache_dir"]:
         return
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))

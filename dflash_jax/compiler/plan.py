@@ -6,13 +6,14 @@ left open and checks the whole against the models and the memory of the device.
 
 import dataclasses
 import json
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dflash_jax.compiler.memory import Budget, budget
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.errors import PlanError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES = get_args(Dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Plan:
     max_length: int = 0
     block: int = 0
     chunk: int = 0
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     exact: bool = True
     rings: bool = True
     lookahead: int = 1
@@ -99,7 +100,7 @@ def resolve(
       PlanError: the plan asks for more positions than the target has, or does not fit.
     """
     small = platform == "cpu"
-    default_dtype: Literal["float32", "bfloat16"] = "float32" if small else "bfloat16"
+    default_dtype: Dtype = "float32" if small else "bfloat16"
     default_block = drafter.block_size if drafter else 8
     plan = dataclasses.replace(
         plan,

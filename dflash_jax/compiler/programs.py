@@ -78,20 +78,16 @@ def init_params(target: TargetConfig, drafter: DrafterConfig | None, *, seed: in
     return params
 
 
-def abstract_rules(plan: Plan) -> RowRules:
-    """Shapes of the per-row rules."""
+def idle_rules(plan: Plan) -> RowRules:
+    """Rules under which every row is frozen."""
     b = plan.rows
-
-    def row(dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((b,), dtype)
-
     return RowRules(
-        stop_ids=jax.ShapeDtypeStruct((b, plan.stop_slots), jnp.int32),
-        limit=row(jnp.int32),
-        temperature=row(jnp.float32),
-        top_k=row(jnp.int32),
-        top_p=row(jnp.float32),
-        seed=row(jnp.uint32),
+        stop_ids=jnp.full((b, plan.stop_slots), -1, jnp.int32),
+        limit=jnp.zeros((b,), jnp.int32),
+        temperature=jnp.zeros((b,), jnp.float32),
+        top_k=jnp.zeros((b,), jnp.int32),
+        top_p=jnp.ones((b,), jnp.float32),
+        seed=jnp.zeros((b,), jnp.uint32),
     )
 
 
@@ -100,7 +96,7 @@ def declare(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> 
     pair = build_pair(target, drafter)
     params = abstract_params(plan, target, drafter)
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
-    rules = abstract_rules(plan)
+    rules = jax.eval_shape(lambda: idle_rules(plan))
     count, flag = rules.limit, jax.ShapeDtypeStruct((plan.rows,), jnp.bool_)
 
     def tokens(width: int) -> jax.ShapeDtypeStruct:

@@ -12,6 +12,7 @@ the first n. What lies behind the position is garbage, masked, and overwritten b
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -172,9 +173,11 @@ def _draft(
     block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
     with jax.named_scope("draft"):
         x = pair.target_call(params, block, method="embed")
-        hidden, caches = pair.drafter_call(params, x, state.draft, state.position)
-        logits = pair.target_call(params, hidden, method="logits")
-        logits = pair.drafter_call(params, logits, method="adjust")[:, 1:]
+        head = functools.partial(pair.target_call, params, method="logits")
+        logits, caches = pair.drafter_call(
+            params, x, state.draft, state.position, head, method="draft"
+        )
+        logits = logits[:, 1:]  # the anchor's own place predicts nothing
     finite = jnp.isfinite(logits).all(axis=(1, 2))
     logits = jnp.where(finite[:, None, None], logits, 0.0)
     if sampled:

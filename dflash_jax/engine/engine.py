@@ -310,10 +310,15 @@ class Engine:
             limit[row] = request.limit if row in ready else 0
             temperature[row], top_p[row] = request.temperature, request.top_p
             top_k[row], seed[row] = request.top_k, request.seed
-        rules = RowRules(
-            stop_ids=stop, limit=limit, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-        )
-        return jax.device_put(rules)
+        columns = {
+            "stop_ids": stop,
+            "limit": limit,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "seed": seed,
+        }
+        return RowRules(**jax.device_put(columns))
 
     def _check_fits(self, request: Request) -> None:
         if request.limit > self.plan.max_length:

@@ -14,4 +14,4 @@ def build_target(config: TargetConfig) -> Decoder:
 
 def build_drafter(config: DrafterConfig) -> DFlash:
     """The module of a drafter config."""
-    return DFlash(config)
+    return importlib.import_module(f"dflash_jax.models.{config.kind}").build(config)

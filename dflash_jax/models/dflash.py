@@ -5,7 +5,7 @@ as keys and values: c = norm(fc(taps)) goes straight into the key and value proj
 (drafter formulas as in the `dflash` 0.1.0 reference; own implementation).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
@@ -170,6 +170,17 @@ class DFlash(nn.Module):
             written.append(cache)
         return rms_norm(x, self.norm, self.config.rms_norm_eps), tuple(written)
 
+    def draft(
+        self,
+        x: Float[Array, "B T D"],
+        caches: Sequence[LayerCache],
+        start: Int[Array, " B"],
+        head: Callable[[Array], Array],
+    ) -> tuple[Float[Array, "B T V"], tuple[LayerCache, ...]]:
+        """As the call, through the target's head: logits of the token at each block place."""
+        hidden, caches = self(x, caches, start)
+        return self.adjust(head(hidden)), caches
+
     def scaled(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Block embeddings times the drafter's own scale."""
         return x * jnp.asarray(self.config.input_embedding_scale, x.dtype)
@@ -182,3 +193,8 @@ class DFlash(nn.Module):
             return logits
         cap = jnp.float32(c.final_logit_softcapping)
         return cap * jnp.tanh(logits / cap)
+
+
+def build(config: DrafterConfig) -> DFlash:
+    """The drafter module of a config."""
+    return DFlash(config)

@@ -22,6 +22,9 @@ def write_rows(
 ) -> LayerCache:
     """The cache with rows k, v at positions start .. start+T-1 of each batch row."""
     k, v = (jnp.swapaxes(x, 1, 2).astype(cache.k.dtype) for x in (k, v))  # [B, K, T, H]
+    if k.shape[2] == 1:
+        # XLA copies the whole cache to write a single row; the twin lands in a garbage slot.
+        k, v = (jnp.concatenate([x, x], axis=2) for x in (k, v))
     put = _put_ring if cache.ring else _put
     return dataclasses.replace(cache, k=put(cache.k, k, start), v=put(cache.v, v, start))
 
@@ -29,8 +32,6 @@ def write_rows(
 def _put(
     buffer: Float[Array, "B K S H"], rows: Float[Array, "B K T H"], start: Int[Array, " B"]
 ) -> Float[Array, "B K S H"]:
-    if buffer.shape[0] == 1:
-        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis=2)
     update = jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice_in_dim(b, r, s, axis=1))
     return update(buffer, rows, start)
 

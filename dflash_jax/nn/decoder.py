@@ -40,17 +40,20 @@ class Attention(nn.Module):
         qkv = dot(x, weight(self, "qkv", (c.hidden_size, *shape)))  # [B, T, K, G+2, H]
         if c.attention_bias:
             qkv += weight(self, "qkv_bias", shape)[None, None]
-        q, k, v = qkv[..., :groups, :], qkv[..., groups, :], qkv[..., groups + 1, :]
+        qk, v = qkv[..., : groups + 1, :], qkv[..., groups + 1, :]
         if c.qk_norm:
-            q = rms_norm(q, norm_weight(self, "q_norm", c.head_dim), c.rms_norm_eps)
-            k = rms_norm(k, norm_weight(self, "k_norm", c.head_dim), c.rms_norm_eps)
+            q_norm = norm_weight(self, "q_norm", c.head_dim)
+            k_norm = norm_weight(self, "k_norm", c.head_dim)
+            qk = rms_norm(qk, jnp.stack([*[q_norm] * groups, k_norm]), c.rms_norm_eps)
         cos, sin = rope_tables(c.rope, c.head_dim, positions)
         start, end = positions[:, 0], positions[:, -1] + 1
-        cache = write_rows(cache, rotate(k, cos, sin), v, start)
+        qk = rotate(qk, cos, sin)
+        q, k = qk[..., :groups, :], qk[..., groups, :]
+        cache = write_rows(cache, k, v, start)
         keys = slot_positions(end, cache.slots)
         seen = visible(positions, keys, causal=True, window=self.window)
         out = dot(
-            attend(rotate(q, cos, sin), cache, seen),
+            attend(q, cache, seen),
             weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size)),
         )
         if c.attention_bias:

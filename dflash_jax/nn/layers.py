@@ -34,11 +34,13 @@ def precision(x: Array) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def rms_norm(x: Float[Array, "... D"], w: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
+def rms_norm(
+    x: Float[Array, "... D"], w: Float[Array, "*over D"], eps: float
+) -> Float[Array, "... D"]:
     """x / rms(x) rounded to x's dtype, then times w: the rounding of Llama, Qwen3 and DFlash."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(eps))
-    return (x32 * scale).astype(x.dtype) * w.reshape((1,) * (x.ndim - 1) + w.shape)
+    return (x32 * scale).astype(x.dtype) * w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
 
 
 class GatedMLP(nn.Module):

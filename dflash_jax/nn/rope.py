@@ -54,7 +54,8 @@ def rotate(
     x: Float[Array, "B T *heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T *heads H"]:
     """Turns pairs (m, m + H/2) of x by their angles; cos and sin are rounded to x's dtype first."""
-    shape = (*cos.shape[:2], *(1,) * (x.ndim - 3), cos.shape[2])
+    shape = (*cos.shape[:2], *(1,) * (x.ndim - 3), 1, cos.shape[2])
     cos, sin = (t.astype(x.dtype).reshape(shape) for t in (cos, sin))
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    pairs = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    turned = jnp.concatenate([-sin, sin], axis=-2) * jnp.flip(pairs, axis=-2)
+    return (pairs * cos + turned).reshape(x.shape)

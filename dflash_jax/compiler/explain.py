@@ -1,0 +1,184 @@
+"""What a plan turns into: models, bytes, programs and their rooflines, without any weights."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from dflash_jax.compiler.build import Executable, compile_programs
+from dflash_jax.compiler.memory import Budget, Work, budget, gibi, work
+from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.programs import Program, abstract_params, declare
+from dflash_jax.compiler.roofline import Device, Roofline, roofline
+from dflash_jax.config import DrafterConfig, TargetConfig
+
+_HELPERS = ("forced", "wipe")  # programs without a roofline of their own
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramReport:
+    """One program. The compiled figures are None when nothing was compiled."""
+
+    name: str
+    arguments: int
+    donated: int
+    work: Work | None
+    roofline: Roofline | None
+    argument_bytes: int | None = None
+    aliased_bytes: int | None = None
+    temporary_bytes: int | None = None
+    compile_s: float | None = None
+    stablehlo: str | None = None  # first digits of its hash
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Everything `dflash-jax explain` prints."""
+
+    target: TargetConfig
+    drafter: DrafterConfig | None
+    plan: Plan
+    device: Device
+    budget: Budget
+    programs: tuple[ProgramReport, ...]
+    parameters: dict[str, tuple[tuple[int, ...], str]]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return dataclasses.asdict(self) | {
+            "target": self.target.to_json(),
+            "drafter": self.drafter and self.drafter.to_json(),
+            "versions": {"jax": jax.__version__},
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([*self._head(), "", *self._table()])
+
+    def _head(self) -> Iterable[str]:
+        t, d, p = self.target, self.drafter, self.plan
+        taps = " ".join(map(str, d.target_layer_ids)) if d else "none"
+        yield f"target   {t.model_type}  {t.num_layers} layers  {_windows(t.windows)}  taps {taps}"
+        if d:
+            kinds = ["causal" if causal else "bidirectional" for causal in d.causal]
+            yield (
+                f"drafter  dflash v1  {d.num_layers} layers  {_windows(d.windows)}"
+                f"  {_runs(kinds)}  block {d.block_size}  mask {d.mask_token_id}"
+                f"  embedding x{d.input_embedding_scale:g}"
+            )
+        yield (
+            f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"
+            f"  chunk {p.chunk}  {p.dtype}  {'exact' if p.exact else 'inexact'}"
+            f"  lookahead {p.lookahead}"
+        )
+        yield f"memory   {self.budget}"
+        yield (
+            f"device   {self.device.name}: {self.device.bytes_per_s / 1e9:,.0f} GB/s,"
+            f" {self.device.flops_per_s[p.dtype] / 1e12:,.1f} TFLOP/s {p.dtype} (assumed)"
+        )
+        yield from (f"note     {note}" for note in self.notes)
+
+    def _table(self) -> Iterable[str]:
+        columns = ("args", "donated", "aliased", "temp", "moves", "GFLOP", "roofline", "compile")
+        yield f"{'program':20}" + "".join(f"{c:>12}" for c in columns)
+        for p in self.programs:
+            cells = (
+                str(p.arguments),
+                str(p.donated),
+                _bytes(p.aliased_bytes),
+                _bytes(p.temporary_bytes),
+                _bytes(p.work.bytes if p.work else None),
+                f"{p.work.flops / 1e9:.3g}" if p.work else "-",
+                f"{p.roofline.seconds * 1e3:.3g} ms {p.roofline.bound[0]}" if p.roofline else "-",
+                "-" if p.compile_s is None else f"{p.compile_s:.1f} s",
+            )
+            yield f"{p.name:20}" + "".join(f"{c:>12}" for c in cells)
+        yield "roofline: m = bound by memory, c = by compute; moves: weights and caches once"
+
+
+def explain(
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    plan: Plan,
+    device: Device,
+    *,
+    compile: bool = True,
+) -> Explanation:
+    """Reports a resolved plan; with `compile`, the memory of every compiled program too."""
+    programs = declare(plan, target, drafter)
+    built = compile_programs(programs.values()) if compile else {}
+    reports = tuple(
+        _report(p, built.get(p.name), plan, target, drafter, device) for p in programs.values()
+    )
+    params = jax.tree_util.tree_leaves_with_path(abstract_params(plan, target, drafter))
+    notes = []
+    if drafter and plan.block > drafter.block_size:
+        notes.append(
+            f"block {plan.block} is wider than the {drafter.block_size} the drafter was trained"
+            " with: drafts past that will hardly be accepted"
+        )
+    return Explanation(
+        target=target,
+        drafter=drafter,
+        plan=plan,
+        device=device,
+        budget=budget(plan, target, drafter),
+        programs=reports,
+        parameters={
+            "/".join(str(key.key) for key in path): (leaf.shape, str(leaf.dtype))
+            for path, leaf in params
+        },
+        notes=tuple(notes),
+    )
+
+
+def _report(
+    program: Program,
+    built: Executable | None,
+    plan: Plan,
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    device: Device,
+) -> ProgramReport:
+    counted = None if program.name in _HELPERS else work(plan, target, drafter, program.name)
+    report = ProgramReport(
+        name=program.name,
+        arguments=len(jax.tree.leaves(program.arguments)),
+        donated=sum(len(jax.tree.leaves(program.arguments[i])) for i in program.donated),
+        work=counted,
+        roofline=roofline(counted, device, plan.dtype) if counted else None,
+    )
+    if built is None:
+        return report
+    return dataclasses.replace(
+        report,
+        argument_bytes=built.argument_bytes,
+        aliased_bytes=built.aliased_bytes,
+        temporary_bytes=built.temporary_bytes,
+        compile_s=round(built.seconds, 3),
+        stablehlo=hashlib.sha256(built.stablehlo.encode()).hexdigest()[:8],
+    )
+
+
+def _bytes(n: int | None) -> str:
+    return "-" if n is None else gibi(n)
+
+
+def _windows(windows: tuple[int | None, ...]) -> str:
+    kinds = ["full attention" if w is None else f"window {w}" for w in windows]
+    return _runs(kinds)
+
+
+def _runs(kinds: list[str]) -> str:
+    """'a on 0-3, b on 4', or just 'a' when all are alike."""
+    if len(set(kinds)) == 1:
+        return kinds[0]
+    runs: list[list[int]] = []
+    for i, kind in enumerate(kinds):
+        if i and kinds[i - 1] == kind:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return ", ".join(f"{kinds[a]} on {a}-{b}" if a < b else f"{kinds[a]} on {a}" for a, b in runs)

@@ -1,0 +1,59 @@
+"""How fast a program could be: least bytes over bandwidth, operations over peak.
+
+The table holds what devices sustain, not what their data sheets say, where we know it.
+"""
+
+import dataclasses
+
+from dflash_jax.compiler.memory import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Sustained rates of a device."""
+
+    name: str
+    bytes_per_s: float  # reading and writing together
+    flops_per_s: dict[str, float]  # by dtype
+    memory: int  # bytes
+
+
+def _device(name: str, tb_s: float, tflops: float, gib: int, f32: float = 0.5) -> Device:
+    half = tflops * 1e12
+    rates = {"bfloat16": half, "float16": half, "float32": half * f32}
+    return Device(name, tb_s * 1e12, rates, gib * 2**30)
+
+
+# H200: copy bandwidth and GEMM rate measured; the other GPUs 0.9 and 0.8 of their data sheets.
+DEVICES = {
+    d.name: d
+    for d in (
+        _device("H200", 4.3, 790, 139, 0.06),
+        _device("H100", 3.0, 790, 78, 0.06),
+        _device("A100", 1.8, 250, 78, 0.06),
+        _device("L40S", 0.78, 290, 44, 0.2),
+        _device("RTX 4090", 0.9, 130, 23, 0.5),
+        _device("RTX 3090", 0.84, 57, 23, 0.5),
+        _device("CPU", 0.04, 0.2, 16, 1.0),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """The least time of one call on a device."""
+
+    seconds: float
+    bound: str  # "memory" or "compute"
+
+
+def roofline(work: Work, device: Device, dtype: str) -> Roofline:
+    """max(bytes / bandwidth, operations / peak)."""
+    moving, computing = work.bytes / device.bytes_per_s, work.flops / device.flops_per_s[dtype]
+    return Roofline(max(moving, computing), "memory" if moving >= computing else "compute")
+
+
+def find_device(kind: str) -> Device:
+    """The table's entry for a JAX device kind or a name; the CPU entry if nothing matches."""
+    wanted = kind.lower()
+    return next((d for d in DEVICES.values() if d.name.lower() in wanted), DEVICES["CPU"])

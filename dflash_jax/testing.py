@@ -1,0 +1,129 @@
+"""Small random models and scripted drafters, for tests, notebooks and benchmarks."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.compiler import Plan, resolve
+from dflash_jax.compiler.programs import abstract_params
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.engine.engine import Engine
+from dflash_jax.models.scripted import ScriptedConfig
+
+AMPLE = 1 << 40  # bytes; random models are small
+
+
+def tiny_target(**changes: Any) -> TargetConfig:
+    """A Qwen3 target of a few thousand parameters."""
+    fields: dict[str, Any] = {
+        "model_type": "qwen3",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "max_length": 4096,
+    }
+    return TargetConfig(**{"windows": (None,) * changes.get("num_layers", 3)} | fields | changes)
+
+
+def tiny_drafter(target: TargetConfig, **changes: Any) -> DrafterConfig:
+    """A two-layer drafter for a target: a sliding causal layer and a full one."""
+    fields: dict[str, Any] = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "block_size": 8,
+        "mask_token_id": target.vocab_size - 1,
+        "target_layer_ids": (0, 1),
+        "num_target_layers": target.num_layers,
+        "windows": (12, None),
+        "causal": (True, False),
+    }
+    return DrafterConfig(**fields | changes)
+
+
+def random_params(
+    target: TargetConfig, drafter: DrafterConfig | None, *, dtype: str = "float32", seed: int = 0
+) -> dict[str, Any]:
+    """Random weights large enough that every term of the network matters, as NumPy arrays."""
+    plan = Plan(max_length=2, block=2, chunk=1, dtype="float32")
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        if len(leaf.shape) == 1:  # norms
+            values = 1 + 0.3 * rng.standard_normal(leaf.shape)
+        else:
+            values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[0])
+        return values.astype(jax.numpy.dtype(dtype))
+
+    params = jax.tree.map(draw, abstract_params(plan, target, drafter))
+    table = params["target"]["embed"]
+    params["target"]["embed"] = (table * np.sqrt(len(table))).astype(table.dtype)
+    return params
+
+
+def random_engine(
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    plan: Plan,
+    *,
+    seed: int = 0,
+) -> Engine:
+    """An engine over random weights, planned for the CPU."""
+    plan = resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
+    params = random_params(target, drafter, dtype=plan.dtype, seed=seed)
+    return Engine(target, drafter, jax.device_put(params), plan)
+
+
+def scripted_engine(engine: Engine) -> Engine:
+    """An engine over the same weights whose drafter says what `set_script` tells it."""
+    assert engine.drafter is not None
+    fields = {f.name: getattr(engine.drafter, f.name) for f in dataclasses.fields(engine.drafter)}
+    sizes = {"kind": "scripted", "script_rows": engine.plan.rows}
+    length = engine.plan.max_length + engine.plan.block
+    config = ScriptedConfig(**fields | sizes, script_length=length)
+    drafter = engine.params["drafter"] | {"script": _digits(engine.plan.rows, length, [], engine)}
+    params = engine.params | {"drafter": drafter}
+    return Engine(engine.target, config, params, engine.plan, tokenizer=engine.tokenizer)
+
+
+def set_script(engine: Engine, tokens: Sequence[float]) -> None:
+    """Makes a scripted drafter propose `tokens[p]` for position p, in every row."""
+    rows, length = engine.params["drafter"]["script"].shape[:2]
+    engine.params["drafter"]["script"] = _digits(rows, length, tokens, engine)
+
+
+def force_acceptance(
+    tokens: Sequence[int], prompt_tokens: int, pattern: Sequence[int], vocab_size: int
+) -> list[int]:
+    """A script under which successive rounds accept the numbers of drafts in `pattern`.
+
+    Args:
+      tokens: prompt and the target's own continuation.
+      pattern: accepted drafts per round, repeated as needed.
+    """
+    script, at = list(tokens), prompt_tokens  # position of the round's anchor
+    for i in range(len(tokens)):
+        at += pattern[i % len(pattern)] + 1
+        if at >= len(tokens):
+            break
+        script[at] = (script[at] + 1) % vocab_size
+    return script
+
+
+def _digits(rows: int, length: int, tokens: Sequence[float], engine: Engine) -> jax.Array:
+    padded = np.zeros(length)
+    padded[: len(tokens)] = tokens[:length]
+    digits = np.stack([padded // 256, padded % 256], axis=-1)
+    dtype = jax.numpy.dtype(engine.plan.dtype)
+    return jax.device_put(np.broadcast_to(digits, (rows, length, 2)).astype(dtype))

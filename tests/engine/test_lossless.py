@@ -1,0 +1,148 @@
+"""C1: speculative output equals plain output, whatever the drafter, block, prompt or row."""
+
+import numpy as np
+import pytest
+
+from dflash_jax import Plan
+from dflash_jax.engine.engine import Engine
+from dflash_jax.testing import (
+    force_acceptance,
+    random_engine,
+    scripted_engine,
+    set_script,
+    tiny_drafter,
+    tiny_target,
+)
+
+CHUNK = 16
+LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 50)
+NEW = 40
+
+
+def make(dtype: str, block: int, **changes: object) -> Engine:
+    target = tiny_target(**changes)
+    plan = Plan(max_length=256, chunk=CHUNK, block=block, dtype=dtype)
+    return random_engine(target, tiny_drafter(target), plan)
+
+
+def prompts(engine: Engine, lengths=LENGTHS) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, engine.target.vocab_size, n).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block", [2, 4, 8])
+def test_every_drafter_and_prompt_length_gives_plain_tokens(dtype: str, block: int) -> None:
+    real = make(dtype, block)
+    scripted = scripted_engine(real)
+    rng = np.random.default_rng(block)
+    for prompt in prompts(real):
+        plain = real.generate(prompt, max_tokens=NEW, speculative=False)
+        assert real.generate(prompt, max_tokens=NEW).token_ids == plain.token_ids
+        truth = [*prompt, *plain.token_ids]
+        vocab = real.target.vocab_size
+        noisy = [t if rng.random() < 0.7 else int(rng.integers(vocab)) for t in truth]
+        scripts = {
+            "oracle": truth,
+            "adversarial": [(t + 1) % vocab for t in truth],
+            "noisy": noisy,
+            "random": rng.integers(0, vocab, len(truth)).tolist(),
+        }
+        for name, script in scripts.items():
+            set_script(scripted, script)
+            result = scripted.generate(prompt, max_tokens=NEW)
+            assert result.token_ids == plain.token_ids, (name, len(prompt))
+            if name == "oracle":
+                assert result.stats.rounds == -(-(NEW - 1) // block)
+            if name == "adversarial":
+                assert set(result.stats.acceptance_lengths) == {1}
+
+
+def test_forced_patterns_are_accepted_as_written() -> None:
+    engine = make("float32", 8)
+    scripted = scripted_engine(engine)
+    prompt = prompts(engine, [20])[0]
+    truth = [*prompt, *engine.generate(prompt, max_tokens=100, speculative=False).token_ids]
+    pattern = [3, 1, 5, 2, 7, 0, 4, 4]
+    set_script(scripted, force_acceptance(truth, len(prompt), pattern, engine.target.vocab_size))
+    stats = scripted.generate(prompt, max_tokens=100).stats
+    assert stats.acceptance_lengths[:16] == [n + 1 for n in pattern] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
+    """R4: windows below the chunk, ring caches wrapped several times, short last chunks."""
+    changes = {"windows": (10, None, 24)}
+    ringed = make(dtype, 4, **changes)
+    assert [c.ring for c in ringed._state.target] == [True, False, True]
+    target = tiny_target(**changes)
+    plan = Plan(max_length=256, chunk=CHUNK, block=4, dtype=dtype, rings=False)
+    whole = random_engine(target, tiny_drafter(target), plan)
+    for prompt in prompts(ringed, (1, 9, 17, 130)):
+        plain = ringed.generate(prompt, max_tokens=100, speculative=False).token_ids
+        assert ringed.generate(prompt, max_tokens=100).token_ids == plain
+        if dtype == "float32":  # another capacity is another plan: R10 asks for float32 only
+            assert whole.generate(prompt, max_tokens=100).token_ids == plain
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_does_not_depend_on_its_neighbours_or_its_past(dtype: str) -> None:
+    """R8, R9, R10: same plan, other rows idle or busy, row fresh or used."""
+    target = tiny_target()
+    plan = Plan(rows=3, max_length=256, chunk=CHUNK, block=4, dtype=dtype)
+    engine = random_engine(target, tiny_drafter(target), plan)
+    given = prompts(engine, (1, 15, 16, 33, 50, 7, 20))
+    alone = [engine.generate(p, max_tokens=NEW).token_ids for p in given]
+    plain = [engine.generate(p, max_tokens=NEW, speculative=False).token_ids for p in given]
+    together = [r.token_ids for r in engine.generate_many(given, max_tokens=NEW)]
+    assert alone == plain == together
+
+
+def test_one_token_lane_agrees_in_float32() -> None:
+    """exact=False: plain steps one token wide."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    exact, single = (
+        random_engine(target, drafter, Plan(max_length=256, chunk=CHUNK, block=8, exact=exact))
+        for exact in (True, False)
+    )
+    assert "plain1" in single.programs
+    assert "plain" not in single.programs
+    for prompt in prompts(exact, (1, 16, 33)):
+        tokens = exact.generate(prompt, max_tokens=NEW).token_ids
+        assert single.generate(prompt, max_tokens=NEW, speculative=False).token_ids == tokens
+        assert single.generate(prompt, max_tokens=NEW).token_ids == tokens
+
+
+def test_switching_lanes_midway_keeps_the_tokens() -> None:
+    """C2: plain steps keep the drafter's context, so that drafting can resume at any step."""
+    engine = make("bfloat16", 4)
+    scripted = scripted_engine(engine)
+    prompt = prompts(engine, [21])[0]
+    plain = engine.generate(prompt, max_tokens=60, speculative=False).token_ids
+    set_script(scripted, [*prompt, *plain])
+    live = scripted.submit(prompt, max_tokens=60)
+    turn = 0
+    while not live.done:
+        live.policy = type(live.policy)(
+            max_tokens=60, stop_ids=live.policy.stop_ids, speculative=turn // 3 % 2 == 0
+        )
+        scripted.advance()
+        turn += 1
+    assert live.result().token_ids == plain
+    assert live.stats.plain_steps > 3
+    assert max(live.stats.acceptance_lengths) == 4
+
+
+def test_a_real_drafter_reads_the_same_context_after_plain_steps() -> None:
+    """The draft at a position is the same whether its context came by plain or fused steps."""
+    engine = make("float32", 8)
+    prompt = prompts(engine, [30])[0]
+    drafts = []
+    for speculative in (True, False):
+        live = engine.submit(prompt, max_tokens=30, speculative=speculative)
+        while not live.done:
+            engine.advance()
+        context = engine._state.draft[1]
+        drafts.append(np.asarray(context.k)[0, :, : len(prompt) + 20])
+    np.testing.assert_allclose(drafts[0], drafts[1], atol=1e-4)
