@@ -29,7 +29,7 @@ HUGGING_FACE, SPECULATORS, GGUF = "huggingface", "speculators", "gguf"
 LAYOUTS = (HUGGING_FACE, SPECULATORS, GGUF)
 
 
-def _silent(name: str, nbytes: int) -> None:
+def _silent(name: str, weights: int) -> None:
     pass
 
 
@@ -63,8 +63,6 @@ def export(
     }
     if layout not in writers:
         raise ConfigError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
-    if layout != HUGGING_FACE and not isinstance(weights.config, DrafterConfig):
-        raise ConfigError(f"the layout {layout!r} is for drafters; write targets as {HUGGING_FACE}")
     kind = float_dtype(dtype)
     needed = sum(planned.nbytes for planned in plan(weights, kind))
     with new_path(path, overwrite=overwrite, needed=needed) as place:
@@ -97,10 +95,16 @@ class _Output:
             def read(planned: Planned) -> np.ndarray:
                 name = canonical[planned.name]
                 array = read_as(self.weights.tensors, name, planned.dtype, pool)
-                self.progress(planned.name, array.nbytes)
+                self.progress(planned.name, array.size)
                 return array
 
             write(renamed, read)
+
+
+def _drafter(config: AttentionConfig, layout: str) -> DrafterConfig:
+    if isinstance(config, DrafterConfig):
+        return config
+    raise ConfigError(f"the layout {layout!r} is for drafters; write targets as {HUGGING_FACE}")
 
 
 def _write_huggingface(output: _Output) -> None:
@@ -111,8 +115,7 @@ def _write_huggingface(output: _Output) -> None:
 
 
 def _write_speculators(output: _Output) -> None:
-    config = output.weights.config
-    assert isinstance(config, DrafterConfig)
+    config = _drafter(output.weights.config, SPECULATORS)
     fields = speculators.speculators_fields(config, output.dtype)
     _write_folder(output, fields, lambda name: name)
 
@@ -132,8 +135,7 @@ def _write_folder(output: _Output, fields: dict[str, Any], rename: Callable[[str
 
 
 def _write_gguf(output: _Output) -> None:
-    config = output.weights.config
-    assert isinstance(config, DrafterConfig)
+    config = _drafter(output.weights.config, GGUF)
     keys = gguf_export.metadata(config, output.dtype, output.weights.tokenizer)
 
     def write(planned: list[Planned], read: Callable[[Planned], np.ndarray]) -> None:

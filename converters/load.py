@@ -27,7 +27,7 @@ DTYPES = {
 CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: stays in a core's cache
 
 Params = dict[str, Any]
-Progress = Callable[[str, int], None]
+Progress = Callable[[str, int], None]  # a tensor's name, and how many of its weights are done
 
 
 def load_target(directory: str | Path, config: TargetConfig, dtype: str = "float32") -> Params:
@@ -49,7 +49,7 @@ def load(
     dtype: str,
     *,
     where: str,
-    progress: Progress = lambda name, nbytes: None,
+    progress: Progress = lambda name, weights: None,
 ) -> Params:
     """The parameter tree of `config`; CheckpointError names everything that does not fit it."""
     slots = names.slots(config)
@@ -60,7 +60,7 @@ def load(
 
     def run(job: "_Job") -> None:
         job.place(found)
-        progress(job.part.name, job.nbytes)
+        progress(job.part.name, job.view.size)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         for _ in pool.map(run, jobs):
@@ -92,10 +92,6 @@ class _Job:
     part: Part
     view: np.ndarray  # where they go, first axis cut to these rows
     rows: slice
-
-    @property
-    def nbytes(self) -> int:
-        return self.view.nbytes
 
     def place(self, source: TensorSource) -> None:
         values = source.read_rows(self.part.name, self.rows)

@@ -47,7 +47,7 @@ class Model:
         """Raises CheckpointError unless the tensors are exactly those of the configuration."""
         check(names.slots(self.config), self.tensors, where=str(self.path))
 
-    def load(self, dtype: str, progress: Progress = lambda name, nbytes: None) -> Params:
+    def load(self, dtype: str, progress: Progress = lambda name, weights: None) -> Params:
         """The parameter tree as NumPy arrays of `dtype`."""
         return load(self.tensors, self.config, dtype, where=str(self.path), progress=progress)
 

@@ -1,0 +1,198 @@
+"""The verbs about weight files: inspect, convert, compare, export.
+
+`add_verbs` hangs them into another program's command line; `python -m converters` is ours.
+"""
+
+import argparse
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from converters import compare, convert, export, inspect
+from converters.instruct import REFUSE
+from converters.models import Model, open_model
+from converters.taps import AUTO, CHOICES
+from dflash_jax.errors import DFlashError
+
+CHECK_FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code: 0, 1 for a failed check or an error, 2 for usage."""
+    parser = argparse.ArgumentParser(prog="python -m converters", description=__doc__)
+    add_verbs(parser.add_subparsers(required=True, metavar="VERB"))
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except DFlashError as error:
+        print(f"converters: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def add_verbs(verbs: Any) -> None:
+    """Adds the verbs to `verbs`, what `add_subparsers` returned; each sets `run`."""
+    _inspect_verb(verbs)
+    _convert_verb(verbs)
+    _compare_verb(verbs)
+    _export_verb(verbs)
+
+
+def _verb(
+    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=text, description=text)
+    verb.set_defaults(run=run)
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verb.add_argument(
+        "--target-layer-shift",
+        choices=CHOICES,
+        default=AUTO,
+        help="how a drafter's tap ids are numbered: as its layout defines (auto), as they stand"
+        " (raw), or one too high (plus1)",
+    )
+    return verb
+
+
+def _output_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("source", type=Path, metavar="SRC", help="folder or .gguf file")
+    verb.add_argument("destination", type=Path, metavar="DST")
+    verb.add_argument("--dtype", default=convert.AUTO, help="float32, bfloat16 or float16")
+    verb.add_argument("--overwrite", action="store_true", help="replace what is at DST")
+
+
+def _inspect_verb(verbs: Any) -> None:
+    verb = _verb(verbs, "inspect", _inspect, "Show what a weight file or folder holds.")
+    verb.add_argument("path", type=Path, metavar="FILE|DIR")
+    verb.add_argument(
+        "--check-instruct",
+        action="store_true",
+        help="only judge whether a GGUF target is instruction-tuned; exit 1 if it is not",
+    )
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    if options.check_instruct:
+        verdict = inspect.instruct(options.path)
+        found = {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
+        _print(options, found, [f"{verdict.outcome}: {'; '.join(verdict.reasons)}"])
+        return CHECK_FAILED if verdict.outcome == REFUSE else 0
+    report = inspect.inspect(options.path, taps=options.target_layer_shift)
+    _print(options, report, inspect.lines(report))
+    return 0
+
+
+def _convert_verb(verbs: Any) -> None:
+    verb = _verb(verbs, "convert", _convert, "Turn any model into a folder of plain weights.")
+    _output_options(verb)
+    verb.add_argument("--dry-run", action="store_true", help="only account for every tensor")
+
+
+def _convert(options: argparse.Namespace) -> int:
+    model = open_model(options.source, taps=options.target_layer_shift)
+    if options.dry_run:
+        report = convert.inventory(model, convert.chosen_dtype(model, options.dtype))
+        _print(options, report, convert.lines(report))
+        return 0
+    with ProgressBar(model) as progress:
+        report = convert.convert(
+            model,
+            options.destination,
+            dtype=options.dtype,
+            overwrite=options.overwrite,
+            progress=progress,
+        )
+    _print(options, report, [*convert.lines(report), f"written to {options.destination}"])
+    return 0
+
+
+def _compare_verb(verbs: Any) -> None:
+    verb = _verb(verbs, "compare", _compare, "Compare two renderings of a model, tensor by tensor.")
+    verb.add_argument("first", type=Path, metavar="A", help="the more exact one")
+    verb.add_argument("second", type=Path, metavar="B")
+    verb.add_argument("--worst", type=int, default=20, help="tensors listed (default 20)")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    first, second = (
+        open_model(path, taps=options.target_layer_shift)
+        for path in (options.first, options.second)
+    )
+    found = compare.compare(first, second)
+    _print(options, found.to_json(), compare.lines(found, options.worst))
+    return 0 if found.agree else CHECK_FAILED
+
+
+def _export_verb(verbs: Any) -> None:
+    verb = _verb(verbs, "export", _export, "Write a model in a layout that others read.")
+    _output_options(verb)
+    verb.add_argument("--layout", choices=export.LAYOUTS, default=export.HUGGING_FACE)
+    verb.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="TARGET.gguf",
+        help="for --layout gguf: the target file whose tokenizer is copied (llama.cpp needs one)",
+    )
+
+
+def _export(options: argparse.Namespace) -> int:
+    model = open_model(options.source, taps=options.target_layer_shift)
+    dtype = convert.chosen_dtype(model, options.dtype)
+    tokenizer = open_model(options.tokenizer, role="target") if options.tokenizer else None
+    file = convert.sources(tokenizer) if tokenizer else None
+    folder = options.layout != export.GGUF
+    weights = export.Weights(
+        model.config,
+        model.tensors,
+        companions=model.companions() if folder else {},
+        tokenizer=file.metadata if file else {},
+    )
+    with ProgressBar(model) as progress:
+        export.export(
+            weights,
+            options.destination,
+            layout=options.layout,
+            dtype=dtype,
+            overwrite=options.overwrite,
+            progress=progress,
+        )
+    found = {"destination": str(options.destination), "layout": options.layout, "dtype": dtype}
+    _print(options, found, [f"written to {options.destination} ({options.layout}, {dtype})"])
+    return 0
+
+
+def _print(options: argparse.Namespace, report: dict[str, Any], lines: list[str]) -> None:
+    print(json.dumps(report, indent=1) if options.json else "\n".join(lines))
+
+
+class ProgressBar:
+    """Share of a model's weights done, on standard error where that is a terminal."""
+
+    def __init__(self, model: Model):
+        shapes = (model.tensors.shape(name) for name in model.tensors.names())
+        self._total = max(1, sum(math.prod(shape) for shape in shapes))
+        self._done = 0
+        self._shown = 0.0
+        self._lock = threading.Lock()
+        self._live = sys.stderr.isatty()
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __call__(self, name: str, weights: int) -> None:
+        with self._lock:
+            self._done += weights
+            now = time.monotonic()
+            if self._live and now - self._shown > 0.1:
+                self._shown = now
+                share = min(1.0, self._done / self._total)
+                bar = "#" * int(30 * share)
+                print(f"\r[{bar:30}] {share:4.0%} {name[:40]:40}", end="", file=sys.stderr)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live and self._shown:
+            print(f"\r{'':80}\r", end="", file=sys.stderr)

@@ -1,0 +1,145 @@
+"""Two renderings of one model, tensor by tensor: is their difference that of their types?"""
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from converters.expected_error import Limits, between
+from converters.models import Model
+from converters.source import TensorSource
+
+CHUNK = 1 << 22  # weights compared at a time
+OK, WARN, FAIL, TRANSFORM = "ok", "warn", "fail", "transform"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor of both models. Errors are relative to the first."""
+
+    name: str
+    kinds: tuple[str, str]
+    shape: tuple[int, ...]
+    rms: float
+    largest: float  # |a - b| over the largest |a|
+    cosine: float
+    not_finite: int
+    limits: Limits
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences worst first, and what only one of the two has."""
+
+    tensors: tuple[Difference, ...]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    shapes: tuple[str, ...]  # tensors whose shapes differ
+    configs: tuple[str, ...]  # fields that differ
+
+    @property
+    def agree(self) -> bool:
+        """Whether the two are the same model within the error of their types."""
+        wrong = (self.only_first, self.only_second, self.shapes, self.configs)
+        return not any(wrong) and all(d.verdict in (OK, WARN) for d in self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"agree": self.agree}
+
+
+# Config fields that layouts keep differently without the model being another one.
+_INCIDENTAL = frozenset({"dtype", "eos_token_ids", "max_length", "num_target_layers"})
+
+
+def compare(first: Model, second: Model) -> Comparison:
+    """Compares inventories, configurations and every tensor both have."""
+    ours, theirs = set(first.tensors.names()), set(second.tensors.names())
+    both = [name for name in first.tensors.names() if name in theirs]
+    unequal = [n for n in both if first.tensors.shape(n) != second.tensors.shape(n)]
+    same = [n for n in both if n not in set(unequal)]
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        found = list(pool.map(lambda n: difference(n, first.tensors, second.tensors), same))
+    found.sort(key=lambda d: (d.not_finite == 0, -d.rms / max(d.limits.fail, 1e-12)))
+    return Comparison(
+        tensors=tuple(found),
+        only_first=tuple(sorted(ours - theirs)),
+        only_second=tuple(sorted(theirs - ours)),
+        shapes=tuple(
+            f"{n}: {list(first.tensors.shape(n))} against {list(second.tensors.shape(n))}"
+            for n in unequal
+        ),
+        configs=_config_differences(first, second),
+    )
+
+
+def _config_differences(first: Model, second: Model) -> tuple[str, ...]:
+    a, b = first.config.to_json(), second.config.to_json()
+    if first.role != second.role:
+        return (f"a {first.role} against a {second.role}",)
+    keys = [k for k in a if a[k] != b[k] and k not in _INCIDENTAL]
+    return tuple(f"{k}: {a[k]} against {b[k]}" for k in keys)
+
+
+def difference(name: str, first: TensorSource, second: TensorSource) -> Difference:
+    """One tensor compared chunk by chunk, sums in float64."""
+    shape, kinds = first.shape(name), (first.kind(name), second.kind(name))
+    width = shape[-1] if len(shape) > 1 else 1
+    rows = math.prod(shape) // max(width, 1)
+    step = max(1, CHUNK // max(width, 1))
+    error = power = other = product = 0.0
+    largest = peak = 0.0
+    bad = 0
+    for start in range(0, rows, step):
+        chosen = slice(start, min(start + step, rows))
+        a = first.read_rows(name, chosen).astype(np.float64)
+        b = second.read_rows(name, chosen).astype(np.float64)
+        finite = np.isfinite(a) & np.isfinite(b)
+        if not finite.all():
+            bad += int((~finite).sum())
+            a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
+        apart = a - b
+        error += float(np.vdot(apart, apart))
+        power, other = power + float(np.vdot(a, a)), other + float(np.vdot(b, b))
+        product += float(np.vdot(a, b))
+        largest = max(largest, float(np.abs(apart).max(initial=0.0)))
+        peak = max(peak, float(np.abs(a).max(initial=0.0)))
+    rms = math.sqrt(error / power) if power else math.sqrt(error)
+    cosine = product / math.sqrt(power * other) if power and other else float(power == other)
+    limits = between(*kinds)
+    verdict = _verdict(rms, limits, bad)
+    return Difference(
+        name, kinds, shape, rms, largest / peak if peak else largest, cosine, bad, limits, verdict
+    )
+
+
+def _verdict(rms: float, limits: Limits, not_finite: int) -> str:
+    if not_finite or rms > limits.fail:
+        return TRANSFORM if rms > max(2 * limits.fail, 0.02) else FAIL
+    return WARN if rms > limits.warn else OK
+
+
+def lines(found: Comparison, worst: int) -> list[str]:
+    """The comparison as text: what is wrong first, then the worst tensors, then a summary."""
+    listed = [f"only in the first: {name}" for name in found.only_first]
+    listed += [f"only in the second: {name}" for name in found.only_second]
+    listed += [f"shapes differ: {line}" for line in found.shapes]
+    listed += [f"configurations differ: {line}" for line in found.configs]
+    for d in found.tensors[:worst]:
+        kinds = "/".join(d.kinds)
+        listed.append(
+            f"{d.verdict:9} {d.rms:9.3%} (limit {d.limits.fail:.3%}) cos {d.cosine:.6f}"
+            f" max {d.largest:8.3%} {kinds:12} {d.name}"
+            + (f" {d.not_finite} values not finite" if d.not_finite else "")
+        )
+    for kinds in sorted({d.kinds for d in found.tensors}):
+        errors = [d.rms for d in found.tensors if d.kinds == kinds]
+        mean = sum(errors) / len(errors)
+        listed.append(
+            f"{'/'.join(kinds)}: {len(errors)} tensors, mean {mean:.3%}, max {max(errors):.3%}"
+        )
+    outcome = "the same model" if found.agree else "NOT the same model within these limits"
+    return [*listed, outcome]

@@ -1,0 +1,107 @@
+"""Any model into a folder of plain weights, with an account of every tensor."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from converters import names
+from converters.export import HUGGING_FACE, Weights, export
+from converters.gguf import GgufFile
+from converters.load import Progress, float_dtype
+from converters.models import Model
+from dflash_jax.errors import CheckpointError
+
+AUTO = "auto"
+REPORT = "conversion.json"
+
+
+def chosen_dtype(model: Model, dtype: str) -> str:
+    """The dtype asked for; "auto" is that of the published weights."""
+    found = model.config.dtype if dtype == AUTO else dtype
+    float_dtype(found)
+    return found
+
+
+def inventory(model: Model, dtype: str) -> dict[str, Any]:
+    """Where every parameter comes from and what became of every stored tensor.
+
+    Raises CheckpointError if a parameter lacks its tensor or a tensor its parameter.
+    """
+    model.check()
+    origins = model.tensors.origins
+    rows = [
+        {
+            "parameter": "/".join(slot.path),
+            "tensor": part.name,
+            "stored": origins[part.name].name,
+            "type": model.tensors.kind(part.name),
+            "shape": list(part.shape),
+            "change": origins[part.name].change,
+        }
+        for slot in names.slots(model.config)
+        for part in slot.parts
+    ]
+    stored = model.tensors.source.names()
+    return {
+        "source": model.path.name,
+        "role": model.role,
+        "layout": model.layout,
+        "dtype": dtype,
+        "config": model.config.to_json(),
+        "notes": list(model.notes),
+        "stored_tensors": len(stored),
+        "used_tensors": len({row["stored"] for row in rows}),
+        "ignored": dict(model.tensors.ignored),
+        "parameters": len(names.slots(model.config)),
+        "types": dict(Counter(row["type"] for row in rows)),
+        "tensors": rows,
+    }
+
+
+def convert(
+    model: Model,
+    path: Path,
+    *,
+    dtype: str = AUTO,
+    overwrite: bool = False,
+    progress: Progress = lambda name, weights: None,
+) -> dict[str, Any]:
+    """Writes the model as a Hugging Face folder and returns the inventory, also kept in it."""
+    _keep_apart(model, path)
+    kind = chosen_dtype(model, dtype)
+    report = inventory(model, kind)
+    text = json.dumps(report, indent=1) + "\n"
+    weights = Weights(model.config, model.tensors, model.companions() | {REPORT: text})
+    export(weights, path, layout=HUGGING_FACE, dtype=kind, overwrite=overwrite, progress=progress)
+    return report
+
+
+def _keep_apart(model: Model, path: Path) -> None:
+    """The source must survive: it may not lie at or below the destination."""
+    source, destination = model.path.resolve(), path.resolve()
+    if source == destination or destination in source.parents:
+        raise CheckpointError(
+            f"{path} holds the source {model.path}, which would be lost; choose another place"
+        )
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """The inventory as text."""
+    changes = Counter(row["change"] for row in report["tensors"] if row["change"])
+    found = [f"{report['role']} from {report['layout']}, as {report['dtype']}"]
+    found += [f"  {note}" for note in report["notes"]]
+    found.append(
+        f"  {report['stored_tensors']} stored tensors: {report['used_tensors']} used,"
+        f" {len(report['ignored'])} ignored, 0 left over; {report['parameters']} parameters filled"
+    )
+    found += [f"  {count} tensors of type {kind}" for kind, count in report["types"].items()]
+    found += [f"  {count} tensors changed: {change}" for change, count in changes.items()]
+    found += [f"  ignored {name}: {why}" for name, why in report["ignored"].items()]
+    return found
+
+
+def sources(model: Model) -> GgufFile | None:
+    """The GGUF file behind a model, if there is one."""
+    source = model.tensors.source
+    return source if isinstance(source, GgufFile) else None

@@ -1,0 +1,51 @@
+"""How far a stored type may lie from the weights it was made from, as relative RMS.
+
+Measured by quantising matrices of several distributions; what lies above `fail` is damage, and
+above twice that a wrong transform rather than a coarse type.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Relative RMS up to `warn` is usual, above `fail` is not that type's error."""
+
+    warn: float
+    fail: float
+
+
+EXACT = Limits(0.0, 1e-7)
+LIMITS = {
+    "F64": EXACT,
+    "F32": EXACT,
+    "F16": Limits(0.0003, 0.0005),
+    "BF16": Limits(0.0018, 0.003),
+    "Q8_0": Limits(0.008, 0.012),
+    "Q6_K": Limits(0.024, 0.032),
+    "F8_E4M3": Limits(0.03, 0.04),
+    "I8": Limits(0.024, 0.04),
+    "F8_E5M2": Limits(0.06, 0.08),
+    "Q5_K": Limits(0.048, 0.065),
+    "Q5_1": Limits(0.05, 0.07),
+    "Q5_0": Limits(0.062, 0.085),
+    "Q4_K": Limits(0.095, 0.13),
+    "IQ4_NL": Limits(0.10, 0.14),
+    "IQ4_XS": Limits(0.10, 0.14),
+    "Q4_1": Limits(0.10, 0.14),
+    "Q4_0": Limits(0.125, 0.17),
+    "MXFP4": Limits(0.14, 0.18),
+    "U8": Limits(0.14, 0.18),  # MXFP4 as gpt-oss stores it
+    "Q3_K": Limits(0.20, 0.27),
+    "Q2_K": Limits(0.38, 0.50),
+}
+
+
+def between(first: str, second: str) -> Limits:
+    """The error expected between two renderings of the same weights: the coarser type's.
+
+    Two coarse types add up, at worst.
+    """
+    found = [LIMITS.get(kind, EXACT) for kind in (first, second)]
+    coarse, fine = sorted(found, key=lambda limits: -limits.fail)
+    return Limits(coarse.warn + fine.warn, coarse.fail + fine.fail)

@@ -1,0 +1,121 @@
+"""What a weight file holds, from its header alone: metadata, tensors, the mix of types, sizes."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from converters.gguf import GgufFile, open_gguf
+from converters.gguf.header import GgufArray
+from converters.hf import open_directory
+from converters.instruct import Verdict, check_instruct
+from converters.models import Model, open_model
+from converters.safetensors import SafetensorsFile, open_safetensors
+from converters.source import TensorSource
+from converters.taps import AUTO
+from dflash_jax.errors import CheckpointError, DFlashError
+
+LONGEST = 60  # characters of a metadata value shown
+
+
+def open_any(path: Path) -> TensorSource:
+    """The tensors of a .gguf file, a .safetensors file or a Hugging Face folder."""
+    if path.suffix == ".gguf":
+        return open_gguf(path)
+    if path.suffix == ".safetensors":
+        return open_safetensors(path)
+    if path.is_dir():
+        return open_directory(path)
+    raise CheckpointError(f"{path} is neither a folder nor a .gguf or .safetensors file")
+
+
+def inspect(path: Path, *, taps: str = AUTO) -> dict[str, Any]:
+    """A JSON-able report; a model this version cannot run is still listed, with the reason."""
+    source = open_any(path)
+    report: dict[str, Any] = {"path": str(path)} | _model(path, taps)
+    tensors = [
+        {
+            "name": name,
+            "type": source.kind(name),
+            "shape": list(source.shape(name)),
+            "bytes": source.nbytes(name),
+        }
+        for name in source.names()
+    ]
+    weights = sum(math.prod(t["shape"]) for t in tensors)
+    total = sum(t["bytes"] for t in tensors)
+    mix: Counter[str] = Counter()
+    for tensor in tensors:
+        mix[tensor["type"]] += tensor["bytes"]
+    return report | {
+        "metadata": _metadata(source),
+        "tensor_count": len(tensors),
+        "weights": weights,
+        "bytes": total,
+        "bits_per_weight": round(8 * total / weights, 4) if weights else 0.0,
+        "bytes_by_type": dict(mix.most_common()),
+        "tensors": tensors,
+    }
+
+
+def _model(path: Path, taps: str) -> dict[str, Any]:
+    try:
+        model: Model = open_model(path, taps=taps)
+    except DFlashError as error:
+        return {"model": None, "problem": str(error)}
+    try:
+        model.check()
+    except CheckpointError as error:
+        return {"model": _summary(model), "problem": str(error)}
+    return {"model": _summary(model), "problem": None}
+
+
+def _summary(model: Model) -> dict[str, Any]:
+    return {
+        "role": model.role,
+        "layout": model.layout,
+        "config": model.config.to_json(),
+        "notes": list(model.notes),
+    }
+
+
+def _metadata(source: TensorSource) -> dict[str, Any]:
+    found = source.metadata if isinstance(source, GgufFile | SafetensorsFile) else {}
+    return {key: _short(value) for key, value in found.items()}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, GgufArray):
+        return value.tolist() if len(value) <= 16 else f"array of {len(value)}"
+    if isinstance(value, str) and len(value) > LONGEST:
+        return value[:LONGEST] + f"... ({len(value)} characters)"
+    return value
+
+
+def instruct(path: Path) -> Verdict:
+    """The verdict on a GGUF target; a truncated file has been refused on opening."""
+    source = open_any(path)
+    if not isinstance(source, GgufFile):
+        raise CheckpointError(f"{path} is not GGUF; --check-instruct reads GGUF metadata")
+    return check_instruct(source.metadata, source.path.name)
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """The report as text."""
+    model = report["model"]
+    found = [report["path"]]
+    if model:
+        found += [f"  {model['role']}, {model['layout']}", *(f"  {n}" for n in model["notes"])]
+    if report["problem"]:
+        found.append(f"  cannot be used as it stands: {report['problem']}")
+    found.append(
+        f"  {report['tensor_count']} tensors, {report['weights'] / 1e6:.2f} M weights,"
+        f" {report['bytes'] / 1e6:.2f} MB, {report['bits_per_weight']} bits per weight"
+    )
+    found += [
+        f"    {kind:8} {size / 1e6:10.2f} MB" for kind, size in report["bytes_by_type"].items()
+    ]
+    found += [f"  {key} = {value!r}" for key, value in report["metadata"].items()]
+    width = max((len(t["name"]) for t in report["tensors"]), default=0)
+    found += [f"  {t['name']:{width}} {t['type']:8} {t['shape']}" for t in report["tensors"]]
+    return found

@@ -1,0 +1,221 @@
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.numpy
+from gguf_models import Q, finish, write_drafter, write_target
+from weight_files import ORACLE, raw_gguf, tensor
+
+from converters.cli import main
+from converters.instruct import check_instruct
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = ORACLE / "targets" / "llama3"
+DRAFTER = ORACLE / "drafters" / "v1_full"
+
+
+@pytest.fixture
+def target(tmp_path):
+    return write_target(TARGET, tmp_path / "t.gguf", Q.Q8_0)
+
+
+def run_json(capsys, *arguments) -> tuple[int, dict]:
+    code = main([*map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_inspect_lists_metadata_tensors_and_the_mix_of_types(capsys, target):
+    code, report = run_json(capsys, "inspect", target)
+    assert code == 0
+    assert report["problem"] is None
+    assert report["model"]["config"]["rope"]["kind"] == "llama3"
+    assert report["metadata"]["llama.block_count"] == 3
+    assert set(report["bytes_by_type"]) == {"Q8_0", "F32"}
+    assert report["tensor_count"] == len(report["tensors"]) == 31
+    assert 8.5 < report["bits_per_weight"] < 9
+    assert main(["inspect", str(target)]) == 0
+    assert "blk.0.attn_q.weight      Q8_0     [64, 64]" in capsys.readouterr().out
+
+
+def test_inspect_shows_what_it_cannot_run_with_the_reason(capsys, tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(raw_gguf([], [tensor("x", [256], 16, 0)], b"\0" * 66))
+    code, report = run_json(capsys, "inspect", path)
+    assert (code, report["model"]) == (0, None)
+    assert "general.architecture" in report["problem"]
+    assert report["tensors"][0]["type"] == "IQ2_XXS"
+    code, report = run_json(capsys, "inspect", DRAFTER / "model.safetensors")
+    assert "has no configuration" in report["problem"]
+
+
+def test_convert_accounts_for_every_tensor_and_writes_a_folder_that_loads(capsys, tmp_path, target):
+    code, report = run_json(capsys, "convert", target, tmp_path / "out", "--dtype", "float32")
+    assert code == 0
+    assert report["stored_tensors"] == report["used_tensors"] + len(report["ignored"])
+    assert report["ignored"].keys() == {"rope_freqs.weight"}
+    changed = {row["stored"] for row in report["tensors"] if row["change"]}
+    assert changed == {f"blk.{i}.attn_{x}.weight" for i in range(3) for x in "qk"}
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text()) == report
+    assert main(["compare", str(target), str(tmp_path / "out")]) == 0
+    stored = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    ours, theirs = stored["model.norm.weight"], None
+    theirs = safetensors.numpy.load_file(TARGET / "model.safetensors")["model.norm.weight"]
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_dry_run_writes_nothing_and_prints_the_taps(capsys, tmp_path):
+    path = write_drafter(DRAFTER, tmp_path / "d.gguf", "upstream")
+    assert main(["convert", str(path), str(tmp_path / "out"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "taps: [0, 1, 3] = dflash.target_layers [1, 2, 4] read as plus1" in out
+    assert [p.name for p in tmp_path.iterdir()] == ["d.gguf"]
+
+
+def test_the_shift_flag_decides_an_ambiguous_file(capsys, tmp_path):
+    path = write_drafter(DRAFTER, tmp_path / "d.gguf", "upstream")
+    arguments = ["convert", str(path), str(tmp_path / "out"), "--dry-run", "--target-layer-shift"]
+    assert main([*arguments, "raw"]) == 0
+    assert "taps: [1, 2, 4]" in capsys.readouterr().out
+
+
+def test_errors_are_one_line_and_exit_code_one(capsys, tmp_path, target):
+    (tmp_path / "out").mkdir()
+    assert main(["convert", str(target), str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("converters: CheckpointError: ")
+    assert "--overwrite" in error
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "y")]) == 1
+    assert "config.json does not exist" in capsys.readouterr().err
+    assert main(["convert", str(target), str(tmp_path), "--overwrite"]) == 1
+    assert "which would be lost" in capsys.readouterr().err
+    assert target.is_file()
+
+
+def test_compare_fails_on_a_wrong_transform_and_names_it_worst(capsys, tmp_path):
+    good = write_target(TARGET, tmp_path / "good.gguf")
+    source = gguf.GGUFReader(good)
+    data = bytearray(Path(good).read_bytes())
+    wrong = next(t for t in source.tensors if t.name == "blk.1.attn_k.weight")
+    rows = wrong.data[::-1].copy()
+    data[wrong.data_offset : wrong.data_offset + rows.nbytes] = rows.tobytes()
+    (tmp_path / "bad.gguf").write_bytes(data)
+    code, report = run_json(capsys, "compare", TARGET, tmp_path / "bad.gguf")
+    assert (code, report["agree"]) == (1, False)
+    worst = report["tensors"][0]
+    assert (worst["name"], worst["verdict"]) == ("layers.1.self_attn.k_proj.weight", "transform")
+    assert worst["rms"] > 1.0
+    assert all(t["verdict"] == "ok" for t in report["tensors"][1:])
+    assert run_json(capsys, "compare", TARGET, good)[1]["agree"] is True
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q5_0, Q.Q5_1, Q.Q4_0, Q.Q4_1, Q.MXFP4])
+def test_compare_accepts_the_error_of_each_type(capsys, tmp_path, kind):
+    path = write_target(TARGET, tmp_path / "x.gguf", kind)
+    code, report = run_json(capsys, "compare", TARGET, path)
+    assert code == 0, report["tensors"][0]
+
+
+def test_compare_names_what_only_one_side_has(capsys, tmp_path):
+    other = write_target(ORACLE / "targets" / "qwen3", tmp_path / "x.gguf")
+    code, report = run_json(capsys, "compare", TARGET, other)
+    assert code == 1
+    assert "lm_head.weight" in report["only_first"]
+    assert "layers.0.self_attn.q_norm.weight" in report["only_second"]
+    assert any(line.startswith("head_dim: 16 against 32") for line in report["configs"])
+    assert main(["compare", str(TARGET), str(other)]) == 1
+    assert "NOT the same model" in capsys.readouterr().out
+
+
+def test_values_that_are_not_finite_are_counted(capsys, tmp_path):
+    tensors = safetensors.numpy.load_file(DRAFTER / "model.safetensors")
+    tensors["norm.weight"][:2] = np.nan
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((DRAFTER / "config.json").read_text())
+    code, report = run_json(capsys, "compare", DRAFTER, tmp_path)
+    assert code == 1
+    assert (report["tensors"][0]["name"], report["tensors"][0]["not_finite"]) == ("norm.weight", 2)
+
+
+def test_export_writes_every_layout(capsys, tmp_path):
+    for layout, name in (("huggingface", "h"), ("speculators", "s"), ("gguf", "x.gguf")):
+        path = tmp_path / name
+        assert main(["export", str(DRAFTER), str(path), "--layout", layout]) == 0
+        assert main(["compare", str(DRAFTER), str(path)]) == 0
+
+
+def test_export_copies_a_targets_tokenizer(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "qwen3")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b"])
+    writer.add_token_types([1, 3])
+    writer.add_eos_token_id(1)
+    finish(writer)
+    from converters.export import Weights, export
+    from converters.gguf import open_gguf
+    from converters.models import open_model
+
+    model = open_model(DRAFTER)
+    weights = Weights(model.config, model.tensors, {}, open_gguf(tmp_path / "t.gguf").metadata)
+    export(weights, tmp_path / "d.gguf", layout="gguf", dtype="bfloat16")
+    found = open_gguf(tmp_path / "d.gguf").metadata
+    assert found["tokenizer.ggml.tokens"].tolist() == ["a", "b"]
+    assert found["tokenizer.ggml.eos_token_id"] == 1
+    assert found["tokenizer.ggml.mask_token_id"] == model.config.mask_token_id
+
+
+TEMPLATE = {"tokenizer.chat_template": "{{ messages }}"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "file", "outcome"),
+    [
+        ({"general.name": "Qwen3 4B Instruct"} | TEMPLATE, "x.gguf", "ACCEPT"),
+        ({"general.finetune": "it"} | TEMPLATE, "gemma.gguf", "ACCEPT"),
+        ({}, "Llama-3.1-8B-Instruct-Q4_K_M.gguf", "UNKNOWN"),
+        ({"general.name": "Qwen3 4B Base"} | TEMPLATE, "x.gguf", "REFUSE"),
+        ({"general.name": "gemma pt"}, "x.gguf", "REFUSE"),
+        ({"general.base_model.0.name": "Llama 3 8B base"} | TEMPLATE, "x.gguf", "REFUSE"),
+        ({"general.base_model.0.name": "Llama 3 8B Instruct"} | TEMPLATE, "x.gguf", "UNKNOWN"),
+        ({"general.name": "Qwen3 4B"} | TEMPLATE, "x.gguf", "UNKNOWN"),
+        ({"general.name": "Qwen3 4B"}, "x.gguf", "REFUSE"),
+        ({"general.name": "Qwen3 Instruct"} | TEMPLATE, "Qwen3-base.gguf", "UNKNOWN"),
+    ],
+)
+def test_base_models_are_told_from_tuned_ones(metadata, file, outcome):
+    assert check_instruct(metadata, file).outcome == outcome
+
+
+def test_check_instruct_refuses_base_models_and_truncated_files(capsys, tmp_path, target):
+    assert main(["inspect", "--check-instruct", str(target)]) == 1
+    assert capsys.readouterr().out.startswith("REFUSE")
+    cut = tmp_path / "Model-it.gguf"
+    cut.write_bytes(target.read_bytes()[:-5000])
+    assert main(["inspect", "--check-instruct", str(cut)]) == 1
+    assert "is truncated" in capsys.readouterr().err
+
+
+def test_a_process_of_its_own_runs_the_verbs(target):
+    done = subprocess.run(
+        [sys.executable, "-m", "converters", "inspect", target, "--json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["role"] == "target"
+
+
+def test_converters_import_nothing_that_computes():
+    allowed = {"numpy", "ml_dtypes", "converters", *sys.stdlib_module_names}
+    inside = {"dflash_jax.config", "dflash_jax.errors"}
+    for path in (ROOT / "converters").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name in inside or name.split(".")[0] in allowed, f"{path} imports {name}"

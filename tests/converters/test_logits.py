@@ -1,0 +1,50 @@
+"""Files written by an independent writer, run by the engine's own modules."""
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.numpy
+from gguf_models import Q, write_target
+from weight_files import ORACLE
+
+from converters.compare import compare
+from converters.models import open_model
+from dflash_jax.loading import TargetModel
+
+TOLERANCE = 2e-4  # of the vectors, float32
+
+
+def logits(path, ids):
+    model = open_model(path, role="target")
+    return np.asarray(
+        TargetModel(model.config, model.load("float32"), "float32").forward(ids).logits
+    )
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_a_gguf_target_computes_the_oracle_logits(tmp_path, name):
+    folder = ORACLE / "targets" / name
+    vectors = safetensors.numpy.load_file(folder / "vectors.safetensors")
+    ids, expected = vectors["input_ids"], vectors["logits"]
+    exact = write_target(folder, tmp_path / "f32.gguf")
+    np.testing.assert_allclose(logits(exact, ids), expected, atol=TOLERANCE, rtol=0)
+    quantised = write_target(folder, tmp_path / "q8.gguf", Q.Q8_0)
+    errors = [d.rms for d in compare(open_model(folder), open_model(quantised)).tensors]
+    predicted = np.linalg.norm(errors)  # independent errors add in squares
+    apart = logits(quantised, ids) - expected
+    assert np.linalg.norm(apart) / np.linalg.norm(expected) < 2 * predicted
+
+
+def test_quantised_weights_compute_what_their_decoded_values_do(tmp_path):
+    folder = ORACLE / "targets" / "llama3"
+    ids = safetensors.numpy.load_file(folder / "vectors.safetensors")["input_ids"]
+    path = write_target(folder, tmp_path / "q4.gguf", Q.Q4_0)
+    decoded = safetensors.numpy.load_file(folder / "model.safetensors")
+    for name, array in decoded.items():
+        if array.ndim == 2:
+            decoded[name] = gguf.quants.dequantize(gguf.quants.quantize(array, Q.Q4_0), Q.Q4_0)
+    copy = tmp_path / "decoded"
+    copy.mkdir()
+    (copy / "config.json").write_text((folder / "config.json").read_text())
+    safetensors.numpy.save_file(decoded, copy / "model.safetensors")
+    np.testing.assert_array_equal(logits(path, ids), logits(copy, ids))
