@@ -1,0 +1,46 @@
+# Everything runs in .venv, which is made on first use. Needs Python >= 3.11 with venv, and make.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint fix soak bench clean
+
+# Streams text from the shipped pair, then times it against plain decoding.
+demo: .venv/installed
+	$(BIN)/dflash-jax generate "Write a function that adds two numbers." --max-tokens 128
+	$(BIN)/dflash-jax generate "What can you do for me?" --max-tokens 128 --compare
+
+# Lints, type-checks and runs every test.
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyrefly check --output-format min-text
+
+# Repairs what the linter can repair.
+fix: .venv/installed-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# The full counts behind the reduced ones of `make test`; writes benchmarks/results.
+soak: .venv/installed-dev
+	$(BIN)/python -m benchmarks.soak
+
+bench: .venv/installed-dev
+	$(BIN)/python -m benchmarks.decode
+
+clean:
+	rm -rf .venv
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+.venv/installed-dev: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ .venv/installed

@@ -1,0 +1,163 @@
+"""R1, R2, R9: the lanes agree bit for bit on logits, whatever fills the rest of a block."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import Plan
+from dflash_jax.compiler import compile_programs, jit
+from dflash_jax.compiler.programs import build_pair, idle_rules
+from dflash_jax.decode import steps
+from dflash_jax.decode.steps import Draft
+from dflash_jax.engine.engine import Engine
+from dflash_jax.loading import TargetModel
+from dflash_jax.state import DecodeState, RowRules, read_output
+from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
+
+BLOCK, CHUNK, NEW, VOCAB = 6, 16, 36, 97
+
+
+def verify(pair: Any, params: Any, state: DecodeState, rules: RowRules, block: jax.Array) -> Any:
+    """A verify step over a dictated block, logits included."""
+    draft = Draft(block, None, jnp.ones_like(state.anchor, bool), tuple(list(state.draft)))
+    return steps._verify(pair, params, state, draft, rules, sampled=False)
+
+
+def plain(pair: Any, params: Any, state: DecodeState, rules: RowRules, junk: jax.Array) -> Any:
+    """A plain step with chosen junk behind the anchor, logits included."""
+    block = jnp.concatenate([state.anchor[:, None], junk], axis=1)
+    draft = steps._undrafted(block, state)
+    return steps._verify(pair, params, state, draft, rules, sampled=False)
+
+
+def draft_and_verify(pair: Any, params: Any, state: DecodeState, rules: RowRules) -> Any:
+    """The fused speculative step, logits included."""
+    draft = steps._draft(pair, params, state, rules, width=BLOCK, sampled=False)
+    return steps._verify(pair, params, state, draft, rules, sampled=False)
+
+
+class Lanes:
+    """The lanes of one engine as programs that also return logits."""
+
+    def __init__(self, engine: Engine):
+        pair = build_pair(engine.target, engine.drafter)
+        self.engine = engine
+        self.plain = jit(functools.partial(plain, pair))
+        self.verify = jit(functools.partial(verify, pair))
+        self.fused = jit(functools.partial(draft_and_verify, pair))
+        free = jax.device_put(idle_rules(engine.plan))
+        self.rules = RowRules(**vars(free) | {"limit": jnp.full_like(free.limit, 10**6)})
+
+    def prefilled(self, prompt: list[int]) -> DecodeState:
+        self.engine.generate_many([prompt] * self.engine.plan.rows, max_tokens=1)
+        return self.engine._state
+
+    def plain_logits(self, prompt: list[int], junk: np.random.Generator) -> Any:
+        """Per position the plain lane's logits, and the greedy text."""
+        state, rows, tokens = self.prefilled(prompt), [], []
+        for _ in range(NEW):
+            fill = junk.integers(0, VOCAB, (self.engine.plan.rows, BLOCK - 1)).astype(np.int32)
+            tokens.append(int(state.anchor[0]))
+            logits, state, _ = self.plain(self.engine.params, state, self.rules, fill)
+            rows.append(np.asarray(logits)[:, 0])
+        return rows, tokens
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_verify_rows_equal_plain_rows_bit_for_bit(dtype: str, rows: int) -> None:
+    target = tiny_target(num_layers=2, windows=(None, 20))
+    drafter = tiny_drafter(target, target_layer_ids=(0,))
+    plan = Plan(rows=rows, max_length=128, chunk=CHUNK, block=BLOCK, dtype=dtype)
+    lanes = Lanes(random_engine(target, drafter, plan))
+    prompt = np.random.default_rng(1).integers(0, VOCAB, 19).tolist()
+    truth, text = lanes.plain_logits(prompt, np.random.default_rng(2))
+    again, _ = lanes.plain_logits(prompt, np.random.default_rng(3))
+    np.testing.assert_array_equal(np.stack(truth), np.stack(again))  # junk does not matter
+
+    state, at, accepted = lanes.prefilled(prompt), 0, itertools.cycle([2, 5, 0, 4, 1, 3])
+    while at + BLOCK < NEW:  # blocks right up to some place, wrong behind it
+        right = next(accepted)
+        block = np.array(text[at : at + BLOCK], np.int32)
+        block[1 + right :] = (block[1 + right :] + 1) % VOCAB
+        blocks = np.broadcast_to(block, (rows, BLOCK))
+        logits, state, out = lanes.verify(lanes.engine.params, state, lanes.rules, blocks)
+        for i in range(right + 1):
+            np.testing.assert_array_equal(np.asarray(logits)[:, i], truth[at + i])
+        at += right + 1
+        assert int(np.asarray(out.packed)[0, -4]) == right + 1
+
+    state, at = lanes.prefilled(prompt), 0
+    while at + BLOCK < NEW:  # and the fused step with its own drafts
+        logits, state, out = lanes.fused(lanes.engine.params, state, lanes.rules)
+        kept = int(np.asarray(out.packed)[0, -4])
+        for i in range(kept):
+            np.testing.assert_array_equal(np.asarray(logits)[:, i], truth[at + i])
+        at += kept
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dictated_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> None:
+    """R7: forced steps at block width, their taps captured, the next anchor dictated."""
+    target = tiny_target(num_layers=2)
+    plan = Plan(max_length=128, chunk=CHUNK, block=BLOCK, dtype=dtype)
+    engine = random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
+    engine.warm_up()
+    programs = engine.programs["forced"], engine.programs["speculative"], engine.programs["plain"]
+    run = compile_programs(programs)
+    prompt = np.random.default_rng(5).integers(0, VOCAB, 21).tolist()
+    dictated = np.random.default_rng(6).integers(0, VOCAB, 9).tolist()
+    free = idle_rules(engine.plan)
+    rules = RowRules(**vars(free) | {"limit": jnp.full_like(free.limit, 100)})
+    texts, contexts = [], []
+    for lane in ("speculative", "plain"):
+        first = engine.generate(prompt, max_tokens=1).token_ids[0]
+        state, feed = engine._state, [first, *dictated]
+        for at in range(0, len(dictated), BLOCK):
+            part = feed[at : min(at + BLOCK, len(dictated))]
+            tokens = np.zeros((1, BLOCK), np.int32)
+            tokens[0, : len(part)] = part
+            count, anchor = np.array([len(part)], np.int32), np.array([feed[at + len(part)]])
+            state = run["forced"](engine.params, state, tokens, count, anchor.astype(np.int32))
+        assert int(state.position[0]) == len(prompt) + len(dictated)
+        contexts.append(np.asarray(state.draft[1].k[0, :, : int(state.position[0])], np.float32))
+        text: list[int] = []
+        while len(text) < 30:
+            state, out = run[lane](engine.params, state, rules)
+            row = np.asarray(out.packed)[0]
+            text += row[: row[-4]].tolist()
+        texts.append(text[:30])
+        engine._state = state
+    assert texts[0] == texts[1]
+    if dtype == "float32":
+        whole = engine.generate([*prompt, first, *dictated], max_tokens=30).token_ids
+        assert texts[0] == whole
+        reference = np.asarray(engine._state.draft[1].k[0, :, : contexts[0].shape[1]])
+        np.testing.assert_allclose(contexts[0], reference, atol=1e-4)
+
+
+def test_the_floor_is_the_best_token_that_does_not_stop() -> None:
+    """R6: when a stop token comes, its replacement is already there."""
+    target = tiny_target(num_layers=2)
+    plan = Plan(max_length=128, chunk=CHUNK, block=BLOCK)
+    engine = random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
+    prompt = np.random.default_rng(8).integers(0, VOCAB, 12).tolist()
+    text = engine.generate(prompt, max_tokens=40, speculative=False).token_ids
+    stop = next(t for i, t in enumerate(text) if i > 3 and t not in text[:i])
+    live = engine.submit(prompt, max_tokens=40, stop_token_ids=[stop])
+    floors: list[int] = []
+    while not live.done:
+        answers = [read_output(f.output)[0] for f in engine._flights]
+        floors = [answer.floor for answer in answers if answer.tokens] or floors
+        engine.advance()
+    assert live.ids[-1] == stop
+    model = TargetModel(target, engine.params["target"], "float32")
+    last = np.asarray(model.forward([[*prompt, *live.ids[:-1]]]).logits)[0, -1].copy()
+    assert int(last.argmax()) == stop
+    last[stop] = -np.inf
+    assert floors[-1] == int(last.argmax())
