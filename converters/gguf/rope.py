@@ -17,7 +17,12 @@ def llama3_scaling(divisors: np.ndarray, theta: float, *, where: str) -> dict[st
     high_freq_factor. Only ratios of the three show in the divisors, so low_freq_factor is set to 1.
     """
     divisors = divisors.astype(np.float64)
-    factor = float(divisors.max())
+    factor = float(divisors.max(initial=0.0))
+    if not np.isfinite(divisors).all() or divisors.min(initial=1.0) < 1.0 or not theta > 1.0:
+        raise ConfigError(
+            f"{where}: rope_freqs.weight must hold divisors of at least 1 and the rotary base"
+            f" exceed 1 (it is {theta}); fetch the file again"
+        )
     turns = theta ** (-np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)
     for high, original in _candidates(divisors, turns, factor):
         if np.allclose(divisors, _divisors(turns, factor, high, original), rtol=TOLERANCE):
