@@ -1,0 +1,180 @@
+"""What all models have: attention geometry, rotary embedding, layer windows."""
+
+import dataclasses
+import json
+import math
+from typing import Any, Self
+
+from dflash_jax.config.fields import Fields
+from dflash_jax.errors import ConfigError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: base, and how its frequencies are rescaled."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # default, linear, llama3, yarn
+    factor: float = 1.0
+    original_length: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float = 1.0  # multiplies cos and sin
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """The attention geometry that targets and drafters share."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    rope: RopeConfig = RopeConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value"
+                " heads; the first must be a multiple of the second"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim is {self.head_dim}; rotary embedding needs an even number")
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values; `from_json` is the inverse."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """The config written by `to_json`; unknown fields are refused."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        if extra := sorted(set(fields) - known):
+            raise ConfigError(f"unknown {cls.__name__} fields {extra}; known are {sorted(known)}")
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+        }
+        values["rope"] = RopeConfig(**fields["rope"])
+        return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetConfig(AttentionConfig):
+    """A target language model."""
+
+    model_type: str
+    vocab_size: int
+    tie_embeddings: bool = False
+    windows: tuple[int | None, ...] = ()  # per layer; None sees everything
+    max_length: int = 4096
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"  # of the published weights
+    qk_norm: bool = False  # queries and keys normalised per head before rotation
+
+
+def dense_fields(f: Fields) -> dict[str, Any]:
+    """The fields of TargetConfig that every decoder with SiLU-gated layers spells alike."""
+    f.must_be("hidden_act", "silu")
+    size = geometry(f)
+    windows = layer_windows(f, size["num_layers"])
+    return size | {
+        "model_type": f.get("model_type"),
+        "vocab_size": f.integer("vocab_size"),
+        "tie_embeddings": bool(f.get("tie_word_embeddings", False)),
+        "windows": tuple(window for _, window in windows),
+        "max_length": f.integer("max_position_embeddings", 4096),
+        "eos_token_ids": id_tuple(f.get("eos_token_id")),
+        "dtype": dtype_name(f),
+    }
+
+
+def geometry(f: Fields) -> dict[str, Any]:
+    """The fields of AttentionConfig."""
+    hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
+    return {
+        "hidden_size": hidden,
+        "num_layers": f.integer("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": f.integer("num_key_value_heads", heads),
+        "head_dim": f.integer("head_dim", hidden // max(heads, 1)),
+        "intermediate_size": f.integer("intermediate_size"),
+        "rms_norm_eps": f.number("rms_norm_eps", 1e-6),
+        "attention_bias": bool(f.get("attention_bias", False)),
+        "rope": rope_config(f),
+    }
+
+
+def rope_config(f: Fields) -> RopeConfig:
+    """Both spellings: `rope_theta` + `rope_scaling`, or `rope_parameters` with the base inside."""
+    outer_theta = f.number("rope_theta", 10000.0)
+    old, new = f.inner("rope_scaling"), f.inner("rope_parameters")
+    r = new if new.values else old
+    kind = r.get("rope_type", r.get("type", "default"))
+    r.used.update(("rope_type", "type"))
+    theta, factor = r.number("rope_theta", outer_theta), r.number("factor", 1.0)
+    original = r.integer("original_max_position_embeddings", 0)
+    original = original or f.integer("max_position_embeddings", 0)
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ConfigError(
+            f"{f.where}: rope type {kind!r} is not supported; default, linear, llama3, yarn are"
+        )
+    extra: dict[str, Any] = {}
+    if kind == "llama3":
+        extra = {
+            "low_freq_factor": r.number("low_freq_factor", 1.0),
+            "high_freq_factor": r.number("high_freq_factor", 4.0),
+        }
+    elif kind == "yarn":
+        extra = {
+            "beta_fast": r.number("beta_fast", 32.0),
+            "beta_slow": r.number("beta_slow", 1.0),
+            "truncate": bool(r.get("truncate", True)),
+            "attention_factor": r.number("attention_factor", 0.1 * math.log(factor) + 1.0),
+        }
+    r.refuse_rest()
+    return RopeConfig(theta=theta, kind=kind, factor=factor, original_length=original, **extra)
+
+
+def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
+    """Kind and window of each layer; Qwen3's window counts only with `use_sliding_window`."""
+    window = f.get("sliding_window")
+    enabled = f.get("use_sliding_window", f.values.get("model_type") != "qwen3")
+    first = f.integer("max_window_layers", num_layers)
+    if not enabled:
+        window = None
+    if window is not None and (type(window) is not int or window < 1):
+        raise ConfigError(f"{f.where}: sliding_window is {window!r}; expected a positive integer")
+    default = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
+    kinds = f.get("layer_types", default)
+    if len(kinds) != num_layers or set(kinds) - {FULL, SLIDING}:
+        raise ConfigError(
+            f"{f.where}: layer_types is {kinds}; expected {num_layers} entries of"
+            f" {FULL!r} or {SLIDING!r}"
+        )
+    return [(kind, window if kind == SLIDING else None) for kind in kinds]
+
+
+def dtype_name(f: Fields) -> str:
+    """The dtype of the published weights, in either spelling."""
+    name = f.get("dtype", f.get("torch_dtype", "float32"))
+    f.used.update(("dtype", "torch_dtype"))
+    return str(name).removeprefix("torch.")
+
+
+def id_tuple(value: Any) -> tuple[int, ...]:
+    """No id, one id or a list of ids, as a tuple."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)

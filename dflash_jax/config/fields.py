@@ -1,0 +1,136 @@
+"""Reading JSON objects so that nothing in them is ignored silently."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.errors import CheckpointError, ConfigError
+
+# Fields that describe training, generation defaults or packaging, not the forward pass.
+HARMLESS = frozenset(
+    [
+        "_name_or_path",
+        "add_cross_attention",
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "max_position_embeddings",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "pruned_heads",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tie_word_embeddings",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "use_cache",
+    ]
+)
+
+
+class Fields:
+    """Reads a JSON object and remembers what was read, so that leftovers can be refused."""
+
+    def __init__(self, values: dict[str, Any], where: str):
+        self.values, self.where, self.used = values, where, set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.used.add(name)
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if value is None:
+            raise ConfigError(f"{self.where} lacks {name!r}; add it as an integer")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{self.where}: {name} is {value!r}; expected an integer")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{self.where}: {name} is {value!r}; expected a number")
+        return float(value)
+
+    def must_be(self, name: str, *allowed: Any) -> None:
+        value = self.get(name, allowed[0])
+        if value not in allowed:
+            names = ", ".join(map(repr, allowed))
+            raise ConfigError(f"{self.where}: {name} is {value!r}; only {names} is supported")
+
+    def inner(self, name: str) -> "Fields":
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.where}: {name} is {value!r}; expected an object")
+        return Fields(value, f"{self.where}: {name}")
+
+    def refuse_rest(self) -> None:
+        rest = [k for k, v in self.values.items() if v is not None]
+        if rest := sorted(set(rest) - self.used - HARMLESS):
+            raise ConfigError(
+                f"{self.where} has fields this version does not understand: {', '.join(rest)}."
+                " They could change the output, so they are not ignored"
+            )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; CheckpointError if absent, ConfigError if it is no object."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} is not JSON ({error}); fetch the file again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}; expected a JSON object")
+    return value
