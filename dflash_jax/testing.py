@@ -88,10 +88,11 @@ def random_engine(
 def scripted_engine(engine: Engine) -> Engine:
     """An engine over the same weights whose drafter says what `set_script` tells it."""
     assert engine.drafter is not None
-    fields = {f.name: getattr(engine.drafter, f.name) for f in dataclasses.fields(engine.drafter)}
-    sizes = {"kind": "scripted", "script_rows": engine.plan.rows}
+    old = engine.drafter
+    fields: dict[str, Any] = {f.name: getattr(old, f.name) for f in dataclasses.fields(old)}
     length = engine.plan.max_length + engine.plan.block
-    config = ScriptedConfig(**fields | sizes, script_length=length)
+    fields |= {"kind": "scripted", "script_rows": engine.plan.rows, "script_length": length}
+    config = ScriptedConfig(**fields)
     drafter = engine.params["drafter"] | {"script": _digits(engine.plan.rows, length, [], engine)}
     params = engine.params | {"drafter": drafter}
     return Engine(engine.target, config, params, engine.plan, tokenizer=engine.tokenizer)

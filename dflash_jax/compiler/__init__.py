@@ -1,8 +1,9 @@
 """Declare, plan, lower, compile: the only place that turns functions into executables."""
 
 from dflash_jax.compiler.build import Executable, compile_programs, enable_compilation_cache, jit
-from dflash_jax.compiler.plan import Plan, resolve
+from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import Program, declare
+from dflash_jax.compiler.resolve import resolve
 
 __all__ = [
     "Executable",

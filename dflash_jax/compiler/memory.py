@@ -1,15 +1,17 @@
-"""Byte and operation counts of a plan, by arithmetic: nothing is allocated to know them."""
+"""Byte and operation counts of a plan, from abstract shapes: nothing is allocated to know them."""
 
 import dataclasses
+import functools
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
-from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
+import jax
+import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from dflash_jax.compiler.plan import Plan
-
-ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
+from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.programs import abstract_params, empty_state
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.state import LayerCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,58 +28,7 @@ class Budget:
 
     def __str__(self) -> str:
         parts = dataclasses.asdict(self) | {"total": self.total}
-        return ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in parts.items())
-
-
-def layer_weights(c: AttentionConfig, *, qk_norm: bool) -> int:
-    """Parameters of one decoder layer."""
-    heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-    attention = c.hidden_size * (heads + c.num_heads * c.head_dim)
-    bias = (heads + c.hidden_size) if c.attention_bias else 0
-    norms = 2 * c.hidden_size + (2 * c.head_dim if qk_norm else 0)
-    return attention + bias + norms + 3 * c.hidden_size * c.intermediate_size
-
-
-def target_weights(c: TargetConfig) -> int:
-    """Parameters of a dense target."""
-    tables = c.vocab_size * c.hidden_size * (1 if c.tie_embeddings else 2)
-    return tables + c.hidden_size + c.num_layers * layer_weights(c, qk_norm=c.qk_norm)
-
-
-def drafter_weights(c: DrafterConfig) -> int:
-    """Parameters of a DFlash v1 drafter (published totals: Qwen3-8B-b16 has 1,048,626,432)."""
-    fused = len(c.target_layer_ids) * c.hidden_size**2 + 2 * c.hidden_size
-    return fused + c.num_layers * layer_weights(c, qk_norm=True)
-
-
-def cache_bytes(
-    plan: "Plan", c: AttentionConfig, windows: tuple[int | None, ...], item: int
-) -> int:
-    """Keys and values of all layers and rows."""
-    slots = sum(plan.ring_slots(w) or plan.slots for w in windows or (None,) * c.num_layers)
-    return 2 * plan.rows * c.num_kv_heads * c.head_dim * slots * item
-
-
-def temporary_bytes(plan: "Plan", target: TargetConfig, drafter: DrafterConfig | None) -> int:
-    """Upper estimate: one layer's scores and activations, the head's logits, the taps."""
-    item = ITEM[plan.dtype]
-    wide = plan.rows * plan.widest
-    scores = 3 * 4 * wide * target.num_heads * plan.slots
-    hidden = 8 * item * wide * (target.hidden_size + target.intermediate_size)
-    logits = 4 * 4 * plan.rows * (plan.block) * target.vocab_size
-    taps = item * wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
-    return scores + hidden + logits + 2 * taps
-
-
-def budget(plan: "Plan", target: TargetConfig, drafter: DrafterConfig | None) -> Budget:
-    """What a resolved plan needs for these models."""
-    item = ITEM[plan.dtype]
-    weights = target_weights(target)
-    caches = cache_bytes(plan, target, target.windows, item)
-    if drafter is not None:
-        weights += drafter_weights(drafter)
-        caches += cache_bytes(plan, drafter, drafter.windows, item)
-    return Budget(weights * item, caches, temporary_bytes(plan, target, drafter))
+        return ", ".join(f"{name} {gibi(size)}" for name, size in parts.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,31 +39,87 @@ class Work:
     flops: int
 
 
-def work(plan: "Plan", target: TargetConfig, drafter: DrafterConfig | None, program: str) -> Work:
+@functools.lru_cache(maxsize=64)
+def parameters(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, dict[str, int]]:
+    """Element counts of every parameter, by role and by path; no memory is used."""
+    plan = Plan(max_length=2, block=2, chunk=1, dtype="float32")
+    tree = abstract_params(plan, target, drafter)
+    return {
+        role: {
+            jax.tree_util.keystr(path, simple=True, separator="/"): leaf.size
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree[role])
+        }
+        for role in tree
+    }
+
+
+def target_weights(c: TargetConfig) -> int:
+    """Parameters of a target."""
+    return sum(parameters(c, None)["target"].values())
+
+
+def drafter_weights(target: TargetConfig, c: DrafterConfig) -> int:
+    """Parameters of a drafter (published totals: Qwen3-8B-b16 has 1,048,626,432)."""
+    return sum(parameters(target, c)["drafter"].values())
+
+
+def budget(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Budget:
+    """What a resolved plan needs for these models."""
+    weights = target_weights(target) + (drafter_weights(target, drafter) if drafter else 0)
+    state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
+    temporaries = _temporary_bytes(plan, target, drafter)
+    return Budget(weights * _item(plan), tree_bytes(state), temporaries)
+
+
+def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, program: str) -> Work:
     """Least bytes and operations of a program of `declare`, caches counted at full capacity."""
-    item = ITEM[plan.dtype]
+    state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
     name = program.removesuffix("_sampled")
     width = {"prefill": plan.chunk, "plain1": 1}.get(name, plan.block)
-    tokens = plan.rows * width
+    tokens, head_rows = plan.rows * width, plan.rows * (1 if name == "prefill" else width)
+    counts = parameters(target, drafter)
     head = target.vocab_size * target.hidden_size
-    head_rows = plan.rows if name == "prefill" else tokens
-    body = target.num_layers * layer_weights(target, qk_norm=target.qk_norm)
-    moved = (body + head) * item + cache_bytes(plan, target, target.windows, item)
-    flops = 2 * (body * tokens + head * head_rows) + _attention_flops(plan, target, tokens)
+    body = _multiplied(counts["target"])
+    moved = (body + head) * _item(plan) + tree_bytes(state.target)
+    flops = 2 * (body * tokens + head * head_rows) + _attention_flops(state.target, tokens, target)
     if drafter is not None:
-        context = drafter.hidden_size**2 * len(drafter.target_layer_ids)
-        kv = 2 * drafter.hidden_size * drafter.num_kv_heads * drafter.head_dim
-        context += drafter.num_layers * kv
-        moved, flops = moved + context * item, flops + 2 * context * tokens
-        if name == "speculative":
-            layers = drafter_weights(drafter) - context
-            moved += (layers + head) * item + cache_bytes(plan, drafter, drafter.windows, item)
-            flops += 2 * (layers + head) * tokens + _attention_flops(plan, drafter, tokens)
+        drafting = name == "speculative"
+        layers = _multiplied(counts["drafter"])
+        context = sum(n for path, n in counts["drafter"].items() if path.endswith(("fc", "kv")))
+        used = layers + head if drafting else context
+        moved += used * _item(plan) + drafting * tree_bytes(state.draft)
+        flops += 2 * tokens * (used + drafting * context)
+        flops += drafting * _attention_flops(state.draft, tokens, drafter)
     return Work(moved, flops)
 
 
-def _attention_flops(plan: "Plan", c: AttentionConfig, tokens: int) -> int:
-    return 4 * c.num_layers * tokens * c.num_heads * c.head_dim * plan.slots
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _item(plan: Plan) -> int:
+    return jnp.dtype(plan.dtype).itemsize
+
+
+def _multiplied(counts: dict[str, int]) -> int:
+    """Weights every token is multiplied with: all matrices but the tables at both ends."""
+    return sum(n for path, n in counts.items() if path not in ("embed", "head"))
+
+
+def _attention_flops(caches: Any, tokens: int, c: TargetConfig | DrafterConfig) -> int:
+    slots = sum(cache.slots for cache in caches if isinstance(cache, LayerCache))
+    return 4 * tokens * c.num_heads * c.head_dim * slots
+
+
+def _temporary_bytes(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> int:
+    """Upper estimate: one layer's scores and activations, the head's logits, the taps."""
+    wide = plan.rows * plan.widest
+    scores = 3 * 4 * wide * target.num_heads * plan.slots
+    hidden = 8 * _item(plan) * wide * (target.hidden_size + target.intermediate_size)
+    logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
+    taps = wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
+    return scores + hidden + logits + 2 * taps * _item(plan)
 
 
 def gibi(n: float) -> str:

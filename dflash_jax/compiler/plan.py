@@ -1,16 +1,16 @@
 """The plan: every decision that shapes the compiled programs, as one frozen value.
 
-A plan can be printed, compared, hashed and stored next to a result. `resolve` fills what was
-left open and checks the whole against the models and the memory of the device.
+A plan can be printed, compared, hashed and stored next to a result.
 """
 
 import dataclasses
 import json
 from typing import Any, Literal, get_args
 
-from dflash_jax.compiler.memory import Budget, budget
-from dflash_jax.config import DrafterConfig, TargetConfig
+import jax.numpy as jnp
+
 from dflash_jax.errors import PlanError
+from dflash_jax.state import LayerCache, empty_cache
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
@@ -18,7 +18,7 @@ DTYPES = get_args(Dtype)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is decided before anything is compiled. 0 and "auto" leave the choice to `resolve`.
+    """What is decided before compiling. 0 and "auto" leave the choice to `compiler.resolve`.
 
     Attributes:
       rows: requests that decode side by side.
@@ -86,60 +86,14 @@ class Plan:
         slots = -(-(window + self.widest) // 16) * 16
         return slots if slots < self.slots else None
 
-
-def resolve(
-    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, *, platform: str, memory: int
-) -> Plan:
-    """The plan with every open choice made, checked against models and memory.
-
-    Args:
-      platform: "cpu", "gpu" or "tpu".
-      memory: bytes of device memory free for weights, state and temporaries.
-
-    Raises:
-      PlanError: the plan asks for more positions than the target has, or does not fit.
-    """
-    small = platform == "cpu"
-    default_dtype: Dtype = "float32" if small else "bfloat16"
-    default_block = drafter.block_size if drafter else 8
-    plan = dataclasses.replace(
-        plan,
-        max_length=plan.max_length or min(target.max_length, 1024 if small else 8192),
-        block=plan.block or default_block,
-        chunk=plan.chunk or (64 if small else 256),
-        dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
-        memory_limit=plan.memory_limit or memory,
-    )
-    if plan.max_length > target.max_length:
-        raise PlanError(
-            f"max_length is {plan.max_length}, but the target was made for {target.max_length}"
-            f" positions; ask for at most {target.max_length}"
+    def cache(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
+        """An empty cache of one attention layer."""
+        ring = self.ring_slots(window)
+        return empty_cache(
+            self.rows,
+            kv_heads,
+            ring or self.slots,
+            head_dim,
+            dtype=jnp.dtype(self.dtype),
+            ring=ring is not None,
         )
-    need = budget(plan, target, drafter)
-    if need.total > plan.memory_limit:
-        raise PlanError(_does_not_fit(plan, target, drafter, need))
-    return plan
-
-
-def _does_not_fit(
-    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, need: Budget
-) -> str:
-    """Says what needs how much, and the longest max_length that would fit."""
-    limit = plan.memory_limit
-    low, high = 1, plan.max_length
-    while high - low > 1:  # bytes grow with max_length
-        middle = (low + high) // 2
-        shorter = dataclasses.replace(plan, max_length=middle)
-        low, high = (
-            (middle, high) if budget(shorter, target, drafter).total <= limit else (low, middle)
-        )
-    remedy = (
-        f"max_length={low} would fit"
-        if low > 1
-        else "even a short max_length does not; use fewer rows, a smaller dtype or a smaller model"
-    )
-    return f"the plan needs {need}, but only {_mib(limit)} are allowed; {remedy}"
-
-
-def _mib(n: int) -> str:
-    return f"{n / 2**20:,.0f} MiB"

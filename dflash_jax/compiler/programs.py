@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.compiler.plan import Plan
-from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode import steps
 from dflash_jax.decode.steps import Pair, Params
-from dflash_jax.models import build_drafter, build_target
-from dflash_jax.state import DecodeState, LayerCache, RowRules, empty_cache
+from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
+from dflash_jax.state import DecodeState, RowRules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,23 +34,9 @@ def build_pair(target: TargetConfig, drafter: DrafterConfig | None) -> Pair:
 def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> DecodeState:
     """A state in which every row stands at position 0."""
 
-    def caches(c: AttentionConfig, windows: tuple[int | None, ...]) -> tuple[LayerCache, ...]:
-        rings = [plan.ring_slots(window) for window in windows or (None,) * c.num_layers]
-        return tuple(
-            empty_cache(
-                plan.rows,
-                c.num_kv_heads,
-                ring or plan.slots,
-                c.head_dim,
-                dtype=jnp.dtype(plan.dtype),
-                ring=ring is not None,
-            )
-            for ring in rings
-        )
-
     return DecodeState(
-        target=caches(target, target.windows),
-        draft=caches(drafter, drafter.windows) if drafter else (),
+        target=target_caches(target, plan.cache),
+        draft=drafter_caches(drafter, plan.cache) if drafter else (),
         position=jnp.zeros((plan.rows,), jnp.int32),
         anchor=jnp.zeros((plan.rows,), jnp.int32),
     )

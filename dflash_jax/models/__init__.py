@@ -1,17 +1,40 @@
-"""Model architectures, looked up by file name: one target family per file, and the drafter."""
+"""Model architectures, looked up by file name: one target family or drafter kind per file.
+
+A family's file provides `build(config)`, its module, and `empty_caches(config, cache)`, the
+per-layer caches of an empty state, made with the given constructor (kv heads, head dim, window).
+"""
 
 import importlib
+from collections.abc import Callable
+from types import ModuleType
 
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import TARGET_TYPES, DrafterConfig, TargetConfig
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.nn.decoder import Decoder
+from dflash_jax.state import LayerCache
+
+MakeCache = Callable[[int, int, int | None], LayerCache]
 
 
 def build_target(config: TargetConfig) -> Decoder:
     """The module of a target config."""
-    return importlib.import_module(f"dflash_jax.models.{config.model_type}").build(config)
+    return _family(TARGET_TYPES[config.model_type]).build(config)
+
+
+def target_caches(config: TargetConfig, cache: MakeCache) -> tuple[LayerCache, ...]:
+    """Empty caches of a target, one per layer."""
+    return _family(TARGET_TYPES[config.model_type]).empty_caches(config, cache)
 
 
 def build_drafter(config: DrafterConfig) -> DFlash:
     """The module of a drafter config."""
-    return importlib.import_module(f"dflash_jax.models.{config.kind}").build(config)
+    return _family(config.kind).build(config)
+
+
+def drafter_caches(config: DrafterConfig, cache: MakeCache) -> tuple[LayerCache, ...]:
+    """Empty context caches of a drafter, one per layer."""
+    return tuple(cache(config.num_kv_heads, config.head_dim, window) for window in config.windows)
+
+
+def _family(name: str) -> ModuleType:
+    return importlib.import_module(f"dflash_jax.models.{name}")

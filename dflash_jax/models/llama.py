@@ -3,7 +3,9 @@
 import flax.linen as nn
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.nn.decoder import Decoder
+from dflash_jax.nn.decoder import Decoder, empty_caches
+
+__all__ = ["build", "empty_caches"]
 
 
 def build(config: TargetConfig) -> nn.Module:

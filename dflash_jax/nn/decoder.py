@@ -1,6 +1,6 @@
 """The pre-norm decoder that Llama and Qwen3 share: attention, layer, and the whole stack."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
@@ -142,3 +142,11 @@ class Decoder(nn.Module):
                 precision=precision(hidden),
                 preferred_element_type=jnp.float32,
             )
+
+
+def empty_caches(
+    config: TargetConfig, cache: Callable[[int, int, int | None], LayerCache]
+) -> tuple[LayerCache, ...]:
+    """Caches of a `Decoder` in which every layer attends with the same heads."""
+    windows = config.windows or (None,) * config.num_layers
+    return tuple(cache(config.num_kv_heads, config.head_dim, window) for window in windows)

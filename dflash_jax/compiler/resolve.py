@@ -1,0 +1,62 @@
+"""Completing a plan: open choices made, the whole checked against models and memory."""
+
+import dataclasses
+
+from dflash_jax.compiler.memory import Budget, budget, gibi
+from dflash_jax.compiler.plan import Dtype, Plan
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.errors import PlanError
+
+
+def resolve(
+    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, *, platform: str, memory: int
+) -> Plan:
+    """The plan with every open choice made, checked against models and memory.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu".
+      memory: bytes of device memory free for weights, state and temporaries.
+
+    Raises:
+      PlanError: the plan asks for more positions than the target has, or does not fit.
+    """
+    small = platform == "cpu"
+    default_dtype: Dtype = "float32" if small else "bfloat16"
+    default_block = drafter.block_size if drafter else 8
+    plan = dataclasses.replace(
+        plan,
+        max_length=plan.max_length or min(target.max_length, 1024 if small else 8192),
+        block=plan.block or default_block,
+        chunk=plan.chunk or (64 if small else 256),
+        dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
+        memory_limit=plan.memory_limit or memory,
+    )
+    if plan.max_length > target.max_length:
+        raise PlanError(
+            f"max_length is {plan.max_length}, but the target was made for {target.max_length}"
+            f" positions; ask for at most {target.max_length}"
+        )
+    need = budget(plan, target, drafter)
+    if need.total > plan.memory_limit:
+        raise PlanError(_does_not_fit(plan, target, drafter, need))
+    return plan
+
+
+def _does_not_fit(
+    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, need: Budget
+) -> str:
+    """Says what needs how much, and the longest max_length that would fit."""
+    limit = plan.memory_limit
+    low, high = 1, plan.max_length
+    while high - low > 1:  # bytes grow with max_length
+        middle = (low + high) // 2
+        shorter = dataclasses.replace(plan, max_length=middle)
+        low, high = (
+            (middle, high) if budget(shorter, target, drafter).total <= limit else (low, middle)
+        )
+    remedy = (
+        f"max_length={low} would fit"
+        if low > 1
+        else "even a short max_length does not; use fewer rows, a smaller dtype or a smaller model"
+    )
+    return f"the plan needs {need}, but only {gibi(limit)} are allowed; {remedy}"
