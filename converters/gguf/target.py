@@ -54,11 +54,11 @@ def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str
 
 def canonical(source: GgufFile, config: TargetConfig) -> Canonical:
     """The file under canonical names; tensors nobody asks for keep their own."""
-    present = set(source.names())
+    rows = {name: source.shape(name)[0] for name in source.names()}
     origins: dict[str, Origin] = {}
     for slot in names.slots(config):
         for part in slot.parts:
-            if origin := _origin(part.name, config, present):
+            if origin := _origin(part.name, config, rows):
                 origins[part.name] = origin
     used = {origin.name for origin in origins.values()}
     rest = [name for name in source.names() if name not in used]
@@ -67,17 +67,20 @@ def canonical(source: GgufFile, config: TargetConfig) -> Canonical:
     return Canonical(source, origins | left_over, ignored)
 
 
-def _origin(name: str, config: TargetConfig, present: set[str]) -> Origin | None:
+def _origin(name: str, config: TargetConfig, stored_rows: dict[str, int]) -> Origin | None:
+    """Where a tensor is found; rows are reordered only if there are as many as there should be."""
     stored, fused = stored_name(name), fused_name(name)
-    rows, change = None, ""
-    if fused and config.model_type in NEIGHBOURS_ROTATE and fused[1] in "qk":
-        heads = config.num_heads if fused[1] == "q" else config.num_kv_heads
-        rows, change = half_split_rows(heads, config.head_dim), "rotary rows: pairs to halves"
-    if stored in present:
-        return Origin(stored, rows, change)
-    if fused is None or fused[0] not in present:
-        return None
+    if fused is None:
+        return Origin(stored) if stored in stored_rows else None
     query, pair = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     start, count = {"q": (0, query), "k": (query, pair), "v": (query + pair, pair)}[fused[1]]
-    rows = start + (np.arange(count) if rows is None else rows)
-    return Origin(fused[0], rows, f"{change}; from fused qkv".removeprefix("; "))
+    order, change = np.arange(count), ""
+    if config.model_type in NEIGHBOURS_ROTATE and fused[1] in "qk":
+        order = half_split_rows(count // config.head_dim, config.head_dim)
+        change = "rotary rows: pairs to halves"
+    if stored in stored_rows:
+        fits = stored_rows[stored] == count
+        return Origin(stored, order, change) if change and fits else Origin(stored)
+    if stored_rows.get(fused[0]) == query + 2 * pair:
+        return Origin(fused[0], start + order, f"{change}; from fused qkv".removeprefix("; "))
+    return None

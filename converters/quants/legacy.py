@@ -48,7 +48,8 @@ def half(blocks: np.ndarray, at: int) -> np.ndarray:
 
 def nibbles(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Low and high four bits of bytes, contiguous."""
-    packed = np.ascontiguousarray(packed)
+    if packed.shape[-1] < 64:  # short rows cost more than the copy
+        packed = np.ascontiguousarray(packed)
     return packed & 15, packed >> 4
 
 

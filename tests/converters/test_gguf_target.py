@@ -11,7 +11,7 @@ from converters.gguf.rope import llama3_scaling
 from converters.gguf.target import canonical, hf_fields, read_config
 from converters.load import load, load_target
 from dflash_jax.config import read_target_config
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import CheckpointError, ConfigError
 
 Q = gguf.GGMLQuantizationType
 
@@ -129,3 +129,13 @@ def test_per_layer_head_counts_must_agree(tmp_path):
     finish(writer)
     with pytest.raises(ConfigError, match=r"head_count_kv is \[1, 2\]|head_count_kv is"):
         read_config(open_gguf(tmp_path / "x.gguf"))
+
+
+@pytest.mark.parametrize("rows", [31, 33])
+def test_a_reordered_tensor_of_the_wrong_height_is_refused(tmp_path, rows):
+    source = open_gguf(write_target(ORACLE / "targets" / "llama3", tmp_path / "x.gguf"))
+    info, shard = source._tensors["blk.0.attn_k.weight"]
+    source._tensors["blk.0.attn_k.weight"] = (dataclasses.replace(info, shape=(rows, 64)), shard)
+    config = read_config(source)
+    with pytest.raises(CheckpointError, match=rf"k_proj\.weight is \[{rows}, 64\]"):
+        load(canonical(source, config), config, "float32", where="x.gguf")
