@@ -19,11 +19,22 @@ from dflash_jax.state import LayerCache
 SURE = 1e4  # logit of the scripted token
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScriptedConfig(DrafterConfig):
+    """A DFlash config with the size of its script."""
+
+    kind: str = "scripted"
+    script_rows: int = 1
+    script_length: int = 64
+
+
 class Scripted(DFlash):
     """DFlash with a parameter `script` [rows, positions, 2]: token ids as two base-256 digits.
 
     Digits, because ids above 256 are not exact in bfloat16.
     """
+
+    config: ScriptedConfig
 
     def setup(self) -> None:
         super().setup()
@@ -46,15 +57,6 @@ class Scripted(DFlash):
         ids = jnp.nan_to_num(said).astype(jnp.int32)
         sure = jax.nn.one_hot(ids, logits.shape[-1], dtype=jnp.float32) * jnp.float32(SURE)
         return logits + sure + (said - said)[:, :, None], caches
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScriptedConfig(DrafterConfig):
-    """A DFlash config with the size of its script."""
-
-    kind: str = "scripted"
-    script_rows: int = 1
-    script_length: int = 64
 
 
 def build(config: ScriptedConfig) -> Scripted:
