@@ -24,6 +24,7 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+_EXPONENTS = {DTYPES["float16"]: np.uint16(0x7C00), DTYPES["bfloat16"]: np.uint16(0x7F80)}
 CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: stays in a core's cache
 
 Params = dict[str, Any]
@@ -97,7 +98,7 @@ class _Job:
         values = source.read_rows(self.part.name, self.rows)
         with np.errstate(over="ignore", invalid="ignore"):
             values = values.astype(self.view.dtype, copy=False)
-        if not np.isfinite(values).all():
+        if not _finite(values):
             raise _not_finite(self.part, source, self.view.dtype)
         self.view[...] = values.reshape(self.view.shape)
 
@@ -112,6 +113,14 @@ def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_Job]:
         for start in range(0, steps, stride):
             stop = min(start + stride, steps)
             yield _Job(part, view[start:stop], slice(start * rows, stop * rows))
+
+
+def _finite(values: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite; two-byte floats by their bits, which is faster."""
+    mask = _EXPONENTS.get(values.dtype)
+    if mask is None:
+        return bool(np.isfinite(values).all())
+    return not bool((values.view(np.uint16) & mask == mask).any())
 
 
 def _not_finite(part: Part, source: TensorSource, dtype: np.dtype) -> CheckpointError:

@@ -90,6 +90,9 @@ def _from_gguf(source: GgufFile, taps: str) -> Model:
 
 def _from_folder(path: Path, taps: str) -> Model:
     where = str(path / "config.json")
+    files = sorted(p.name for p in path.glob("*.gguf")) if path.is_dir() else []
+    if files and not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} holds GGUF files; give one of them: {', '.join(files[:8])}")
     fields = read_json(path / "config.json")
     quantised = fields.pop("quantization_config", None)
     source = open_directory(path)

@@ -9,6 +9,10 @@ from converters.source import TensorSource
 from dflash_jax.errors import CheckpointError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+SPELT_OTHERWISE = {  # as in the Muse drafters
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
 ALWAYS_IGNORED = {r"rotary_emb\.inv_freq$": "recomputed from the configuration"}
 
 
@@ -52,9 +56,10 @@ def canonical(source: TensorSource, ignored: dict[str, str]) -> Canonical:
 
 
 def strip(name: str) -> str:
-    """A stored name without the prefixes that wrappers add."""
+    """A stored name without the prefixes that wrappers add, in the usual spelling."""
     prefix = next((p for p in PREFIXES if name.startswith(p)), "")
-    return name.removeprefix(prefix)
+    short = name.removeprefix(prefix)
+    return SPELT_OTHERWISE.get(short, short)
 
 
 def _equal(found: Canonical, source: TensorSource, head: str) -> bool:

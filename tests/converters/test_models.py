@@ -99,6 +99,9 @@ def test_a_model_of_the_wrong_kind_is_refused(tmp_path):
         open_model(DRAFTER, role="target")
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         open_model(tmp_path)
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"give one of them: x\.gguf"):
+        open_model(tmp_path)
     with pytest.raises(CheckpointError, match="give the folder it lies in"):
         open_model(DRAFTER / "model.safetensors")
 
@@ -110,3 +113,14 @@ def test_end_tokens_are_completed_from_generation_config(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     assert open_model(tmp_path).config == read_target_config(tmp_path)
     assert open_model(tmp_path).config.eos_token_ids == (2, 7)
+
+
+def test_the_encoder_may_be_spelt_otherwise(tmp_path):
+    tensors = safetensors.numpy.load_file(DRAFTER / "model.safetensors")
+    tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
+    tensors["encoder.output_norm_enc.weight"] = tensors.pop("hidden_norm.weight")
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((DRAFTER / "config.json").read_text())
+    np.testing.assert_array_equal(
+        open_model(tmp_path).load("float32")["fc"], open_model(DRAFTER).load("float32")["fc"]
+    )
