@@ -26,8 +26,10 @@ import numpy as np
 
 from benchmarks.environment import environment
 from converters import quants
+from converters.convert import convert
 from converters.gguf import open_gguf
 from converters.load import read_as
+from converters.models import open_model
 from converters.quants.types import BY_NAME
 
 COLUMNS = 4096
@@ -99,13 +101,17 @@ def paired(name: str, rows: int, repeats: int) -> dict[str, Any]:
     return found
 
 
-def write_file(path: Path, name: str, rows: int) -> None:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("x", blocks(name, rows), raw_dtype=gguf.GGMLQuantizationType[name])
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_file(path: Path, name: str, rows: int) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("x", blocks(name, rows), raw_dtype=gguf.GGMLQuantizationType[name])
+    finish(writer)
 
 
 def streamed(name: str, rows: int, repeats: int, folder: Path) -> dict[str, Any]:
@@ -131,6 +137,47 @@ def streamed(name: str, rows: int, repeats: int, folder: Path) -> dict[str, Any]
     }
 
 
+def converted(folder: Path, rows: int) -> dict[str, Any]:
+    """A one-layer Llama of Q4_K and Q6_K, `rows` tokens, converted to a bfloat16 folder."""
+    path, inner, pair = folder / "layer.gguf", 14336, 1024
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(COLUMNS)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(COLUMNS // 128)
+    writer.add_head_count_kv(pair // 128)
+    writer.add_layer_norm_rms_eps(1e-5)
+    heights = {"attn_q": COLUMNS, "attn_k": pair, "attn_v": pair, "attn_output": COLUMNS}
+    heights |= {"ffn_gate": inner, "ffn_up": inner}
+    listed = {f"blk.0.{name}": ("Q4_K", height) for name, height in heights.items()}
+    listed |= {"token_embd": ("Q4_K", rows), "output": ("Q6_K", rows)}
+    for name, (kind, height) in listed.items():
+        number = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(f"{name}.weight", blocks(kind, height), raw_dtype=number)
+    down = blocks("Q6_K", inner).reshape(COLUMNS, -1)
+    writer.add_tensor("blk.0.ffn_down.weight", down, raw_dtype=gguf.GGMLQuantizationType.Q6_K)
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(COLUMNS, np.float32))
+    finish(writer)
+    model = open_model(path)
+    took = seconds(lambda: convert(model, folder / "plain", dtype="bfloat16"))
+    tracemalloc.start()
+    convert(model, folder / "again", dtype="bfloat16")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    size = (folder / "plain" / "model.safetensors").stat().st_size
+    largest = max(rows, inner) * COLUMNS * 2
+    return {
+        "output_bytes": size,
+        "seconds": round(took, 2),
+        "gb_per_s_of_bfloat16_written": round(size / took / 1e9, 3),
+        "largest_tensor_bytes": largest,
+        "peak_bytes": peak,
+        "within_allowance": peak <= largest + MEMORY_ALLOWANCE,
+    }
+
+
 def opening(folder: Path, words: int = 248_320) -> dict[str, float]:
     """Seconds to open a file with a large vocabulary, ours and the gguf package's."""
     path = folder / "vocabulary.gguf"
@@ -138,10 +185,7 @@ def opening(folder: Path, words: int = 248_320) -> dict[str, float]:
     writer.add_token_list([f"token{i}" for i in range(words)])
     writer.add_token_merges([f"to ken{i}" for i in range(words)])
     writer.add_tensor("x", np.zeros(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     ours = [seconds(lambda: open_gguf(path)) for _ in range(5)]
     return {
         "ours_s": round(statistics.median(ours), 4),
@@ -171,6 +215,7 @@ def main() -> int:
             name: streamed(name, options.rows, max(3, options.repeats // 2), place)
             for name in GOALS
         }
+        found["converted"] = converted(place, 2 * options.rows)
         found["open_large_vocabulary"] = opening(place)
     print(json.dumps(found, indent=1))
     if options.out:

@@ -44,5 +44,9 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in tensors:
-            array = np.ascontiguousarray(read(tensor)).reshape(-1)
-            file.write(array.view(np.uint8).data)
+            file.write(flat_bytes(read(tensor)).data)
+
+
+def flat_bytes(array: np.ndarray) -> np.ndarray:
+    """The row-major bytes of an array, as uint8 [bytes]; a view if it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

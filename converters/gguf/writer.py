@@ -9,7 +9,7 @@ import numpy as np
 
 from converters.gguf.header import ARRAY, SCALARS, STRING, GgufArray, round_up
 from converters.quants.types import BY_NAME
-from converters.safetensors_writer import Planned
+from converters.safetensors_writer import Planned, flat_bytes
 
 ALIGNMENT = 32
 U32, I32, F32, BOOL = 4, 5, 6, 7
@@ -49,7 +49,7 @@ def write_gguf(
         offset = round_up(offset + tensor.nbytes, ALIGNMENT)
     _padded(file, np.frombuffer(b"".join(head), np.uint8))
     for tensor in tensors:
-        _padded(file, np.ascontiguousarray(read(tensor)).reshape(-1).view(np.uint8))
+        _padded(file, flat_bytes(read(tensor)))
 
 
 def _padded(file: BinaryIO, data: np.ndarray) -> None:
