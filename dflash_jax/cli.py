@@ -68,6 +68,11 @@ def _model_options(verb: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--drafter", default="auto", help="likewise; 'none' for no drafter (default: tiny's own)"
     )
+    models.add_argument(
+        "--taps",
+        default="auto",
+        help="how a drafter file numbers target layers: raw or plus1, where it leaves doubt",
+    )
     models.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16")
     models.add_argument("--block", type=int, default=0, help="tokens per step, anchor included")
     models.add_argument("--max-length", type=int, default=0, help="prompt and output together")
@@ -182,7 +187,7 @@ def explain(options: argparse.Namespace) -> int:
     from dflash_jax.compiler.explain import explain as report
     from dflash_jax.compiler.roofline import DEVICES, find_device
 
-    _, target, _, drafter = loading.describe(options.target, _drafter(options))
+    target, drafter = loading.describe(options.target, _drafter(options))
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
     device = DEVICES.get(options.device or "") or find_device(jax.local_devices()[0].device_kind)
@@ -249,15 +254,15 @@ def probe(options: argparse.Namespace) -> int:
     import numpy as np
 
     from dflash_jax import loading
-    from dflash_jax.tokenizer import Tokenizer
 
     if options.out and options.out.exists() and not options.overwrite:
         raise RequestError(f"{options.out} exists; choose another name or add --overwrite")
     if options.out and options.out.suffix not in (".npz", ".safetensors"):
         raise RequestError(f"{options.out} must end in .safetensors or .npz")
-    tokenizer = Tokenizer.from_directory(loading.locate(options.target, "target"))
+    model = loading.load_target(options.target, dtype=options.dtype)
+    tokenizer = model.tokenizer
     ids = _prompt_ids(options, tokenizer)
-    output = loading.load_target(options.target, dtype=options.dtype).forward([ids])
+    output = model.forward([ids])
     logits = np.asarray(output.logits)[0]
     hidden = np.asarray(output.hidden.astype("float32"))[:, 0]
     if options.out:
@@ -307,7 +312,9 @@ def _load(options: argparse.Namespace, *, quiet: bool) -> Any:
         _use_compilation_cache()
         from dflash_jax import loading
 
-        engine = loading.load(options.target, _drafter(options), plan=_plan(options))
+        engine = loading.load(
+            options.target, _drafter(options), plan=_plan(options), taps=options.taps
+        )
     with _telling("compiling", quiet=quiet):
         engine.warm_up()
     return engine

@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import importlib.resources
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -31,56 +31,87 @@ from dflash_jax.errors import CheckpointError, ConfigError, RequestError
 from dflash_jax.tokenizer import Tokenizer
 
 Source = str | os.PathLike[str]
+Config = TargetConfig | DrafterConfig
+AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)
 SHIPPED = "tiny"
 AUTO = "auto"
 
 
 def load(
-    target: Source = SHIPPED, drafter: Source | None = AUTO, *, plan: Plan | None = None
+    target: Source = SHIPPED,
+    drafter: Source | None = AUTO,
+    *,
+    plan: Plan | None = None,
+    taps: str = AUTO,
 ) -> Engine:
     """A ready engine.
 
     Args:
-      target: a Hugging Face directory, a hub id, or "tiny" for the shipped pair.
+      target: a Hugging Face directory, a .gguf file, a hub id, or "tiny" for the shipped pair.
       drafter: likewise; "auto" is the shipped drafter for "tiny" and none otherwise, None
         decodes without one.
       plan: what to decide differently from the defaults.
+      taps: how a drafter file numbers the target layers it reads, "raw" or "plus1", where the
+        file leaves doubt.
 
     Raises:
       ConfigError, CheckpointError: a model that cannot be run, or a pair that does not fit.
       PlanError: a plan that does not fit the models or the memory.
     """
     tune_allocator()
-    target_path, target_config, drafter_path, drafter_config = describe(target, drafter)
-    plan = resolve_here(plan or Plan(), target_config, drafter_config)
-    from converters.load import load_drafter, load_target
+    from converters.models import open_model
 
-    params = {"target": load_target(target_path, target_config, plan.dtype)}
-    if drafter_path is not None and drafter_config is not None:
-        params["drafter"] = load_drafter(drafter_path, drafter_config, plan.dtype)
-    return Engine(
-        target_config,
-        drafter_config,
-        jax.device_put(params),
-        plan,
-        tokenizer=Tokenizer.from_directory(target_path),
-    )
+    target_path, drafter_path = _paths(target, drafter)
+    found = open_model(target_path, role="target")
+    drafting = open_model(drafter_path, role="drafter", taps=taps) if drafter_path else None
+    target_config = _as(TargetConfig, found.config)
+    drafter_config = _as(DrafterConfig, drafting.config) if drafting else None
+    if drafter_config:
+        check_pair(target_config, drafter_config)
+    plan = resolve_here(plan or Plan(), target_config, drafter_config)
+    params = {"target": found.load(plan.dtype)}
+    if drafting:
+        params["drafter"] = drafting.load(plan.dtype)
+    tokenizer = Tokenizer.from_files(found.companions(), where=str(target_path))
+    params = jax.device_put(params)
+    return Engine(target_config, drafter_config, params, plan, tokenizer=tokenizer)
 
 
 def describe(
-    target: Source, drafter: Source | None
-) -> tuple[Path, TargetConfig, Path | None, DrafterConfig | None]:
-    """Directories and configs of a pair, checked against each other; reads no weights."""
+    target: Source, drafter: Source | None = AUTO
+) -> tuple[TargetConfig, DrafterConfig | None]:
+    """Configs of a pair, checked against each other; needs no weights and reads none."""
+    target_path, drafter_path = _paths(target, drafter)
+    target_config = _as(TargetConfig, _config(target_path, read_target_config))
+    if drafter_path is None:
+        return target_config, None
+    drafter_config = _as(DrafterConfig, _config(drafter_path, read_drafter_config))
+    check_pair(target_config, drafter_config)
+    return target_config, drafter_config
+
+
+def _paths(target: Source, drafter: Source | None) -> tuple[Path, Path | None]:
     if drafter == AUTO:
         drafter = SHIPPED if str(target) == SHIPPED else None
-    target_path = locate(target, "target")
-    target_config = read_target_config(target_path)
-    if drafter is None:
-        return target_path, target_config, None, None
-    drafter_path = locate(drafter, "drafter")
-    drafter_config = read_drafter_config(drafter_path)
-    check_pair(target_config, drafter_config)
-    return target_path, target_config, drafter_path, drafter_config
+    return locate(target, "target"), locate(drafter, "drafter") if drafter is not None else None
+
+
+def _config(path: Path, read: Callable[[Path], Config]) -> Config:
+    """The config of a .gguf file, of a folder with weights, or of a bare config.json."""
+    if path.is_dir() and not list(path.glob("*.safetensors")):
+        return read(path)
+    from converters.models import open_model
+
+    return open_model(path).config
+
+
+def _as(kind: type[AnyConfig], config: Config) -> AnyConfig:
+    if not isinstance(config, kind):
+        raise ConfigError(
+            f"a {kind.__name__} was expected, but the files describe a {type(config).__name__};"
+            " target and drafter may have been exchanged"
+        )
+    return config
 
 
 def resolve_here(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Plan:
@@ -102,14 +133,14 @@ def locate(source: Source, role: str) -> Path:
     if str(source) == SHIPPED:
         return Path(str(importlib.resources.files("dflash_jax"))) / "data" / SHIPPED / role
     path = Path(source).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
     if path.exists():
-        raise CheckpointError(f"{path} is a file; give the {role}'s directory")
+        raise CheckpointError(f"{path} is a file; give the {role}'s directory or a .gguf file")
     if str(source).count("/") != 1 or str(source).startswith((".", "~", "/")):
         raise CheckpointError(
-            f"there is no {role} at {path}; give a directory, a hub id like 'Qwen/Qwen3-8B',"
-            f" or '{SHIPPED}'"
+            f"there is no {role} at {path}; give a directory, a .gguf file, a hub id like"
+            f" 'Qwen/Qwen3-8B', or '{SHIPPED}'"
         )
     return _download(str(source), role)
 
@@ -145,8 +176,15 @@ class ForwardOutput:
 class TargetModel:
     """A target alone, for looking into it. Made by `load_target`."""
 
-    def __init__(self, config: TargetConfig, params: dict[str, Any], dtype: Dtype):
-        self.config, self.params, self.dtype = config, params, dtype
+    def __init__(
+        self,
+        config: TargetConfig,
+        params: dict[str, Any],
+        dtype: Dtype,
+        *,
+        tokenizer: Tokenizer | None = None,
+    ):
+        self.config, self.params, self.dtype, self.tokenizer = config, params, dtype, tokenizer
         self._forward = jit(functools.partial(_forward, config, dtype))
 
     def forward(self, ids: Sequence[Sequence[int]] | Int[Array, "B T"]) -> ForwardOutput:
@@ -177,11 +215,12 @@ def load_target(source: Source = SHIPPED, *, dtype: Dtype = "float32") -> Target
     tune_allocator()
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype is {dtype!r}; expected float32, bfloat16 or float16")
-    path = locate(source, "target")
-    config = read_target_config(path)
-    from converters.load import load_target as read_weights
+    from converters.models import open_model
 
-    return TargetModel(config, jax.device_put(read_weights(path, config, dtype)), dtype)
+    found = open_model(locate(source, "target"), role="target")
+    params = jax.device_put(found.load(dtype))
+    tokenizer = Tokenizer.from_files(found.companions(), where=str(found.path))
+    return TargetModel(_as(TargetConfig, found.config), params, dtype, tokenizer=tokenizer)
 
 
 def _forward(

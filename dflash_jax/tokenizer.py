@@ -1,7 +1,7 @@
 """Text to token ids and back, and the chat template of a model directory."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,10 +10,10 @@ import jinja2.sandbox
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from dflash_jax.config import read_json
 from dflash_jax.errors import CheckpointError, RequestError
 
 Message = dict[str, Any]
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class Tokenizer:
@@ -26,30 +26,34 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
-        """The tokenizer of a model directory, or None if it ships none.
+        """The tokenizer of a model directory, or None if it ships none."""
+        found = {name: directory / name for name in FILES if (directory / name).is_file()}
+        return cls.from_files(found, where=str(directory))
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, str | Path], *, where: str) -> "Tokenizer | None":
+        """The tokenizer of a model's files by name, each a path or its text.
 
         Raises:
           CheckpointError: the files exist but cannot be read.
         """
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            return None
         try:
-            core = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from error
-        settings_path = directory / "tokenizer_config.json"
-        settings = read_json(settings_path) if settings_path.is_file() else {}
-        template_path = directory / "chat_template.jinja"
-        template = settings.get("chat_template")
-        if template_path.is_file():
-            template = template_path.read_text(encoding="utf-8")
+            texts = {name: _text(file) for name, file in files.items() if name in FILES}
+            if "tokenizer.json" not in texts:
+                return None
+            core = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
+            settings = json.loads(texts.get("tokenizer_config.json", "{}"))
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise CheckpointError(
+                f"the tokenizer of {where} cannot be read ({error}); fetch its files again"
+            ) from error
+        template = texts.get("chat_template.jinja", settings.get("chat_template"))
         if isinstance(template, list):  # older files hold several, by name
             named = {entry["name"]: entry["template"] for entry in template}
             template = named.get("default", next(iter(named.values()), None))
         specials = {k: v for k, v in settings.items() if k.endswith("_token") and v}
-        texts = {k: v["content"] if isinstance(v, dict) else v for k, v in specials.items()}
-        return cls(core, template, texts)
+        plain = {k: v["content"] if isinstance(v, dict) else v for k, v in specials.items()}
+        return cls(core, template, plain)
 
     @property
     def size(self) -> int:
@@ -115,6 +119,10 @@ class TextStream:
         rest = whole[len(self.text) :] if whole.startswith(self.text) else ""
         self.text += rest
         return rest
+
+
+def _text(file: str | Path) -> str:
+    return file.read_text(encoding="utf-8") if isinstance(file, Path) else file
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -34,7 +34,7 @@ class Scripted(DFlash):
     Digits, because ids above 256 are not exact in bfloat16.
     """
 
-    config: ScriptedConfig
+    config: ScriptedConfig  # pyrefly: ignore[bad-override-mutable-attribute]  (Linen fields are frozen)
 
     def setup(self) -> None:
         super().setup()
