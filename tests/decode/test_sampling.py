@@ -1,0 +1,199 @@
+"""Filters against the official vectors, keys, and the law of sampled speculative output."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from dflash_jax import Plan
+from dflash_jax.decode.sampling import ACCEPT, DRAFT, TOKEN, draw, probabilities, row_keys
+from dflash_jax.engine.engine import Engine
+from dflash_jax.loading import TargetModel
+from dflash_jax.state import RowRules
+from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
+
+
+def rules(rows: int = 1, **columns: Any) -> RowRules:
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 0, "limit": 99} | columns
+    kinds = {"temperature": np.float32, "top_p": np.float32, "seed": np.uint32}
+    arrays = {
+        k: jnp.asarray(np.broadcast_to(np.asarray(v, kinds.get(k, np.int32)), (rows,)))
+        for k, v in values.items()
+    }
+    return RowRules(stop_ids=jnp.full((rows, 2), -1, jnp.int32), **arrays)
+
+
+def filtered(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The definition, for one row of logits: temperature, then top-k, then top-p on what remains."""
+    if temperature == 0:
+        return np.eye(len(logits))[np.argmax(logits)]
+    scaled = logits.astype(np.float64) / temperature
+    order = np.argsort(-scaled, kind="stable")
+    kept = order[: top_k or None]
+    p = np.exp(scaled[kept] - scaled[kept].max())
+    p /= p.sum()
+    inside = np.cumsum(p) - p < top_p
+    out = np.zeros(len(logits))
+    out[kept[inside]] = p[inside] / p[inside].sum()
+    return out
+
+
+def test_filters_follow_the_official_vectors_row_by_row(oracle: Path) -> None:
+    """All settings as the rows of one call, so that rows keep their own settings."""
+    path = oracle / "drafters" / "sampling"
+    cases = json.loads((path / "meta.json").read_text())["probs"]
+    v = load_file(path / "vectors.safetensors")
+    columns = {name: [c[name] for c in cases] for name in ("temperature", "top_k", "top_p")}
+    logits = jnp.repeat(v["logits"], len(cases), axis=0)
+    p = probabilities(logits, rules(len(cases), **columns))
+    wanted = np.concatenate([v[c["tensor"]] for c in cases])
+    np.testing.assert_allclose(p, wanted, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    st.integers(0, 12),
+    st.sampled_from([0.01, 0.3, 0.5, 0.8, 0.95, 1.0]),
+    st.booleans(),
+)
+def test_filters_are_their_definition(
+    seed: int, temperature: float, top_k: int, top_p: float, ties: bool
+) -> None:
+    logits = np.random.default_rng(seed).standard_normal((1, 2, 9)).astype(np.float32) * 3
+    if ties:
+        logits = np.round(logits)
+    settings_ = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    p = np.asarray(probabilities(jnp.asarray(logits), rules(**settings_)))[0]
+    for got, row in zip(p, logits[0], strict=True):
+        sorted_mass = np.cumsum(np.sort(filtered(row, **settings_ | {"top_p": 1.0}))[::-1])
+        if np.abs(sorted_mass - top_p).min() < 1e-5:
+            continue  # whether that token is in hangs on the last bit of a sum
+        np.testing.assert_allclose(got, filtered(row, **settings_), atol=1e-5)
+        assert abs(got.sum() - 1) < 1e-5
+
+
+def test_keys_depend_on_seed_position_and_purpose_alone() -> None:
+    def data(rows: list[tuple[int, int]], purpose: int) -> list[list[int]]:
+        seeds, positions = zip(*rows, strict=True)
+        keys = row_keys(rules(len(rows), seed=seeds), jnp.asarray(positions, jnp.int32), purpose)
+        return jax.random.key_data(keys).tolist()
+
+    rows = list(itertools.product((0, 1, 2**32 - 1), (0, 1, 77)))
+    keys = {
+        (row, purpose): tuple(key)
+        for purpose in (DRAFT, ACCEPT, TOKEN)
+        for row, key in zip(rows, data(rows, purpose), strict=True)
+    }
+    assert len(set(keys.values())) == len(rows) * 3
+    for row in rows:  # alone as in company
+        assert tuple(data([row], ACCEPT)[0]) == keys[row, ACCEPT]
+
+
+def test_draws_follow_their_distribution_and_never_leave_it() -> None:
+    p = np.array([0.5, 0.0, 0.3, 0.2, 0.0], np.float32)
+    rows = 4000
+    keys = row_keys(rules(rows, seed=np.arange(rows)), jnp.zeros((rows,), jnp.int32), TOKEN)
+    tokens = np.asarray(draw(keys, jnp.broadcast_to(p, (rows, 5))))
+    counts = np.bincount(tokens, minlength=5)
+    assert counts[p == 0].sum() == 0
+    inside = p > 0
+    assert scipy.stats.chisquare(counts[inside], p[inside] * rows).pvalue > 1e-3
+
+
+# -- the law of what the engine says -----------------------------------------------------------
+
+VOCAB, ROWS, SAID = 6, 256, 4
+PROMPT = [3, 1, 4, 1, 5]
+SETTINGS = [
+    {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
+    {"temperature": 0.7, "top_k": 4, "top_p": 1.0},
+    {"temperature": 1.5, "top_k": 5, "top_p": 0.8},
+]
+
+
+@pytest.fixture(scope="module")
+def many() -> Engine:
+    target = tiny_target(num_layers=2, vocab_size=VOCAB)
+    drafter = tiny_drafter(target, num_layers=1, windows=(None,), causal=(False,))
+    plan = Plan(rows=ROWS, max_length=16, block=4, chunk=8)
+    return random_engine(target, drafter, plan, seed=3)
+
+
+def said(engine: Engine, seeds: range, **options: Any) -> tuple[np.ndarray, Any]:
+    lives = [engine.submit(PROMPT, max_tokens=SAID, seed=seed, **options) for seed in seeds]
+    while not all(live.done for live in lives):
+        engine.advance()
+    return np.array([live.result().token_ids for live in lives]), [live.stats for live in lives]
+
+
+@pytest.fixture(scope="module")
+def next_logits(many: Engine) -> dict[tuple[int, ...], np.ndarray]:
+    """By continuation but its last token: the target's logits of each place, by a whole pass."""
+    said = np.array(list(itertools.product(range(VOCAB), repeat=SAID - 1)))
+    ids = np.concatenate([np.tile(PROMPT, (len(said), 1)), said], axis=1)
+    logits = TargetModel(many.target, many.params["target"], "float32").forward(ids).logits
+    places = np.asarray(logits)[:, len(PROMPT) - 1 :]
+    return dict(zip(map(tuple, said.tolist()), places, strict=True))
+
+
+def law(next_logits: dict[tuple[int, ...], np.ndarray], **filters: Any) -> np.ndarray:
+    """Exact probability of every continuation of SAID tokens."""
+    p = []
+    for prefix, rows in next_logits.items():  # in the order of `product`
+        steps = np.stack([filtered(row, **filters) for row in rows])
+        p.append(np.prod(steps[range(SAID - 1), prefix]) * steps[-1])
+    return np.concatenate(p)
+
+
+def likelihood(tokens: np.ndarray, p: np.ndarray) -> float:
+    """p-value of the chi-square test; rare continuations are counted together."""
+    codes = tokens @ VOCAB ** np.arange(SAID - 1, -1, -1)
+    counts = np.bincount(codes, minlength=len(p))
+    assert counts[p == 0].sum() == 0, "a continuation the target cannot say"
+    expected = p * len(tokens)
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    if expected[-1] < 1:
+        observed, expected = observed[:-1], expected[:-1]
+        expected = expected * observed.sum() / expected.sum()
+    assert len(expected) > 10
+    return float(scipy.stats.chisquare(observed, expected).pvalue)
+
+
+@pytest.mark.parametrize("filters", SETTINGS, ids=["pure", "top-k", "top-k and top-p"])
+def test_sampled_speculative_output_has_the_distribution_of_the_target(
+    many: Engine, next_logits: dict[tuple[int, ...], np.ndarray], filters: dict[str, Any]
+) -> None:
+    tokens, stats = said(many, range(8 * ROWS), **filters)
+    p = law(next_logits, **filters)
+    assert abs(p.sum() - 1) < 1e-4
+    assert likelihood(tokens, p / p.sum()) > 1e-3
+    sharper = p**1.5
+    assert likelihood(tokens, sharper / sharper.sum()) < 1e-6, "the test could not tell"
+    accepted, drafted = sum(s.accepted for s in stats), sum(s.drafted for s in stats)
+    assert 0.05 < accepted / drafted < 0.95  # both branches were taken
+
+
+def test_seeds_reproduce_and_do_not_depend_on_companions(many: Engine) -> None:
+    filters = SETTINGS[2]
+    together, _ = said(many, range(40), **filters)
+    alone = [said(many, range(s, s + 1), **filters)[0][0].tolist() for s in (0, 7, 39)]
+    assert alone == together[[0, 7, 39]].tolist()
+    assert len({tuple(t) for t in together}) > 20
+    greedy = many.generate(PROMPT, max_tokens=SAID).token_ids
+    live = many.submit(PROMPT, max_tokens=SAID)  # a greedy request among sampled ones
+    again, _ = said(many, range(40), **filters)
+    assert again.tolist() == together.tolist()
+    assert live.result().token_ids == greedy

@@ -1,0 +1,100 @@
+"""Masks and cache writes against loops."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.state import LayerCache, empty_cache
+
+B, T, S, K, H = 2, 3, 8, 2, 4
+starts = st.lists(st.integers(0, 40), min_size=B, max_size=B)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    starts,
+    st.lists(st.integers(-3, 45), min_size=B * S, max_size=B * S),
+    st.booleans(),
+    st.one_of(st.none(), st.integers(1, 12)),
+)
+def test_a_query_sees_what_the_definition_says(
+    start: list[int], keys: list[int], causal: bool, window: int | None
+) -> None:
+    query = np.array(start)[:, None] + np.arange(T)[None, :]
+    key = np.array(keys).reshape(B, S)
+    seen = visible(jnp.asarray(query), jnp.asarray(key), causal=causal, window=window)
+    for b, t, s in np.ndindex(B, T, S):
+        i, j = query[b, t], key[b, s]
+        wanted = j >= 0
+        if causal:
+            wanted = wanted and j <= i
+        if window is not None:
+            wanted = wanted and i - j < window and (causal or j - i < window)
+        assert bool(seen[b, t, s]) == wanted, (i, j)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=B, max_size=B))
+def test_a_slot_holds_the_newest_position_that_maps_to_it(end: list[int]) -> None:
+    held = np.asarray(slot_positions(jnp.asarray(end), S))
+    for b in range(B):
+        written = [-1] * S
+        for position in range(end[b]):
+            written[position % S] = position
+        for s in range(S):
+            assert held[b, s] == written[s] or (held[b, s] < 0 and written[s] < 0)
+
+
+@pytest.mark.parametrize("ring", [False, True], ids=["plain", "ring"])
+@pytest.mark.parametrize("width", [1, T])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_rows_land_at_their_positions_and_hide_nothing_before_them(
+    ring: bool, width: int, data: st.DataObject
+) -> None:
+    room = 30 if ring else S - T  # a plain cache has spare slots for the widest call
+    start = np.array(data.draw(st.lists(st.integers(0, room), min_size=B, max_size=B)), np.int32)
+    old = np.arange(B * K * S * H, dtype=np.float32).reshape(B, K, S, H)
+    cache = LayerCache(k=jnp.asarray(old), v=jnp.asarray(-old), ring=ring)
+    k = 1000 + np.arange(B * width * K * H, dtype=np.float32).reshape(B, width, K, H)
+    new = write_rows(cache, jnp.asarray(k), jnp.asarray(-k), jnp.asarray(start))
+    assert new.ring == ring
+    wanted, certain = old.copy(), np.ones((B, S), bool)
+    for b in range(B):
+        for t in range(width):
+            wanted[b, :, (start[b] + t) % S] = k[b, t]
+        if width == 1:  # a single row's twin lands in the next slot, which is garbage
+            certain[b, (start[b] + 1) % S] = False
+    for got, sign in ((new.k, 1), (new.v, -1)):
+        same = (np.asarray(got) == sign * wanted).all(axis=(1, 3))
+        assert (same | ~certain).all()
+
+
+def test_rows_are_cast_to_the_dtype_of_the_cache() -> None:
+    cache = empty_cache(1, K, S, H, dtype=jnp.bfloat16)
+    rows = jnp.full((1, T, K, H), 1.001, jnp.float32)
+    new = write_rows(cache, rows, rows, jnp.array([2]))
+    assert new.k.dtype == new.v.dtype == jnp.bfloat16
+    assert new.k[0, 0, 2, 0] == jnp.bfloat16(1.001)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_attention_is_softmax_over_the_visible_keys_of_the_right_head(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    groups = 3
+    q = rng.standard_normal((B, T, K, groups, H)).astype(np.float32)
+    k, v = rng.standard_normal((2, B, K, S, H)).astype(np.float32)
+    seen = rng.random((B, T, S)) < 0.5
+    seen[:, :, 0] = True
+    k[~seen.any(axis=1)[:, None].repeat(K, axis=1)] = 1e6  # masked for all: whatever it holds
+    cache = LayerCache(k=jnp.asarray(k), v=jnp.asarray(v))
+    out = attend(jnp.asarray(q), cache, jnp.asarray(seen)).reshape(B, T, K * groups, H)
+    for b, t, head in np.ndindex(B, T, K * groups):
+        scores = k[b, head // groups] @ q[b, t, head // groups, head % groups] / np.sqrt(H)
+        weights = np.exp(scores[seen[b, t]] - scores[seen[b, t]].max())
+        wanted = weights / weights.sum() @ v[b, head // groups][seen[b, t]]
+        np.testing.assert_allclose(out[b, t, head], wanted, atol=1e-5)
