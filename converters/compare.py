@@ -3,7 +3,7 @@
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from converters.expected_error import Limits, between
 from converters.models import Model
 from converters.source import TensorSource
+from converters.transforms import guess
 
 CHUNK = 1 << 22  # weights compared at a time
 OK, WARN, FAIL, TRANSFORM = "ok", "warn", "fail", "transform"
@@ -29,6 +30,7 @@ class Difference:
     not_finite: int
     limits: Limits
     verdict: str
+    hint: str = ""  # the transform that would explain it
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def compare(first: Model, second: Model) -> Comparison:
     same = [n for n in both if n not in set(unequal)]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         found = list(pool.map(lambda n: difference(n, first.tensors, second.tensors), same))
+    head = first.config.head_dim
+    found = [_explained(d, first.tensors, second.tensors, head) for d in found]
     found.sort(key=lambda d: (d.not_finite == 0, -d.rms / max(d.limits.fail, 1e-12)))
     return Comparison(
         tensors=tuple(found),
@@ -74,6 +78,15 @@ def compare(first: Model, second: Model) -> Comparison:
         ),
         configs=_config_differences(first, second),
     )
+
+
+def _explained(
+    found: Difference, first: TensorSource, second: TensorSource, head_dim: int
+) -> Difference:
+    if found.verdict != TRANSFORM or found.not_finite:
+        return found
+    tensors = first.read(found.name), second.read(found.name)
+    return replace(found, hint=guess(*tensors, head_dim, max(found.limits.fail, 1e-6)))
 
 
 def _config_differences(first: Model, second: Model) -> tuple[str, ...]:
@@ -134,6 +147,7 @@ def lines(found: Comparison, worst: int) -> list[str]:
             f"{d.verdict:9} {d.rms:9.3%} (limit {d.limits.fail:.3%}) cos {d.cosine:.6f}"
             f" max {d.largest:8.3%} {kinds:12} {d.name}"
             + (f" {d.not_finite} values not finite" if d.not_finite else "")
+            + (f" ({d.hint})" if d.hint else "")
         )
     for kinds in sorted({d.kinds for d in found.tensors}):
         errors = [d.rms for d in found.tensors if d.kinds == kinds]

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import safetensors.numpy
-from gguf_models import Q, finish, write_drafter, write_target
+from gguf_models import Q, finish, interleave, write_drafter, write_target
 from weight_files import ORACLE, raw_gguf, tensor
 
 from converters.cli import main
@@ -118,6 +118,43 @@ def test_compare_accepts_the_error_of_each_type(capsys, tmp_path, kind):
     path = write_target(TARGET, tmp_path / "x.gguf", kind)
     code, report = run_json(capsys, "compare", TARGET, path)
     assert code == 0, report["tensors"][0]
+
+
+def plus_one(name, array):
+    return array + 1 if name.endswith("norm.weight") else array
+
+
+def sign(name, array):
+    return -array if "down_proj" in name else array
+
+
+def double(name, array):
+    return array * 2 if "up_proj" in name else array
+
+
+def neighbours(name, array):
+    return interleave(array, len(array) // 16) if "q_proj" in name else array
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        (plus_one, "the second has 1 added"),
+        (sign, "the sign is turned"),
+        (double, "the first is the second times 0.5"),
+        (neighbours, "the second pairs neighbours for rotation"),
+    ],
+)
+def test_compare_names_the_transform_that_would_explain_a_difference(
+    capsys, tmp_path, change, hint
+):
+    tensors = safetensors.numpy.load_file(TARGET / "model.safetensors")
+    changed = {name: np.ascontiguousarray(change(name, a)) for name, a in tensors.items()}
+    safetensors.numpy.save_file(changed, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((TARGET / "config.json").read_text())
+    code, report = run_json(capsys, "compare", TARGET, tmp_path)
+    assert code == 1
+    assert {t["hint"] for t in report["tensors"] if t["verdict"] == "transform"} == {hint}
 
 
 def test_compare_names_what_only_one_side_has(capsys, tmp_path):

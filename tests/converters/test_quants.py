@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from converters import quants
+from converters.expected_error import LIMITS
 from converters.quants.types import BY_NAME, TYPES
 
 
@@ -51,3 +54,20 @@ def test_sizes_agree_with_the_gguf_package():
             continue  # gguf 0.19 gives Q8_1 a size its C code does not have
         assert gguf.GGMLQuantizationType(number).name == kind.name
         assert sizes[gguf.GGMLQuantizationType(number)] == (kind.block_size, kind.block_bytes)
+
+
+GOLDEN = np.load(Path(__file__).parent / "data" / "ggml_blocks.npz")
+
+
+@pytest.mark.parametrize("name", quants.DECODERS)
+def test_blocks_made_by_ggml_decode_to_the_bits_of_its_c_code(name):
+    raw, theirs = GOLDEN[f"{name}.blocks"], GOLDEN[f"{name}.decoded"]
+    ours = decoded(name, raw[None], theirs.size)[0]
+    np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", quants.DECODERS)
+def test_the_error_of_each_type_lies_within_its_limits(name):
+    values, theirs = GOLDEN["values"], GOLDEN[f"{name}.decoded"]
+    error = np.linalg.norm(theirs - values) / np.linalg.norm(values)
+    assert 0.5 * LIMITS[name].warn < error < LIMITS[name].warn
