@@ -1,0 +1,64 @@
+"""`dflash-jax explain`: what a plan turns into, without weights."""
+
+import argparse
+import json
+from typing import Any
+
+from dflash_jax.cli.options import (
+    chosen_drafter,
+    chosen_plan,
+    model_options,
+    new_verb,
+    use_compilation_cache,
+)
+from dflash_jax.errors import RequestError
+
+
+def add_verb(verbs: Any) -> None:
+    """Adds `explain` to the command line."""
+    verb = new_verb(verbs, "explain", run, "Show plan, memory, programs and rooflines.")
+    verb.add_argument("--device", help="roofline for this device, e.g. H200 (default: this one)")
+    verb.add_argument("--no-compile", action="store_true", help="arithmetic only")
+    verb.add_argument("--params", action="store_true", help="list every parameter")
+    verb.add_argument("--stablehlo", metavar="PROGRAM", help="print a program's StableHLO instead")
+    verb.add_argument("--hlo", metavar="PROGRAM", help="print a program's optimised HLO instead")
+    verb.add_argument("--json", action="store_true")
+    model_options(verb)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`dflash-jax explain`."""
+    use_compilation_cache()
+    import jax
+
+    from dflash_jax import loading
+    from dflash_jax.compiler import compile_programs, declare
+    from dflash_jax.compiler.explain import explain as report
+    from dflash_jax.compiler.roofline import DEVICES, find_device
+
+    target, drafter = loading.describe(options.target, chosen_drafter(options))
+    if options.device and options.device not in DEVICES:
+        raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
+    device = DEVICES.get(options.device or "") or find_device(jax.local_devices()[0].device_kind)
+    if options.device:
+        from dflash_jax.compiler import resolve
+
+        platform = "cpu" if device.name == "CPU" else "gpu"
+        plan = resolve(
+            chosen_plan(options), target, drafter, platform=platform, memory=device.memory
+        )
+    else:
+        plan = loading.resolve_here(chosen_plan(options), target, drafter)
+    if name := options.stablehlo or options.hlo:
+        programs = declare(plan, target, drafter)
+        if name not in programs:
+            raise RequestError(f"no program {name!r}; this plan has {', '.join(programs)}")
+        built = compile_programs([programs[name]])[name]
+        print(built.stablehlo if options.stablehlo else built.compiled.as_text())
+        return 0
+    found = report(target, drafter, plan, device, compile=not options.no_compile)
+    print(json.dumps(found.to_json()) if options.json else found)
+    if options.params and not options.json:
+        for name, (shape, dtype) in found.parameters.items():
+            print(f"{name:50} {dtype:10} {'x'.join(map(str, shape))}")
+    return 0

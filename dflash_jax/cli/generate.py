@@ -1,0 +1,134 @@
+"""`dflash-jax generate`: streamed text with statistics, or a timed comparison of the lanes."""
+
+import argparse
+import json
+from typing import Any
+
+from dflash_jax.cli.options import (
+    INTERRUPTED,
+    load_engine,
+    model_options,
+    new_verb,
+    prompt_ids,
+    prompt_options,
+)
+from dflash_jax.errors import RequestError
+
+
+def add_verb(verbs: Any) -> None:
+    """Adds `generate` to the command line."""
+    verb = new_verb(verbs, "generate", run, "Generate text, streamed, with statistics.")
+    prompt_options(verb)
+    output = verb.add_argument_group("output")
+    output.add_argument("-n", "--max-tokens", type=int, default=256)
+    output.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    output.add_argument("--top-p", type=float, default=1.0)
+    output.add_argument("--top-k", type=int, default=0)
+    output.add_argument("--seed", type=int)
+    output.add_argument("--stop", action="append", default=[], help="text that ends the output")
+    output.add_argument("--ignore-eos", action="store_true")
+    output.add_argument("--plain", action="store_true", help="decode without drafting")
+    output.add_argument("--compare", action="store_true", help="time speculative against plain")
+    output.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    output.add_argument("--quiet", action="store_true", help="no statistics line")
+    model_options(verb)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`dflash-jax generate`."""
+    engine = load_engine(options, quiet=options.json)
+    prompt = prompt_ids(options, engine.tokenizer)
+    request = {
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k,
+        "seed": options.seed,
+        "stop": options.stop,
+        "ignore_eos": options.ignore_eos,
+    }
+    if options.compare:
+        return _compare(engine, prompt, options)
+    stream = engine.stream(prompt, speculative=not options.plain, **request)
+    code = 0
+    try:
+        for piece in stream:
+            if not options.json:
+                print(piece.text or _as_ids(piece, engine), end="", flush=True)
+    except KeyboardInterrupt:
+        stream.close()
+        code = INTERRUPTED
+    if options.json:
+        print(json.dumps(stream.result.to_json()))
+    else:
+        print()
+        if not options.quiet:
+            print(_statistics(stream.result))
+    return code
+
+
+def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int:
+    from dflash_jax.engine.compare import compare
+
+    if engine.drafter is None:
+        raise RequestError("--compare needs a drafter; give --drafter")
+    if options.temperature > 0:
+        raise RequestError("--compare is for greedy decoding; leave --temperature at 0")
+    found = compare(
+        engine,
+        prompt,
+        max_tokens=options.max_tokens,
+        stop=options.stop,
+        ignore_eos=options.ignore_eos,
+    )
+    result = found.check.speculative
+    if options.json:
+        lanes = {n: getattr(found, n) for n in ("speculative", "plain", "plain1")}
+        print(
+            json.dumps(
+                result.to_json()
+                | {
+                    "equal": found.check.equal,
+                    "tokens_per_s": lanes,
+                    "baseline": found.baseline,
+                    "speedup": found.speedup,
+                }
+            )
+        )
+        return 0 if found.check.equal else 1
+    print(result.text if result.text is not None else " ".join(map(str, result.token_ids)))
+    for name, label in (
+        ("speculative", "speculative"),
+        ("plain", "plain, block-wide"),
+        ("plain1", "plain, one token"),
+    ):
+        speeds = sorted(getattr(found, name))
+        print(f"{label:18} {speeds[len(speeds) // 2]:9.1f} tok/s")
+    print(_statistics(result))
+    verdict = "equal" if found.check.equal else f"DIFFER at {found.check.first_difference}"
+    print(
+        f"tokens {verdict}; speculative is {found.speedup:.2f}x the faster plain lane"
+        f" ({found.baseline}), {engine.plan.dtype}"
+    )
+    return 0 if found.check.equal else 1
+
+
+def _as_ids(piece: Any, engine: Any) -> str:
+    """Ids in place of text where there is no tokenizer."""
+    return "" if engine.tokenizer else "".join(f"{i} " for i in piece.token_ids)
+
+
+def _statistics(result: Any) -> str:
+    s = result.stats
+    parts = [
+        f"{s.output_tokens} tokens ({result.finish_reason})",
+        f"{s.tokens_per_s:.1f} tok/s",
+        f"first token {s.first_token_s * 1e3:.0f} ms",
+    ]
+    if s.rounds:
+        shares = " ".join(f"{n / s.rounds:.2f}" for n in s.accepted_per_position)
+        parts += [f"acceptance length {s.acceptance_length:.2f}", f"per position {shares}"]
+    elif s.plain_steps:
+        parts.append("plain decoding")
+    parts.append(f"compile {s.compile_s:.1f} s")
+    return "[" + " | ".join(parts) + "]"

@@ -1,0 +1,135 @@
+"""Options and steps that several verbs share. Heavy imports happen inside functions."""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.errors import RequestError
+
+INTERRUPTED = 130  # the shell's code for a process ended by Ctrl-C
+
+
+def new_verb(
+    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=text, description=text)
+    verb.set_defaults(run=run)
+    return verb
+
+
+def model_options(verb: argparse.ArgumentParser) -> None:
+    models = verb.add_argument_group("models and plan")
+    models.add_argument(
+        "--target", default="tiny", help="directory, .gguf file, hub id, or 'tiny' (default)"
+    )
+    models.add_argument(
+        "--drafter", default="auto", help="likewise; 'none' for no drafter (default: tiny's own)"
+    )
+    models.add_argument(
+        "--taps",
+        default="auto",
+        help="how a drafter file numbers target layers: raw or plus1, where it leaves doubt",
+    )
+    models.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16")
+    models.add_argument("--block", type=int, default=0, help="tokens per step, anchor included")
+    models.add_argument("--max-length", type=int, default=0, help="prompt and output together")
+    models.add_argument("--chunk", type=int, default=0, help="prompt tokens per prefill call")
+    models.add_argument("--rows", type=int, default=1, help="requests side by side")
+    models.add_argument("--inexact", action="store_true", help="let plain steps run one token wide")
+    models.add_argument("--memory-limit", type=int, default=0, metavar="BYTES")
+
+
+def prompt_options(verb: argparse.ArgumentParser) -> None:
+    prompt = verb.add_argument_group("prompt")
+    prompt.add_argument("prompt", nargs="?", help="text; '-' reads standard input")
+    prompt.add_argument("--prompt-ids", metavar="1,2,3", help="raw token ids instead of text")
+    prompt.add_argument("--system", help="system message, where the model has a chat template")
+    prompt.add_argument(
+        "--raw", action="store_true", help="feed the text as it is, without the chat template"
+    )
+
+
+def chosen_plan(options: argparse.Namespace) -> Any:
+    from dflash_jax.compiler import Plan
+
+    return Plan(
+        rows=options.rows,
+        max_length=options.max_length,
+        block=options.block,
+        chunk=options.chunk,
+        dtype=options.dtype,
+        exact=not options.inexact,
+        memory_limit=options.memory_limit,
+    )
+
+
+def chosen_drafter(options: argparse.Namespace) -> str | None:
+    return None if options.drafter == "none" else options.drafter
+
+
+def load_engine(options: argparse.Namespace, *, quiet: bool) -> Any:
+    """A warm engine; says on standard error what takes time."""
+    with _telling("loading", quiet=quiet):
+        use_compilation_cache()
+        from dflash_jax import loading
+
+        engine = loading.load(
+            options.target, chosen_drafter(options), plan=chosen_plan(options), taps=options.taps
+        )
+    with _telling("compiling", quiet=quiet):
+        engine.warm_up()
+    return engine
+
+
+@contextlib.contextmanager
+def _telling(what: str, *, quiet: bool) -> Iterator[None]:
+    show = not quiet and sys.stderr.isatty()
+    if show:
+        print(f"{what} ...", end="", file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        if show:
+            print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs under the user's cache folder, where there is one to write to."""
+    from dflash_jax.compiler import enable_compilation_cache
+
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    with contextlib.suppress(OSError):
+        enable_compilation_cache(Path(root) / "dflash_jax" / "xla")
+
+
+def prompt_ids(options: argparse.Namespace, tokenizer: Any) -> list[int]:
+    if options.prompt_ids is not None:
+        if options.prompt is not None:
+            raise RequestError("both a prompt and --prompt-ids were given; give one of them")
+        try:
+            return [int(i) for i in options.prompt_ids.split(",") if i.strip()]
+        except ValueError as error:
+            raise RequestError(
+                f"--prompt-ids is {options.prompt_ids!r}; expected integers like 1,2,3"
+            ) from error
+    if options.prompt is None:
+        raise RequestError('no prompt; give a text, --prompt-ids 1,2,3, or "-" for standard input')
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not text.strip():
+        raise RequestError("the prompt is empty; give at least one character")
+    return encode_prompt(text, options, tokenizer)
+
+
+def encode_prompt(text: str, options: argparse.Namespace, tokenizer: Any) -> list[int]:
+    if tokenizer is None:
+        raise RequestError("this model ships no tokenizer; give --prompt-ids instead of text")
+    if options.raw or tokenizer.template is None:
+        return tokenizer.encode(text)
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    return tokenizer.chat([*system, {"role": "user", "content": text}])

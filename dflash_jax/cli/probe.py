@@ -1,0 +1,76 @@
+"""`dflash-jax probe`: a prompt's logits and hidden states, written to a file."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.cli.options import new_verb, prompt_ids, prompt_options, use_compilation_cache
+from dflash_jax.errors import RequestError
+
+
+def add_verb(verbs: Any) -> None:
+    """Adds `probe` to the command line."""
+    verb = new_verb(verbs, "probe", run, "Write a prompt's logits and hidden states to a file.")
+    prompt_options(verb)
+    verb.add_argument("--out", type=Path, help="file to write: .safetensors or .npz")
+    verb.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    verb.add_argument("--top", type=int, default=5, help="likeliest next tokens to print")
+    verb.add_argument("--target", default="tiny")
+    verb.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
+    verb.add_argument("--json", action="store_true")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`dflash-jax probe`."""
+    use_compilation_cache()
+    import numpy as np
+
+    from dflash_jax import loading
+
+    if options.out and options.out.exists() and not options.overwrite:
+        raise RequestError(f"{options.out} exists; choose another name or add --overwrite")
+    if options.out and options.out.suffix not in (".npz", ".safetensors"):
+        raise RequestError(f"{options.out} must end in .safetensors or .npz")
+    model = loading.load_target(options.target, dtype=options.dtype)
+    tokenizer = model.tokenizer
+    ids = prompt_ids(options, tokenizer)
+    output = model.forward([ids])
+    logits = np.asarray(output.logits)[0]
+    hidden = np.asarray(output.hidden.astype("float32"))[:, 0]
+    if options.out:
+        arrays = {"token_ids": np.asarray(ids, np.int32), "logits": logits, "hidden": hidden}
+        _write_arrays(options.out, arrays)
+    best = np.argsort(-logits[-1], kind="stable")[: max(options.top, 0)]
+    shares = np.exp(logits[-1] - logits[-1].max())
+    shares /= shares.sum()
+    if options.json:
+        top = [{"id": int(i), "probability": float(shares[i])} for i in best]
+        out = str(options.out) if options.out else None
+        print(json.dumps({"tokens": len(ids), "top": top, "out": out}))
+        return 0
+    print(f"{len(ids)} tokens, logits {logits.shape}, hidden states {hidden.shape}")
+    for i in best:
+        text = repr(tokenizer.core.id_to_token(int(i))) if tokenizer else ""
+        print(f"{i:8}  {shares[i]:7.2%}  {text}")
+    if options.out:
+        print(f"written to {options.out}")
+    return 0
+
+
+def _write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    """Writes beside the file and renames, so that no half-written file is left."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    partial = path.with_name(path.name + ".partial")
+    try:
+        if path.suffix == ".npz":
+            with partial.open("wb") as file:
+                np.savez(file, **arrays)
+        else:
+            save_file(arrays, partial)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise RequestError(f"{path} could not be written: {error}") from error

@@ -1,0 +1,85 @@
+"""`dflash-jax verify`: is speculative output equal to plain output?"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.cli.options import (
+    encode_prompt,
+    load_engine,
+    model_options,
+    new_verb,
+    prompt_ids,
+    prompt_options,
+)
+from dflash_jax.errors import RequestError
+
+
+def add_verb(verbs: Any) -> None:
+    """Adds `verify` to the command line."""
+    verb = new_verb(verbs, "verify", run, "Check that speculative output equals plain output.")
+    prompt_options(verb)
+    verb.add_argument("--prompts", type=Path, help="file with one prompt per line")
+    verb.add_argument("-n", "--max-tokens", type=int, default=64)
+    verb.add_argument("--json", action="store_true")
+    model_options(verb)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`dflash-jax verify`: exit code 0 if every prompt's tokens are equal, 1 if not."""
+    from dflash_jax.engine.compare import check
+
+    engine = load_engine(options, quiet=options.json)
+    if engine.drafter is None:
+        raise RequestError("there is no drafter, so nothing to verify; give --drafter")
+    checks = []
+    for ids in _verify_prompts(options, engine):
+        checks.append(done := check(engine, ids, max_tokens=options.max_tokens))
+        if not options.json:
+            state = "equal" if done.equal else f"DIFFER at token {done.first_difference}"
+            tau = done.speculative.stats.acceptance_length
+            print(
+                f"prompt of {len(ids):4} tokens  {len(done.plain.token_ids):4} generated"
+                f"  acceptance length {tau or 1:.2f}  {state}",
+                flush=True,
+            )
+    failed = sum(not c.equal for c in checks)
+    tokens = sum(len(c.plain.token_ids) for c in checks)
+    if options.json:
+        summary = {
+            "prompts": len(checks),
+            "tokens": tokens,
+            "different": failed,
+            "plan": dataclasses.asdict(engine.plan),
+            "first_differences": [c.first_difference for c in checks],
+        }
+        print(json.dumps(summary))
+    else:
+        verdict = "speculative equals plain" if not failed else f"{failed} prompts DIFFER"
+        print(f"{len(checks)} prompts, {tokens} tokens, {engine.plan.dtype}: {verdict}")
+    return 1 if failed else 0
+
+
+def _verify_prompts(options: argparse.Namespace, engine: Any) -> list[list[int]]:
+    if options.prompts is not None:
+        try:
+            lines = options.prompts.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"{options.prompts} cannot be read: {error}") from error
+        if not any(line.strip() for line in lines):
+            raise RequestError(f"{options.prompts} holds no prompt; write one per line")
+        return [encode_prompt(line, options, engine.tokenizer) for line in lines if line.strip()]
+    if options.prompt is None and options.prompt_ids is None:
+        if engine.tokenizer is None:
+            raise RequestError("this model ships no tokenizer; give --prompt-ids 1,2,3")
+        texts = (
+            "Hello!",
+            "What is 17 + 25?",
+            "List three colours.",
+            "Write a function that adds two numbers.",
+            "Give me a JSON object with a name and an age.",
+        )
+        return [encode_prompt(text, options, engine.tokenizer) for text in texts]
+    return [prompt_ids(options, engine.tokenizer)]
