@@ -1,6 +1,6 @@
 """The GGUF dialects DFlash drafters are published in: where each keeps what."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +76,7 @@ def read_dialect(fields: Fields, choice: str) -> Dialect:
         raise ConfigError(
             f"{fields.where} is a DeepSeek drafter (hyper-connections); not supported"
         )
-    causal, notes = fields.get("attention.causal"), []
-    if not upstream and causal is not None:
-        notes.append("attention.causal ignored: writers of this dialect always set it")
-        causal = None
+    causal = fields.get("attention.causal") if upstream else None
     return Dialect(
         name=name,
         taps=_taps(fields, UPSTREAM_TAPS if upstream else OTHER_TAPS, choice),
@@ -87,8 +84,18 @@ def read_dialect(fields: Fields, choice: str) -> Dialect:
         mask_token_id=_mask(fields),
         vocab_size=_vocabulary(fields),
         is_causal=None if causal is None else bool(causal),
-        notes=tuple(notes),
+        notes=tuple(_notes(fields, causal)),
     )
+
+
+def _notes(fields: Fields, causal: bool | None) -> Iterator[str]:
+    """What was decided without the file's help."""
+    if causal is None:
+        ignored = " (its attention.causal is ignored: writers of this dialect always set it)"
+        said = ignored if fields.get("attention.causal") is not None else ""
+        yield f"inside the block sliding layers are causal, others not, as in training{said}"
+    if fields.get("embedding_scale") is None and fields.architecture.startswith("gemma"):
+        yield "the file has no embedding scale; 1 is used, as the reference package does"
 
 
 def _taps(fields: Fields, keys: Mapping[str, str | None], choice: str) -> Taps:

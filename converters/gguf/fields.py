@@ -1,5 +1,7 @@
 """GGUF metadata read with types and limits: the numbers a model's configuration is made of."""
 
+from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,15 @@ from converters.gguf.header import GgufArray
 from dflash_jax.errors import CheckpointError, ConfigError
 
 MAX_ARRAY = 1 << 16
+UNAPPLIED = {  # keys of other decoders, and the only values that change nothing here
+    "attention.value_scale": 1.0,
+    "attention.clamp_kqv": None,
+    "attn_logit_softcapping": None,
+    "residual_scale": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+}
 
 
 class Fields:
@@ -49,11 +60,24 @@ class Fields:
         """A finite float."""
         value = self.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
             raise ConfigError(
                 f"{self.where}: {self.architecture}.{key} is {value!r}; expected a number"
             )
         return shortest(float(value))
+
+    def refuse_unless(self, neutral: Mapping[str, float | None]) -> None:
+        """Refuses keys whose value would change the output; None: the key must be absent or 0."""
+        for key, harmless in neutral.items():
+            value = self.get(key)
+            if value in (None, 0, harmless):
+                continue
+            if isinstance(value, float) and harmless and abs(value / harmless - 1) < 1e-6:
+                continue
+            raise ConfigError(
+                f"{self.where}: {self.architecture}.{key} is {value!r}, which this version does"
+                " not apply; the output would be wrong"
+            )
 
     def ints(self, key: str) -> list[int]:
         """An array of integers or booleans, as integers."""
@@ -88,6 +112,7 @@ def geometry(fields: Fields) -> dict[str, Any]:
             f"{fields.where}: keys are {width} wide, values {values}, {rotated} of it rotated;"
             " this version needs all three equal"
         )
+    fields.refuse_unless(UNAPPLIED | {"attention.scale": width**-0.5})
     return {
         "hidden_size": hidden,
         "num_hidden_layers": fields.count("block_count", 1024),

@@ -16,6 +16,14 @@ from dflash_jax.errors import ConfigError
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}  # GGUF name: model_type
 NEIGHBOURS_ROTATE = frozenset({"llama"})  # q and k rows stored in that order
 ROPE_FREQS = "rope_freqs.weight"
+UNAPPLIED = {
+    "expert_count": None,
+    "attention.sliding_window": None,
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "embedding_scale": 1.0,
+    "nextn_predict_layers": None,
+}
 IGNORED = {ROPE_FREQS: "its divisors became the rotary scaling of the configuration"}
 
 
@@ -32,8 +40,7 @@ def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str
             f"{fields.where} holds the architecture {fields.architecture!r}; as a target this"
             f" version reads {', '.join(ARCHITECTURES)}"
         )
-    if fields.get("expert_count"):
-        raise ConfigError(f"{fields.where}: experts are not supported for {fields.architecture}")
+    fields.refuse_unless(UNAPPLIED)
     present = set(source.names())
     if "token_embd.weight" not in present:
         raise ConfigError(f"{fields.where} has no token_embd.weight; it is not a whole target")

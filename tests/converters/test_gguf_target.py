@@ -139,3 +139,26 @@ def test_a_reordered_tensor_of_the_wrong_height_is_refused(tmp_path, rows):
     config = read_config(source)
     with pytest.raises(CheckpointError, match=rf"k_proj\.weight is \[{rows}, 64\]"):
         load(canonical(source, config), config, "float32", where="x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fine"),
+    [
+        ("attention.sliding_window", 4096, False),
+        ("attention.sliding_window", 0, True),
+        ("expert_count", 8, False),
+        ("attention.scale", 0.25, True),
+        ("attention.scale", 1.0, False),
+        ("logit_scale", 0.5, False),
+        ("rope.scaling.yarn_attn_factor", 1.0, True),
+    ],
+)
+def test_keys_that_would_change_the_output_are_not_ignored(tmp_path, key, value, fine):
+    finish(small(tmp_path))
+    source = open_gguf(tmp_path / "x.gguf")
+    source.metadata[f"qwen3.{key}"] = value
+    if fine:
+        assert read_config(source).head_dim == 16
+        return
+    with pytest.raises(ConfigError, match=f"qwen3.{key} is {value}, which this version does"):
+        read_config(source)
