@@ -71,6 +71,8 @@ class Stats:
         derived = {
             "acceptance_length": self.acceptance_length,
             "tokens_per_s": self.tokens_per_s,
+            "fallbacks": dict(self.fallbacks),  # asdict counts a Counter's items anew
+            "recovery": dict(self.recovery),
         }
         return dataclasses.asdict(self) | derived
 
