@@ -142,7 +142,7 @@ class Engine:
 
     def warm_up(self, *, sampled: bool = False) -> float:
         """Compiles the greedy programs, and the sampling ones if asked; returns the seconds."""
-        return self._compile(sampled) + (self._compile(True) if sampled else 0.0)
+        return self._compile(False) + (self._compile(True) if sampled else 0.0)
 
     # -- the loop -----------------------------------------------------------------------------
 
