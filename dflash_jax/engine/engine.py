@@ -106,8 +106,10 @@ class Engine:
 
     def generate_many(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
         """Generates for several prompts, as many side by side as the plan has rows."""
-        lives = [self.submit(prompt, **options) for prompt in prompts]
+        lives: list[Live] = []
         try:
+            for prompt in prompts:
+                lives.append(self.submit(prompt, **options))
             while not all(live.done for live in lives):
                 self.advance()
         finally:
