@@ -63,6 +63,9 @@ class Request:
         return len(self.prompt) + self.max_tokens
 
 
+_STOPPED = controller.Cancelled(controller.Finish.STOP)
+
+
 def _check(good: bool, name: str, value: Any, expected: str) -> None:
     if not good:
         raise RequestError(f"{name} is {value!r}; expected {expected}")
@@ -136,10 +139,13 @@ class Live:
             self.stats.fallbacks[effects.fallback] += 1
         if effects.emit:
             self._emit(effects.emit)
-        if effects.finish and not self.done:
+        if self.done:
+            return
+        if self._text.stopped:  # whatever else was decided after the stop string never was
+            self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
+            self._end(controller.Finish.STOP)
+        elif effects.finish:
             self._end(effects.finish)
-        elif self._text.stopped and not self.done:
-            self.take(controller.Cancelled(controller.Finish.STOP))
 
     def result(self) -> Result:
         """The finished request; ComputeError if the target's numbers broke."""
@@ -160,9 +166,13 @@ class Live:
             self.stats.first_token_s = now - self._submitted
             self.stats.prefill_s = now - self._started
         self.stats.decode_s = now - self._first
-        self.ids += ids
+        text, used = "", 0
+        while used < len(ids) and not self._text.stopped:
+            text += self._text.push(ids[used : used + 1])
+            used += 1
+        self.ids += ids[:used]
         self.stats.output_tokens = len(self.ids)
-        self.pieces.append(Piece(ids, self._text.push(ids)))
+        self.pieces.append(Piece(ids[:used], text))
 
     def _end(self, reason: controller.Finish) -> None:
         self.finish = reason
