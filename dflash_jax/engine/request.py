@@ -1,9 +1,11 @@
 """A request as the engine sees it: checked arguments, and what is collected while it runs."""
 
 import dataclasses
+import operator
 import secrets
 import time
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from dflash_jax.engine import controller
@@ -37,17 +39,22 @@ class Request:
             "an integer of at least 1",
         )
         _check(
-            0 <= self.temperature < float("inf"),
+            isinstance(self.temperature, Real) and 0 <= self.temperature < float("inf"),
             "temperature",
             self.temperature,
             "0 (greedy) or a positive number",
         )
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, up to 1")
         _check(
-            type(self.top_k) is int and self.top_k >= 0,
+            isinstance(self.top_p, Real) and 0 < self.top_p <= 1,
+            "top_p",
+            self.top_p,
+            "a number above 0, up to 1",
+        )
+        _check(
+            type(self.top_k) is int and 0 <= self.top_k < 2**31,
             "top_k",
             self.top_k,
-            "0 (off) or a positive integer",
+            "0 (off) or a positive integer below 2**31",
         )
         _check(
             type(self.seed) is int and 0 <= self.seed < 2**32,
@@ -55,7 +62,10 @@ class Request:
             self.seed,
             "an integer from 0 to 2**32 - 1",
         )
-        _check(all(self.stop), "stop", self.stop, "texts of at least one character")
+        texts = all(isinstance(s, str) and s for s in self.stop)
+        _check(texts, "stop", self.stop, "texts of at least one character")
+        ids = all(map(_is_id, self.stop_ids))
+        _check(ids, "stop_token_ids", list(self.stop_ids), "token ids, integers from 0")
 
     @property
     def limit(self) -> int:
@@ -71,6 +81,10 @@ def _check(good: bool, name: str, value: Any, expected: str) -> None:
         raise RequestError(f"{name} is {value!r}; expected {expected}")
 
 
+def _is_id(value: Any) -> bool:
+    return isinstance(value, Integral) and 0 <= value < 2**31
+
+
 def token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
     """Ids of a prompt given as text or as ids; refuses what the model has no row for."""
     if isinstance(prompt, str):
@@ -80,7 +94,7 @@ def token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> tupl
             )
         prompt = tokenizer.encode(prompt)
     try:
-        ids = tuple(int(i) for i in prompt)
+        ids = tuple(operator.index(i) for i in prompt)
     except (TypeError, ValueError) as error:
         raise RequestError(f"the prompt is {prompt!r}; expected a text or a list of ids") from error
     if outside := [i for i in ids if not 0 <= i < vocab_size]:
