@@ -33,7 +33,7 @@ def rules(rows: int = 1, **columns: Any) -> RowRules:
 
 
 def filtered(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """The definition, for one row of logits: temperature, then top-k, then top-p on what remains."""
+    """The definition, for a row of logits: temperature, top-k, then top-p on what remains."""
     if temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
     scaled = logits.astype(np.float64) / temperature

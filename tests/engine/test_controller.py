@@ -1,0 +1,129 @@
+"""Histories of the request machine: what a device may say, in any order."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_jax.engine.controller import (
+    Cancelled,
+    Effects,
+    Event,
+    Finish,
+    Phase,
+    Policy,
+    State,
+    Stepped,
+    advance,
+    speculates,
+)
+
+STOP = 9
+
+
+def device(history: list[tuple[str, list[int], bool]], policy: Policy) -> list[Event]:
+    """Events a device can send: it cuts behind a stop token and at the length limit (R5).
+
+    It does not know about cancellations, so steps go on after one, cut as if it never came.
+    """
+    events: list[Event] = []
+    room, stopped = policy.max_tokens, False
+    for kind, tokens, draft_finite in history:
+        if kind == "cancel":
+            events.append(Cancelled())
+            continue
+        if kind == "broken":
+            events.append(Stepped((), finite=False))
+            continue
+        kept = [] if stopped else tokens[:room]
+        if STOP in kept:
+            kept, stopped = kept[: kept.index(STOP) + 1], True
+        room -= len(kept)
+        events.append(Stepped(tuple(kept), draft_finite=draft_finite))
+    return events
+
+
+histories = st.lists(
+    st.tuples(
+        st.sampled_from(["step"] * 8 + ["cancel", "broken"]),
+        st.lists(st.integers(0, STOP), max_size=8),
+        st.booleans(),
+    ),
+    max_size=30,
+)
+policies = st.builds(
+    Policy,
+    max_tokens=st.integers(1, 40),
+    stop_ids=st.sampled_from([frozenset(), frozenset({STOP})]),
+    speculative=st.booleans(),
+)
+
+
+def run(events: list[Event], policy: Policy) -> tuple[State, list[Effects]]:
+    state, seen = State(), []
+    for event in events:
+        state, effects = advance(state, event, policy)
+        seen.append(effects)
+    return state, seen
+
+
+@settings(max_examples=300, deadline=None)
+@given(histories, policies)
+def test_every_history_ends_at_most_once_and_emits_nothing_after(
+    history: list[tuple[str, list[int], bool]], policy: Policy
+) -> None:
+    if not policy.stop_ids:
+        history = [(kind, [t % STOP for t in tokens], ok) for kind, tokens, ok in history]
+    events = device(history, policy)
+    state, seen = run(events, policy)
+    ends = [i for i, effects in enumerate(seen) if effects.finish]
+    assert len(ends) <= 1
+    assert (state.phase is Phase.DONE) == bool(ends)
+    emitted = [t for effects in seen for t in effects.emit]
+    assert len(emitted) == state.emitted <= policy.max_tokens
+    if not ends:
+        assert len(emitted) < policy.max_tokens
+        assert STOP not in emitted
+        return
+    assert all(effects == Effects() for effects in seen[ends[0] + 1 :])
+    said = [t for e in events[: ends[0] + 1] if isinstance(e, Stepped) for t in e.tokens]
+    assert emitted == said  # nothing the device decided before the end is lost
+    finish = seen[ends[0]].finish
+    assert (finish is Finish.STOP) == (emitted[-1:] == [STOP])
+    if finish is Finish.LENGTH:
+        assert len(emitted) == policy.max_tokens
+    if finish is Finish.ERROR:
+        assert events[ends[0]] == Stepped((), finite=False)
+    if finish is Finish.CANCELLED:
+        assert events[ends[0]] == Cancelled()
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories, policies)
+def test_drafting_ends_for_good_after_three_bad_drafts(
+    history: list[tuple[str, list[int], bool]], policy: Policy
+) -> None:
+    state, bad = State(), 0
+    for event in device(history, policy):
+        live = state.phase is not Phase.DONE
+        state, effects = advance(state, event, policy)
+        if live and isinstance(event, Stepped) and event.finite:
+            bad += not event.draft_finite
+            assert effects.fallback == (None if event.draft_finite else "draft_not_finite")
+        assert speculates(state, policy) == (policy.speculative and bad < 3)
+
+
+def test_a_stop_token_that_is_also_the_last_allowed_one_ends_as_a_stop() -> None:
+    policy = Policy(max_tokens=2, stop_ids=frozenset({STOP}))
+    _, seen = run([Stepped((1,)), Stepped((STOP,))], policy)
+    assert [e.finish for e in seen] == [None, Finish.STOP]
+
+
+def test_a_frozen_row_neither_emits_nor_ends() -> None:
+    policy = Policy(max_tokens=5)
+    state, seen = run([Stepped((1, 2)), Stepped(()), Stepped(())], policy)
+    assert state.phase is Phase.DECODING
+    assert seen[1:] == [Effects(), Effects()]
+
+
+def test_a_stop_string_is_a_cancellation_with_its_own_reason() -> None:
+    _, effects = advance(State(), Cancelled(Finish.STOP), Policy(max_tokens=5))
+    assert effects == Effects(finish=Finish.STOP)

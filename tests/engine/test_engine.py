@@ -1,0 +1,392 @@
+"""What a caller of the engine sees: streams, ends, rows, statistics, broken numbers."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import ComputeError, RequestError
+from dflash_jax.testing import force_acceptance, set_script
+from dflash_jax.tokenizer import Tokenizer
+
+PROMPT = [5, 4, 3, 2, 1]
+MANY = 24
+
+
+def twin(engine: Engine, **changes: Any) -> Engine:
+    """Another engine over the same compiled programs."""
+    parts = {name: getattr(engine, name) for name in ("target", "drafter", "params", "plan")}
+    made = Engine(**parts | changes)
+    made.executables = engine.executables
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rows_are_left_free(tiny: Engine, tiny3: Engine) -> Iterator[None]:
+    """These engines are shared: a test that leaves a request behind would poison the next."""
+    yield
+    for engine in (tiny, tiny3):
+        assert not any(engine._rows)
+        assert not engine._waiting
+
+
+@pytest.fixture(scope="module")
+def truth(tiny: Engine) -> list[int]:
+    """The target's own continuation of PROMPT."""
+    return tiny.generate(PROMPT, max_tokens=60, speculative=False).token_ids
+
+
+@pytest.fixture(scope="module")
+def spoken(tiny: Engine) -> Engine:
+    """`tiny` with a tokenizer: token i is the letter chr(256 + i)."""
+    vocab = {chr(256 + i): i for i in range(tiny.target.vocab_size)}
+    core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.decoder = decoders.Fuse()
+    return twin(tiny, tokenizer=Tokenizer(core, None, {}))
+
+
+def text(ids: list[int]) -> str:
+    return "".join(chr(256 + i) for i in ids)
+
+
+# -- ends -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_generation_ends_at_max_tokens(tiny: Engine, truth: list[int], speculative: bool) -> None:
+    for n in (1, 2, 4, 5, 9):
+        result = tiny.generate(PROMPT, max_tokens=n, speculative=speculative)
+        assert result.token_ids == truth[:n]
+        assert result.finish_reason == "length"
+        assert result.stats.output_tokens == n
+        assert result.text is None
+
+
+def test_a_single_token_takes_no_round(tiny: Engine) -> None:
+    stats = tiny.generate(PROMPT, max_tokens=1).stats
+    assert stats.rounds == stats.plain_steps == 0
+    assert stats.acceptance_length is None
+    assert stats.tokens_per_s == 0.0
+
+
+def test_prompt_and_output_may_fill_the_plan_exactly(tiny: Engine) -> None:
+    prompt = [i % 250 for i in range(100)]
+    plain = tiny.generate(prompt, max_tokens=28, speculative=False)
+    fast = tiny.generate(prompt, max_tokens=28)
+    assert len(plain.token_ids) == 28
+    assert plain.token_ids == fast.token_ids
+
+
+@pytest.mark.parametrize("pattern", [[0], [1], [3], [2, 0, 3]])
+def test_a_stop_token_at_any_place_of_a_block_is_the_last_token(
+    scripted: Engine, truth: list[int], pattern: list[int]
+) -> None:
+    whole = [*PROMPT, *truth]
+    set_script(scripted, force_acceptance(whole, len(PROMPT), pattern, 251))
+    for stop in dict.fromkeys(truth[:16]):
+        wanted = truth[: truth.index(stop) + 1]
+        result = scripted.generate(PROMPT, max_tokens=MANY, stop_token_ids=[stop])
+        assert result.token_ids == wanted
+        assert result.finish_reason == "stop"
+        assert 1 + sum(result.stats.acceptance_lengths) == len(wanted)
+
+
+def test_end_tokens_of_the_model_stop_unless_ignored(tiny: Engine, truth: list[int]) -> None:
+    eos = truth[3]
+    engine = twin(tiny, target=type(tiny.target)(**vars(tiny.target) | {"eos_token_ids": (eos,)}))
+    assert engine.generate(PROMPT, max_tokens=9).token_ids == truth[: truth.index(eos) + 1]
+    free = engine.generate(PROMPT, max_tokens=9, ignore_eos=True)
+    assert free.token_ids == truth[:9]
+    both = engine.generate(PROMPT, max_tokens=9, stop_token_ids=[truth[1]])
+    assert both.token_ids == truth[: truth.index(truth[1]) + 1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_stop_string_ends_text_and_tokens_alike_in_both_lanes(
+    spoken: Engine, truth: list[int], length: int
+) -> None:
+    for at in (0, 1, 2, 6, 11):
+        stop = text(truth[at : at + length])
+        begin = text(truth).index(stop)
+        results = [
+            spoken.generate(PROMPT, max_tokens=30, stop=[stop, "never"], speculative=speculative)
+            for speculative in (True, False)
+        ]
+        for result in results:
+            assert result.text == text(truth[:begin])
+            assert result.token_ids == truth[: begin + length]
+            assert result.finish_reason == "stop"
+            assert result.stats.output_tokens == begin + length
+
+
+def test_a_stop_string_in_the_last_allowed_token_ends_as_a_stop(
+    spoken: Engine, truth: list[int]
+) -> None:
+    result = spoken.generate(PROMPT, max_tokens=2, stop=text(truth[1:2]))
+    assert result.finish_reason == "stop"
+
+
+def test_pieces_hold_back_what_may_become_a_stop_string(spoken: Engine, truth: list[int]) -> None:
+    stop = text(truth[5:9])
+    assert text(truth).index(stop) == 5
+    given = ""
+    for piece in spoken.stream(PROMPT, max_tokens=30, stop=stop):
+        given += piece.text
+        assert not any(given.endswith(stop[:n]) for n in range(1, len(stop)))
+    assert given == text(truth[:5])
+    almost = stop[:-1] + "?"
+    result = spoken.generate(PROMPT, max_tokens=8, stop=almost)
+    assert result.text == text(truth[:8])  # what was held back comes out at the end
+    assert result.finish_reason == "length"
+
+
+# -- streams and rows --------------------------------------------------------------------------
+
+
+def test_pieces_join_to_the_result(spoken: Engine, truth: list[int]) -> None:
+    stream = spoken.stream(PROMPT, max_tokens=20)
+    pieces = list(stream)
+    assert [i for p in pieces for i in p.token_ids] == truth[:20] == stream.result.token_ids
+    assert "".join(p.text for p in pieces) == stream.result.text == text(truth[:20])
+
+
+def test_a_stream_closed_early_keeps_its_output_and_frees_its_row(
+    tiny: Engine, truth: list[int]
+) -> None:
+    stream = tiny.stream(PROMPT, max_tokens=60)
+    for piece in stream:
+        assert piece.token_ids
+        break
+    assert stream.result.finish_reason == "cancelled"
+    got = stream.result.token_ids
+    assert got == truth[: len(got)]
+    assert 0 < len(got) < 60
+    assert tiny.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
+
+
+def test_a_result_cannot_be_read_before_its_end(tiny: Engine) -> None:
+    stream = tiny.stream(PROMPT, max_tokens=5)
+    with pytest.raises(RequestError, match="still runs; iterate it to its end, or close it"):
+        _ = stream.result
+    stream.close()
+    stream.close()
+    assert stream.result.token_ids == []
+
+
+def test_streams_share_one_row_by_taking_turns(tiny: Engine, truth: list[int]) -> None:
+    """The second waits for the row; drawing from it runs the first to its end."""
+    first = tiny.stream(PROMPT, max_tokens=20)
+    second = tiny.stream([9, 8], max_tokens=20)
+    pieces = iter(first)
+    got = list(next(pieces).token_ids)
+    other = [i for piece in second for i in piece.token_ids]
+    got += [i for piece in pieces for i in piece.token_ids]
+    assert got == truth[:20]
+    assert other == tiny.generate([9, 8], max_tokens=20).token_ids
+
+
+def test_streams_on_rows_of_their_own_run_side_by_side(tiny3: Engine) -> None:
+    prompts = [[7], list(range(20)), PROMPT]
+    alone = [tiny3.generate(p, max_tokens=15).token_ids for p in prompts]
+    streams = [iter(tiny3.stream(p, max_tokens=15)) for p in prompts]
+    got: list[list[int]] = [[] for _ in prompts]
+    while any(streams):
+        for i, stream in enumerate(streams):
+            if stream and not (piece := next(stream, None)):
+                streams[i] = None
+            elif stream:
+                got[i] += piece.token_ids
+    assert got == alone
+
+
+def test_more_prompts_than_rows_are_queued(tiny: Engine, tiny3: Engine) -> None:
+    prompts = [[i, *range(i % 7), 200 - i] for i in range(8)]
+    results = tiny3.generate_many(prompts, max_tokens=10)
+    assert [r.token_ids for r in results] == [
+        tiny.generate(p, max_tokens=10).token_ids for p in prompts
+    ]
+    assert [r.stats.prompt_tokens for r in results] == [len(p) for p in prompts]
+
+
+def test_a_refused_prompt_among_many_leaves_nothing_behind(tiny3: Engine) -> None:
+    with pytest.raises(RequestError, match=r"\[999\] are out of range"):
+        tiny3.generate_many([PROMPT, [999]], max_tokens=10)
+    assert not tiny3._waiting
+    assert not any(tiny3._rows)
+
+
+def test_cancelling_one_request_does_not_disturb_its_neighbours(tiny3: Engine) -> None:
+    alone = tiny3.generate([7, 7], max_tokens=30).token_ids
+    keep, drop = tiny3.submit([7, 7], max_tokens=30), tiny3.submit(PROMPT, max_tokens=30)
+    late = tiny3.submit(PROMPT, max_tokens=10)
+    for turn in range(100):
+        if turn == 4:
+            tiny3.cancel(drop)
+        if keep.done and late.done:
+            break
+        tiny3.advance()
+    assert keep.result().token_ids == alone
+    assert drop.result().finish_reason == "cancelled"
+    assert late.result().token_ids == tiny3.generate(PROMPT, max_tokens=10).token_ids
+
+
+# -- statistics --------------------------------------------------------------------------------
+
+
+def test_statistics_add_up(scripted: Engine, truth: list[int]) -> None:
+    set_script(scripted, force_acceptance([*PROMPT, *truth], len(PROMPT), [2, 0, 3, 1], 251))
+    stats = scripted.generate(PROMPT, max_tokens=21).stats
+    assert stats.acceptance_lengths == [3, 1, 4, 2, 3, 1, 4, 2]
+    assert stats.rounds == 8
+    assert stats.acceptance_length == 20 / 8
+    assert stats.drafted == 8 * 3
+    assert stats.accepted == 20 - 8 == sum(stats.accepted_per_position)
+    assert stats.accepted_per_position == [6, 4, 2]
+    assert stats.plain_steps == 0
+    assert stats.output_tokens == 21
+    assert stats.compile_s == 0.0
+    assert 0 < stats.prefill_s <= stats.first_token_s
+    assert stats.tokens_per_s == 20 / stats.decode_s
+
+
+def test_results_become_json(tiny: Engine, truth: list[int]) -> None:
+    result = tiny.generate(PROMPT, max_tokens=5)
+    result.stats.fallbacks["draft_not_finite"] += 2
+    fields = json.loads(json.dumps(result.to_json()))
+    assert fields["token_ids"] == truth[:5]
+    assert fields["finish_reason"] == "length"
+    assert fields["stats"]["fallbacks"] == {"draft_not_finite": 2}
+    assert fields["stats"]["recovery"] == {}
+    assert fields["stats"]["acceptance_length"] == result.stats.acceptance_length
+
+
+# -- requests that cannot be served ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
+        ([], {}, "the prompt is empty; give at least one token"),
+        ([3, 251, -1], {}, r"token ids \[251, -1\] are out of range; the target knows 0 to 250"),
+        ("text", {}, "ships no tokenizer.json; give token ids"),
+        (None, {}, "the prompt is None; expected a text or a list of ids"),
+        ([1.5], {}, r"the prompt is \[1.5\]; expected a text or a list of ids"),
+        (["1"], {}, r"the prompt is \['1'\]; expected"),
+        ([1] * 120, {"max_tokens": 9}, "has 120 tokens and max_tokens is 9: together 129, but the"),
+        ([1] * 120, {"max_tokens": 9}, "Lower max_tokens, shorten the prompt, or load with a"),
+        ([1], {"max_tokens": 0}, "max_tokens is 0; expected an integer of at least 1"),
+        ([1], {"max_tokens": 2.0}, "max_tokens is 2.0; expected an integer"),
+        ([1], {"temperature": -1.0}, "temperature is -1.0; expected 0"),
+        ([1], {"temperature": float("nan")}, "temperature is nan; expected 0"),
+        ([1], {"temperature": "hot"}, "temperature is 'hot'; expected 0"),
+        ([1], {"top_p": 0.0}, "top_p is 0.0; expected a number above 0"),
+        ([1], {"top_p": 1.5}, "top_p is 1.5; expected a number above 0, up to 1"),
+        ([1], {"top_k": -1}, "top_k is -1; expected 0"),
+        ([1], {"top_k": 2**40}, "top_k is 1099511627776; expected 0"),
+        ([1], {"seed": -1}, "seed is -1; expected an integer from 0"),
+        ([1], {"stop": [""]}, r"stop is \('',\); expected texts"),
+        ([1], {"stop": [3]}, r"stop is \(3,\); expected texts"),
+        ([1], {"stop_token_ids": ["a"]}, r"stop_token_ids is \['a'\]; expected token ids"),
+        ([1], {"stop_token_ids": list(range(9))}, "9 stop tokens were given, but the plan has"),
+    ],
+)
+def test_bad_requests_are_refused_by_name(
+    tiny: Engine, prompt: Any, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RequestError, match=says):
+        tiny.generate(prompt, **{"max_tokens": 4} | options)
+    assert not tiny._waiting
+
+
+def test_numpy_values_are_fine_arguments(tiny: Engine, truth: list[int]) -> None:
+    result = tiny.generate(
+        np.array(PROMPT), max_tokens=6, stop_token_ids=np.array([250]), temperature=np.float32(0)
+    )
+    assert result.token_ids == truth[:6]
+
+
+# -- numbers that broke (C7) -------------------------------------------------------------------
+
+
+def test_a_broken_draft_costs_a_plain_step_and_a_counter(
+    scripted: Engine, truth: list[int]
+) -> None:
+    script: list[float] = [*PROMPT, *truth]
+    script[len(PROMPT) + 6] = float("nan")
+    set_script(scripted, script)
+    result = scripted.generate(PROMPT, max_tokens=20)
+    assert result.token_ids == truth[:20]
+    assert result.stats.fallbacks == {"draft_not_finite": 2}  # drafted twice over that place
+    assert result.stats.acceptance_lengths[:5] == [4, 1, 1, 4, 4]
+
+
+def test_three_broken_drafts_turn_drafting_off_for_the_request(
+    scripted: Engine, truth: list[int]
+) -> None:
+    set_script(scripted, [float("nan")] * 100)
+    result = scripted.generate(PROMPT, max_tokens=30)
+    assert result.token_ids == truth[:30]
+    assert result.stats.fallbacks["draft_not_finite"] in (3, 4)  # one may be in the air already
+    assert result.stats.plain_steps >= 25
+    set_script(scripted, [*PROMPT, *truth])
+    assert scripted.generate(PROMPT, max_tokens=30).stats.acceptance_lengths[:3] == [4, 4, 4]
+
+
+@pytest.fixture
+def broken(tiny: Engine) -> Engine:
+    """A target whose embedding of token 77 is not a number."""
+    table = np.array(tiny.params["target"]["embed"])
+    table[77] = np.nan
+    target = tiny.params["target"] | {"embed": jax.device_put(table)}
+    return twin(tiny, params=tiny.params | {"target": target})
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+@pytest.mark.parametrize("place", [0, 4, 20, 39])
+def test_a_broken_target_fails_its_request_and_leaves_a_clean_row(
+    broken: Engine, truth: list[int], speculative: bool, place: int
+) -> None:
+    prompt = [1] * 40
+    prompt[place] = 77
+    with pytest.raises(ComputeError, match="logits are not finite after 0 output tokens"):
+        broken.generate(prompt, max_tokens=10, speculative=speculative)
+    assert 77 not in truth[:20]
+    after = broken.generate(PROMPT, max_tokens=20, speculative=speculative)
+    assert after.token_ids == truth[:20]
+
+
+def test_a_target_that_breaks_midway_keeps_what_was_given(tiny: Engine, truth: list[int]) -> None:
+    at = next(i for i in range(5, 60) if truth[i] not in [*truth[:i], *PROMPT, 0])
+    table = np.array(tiny.params["target"]["embed"])
+    table[truth[at]] = np.inf
+    target = tiny.params["target"] | {"embed": jax.device_put(table)}
+    engine = twin(tiny, params=tiny.params | {"target": target})
+    stream = engine.stream(PROMPT, max_tokens=60, speculative=False)
+    got: list[int] = []
+    with pytest.raises(ComputeError, match=f"after {at + 1} output tokens; the weights are dam"):
+        for piece in stream:
+            got += piece.token_ids
+    assert got == truth[: at + 1]
+
+
+def test_a_broken_request_does_not_disturb_its_neighbours(tiny3: Engine, tiny: Engine) -> None:
+    table = np.array(tiny3.params["target"]["embed"])
+    table[77] = np.nan
+    target = tiny3.params["target"] | {"embed": jax.device_put(table)}
+    engine = twin(tiny3, params=tiny3.params | {"target": target})
+    prompts = [[1, 2], [1, 77, 3], [9] * 20, [4]]
+    lives = [engine.submit(p, max_tokens=12) for p in prompts]
+    while not all(live.done for live in lives):
+        engine.advance()
+    with pytest.raises(ComputeError):
+        lives[1].result()
+    for i in (0, 2, 3):  # the last one inherited a row
+        wanted = tiny.generate(prompts[i], max_tokens=12).token_ids
+        assert 77 not in wanted
+        assert lives[i].result().token_ids == wanted

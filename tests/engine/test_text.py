@@ -1,0 +1,102 @@
+"""Text of a growing output: whole characters, stop strings over any chunk borders."""
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from dflash_jax.engine.text import OutputText
+from dflash_jax.tokenizer import Tokenizer
+
+
+def _byte_letters() -> list[str]:
+    """The printable stand-in of every byte, as byte-level BPE vocabularies spell them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in printable]
+    return [chr(b) if b in printable else chr(256 + rest.index(b)) for b in range(256)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Token i is byte i."""
+    core = tokenizers.Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(_byte_letters())}, merges=[])
+    )
+    core.decoder = decoders.ByteLevel()
+    return Tokenizer(core, None, {})
+
+
+def chunks(data: bytes, cuts: list[int]) -> list[list[int]]:
+    borders = sorted({0, len(data), *(c % (len(data) + 1) for c in cuts)})
+    return [list(data[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+
+
+texts = st.text(st.sampled_from("ab¶é漢🙂 \n"), max_size=12)
+cuts = st.lists(st.integers(0, 60), max_size=8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=texts, where=cuts)
+def test_pieces_are_whole_characters_and_join_to_the_text(
+    tokenizer: Tokenizer, text: str, where: list[int]
+) -> None:
+    stream = tokenizer.stream()
+    given_ = ""
+    for ids in chunks(text.encode(), where):
+        given_ += stream.push(ids)
+        assert text.startswith(given_)  # never a replacement character, never half of one
+    assert given_ + stream.flush() == text == stream.text
+
+
+def test_half_a_character_is_kept_back_until_the_end(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.stream()
+    assert stream.push("a🙂".encode()[:-1]) == "a"
+    assert stream.flush().strip("\ufffd") == ""
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=texts, where=cuts, stop=st.lists(st.text("ab¶é", min_size=1, max_size=3), max_size=3))
+def test_output_is_cut_before_the_first_stop_string_and_never_retracted(
+    tokenizer: Tokenizer, text: str, where: list[int], stop: list[str]
+) -> None:
+    output = OutputText(tokenizer, stop)
+    pieces = []
+    for ids in chunks(text.encode(), where):
+        pieces.append(output.push(ids))
+        sofar = "".join(pieces)
+        assert output.text == sofar
+        assert text.startswith(sofar)
+        assert not any(s in sofar for s in stop)
+    pieces.append(output.finish())
+    places = [text.find(s) for s in stop if s in text]
+    assert "".join(pieces) == output.text
+    assert output.stopped == bool(places)
+    if not places:
+        assert output.text == text
+    elif len(stop) == 1:
+        assert output.text == text[: places[0]]
+    else:  # of overlapping stop strings the one completed first counts
+        assert output.text in {text[:at] for at in places}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_stop_string_over_chunk_borders(tokenizer: Tokenizer, size: int) -> None:
+    output, data = OutputText(tokenizer, ["</end>"]), b"say </en or </end> and more"
+    said = [output.push(list(data[i : i + size])) for i in range(0, len(data), size)]
+    assert "".join(said) == "say </en or "
+    assert output.stopped
+    assert output.push([65]) == output.finish() == ""
+
+
+def test_what_might_have_become_a_stop_string_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+    output = OutputText(tokenizer, ["</end>"])
+    assert output.push(list(b"so </en")) == "so "
+    assert output.finish() == "</en"
+    assert not output.stopped
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    output = OutputText(None, ["x"])
+    assert output.push([1, 2]) == output.finish() == output.text == ""
+    assert not output.stopped
