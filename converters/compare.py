@@ -108,8 +108,9 @@ def difference(name: str, first: TensorSource, second: TensorSource) -> Differen
     bad = 0
     for start in range(0, rows, step):
         chosen = slice(start, min(start + step, rows))
-        a = first.read_rows(name, chosen).astype(np.float64)
-        b = second.read_rows(name, chosen).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            a = first.read_rows(name, chosen).astype(np.float64)
+            b = second.read_rows(name, chosen).astype(np.float64)
         finite = np.isfinite(a) & np.isfinite(b)
         if not finite.all():
             bad += int((~finite).sum())

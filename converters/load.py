@@ -98,7 +98,8 @@ class _Job:
         values = source.read_rows(self.part.name, self.rows)
         with np.errstate(over="ignore", invalid="ignore"):
             values = values.astype(self.view.dtype, copy=False)
-        if not _finite(values):
+            finite = _finite(values)
+        if not finite:
             raise _not_finite(self.part, source, self.view.dtype)
         self.view[...] = values.reshape(self.view.shape)
 
@@ -125,7 +126,8 @@ def _finite(values: np.ndarray) -> bool:
 
 def _not_finite(part: Part, source: TensorSource, dtype: np.dtype) -> CheckpointError:
     stored = source.read(part.name)
-    bad = int(stored.size - np.isfinite(stored).sum())
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        bad = int(stored.size - np.isfinite(stored).sum())
     if bad:
         return CheckpointError(
             f"{part.name} holds {bad} values that are NaN or infinite (NaN marks a tensor that"

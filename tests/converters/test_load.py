@@ -150,6 +150,13 @@ def test_values_that_are_not_finite_are_refused(tmp_path):
         load_target(folder, config, "float16")
 
 
+def test_signalling_nans_are_refused_without_a_warning(tmp_path):
+    bad = np.full(64, 0x7F81, np.uint16).view(ml_dtypes.bfloat16)
+    folder, config = target_folder(tmp_path, model__norm__weight=bad)
+    with pytest.raises(CheckpointError, match=r"norm\.weight holds 64 values"):
+        load_target(folder, config, "bfloat16")
+
+
 def test_an_unknown_dtype_is_named():
     folder = ORACLE / "targets" / "qwen3"
     with pytest.raises(ConfigError, match="'int8' is not one of"):
