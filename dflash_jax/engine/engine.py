@@ -86,6 +86,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.programs = declare(plan, target, drafter)
         self.executables: dict[str, Executable] = {}
+        self.compile_s = 0.0  # seconds spent compiling so far
         self._state = jax.device_put(
             jax.tree.map(
                 lambda x: np.zeros(x.shape, x.dtype),
@@ -344,4 +345,6 @@ class Engine:
         if not lane:
             return 0.0
         self.executables |= compile_programs(self.programs[name] for name in sorted(lane))
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.compile_s += seconds
+        return seconds
