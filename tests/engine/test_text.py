@@ -1,5 +1,7 @@
 """Text of a growing output: whole characters, stop strings over any chunk borders."""
 
+import itertools
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -29,7 +31,7 @@ def tokenizer() -> Tokenizer:
 
 def chunks(data: bytes, cuts: list[int]) -> list[list[int]]:
     borders = sorted({0, len(data), *(c % (len(data) + 1) for c in cuts)})
-    return [list(data[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+    return [list(data[a:b]) for a, b in itertools.pairwise(borders)]
 
 
 texts = st.text(st.sampled_from("ab¶é漢🙂 \n"), max_size=12)

@@ -1,0 +1,162 @@
+"""`explain`: from configs alone, as text and as JSON, with published totals."""
+
+import json
+
+import pytest
+
+from dflash_jax import Plan
+from dflash_jax.compiler import resolve
+from dflash_jax.compiler.explain import Explanation, explain
+from dflash_jax.compiler.memory import Work, drafter_weights, target_weights, work
+from dflash_jax.compiler.roofline import DEVICES, find_device, roofline
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
+
+H200 = DEVICES["H200"]
+
+
+def qwen3(hidden: int, layers: int, heads: int, inner: int) -> TargetConfig:
+    return TargetConfig(
+        model_type="qwen3",
+        qk_norm=True,
+        vocab_size=151936,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=inner,
+        windows=(None,) * layers,
+        max_length=40960,
+    )
+
+
+def dflash(target: TargetConfig, inner: int, **changes: object) -> DrafterConfig:
+    fields = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "num_layers": 5,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": inner,
+        "block_size": 16,
+        "mask_token_id": 151669,
+        "target_layer_ids": (1, 9, 17, 25, 33),
+        "num_target_layers": 36,
+        "windows": (None,) * 5,
+        "causal": (False,) * 5,
+    }
+    return DrafterConfig(**fields | changes)
+
+
+QWEN3_8B = qwen3(4096, 36, 32, 12288)
+DFLASH_8B = dflash(QWEN3_8B, 12288)
+LANES = ("prefill", "plain", "speculative")
+NAMES = {*LANES, *(f"{name}_sampled" for name in LANES), "forced", "wipe"}
+
+
+def test_parameter_totals_are_the_published_ones() -> None:
+    qwen3_4b = qwen3(2560, 1, 32, 9728)  # of these only the width counts: drafters are weighed
+    qwen35_27b = qwen3(5120, 1, 32, 17408)
+    gpt_oss = qwen3(2880, 1, 64, 2880)
+    assert drafter_weights(QWEN3_8B, DFLASH_8B) == 1_048_626_432
+    assert drafter_weights(qwen3_4b, dflash(qwen3_4b, 9728)) == 537_427_200
+    assert drafter_weights(qwen35_27b, dflash(qwen35_27b, 17408)) == 1_730_213_120
+    biased = {
+        "num_layers": 8,
+        "num_heads": 64,
+        "head_dim": 64,
+        "windows": (None,) * 8,
+        "causal": (False,) * 8,
+        "target_layer_ids": (1, 6, 11, 16, 21),
+        "attention_bias": True,
+    }
+    assert drafter_weights(gpt_oss, dflash(gpt_oss, 7680, **biased)) == 784_767_104
+    assert target_weights(QWEN3_8B) == 8_190_735_360
+
+
+@pytest.fixture(scope="module")
+def large() -> Explanation:
+    """Qwen3-8B with its drafter on an H200: nothing is compiled, no weight exists."""
+    plan = resolve(Plan(rows=4), QWEN3_8B, DFLASH_8B, platform="gpu", memory=H200.memory)
+    return explain(QWEN3_8B, DFLASH_8B, plan, H200, compile=False)
+
+
+def test_the_text_says_models_plan_memory_device_and_programs(large: Explanation) -> None:
+    lines = str(large).splitlines()
+    assert lines[0] == "target   qwen3  36 layers  full attention  taps 1 9 17 25 33"
+    assert "dflash v1  5 layers  full attention  bidirectional  block 16  mask 151669" in lines[1]
+    assert "rows 4  max length 8192" in lines[2]
+    assert "bfloat16  exact" in lines[2]
+    assert lines[3].startswith("memory   weights 17.2 GiB, caches ")
+    assert lines[4].startswith("device   H200: 4,300 GB/s, 790.0 TFLOP/s bfloat16")
+    table = {line.split()[0]: line for line in lines if line and line.split()[0] in NAMES}
+    assert table.keys() == NAMES
+    assert table["speculative"].split()[-2:] == ["m", "-"]  # bound by memory, not compiled
+    assert table["forced"].split()[-5:] == ["-"] * 5
+
+
+def test_json_holds_the_same(large: Explanation) -> None:
+    found = json.loads(json.dumps(large.to_json()))
+    assert found["plan"]["rows"] == 4
+    assert found["target"]["hidden_size"] == 4096
+    assert found["drafter"]["target_layer_ids"] == [1, 9, 17, 25, 33]
+    assert found["budget"]["weights"] == 2 * (8_190_735_360 + 1_048_626_432)
+    assert found["device"]["name"] == "H200"
+    assert {p["name"] for p in found["programs"]} == NAMES
+    assert all(p["aliased_bytes"] is None for p in found["programs"])
+    counted = {p["name"]: p["work"]["bytes"] for p in found["programs"] if p["work"]}
+    assert counted["plain"] < counted["speculative"]
+    shape, dtype = found["parameters"]["target/embed"]
+    assert (shape, dtype) == ([151936, 4096], "bfloat16")
+    assert "jax" in found["versions"]
+
+
+def test_compiled_figures_appear_when_asked_for() -> None:
+    target = tiny_target(num_layers=1)
+    plan = Plan(max_length=64, block=4, chunk=8)
+    plan = resolve(plan, target, None, platform="cpu", memory=AMPLE)
+    found = explain(target, None, plan, find_device("cpu"))
+    for program in found.programs:
+        assert program.aliased_bytes == 2 * 2 * 8 * plan.slots * 4 + 8
+        assert program.argument_bytes > program.aliased_bytes
+        assert program.temporary_bytes is not None
+        assert program.compile_s > 0
+        assert len(program.stablehlo) == 8
+    assert " s\n" in str(found)
+
+
+def test_windows_and_causality_are_told_by_layer() -> None:
+    target = tiny_target(windows=(10, None, 24))
+    drafter = tiny_drafter(target, block_size=4)
+    plan = resolve(Plan(block=8), target, drafter, platform="cpu", memory=AMPLE)
+    lines = str(explain(target, drafter, plan, DEVICES["CPU"], compile=False)).splitlines()
+    assert "window 10 on 0, full attention on 1, window 24 on 2" in lines[0]
+    assert "window 12 on 0, full attention on 1  causal on 0, bidirectional on 1" in lines[1]
+    assert any(x.startswith("note     block 8 is wider than the 4 the drafter was") for x in lines)
+
+
+def test_work_counts_every_weight_once() -> None:
+    plan = resolve(Plan(), QWEN3_8B, DFLASH_8B, platform="gpu", memory=H200.memory)
+    layers = 8_190_735_360 - 151936 * 4096  # of the embeddings only rows are read
+    caches = 2 * 36 * 8 * 128 * plan.slots * 2
+    counted = work(plan, QWEN3_8B, None, "plain")
+    assert counted.bytes == 2 * layers + caches
+    assert counted.flops > 2 * layers * plan.block
+    narrow = work(plan, QWEN3_8B, None, "plain1")
+    assert counted.bytes == narrow.bytes
+    assert counted.flops == plan.block * narrow.flops
+
+
+def test_a_roofline_is_the_slower_of_memory_and_compute() -> None:
+    moving = roofline(Work(bytes=int(4.3e12), flops=1), H200, "bfloat16")
+    assert (moving.seconds, moving.bound) == (1.0, "memory")
+    computing = roofline(Work(bytes=1, flops=int(790e12)), H200, "bfloat16")
+    assert (computing.seconds, computing.bound) == (1.0, "compute")
+
+
+def test_devices_are_found_by_what_jax_calls_them() -> None:
+    assert find_device("NVIDIA H200").name == "H200"
+    assert find_device("NVIDIA GeForce RTX 4090").name == "RTX 4090"
+    assert find_device("something else").name == "CPU"

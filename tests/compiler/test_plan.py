@@ -1,0 +1,165 @@
+"""The plan as a value, its completion, and the byte budget against real arrays."""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_jax import Plan
+from dflash_jax.compiler import resolve
+from dflash_jax.compiler.memory import budget
+from dflash_jax.compiler.programs import empty_state
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.errors import PlanError
+from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target
+
+TARGET = tiny_target(num_layers=2)
+DRAFTER = tiny_drafter(TARGET, target_layer_ids=(0,))
+
+
+def complete(plan: Plan, *, platform: str = "cpu", memory: int = AMPLE) -> Plan:
+    return resolve(plan, TARGET, DRAFTER, platform=platform, memory=memory)
+
+
+def test_a_plan_is_frozen_and_hashable() -> None:
+    plan = Plan(block=4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.block = 8  # type: ignore[misc]
+    assert {plan: "here"}[Plan(block=4)] == "here"
+    assert plan != Plan(block=5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.builds(
+        Plan,
+        rows=st.integers(1, 64),
+        max_length=st.one_of(st.just(0), st.integers(2, 10**6)),
+        block=st.one_of(st.just(0), st.integers(2, 64)),
+        chunk=st.integers(0, 4096),
+        dtype=st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+        exact=st.booleans(),
+        rings=st.booleans(),
+        lookahead=st.integers(0, 1),
+        stop_slots=st.integers(1, 32),
+        memory_limit=st.integers(0, 2**50),
+    )
+)
+def test_a_plan_survives_json(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+    assert set(json.loads(plan.to_json())) == {f.name for f in dataclasses.fields(Plan)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("rows", 0, "expected an integer of at least 1"),
+        ("rows", "two", "expected an integer of at least 1"),
+        ("rows", True, "expected an integer of at least 1"),
+        ("max_length", 1, "expected an integer of at least 2"),
+        ("max_length", -5, "expected an integer of at least 2"),
+        ("block", 1, "expected an integer of at least 2"),
+        ("block", 2.5, "expected an integer of at least 2"),
+        ("chunk", -1, "expected an integer of at least 1"),
+        ("stop_slots", 0, "expected an integer of at least 1"),
+        ("memory_limit", -1, "expected an integer of at least 1"),
+        ("lookahead", 2, "expected 0 or 1"),
+        ("dtype", "int8", "expected one of auto, float32, bfloat16, float16"),
+    ],
+)
+def test_an_invalid_field_is_named(field: str, value: Any, expected: str) -> None:
+    with pytest.raises(PlanError, match=f"{field} is {re.escape(repr(value))}; {expected}"):
+        Plan(**{field: value})
+
+
+def test_unknown_fields_of_a_stored_plan_are_named() -> None:
+    stored = json.dumps(json.loads(Plan().to_json()) | {"blocks": 4})
+    with pytest.raises(PlanError, match=r"unknown plan fields \['blocks'\]; known are \['block'"):
+        Plan.from_json(stored)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "chunk", "length"),
+    [("cpu", "float32", 64, 1024), ("gpu", "bfloat16", 256, 4096)],
+)
+def test_open_choices_are_made_for_the_platform_and_the_drafter(
+    platform: str, dtype: str, chunk: int, length: int
+) -> None:
+    plan = complete(Plan(), platform=platform)
+    assert (plan.dtype, plan.chunk, plan.max_length) == (dtype, chunk, length)
+    assert plan.block == DRAFTER.block_size == 8
+    assert plan.memory_limit == AMPLE
+    assert complete(plan, platform="gpu") == plan  # nothing is left open
+
+
+def test_made_choices_stay() -> None:
+    plan = Plan(rows=2, max_length=77, block=5, chunk=9, dtype="float16", memory_limit=10**9)
+    assert complete(plan, memory=1) == plan
+
+
+def test_more_positions_than_the_target_has_are_refused() -> None:
+    says = "max_length is 5000, but the target was made for 4096 positions; ask for at most 4096"
+    with pytest.raises(PlanError, match=says):
+        complete(Plan(max_length=5000))
+
+
+@pytest.mark.parametrize("drafter", [None, DRAFTER])
+@pytest.mark.parametrize(
+    "target", [TARGET, tiny_target(windows=(10, None, 24), attention_bias=True)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_budget_is_the_bytes_of_real_parameters_and_caches(
+    target: TargetConfig, drafter: DrafterConfig | None, dtype: str
+) -> None:
+    plan = Plan(rows=3, max_length=200, block=8, chunk=16, dtype=dtype)
+    need = budget(plan, target, drafter)
+    params = random_params(target, drafter, dtype=dtype)
+    assert need.weights == sum(x.nbytes for x in jax.tree.leaves(params))
+    state = empty_state(plan, target, drafter)
+    held = sum(x.nbytes for x in jax.tree.leaves((state.target, state.draft)))
+    assert 0 <= need.caches - held <= 2 * 4 * plan.rows  # position and anchor may be counted
+    assert need.total == need.weights + need.caches + need.temporaries
+    if target.windows[0]:
+        assert state.target[0].k.shape[2] < state.target[1].k.shape[2] == plan.slots
+
+
+def test_caches_hold_the_longest_sequence_and_the_widest_call() -> None:
+    plan = Plan(max_length=100, block=8, chunk=16)
+    assert plan.slots >= 100 + 16
+    assert plan.ring_slots(10) >= 10 + 16
+    assert plan.ring_slots(None) is None
+    assert plan.ring_slots(1000) is None  # a ring would be no smaller
+    assert dataclasses.replace(plan, rings=False).ring_slots(10) is None
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
+def test_a_plan_that_does_not_fit_names_the_longest_length_that_would(share: float) -> None:
+    plan = Plan(rows=4, max_length=4000, block=8, chunk=16)
+    total = budget(dataclasses.replace(plan, dtype="float32"), TARGET, DRAFTER).total
+    limit = int(total * share)
+    with pytest.raises(PlanError) as caught:
+        complete(plan, memory=limit)
+    text = str(caught.value)
+    assert re.search(r"the plan needs weights .* caches .* temporaries .* total .*, but only", text)
+    named = int(re.search(r"max_length=(\d+) would fit", text)[1])
+    assert 16 < named < 4000
+    assert complete(dataclasses.replace(plan, max_length=named), memory=limit)
+    with pytest.raises(PlanError):
+        complete(dataclasses.replace(plan, max_length=named + 16), memory=limit)
+
+
+def test_a_model_that_never_fits_says_so() -> None:
+    with pytest.raises(PlanError, match="even a short max_length does not; use fewer rows"):
+        complete(Plan(), memory=1000)
+
+
+def test_memory_limit_of_the_plan_goes_before_that_of_the_device() -> None:
+    with pytest.raises(PlanError, match=r"but only 2\.0 KiB are allowed"):
+        complete(Plan(memory_limit=2048))
+    assert np.isfinite(complete(Plan(memory_limit=AMPLE), memory=1).memory_limit)

@@ -1,0 +1,122 @@
+"""Which part may import which: the boundaries of ARCHITECTURE.md, read from the source."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRACED = ("nn", "models", "decode")
+
+
+def files(*folders: str) -> list[Path]:
+    found = [p for folder in folders for p in sorted((ROOT / folder).rglob("*.py"))]
+    assert found, folders
+    return found
+
+
+def imports(path: Path, *, inside_functions: bool = True) -> set[str]:
+    """Dotted names a file imports; `from a import b` counts as a.b."""
+
+    def walk(node: ast.AST) -> Iterator[ast.AST]:
+        for child in ast.iter_child_nodes(node):
+            if inside_functions or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield child
+                yield from walk(child)
+
+    names = set()
+    for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def under(name: str, *packages: str) -> bool:
+    return any(name == p or name.startswith(p + ".") for p in packages)
+
+
+def dotted(node: ast.AST) -> str:
+    """`jax.jit` for the expression jax.jit; empty for anything but names and attributes."""
+    if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_the_controller_knows_nothing_but_the_standard_library() -> None:
+    names = imports(ROOT / "dflash_jax/engine/controller.py")
+    assert names
+    assert {n.split(".")[0] for n in names} <= sys.stdlib_module_names
+    assert not any(under(n, "time", "random", "os", "logging", "threading") for n in names)
+
+
+@pytest.mark.parametrize("folder", TRACED)
+def test_traced_code_imports_neither_the_host_side_nor_input_and_output(folder: str) -> None:
+    host = ("engine", "compiler", "cli", "loading", "tokenizer", "train", "testing", "allocator")
+    banned = [f"dflash_jax.{part}" for part in host]
+    banned += ["converters", "logging", "time", "os", "pathlib", "json", "io", "random", "warnings"]
+    for path in files(f"dflash_jax/{folder}"):
+        assert not [n for n in imports(path) if under(n, *banned)], path
+
+
+@pytest.mark.parametrize("folder", TRACED)
+def test_traced_code_calls_nothing_that_leaves_the_device(folder: str) -> None:
+    banned = {"print", "open", "np.load", "np.save", "np.asarray", "np.array", "jax.device_get"}
+    banned |= {"jax.pure_callback", "jax.debug.print", "jax.debug.callback", "jax.device_put"}
+    for path in files(f"dflash_jax/{folder}"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        calls = {dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert not calls & banned, path
+
+
+def test_networks_do_not_know_how_they_are_decoded() -> None:
+    for path in files("dflash_jax/nn"):
+        names = imports(path)
+        assert not [n for n in names if under(n, "dflash_jax.models", "dflash_jax.decode")], path
+    for path in files("dflash_jax/models"):
+        assert not [n for n in imports(path) if under(n, "dflash_jax.decode")], path
+
+
+def test_only_the_compiler_jits() -> None:
+    jitting = set()
+    for path in files("dflash_jax", "converters"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        if names & {"jax.jit", "nn.jit", "jax.pmap"} or imports(path) & {"jax.jit", "jax.pmap"}:
+            jitting.add(path.relative_to(ROOT).parts[:2])
+    assert jitting == {("dflash_jax", "compiler")}
+
+
+def test_converters_are_imported_inside_functions_of_loading_and_the_commands_alone() -> None:
+    importing = set()
+    for path in files("dflash_jax"):
+        if any(under(n, "converters") for n in imports(path)):
+            importing.add(path.relative_to(ROOT / "dflash_jax").parts[0])
+        top = imports(path, inside_functions=False)
+        assert not [n for n in top if under(n, "converters")], path
+    assert importing <= {"loading.py", "cli", "train"}
+    assert {"loading.py", "cli"} <= importing
+
+
+def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
+    allowed = [f"dflash_jax.{part}" for part in ("config", "quant", "checkpoint", "errors")]
+    for path in files("converters"):
+        ours = [n for n in imports(path) if under(n, "dflash_jax")]
+        assert not [n for n in ours if not under(n, *allowed)], path
+
+
+def test_configs_and_errors_are_free_of_jax() -> None:
+    for path in [*files("dflash_jax/config"), ROOT / "dflash_jax/errors.py"]:
+        assert not [n for n in imports(path) if under(n, "jax", "flax", "jaxlib")], path
+
+
+def test_flax_means_linen_and_struct() -> None:
+    used = set()
+    for path in files("dflash_jax", "converters", "tests"):
+        used |= {n for n in imports(path) if under(n, "flax")}
+    assert used <= {"flax.linen", "flax.struct"}
+    assert "flax.linen" in used

@@ -1,0 +1,56 @@
+"""C5: after warm-up nothing is traced and nothing is compiled."""
+
+import jax
+import pytest
+
+from dflash_jax.engine.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def warm(tiny3: Engine) -> Engine:
+    tiny3.warm_up(sampled=True)
+    return tiny3
+
+
+def test_warm_up_compiles_every_lane_once(warm: Engine) -> None:
+    assert set(warm.programs) - set(warm.executables) == {"forced"}
+    before = dict(warm.executables)
+    assert warm.warm_up(sampled=True) < 0.05
+    assert warm.executables == before
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("speculative", [True, False], ids=["speculative", "plain"])
+def test_a_whole_generation_traces_nothing(
+    warm: Engine, temperature: float, speculative: bool
+) -> None:
+    prompts = [[1] * n for n in (1, 5, 15, 16, 17, 33, 64)]
+    before = dict(warm.executables)
+    with jax.no_tracing():
+        results = warm.generate_many(
+            prompts,
+            max_tokens=20,
+            temperature=temperature,
+            top_k=9,
+            top_p=0.9,
+            seed=1,
+            stop_token_ids=[3, 4],
+            speculative=speculative,
+        )
+        stream = warm.stream([1, 2, 3], max_tokens=30, temperature=temperature, seed=1)
+        next(iter(stream))
+        stream.close()
+    assert all(r.stats.compile_s == 0.0 for r in results)
+    assert warm.executables == before
+
+
+def test_a_broken_number_traces_nothing_either(warm: Engine) -> None:
+    """Wiping a row is a program of its own, compiled with the rest."""
+    with jax.no_tracing():
+        warm._wipe([1])
+    assert warm.generate([5], max_tokens=5).stats.compile_s == 0.0
+
+
+def test_tracing_would_be_noticed() -> None:
+    with jax.no_tracing(), pytest.raises(RuntimeError, match="re-tracing"):
+        jax.jit(lambda x: x + 1)(3)

@@ -1,0 +1,94 @@
+"""C5, C6 and R1 on the compiled programs: which there are, and what they copy."""
+
+import re
+
+import pytest
+
+from dflash_jax import Plan
+from dflash_jax.compiler import Executable, compile_programs, declare, resolve
+from dflash_jax.compiler.memory import budget
+from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
+
+BLOCK, CHUNK = 8, 16
+GREEDY = {"prefill", "plain", "speculative"}
+# Wide heads and few of them: caches are large beside anything a step computes.
+TARGET = tiny_target(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=64, vocab_size=61)
+DRAFTER = tiny_drafter(
+    TARGET,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=64,
+    windows=(None,),
+    causal=(False,),
+    target_layer_ids=(0,),
+)
+
+
+def plan(rows: int, *, exact: bool = True) -> Plan:
+    made = Plan(rows=rows, max_length=2000, block=BLOCK, chunk=CHUNK, dtype="float32", exact=exact)
+    return resolve(made, TARGET, DRAFTER, platform="cpu", memory=AMPLE)
+
+
+def build(rows: int, *names: str, exact: bool = True) -> dict[str, Executable]:
+    programs = declare(plan(rows, exact=exact), TARGET, DRAFTER)
+    return compile_programs(programs[name] for name in names)
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[tuple[int, str], Executable]:
+    """Every kind of program over three rows; over one row a block and the one-token lane."""
+    three = build(3, "prefill", "plain", "speculative", "speculative_sampled", "forced", "wipe")
+    one = build(1, "speculative") | build(1, "plain1", exact=False)
+    found = {(3, name): program for name, program in three.items()}
+    return found | {(1, name): program for name, program in one.items()}
+
+
+def test_the_programs_are_few_and_known_from_the_plan() -> None:
+    both = {*GREEDY, *(f"{name}_sampled" for name in GREEDY)}
+    assert declare(plan(3), TARGET, DRAFTER).keys() == both | {"forced", "wipe"}
+    single = declare(plan(3, exact=False), TARGET, DRAFTER).keys()
+    assert single - both == {"plain1", "plain1_sampled", "forced", "wipe"}
+    assert "plain" not in single
+    alone = declare(plan(1), TARGET, None).keys()
+    assert alone == {"prefill", "plain", "prefill_sampled", "plain_sampled", "forced", "wipe"}
+
+
+def test_all_of_the_donated_state_is_updated_in_place(
+    built: dict[tuple[int, str], Executable],
+) -> None:
+    for (rows, name), program in built.items():
+        slot = 2 * 2 * 64 * 4  # key and value, two heads, float32
+        caches = 2 * rows * plan(rows).slots * slot  # a target layer's and a drafter layer's
+        assert program.donated_bytes == caches + 2 * 4 * rows, name
+        assert program.aliased_bytes == program.donated_bytes, name
+
+
+def test_no_program_has_room_to_copy_a_cache(built: dict[tuple[int, str], Executable]) -> None:
+    for (rows, name), program in built.items():
+        keys = rows * plan(rows).slots * 2 * 64 * 4  # of one layer: half a cache
+        assert program.temporary_bytes < keys, (rows, name)
+    assert built[3, "wipe"].temporary_bytes < 1000
+
+
+def test_temporaries_stay_under_the_budget_of_the_plan(
+    built: dict[tuple[int, str], Executable],
+) -> None:
+    for (rows, name), program in built.items():
+        allowed = budget(plan(rows), TARGET, DRAFTER).temporaries
+        assert program.temporary_bytes <= allowed, (rows, name)
+
+
+def test_no_program_calls_back_to_the_host(built: dict[tuple[int, str], Executable]) -> None:
+    for key, program in built.items():
+        hlo = program.compiled.as_text()
+        assert "HloModule" in hlo
+        for text in (hlo, program.stablehlo):
+            assert not re.search(r"callback|outfeed|infeed|\bsend\b|\brecv\b", text), key
+
+
+def test_programs_read_their_parts_by_name(built: dict[tuple[int, str], Executable]) -> None:
+    """Profiles show the parts by these scopes."""
+    hlo = built[3, "speculative"].compiled.as_text()
+    for scope in ("draft", "target", "verify", "attention", "mlp", "head", "context"):
+        assert re.search(rf'op_name="[^"]*/{scope}/', hlo), scope
