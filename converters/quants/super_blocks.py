@@ -7,6 +7,9 @@ import numpy as np
 
 from converters.quants.legacy import half, interleave, nibbles
 
+# The low bits of each byte of a word.
+LOW_2, LOW_4, LOW_6 = np.uint32(0x03030303), np.uint32(0x0F0F0F0F), np.uint32(0x3F3F3F3F)
+
 
 def q2_k(blocks: np.ndarray, out: np.ndarray) -> None:
     """w = d * sc * q - dmin * mn, a scale byte (sc low, mn high) for every 16 weights."""
@@ -22,11 +25,10 @@ def q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
     codes -= 4
     codes += interleave(_bit_planes(blocks[:, :32], 2), 32)
     out.reshape(-1)[...] = codes.view(np.int8)
-    low, high = nibbles(blocks[:, 96:104])
-    top = np.ascontiguousarray(blocks[:, 104:108])
-    scale = np.concatenate([low, high], axis=1)
-    for k in range(4):
-        scale[:, 4 * k : 4 * k + 4] |= (top >> 2 * k & 3) << 4
+    low, high, top = _words(blocks[:, 96:108])
+    parts = [low, high, low >> 4, high >> 4]
+    words = [part & LOW_4 | (top >> 2 * k & LOW_2) << 4 for k, part in enumerate(parts)]
+    scale = _bytes(words)
     scale -= 32
     _scale(out, half(blocks, 108) * scale.view(np.int8).astype(np.float32))
 
@@ -74,10 +76,23 @@ def _bit_planes(packed: np.ndarray, place: int) -> list[np.ndarray]:
 
 def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Eight scales and eight offsets, float32 [N, 8], of 12 bytes (Q4_K, Q5_K)."""
-    first, second, third = (np.ascontiguousarray(packed[:, i : i + 4]) for i in (0, 4, 8))
-    scale = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=1)
-    offset = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], axis=1)
-    return scale.astype(np.float32), offset.astype(np.float32)
+    first, second, third = _words(packed)
+    scale_top, offset_top = (first >> 6 & LOW_2) << 4, (second >> 6 & LOW_2) << 4
+    scale = [first & LOW_6, third & LOW_4 | scale_top]
+    offset = [second & LOW_6, third >> 4 & LOW_4 | offset_top]
+    both = _bytes(scale + offset).astype(np.float32)
+    return both[:, :8], both[:, 8:]
+
+
+def _words(packed: np.ndarray) -> list[np.ndarray]:
+    """The 32-bit words of bytes [N, 4 M], each [N]: four bytes are worked on at once."""
+    words = np.ascontiguousarray(packed).view("<u4")
+    return [np.ascontiguousarray(words[:, i]) for i in range(words.shape[1])]
+
+
+def _bytes(words: list[np.ndarray]) -> np.ndarray:
+    """The bytes [N, 4 M] of M arrays of words [N]."""
+    return np.stack(words, axis=1).astype("<u4", copy=False).view(np.uint8)
 
 
 def _scale(out: np.ndarray, by: np.ndarray) -> None:
