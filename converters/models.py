@@ -8,7 +8,7 @@ from converters import names
 from converters.canonical import Canonical, check
 from converters.gguf import GgufFile, drafter, open_gguf, target
 from converters.gguf.tokenizer import stop_ids, tokenizer_files
-from converters.hf import open_directory
+from converters.hf import ShardedSafetensors, open_directory
 from converters.hf_quantised import dequantised
 from converters.load import Params, Progress, load
 from converters.names import huggingface, speculators
@@ -96,7 +96,7 @@ def _from_folder(path: Path, taps: str) -> Model:
     fields = read_json(path / "config.json")
     quantised = fields.pop("quantization_config", None)
     source = open_directory(path)
-    notes = tuple(getattr(source, "notes", ()))
+    notes = source.notes if isinstance(source, ShardedSafetensors) else ()
     source = dequantised(source, quantised, where=where)
     if speculators.is_speculators(fields):
         fields, read = speculators.published_fields(fields, where=where, choice=taps)

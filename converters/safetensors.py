@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from converters.source import Rows, as_rows
+from converters.source import Rows, as_rows, map_file
 from dflash_jax.errors import CheckpointError
 
 DTYPES: dict[str, np.dtype] = {
@@ -119,19 +119,6 @@ def open_safetensors(path: str | Path) -> SafetensorsFile:
     header = parse_header(buffer[8 : 8 + length], where=str(path))
     _check_tiling(header.entries, len(buffer) - 8 - length, where=str(path))
     return SafetensorsFile(path, buffer, 8 + length, header)
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """A file mapped read-only; a missing or empty one is refused by name."""
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except ValueError:
-        raise CheckpointError(f"{path} is empty; fetch it again") from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}); give a weight file that exists"
-        ) from None
 
 
 def parse_header(raw: bytes, *, where: str) -> Header:

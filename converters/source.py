@@ -1,8 +1,12 @@
 """What every weight file looks like from outside: named, lazily read tensors."""
 
+import mmap
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
+from dflash_jax.errors import CheckpointError
 
 Rows = slice | np.ndarray
 
@@ -45,3 +49,16 @@ class TensorSource(Protocol):
 def as_rows(array: np.ndarray) -> np.ndarray:
     """A row-major array as [rows, last axis]; a vector [N] as [N, 1]."""
     return array.reshape(-1, array.shape[-1] if array.ndim > 1 else 1)
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """A file mapped read-only; a missing or empty one is refused by name."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError:
+        raise CheckpointError(f"{path} is empty; fetch it again") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}); give a weight file that exists"
+        ) from None

@@ -11,8 +11,7 @@ import numpy as np
 
 from converters import quants
 from converters.gguf.header import Header, TensorInfo, parse
-from converters.safetensors import map_file
-from converters.source import Rows
+from converters.source import Rows, map_file
 from dflash_jax.errors import CheckpointError
 
 SHARD = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")

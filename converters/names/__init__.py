@@ -19,7 +19,7 @@ def slots(config: AttentionConfig) -> list[Slot]:
         return dflash.slots(config)
     if isinstance(config, TargetConfig) and config.model_type in TARGETS:
         return TARGETS[config.model_type](config)
-    kind = getattr(config, "model_type", type(config).__name__)
+    kind = config.model_type if isinstance(config, TargetConfig) else type(config).__name__
     raise ConfigError(
         f"no name table for {kind}; there is one for {', '.join(TARGETS)} and drafters"
     )
