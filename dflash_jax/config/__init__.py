@@ -45,7 +45,7 @@ TARGET_TYPES = {"llama": "llama", "qwen3": "qwen3"}
 def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetConfig:
     """The target described by a Hugging Face config; raises ConfigError for anything unknown."""
     model_type = fields.get("model_type")
-    if model_type not in TARGET_TYPES:
+    if not isinstance(model_type, str) or model_type not in TARGET_TYPES:
         raise ConfigError(
             f"{where}: model_type {model_type!r} is not a target this version runs;"
             f" it runs {', '.join(sorted(TARGET_TYPES))}"

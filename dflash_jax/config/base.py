@@ -9,6 +9,7 @@ from dflash_jax.config.fields import Fields
 from dflash_jax.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,9 +104,13 @@ def dense_fields(f: Fields) -> dict[str, Any]:
 def geometry(f: Fields) -> dict[str, Any]:
     """The fields of AttentionConfig."""
     hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
+    if not 1 <= (layers := f.integer("num_hidden_layers")) <= MOST_LAYERS:
+        raise ConfigError(
+            f"{f.where}: num_hidden_layers is {layers}; expected 1 to {MOST_LAYERS:,}"
+        )
     return {
         "hidden_size": hidden,
-        "num_layers": f.integer("num_hidden_layers"),
+        "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": f.integer("num_key_value_heads", heads),
         "head_dim": f.integer("head_dim", hidden // max(heads, 1)),
@@ -124,6 +129,10 @@ def rope_config(f: Fields) -> RopeConfig:
     kind = r.get("rope_type", r.get("type", "default"))
     r.used.update(("rope_type", "type"))
     theta, factor = r.number("rope_theta", outer_theta), r.number("factor", 1.0)
+    if not (theta > 0 and factor > 0):
+        raise ConfigError(
+            f"{f.where}: rope base is {theta} and its factor {factor}; both must be above 0"
+        )
     original = r.integer("original_max_position_embeddings", 0)
     original = original or f.integer("max_position_embeddings", 0)
     if kind not in ("default", "linear", "llama3", "yarn"):
@@ -158,7 +167,8 @@ def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
         raise ConfigError(f"{f.where}: sliding_window is {window!r}; expected a positive integer")
     default = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
     kinds = f.get("layer_types", default)
-    if len(kinds) != num_layers or set(kinds) - {FULL, SLIDING}:
+    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+    if not known or len(kinds) != num_layers:
         raise ConfigError(
             f"{f.where}: layer_types is {kinds}; expected {num_layers} entries of"
             f" {FULL!r} or {SLIDING!r}"

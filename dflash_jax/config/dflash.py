@@ -40,7 +40,7 @@ def drafter_config(fields: dict[str, Any], where: str = "config.json") -> Drafte
     """
     f = Fields(fields, where)
     kinds = f.get("architectures", ["DFlashDraftModel"])
-    if list(kinds) != ["DFlashDraftModel"]:
+    if kinds != ["DFlashDraftModel"]:
         raise ConfigError(f"{where}: architectures is {kinds}; expected ['DFlashDraftModel']")
     f.must_be("model_type", "qwen3")
     f.must_be("hidden_act", "silu")

@@ -92,14 +92,15 @@ class Fields:
         value = self.get(name, default)
         if value is None:
             raise ConfigError(f"{self.where} lacks {name!r}; add it as an integer")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{self.where}: {name} is {value!r}; expected an integer")
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**31:
+            raise ConfigError(f"{self.where}: {name} is {value!r}; expected a 32-bit integer")
         return value
 
     def number(self, name: str, default: float) -> float:
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self.where}: {name} is {value!r}; expected a number")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not abs(value) < 1e300:
+            raise ConfigError(f"{self.where}: {name} is {value!r}; expected a finite number")
         return float(value)
 
     def must_be(self, name: str, *allowed: Any) -> None:
