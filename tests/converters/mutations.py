@@ -172,11 +172,24 @@ def _apply(raw: bytes, damage: Sequence[tuple]) -> bytes:
     return raw
 
 
+SLOW = 1.0  # seconds
+
+
 def exercise(path: Path) -> tuple[str, float]:
     """Opens a file as every verb would; returns the outcome and the processor seconds it took.
 
+    A slow run is repeated: only what is slow every time counts, a busy machine does not.
     Any exception other than the named ones goes through.
     """
+    outcome, seconds = _once(path)
+    for _ in range(3):
+        if seconds < SLOW:
+            break
+        seconds = min(seconds, _once(path)[1])
+    return outcome, seconds
+
+
+def _once(path: Path) -> tuple[str, float]:
     began = time.process_time()
     try:
         json.dumps(inspect(path))
