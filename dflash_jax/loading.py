@@ -9,7 +9,7 @@ import importlib.resources
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -29,6 +29,9 @@ from dflash_jax.config import (
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, RequestError
 from dflash_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from converters.models import Model
 
 Source = str | os.PathLike[str]
 Config = TargetConfig | DrafterConfig
@@ -58,23 +61,49 @@ def load(
       ConfigError, CheckpointError: a model that cannot be run, or a pair that does not fit.
       PlanError: a plan that does not fit the models or the memory.
     """
+    return open_pair(target, drafter, taps=taps).engine(plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenPair:
+    """Models that were opened and checked, their weights still on disk. Made by `open_pair`."""
+
+    target: "Model"
+    drafter: "Model | None"
+    tokenizer: Tokenizer | None
+
+    @property
+    def configs(self) -> tuple[TargetConfig, DrafterConfig | None]:
+        """What the two models are."""
+        drafter = _as(DrafterConfig, self.drafter.config) if self.drafter else None
+        return _as(TargetConfig, self.target.config), drafter
+
+    def engine(self, plan: Plan | None = None) -> Engine:
+        """Completes the plan, reads the weights, and gives a ready engine."""
+        target, drafter = self.configs
+        plan = resolve_here(plan or Plan(), target, drafter)
+        params = {"target": self.target.load(plan.dtype)}
+        if self.drafter:
+            params["drafter"] = self.drafter.load(plan.dtype)
+        return Engine(target, drafter, jax.device_put(params), plan, tokenizer=self.tokenizer)
+
+
+def open_pair(
+    target: Source = SHIPPED, drafter: Source | None = AUTO, *, taps: str = AUTO
+) -> OpenPair:
+    """Opens a pair without reading its weights; arguments as for `load`."""
     tune_allocator()
     from converters.models import open_model
 
     target_path, drafter_path = _paths(target, drafter)
     found = open_model(target_path, role="target")
     drafting = open_model(drafter_path, role="drafter", taps=taps) if drafter_path else None
-    target_config = _as(TargetConfig, found.config)
-    drafter_config = _as(DrafterConfig, drafting.config) if drafting else None
+    tokenizer = Tokenizer.from_files(found.companions(), where=str(target_path))
+    pair = OpenPair(found, drafting, tokenizer)
+    target_config, drafter_config = pair.configs
     if drafter_config:
         check_pair(target_config, drafter_config)
-    plan = resolve_here(plan or Plan(), target_config, drafter_config)
-    params = {"target": found.load(plan.dtype)}
-    if drafting:
-        params["drafter"] = drafting.load(plan.dtype)
-    tokenizer = Tokenizer.from_files(found.companions(), where=str(target_path))
-    params = jax.device_put(params)
-    return Engine(target_config, drafter_config, params, plan, tokenizer=tokenizer)
+    return pair
 
 
 def describe(

@@ -36,8 +36,12 @@ def add_verb(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`dflash-jax generate`."""
-    engine = load_engine(options, quiet=options.json)
-    prompt = prompt_ids(options, engine.tokenizer)
+    engine, [prompt] = load_engine(
+        options,
+        lambda tokenizer: [prompt_ids(options, tokenizer)],
+        quiet=options.json,
+        sampled=options.temperature > 0,
+    )
     request = {
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -72,22 +73,42 @@ def chosen_drafter(options: argparse.Namespace) -> str | None:
     return None if options.drafter == "none" else options.drafter
 
 
-def load_engine(options: argparse.Namespace, *, quiet: bool) -> Any:
-    """A warm engine; says on standard error what takes time."""
-    with _telling("loading", quiet=quiet):
+def load_engine(
+    options: argparse.Namespace,
+    prompts: Callable[[Any], list[list[int]]],
+    *,
+    quiet: bool,
+    sampled: bool = False,
+) -> tuple[Any, list[list[int]]]:
+    """A warm engine and the prompts it is for; says on standard error what takes time.
+
+    Without --max-length the plan holds the longest prompt and its output, rounded up to a
+    power of two: attention on a CPU costs by capacity, and few capacities mean few compilations.
+
+    Args:
+      prompts: makes the prompts' ids from the tokenizer.
+      sampled: compile the sampling programs as well.
+    """
+    with telling("loading", quiet=quiet):
         use_compilation_cache()
         from dflash_jax import loading
 
-        engine = loading.load(
-            options.target, chosen_drafter(options), plan=chosen_plan(options), taps=options.taps
-        )
-    with _telling("compiling", quiet=quiet):
-        engine.warm_up()
-    return engine
+        pair = loading.open_pair(options.target, chosen_drafter(options), taps=options.taps)
+        ids = prompts(pair.tokenizer)
+        plan = chosen_plan(options)
+        if not plan.max_length:
+            need = max(map(len, ids)) + max(options.max_tokens, 1)
+            capacity = max(256, 1 << (need - 1).bit_length())
+            most = pair.configs[0].max_length
+            plan = dataclasses.replace(plan, max_length=min(capacity, most))
+        engine = pair.engine(plan)
+    with telling("compiling", quiet=quiet):
+        engine.warm_up(sampled=sampled)
+    return engine, ids
 
 
 @contextlib.contextmanager
-def _telling(what: str, *, quiet: bool) -> Iterator[None]:
+def telling(what: str, *, quiet: bool) -> Iterator[None]:
     show = not quiet and sys.stderr.isatty()
     if show:
         print(f"{what} ...", end="", file=sys.stderr, flush=True)

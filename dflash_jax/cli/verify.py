@@ -31,11 +31,13 @@ def run(options: argparse.Namespace) -> int:
     """`dflash-jax verify`: exit code 0 if every prompt's tokens are equal, 1 if not."""
     from dflash_jax.engine.compare import check
 
-    engine = load_engine(options, quiet=options.json)
+    engine, prompts = load_engine(
+        options, lambda tokenizer: _prompts(options, tokenizer), quiet=options.json
+    )
     if engine.drafter is None:
         raise RequestError("there is no drafter, so nothing to verify; give --drafter")
     checks = []
-    for ids in _verify_prompts(options, engine):
+    for ids in prompts:
         checks.append(done := check(engine, ids, max_tokens=options.max_tokens))
         if not options.json:
             state = "equal" if done.equal else f"DIFFER at token {done.first_difference}"
@@ -62,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _verify_prompts(options: argparse.Namespace, engine: Any) -> list[list[int]]:
+def _prompts(options: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
     if options.prompts is not None:
         try:
             lines = options.prompts.read_text(encoding="utf-8").splitlines()
@@ -70,9 +72,9 @@ def _verify_prompts(options: argparse.Namespace, engine: Any) -> list[list[int]]
             raise RequestError(f"{options.prompts} cannot be read: {error}") from error
         if not any(line.strip() for line in lines):
             raise RequestError(f"{options.prompts} holds no prompt; write one per line")
-        return [encode_prompt(line, options, engine.tokenizer) for line in lines if line.strip()]
+        return [encode_prompt(line, options, tokenizer) for line in lines if line.strip()]
     if options.prompt is None and options.prompt_ids is None:
-        if engine.tokenizer is None:
+        if tokenizer is None:
             raise RequestError("this model ships no tokenizer; give --prompt-ids 1,2,3")
         texts = (
             "Hello!",
@@ -81,5 +83,5 @@ def _verify_prompts(options: argparse.Namespace, engine: Any) -> list[list[int]]
             "Write a function that adds two numbers.",
             "Give me a JSON object with a name and an age.",
         )
-        return [encode_prompt(text, options, engine.tokenizer) for text in texts]
-    return [prompt_ids(options, engine.tokenizer)]
+        return [encode_prompt(text, options, tokenizer) for text in texts]
+    return [prompt_ids(options, tokenizer)]
