@@ -9,7 +9,7 @@ import importlib.resources
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -29,9 +29,6 @@ from dflash_jax.config import (
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, RequestError
 from dflash_jax.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from converters.models import Model
 
 Source = str | os.PathLike[str]
 Config = TargetConfig | DrafterConfig
@@ -64,12 +61,25 @@ def load(
     return open_pair(target, drafter, taps=taps).engine(plan)
 
 
+class OpenModel(Protocol):
+    """A model on disk, as `converters.models.open_model` gives it."""
+
+    @property
+    def config(self) -> Config:
+        """What it is."""
+        ...
+
+    def load(self, dtype: str) -> dict[str, Any]:
+        """Its parameters as NumPy arrays."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class OpenPair:
     """Models that were opened and checked, their weights still on disk. Made by `open_pair`."""
 
-    target: "Model"
-    drafter: "Model | None"
+    target: OpenModel
+    drafter: OpenModel | None
     tokenizer: Tokenizer | None
 
     @property
