@@ -1,0 +1,266 @@
+"""How fast decoding is, as paired ratios: over the official package, plain lanes, a device loop.
+
+    pip install torch==2.13.0 transformers==5.15.0 dflash==0.1.0
+    python -m benchmarks.decode [--configs tiny,9m,60m] [--pairs 9] [--json OUT]
+
+One process on one pinned core, float32 throughout, lanes in turn (A B A B); prefill is timed
+apart. Nothing is reported unless every lane gave the same tokens, and both engines the same
+acceptance lengths. The column `cpu` is the same ratio by CPU seconds instead of the clock: it
+suffers less from other work on the machine. Without the official package `--no-official` leaves
+that comparison out.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.cases import Case
+    from benchmarks.lanes import Run
+    from benchmarks.paired import Samples
+
+GOALS = {"tiny": 2.2, "9m": 1.7, "60m": 1.5}  # over the official package
+LOOP_GOAL = 0.97  # of the device loop's speed
+
+
+class DifferentTokensError(Exception):
+    """Two lanes that must agree do not; there is nothing to time."""
+
+
+@dataclasses.dataclass
+class Lane:
+    """A way of decoding a case: called for one sample, remembers what it produced."""
+
+    run: "Callable[[Any], Run]"
+    case: "Case"
+    runs: "list[Run]" = dataclasses.field(default_factory=list)
+    prefill: list[float] = dataclasses.field(default_factory=list)
+    cpu: list[float] = dataclasses.field(default_factory=list)  # tokens per CPU second
+
+    def __call__(self) -> float:
+        """Tokens per second over all prompts of the case."""
+        self.runs = [self.run(work) for work in self.case.work]
+        self.prefill.append(sum(run.prefill_s for run in self.runs))
+        tokens = sum(len(run.token_ids) - 1 for run in self.runs)
+        self.cpu.append(tokens / sum(run.decode_cpu_s for run in self.runs))
+        return tokens / sum(run.decode_s for run in self.runs)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [run.token_ids for run in self.runs]
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        return [run.acceptance_lengths for run in self.runs]
+
+
+def lanes_of(case: "Case", *, official: bool) -> dict[str, Lane]:
+    """Every lane of a case; `rounds` of the device loop come from a first run of ours."""
+    from benchmarks.lanes import DeviceLoop, generate
+    from dflash_jax.engine.compare import one_token_lane
+
+    engine, single, loop = case.engine, one_token_lane(case.engine), DeviceLoop(case.engine)
+    rounds = {
+        tuple(w.prompt): len(generate(engine, w.prompt, **case.options(w)).acceptance_lengths)
+        for w in case.work
+    }
+    lanes: dict[str, Callable[[Any], Run]] = {
+        "ours": lambda w: generate(engine, w.prompt, **case.options(w)),
+        "plain": lambda w: generate(engine, w.prompt, **case.options(w), speculative=False),
+        "plain1": lambda w: generate(single, w.prompt, **case.options(w)),
+        "device_loop": lambda w: loop.generate(
+            w.prompt,
+            max_tokens=case.max_tokens,
+            stop_ids=case.stop_ids,
+            rounds=rounds[tuple(w.prompt)],
+        ),
+    }
+    if official:
+        lanes |= official_lanes(case)
+    return {name: Lane(run, case) for name, run in lanes.items()}
+
+
+def official_lanes(case: "Case") -> "dict[str, Callable[[Any], Run]]":
+    """The official package, speculative and plain."""
+    try:
+        from benchmarks.official import Official
+    except ImportError as error:
+        raise SystemExit(
+            f"the official package is missing ({error}): pip install torch==2.13.0"
+            " transformers==5.15.0 dflash==0.1.0, or give --no-official"
+        ) from error
+    theirs = Official(case.engine)
+    options: dict[str, Any] = {"max_tokens": case.max_tokens, "stop_ids": case.stop_ids}
+    return {
+        "official": lambda w: theirs.generate(w.prompt, script=w.script, **options),
+        "official_plain": lambda w: theirs.generate(w.prompt, block=1, **options),
+    }
+
+
+def check(lanes: dict[str, Lane]) -> dict[str, bool]:
+    """Which lanes agree with ours; raises DifferentTokensError unless all do."""
+    ours = lanes["ours"]
+    agree = {f"tokens {name}": lane.tokens == ours.tokens for name, lane in lanes.items()}
+    for name in ("official", "device_loop"):
+        if name in lanes:
+            agree[f"acceptance lengths {name}"] = lanes[name].lengths == ours.lengths
+    if not all(agree.values()):
+        wrong = [name for name, equal in agree.items() if not equal]
+        raise DifferentTokensError(f"{ours.case.name}: differs from ours: {', '.join(wrong)}")
+    return agree
+
+
+def measure(case: "Case", pairs: int, *, official: bool) -> dict[str, Any]:
+    """All series of a case, each interleaved, and their ratios."""
+    from benchmarks.paired import interleaved, ratio
+
+    lanes = lanes_of(case, official=official)
+    for lane in lanes.values():
+        lane()
+    agree = check(lanes)
+    series = {"plain": ("ours", "plain", "plain1"), "device_loop": ("ours", "device_loop")}
+    if official:
+        series = {"official": ("ours", "official", "official_plain")} | series
+    report: dict[str, Any] = {"case": case.describe(), "agree": agree, "series": {}}
+    for name, members in series.items():
+        samples = interleaved({m: lanes[m] for m in members}, pairs)
+        baseline = faster(samples) if name == "plain" else name
+        cpu = {m: lanes[m].cpu[-pairs:] for m in members}
+        report["series"][name] = {
+            "tokens_per_s": samples,
+            "tokens_per_cpu_s": cpu,
+            "baseline": baseline,
+            "ratio": ratio(samples, "ours", baseline).to_json(),
+            "cpu_ratio": ratio(cpu, "ours", baseline).to_json(),
+        }
+        check(lanes)
+    lengths = [n for run in lanes["ours"].lengths for n in run]
+    report["acceptance_length"] = sum(lengths) / len(lengths)
+    report["rounds"] = len(lengths)
+    report["decode_tokens"] = sum(lengths)
+    report["prefill_s"] = {name: prefill(lane) for name, lane in lanes.items()}
+    return report
+
+
+def faster(samples: "Samples") -> str:
+    """The faster plain lane, which speculation is measured against."""
+    from benchmarks.paired import spread
+
+    return max(("plain", "plain1"), key=lambda name: spread(samples[name]).median)
+
+
+def prefill(lane: Lane) -> dict[str, Any]:
+    """Seconds of prefill over all prompts, the untimed runs left out."""
+    from benchmarks.paired import spread
+
+    return spread(lane.prefill[2:]).to_json()
+
+
+def table(reports: dict[str, Any]) -> str:
+    """One line per case and comparison."""
+    titles = (
+        "case",
+        "ours over",
+        "ratio",
+        "quartiles",
+        "min",
+        "cpu",
+        "goal",
+        "ours",
+        "other",
+        "tau",
+    )
+    lines = [columns(titles)]
+    for name, report in reports.items():
+        for series, found in report["series"].items():
+            goals = {"official": GOALS.get(name), "device_loop": LOOP_GOAL}
+            goal, tau = goals.get(series), report["acceptance_length"]
+            lines.append(
+                columns((name, *figures(found), goal or "-", *speeds(found), f"{tau:.3f}"))
+            )
+    return "\n".join(lines) + "\n(ours, other: median tokens/s)"
+
+
+def columns(cells: Sequence[object]) -> str:
+    """Cells of a table line, padded."""
+    widths = (12, 15, 7, 13, 7, 7, 5, 8, 8, 7)
+    return "".join(str(cell).ljust(width) + " " for cell, width in zip(cells, widths, strict=True))
+
+
+def figures(found: dict[str, Any]) -> tuple[str, ...]:
+    """Baseline, and the paired ratio: median, quartiles, minimum, median by CPU seconds."""
+    r = found["ratio"]
+    numbers = (r["median"], "{:.3f}-{:.3f}".format(*r["quartiles"]), r["low"])
+    cells = (x if isinstance(x, str) else f"{x:.3f}" for x in numbers)
+    return found["baseline"], *cells, f"{found['cpu_ratio']['median']:.3f}"
+
+
+def speeds(found: dict[str, Any]) -> tuple[str, str]:
+    """Median tokens per second of ours and of the baseline."""
+    samples = found["tokens_per_s"]
+    lanes = ("ours", found["baseline"])
+    return tuple(f"{statistics.median(samples[lane]):.1f}" for lane in lanes)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", default="tiny,9m,60m", help="also: tiny-random")
+    parser.add_argument("--pairs", type=int, default=9, help="samples of each lane, at least 7")
+    parser.add_argument("--pin", type=int, default=0, metavar="CPU", help="-1 leaves all cores")
+    parser.add_argument("--max-length", type=int, default=0, help="of the plan; fits by default")
+    parser.add_argument("--budget", type=float, default=1800, help="seconds; starts no case after")
+    parser.add_argument("--no-official", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    options = parser.parse_args()
+    if options.pairs < 7:
+        parser.error(f"--pairs is {options.pairs}; at least 7 make a median worth reading")
+    return options
+
+
+def pin(cpu: int) -> None:
+    """Keeps this process on one core; must come before jax and torch start their threads."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if cpu >= 0 and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {cpu})
+
+
+def main() -> int:
+    """Measures every case and prints the table; 1 if lanes disagree."""
+    options = arguments()
+    pin(options.pin)
+    from benchmarks.cases import build
+    from benchmarks.environment import environment
+    from dflash_jax.allocator import tune_allocator
+
+    tune_allocator()
+    started, reports = time.perf_counter(), {}
+    result = {"suite": "decode", "environment": environment(), "pinned": options.pin}
+    for name in options.configs.split(","):
+        if time.perf_counter() - started > options.budget:
+            print(f"{name}: left out, the budget of {options.budget:.0f} s is spent")
+            continue
+        load = os.getloadavg()[0]
+        try:
+            case = build(name, max_length=options.max_length)
+            report = measure(case, options.pairs, official=not options.no_official)
+        except DifferentTokensError as error:
+            print(error, file=sys.stderr)
+            return 1
+        reports[name] = report | {"load_before": load, "load_after": os.getloadavg()[0]}
+        print(table({name: reports[name]}), flush=True)
+    if options.json:
+        text = json.dumps(result | {"cases": reports}, indent=1) + "\n"
+        options.json.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

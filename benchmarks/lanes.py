@@ -1,0 +1,116 @@
+"""Our lanes, timed: prefill apart from decoding, and the fused step in a loop on the device."""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.compiler import jit
+from dflash_jax.compiler.programs import build_pair, empty_state, idle_rules
+from dflash_jax.decode import steps
+from dflash_jax.engine.engine import Engine
+from dflash_jax.state import DecodeState, RowRules
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One generation. Seconds of decoding exclude the prefill and the first token."""
+
+    token_ids: list[int]
+    acceptance_lengths: list[int]
+    prefill_s: float
+    decode_s: float
+    decode_cpu_s: float  # of all threads of this process: blind to what else the machine does
+
+
+def generate(engine: Engine, prompt: list[int], **options: Any) -> Run:
+    """Generates through the engine's own loop.
+
+    The clock of decoding starts when the prompt is in the caches and nothing else was
+    dispatched, and stops when the last token was read.
+    """
+    started = time.perf_counter()
+    live = engine.submit(prompt, **options)
+    while live.fed < len(prompt):
+        engine.advance()
+    jax.block_until_ready(engine._state)
+    ready, busy = time.perf_counter(), time.process_time()
+    while not live.done:
+        engine.advance()
+    ended, done = time.perf_counter(), time.process_time()
+    result = live.result()
+    lengths = result.stats.acceptance_lengths
+    return Run(result.token_ids, lengths, ready - started, ended - ready, done - busy)
+
+
+class DeviceLoop:
+    """The fused step of an engine's plan inside one `while_loop`, run for a number of rounds."""
+
+    def __init__(self, engine: Engine):
+        engine.warm_up()
+        self._engine, self._plan = engine, engine.plan
+        self._pair = build_pair(engine.target, engine.drafter)
+        self._state = jit(lambda: empty_state(engine.plan, engine.target, engine.drafter))()
+        self._loop = jit(self._rounds, donate=(1, 4))
+
+    def _rounds(
+        self,
+        params: steps.Params,
+        state: DecodeState,
+        rules: RowRules,
+        rounds: jax.Array,
+        answers: jax.Array,
+    ) -> tuple[DecodeState, jax.Array]:
+        """All rounds of a request; row i of `answers` is what round i said."""
+
+        def body(i: jax.Array, carry: tuple[DecodeState, jax.Array]) -> Any:
+            state, answers = carry
+            width = self._plan.block
+            state, out = steps.speculative(
+                self._pair, params, state, rules, width=width, sampled=False
+            )
+            return state, jax.lax.dynamic_update_slice(answers, out.packed, (i, 0))
+
+        return jax.lax.fori_loop(0, rounds, body, (state, answers))
+
+    def generate(
+        self, prompt: list[int], *, max_tokens: int, stop_ids: tuple[int, ...], rounds: int
+    ) -> Run:
+        """Prefills as the engine does, then decodes `rounds` rounds in one call."""
+        started = time.perf_counter()
+        rules = self._rules(len(prompt) + max_tokens, stop_ids)
+        first = self._prefill(prompt, rules)
+        answers = jnp.zeros((max_tokens, self._plan.block + 4), jnp.int32)
+        count = jnp.int32(rounds)
+        jax.block_until_ready((self._state, answers, count))
+        ready, busy = time.perf_counter(), time.process_time()
+        state, answers = self._loop(self._engine.params, self._state, rules, count, answers)
+        said = np.asarray(answers)[:rounds]
+        ended, done = time.perf_counter(), time.process_time()
+        self._state = state
+        lengths = said[:, -4].tolist()
+        tokens = [t for row, n in zip(said.tolist(), lengths, strict=True) for t in row[:n]]
+        return Run([first, *tokens], lengths, ready - started, ended - ready, done - busy)
+
+    def _rules(self, limit: int, stop_ids: tuple[int, ...]) -> RowRules:
+        stops = np.full((1, self._plan.stop_slots), -1, np.int32)
+        stops[0, : len(stop_ids)] = stop_ids
+        rules = idle_rules(self._plan)
+        return dataclasses.replace(
+            rules, limit=jnp.array([limit], jnp.int32), stop_ids=jnp.asarray(stops)
+        )
+
+    def _prefill(self, prompt: list[int], rules: RowRules) -> int:
+        chunk, out = self._plan.chunk, None
+        for at in range(0, len(prompt), chunk):
+            part = prompt[at : at + chunk]
+            tokens = np.zeros((1, chunk), np.int32)
+            tokens[0, : len(part)] = part
+            count, fresh = np.array([len(part)], np.int32), np.array([at == 0])
+            self._state, out = self._engine.executables["prefill"](
+                self._engine.params, self._state, tokens, count, fresh, rules
+            )
+        return int(out.packed[0, 0])
