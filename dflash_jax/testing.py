@@ -28,6 +28,7 @@ def tiny_target(**changes: Any) -> TargetConfig:
         "head_dim": 8,
         "intermediate_size": 48,
         "max_length": 4096,
+        "qk_norm": changes.get("model_type", "qwen3") == "qwen3",
     }
     return TargetConfig(**{"windows": (None,) * changes.get("num_layers", 3)} | fields | changes)
 

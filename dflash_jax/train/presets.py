@@ -40,17 +40,28 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One stretch of the target's training, on text of its own."""
+
+    conversations: int
+    agent_share: float  # of the conversations; the rest are chats
+    renamed_share: float = 0.0  # of the conversations, whose people get unusual names
+    code_characters: int
+    given_weight: float  # of tokens that users and tools write, next to 1 for the assistant's
+    buckets: tuple[Bucket, ...]
+    schedule: Schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
     """Everything that decides what comes out; two runs with equal presets are equal."""
 
     name: str
     seed: int = 0
-    conversations: int
-    code_characters: int
     vocabulary: int
     target: Shape
-    buckets: tuple[Bucket, ...]
-    target_schedule: Schedule
+    phases: tuple[Phase, ...]  # formats and code first, then mostly chats, then new names
+    transcripts: int  # training conversations too long to be answered anew, taken as they are
     chat_prompts: int  # conversations whose answers the target writes anew
     code_prompts: int
     chat_tokens: int  # most tokens of one such answer
@@ -78,6 +89,7 @@ class Preset:
             model_type="qwen3",
             vocab_size=self.vocabulary,
             tie_embeddings=True,
+            qk_norm=True,
             max_length=LONGEST,
             eos_token_ids=ends,
             dtype="bfloat16",
@@ -117,12 +129,27 @@ class Preset:
 
 SMOKE = Preset(
     name="smoke",
-    conversations=120,
-    code_characters=20_000,
     vocabulary=320,
     target=Shape(width=32, layers=3, heads=2, kv_heads=1, head_dim=16, inner=64),
-    buckets=(Bucket(length=256, rows=4),),
-    target_schedule=Schedule(steps=6, rate=3e-3, save_every=3),
+    phases=(
+        Phase(
+            conversations=80,
+            agent_share=0.4,
+            code_characters=20_000,
+            given_weight=0.1,
+            buckets=(Bucket(length=256, rows=4),),
+            schedule=Schedule(steps=4, rate=3e-3, save_every=3),
+        ),
+        Phase(
+            conversations=40,
+            agent_share=0.2,
+            code_characters=5_000,
+            given_weight=0.3,
+            buckets=(Bucket(length=256, rows=4),),
+            schedule=Schedule(steps=3, rate=3e-3, save_every=3),
+        ),
+    ),
+    transcripts=2,
     chat_prompts=12,
     code_prompts=4,
     chat_tokens=16,
@@ -142,26 +169,57 @@ SMOKE = Preset(
 
 TINY_CPU = Preset(
     name="tiny-cpu",
-    conversations=8_000,
-    code_characters=1_500_000,
     vocabulary=2048,
     target=Shape(width=256, layers=6, heads=4, kv_heads=2, head_dim=64, inner=768),
-    buckets=(
-        Bucket(length=256, rows=10),
-        Bucket(length=400, rows=6),
-        Bucket(length=640, rows=4),
-        Bucket(length=1280, rows=2),
+    phases=(
+        Phase(
+            conversations=8_000,
+            agent_share=0.4,
+            code_characters=1_500_000,
+            given_weight=0.1,
+            buckets=(
+                Bucket(length=256, rows=10),
+                Bucket(length=400, rows=6),
+                Bucket(length=640, rows=4),
+                Bucket(length=1280, rows=2),
+            ),
+            schedule=Schedule(steps=700, rate=3e-3),
+        ),
+        Phase(
+            conversations=9_000,
+            agent_share=0.12,
+            code_characters=200_000,
+            given_weight=0.3,
+            buckets=(
+                Bucket(length=160, rows=16),
+                Bucket(length=448, rows=6),
+                Bucket(length=1280, rows=2),
+            ),
+            schedule=Schedule(steps=380, rate=3e-3, save_every=50),
+        ),
+        Phase(
+            conversations=9_000,
+            agent_share=0.18,
+            renamed_share=0.6,
+            code_characters=200_000,
+            given_weight=0.3,
+            buckets=(
+                Bucket(length=160, rows=16),
+                Bucket(length=448, rows=6),
+                Bucket(length=1280, rows=2),
+            ),
+            schedule=Schedule(steps=450, rate=2e-3, save_every=50),
+        ),
     ),
-    target_schedule=Schedule(steps=700, rate=3e-3),
-    chat_prompts=3_200,
-    code_prompts=800,
+    transcripts=200,
+    chat_prompts=7_200,
+    code_prompts=1_200,
     chat_tokens=128,
     code_tokens=64,
     answer_buckets=(
         Bucket(length=160, rows=64),
         Bucket(length=256, rows=48),
         Bucket(length=448, rows=24),
-        Bucket(length=1280, rows=8),
     ),
     drafter_layers=3,
     drafter_inner=768,
@@ -170,28 +228,42 @@ TINY_CPU = Preset(
     decay=4.0,
     anchors=12,
     drafter_buckets=(
-        Bucket(length=160, rows=20),
-        Bucket(length=416, rows=8),
-        Bucket(length=1280, rows=2),
+        Bucket(length=160, rows=12),
+        Bucket(length=448, rows=4),
+        Bucket(length=1280, rows=1),
     ),
-    drafter_schedule=Schedule(steps=600, rate=2e-3),
+    drafter_schedule=Schedule(steps=1800, rate=2e-3),
     held_out_chat=200,
     held_out_code=60,
+)
+
+LARGE_BUCKETS = (
+    Bucket(length=256, rows=256),
+    Bucket(length=512, rows=128),
+    Bucket(length=1280, rows=48),
 )
 
 TINY_H200 = dataclasses.replace(
     TINY_CPU,
     name="tiny-h200",
-    conversations=120_000,
-    code_characters=5_000_000,
     vocabulary=4096,
     target=Shape(width=512, layers=8, heads=8, kv_heads=4, head_dim=64, inner=1408),
-    buckets=(
-        Bucket(length=256, rows=256),
-        Bucket(length=512, rows=128),
-        Bucket(length=1280, rows=48),
+    phases=(
+        dataclasses.replace(
+            TINY_CPU.phases[0],
+            conversations=120_000,
+            code_characters=5_000_000,
+            buckets=LARGE_BUCKETS,
+            schedule=Schedule(steps=1500, rate=2e-3),
+        ),
+        dataclasses.replace(
+            TINY_CPU.phases[2],
+            conversations=60_000,
+            buckets=LARGE_BUCKETS,
+            schedule=Schedule(steps=500, rate=2e-3),
+        ),
     ),
-    target_schedule=Schedule(steps=1500, rate=2e-3),
+    transcripts=2_000,
     chat_prompts=40_000,
     code_prompts=8_000,
     chat_tokens=160,

@@ -126,9 +126,13 @@ class Batches:
             batches += [(i, part) for part in order[:whole].reshape(-1, bucket.rows)]
         return [batches[i] for i in rng.permutation(len(batches))]
 
+    def chosen(self, step: int) -> tuple[int, np.ndarray]:
+        """The bucket and the row numbers of a step."""
+        size = len(self.plan(0))
+        return self.plan(step // size)[step % size]
+
     def at(self, step: int) -> tuple[int, Rows]:
         """The bucket and the rows of a step."""
-        size = len(self.plan(0))
-        i, chosen = self.plan(step // size)[step % size]
+        i, chosen = self.chosen(step)
         rows = self.rows[i]
         return i, Rows(rows.tokens[chosen], rows.wanted[chosen], rows.real[chosen])

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -92,15 +93,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @functools.cache
-def _template():
+def _template() -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
 
     def refuse(message: str) -> str:
         raise ConfigError(message)
 
-    environment.globals["raise_exception"] = refuse
-    return environment.from_string(TEMPLATE_FILE.read_text(encoding="utf-8"))
+    text = TEMPLATE_FILE.read_text(encoding="utf-8")
+    return environment.from_string(text, globals={"raise_exception": refuse})
 
 
 def render(

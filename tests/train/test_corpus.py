@@ -1,10 +1,12 @@
 """The corpus: the same on every run, and split without overlap."""
 
+import random
 import re
 
 from dflash_jax.train.corpus import conversation, stdlib
 from dflash_jax.train.corpus.agents import TRUNCATED
-from dflash_jax.train.corpus.exchange import is_held_out
+from dflash_jax.train.corpus.exchange import Conversation, is_held_out
+from dflash_jax.train.corpus.renaming import renamed
 
 COUNT = 1500
 
@@ -32,7 +34,7 @@ def test_held_out_conversations_wait_for_the_assistant():
 
 def test_library_files_are_on_one_side_of_the_split():
     training = stdlib.training_sources(400_000)
-    pieces = stdlib.held_out_openings(20)
+    pieces = stdlib.held_out_openings(20, training)
     assert training == stdlib.training_sources(400_000)
     assert len(set(pieces)) == 20
     assert not any(piece in source for piece in pieces for source in training)
@@ -55,3 +57,18 @@ def test_every_stall_follows_a_cut_off_tool_response():
         for before, message in zip(made.messages, made.messages[1:], strict=False):
             if made.tools and message["role"] == "assistant" and message["content"].endswith(":"):
                 assert message.get("tool_calls") or before["content"].endswith(TRUNCATED)
+
+
+def test_a_person_gets_one_new_name_throughout():
+    messages = (
+        {"role": "user", "content": "Email Will: Ana will come."},
+        {"role": "assistant", "content": "Sent to will@example.com about Ana."},
+    )
+    question, answer = (
+        m["content"] for m in renamed(random.Random(0), Conversation(messages)).messages
+    )
+    found = re.fullmatch(r"Email (\w+): (\w+) will come\.", question)
+    assert found is not None
+    will, ana = found.groups()
+    assert {will, ana}.isdisjoint({"Will", "Ana"})
+    assert answer == f"Sent to {will.lower()}@example.com about {ana}."

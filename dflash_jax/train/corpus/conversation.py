@@ -8,10 +8,11 @@ import random
 
 from dflash_jax.train.corpus import agents, coding, smalltalk, tasks
 from dflash_jax.train.corpus.exchange import Conversation, Exchange, is_held_out
+from dflash_jax.train.corpus.renaming import renamed
 from dflash_jax.train.corpus.tools import SYSTEMS, offer
 
 MAKERS = (*smalltalk.MAKERS, *tasks.MAKERS, *coding.MAKERS)
-AGENT_SHARE = 0.4
+AGENT_SHARE = 0.4  # of held-out conversations
 CARELESS_SHARE = 0.12
 SYSTEM_SHARE = 0.2
 IDLE_TOOLS_SHARE = 0.06
@@ -54,17 +55,22 @@ def chat(rng: random.Random) -> Conversation:
     return Conversation(tuple(messages), offer(rng) if idle else (), thinking)
 
 
-def conversation(rng: random.Random) -> Conversation:
+def conversation(rng: random.Random, agent_share: float) -> Conversation:
     """A chat or an agent transcript."""
-    return agents.transcript(rng) if rng.random() < AGENT_SHARE else chat(rng)
+    return agents.transcript(rng) if rng.random() < agent_share else chat(rng)
 
 
-def training_conversations(seed: int, count: int) -> list[Conversation]:
-    """`count` conversations without any held-out question."""
+def training_conversations(
+    seed: int, count: int, agent_share: float = AGENT_SHARE, renamed_share: float = 0.0
+) -> list[Conversation]:
+    """`count` conversations without any held-out question; in some the people are renamed."""
     rng = random.Random(f"training {seed}")
+    names = random.Random(f"names {seed}")
     kept: list[Conversation] = []
     while len(kept) < count:
-        made = conversation(rng)
+        made = conversation(rng, agent_share)
+        if names.random() < renamed_share:
+            made = renamed(names, made)
         if not any(is_held_out(text) for text in questions(made)):
             kept.append(made)
     return kept
@@ -76,7 +82,7 @@ def held_out_conversations(seed: int, count: int) -> list[Conversation]:
     seen: set[str] = set()
     kept: list[Conversation] = []
     while len(kept) < count:
-        made = conversation(rng)
+        made = conversation(rng, AGENT_SHARE)
         asked = questions(made)
         if not is_held_out(asked[0]) or asked[0] in seen:
             continue

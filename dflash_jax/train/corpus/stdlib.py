@@ -1,7 +1,9 @@
 """Source text of the running interpreter's standard library (PSF licence), split by file."""
 
 import hashlib
+import itertools
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 SKIPPED = frozenset(
@@ -10,6 +12,7 @@ SKIPPED = frozenset(
 HELD_OUT_SHARE = 12
 LARGEST = 60_000
 SMALLEST = 1_500
+PLACES = 9  # a file is opened at every ninth part of it
 
 
 def modules() -> list[tuple[str, str]]:
@@ -46,16 +49,18 @@ def training_sources(characters: int) -> list[str]:
     return kept
 
 
-def held_out_openings(count: int, characters: int = 360) -> list[str]:
-    """`count` pieces of held-out files, cut at a line's end after about `characters`."""
+def held_out_openings(count: int, training: Sequence[str], *, characters: int = 360) -> list[str]:
+    """At most `count` pieces of held-out files, cut at a line's end after about `characters`.
+
+    Pieces that training sources repeat, such as licences, are passed over.
+    """
     pieces: list[str] = []
     files = [text for name, text in modules() if digest(name)[1] % HELD_OUT_SHARE == 0]
-    for text in (text for _ in range(count) for text in files):
-        offset = (len(pieces) // len(files) + 1) * len(text) // 5
-        start = text.find("\n", offset) + 1
-        end = text.find("\n", start + characters) + 1
-        if end and text[start:end] not in pieces:
-            pieces.append(text[start:end])
+    for place, text in itertools.product(range(1, PLACES), files):
+        start = text.find("\n", place * len(text) // PLACES) + 1
+        piece = text[start : text.find("\n", start + characters) + 1]
+        if piece and piece not in pieces and not any(piece in source for source in training):
+            pieces.append(piece)
         if len(pieces) == count:
             break
     return pieces

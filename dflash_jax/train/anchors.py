@@ -1,0 +1,73 @@
+"""Where drafted blocks start, and which of their slots are trained. Traced and pure."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Key
+
+
+def sample(
+    key: Key[Array, ""], valid: Bool[Array, "B S"], count: int
+) -> tuple[Int[Array, "B N"], Bool[Array, "B N"]]:
+    """`count` distinct anchors of each row, uniformly among the valid places, ascending.
+
+    Rows with fewer valid places get the rest as dead anchors: position 0 and False.
+    """
+    noise = jnp.where(valid, jax.random.uniform(key, valid.shape), -1.0)
+    best, places = jax.lax.top_k(noise, count)
+    alive = best >= 0.0
+    order = jnp.argsort(jnp.where(alive, places, valid.shape[1]), axis=1)
+    alive = jnp.take_along_axis(alive, order, axis=1)
+    return jnp.where(alive, jnp.take_along_axis(places, order, axis=1), 0), alive
+
+
+def startable(wanted: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
+    """Places that may be anchors: an assistant's token with another one behind it.
+
+    Never position 0, whose context would be empty.
+    """
+    following = jnp.roll(wanted, -1, axis=1).at[:, -1].set(False)
+    return (wanted & following).at[:, 0].set(False)
+
+
+def slots(anchors: Int[Array, "B N"], block: int, length: int) -> Int[Array, "B N T"]:
+    """Positions anchor .. anchor+T-1 of every block, those past the row's end clipped."""
+    return jnp.minimum(anchors[:, :, None] + jnp.arange(block)[None, None, :], length - 1)
+
+
+def trained(
+    tokens: Int[Array, "B S"],
+    wanted: Bool[Array, "B S"],
+    best: Int[Array, "B S"],
+    anchors: Int[Array, "B N"],
+    alive: Bool[Array, "B N"],
+    block: int,
+) -> tuple[Int[Array, "B N T-1"], Bool[Array, "B N T-1"]]:
+    """Labels of slots 1 .. T-1 and which of them count.
+
+    The label of a slot is the target's own best token there, given the row's tokens before
+    it. A slot counts while every earlier slot's label is the row's token: so far the row is
+    the greedy continuation of its anchor, whoever wrote it.
+
+    Args:
+      best: the target's best next token behind each place.
+    """
+    length = tokens.shape[1]
+    places = slots(anchors, block, length)
+    labels = gather(best, places[:, :, :-1])
+    agrees = labels == gather(tokens, places[:, :, 1:])
+    inside = anchors[:, :, None] + jnp.arange(1, block)[None, None, :] < length
+    legal = inside & gather(wanted, places[:, :, 1:])
+    before = jnp.concatenate([alive[:, :, None], (agrees & legal)[:, :, :-1]], axis=2)
+    return labels, legal & jnp.cumprod(before, axis=2).astype(bool)
+
+
+def gather(values: Array, places: Int[Array, "B N T"]) -> Array:
+    """values[b, places[b, n, t]]."""
+    rows, count, width = places.shape
+    return jnp.take_along_axis(values, places.reshape(rows, -1), axis=1).reshape(rows, count, width)
+
+
+def decay_weights(block: int, decay: ArrayLike) -> Float[Array, " T-1"]:
+    """exp(-(k-1)/decay) for slots k = 1 .. T-1: early slots decide most (DFlash, eq. 4)."""
+    return jnp.exp(-jnp.arange(block - 1, dtype=jnp.float32) / decay)

@@ -1,0 +1,70 @@
+"""Attention of many drafted blocks over one shared context, without a dense mask.
+
+Context scores and in-block scores are computed apart and share one softmax, so that the cost
+grows with S + T columns for a query and not with S + N*T.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.nn.layers import precision
+
+HIDDEN = -1e30  # finite: a block at position 0 has no context, and -inf would give NaN gradients
+
+
+def split_attention(
+    queries: Float[Array, "B N T K G H"],
+    context: tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]],
+    block: tuple[Float[Array, "B N T K H"], Float[Array, "B N T K H"]],
+    anchors: Int[Array, "B N"],
+    *,
+    causal: bool,
+    window: int | None,
+) -> Float[Array, "B N T K*G*H"]:
+    """softmax over [context rows before the anchor | rows of the own block], float32 softmax.
+
+    Args:
+      context, block: keys and values.
+      causal: whether a slot sees only slots up to itself.
+      window: a query sees keys closer than this; None sees all.
+    """
+    rows, count, width, kv, groups, head = queries.shape
+    scale = jnp.float32(head**-0.5)
+    dtype = queries.dtype
+    precise = {"precision": precision(queries), "preferred_element_type": jnp.float32}
+    far = jnp.einsum("bntkgh,bskh->bkgnts", queries, context[0], **precise) * scale
+    near = jnp.einsum("bntkgh,bnukh->bkgntu", queries, block[0], **precise) * scale
+    seen = before_anchor(anchors, width, context[0].shape[1], window)
+    far = jnp.where(seen[:, None, None], far, HIDDEN)
+    near = jnp.where(inside_block(width, causal, window)[None, None, None, None], near, HIDDEN)
+    weights = jax.nn.softmax(jnp.concatenate([far, near], axis=-1), axis=-1).astype(dtype)
+    far, near = jnp.split(weights, [context[0].shape[1]], axis=-1)
+    out = jnp.einsum("bkgnts,bskh->bntkgh", far, context[1], **precise)
+    out += jnp.einsum("bkgntu,bnukh->bntkgh", near, block[1], **precise)
+    return out.astype(dtype).reshape(rows, count, width, kv * groups * head)
+
+
+def before_anchor(
+    anchors: Int[Array, "B N"], width: int, length: int, window: int | None
+) -> Bool[Array, "B N T S"]:
+    """Context rows that a slot sees: strictly before its block's anchor, inside the window.
+
+    The anchor's own row is not among them: when a block is drafted, the target has not yet
+    run on its anchor.
+    """
+    places = jnp.arange(length)[None, None, None, :]
+    seen = jnp.broadcast_to(places < anchors[:, :, None, None], (*anchors.shape, width, length))
+    if window is None:
+        return seen
+    query = anchors[:, :, None] + jnp.arange(width)[None, None, :]
+    return seen & (query[..., None] - places < window)
+
+
+def inside_block(width: int, causal: bool, window: int | None) -> Bool[Array, "T T"]:
+    """Which slots of a block see which."""
+    query, key = jnp.arange(width)[:, None], jnp.arange(width)[None, :]
+    seen = key <= query if causal else jnp.ones((width, width), bool)
+    if window is None:
+        return seen
+    return seen & (jnp.abs(query - key) < window)

@@ -1,0 +1,12 @@
+"""optax is not written for strict promotion; its steps run under jax's usual rules."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def usual_promotion() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

@@ -1,0 +1,69 @@
+"""Where blocks start, which slots count, how they are weighted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.train import anchors
+
+
+def test_anchors_are_distinct_sorted_and_valid():
+    valid = jnp.asarray(np.random.default_rng(0).random((3, 40)) < 0.5)
+    places, alive = anchors.sample(jax.random.key(0), valid, 8)
+    for row in range(3):
+        chosen = np.asarray(places[row])
+        assert np.asarray(alive[row]).all()
+        assert (np.diff(chosen) > 0).all()
+        assert np.asarray(valid)[row, chosen].all()
+
+
+def test_missing_anchors_are_dead():
+    valid = jnp.zeros((1, 10), bool).at[0, 4].set(True)
+    places, alive = anchors.sample(jax.random.key(0), valid, 3)
+    assert alive[0].tolist() == [True, False, False]
+    assert places[0].tolist() == [4, 0, 0]
+
+
+def test_every_valid_place_is_drawn_equally_often():
+    valid = jnp.ones((400, 10), bool).at[:, :2].set(False)
+    places, _ = anchors.sample(jax.random.key(1), valid, 2)
+    counts = np.bincount(np.asarray(places).ravel(), minlength=10)
+    assert counts[:2].sum() == 0
+    assert abs(counts[2:] - 100).max() < 40
+
+
+def test_an_anchor_needs_a_wanted_token_behind_it():
+    wanted = jnp.asarray([[True, True, False, True, True, True]])
+    assert anchors.startable(wanted)[0].tolist() == [False, False, False, True, True, False]
+
+
+def test_slots_count_until_the_row_leaves_the_greedy_path():
+    tokens = jnp.asarray([[0, 1, 2, 3, 4, 5, 6, 7]])
+    best = jnp.asarray([[1, 2, 3, 9, 5, 6, 7, 8]])  # behind 3 the target would say 9, not 4
+    wanted = jnp.ones((1, 8), bool)
+    alive = jnp.asarray([[True, True, False]])
+    labels, counts = anchors.trained(tokens, wanted, best, jnp.asarray([[1, 5, 0]]), alive, 4)
+    assert labels[0, 0].tolist() == [2, 3, 9]
+    assert counts[0, 0].tolist() == [True, True, True]
+    labels, counts = anchors.trained(tokens, wanted, best, jnp.asarray([[2, 5, 0]]), alive, 4)
+    assert labels[0, 0].tolist() == [3, 9, 5]
+    assert counts[0].tolist() == [
+        [True, True, False],  # slot 3 would follow a token the target did not choose
+        [True, True, False],  # the row ends
+        [False, False, False],
+    ]
+
+
+def test_slots_outside_the_answer_do_not_count():
+    tokens = jnp.arange(8)[None]
+    wanted = jnp.ones((1, 8), bool).at[0, 4].set(False)
+    _, counts = anchors.trained(
+        tokens, wanted, tokens + 1, jnp.asarray([[2]]), jnp.ones((1, 1), bool), 4
+    )
+    assert counts[0, 0].tolist() == [True, False, False]
+
+
+def test_decay_weights_match_their_closed_form():
+    expected = [np.exp(-(k - 1) / 4.0) for k in range(1, 8)]
+    np.testing.assert_allclose(anchors.decay_weights(8, 4.0), expected, rtol=1e-6)
+    assert abs(sum(expected) - 3.74) < 0.01
