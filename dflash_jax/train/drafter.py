@@ -201,4 +201,5 @@ def initial(model: DFlash, config: DrafterConfig, seed: int) -> dict:
     taps = [jnp.zeros((1, 1, width))] * len(config.target_layer_ids)
     blocks = jnp.zeros((1, 1, config.block_size, width))
     where = jnp.zeros((1, 1), jnp.int32)
-    return model.init(jax.random.key(seed), taps, blocks, where, method=anchored)["params"]
+    made: Any = model.init(jax.random.key(seed), taps, blocks, where, method=anchored)
+    return made["params"]

@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -110,8 +111,11 @@ def read_rows(
             part = jax.device_get(read(frozen, padded))
             half = tuple(tap[: len(tokens)].astype(np.float16) for tap in part.taps)
             parts.append((half, part.best[: len(tokens)]))
-        taps = tuple(np.concatenate(tap) for tap in zip(*(half for half, _ in parts), strict=True))
-        found.append(drafter.Reading(taps, np.concatenate([best for _, best in parts])))
+        taps: Any = tuple(
+            np.concatenate(tap) for tap in zip(*(half for half, _ in parts), strict=True)
+        )
+        best: Any = np.concatenate([best for _, best in parts])
+        found.append(drafter.Reading(taps, best))
     return found
 
 

@@ -38,7 +38,8 @@ def initial(model: nn.Module, config: TargetConfig, seed: int) -> dict:
         out = module(tokens, blank_caches(config, 1, 2), jnp.zeros(1, jnp.int32))
         return module.logits(out.hidden)
 
-    return model.init(jax.random.key(seed), method=touch)["params"]
+    made: Any = model.init(jax.random.key(seed), method=touch)
+    return made["params"]
 
 
 def token_losses(
