@@ -261,6 +261,6 @@ def _forward(
     pair = build_pair(config, None)
     every = tuple(range(config.num_layers + 1))
     params = {"target": params}
-    out = pair.target_call(params, tokens, state.target, state.position, taps=every)
+    out = pair.target_call(params, tokens, state.target, state.position, taps=every, chunked=True)
     logits = pair.target_call(params, out.hidden, method="logits")
     return logits, jax.numpy.stack(out.taps)

@@ -1,16 +1,21 @@
 """Name tables, one file for each architecture: which tensors fill which parameter."""
 
 from collections.abc import Callable
+from typing import Any
 
-from converters.names import dflash, llama, qwen3
+from converters.names import dflash, llama, qwen3, qwen3_5
 from converters.names.slots import Slot
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 from dflash_jax.errors import ConfigError
 
-TARGETS: dict[str, Callable[[TargetConfig], list[Slot]]] = {
+TARGETS: dict[str, Callable[[Any], list[Slot]]] = {
     "llama": llama.slots,
     "qwen3": qwen3.slots,
+    "qwen3_5_text": qwen3_5.slots,
+    "qwen3_5_moe_text": qwen3_5.slots,
 }
+# model_type: tensors that are not part of the text model, and why
+IGNORED = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), qwen3_5.IGNORED)
 
 
 def slots(config: AttentionConfig) -> list[Slot]:

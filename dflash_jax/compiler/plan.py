@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 
 from dflash_jax.errors import PlanError
-from dflash_jax.state import LayerCache, empty_cache
+from dflash_jax.state import LayerCache, RecurrentCache, empty_cache, empty_recurrent
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
@@ -86,14 +86,30 @@ class Plan:
         slots = -(-(window + self.widest) // 16) * 16
         return slots if slots < self.slots else None
 
-    def cache(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
-        """An empty cache of one attention layer."""
-        ring = self.ring_slots(window)
+    @property
+    def cache(self) -> "CacheMaker":
+        """Makes this plan's empty caches."""
+        return CacheMaker(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheMaker:
+    """Empty caches in a plan's sizes, one per layer."""
+
+    plan: Plan
+
+    def __call__(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
+        """The cache of an attention layer."""
+        plan, ring = self.plan, self.plan.ring_slots(window)
         return empty_cache(
-            self.rows,
+            plan.rows,
             kv_heads,
-            ring or self.slots,
+            ring or plan.slots,
             head_dim,
-            dtype=jnp.dtype(self.dtype),
+            dtype=jnp.dtype(plan.dtype),
             ring=ring is not None,
         )
+
+    def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:
+        """The cache of a recurrent layer: its state [N, P, Q] and convolution inputs [W, C]."""
+        return empty_recurrent(self.plan.rows, state, inputs, dtype=jnp.dtype(self.plan.dtype))

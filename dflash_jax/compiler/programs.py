@@ -26,9 +26,11 @@ class Program:
     donated: tuple[int, ...] = ()
 
 
-def build_pair(target: TargetConfig, drafter: DrafterConfig | None) -> Pair:
+def build_pair(
+    target: TargetConfig, drafter: DrafterConfig | None, *, exact: bool = True
+) -> Pair:
     """The modules of both configs."""
-    return Pair(build_target(target), build_drafter(drafter) if drafter else None)
+    return Pair(build_target(target), build_drafter(drafter) if drafter else None, exact)
 
 
 def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> DecodeState:
@@ -79,7 +81,7 @@ def idle_rules(plan: Plan) -> RowRules:
 
 def declare(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Program]:
     """Every program of a resolved plan, by name. The state is donated to each."""
-    pair = build_pair(target, drafter)
+    pair = build_pair(target, drafter, exact=plan.exact)
     params = abstract_params(plan, target, drafter)
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
     rules = jax.eval_shape(lambda: idle_rules(plan))

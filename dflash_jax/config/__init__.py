@@ -39,7 +39,14 @@ __all__ = [
 ]
 
 # model_type of a config.json -> the file of its family, here and in models/
-TARGET_TYPES = {"llama": "llama", "qwen3": "qwen3"}
+TARGET_TYPES = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
+}
 
 
 def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetConfig:

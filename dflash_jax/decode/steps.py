@@ -23,7 +23,16 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.decode.sampling import ACCEPT, DRAFT, TOKEN, draw, probabilities, row_keys
 from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, without_stops
 from dflash_jax.models.dflash import DFlash
-from dflash_jax.state import DecodeState, LayerCache, RowRules, StepOutput, commit, pack_output
+from dflash_jax.state import (
+    DecodeState,
+    LayerCache,
+    RowRules,
+    StepOutput,
+    Update,
+    clear_rows,
+    commit,
+    pack_output,
+)
 
 Params = dict[str, Any]
 
@@ -34,6 +43,7 @@ class Pair:
 
     target: nn.Module
     drafter: DFlash | None
+    exact: bool = True  # blocks step recurrent layers token by token (R3)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -77,8 +87,12 @@ def prefill(
       count: real tokens of each row's chunk; 0 leaves a row untouched.
       fresh: rows that begin a new request, at position 0 whatever they held before.
     """
-    state = dataclasses.replace(state, position=jnp.where(fresh, 0, state.position))
-    target, draft, hidden = _forward(pair, params, state, tokens)
+    state = dataclasses.replace(
+        state,
+        target=tuple(cache.restart(fresh) for cache in state.target),
+        position=jnp.where(fresh, 0, state.position),
+    )
+    target, draft, hidden = _forward(pair, params, state, tokens, chunked=True)
     last = jnp.maximum(count - 1, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
     logits = pair.target_call(params, hidden, method="logits")  # [B, 1, V]
@@ -103,23 +117,13 @@ def forced(
       tokens: the pending anchor and the dictated tokens but the last.
       anchor: the last dictated token, pending for the next step.
     """
-    target, draft, _ = _forward(pair, params, state, tokens)
+    target, draft, _ = _forward(pair, params, state, tokens, chunked=not pair.exact)
     return commit(state, target, draft, count, anchor)
 
 
 def wipe(state: DecodeState, rows: Bool[Array, " B"]) -> DecodeState:
     """Zeroes rows whose caches may hold non-finite numbers; masks alone do not stop those."""
-
-    def zero(cache: LayerCache) -> LayerCache:
-        clear = rows[:, None, None, None]
-        return jax.tree.map(lambda x: jnp.where(clear, jnp.zeros((), x.dtype), x), cache)
-
-    return DecodeState(
-        target=tuple(map(zero, state.target)),
-        draft=tuple(map(zero, state.draft)),
-        position=jnp.where(rows, 0, state.position),
-        anchor=jnp.where(rows, 0, state.anchor),
-    )
+    return clear_rows(state, rows)
 
 
 def plain(
@@ -205,7 +209,8 @@ def _verify(
     """The target's pass over a block, the cut, the commit. The heart of every decode lane."""
     drafting = draft.caches is not state.draft
     state = dataclasses.replace(state, draft=draft.caches)
-    target, context, hidden = _forward(pair, params, state, draft.block)
+    chunked = not pair.exact
+    target, context, hidden = _forward(pair, params, state, draft.block, chunked=chunked)
     logits = pair.target_call(params, hidden, method="logits")  # [B, T, V]
     with jax.named_scope("verify"):
         if not sampled:
@@ -236,13 +241,15 @@ def _verify(
 
 
 def _forward(
-    pair: Pair, params: Params, state: DecodeState, tokens: Int[Array, "B T"]
-) -> tuple[tuple[LayerCache, ...], tuple[LayerCache, ...], Float[Array, "B T D"]]:
-    """Writes T rows into target caches and, from their taps, into the drafter's context."""
+    pair: Pair, params: Params, state: DecodeState, tokens: Int[Array, "B T"], *, chunked: bool
+) -> tuple[tuple[Update, ...], tuple[LayerCache, ...], Float[Array, "B T D"]]:
+    """Runs T rows through the target and, from their taps, into the drafter's context."""
     # The barriers fence the target's pass in, so that XLA compiles it alike in every lane.
     tokens = jax.lax.optimization_barrier(tokens)
     with jax.named_scope("target"):
-        out = pair.target_call(params, tokens, state.target, state.position, taps=pair.taps)
+        out = pair.target_call(
+            params, tokens, state.target, state.position, taps=pair.taps, chunked=chunked
+        )
     out = jax.lax.optimization_barrier(out)
     draft = state.draft
     if pair.drafter is not None:

@@ -1,6 +1,7 @@
 """The pre-norm decoder that Llama and Qwen3 share: attention, layer, and the whole stack."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,16 +13,16 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
 from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, precision, rms_norm, weight
 from dflash_jax.nn.rope import rope_tables, rotate
-from dflash_jax.state import LayerCache
+from dflash_jax.state import Cache, LayerCache, Update
 
 
 @struct.dataclass
 class TargetOutput:
-    """A forward pass: its T rows are written into the caches, but nothing is committed."""
+    """A forward pass: its T rows are written or kept in updates, but nothing is committed."""
 
     hidden: Float[Array, "B T D"]  # after the final norm
     taps: tuple[Float[Array, "B T D"], ...]
-    caches: tuple[LayerCache, ...]
+    caches: tuple[Update, ...]
 
 
 class Attention(nn.Module):
@@ -69,7 +70,12 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+        self,
+        x: Float[Array, "B T D"],
+        cache: LayerCache,
+        positions: Int[Array, "B T"],
+        *,
+        chunked: bool,  # of no concern to attention
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         c = self.config
         with jax.named_scope("attention"):
@@ -83,6 +89,11 @@ class Layer(nn.Module):
         return x, cache
 
 
+def dense_layer(config: TargetConfig, i: int) -> nn.Module:
+    """Layer i of Llama and Qwen3."""
+    return Layer(config, config.windows[i] if config.windows else None)
+
+
 class Decoder(nn.Module):
     """Embedding, layers and final norm; the head is a method of its own.
 
@@ -91,12 +102,13 @@ class Decoder(nn.Module):
     """
 
     config: TargetConfig
+    make_layer: Callable[[Any, int], nn.Module] = dense_layer
+    final_norm: Callable[[Array, Array, float], Array] = rms_norm
 
     def setup(self) -> None:
         c = self.config
-        windows = c.windows or (None,) * c.num_layers
         self.embedding = weight(self, "embed", (c.vocab_size, c.hidden_size))
-        self.layers = [Layer(c, window) for window in windows]
+        self.layers = [self.make_layer(c, i) for i in range(c.num_layers)]
         self.norm = norm_weight(self, "norm", c.hidden_size)
         if not c.tie_embeddings:
             self.head = weight(self, "head", (c.hidden_size, c.vocab_size))
@@ -104,14 +116,16 @@ class Decoder(nn.Module):
     def __call__(
         self,
         tokens: Int[Array, "B T"],
-        caches: Sequence[LayerCache],
+        caches: Sequence[Cache],
         start: Int[Array, " B"],
         *,
         taps: tuple[int, ...] = (),
+        chunked: bool = False,
     ) -> TargetOutput:
         """Runs T tokens at positions start .. start+T-1 of each row.
 
         Args:
+          chunked: recurrent layers take the tokens together, not one after the other.
           taps: which hidden states to return; 0 is the input of layer 0, i+1 the output of
             layer i (the last one before the final norm).
         """
@@ -119,11 +133,11 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         states, written = [x], []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, cache, positions)
+            x, cache = layer(x, cache, positions, chunked=chunked)
             states.append(x)
             written.append(cache)
         kept = tuple(states[i] for i in taps)
-        hidden = rms_norm(x, self.norm, self.config.rms_norm_eps)
+        hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps)
         return TargetOutput(hidden=hidden, taps=kept, caches=tuple(written))
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

@@ -43,6 +43,16 @@ def rms_norm(
     return (x32 * scale).astype(x.dtype) * w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
 
 
+def rms_norm_from_one(
+    x: Float[Array, "... D"], w: Float[Array, " D"], eps: float
+) -> Float[Array, "... D"]:
+    """x / rms(x) times 1 + w in float32, rounded at the end: the norm of Qwen3.5."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(eps))
+    w32 = 1.0 + w.astype(jnp.float32)
+    return (x32 * scale * w32.reshape((1,) * (x.ndim - 1) + w.shape)).astype(x.dtype)
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) · up(x)); gate and up are one weight [D, 2, F]."""
 

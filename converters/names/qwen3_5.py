@@ -1,0 +1,66 @@
+"""Qwen3.5: recurrent layers and gated attention; the experts of the larger ones."""
+
+from converters.names.llama import norm_and_mlp
+from converters.names.qwen3 import head_norms
+from converters.names.slots import Part, Path, Slot, by_head, linear, same
+from dflash_jax.config.qwen3_5 import HybridConfig
+
+# What published multimodal files hold besides the text model.
+IGNORED = {
+    r"^visual\.": "vision: only text is run",
+    r"^mtp\.": "multi-token prediction: not run",
+}
+
+
+def slots(config: HybridConfig) -> list[Slot]:
+    """Every parameter of the target."""
+    width, vocab = config.hidden_size, config.vocab_size
+    found = [
+        same(("embed",), "embed_tokens.weight", vocab, width),
+        same(("norm",), "norm.weight", width),
+    ]
+    for i, recurrent in enumerate(config.recurrent):
+        at, source = (f"layers_{i}",), f"layers.{i}."
+        found.append(same((*at, "input_norm"), f"{source}input_layernorm.weight", width))
+        if recurrent:
+            found += _delta(config, (*at, "delta"), f"{source}linear_attn.")
+        else:
+            found += _attention(config, (*at, "attention"), f"{source}self_attn.")
+        found += norm_and_mlp(config, at, source)
+    if not config.tie_embeddings:
+        found.append(linear(("head",), "lm_head.weight", vocab, width))
+    return found
+
+
+def _attention(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+    """Queries and their gates alternate head by head, as in the stored tensor."""
+    width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
+    names = tuple(f"{source}{x}_proj.weight" for x in "qkv")
+    count = (2 * config.num_heads // groups, 1, 1)
+    return [
+        by_head((*at, "qkv"), names, count, groups, head, width),
+        linear((*at, "o"), f"{source}o_proj.weight", width, config.num_heads * head),
+        *head_norms(config, at, source),
+    ]
+
+
+def _delta(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+    """The four input projections side by side; the rest as stored."""
+    width, heads = config.hidden_size, config.value_heads
+    values, channels = heads * config.value_width, config.conv_channels
+    sizes = {"qkv": channels, "z": values, "b": heads, "a": heads}
+    parts, start = [], 0
+    for name, size in sizes.items():
+        select = (slice(start, start + size),)
+        parts.append(Part(f"{source}in_proj_{name}.weight", (size, width), (1, 0), select))
+        start += size
+    kernel = config.conv_kernel
+    conv = Part(f"{source}conv1d.weight", (channels, 1, kernel), (1, 0))
+    return [
+        Slot((*at, "in_proj"), (width, start), tuple(parts)),
+        Slot((*at, "conv"), (kernel, channels), (conv,)),
+        same((*at, "a_log"), f"{source}A_log", heads),
+        same((*at, "dt_bias"), f"{source}dt_bias", heads),
+        same((*at, "norm"), f"{source}norm.weight", config.value_width),
+        linear((*at, "out"), f"{source}out_proj.weight", width, values),
+    ]

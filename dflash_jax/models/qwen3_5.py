@@ -1,0 +1,168 @@
+"""Qwen3.5 and Qwen3.6: Gated DeltaNet layers, and every fourth a gated attention layer.
+
+Norms multiply by 1 + w, except the one inside the recurrent layers. Text only: vision and
+multi-token-prediction weights are not part of the tree.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config.qwen3_5 import HybridConfig
+from dflash_jax.models import MakeCache
+from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.nn.decoder import Decoder
+from dflash_jax.nn.delta import (
+    ChunkedUpdate,
+    DeltaInputs,
+    SteppedUpdate,
+    by_chunk,
+    by_token,
+    causal_conv,
+    spread,
+    unit,
+)
+from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, rms_norm, rms_norm_from_one, weight
+from dflash_jax.nn.rope import rope_tables, rotate
+from dflash_jax.state import Cache, LayerCache, RecurrentCache, Update
+
+
+class GatedAttention(nn.Module):
+    """Attention whose output is gated per head and dimension, with partly rotated heads.
+
+    The fused weight holds, per kv head, G pairs of query and gate, then a key and a value.
+    """
+
+    config: HybridConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        c = self.config
+        groups = c.num_heads // c.num_kv_heads
+        shape = (c.num_kv_heads, 2 * groups + 2, c.head_dim)
+        fused = dot(x, weight(self, "qkv", (c.hidden_size, *shape)))  # [B, T, K, 2G+2, H]
+        pairs = fused[..., : 2 * groups, :].reshape(*fused.shape[:3], groups, 2, c.head_dim)
+        q, gate = pairs[..., 0, :], pairs[..., 1, :]  # [B, T, K, G, H]
+        k, v = fused[..., 2 * groups, :], fused[..., 2 * groups + 1, :]
+        q = rms_norm_from_one(q, norm_weight(self, "q_norm", c.head_dim), c.rms_norm_eps)
+        k = rms_norm_from_one(k, norm_weight(self, "k_norm", c.head_dim), c.rms_norm_eps)
+        turn = rope_tables(c.rope, c.rotary_dim, positions)
+        q, k = (
+            jnp.concatenate(
+                [rotate(a[..., : c.rotary_dim], *turn), a[..., c.rotary_dim :]], axis=-1
+            )
+            for a in (q, k)
+        )
+        cache = write_rows(cache, k, v, positions[:, 0])
+        keys = slot_positions(positions[:, -1] + 1, cache.slots)
+        out = attend(q, cache, visible(positions, keys, causal=True, window=None))
+        out = out * jax.nn.sigmoid(gate).reshape(out.shape)
+        return dot(out, weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size))), cache
+
+
+class GatedDelta(nn.Module):
+    """Projections, a short convolution, the gated delta rule, a gated norm, a projection."""
+
+    config: HybridConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: RecurrentCache, *, chunked: bool
+    ) -> tuple[Float[Array, "B T D"], Update]:
+        c = self.config
+        values, heads = c.value_heads * c.value_width, c.value_heads
+        sizes = (c.conv_channels, values, heads, heads)
+        fused = dot(x, weight(self, "in_proj", (c.hidden_size, sum(sizes))))
+        u, z, b, a = _split(fused, *sizes)
+        inputs = jnp.concatenate([cache.inputs, u], axis=1)
+        mixed = causal_conv(inputs, weight(self, "conv", (c.conv_kernel, c.conv_channels), 0.5))
+        width = c.key_heads * c.key_width
+        q, k, v = (
+            y.reshape(*y.shape[:2], -1, size)
+            for y, size in zip(
+                _split(mixed, width, width, values),
+                (c.key_width, c.key_width, c.value_width),
+                strict=True,
+            )
+        )
+        q, k = unit(q) * jnp.float32(c.key_width**-0.5), unit(k)
+        rate = jnp.exp(norm_weight(self, "a_log", heads).astype(jnp.float32))
+        bias = norm_weight(self, "dt_bias", heads).astype(jnp.float32)
+        rule = DeltaInputs(
+            q=spread(q, heads),
+            k=spread(k, heads),
+            v=v.astype(jnp.float32),
+            g=-rate[None, None] * jax.nn.softplus(a.astype(jnp.float32) + bias[None, None]),
+            beta=jax.nn.sigmoid(b.astype(jnp.float32)),
+        )
+        if chunked:
+            out, d = by_chunk(cache.state, rule)
+            update = ChunkedUpdate(cache=cache, inputs=inputs, k=k, d=d, g=rule.g)
+        else:
+            out, states = by_token(cache.state, rule)
+            update = SteppedUpdate(cache=cache, inputs=inputs, states=states)
+        out = rms_norm(out.astype(x.dtype), norm_weight(self, "norm", c.value_width), c.rms_norm_eps)
+        gate = jax.nn.silu(z.astype(jnp.float32)).reshape(out.shape)
+        out = (out.astype(jnp.float32) * gate).astype(x.dtype).reshape(*x.shape[:2], values)
+        return dot(out, weight(self, "out", (values, c.hidden_size))), update
+
+
+class HybridLayer(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    config: HybridConfig
+    recurrent: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        cache: Cache,
+        positions: Int[Array, "B T"],
+        *,
+        chunked: bool,
+    ) -> tuple[Float[Array, "B T D"], Update]:
+        c = self.config
+        with jax.named_scope("delta" if self.recurrent else "attention"):
+            scale = norm_weight(self, "input_norm", c.hidden_size)
+            h = rms_norm_from_one(x, scale, c.rms_norm_eps)
+            if isinstance(cache, RecurrentCache):
+                h, update = GatedDelta(c, name="delta")(h, cache, chunked=chunked)
+            else:
+                h, update = GatedAttention(c, name="attention")(h, cache, positions)
+            x = x + h
+        with jax.named_scope("mlp"):
+            scale = norm_weight(self, "post_attention_norm", c.hidden_size)
+            h = rms_norm_from_one(x, scale, c.rms_norm_eps)
+            return x + GatedMLP(c.hidden_size, c.intermediate_size, name="mlp")(h), update
+
+
+def _split(x: Float[Array, "B T E"], *sizes: int) -> list[Float[Array, "B T part"]]:
+    """Neighbouring parts of the last axis."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [x[..., end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def build(config: HybridConfig) -> nn.Module:
+    """The target module of a Qwen3.5 config."""
+
+    return Decoder(config, make_layer=_layer, final_norm=rms_norm_from_one)
+
+
+def _layer(config: HybridConfig, i: int) -> nn.Module:
+    return HybridLayer(config, config.recurrent[i])
+
+
+def empty_caches(config: HybridConfig, cache: MakeCache) -> tuple[Cache, ...]:
+    """Keys and values for attention layers, state and convolution inputs for the others."""
+    state = (config.value_heads, config.key_width, config.value_width)
+    inputs = (config.conv_kernel - 1, config.conv_channels)
+    return tuple(
+        cache.recurrent(state, inputs)
+        if recurrent
+        else cache(config.num_kv_heads, config.head_dim, None)
+        for recurrent in config.recurrent
+    )
