@@ -1,19 +1,21 @@
 """What a plan turns into: models, bytes, programs and their rooflines, without any weights."""
 
+import collections
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from dflash_jax.compiler.build import Executable, compile_programs
-from dflash_jax.compiler.memory import Budget, Work, budget, gibi, work
+from dflash_jax.compiler.memory import Budget, Work, budget, gibi, kept_states, work
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import Program, abstract_params, declare
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, TargetConfig, window_kinds
 
+MOST_RUNS = 8
 _HELPERS = ("forced", "wipe")  # programs without a roofline of their own
 
 
@@ -60,11 +62,11 @@ class Explanation:
     def _head(self) -> Iterable[str]:
         t, d, p = self.target, self.drafter, self.plan
         taps = " ".join(map(str, d.target_layer_ids)) if d else "none"
-        yield f"target   {t.model_type}  {t.num_layers} layers  {_windows(t.windows)}  taps {taps}"
+        yield f"target   {t.model_type}  {t.num_layers} layers  {_runs(t.layer_kinds)}  taps {taps}"
         if d:
             kinds = ["causal" if causal else "bidirectional" for causal in d.causal]
             yield (
-                f"drafter  dflash v1  {d.num_layers} layers  {_windows(d.windows)}"
+                f"drafter  dflash v1  {d.num_layers} layers  {_runs(window_kinds(d.windows))}"
                 f"  {_runs(kinds)}  block {d.block_size}  mask {d.mask_token_id}"
                 f"  embedding x{d.input_embedding_scale:g}"
             )
@@ -119,6 +121,11 @@ def explain(
             f"block {plan.block} is wider than the {drafter.block_size} the drafter was trained"
             " with: drafts past that will hardly be accepted"
         )
+    if kept := kept_states(plan, target):
+        notes.append(
+            f"recurrent layers take a block token by token and keep the state after each until it"
+            f" is known how many stay: {gibi(kept)}; with exact=False they need not"
+        )
     return Explanation(
         target=target,
         drafter=drafter,
@@ -166,13 +173,8 @@ def _bytes(n: int | None) -> str:
     return "-" if n is None else gibi(n)
 
 
-def _windows(windows: tuple[int | None, ...]) -> str:
-    kinds = ["full attention" if w is None else f"window {w}" for w in windows]
-    return _runs(kinds)
-
-
-def _runs(kinds: list[str]) -> str:
-    """'a on 0-3, b on 4', or just 'a' when all are alike."""
+def _runs(kinds: Sequence[str]) -> str:
+    """'a on 0-3, b on 4'; just 'a' when all are alike, '48 a, 16 b' when they alternate."""
     if len(set(kinds)) == 1:
         return kinds[0]
     runs: list[list[int]] = []
@@ -181,4 +183,6 @@ def _runs(kinds: list[str]) -> str:
             runs[-1][1] = i
         else:
             runs.append([i, i])
+    if len(runs) > MOST_RUNS:
+        return ", ".join(f"{n} {kind}" for kind, n in collections.Counter(kinds).items())
     return ", ".join(f"{kinds[a]} on {a}-{b}" if a < b else f"{kinds[a]} on {a}" for a, b in runs)

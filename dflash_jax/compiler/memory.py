@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import abstract_params, empty_state
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.state import LayerCache
+from dflash_jax.state import LayerCache, RecurrentCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Budget:
 class Work:
     """What one call must at least move and multiply."""
 
-    bytes: int  # weights once, plus the caches it reads
+    bytes: int  # weights once, the caches it reads, the recurrent states it writes
     flops: int
 
 
@@ -80,8 +80,10 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
     counts = parameters(target, drafter)
     head = target.vocab_size * target.hidden_size
     body = _multiplied(counts["target"])
-    moved = (body + head) * _item(plan) + tree_bytes(state.target)
+    recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
+    moved = (body + head) * _item(plan) + tree_bytes(state.target) + tree_bytes(recurrent)
     flops = 2 * (body * tokens + head * head_rows) + _attention_flops(state.target, tokens, target)
+    flops += 7 * width * sum(c.state.size for c in recurrent)  # decay, read, correct, read out
     if drafter is not None:
         drafting = name == "speculative"
         layers = _multiplied(counts["drafter"])
@@ -91,6 +93,13 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
         flops += 2 * tokens * (used + drafting * context)
         flops += drafting * _attention_flops(state.draft, tokens, drafter)
     return Work(moved, flops)
+
+
+def kept_states(plan: Plan, target: TargetConfig) -> int:
+    """Bytes of the states that exact blocks keep until they are committed (R3)."""
+    state = jax.eval_shape(lambda: empty_state(plan, target, None))
+    recurrent = [c.state for c in state.target if isinstance(c, RecurrentCache)]
+    return plan.block * tree_bytes(recurrent) if plan.exact else 0
 
 
 def tree_bytes(tree: Any) -> int:
@@ -113,13 +122,22 @@ def _attention_flops(caches: Any, tokens: int, c: TargetConfig | DrafterConfig) 
 
 
 def _temporary_bytes(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> int:
-    """Upper estimate: one layer's scores and activations, the head's logits, the taps."""
+    """Upper estimate: one layer's scores and activations, logits, taps, what commits need."""
     wide = plan.rows * plan.widest
     scores = 3 * 4 * wide * target.num_heads * plan.slots
     hidden = 8 * _item(plan) * wide * (target.hidden_size + target.intermediate_size)
     logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
     taps = wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
-    return scores + hidden + logits + 2 * taps * _item(plan)
+    recurrent = max(kept_states(plan, target), _factor_bytes(plan, target))
+    return scores + hidden + logits + 2 * taps * _item(plan) + recurrent
+
+
+def _factor_bytes(plan: Plan, target: TargetConfig) -> int:
+    """What the recurrent layers keep of a prompt chunk: inputs, keys, corrections, decays."""
+    state = jax.eval_shape(lambda: empty_state(plan, target, None))
+    recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
+    wide = sum(c.inputs.shape[2] * (4 + _item(plan)) + c.state.shape[1] * 4 for c in recurrent)
+    return plan.rows * plan.chunk * wide
 
 
 def gibi(n: float) -> str:

@@ -26,9 +26,7 @@ class Program:
     donated: tuple[int, ...] = ()
 
 
-def build_pair(
-    target: TargetConfig, drafter: DrafterConfig | None, *, exact: bool = True
-) -> Pair:
+def build_pair(target: TargetConfig, drafter: DrafterConfig | None, *, exact: bool = True) -> Pair:
     """The modules of both configs."""
     return Pair(build_target(target), build_drafter(drafter) if drafter else None, exact)
 

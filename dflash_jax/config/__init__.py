@@ -17,6 +17,7 @@ from dflash_jax.config.base import (
     RopeConfig,
     TargetConfig,
     id_tuple,
+    window_kinds,
 )
 from dflash_jax.config.dflash import DrafterConfig, drafter_config
 from dflash_jax.config.fields import Fields, read_json
@@ -36,6 +37,7 @@ __all__ = [
     "read_json",
     "read_target_config",
     "target_config",
+    "window_kinds",
 ]
 
 # model_type of a config.json -> the file of its family, here and in models/

@@ -84,6 +84,16 @@ class TargetConfig(AttentionConfig):
     dtype: str = "float32"  # of the published weights
     qk_norm: bool = False  # queries and keys normalised per head before rotation
 
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """What each layer is, in words."""
+        return window_kinds(self.windows or (None,) * self.num_layers)
+
+
+def window_kinds(windows: tuple[int | None, ...]) -> tuple[str, ...]:
+    """Attention layers in words."""
+    return tuple("full attention" if w is None else f"window {w}" for w in windows)
+
 
 def dense_fields(f: Fields) -> dict[str, Any]:
     """The fields of TargetConfig that every decoder with SiLU-gated layers spells alike."""

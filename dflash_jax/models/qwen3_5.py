@@ -68,46 +68,59 @@ class GatedDelta(nn.Module):
 
     config: HybridConfig
 
-    @nn.compact
+    def setup(self) -> None:
+        c = self.config
+        self.values = c.value_heads * c.value_width
+        self.sizes = (c.conv_channels, self.values, c.value_heads, c.value_heads)
+        self.in_proj = weight(self, "in_proj", (c.hidden_size, sum(self.sizes)))
+        self.conv = weight(self, "conv", (c.conv_kernel, c.conv_channels), 0.5)
+        self.a_log = norm_weight(self, "a_log", c.value_heads)
+        self.dt_bias = norm_weight(self, "dt_bias", c.value_heads)
+        self.norm = norm_weight(self, "norm", c.value_width)
+        self.out = weight(self, "out", (self.values, c.hidden_size))
+
     def __call__(
         self, x: Float[Array, "B T D"], cache: RecurrentCache, *, chunked: bool
     ) -> tuple[Float[Array, "B T D"], Update]:
-        c = self.config
-        values, heads = c.value_heads * c.value_width, c.value_heads
-        sizes = (c.conv_channels, values, heads, heads)
-        fused = dot(x, weight(self, "in_proj", (c.hidden_size, sum(sizes))))
-        u, z, b, a = _split(fused, *sizes)
+        u, z, b, a = _split(dot(x, self.in_proj), *self.sizes)
         inputs = jnp.concatenate([cache.inputs, u], axis=1)
-        mixed = causal_conv(inputs, weight(self, "conv", (c.conv_kernel, c.conv_channels), 0.5))
-        width = c.key_heads * c.key_width
-        q, k, v = (
-            y.reshape(*y.shape[:2], -1, size)
-            for y, size in zip(
-                _split(mixed, width, width, values),
-                (c.key_width, c.key_width, c.value_width),
-                strict=True,
-            )
-        )
-        q, k = unit(q) * jnp.float32(c.key_width**-0.5), unit(k)
-        rate = jnp.exp(norm_weight(self, "a_log", heads).astype(jnp.float32))
-        bias = norm_weight(self, "dt_bias", heads).astype(jnp.float32)
+        q, k, v = self.heads(inputs)
+        rate = jnp.exp(self.a_log.astype(jnp.float32))
+        step = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias.astype(jnp.float32)[None, None])
         rule = DeltaInputs(
-            q=spread(q, heads),
-            k=spread(k, heads),
-            v=v.astype(jnp.float32),
-            g=-rate[None, None] * jax.nn.softplus(a.astype(jnp.float32) + bias[None, None]),
+            q=spread(q, self.config.value_heads),
+            k=spread(k, self.config.value_heads),
+            v=v,
+            g=-rate[None, None] * step,
             beta=jax.nn.sigmoid(b.astype(jnp.float32)),
         )
         if chunked:
-            out, d = by_chunk(cache.state, rule)
+            o, d = by_chunk(cache.state, rule)
             update = ChunkedUpdate(cache=cache, inputs=inputs, k=k, d=d, g=rule.g)
         else:
-            out, states = by_token(cache.state, rule)
+            o, states = by_token(cache.state, rule)
             update = SteppedUpdate(cache=cache, inputs=inputs, states=states)
-        out = rms_norm(out.astype(x.dtype), norm_weight(self, "norm", c.value_width), c.rms_norm_eps)
-        gate = jax.nn.silu(z.astype(jnp.float32)).reshape(out.shape)
-        out = (out.astype(jnp.float32) * gate).astype(x.dtype).reshape(*x.shape[:2], values)
-        return dot(out, weight(self, "out", (values, c.hidden_size))), update
+        return dot(self.gated(o.astype(x.dtype), z), self.out), update
+
+    def heads(
+        self, inputs: Float[Array, "B W+T C"]
+    ) -> tuple[Float[Array, "B T K P"], Float[Array, "B T K P"], Float[Array, "B T N Q"]]:
+        """Convolved queries and keys of length one, queries scaled, and values; float32."""
+        c = self.config
+        keys = c.key_heads * c.key_width
+        mixed = causal_conv(inputs, self.conv).astype(jnp.float32)
+        q, k, v = _split(mixed, keys, keys, self.values)
+        q, k = (x.reshape(*x.shape[:2], c.key_heads, c.key_width) for x in (q, k))
+        v = v.reshape(*v.shape[:2], c.value_heads, c.value_width)
+        return unit(q) * jnp.float32(c.key_width**-0.5), unit(k), v
+
+    def gated(
+        self, o: Float[Array, "B T N Q"], z: Float[Array, "B T N*Q"]
+    ) -> Float[Array, "B T N*Q"]:
+        """The norm of each head, then its gate."""
+        normed = rms_norm(o, self.norm, self.config.rms_norm_eps).astype(jnp.float32)
+        gate = jax.nn.silu(z.astype(jnp.float32))
+        return (normed.reshape(z.shape) * gate).astype(o.dtype)
 
 
 class HybridLayer(nn.Module):
@@ -148,7 +161,6 @@ def _split(x: Float[Array, "B T E"], *sizes: int) -> list[Float[Array, "B T part
 
 def build(config: HybridConfig) -> nn.Module:
     """The target module of a Qwen3.5 config."""
-
     return Decoder(config, make_layer=_layer, final_norm=rms_norm_from_one)
 
 

@@ -161,7 +161,8 @@ def _chunk(
         return jnp.einsum(spec, a, b, precision=HIGHEST)
 
     total = jnp.cumsum(x.g, axis=2)
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (1, 1, *total.shape[2:] * 2), i) for i in (2, 3))
+    place = jnp.arange(total.shape[2])
+    row, column = place[None, None, :, None], place[None, None, None, :]
     apart = jnp.where(column <= row, total[..., :, None] - total[..., None, :], -jnp.inf)
     decay = jnp.exp(apart)  # never of a positive number
     entered = jnp.exp(total)[..., None]
