@@ -10,6 +10,7 @@ import numpy as np
 from dflash_jax.compiler import Plan, resolve
 from dflash_jax.compiler.programs import abstract_params
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models.scripted import ScriptedConfig
 
@@ -30,6 +31,30 @@ def tiny_target(**changes: Any) -> TargetConfig:
         "max_length": 4096,
     }
     return TargetConfig(**{"windows": (None,) * changes.get("num_layers", 3)} | fields | changes)
+
+
+def tiny_hybrid(**changes: Any) -> HybridConfig:
+    """A Qwen3.5 target of a few thousand parameters: recurrent, attention, recurrent."""
+    fields: dict[str, Any] = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "max_length": 4096,
+        "qk_norm": True,
+        "recurrent": (True, False, True),
+        "rotary_dim": 2,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_width": 8,
+        "value_width": 6,
+        "conv_kernel": 4,
+    }
+    return HybridConfig(**fields | changes)
 
 
 def tiny_drafter(target: TargetConfig, **changes: Any) -> DrafterConfig:
@@ -59,14 +84,16 @@ def random_params(
     plan = Plan(max_length=2, block=2, chunk=1, dtype="float32")
     rng = np.random.default_rng(seed)
 
-    def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        if len(leaf.shape) == 1:  # norms
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        if path[-1].key == "a_log":  # memories of a few to a hundred tokens
+            values = np.log(rng.uniform(0.01, 0.5, leaf.shape))
+        elif len(leaf.shape) == 1:  # norms
             values = 1 + 0.3 * rng.standard_normal(leaf.shape)
         else:
             values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[0])
         return values.astype(jax.numpy.dtype(dtype))
 
-    params = jax.tree.map(draw, abstract_params(plan, target, drafter))
+    params = jax.tree_util.tree_map_with_path(draw, abstract_params(plan, target, drafter))
     table = params["target"]["embed"]
     params["target"]["embed"] = (table * np.sqrt(len(table))).astype(table.dtype)
     return params

@@ -27,6 +27,7 @@ CASES = (
     "v1_sliding_bidirectional",
     "v1_small_vocab",
     "v1_trained",
+    "v1_hybrid_target",
 )
 WITHIN = {"atol": 2e-4, "rtol": 0}
 

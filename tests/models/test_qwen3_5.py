@@ -1,0 +1,324 @@
+"""Qwen3.5: against transformers, and C1 where a state must be rolled back."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import dflash_jax as dj
+from converters.load import load_target as load_params
+from converters.models import open_model
+from dflash_jax.compiler import compile_programs, jit
+from dflash_jax.compiler.programs import build_pair, empty_state
+from dflash_jax.config import read_target_config, target_config
+from dflash_jax.config.qwen3_5 import HybridConfig
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import ConfigError
+from dflash_jax.state import DecodeState, RecurrentCache, commit
+from dflash_jax.testing import (
+    random_engine,
+    scripted_engine,
+    set_script,
+    tiny_drafter,
+    tiny_hybrid,
+)
+
+WITHIN = {"atol": 1e-3, "rtol": 0}
+CASES = ("qwen3_5", "qwen3_5_vl")
+CHUNK, BLOCK, NEW = 16, 4, 40
+
+
+@pytest.fixture(scope="module")
+def dense(oracle: Path) -> SimpleNamespace:
+    return read_case(oracle / "targets" / "qwen3_5")
+
+
+def read_case(path: Path) -> SimpleNamespace:
+    lengths = json.loads((path / "meta.json").read_text())["lengths"]
+    return SimpleNamespace(path=path, vectors=load_file(path / "vectors.safetensors"), **lengths)
+
+
+# -- against transformers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_hidden_states_of_a_whole_pass(oracle: Path, name: str) -> None:
+    case = read_case(oracle / "targets" / name)
+    out = dj.load_target(case.path).forward(case.vectors["input_ids"])
+    np.testing.assert_allclose(out.logits, case.vectors["logits"], **WITHIN)
+    assert len(out.hidden) == sum(name.startswith("hidden.") for name in case.vectors)
+    for i, state in enumerate(out.hidden):
+        np.testing.assert_allclose(state, case.vectors[f"hidden.{i}"], **WITHIN)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_spellings_of_a_config_mean_the_same(oracle: Path, name: str, tmp_path: Path) -> None:
+    path = oracle / "targets" / name
+    shutil.copy(path / "config.hub.json", tmp_path / "config.json")
+    config = read_target_config(tmp_path)
+    assert config == read_target_config(path)
+    assert isinstance(config, HybridConfig)
+    assert HybridConfig.from_json(config.to_json()) == config
+
+
+def test_other_inputs_and_predictors_are_set_aside_and_named(oracle: Path) -> None:
+    model = open_model(oracle / "targets" / "qwen3_5_vl", role="target")
+    model.check()
+    reasons = {name.split(".")[0]: why for name, why in model.tensors.ignored.items()}
+    assert set(reasons) == {"model", "mtp"}
+    assert all(n.startswith(("model.visual.", "mtp.")) for n in model.tensors.ignored)
+
+
+class Cached:
+    """A target with its caches, run call by call: chunked first, then token by token."""
+
+    def __init__(self, path: Path):
+        config = read_target_config(path)
+        self.pair = build_pair(config, None)
+        self.params = {"target": jax.device_put(load_params(path, config))}
+        plan = dj.Plan(rows=2, max_length=160, block=8, chunk=32, dtype="float32")
+        self.empty = empty_state(plan, config, None)
+        self.taps = tuple(range(config.num_layers + 1))
+        self.run: Any = jit(self._run, static_argnums=4)
+
+    def _run(self, params: Any, state: DecodeState, ids: Any, n: Any, chunked: bool) -> Any:
+        out = self.pair.target_call(
+            params, ids, state.target, state.position, taps=self.taps, chunked=chunked
+        )
+        logits = self.pair.target_call(params, out.hidden, method="logits")
+        return commit(state, out.caches, (), n, ids[:, -1]), logits, out.taps
+
+    def __call__(self, state: DecodeState, ids: np.ndarray, keep: int) -> Any:
+        n = np.full(len(ids), keep, np.int32)
+        return self.run(self.params, state, ids, n, ids.shape[1] == 32)
+
+
+@pytest.fixture(scope="module")
+def cached(dense: SimpleNamespace) -> Cached:
+    return Cached(dense.path)
+
+
+def test_blocks_and_states_after_a_prefill_and_a_rollback(
+    dense: SimpleNamespace, cached: Cached
+) -> None:
+    v = dense.vectors
+
+    def same(name: str, logits: Any, taps: Any) -> None:
+        np.testing.assert_allclose(logits, v[f"incr.{name}.logits"], **WITHIN)
+        for i, tap in enumerate(taps):
+            if (wanted := v.get(f"incr.{name}.hidden.{i}")) is not None:
+                np.testing.assert_allclose(tap, wanted, **WITHIN)
+
+    def same_states(name: str, state: DecodeState) -> None:
+        for i, cache in enumerate(state.target):
+            if isinstance(cache, RecurrentCache):
+                at = f"incr.{name}.state.{i}"
+                np.testing.assert_allclose(cache.state, v[f"{at}.recurrent"], **WITHIN)
+                inputs = np.swapaxes(cache.inputs, 1, 2)
+                np.testing.assert_allclose(inputs, v[f"{at}.conv"], **WITHIN)
+
+    state, *seen = cached(cached.empty, v["input_ids"][:, : dense.prefill], dense.prefill)
+    same("prefill", *seen)
+    same_states("prefill", state)
+    state, *seen = cached(state, v["incr.block1.input_ids"], dense.keep - dense.prefill)
+    same("block1", *seen)
+    same_states("rollback", state)
+    state, *seen = cached(state, v["incr.block2.input_ids"], dense.block)
+    same("block2", *seen)
+    steps = v["incr.step.input_ids"]
+    state, logits, _ = cached(
+        state, np.pad(steps, ((0, 0), (0, 8 - steps.shape[1]))), steps.shape[1]
+    )
+    np.testing.assert_allclose(logits[:, : steps.shape[1]], v["incr.step.logits"], **WITHIN)
+    same_states("end", state)
+    assert state.position.tolist() == [dense.seq] * 2
+
+
+def test_a_long_sequence_chunk_by_chunk(dense: SimpleNamespace, cached: Cached) -> None:
+    ids, wanted = dense.vectors["long.input_ids"], dense.vectors["long.logits"]
+    state, at = cached.empty, 0
+    for width in (32, 32, 32, 32, 8):
+        part = np.repeat(ids[:, at : at + width], 2, axis=0)
+        state, logits, _ = cached(state, part, width)
+        np.testing.assert_allclose(logits[:1], wanted[:, at : at + width], **WITHIN)
+        at += width
+    assert at == dense.long
+
+
+def test_the_engine_continues_greedily_as_transformers_does(dense: SimpleNamespace) -> None:
+    engine = dj.load(dense.path, plan=dj.Plan(rows=2, max_length=64, chunk=16, block=8))
+    prompts = dense.vectors["input_ids"][:, : dense.prompt].tolist()
+    results = engine.generate_many(prompts, max_tokens=dense.greedy, ignore_eos=True)
+    assert [r.token_ids for r in results] == dense.vectors["greedy.tokens"].tolist()
+
+
+# -- lossless ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """Two rows, a drafter that says what it is told; plain steps do not ask it."""
+    target = tiny_hybrid()
+    plan = dj.Plan(rows=2, max_length=192, chunk=CHUNK, block=BLOCK, dtype=request.param)
+    return scripted_engine(random_engine(target, tiny_drafter(target), plan))
+
+
+def prompt_of(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, 97, length).tolist()
+
+
+def scripts(truth: list[int], seed: int) -> Iterator[tuple[str, list[int]]]:
+    rng = np.random.default_rng(seed)
+    yield "oracle", truth
+    yield "adversarial", [(t + 1) % 97 for t in truth]
+    for share in (0.5, 0.8, 0.95):  # random accept patterns
+        yield f"noisy {share}", [t if rng.random() < share else (t + 1) % 97 for t in truth]
+
+
+def recurrent(engine: Engine, row: int = 0) -> list[np.ndarray]:
+    """Bits of what a row's recurrent layers hold."""
+    caches = [c for c in engine._state.target if isinstance(c, RecurrentCache)]
+    return [np.asarray(x[row]) for c in caches for x in (c.state, c.inputs)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5, 90])
+def test_every_accept_pattern_gives_plain_tokens_and_plain_states(
+    engine: Engine, length: int
+) -> None:
+    prompt = prompt_of(length)
+    plain = engine.generate(prompt, max_tokens=NEW, speculative=False).token_ids
+    states = recurrent(engine)
+    assert states[0].dtype == np.float32
+    assert len(set(plain)) > 5
+    for name, script in scripts([*prompt, *plain], seed=length):
+        set_script(engine, script)
+        result = engine.generate(prompt, max_tokens=NEW)
+        assert result.token_ids == plain, name
+        if name == "oracle":
+            assert result.stats.rounds == -(-(NEW - 1) // BLOCK)
+        for ours, theirs in zip(recurrent(engine), states, strict=True):
+            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> None:
+    given = [prompt_of(n) for n in (1, 15, 33, 20)]
+    alone = [engine.generate(p, max_tokens=NEW).token_ids for p in given]
+    together = [r.token_ids for r in engine.generate_many(given, max_tokens=NEW)]
+    assert together == alone
+    idle = recurrent(engine, row=1)
+    engine.generate(given[2], max_tokens=NEW)  # in row 0; prefill and steps pass over row 1
+    for ours, theirs in zip(recurrent(engine, row=1), idle, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    engine._state = engine.executables["wipe"](engine._state, np.array([True, False]))
+    assert not any(x.any() for x in recurrent(engine, row=0))
+    for ours, theirs in zip(recurrent(engine, row=1), idle, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_dictated_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
+    """R7: the same tokens, fed by forced steps in any cuts."""
+    prompt = prompt_of(21)
+    plain = engine.generate(prompt, max_tokens=NEW, speculative=False).token_ids
+    states = recurrent(engine)
+    forced = compile_programs([engine.programs["forced"]])["forced"]
+    for cuts in ([BLOCK] * (NEW // BLOCK), [1, 3, 2] * NEW):
+        engine.generate(prompt, max_tokens=1)
+        state, at = engine._state, 0
+        for n in cuts:
+            n = min(n, len(plain) - 1 - at)
+            tokens = np.zeros((2, BLOCK), np.int32)
+            tokens[0, :n] = plain[at : at + n]
+            count, anchor = np.array([n, 0], np.int32), np.array([plain[at + n], 0], np.int32)
+            state = forced(engine.params, state, tokens, count, anchor)
+            at += n
+        engine._state = state
+        for ours, theirs in zip(recurrent(engine), states, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_states_are_updated_in_place(engine: Engine) -> None:
+    engine.warm_up()
+    for executable in engine.executables.values():
+        assert executable.aliased_bytes == executable.donated_bytes > 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+def test_chunks_of_any_size_prefill_the_same_state(chunk: int) -> None:
+    """Within rounding; the grid of one plan is fixed."""
+    target = tiny_hybrid(num_layers=2, recurrent=(True, False))
+    prompt = prompt_of(70)
+    engine = random_engine(target, None, dj.Plan(max_length=128, chunk=chunk, block=2))
+    engine.generate(prompt, max_tokens=1)
+    tokens = np.asarray([prompt], np.int32)
+    pair, plan = build_pair(target, None), engine.plan
+
+    @jit
+    def stepped(params: Any, tokens: Any) -> Any:
+        state = empty_state(plan, target, None)
+        out = pair.target_call(params, tokens, state.target, state.position)
+        return out.caches[0].commit(np.array([70], np.int32))
+
+    wanted = stepped(engine.params, tokens)
+    np.testing.assert_allclose(engine._state.target[0].state, wanted.state, atol=2e-5)
+    np.testing.assert_allclose(engine._state.target[0].inputs, wanted.inputs, atol=2e-5)
+
+
+def test_inexact_plans_commit_from_factors_and_agree_in_float32() -> None:
+    target = tiny_hybrid(num_layers=2, recurrent=(True, False))
+    drafter = tiny_drafter(target, target_layer_ids=(0,))
+    given = prompt_of(20)
+    plans = [dj.Plan(max_length=96, chunk=CHUNK, block=BLOCK, exact=e) for e in (True, False)]
+    exact, loose = (scripted_engine(random_engine(target, drafter, plan)) for plan in plans)
+    plain = exact.generate(given, max_tokens=NEW, speculative=False).token_ids
+    assert loose.generate(given, max_tokens=NEW, speculative=False).token_ids == plain
+    for _, script in scripts([*given, *plain], seed=1):
+        set_script(loose, script)
+        assert loose.generate(given, max_tokens=NEW).token_ids == plain
+
+
+@pytest.mark.soak
+def test_five_thousand_tokens_under_random_accept_patterns(engine: Engine) -> None:
+    for seed in range(50):
+        prompt = prompt_of(1 + seed)
+        plain = engine.generate(prompt, max_tokens=100, speculative=False).token_ids
+        for _, script in scripts([*prompt, *plain], seed=seed):
+            set_script(engine, script)
+            assert engine.generate(prompt, max_tokens=100).token_ids == plain
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("layer_types", ["linear_attention"] * 4, "expected 5 entries"),
+        ("layer_types", ["sliding_attention"] * 5, "expected 5 entries"),
+        ("full_attention_interval", 3, "contradicts"),
+        ("attn_output_gate", False, "attn_output_gate is False"),
+        ("mamba_ssm_dtype", "bfloat16", "mamba_ssm_dtype"),
+        ("linear_num_key_heads", 3, "cannot share 3 key heads"),
+        ("linear_value_head_dim", None, "lacks 'linear_value_head_dim'"),
+        ("linear_new_thing", 1, "linear_new_thing"),
+    ],
+)
+def test_a_config_that_cannot_be_run_is_refused_by_name(
+    dense: SimpleNamespace, field: str, value: Any, said: str
+) -> None:
+    fields = json.loads((dense.path / "config.hub.json").read_text())
+    with pytest.raises(ConfigError, match=said):
+        target_config(fields | {field: value})
+
+
+def test_rotary_sections_must_cover_the_rotated_pairs(dense: SimpleNamespace) -> None:
+    fields = json.loads((dense.path / "config.hub.json").read_text())
+    fields["rope_parameters"]["mrope_section"] = [2, 2, 2]
+    with pytest.raises(ConfigError, match="mrope_section"):
+        target_config(fields)
