@@ -1,5 +1,6 @@
 """A weight file seen through canonical names: what each tensor is called and how it is read."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ class Origin:
     """Where a canonical tensor comes from: a stored tensor, or some of its rows in some order."""
 
     name: str
-    rows: np.ndarray | None = None
+    rows: np.ndarray | range | None = None  # a range has step 1
     change: str = ""  # what is done to it, in words, for the report
 
 
@@ -37,7 +38,7 @@ class Canonical:
     def shape(self, name: str) -> tuple[int, ...]:
         origin = self.origins[name]
         shape = self.source.shape(origin.name)
-        return shape if origin.rows is None else (len(origin.rows), *shape[1:])
+        return shape if origin.rows is None else (len(origin.rows), *shape[1:][-1:])
 
     def dtype(self, name: str) -> np.dtype:
         return self.source.dtype(self.origins[name].name)
@@ -46,18 +47,31 @@ class Canonical:
         return self.source.kind(self.origins[name].name)
 
     def nbytes(self, name: str) -> int:
-        return self.source.nbytes(self.origins[name].name)
+        stored = self.origins[name].name
+        whole, shape = self.source.nbytes(stored), self.source.shape(stored)
+        return whole * math.prod(self.shape(name)) // max(math.prod(shape), 1)
 
     def read(self, name: str) -> np.ndarray:
         origin = self.origins[name]
         if origin.rows is None:
             return self.source.read(origin.name)
-        return self.source.read_rows(origin.name, origin.rows).reshape(self.shape(name))
+        return self.read_rows(name, slice(None)).reshape(self.shape(name))
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
         origin = self.origins[name]
-        chosen = rows if origin.rows is None else origin.rows[rows]
-        return self.source.read_rows(origin.name, chosen)
+        return self.source.read_rows(origin.name, _stored_rows(origin.rows, rows))
+
+
+def _stored_rows(kept: np.ndarray | range | None, rows: Rows) -> Rows:
+    """Which stored rows are meant by `rows` of those that are kept."""
+    if kept is None:
+        return rows
+    if not isinstance(kept, range):
+        return kept[rows]
+    if isinstance(rows, slice):
+        part = kept[rows]
+        return slice(part.start, part.stop, part.step)
+    return rows + kept.start
 
 
 def check(slots: list[Slot], found: Canonical, *, where: str) -> None:

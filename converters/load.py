@@ -34,8 +34,7 @@ Progress = Callable[[str, int], None]  # a tensor's name, and how many of its we
 def load_target(directory: str | Path, config: TargetConfig, dtype: str = "float32") -> Params:
     """A target's parameters from a Hugging Face folder, as NumPy arrays of `dtype`."""
     source = open_directory(directory)
-    ignored = names.IGNORED.get(config.model_type, {})
-    found = huggingface.target(source, tied=config.tie_embeddings, ignored=ignored)
+    found = huggingface.target(source, tied=config.tie_embeddings, folder=names.folder(config))
     return load(found, config, dtype, where=str(directory))
 
 

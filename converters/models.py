@@ -110,8 +110,7 @@ def _from_folder(path: Path, taps: str) -> Model:
         return Model(path, "drafter", "Hugging Face (z-lab)", config, tensors, (line, *notes))
     fields["eos_token_id"] = _stop_ids(fields, path)
     found = target_config(fields, where)
-    ignored = names.IGNORED.get(found.model_type, {})
-    tensors = huggingface.target(source, tied=found.tie_embeddings, ignored=ignored)
+    tensors = huggingface.target(source, tied=found.tie_embeddings, folder=names.folder(found))
     return Model(path, "target", "Hugging Face", found, tensors, notes)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from converters.names import dflash, llama, qwen3, qwen3_5
-from converters.names.slots import Slot
+from converters.names.slots import Folder, Slot
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 from dflash_jax.errors import ConfigError
 
@@ -14,8 +14,12 @@ TARGETS: dict[str, Callable[[Any], list[Slot]]] = {
     "qwen3_5_text": qwen3_5.slots,
     "qwen3_5_moe_text": qwen3_5.slots,
 }
-# model_type: tensors that are not part of the text model, and why
-IGNORED = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), qwen3_5.IGNORED)
+FOLDERS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), qwen3_5.FOLDER)
+
+
+def folder(config: TargetConfig) -> Folder:
+    """What to expect of a Hugging Face folder that holds this target."""
+    return FOLDERS.get(config.model_type, Folder())
 
 
 def slots(config: AttentionConfig) -> list[Slot]:

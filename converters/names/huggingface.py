@@ -1,11 +1,11 @@
 """Tensor names as Hugging Face folders spell them, made canonical."""
 
 import re
-from collections.abc import Mapping
 
 import numpy as np
 
 from converters.canonical import Canonical, Origin
+from converters.names.slots import Folder
 from converters.source import TensorSource
 from dflash_jax.errors import CheckpointError
 
@@ -14,16 +14,15 @@ SPELT_OTHERWISE = {  # as in the Muse drafters
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
-NONE: Mapping[str, str] = {}
+PLAIN = Folder()
 ALWAYS_IGNORED = {r"rotary_emb\.inv_freq$": "recomputed from the configuration"}
 
 
-def target(source: TensorSource, *, tied: bool, ignored: Mapping[str, str] = NONE) -> Canonical:
-    """A target's folder; a tied head that repeats the embedding is dropped, another refused.
-
-    `ignored` are patterns of tensors that are not part of the text model, and why.
-    """
-    found = canonical(source, ALWAYS_IGNORED | dict(ignored))
+def target(source: TensorSource, *, tied: bool, folder: Folder = PLAIN) -> Canonical:
+    """A target's folder; a tied head that repeats the embedding is dropped, another refused."""
+    found = canonical(source, ALWAYS_IGNORED | dict(folder.ignored))
+    if folder.fused:
+        split_experts(found, folder.fused)
     if tied and "lm_head.weight" in found.origins:
         head = found.origins.pop("lm_head.weight").name
         if not _equal(found, source, head):
@@ -33,6 +32,25 @@ def target(source: TensorSource, *, tied: bool, ignored: Mapping[str, str] = NON
             )
         found.ignored[head] = "tied: equal to the embedding table"
     return found
+
+
+def split_experts(found: Canonical, pattern: str) -> None:
+    """Gives each expert its own tensors where a folder stores all of a layer's in one."""
+    for name in [n for n in found.origins if re.search(pattern, n)]:
+        stored = found.origins[name].name
+        shape = found.source.shape(stored)
+        stem, _, which = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
+        if len(shape) != 3 or shape[1] % len(parts):
+            raise CheckpointError(
+                f"{stored} has the shape {list(shape)}; expected [experts, {len(parts)} x out, in]"
+            )
+        del found.origins[name]
+        size = shape[1] // len(parts)
+        for i in range(shape[0] * len(parts)):
+            expert, part = divmod(i, len(parts))
+            rows = range(i * size, (i + 1) * size)
+            found.origins[f"{stem}.{expert}.{parts[part]}.weight"] = Origin(stored, rows)
 
 
 def drafter(source: TensorSource) -> Canonical:

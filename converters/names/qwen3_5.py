@@ -2,14 +2,16 @@
 
 from converters.names.llama import norm_and_mlp
 from converters.names.qwen3 import head_norms
-from converters.names.slots import Part, Path, Slot, by_head, linear, same
+from converters.names.slots import Folder, Part, Path, Slot, by_head, linear, paired, same
 from dflash_jax.config.qwen3_5 import HybridConfig
 
-# What published multimodal files hold besides the text model.
-IGNORED = {
-    r"^visual\.": "vision: only text is run",
-    r"^mtp\.": "multi-token prediction: not run",
-}
+FOLDER = Folder(
+    ignored={
+        r"^visual\.": "vision: only text is run",
+        r"^mtp\.": "multi-token prediction: not run",
+    },
+    fused=r"\.mlp\.experts\.(gate_up|down)_proj$",
+)
 
 
 def slots(config: HybridConfig) -> list[Slot]:
@@ -26,7 +28,9 @@ def slots(config: HybridConfig) -> list[Slot]:
             found += _delta(config, (*at, "delta"), f"{source}linear_attn.")
         else:
             found += _attention(config, (*at, "attention"), f"{source}self_attn.")
-        found += norm_and_mlp(config, at, source)
+        found += (
+            _experts(config, at, source) if config.num_experts else norm_and_mlp(config, at, source)
+        )
     if not config.tie_embeddings:
         found.append(linear(("head",), "lm_head.weight", vocab, width))
     return found
@@ -63,4 +67,28 @@ def _delta(config: HybridConfig, at: Path, source: str) -> list[Slot]:
         same((*at, "dt_bias"), f"{source}dt_bias", heads),
         same((*at, "norm"), f"{source}norm.weight", config.value_width),
         linear((*at, "out"), f"{source}out_proj.weight", width, values),
+    ]
+
+
+def _experts(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+    """The second norm, the router, the chosen experts and the shared one."""
+    width, size, shared = config.hidden_size, config.expert_size, config.shared_expert_size
+    count, mlp = config.num_experts, f"{source}mlp."
+    gate_up, down = [], []
+    for e in range(count):
+        for i, name in enumerate(("gate", "up")):
+            part = f"{mlp}experts.{e}.{name}_proj.weight"
+            gate_up.append(Part(part, (size, width), (0, 2, 3, 1), (e, i)))
+        down.append(Part(f"{mlp}experts.{e}.down_proj.weight", (width, size), (0, 2, 1), (e,)))
+    norm = f"{source}post_attention_layernorm.weight"
+    both = (f"{mlp}shared_expert.gate_proj.weight", f"{mlp}shared_expert.up_proj.weight")
+    at_mlp = (*at, "mlp")
+    return [
+        same((*at, "post_attention_norm"), norm, width),
+        linear((*at_mlp, "router"), f"{mlp}gate.weight", count, width),
+        Slot((*at_mlp, "experts_gate_up"), (count, width, 2, size), tuple(gate_up)),
+        Slot((*at_mlp, "experts_down"), (count, size, width), tuple(down)),
+        linear((*at_mlp, "shared_gate"), f"{mlp}shared_expert_gate.weight", 1, width),
+        paired((*at_mlp, "shared", "gate_up"), both, shared, width),
+        linear((*at_mlp, "shared", "down"), f"{mlp}shared_expert.down_proj.weight", width, shared),
     ]

@@ -4,7 +4,8 @@ Canonical names and shapes are the Hugging Face ones without the leading "model.
 of a parameter is a view of its array, so that one description serves loading and export.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -38,6 +39,14 @@ class Slot:
 
 
 Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """How a family's folders differ from its canonical tensors, as patterns of their names."""
+
+    ignored: Mapping[str, str] = field(default_factory=dict)  # and why they are not needed
+    fused: str | None = None  # experts stored as gate_up_proj [E, 2F, D] and down_proj [E, D, F]
 
 
 def same(path: Path, name: str, *shape: int) -> Slot:

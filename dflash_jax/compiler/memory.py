@@ -79,10 +79,13 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
     tokens, head_rows = plan.rows * width, plan.rows * (1 if name == "prefill" else width)
     counts = parameters(target, drafter)
     head = target.vocab_size * target.hidden_size
-    body = _multiplied(counts["target"])
+    routed = sum(n for path, n in counts["target"].items() if "/experts_" in path)
+    body = _multiplied(counts["target"]) - routed
+    touched = int(routed * min(1.0, tokens * target.expert_share))
     recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
-    moved = (body + head) * _item(plan) + tree_bytes(state.target) + tree_bytes(recurrent)
+    moved = (body + touched + head) * _item(plan) + tree_bytes(state.target) + tree_bytes(recurrent)
     flops = 2 * (body * tokens + head * head_rows) + _attention_flops(state.target, tokens, target)
+    flops += int(2 * tokens * routed * target.expert_share)
     flops += 7 * width * sum(c.state.size for c in recurrent)  # decay, read, correct, read out
     if drafter is not None:
         drafting = name == "speculative"

@@ -85,6 +85,11 @@ class TargetConfig(AttentionConfig):
     qk_norm: bool = False  # queries and keys normalised per head before rotation
 
     @property
+    def expert_share(self) -> float:
+        """The part of a layer's experts that one token uses."""
+        return 1.0
+
+    @property
     def layer_kinds(self) -> tuple[str, ...]:
         """What each layer is, in words."""
         return window_kinds(self.windows or (None,) * self.num_layers)

@@ -70,6 +70,11 @@ class HybridConfig(TargetConfig):
         return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
+    def expert_share(self) -> float:
+        """The part of a layer's experts that one token uses."""
+        return self.experts_per_token / self.num_experts if self.num_experts else 1.0
+
+    @property
     def layer_kinds(self) -> tuple[str, ...]:
         """In words, per layer."""
         return tuple("gated delta net" if r else "gated attention" for r in self.recurrent)
@@ -133,8 +138,10 @@ def _plain_rope(text: Fields, moe: bool) -> Fields:
     for name in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
         rope.pop(name, None)
     values = text.values | {"rope_parameters": rope or None}
-    if moe:
-        values.setdefault("intermediate_size", text.integer("moe_intermediate_size"))
+    if moe:  # what a token passes through in all; published files have no such field
+        chosen, size = text.integer("num_experts_per_tok"), text.integer("moe_intermediate_size")
+        shared = text.integer("shared_expert_intermediate_size")
+        values["intermediate_size"] = chosen * size + shared
     values.setdefault("head_dim", 256)
     reader = Fields(values, text.where)
     reader.used.add("partial_rotary_factor")

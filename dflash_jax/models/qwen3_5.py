@@ -24,6 +24,7 @@ from dflash_jax.nn.delta import (
     unit,
 )
 from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, rms_norm, rms_norm_from_one, weight
+from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top, swiglu
 from dflash_jax.nn.rope import rope_tables, rotate
 from dflash_jax.state import Cache, LayerCache, RecurrentCache, Update
 
@@ -123,6 +124,22 @@ class GatedDelta(nn.Module):
         return (normed.reshape(z.shape) * gate).astype(o.dtype)
 
 
+class SharedExperts(nn.Module):
+    """The chosen experts, and one that every token uses, gated by a single logit."""
+
+    config: HybridConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        c = self.config
+        logits = dot(x, weight(self, "router", (c.hidden_size, c.num_experts)))
+        chosen = softmax_then_top(logits, c.experts_per_token, normalise=True)
+        weights = expert_weights(self, c.num_experts, c.hidden_size, c.expert_size)
+        gate = jax.nn.sigmoid(dot(x, weight(self, "shared_gate", (c.hidden_size, 1))))
+        shared = GatedMLP(c.hidden_size, c.shared_expert_size, name="shared")(x)
+        return experts(x, weights, *chosen, swiglu) + gate * shared
+
+
 class HybridLayer(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
@@ -150,6 +167,8 @@ class HybridLayer(nn.Module):
         with jax.named_scope("mlp"):
             scale = norm_weight(self, "post_attention_norm", c.hidden_size)
             h = rms_norm_from_one(x, scale, c.rms_norm_eps)
+            if c.num_experts:
+                return x + SharedExperts(c, name="mlp")(h), update
             return x + GatedMLP(c.hidden_size, c.intermediate_size, name="mlp")(h), update
 
 
