@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from converters.names import qwen3_5
 from dflash_jax.config import (
     FULL,
     SLIDING,
@@ -10,6 +11,7 @@ from dflash_jax.config import (
     RopeConfig,
     TargetConfig,
 )
+from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.errors import ConfigError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -25,6 +27,8 @@ def fields(config: AttentionConfig, dtype: str) -> dict[str, Any]:
 
 
 def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
+    if isinstance(config, HybridConfig):
+        return qwen3_5.published(config, dtype)
     found = {"architectures": [ARCHITECTURES[config.model_type]], "model_type": config.model_type}
     found |= _geometry(config) | {
         "vocab_size": config.vocab_size,

@@ -1,10 +1,18 @@
 """Qwen3.5: recurrent layers and gated attention; the experts of the larger ones."""
 
+from typing import Any
+
 from converters.names.llama import norm_and_mlp
 from converters.names.qwen3 import head_norms
 from converters.names.slots import Folder, Part, Path, Slot, by_head, linear, paired, same
-from dflash_jax.config.qwen3_5 import HybridConfig
+from dflash_jax.config import FULL
+from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
+from dflash_jax.errors import ConfigError
 
+ARCHITECTURES = {
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
 FOLDER = Folder(
     ignored={
         r"^visual\.": "vision: only text is run",
@@ -92,3 +100,52 @@ def _experts(config: HybridConfig, at: Path, source: str) -> list[Slot]:
         paired((*at_mlp, "shared", "gate_up"), both, shared, width),
         linear((*at_mlp, "shared", "down"), f"{mlp}shared_expert.down_proj.weight", width, shared),
     ]
+
+
+def published(config: HybridConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of the text model alone, as transformers spells it."""
+    if config.rope.kind != "default":
+        raise ConfigError(
+            f"rotary embedding rescaled by {config.rope.kind!r} is not written for Qwen3.5; export"
+            " the weights before a context extension"
+        )
+    found = {
+        "architectures": [ARCHITECTURES[config.model_type]],
+        "model_type": config.model_type,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": config.attention_bias,
+        "layer_types": [LINEAR if recurrent else FULL for recurrent in config.recurrent],
+        "linear_num_key_heads": config.key_heads,
+        "linear_num_value_heads": config.value_heads,
+        "linear_key_head_dim": config.key_width,
+        "linear_value_head_dim": config.value_width,
+        "linear_conv_kernel_dim": config.conv_kernel,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope.theta,
+            "partial_rotary_factor": config.rotary_dim / config.head_dim,
+        },
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_length,
+        "eos_token_id": list(config.eos_token_ids),
+        "dtype": dtype,
+    }
+    return found | _mlp_fields(config)
+
+
+def _mlp_fields(config: HybridConfig) -> dict[str, Any]:
+    if not config.num_experts:
+        return {"intermediate_size": config.intermediate_size}
+    return {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_size,
+        "shared_expert_intermediate_size": config.shared_expert_size,
+    }

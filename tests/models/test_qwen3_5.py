@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 import dflash_jax as dj
 from converters.load import load_target as load_params
 from converters.models import open_model
+from converters.names.published import fields
 from dflash_jax.compiler import compile_programs, jit, resolve
 from dflash_jax.compiler.explain import explain
 from dflash_jax.compiler.memory import kept_states, tree_bytes
@@ -71,6 +72,7 @@ def test_both_spellings_of_a_config_mean_the_same(oracle: Path, name: str, tmp_p
     assert config == read_target_config(path)
     assert isinstance(config, HybridConfig)
     assert HybridConfig.from_json(config.to_json()) == config
+    assert target_config(fields(config, config.dtype)) == config
 
 
 def test_other_inputs_and_predictors_are_set_aside_and_named(oracle: Path) -> None:
@@ -290,7 +292,9 @@ def test_chunks_of_any_size_prefill_the_same_state() -> None:
             ids = np.pad(prompt[:, at : at + n], ((0, 0), (0, chunk - n)))
             state, out = step(state, ids, np.array([n], np.int32))
             hidden.append(np.asarray(out)[:, :n])
-        found.append((np.concatenate(hidden, axis=1), state.target[0]))
+        cache = state.target[0]
+        assert isinstance(cache, RecurrentCache)
+        found.append((np.concatenate(hidden, axis=1), cache))
     for hidden, cache in found[1:]:
         np.testing.assert_allclose(hidden, found[0][0], atol=1e-4)
         np.testing.assert_allclose(cache.state, found[0][1].state, atol=2e-5)
@@ -450,9 +454,9 @@ def test_explain_reports_published_sizes_without_allocating(
 def test_a_config_that_cannot_be_run_is_refused_by_name(
     dense: SimpleNamespace, field: str, value: Any, said: str
 ) -> None:
-    fields = json.loads((dense.path / "config.hub.json").read_text())
+    found = json.loads((dense.path / "config.hub.json").read_text())
     with pytest.raises(ConfigError, match=said):
-        target_config(fields | {field: value})
+        target_config(found | {field: value})
 
 
 @pytest.mark.parametrize(
@@ -475,16 +479,16 @@ def test_experts_that_cannot_be_run_are_refused_by_name(
 
 def test_an_unknown_field_beside_the_text_model_is_refused(oracle: Path) -> None:
     path = oracle / "targets" / "qwen3_5_vl" / "config.hub.json"
-    fields = json.loads(path.read_text())
+    found = json.loads(path.read_text())
     with pytest.raises(ConfigError, match="audio_config"):
-        target_config(fields | {"audio_config": {}})
-    fields["text_config"]["attention_sinks"] = True
-    with pytest.raises(ConfigError, match="text_config has fields .*attention_sinks"):
-        target_config(fields)
+        target_config(found | {"audio_config": {}})
+    found["text_config"]["attention_sinks"] = True
+    with pytest.raises(ConfigError, match=r"text_config has fields .*attention_sinks"):
+        target_config(found)
 
 
 def test_rotary_sections_must_cover_the_rotated_pairs(dense: SimpleNamespace) -> None:
-    fields = json.loads((dense.path / "config.hub.json").read_text())
-    fields["rope_parameters"]["mrope_section"] = [2, 2, 2]
+    found = json.loads((dense.path / "config.hub.json").read_text())
+    found["rope_parameters"]["mrope_section"] = [2, 2, 2]
     with pytest.raises(ConfigError, match="mrope_section"):
-        target_config(fields)
+        target_config(found)

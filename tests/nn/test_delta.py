@@ -15,8 +15,6 @@ from dflash_jax.nn.delta import (
     by_chunk,
     by_token,
     causal_conv,
-    spread,
-    unit,
 )
 from dflash_jax.state import RecurrentCache
 
@@ -29,22 +27,23 @@ def rule(tokens: int, seed: int = 0) -> tuple[RecurrentCache, DeltaInputs, jax.A
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
 
-    k = unit(normal(ROWS, tokens, KEY_HEADS, KEY))
+    k = rng.standard_normal((ROWS, tokens, KEY_HEADS, KEY), np.float32)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    each = (ROWS, tokens, HEADS)
+    g = -rng.exponential(rng.choice([0.01, 3.0], each))
     x = DeltaInputs(
-        q=normal(ROWS, tokens, HEADS, KEY),
-        k=spread(k, HEADS),
-        v=normal(ROWS, tokens, HEADS, VALUE),
-        g=jnp.asarray(
-            -rng.exponential(rng.choice([0.01, 3.0], (ROWS, tokens, HEADS))), jnp.float32
-        ),
-        beta=jnp.asarray(rng.uniform(0, 1, (ROWS, tokens, HEADS)), jnp.float32),
+        q=normal(*each, KEY),
+        k=jnp.asarray(np.repeat(k, HEADS // KEY_HEADS, axis=2)),
+        v=normal(*each, VALUE),
+        g=jnp.asarray(g, jnp.float32),
+        beta=jnp.asarray(rng.uniform(0, 1, each), jnp.float32),
     )
     cache = RecurrentCache(
         state=normal(ROWS, HEADS, KEY, VALUE), inputs=normal(ROWS, KEPT, CHANNELS)
     )
-    return cache, x, k, normal(ROWS, KEPT + tokens, CHANNELS)
+    return cache, x, jnp.asarray(k), normal(ROWS, KEPT + tokens, CHANNELS)
 
 
 def by_hand(state: np.ndarray, x: DeltaInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -67,6 +66,7 @@ def test_both_forms_and_both_commits_are_the_recurrence(tokens: int) -> None:
     cache, x, k, inputs = rule(tokens)
     wanted, states = by_hand(np.asarray(cache.state), x)
     n = np.array([tokens, (tokens + 1) // 2, 0], np.int32)
+    kept = jnp.asarray(n)
 
     @jit
     def both(cache: RecurrentCache, x: DeltaInputs) -> Any:
@@ -74,7 +74,7 @@ def test_both_forms_and_both_commits_are_the_recurrence(tokens: int) -> None:
         one = SteppedUpdate(cache=cache, inputs=inputs, states=stepped)
         o_chunked, d = by_chunk(cache.state, x)
         other = ChunkedUpdate(cache=cache, inputs=inputs, k=k, d=d, g=x.g)
-        return stepped, ((o, one.commit(n)), (o_chunked, other.commit(n)))
+        return stepped, ((o, one.commit(kept)), (o_chunked, other.commit(kept)))
 
     stepped, forms = both(cache, x)
     np.testing.assert_allclose(stepped, states, **CLOSE)
@@ -82,8 +82,8 @@ def test_both_forms_and_both_commits_are_the_recurrence(tokens: int) -> None:
         np.testing.assert_allclose(out, wanted, **CLOSE)
         for row in (0, 1):
             np.testing.assert_allclose(after.state[row], states[n[row] - 1, row], **CLOSE)
-            kept = inputs[row, n[row] : n[row] + KEPT]
-            np.testing.assert_array_equal(after.inputs[row], kept)
+            window = inputs[row, n[row] : n[row] + KEPT]
+            np.testing.assert_array_equal(after.inputs[row], window)
         np.testing.assert_array_equal(after.state[2], cache.state[2])  # n = 0
         np.testing.assert_array_equal(after.inputs[2], inputs[2, :KEPT])
 
