@@ -108,20 +108,11 @@ def from_hf(f: Fields) -> HybridConfig:
         ),
         dtype=dtype_name(f if text is f or "dtype" in f.values else reader),
         qk_norm=True,
-        recurrent=_kinds(reader, size["num_layers"]),
         rotary_dim=int(size["head_dim"] * _partial(text)),
-        key_heads=reader.integer("linear_num_key_heads"),
-        value_heads=reader.integer("linear_num_value_heads"),
-        key_width=reader.integer("linear_key_head_dim"),
-        value_width=reader.integer("linear_value_head_dim"),
-        conv_kernel=reader.integer("linear_conv_kernel_dim", 4),
+        recurrent=_kinds(reader, size["num_layers"]),
+        **_recurrent_sizes(reader),
     )
-    sections = text.inner("rope_parameters").get("mrope_section", [config.rotary_dim // 2])
-    if sum(sections) != config.rotary_dim // 2:
-        raise ConfigError(
-            f"{text.where}: mrope_section {sections} does not add up to the"
-            f" {config.rotary_dim // 2} rotated pairs"
-        )
+    _check_sections(text, config.rotary_dim // 2)
     reader.used.update(("model_type", "tie_word_embeddings", "dtype", "torch_dtype"))
     reader.refuse_rest()
     f.used.update(reader.used if text is f else ())
@@ -153,17 +144,39 @@ def _partial(text: Fields) -> float:
     return inner or text.number("partial_rotary_factor", 0.25)
 
 
+def _recurrent_sizes(f: Fields) -> dict[str, int]:
+    return {
+        "key_heads": f.integer("linear_num_key_heads"),
+        "value_heads": f.integer("linear_num_value_heads"),
+        "key_width": f.integer("linear_key_head_dim"),
+        "value_width": f.integer("linear_value_head_dim"),
+        "conv_kernel": f.integer("linear_conv_kernel_dim", 4),
+    }
+
+
+def _check_sections(text: Fields, pairs: int) -> None:
+    """Sections must share out all rotated pairs; which pair is whose is no matter for text."""
+    sections = text.inner("rope_parameters").get("mrope_section", [pairs])
+    numbers = isinstance(sections, list) and all(type(n) is int for n in sections)
+    if not numbers or sum(sections) != pairs:
+        raise ConfigError(
+            f"{text.where}: mrope_section {sections} does not add up to the {pairs} rotated pairs"
+        )
+
+
 def _kinds(f: Fields, layers: int) -> tuple[bool, ...]:
     """Which layers are recurrent: `layer_types`, or all but every n-th."""
-    every = f.integer("full_attention_interval", 4)
+    if (every := f.integer("full_attention_interval", 4)) < 1:
+        raise ConfigError(f"{f.where}: full_attention_interval is {every}; expected 1 or more")
     regular = [FULL if (i + 1) % every == 0 else LINEAR for i in range(layers)]
     kinds = f.get("layer_types", regular)
-    if len(kinds) != layers or set(kinds) - {FULL, LINEAR}:
+    known = isinstance(kinds, list) and all(kind in (FULL, LINEAR) for kind in kinds)
+    if not known or len(kinds) != layers:
         raise ConfigError(
             f"{f.where}: layer_types is {kinds}; expected {layers} entries of {FULL!r} or"
             f" {LINEAR!r}"
         )
-    if "full_attention_interval" in f.values and kinds != regular:
+    if f.values.get("full_attention_interval") is not None and kinds != regular:
         raise ConfigError(
             f"{f.where}: layer_types contradicts full_attention_interval {every}; remove the"
             " one that is wrong"

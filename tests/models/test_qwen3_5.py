@@ -19,7 +19,7 @@ from converters.models import open_model
 from converters.names.published import fields
 from dflash_jax.compiler import compile_programs, jit, resolve
 from dflash_jax.compiler.explain import explain
-from dflash_jax.compiler.memory import kept_states, tree_bytes
+from dflash_jax.compiler.memory import budget, kept_states, tree_bytes
 from dflash_jax.compiler.programs import build_pair, empty_state
 from dflash_jax.compiler.roofline import find_device
 from dflash_jax.config import read_target_config, target_config
@@ -270,6 +270,8 @@ def test_states_are_updated_in_place(engine: Engine) -> None:
     engine.warm_up()
     for executable in engine.executables.values():
         assert executable.aliased_bytes == executable.donated_bytes > 0
+        allowed = budget(engine.plan, engine.target, engine.drafter).temporaries
+        assert executable.temporary_bytes <= allowed, executable.name
 
 
 def test_chunks_of_any_size_prefill_the_same_state() -> None:
@@ -442,7 +444,10 @@ def test_explain_reports_published_sizes_without_allocating(
     [
         ("layer_types", ["linear_attention"] * 4, "expected 5 entries"),
         ("layer_types", ["sliding_attention"] * 5, "expected 5 entries"),
+        ("layer_types", "linear_attention", "expected 5 entries"),
+        ("layer_types", [["linear_attention"]] * 5, "expected 5 entries"),
         ("full_attention_interval", 3, "contradicts"),
+        ("full_attention_interval", 0, "expected 1 or more"),
         ("attn_output_gate", False, "attn_output_gate is False"),
         ("mamba_ssm_dtype", "bfloat16", "mamba_ssm_dtype"),
         ("linear_num_key_heads", 3, "cannot share 3 key heads"),
@@ -489,6 +494,7 @@ def test_an_unknown_field_beside_the_text_model_is_refused(oracle: Path) -> None
 
 def test_rotary_sections_must_cover_the_rotated_pairs(dense: SimpleNamespace) -> None:
     found = json.loads((dense.path / "config.hub.json").read_text())
-    found["rope_parameters"]["mrope_section"] = [2, 2, 2]
-    with pytest.raises(ConfigError, match="mrope_section"):
-        target_config(found)
+    for wrong in ([2, 2, 2], "211", [4.0]):
+        found["rope_parameters"]["mrope_section"] = wrong
+        with pytest.raises(ConfigError, match="mrope_section"):
+            target_config(found)
