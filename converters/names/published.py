@@ -8,10 +8,10 @@ from dflash_jax.config import (
     SLIDING,
     AttentionConfig,
     DrafterConfig,
+    HybridConfig,
     RopeConfig,
     TargetConfig,
 )
-from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.errors import ConfigError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -5,8 +5,7 @@ from typing import Any
 from converters.names.llama import norm_and_mlp
 from converters.names.qwen3 import head_norms
 from converters.names.slots import Folder, Part, Path, Slot, by_head, linear, paired, same
-from dflash_jax.config import FULL
-from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
+from dflash_jax.config import FULL, LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
 
 ARCHITECTURES = {

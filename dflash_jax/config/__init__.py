@@ -21,14 +21,17 @@ from dflash_jax.config.base import (
 )
 from dflash_jax.config.dflash import DrafterConfig, drafter_config
 from dflash_jax.config.fields import Fields, read_json
+from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
 
 __all__ = [
     "FULL",
+    "LINEAR",
     "SLIDING",
     "TARGET_TYPES",
     "AttentionConfig",
     "DrafterConfig",
+    "HybridConfig",
     "RopeConfig",
     "TargetConfig",
     "check_pair",
