@@ -144,7 +144,7 @@ def _partial(text: Fields) -> float:
     return inner or text.number("partial_rotary_factor", 0.25)
 
 
-def _recurrent_sizes(f: Fields) -> dict[str, int]:
+def _recurrent_sizes(f: Fields) -> dict[str, Any]:
     return {
         "key_heads": f.integer("linear_num_key_heads"),
         "value_heads": f.integer("linear_num_value_heads"),
