@@ -15,7 +15,10 @@ MOST_LINES = 60
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a canonical tensor comes from: a stored tensor, or some of its rows in some order."""
+    """Where a canonical tensor comes from: a stored tensor, or some of its rows in some order.
+
+    The rows of a tensor with more than two axes are numbered through.
+    """
 
     name: str
     rows: np.ndarray | range | None = None  # a range has step 1

@@ -3,18 +3,24 @@
 from collections.abc import Callable
 from typing import Any
 
-from converters.names import dflash, llama, qwen3, qwen3_5
+from converters.names import dflash, gpt_oss, llama, qwen3, qwen3_5, qwen3_moe
 from converters.names.slots import Folder, Slot
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 from dflash_jax.errors import ConfigError
 
 TARGETS: dict[str, Callable[[Any], list[Slot]]] = {
+    "gpt_oss": gpt_oss.slots,
     "llama": llama.slots,
     "qwen3": qwen3.slots,
     "qwen3_5_text": qwen3_5.slots,
     "qwen3_5_moe_text": qwen3_5.slots,
+    "qwen3_moe": qwen3_moe.slots,
 }
-FOLDERS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), qwen3_5.FOLDER)
+FOLDERS = {
+    "qwen3_5_text": qwen3_5.FOLDER,
+    "qwen3_5_moe_text": qwen3_5.FOLDER,
+    "qwen3_moe": qwen3_moe.FOLDER,
+}
 
 
 def folder(config: TargetConfig) -> Folder:

@@ -4,7 +4,8 @@ from typing import Any
 
 from converters.names.llama import norm_and_mlp
 from converters.names.qwen3 import head_norms
-from converters.names.slots import Folder, Part, Path, Slot, by_head, linear, paired, same
+from converters.names.qwen3_moe import stacks
+from converters.names.slots import STACKED, Folder, Part, Path, Slot, by_head, linear, paired, same
 from dflash_jax.config import FULL, LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
 
@@ -17,7 +18,7 @@ FOLDER = Folder(
         r"^visual\.": "vision: only text is run",
         r"^mtp\.": "multi-token prediction: not run",
     },
-    fused=r"\.mlp\.experts\.(gate_up|down)_proj$",
+    fused=STACKED,
 )
 
 
@@ -81,20 +82,13 @@ def _experts(config: HybridConfig, at: Path, source: str) -> list[Slot]:
     """The second norm, the router, the chosen experts and the shared one."""
     width, size, shared = config.hidden_size, config.expert_size, config.shared_expert_size
     count, mlp = config.num_experts, f"{source}mlp."
-    gate_up, down = [], []
-    for e in range(count):
-        for i, name in enumerate(("gate", "up")):
-            part = f"{mlp}experts.{e}.{name}_proj.weight"
-            gate_up.append(Part(part, (size, width), (0, 2, 3, 1), (e, i)))
-        down.append(Part(f"{mlp}experts.{e}.down_proj.weight", (width, size), (0, 2, 1), (e,)))
     norm = f"{source}post_attention_layernorm.weight"
     both = (f"{mlp}shared_expert.gate_proj.weight", f"{mlp}shared_expert.up_proj.weight")
     at_mlp = (*at, "mlp")
     return [
         same((*at, "post_attention_norm"), norm, width),
         linear((*at_mlp, "router"), f"{mlp}gate.weight", count, width),
-        Slot((*at_mlp, "experts_gate_up"), (count, width, 2, size), tuple(gate_up)),
-        Slot((*at_mlp, "experts_down"), (count, size, width), tuple(down)),
+        *stacks(at_mlp, f"{mlp}experts.", count, size, width),
         linear((*at_mlp, "shared_gate"), f"{mlp}shared_expert_gate.weight", 1, width),
         paired((*at_mlp, "shared", "gate_up"), both, shared, width),
         linear((*at_mlp, "shared", "down"), f"{mlp}shared_expert.down_proj.weight", width, shared),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 Index = tuple[int | slice, ...]
+STACKED = r"\.mlp\.experts\.(gate_up|down)_proj$"  # all experts of a layer in one tensor
 
 
 @dataclass(frozen=True)

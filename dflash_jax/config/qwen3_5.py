@@ -3,7 +3,14 @@
 import dataclasses
 from typing import Any
 
-from dflash_jax.config.base import FULL, TargetConfig, dtype_name, geometry, id_tuple
+from dflash_jax.config.base import (
+    FULL,
+    TargetConfig,
+    dtype_name,
+    expert_fields,
+    geometry,
+    id_tuple,
+)
 from dflash_jax.config.fields import Fields
 from dflash_jax.errors import ConfigError
 
@@ -37,10 +44,7 @@ class HybridConfig(TargetConfig):
     key_width: int
     value_width: int
     conv_kernel: int
-    num_experts: int = 0  # 0: a dense MLP of intermediate_size
-    experts_per_token: int = 0
-    expert_size: int = 0
-    shared_expert_size: int = 0
+    shared_expert_size: int = 0  # without experts there is a dense MLP of intermediate_size
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,11 +72,6 @@ class HybridConfig(TargetConfig):
     def conv_channels(self) -> int:
         """Queries, keys and values of a recurrent layer side by side."""
         return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
-
-    @property
-    def expert_share(self) -> float:
-        """The part of a layer's experts that one token uses."""
-        return self.experts_per_token / self.num_experts if self.num_experts else 1.0
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -189,16 +188,5 @@ def _experts(f: Fields) -> dict[str, Any]:
     f.must_be("norm_topk_prob", True)
     f.must_be("decoder_sparse_step", 1)
     f.must_be("mlp_only_layers", [])
-    count = f.get("num_experts", f.get("num_local_experts"))
-    f.used.update(("num_experts", "num_local_experts"))
-    if type(count) is not int or count < 1:
-        raise ConfigError(f"{f.where}: num_experts is {count!r}; expected a positive integer")
-    chosen = f.integer("num_experts_per_tok")
-    if not 0 < chosen <= count:
-        raise ConfigError(f"{f.where}: {chosen} experts per token of {count}; ask for fewer")
-    return {
-        "num_experts": count,
-        "experts_per_token": chosen,
-        "expert_size": f.integer("moe_intermediate_size"),
-        "shared_expert_size": f.integer("shared_expert_intermediate_size"),
-    }
+    shared = f.integer("shared_expert_intermediate_size")
+    return expert_fields(f, f.integer("moe_intermediate_size")) | {"shared_expert_size": shared}

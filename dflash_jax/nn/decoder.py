@@ -1,4 +1,4 @@
-"""The pre-norm decoder that Llama and Qwen3 share: attention, layer, and the whole stack."""
+"""The pre-norm decoder that most families share: attention, layer, and the whole stack."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +30,7 @@ class Attention(nn.Module):
 
     config: TargetConfig
     window: int | None
+    sinks: bool = False
 
     @nn.compact
     def __call__(
@@ -53,8 +54,9 @@ class Attention(nn.Module):
         cache = write_rows(cache, k, v, start)
         keys = slot_positions(end, cache.slots)
         seen = visible(positions, keys, causal=True, window=self.window)
+        sinks = weight(self, "sinks", (c.num_kv_heads, groups)) if self.sinks else None
         out = dot(
-            attend(q, cache, seen),
+            attend(q, cache, seen, sinks=sinks),
             weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size)),
         )
         if c.attention_bias:
@@ -62,11 +64,25 @@ class Attention(nn.Module):
         return out, cache
 
 
+def dense_mlp(config: TargetConfig) -> nn.Module:
+    """The MLP of Llama and Qwen3, part of a layer."""
+    return GatedMLP(config.hidden_size, config.intermediate_size, name="mlp")
+
+
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Attributes:
+      make_mlp: makes the second half from the config; called within the layer.
+      norm: both norms, as (x, weight, eps).
+      sinks: whether each head has an attention sink.
+    """
 
     config: TargetConfig
     window: int | None
+    make_mlp: Callable[[Any], nn.Module] = dense_mlp
+    norm: Callable[[Array, Array, float], Array] = rms_norm
+    sinks: bool = False
 
     @nn.compact
     def __call__(
@@ -79,13 +95,13 @@ class Layer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         c = self.config
         with jax.named_scope("attention"):
-            h = rms_norm(x, norm_weight(self, "input_norm", c.hidden_size), c.rms_norm_eps)
-            h, cache = Attention(c, self.window, name="attention")(h, cache, positions)
+            h = self.norm(x, norm_weight(self, "input_norm", c.hidden_size), c.rms_norm_eps)
+            attention = Attention(c, self.window, self.sinks, name="attention")
+            h, cache = attention(h, cache, positions)
             x = x + h
         with jax.named_scope("mlp"):
             scale = norm_weight(self, "post_attention_norm", c.hidden_size)
-            h = rms_norm(x, scale, c.rms_norm_eps)
-            x = x + GatedMLP(c.hidden_size, c.intermediate_size, name="mlp")(h)
+            x = x + self.make_mlp(c)(self.norm(x, scale, c.rms_norm_eps))
         return x, cache
 
 

@@ -18,7 +18,14 @@ from dflash_jax.decode.steps import Draft
 from dflash_jax.engine.engine import Engine
 from dflash_jax.loading import TargetModel
 from dflash_jax.state import DecodeState, RowRules, read_output
-from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_target
+from dflash_jax.testing import (
+    random_engine,
+    tiny_drafter,
+    tiny_gpt_oss,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_target,
+)
 
 BLOCK, CHUNK, NEW, VOCAB = 6, 16, 36, 97
 
@@ -71,6 +78,8 @@ class Lanes:
 
 DENSE = tiny_target(num_layers=2, windows=(None, 20))
 RECURRENT = tiny_hybrid(num_layers=2, recurrent=(True, False))
+MIXED = tiny_moe(num_layers=2, windows=(None, None), sparse=(True, True))
+SINKS = tiny_gpt_oss(num_layers=2, windows=(12, None))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +88,10 @@ RECURRENT = tiny_hybrid(num_layers=2, recurrent=(True, False))
         *itertools.product([DENSE], ["float32", "bfloat16"], [1, 3]),
         (RECURRENT, "float32", 1),
         (RECURRENT, "bfloat16", 2),
+        (MIXED, "float32", 1),
+        (MIXED, "bfloat16", 2),
+        (SINKS, "float32", 2),
+        (SINKS, "bfloat16", 1),
     ],
 )
 def test_verify_rows_equal_plain_rows_bit_for_bit(

@@ -427,7 +427,8 @@ def test_explain_reports_published_sizes_without_allocating(
     assert kept_states(plan, config) == 16 * state_mib * 2**20 < report.budget.temporaries
     step = next(p for p in report.programs if p.name == "plain")
     assert step.work is not None
-    active = routed * min(1.0, 16 * config.expert_share)
+    share = config.experts_per_token / config.num_experts if config.num_experts else 1.0
+    active = routed * min(1.0, 16 * share)
     read = 2 * (total - routed + active - config.vocab_size * config.hidden_size)
     moved = read + report.budget.caches + tree_bytes(recurrent)  # states are read and written
     assert step.work.bytes == pytest.approx(moved, rel=1e-3)
@@ -467,8 +468,8 @@ def test_a_config_that_cannot_be_run_is_refused_by_name(
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("num_experts", 0, "num_experts is 0"),
-        ("num_experts_per_tok", 9, "9 experts per token of 8"),
+        ("num_experts", 0, "8 of 0 experts"),
+        ("num_experts_per_tok", 9, "9 of 8 experts"),
         ("norm_topk_prob", False, "norm_topk_prob is False"),
         ("mlp_only_layers", [0], "mlp_only_layers"),
         ("shared_expert_intermediate_size", None, "lacks 'shared_expert_intermediate_size'"),
