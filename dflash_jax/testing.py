@@ -60,6 +60,8 @@ def random_params(
     rng = np.random.default_rng(seed)
 
     def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        if jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer):  # offsets of a draft vocabulary
+            return np.zeros(leaf.shape, leaf.dtype)
         if len(leaf.shape) == 1:  # norms
             values = 1 + 0.3 * rng.standard_normal(leaf.shape)
         else:
@@ -89,10 +91,14 @@ def scripted_engine(engine: Engine) -> Engine:
     """An engine over the same weights whose drafter says what `set_script` tells it."""
     assert engine.drafter is not None
     old = engine.drafter
-    fields: dict[str, Any] = {f.name: getattr(old, f.name) for f in dataclasses.fields(old)}
+    shared = [f.name for f in dataclasses.fields(DrafterConfig) if f.name != "kind"]
     length = engine.plan.max_length + engine.plan.block
-    fields |= {"kind": "scripted", "script_rows": engine.plan.rows, "script_length": length}
-    config = ScriptedConfig(**fields)
+    config = ScriptedConfig(
+        **{name: getattr(old, name) for name in shared},
+        overruled=old,
+        script_rows=engine.plan.rows,
+        script_length=length,
+    )
     drafter = engine.params["drafter"] | {"script": _digits(engine.plan.rows, length, [], engine)}
     params = engine.params | {"drafter": drafter}
     return Engine(engine.target, config, params, engine.plan, tokenizer=engine.tokenizer)

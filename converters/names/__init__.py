@@ -1,8 +1,9 @@
 """Name tables, one file for each architecture: which tensors fill which parameter."""
 
 from collections.abc import Callable
+from typing import Any
 
-from converters.names import dflash, llama, qwen3
+from converters.names import dflash, dflash2, dspark, llama, qwen3
 from converters.names.slots import Slot
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 from dflash_jax.errors import ConfigError
@@ -11,12 +12,17 @@ TARGETS: dict[str, Callable[[TargetConfig], list[Slot]]] = {
     "llama": llama.slots,
     "qwen3": qwen3.slots,
 }
+DRAFTERS: dict[str, Callable[[Any], list[Slot]]] = {
+    "dflash": dflash.slots,
+    "dflash2": dflash2.slots,
+    "dspark": dspark.slots,
+}
 
 
 def slots(config: AttentionConfig) -> list[Slot]:
     """The parameters of a target or of a drafter."""
     if isinstance(config, DrafterConfig):
-        return dflash.slots(config)
+        return DRAFTERS[config.kind](config)
     if isinstance(config, TargetConfig) and config.model_type in TARGETS:
         return TARGETS[config.model_type](config)
     kind = config.model_type if isinstance(config, TargetConfig) else type(config).__name__

@@ -64,7 +64,7 @@ class Explanation:
         if d:
             kinds = ["causal" if causal else "bidirectional" for causal in d.causal]
             yield (
-                f"drafter  dflash v1  {d.num_layers} layers  {_windows(d.windows)}"
+                f"drafter  {d.kind}  {d.num_layers} layers  {_windows(d.windows)}"
                 f"  {_runs(kinds)}  block {d.block_size}  mask {d.mask_token_id}"
                 f"  embedding x{d.input_embedding_scale:g}"
             )
@@ -114,9 +114,9 @@ def explain(
     )
     params = jax.tree_util.tree_leaves_with_path(abstract_params(plan, target, drafter))
     notes = []
-    if drafter and plan.block > drafter.block_size:
+    if drafter and plan.block > drafter.step_width:
         notes.append(
-            f"block {plan.block} is wider than the {drafter.block_size} the drafter was trained"
+            f"block {plan.block} is wider than the {drafter.step_width} the drafter was trained"
             " with: drafts past that will hardly be accepted"
         )
     return Explanation(

@@ -18,11 +18,12 @@ from dflash_jax.config.base import (
     TargetConfig,
     id_tuple,
 )
-from dflash_jax.config.dflash import DrafterConfig, drafter_config
+from dflash_jax.config.dflash import DrafterConfig, DrafterFields
 from dflash_jax.config.fields import Fields, read_json
 from dflash_jax.errors import ConfigError
 
 __all__ = [
+    "DRAFTER_TYPES",
     "FULL",
     "SLIDING",
     "TARGET_TYPES",
@@ -41,6 +42,16 @@ __all__ = [
 # model_type of a config.json -> the file of its family, here and in models/
 TARGET_TYPES = {"llama": "llama", "qwen3": "qwen3"}
 
+# architecture of a drafter's config.json -> the file of its kind, here and in models/
+DRAFTER_TYPES = {
+    "DFlashDraftModel": "dflash",
+    "Qwen3DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "Qwen3DSparkModel": "dspark",
+    "DSparkDraftModel": "dspark",
+}
+PROJECTORS = {"dflash": "dflash", "dspark": "dspark"}  # `projector_type` of SpecForge, ModelOpt
+
 
 def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetConfig:
     """The target described by a Hugging Face config; raises ConfigError for anything unknown."""
@@ -55,6 +66,36 @@ def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetC
     config = family.from_hf(reader)
     reader.refuse_rest()
     return config
+
+
+def drafter_config(fields: dict[str, Any], where: str = "config.json") -> DrafterConfig:
+    """The drafter described by a published config, of the kind its `architectures` name."""
+    outer = Fields(fields, where)
+    both = DrafterFields(outer, outer.inner("dflash_config"))
+    kind = _drafter_kind(both)
+    config = importlib.import_module(f"dflash_jax.config.{kind}").from_hf(both)
+    outer.refuse_rest()
+    both.dflash.refuse_rest()
+    return config
+
+
+def _drafter_kind(fields: DrafterFields) -> str:
+    where = fields.outer.where
+    named = list(fields.outer.get("architectures", ["DFlashDraftModel"]))
+    if len(named) != 1 or named[0] not in DRAFTER_TYPES:
+        raise ConfigError(
+            f"{where}: architectures is {named}; expected one of {', '.join(DRAFTER_TYPES)}"
+        )
+    kind = DRAFTER_TYPES[named[0]]
+    projector = fields.dflash.get("projector_type", kind)
+    if kind == "dflash" and projector in PROJECTORS:
+        return PROJECTORS[projector]
+    if projector != kind:
+        raise ConfigError(
+            f"{where}: projector_type is {projector!r} in a {named[0]}; only"
+            f" {', '.join(PROJECTORS)} are supported"
+        )
+    return kind
 
 
 def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
