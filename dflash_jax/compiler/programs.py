@@ -110,8 +110,6 @@ def declare(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> 
         if drafter is not None:
             static = {"width": plan.block, "min_survival": plan.min_survival}
             programs.append(
-                program(
-                    "speculative" + suffix, steps.speculative, rules, sampled=sampled, **static
-                )
+                program("speculative" + suffix, steps.speculative, rules, sampled=sampled, **static)
             )
     return {p.name: p for p in programs}

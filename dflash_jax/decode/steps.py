@@ -20,14 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.decode.sampling import (
-    ACCEPT,
-    TOKEN,
-    Drafting,
-    draw,
-    probabilities,
-    row_keys,
-)
+from dflash_jax.decode.sampling import ACCEPT, TOKEN, Drafting, draw, probabilities, row_keys
 from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, without_stops
 from dflash_jax.models import Drafter
 from dflash_jax.nn.proposal import Lender, Proposal

@@ -1,7 +1,8 @@
 """Model architectures, looked up by file name: one target family or drafter kind per file.
 
-A family's file provides `build(config)`, its module; a target's also `empty_caches(config, cache)`, the
-per-layer caches of an empty state, made with the given constructor (kv heads, head dim, window).
+A file provides `build(config)`, its module. That of a target family also provides
+`empty_caches(config, cache)`, the per-layer caches of an empty state, made with the given
+constructor (kv heads, head dim, window).
 """
 
 import importlib
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from dflash_jax.config import TARGET_TYPES, DrafterConfig, TargetConfig
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.state import LayerCache
+
 
 class Drafter(Protocol):
     """A drafter's module. Its methods: the call, `context` and `propose` (see `DFlash`)."""

@@ -157,10 +157,11 @@ class DFlash(nn.Module):
         with jax.named_scope("context"):
             c = self.fuse(taps)
             positions = start[:, None] + jnp.arange(c.shape[1])[None, :]
-            return tuple(
-                write_finite(cache, *layer.attention.keys_values(c, positions), start)
-                for layer, cache in zip(self.layers, caches, strict=True)
-            )
+            written = []
+            for layer, cache in zip(self.layers, caches, strict=True):
+                k, v = layer.attention.keys_values(c, positions)
+                written.append(write_finite(cache, k, v, start))
+            return tuple(written)
 
     def __call__(
         self,

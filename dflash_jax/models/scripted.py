@@ -7,6 +7,7 @@ acceptance pattern can be forced, and with non-finite entries it breaks on deman
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -38,8 +39,9 @@ class Scripted(nn.Module):
     config: ScriptedConfig
 
     def setup(self) -> None:
-        self.overruled = build_drafter(self.config.overruled)
-        nn.share_scope(self, self.overruled)
+        overruled: Any = build_drafter(self.config.overruled)
+        self.overruled = overruled
+        nn.share_scope(self, overruled)
         shape = (self.config.script_rows, self.config.script_length, 2)
         self.script = self.param("script", lambda _: jnp.zeros(shape, jnp.float32))
 

@@ -1,0 +1,137 @@
+"""Every drafter kind against what the official package computes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from converters.models import open_model
+from dflash_jax import Plan
+from dflash_jax.compiler import jit, resolve
+from dflash_jax.compiler.programs import empty_state, idle_rules
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.decode.sampling import Drafting
+from dflash_jax.engine.engine import Engine
+from dflash_jax.models import build_drafter, build_target
+from dflash_jax.models.dflash2 import DynamicConvolution
+from dflash_jax.nn.proposal import Lender
+
+KINDS = ["v1_full_causal", "v1_sliding", "v2", "v2_sliding", "v2_small_vocab", "v2_trained"]
+TOLERANCE = 2e-4
+
+
+class Case:
+    """An oracle folder: configs, parameters and vectors."""
+
+    def __init__(self, folder: Path):
+        self.meta = json.loads((folder / "meta.json").read_text())
+        drafter = open_model(folder, role="drafter")
+        target = open_model(folder / self.meta["target"], role="target")
+        assert isinstance(drafter.config, DrafterConfig)
+        assert isinstance(target.config, TargetConfig)
+        self.drafter, self.target = drafter.config, target.config
+        params = {"drafter": drafter.load("float32"), "target": target.load("float32")}
+        self.params = jax.device_put(params)
+        self.vectors = load_file(folder / "vectors.safetensors")
+
+    def drafter_apply(self, *args: Any, **kwargs: Any) -> Any:
+        variables = {"params": self.params["drafter"]}
+        return build_drafter(self.drafter).apply(variables, *args, **kwargs)
+
+    def lender(self) -> Lender:
+        variables, module = {"params": self.params["target"]}, build_target(self.target)
+        return Lender(
+            lambda tokens: module.apply(variables, tokens, method="embed"),
+            lambda hidden: module.apply(variables, hidden, method="logits"),
+        )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> None:
+    """Hidden states, logits and the greedy path, with the context grown between the rounds."""
+    case = Case(oracle / "drafters" / name)
+    v, prompt = case.vectors, case.meta["rounds"]["prompt"]
+    plan = Plan(max_length=64, block=8, chunk=prompt, dtype="float32")
+    caches = empty_state(plan, case.target, case.drafter).draft
+    rules, lender = idle_rules(plan), case.lender()
+
+    def draft(
+        taps: jax.Array, block: jax.Array, caches: Any, begin: jax.Array, start: jax.Array
+    ) -> Any:
+        taps = jnp.split(taps, len(case.drafter.target_layer_ids), axis=-1)
+        caches = case.drafter_apply(taps, caches, begin, method="context")
+        x = lender.embed(block) * jnp.float32(case.drafter.input_embedding_scale)
+        hidden, _ = case.drafter_apply(lender.embed(block), caches, start)
+        choose = Drafting(rules, start, False)
+        args = (block, caches, start, lender, choose)
+        return x, hidden, case.drafter_apply(*args, method="propose"), caches
+
+    begin = 0
+    for turn in ("round1", "round2"):
+        taps, block = v[f"{turn}.target_hidden"], v[f"{turn}.block_ids"]
+        start = begin + taps.shape[1]
+        at = (np.array([begin], np.int32), np.array([start], np.int32))
+        x, hidden, proposal, caches = jit(draft)(taps, block, caches, *at)
+        np.testing.assert_allclose(x, v[f"{turn}.noise_embedding"], atol=1e-6)
+        np.testing.assert_allclose(hidden, v[f"{turn}.hidden"], atol=TOLERANCE)
+        np.testing.assert_array_equal(proposal.tokens, v[f"{turn}.greedy_path"])
+        assert bool(proposal.finite[0])
+        if f"{turn}.candidates_sorted" in v:
+            found = np.sort(np.asarray(proposal.ids), axis=-1)
+            np.testing.assert_array_equal(found, v[f"{turn}.candidates_sorted"])
+            _check_q_along_the_sampled_path(case, turn, hidden)
+        begin = start
+
+
+def _check_q_along_the_sampled_path(case: Case, turn: str, hidden: jax.Array) -> None:
+    """A walk forced along the reference's path has the reference's q at temperature 0.8."""
+    v, config = case.vectors, case.drafter
+    logits = np.asarray(
+        case.drafter_apply(case.lender().head(hidden), method=lambda m, x: m.backbone.adjust(x))
+    )[:, 1:]
+    np.testing.assert_allclose(logits, v[f"{turn}.logits"], atol=TOLERANCE)
+    unary, ids = jax.lax.top_k(jnp.asarray(logits), config.selector_top_k)
+    anchor = v[f"{turn}.block_ids"][:, 0]
+    pairs = np.asarray(
+        case.drafter_apply(hidden[:, 1:], unary, ids, anchor, method="pair_scores")
+    )[0]
+    at = 0
+    for i, token in enumerate(v[f"{turn}.sampled_path"][0]):
+        q = np.zeros(config.vocab_size, np.float32)
+        q[np.asarray(ids)[0, i]] = jax.nn.softmax(pairs[i, at] / 0.8)
+        np.testing.assert_allclose(q, v[f"{turn}.sampled_q"][0, i], atol=1e-4)
+        at = int(np.flatnonzero(np.asarray(ids)[0, i] == token)[0])
+
+
+@pytest.mark.parametrize("name", ["conv", "conv_short"])
+def test_the_dynamic_convolution_is_the_reference(oracle: Path, name: str) -> None:
+    """Both sides with the kernels of one input; also on a block shorter than the kernel."""
+    case = Case(oracle / "drafters" / "v2")
+    variables = {"params": case.params["drafter"]["layers_0"]["attention_conv"]}
+    conv, v = DynamicConvolution(case.drafter), case.vectors  # pyrefly: ignore[bad-argument-type]
+    kernels = conv.apply(variables, v[f"{name}.input"], method="kernels")
+    for side, (given, expected) in enumerate((("input", "prepared"), ("middle", "finished"))):
+        out = conv.apply(variables, v[f"{name}.{given}"], kernels, side)
+        np.testing.assert_allclose(out, v[f"{name}.{expected}"], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["v1_trained", "v2_trained", "v2_small_vocab"])
+def test_speculative_generation_is_the_reference(oracle: Path, name: str) -> None:
+    """Tokens, and rounds while whole blocks fit (the reference shortens its last ones)."""
+    case = Case(oracle / "drafters" / name)
+    memory = 1 << 40
+    plan = Plan(max_length=128, block=8, chunk=24)
+    plan = resolve(plan, case.target, case.drafter, platform="cpu", memory=memory)
+    engine = Engine(case.target, case.drafter, case.params, plan)
+    prompt = case.vectors["prompt_ids"][0].tolist()
+    truth = case.vectors["ar.output_ids"][0].tolist()[len(prompt) :]
+    result = engine.generate(prompt, max_tokens=len(truth), ignore_eos=True)
+    assert result.token_ids == truth
+    lengths = case.vectors["spec.acceptance_lengths"].tolist()
+    whole = [n for i, n in enumerate(lengths) if 1 + sum(lengths[: i + 1]) + 8 <= len(truth)]
+    assert result.stats.acceptance_lengths[: len(whole)] == whole
