@@ -10,6 +10,8 @@ import numpy as np
 from dflash_jax.compiler import Plan, resolve
 from dflash_jax.compiler.programs import abstract_params
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models.scripted import ScriptedConfig
 
@@ -32,8 +34,18 @@ def tiny_target(**changes: Any) -> TargetConfig:
     return TargetConfig(**{"windows": (None,) * changes.get("num_layers", 3)} | fields | changes)
 
 
-def tiny_drafter(target: TargetConfig, **changes: Any) -> DrafterConfig:
+# What the tiny drafters of a kind have beside the fields of every drafter.
+TINY_HEADS: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
+    "dflash": (DrafterConfig, {}),
+    "dflash2": (DFlash2Config, {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 4}),
+    "dspark": (DSparkConfig, {"markov_rank": 8, "confidence_head": True}),
+}
+TABLES = ("embed", "predecessor", "successor", "markov_w1")  # gathered by token
+
+
+def tiny_drafter(target: TargetConfig, kind: str = "dflash", **changes: Any) -> DrafterConfig:
     """A two-layer drafter for a target: a sliding causal layer and a full one."""
+    cls, own = TINY_HEADS[kind]
     fields: dict[str, Any] = {
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
@@ -49,7 +61,7 @@ def tiny_drafter(target: TargetConfig, **changes: Any) -> DrafterConfig:
         "windows": (12, None),
         "causal": (True, False),
     }
-    return DrafterConfig(**fields | changes)
+    return cls(**fields | own | changes)
 
 
 def random_params(
@@ -69,8 +81,9 @@ def random_params(
         return values.astype(jax.numpy.dtype(dtype))
 
     params = jax.tree.map(draw, abstract_params(plan, target, drafter))
-    table = params["target"]["embed"]
-    params["target"]["embed"] = (table * np.sqrt(len(table))).astype(table.dtype)
+    for tree in params.values():
+        for name in tree.keys() & set(TABLES):
+            tree[name] = (tree[name] * np.sqrt(len(tree[name]))).astype(tree[name].dtype)
     return params
 
 

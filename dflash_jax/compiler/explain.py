@@ -14,6 +14,7 @@ from dflash_jax.compiler.programs import Program, abstract_params, declare
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
 from dflash_jax.config import DrafterConfig, TargetConfig
 
+_KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
 _HELPERS = ("forced", "wipe")  # programs without a roofline of their own
 
 
@@ -64,8 +65,8 @@ class Explanation:
         if d:
             kinds = ["causal" if causal else "bidirectional" for causal in d.causal]
             yield (
-                f"drafter  {d.kind}  {d.num_layers} layers  {_windows(d.windows)}"
-                f"  {_runs(kinds)}  block {d.block_size}  mask {d.mask_token_id}"
+                f"drafter  {_KINDS.get(d.kind, d.kind)}  {d.num_layers} layers"
+                f"  {_windows(d.windows)}  {_runs(kinds)}  block {d.block_size}  mask {d.mask_token_id}"
                 f"  embedding x{d.input_embedding_scale:g}"
             )
         yield (
