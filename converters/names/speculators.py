@@ -47,8 +47,7 @@ def published_fields(
     """The fields `dflash_jax.config.drafter_config` reads, and how the taps were read."""
     kind = config["speculators_model_type"]
     if kind not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"{where}: speculator type {kind!r} is not supported; {known} are")
+        raise ConfigError(f"{where}: speculator type {kind!r} is none of {[*ARCHITECTURES]}")
     layers = config.get("transformer_layer_config")
     if not isinstance(layers, dict):
         raise ConfigError(f"{where}: transformer_layer_config is missing; fetch the file again")

@@ -66,8 +66,8 @@ class Explanation:
             kinds = ["causal" if causal else "bidirectional" for causal in d.causal]
             yield (
                 f"drafter  {_KINDS.get(d.kind, d.kind)}  {d.num_layers} layers"
-                f"  {_windows(d.windows)}  {_runs(kinds)}  block {d.block_size}  mask {d.mask_token_id}"
-                f"  embedding x{d.input_embedding_scale:g}"
+                f"  {_windows(d.windows)}  {_runs(kinds)}  block {d.block_size}"
+                f"  mask {d.mask_token_id}  embedding x{d.input_embedding_scale:g}"
             )
         yield (
             f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"

@@ -221,9 +221,9 @@ def _verify(
     target, context, hidden = _forward(pair, params, state, draft.block)
     logits = pair.target_call(params, hidden, method="logits")  # [B, T, V]
     with jax.named_scope("verify"):
+        n = jnp.ones_like(state.anchor)
         if not sampled:
             best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            n = jnp.ones_like(state.anchor)
             n = accept_greedy(draft.block, best, draft.count) if drafting else n
             token = jnp.take_along_axis(best, n[:, None] - 1, axis=1)[:, 0]
         elif draft.q is not None:
@@ -234,7 +234,6 @@ def _verify(
             n, rest = accept_sampled(draft.block[:, 1:], draft.q, p, uniforms, draft.count)
             token = draw(row_keys(rules, state.position + n, TOKEN), rest)
         else:
-            n = jnp.ones_like(state.anchor)
             token = _choose(logits, n - 1, state.position + n, rules, sampled=True)
         place = jnp.arange(draft.block.shape[1])[None, :]
         following = jnp.roll(draft.block, -1, axis=1)

@@ -1,4 +1,4 @@
-"""Lets the converter tests share `weight_files.py`: importlib mode adds no folder by itself."""
+"""Lets these tests share `laws.py`: importlib mode adds no folder by itself."""
 
 import sys
 from pathlib import Path
