@@ -29,6 +29,10 @@ class ScriptedConfig(DrafterConfig):
     script_rows: int = 1
     script_length: int = 64
 
+    @property
+    def predicts_survival(self) -> bool:
+        return self.overruled.predicts_survival
+
 
 class Scripted(nn.Module):
     """A drafter and a parameter `script` [rows, positions, 2]: token ids as base-256 digits.
