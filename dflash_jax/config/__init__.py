@@ -81,14 +81,14 @@ def drafter_config(fields: dict[str, Any], where: str = "config.json") -> Drafte
 
 def _drafter_kind(fields: DrafterFields) -> str:
     where = fields.outer.where
-    named = list(fields.outer.get("architectures", ["DFlashDraftModel"]))
-    if len(named) != 1 or named[0] not in DRAFTER_TYPES:
+    named = fields.outer.get("architectures", ["DFlashDraftModel"])
+    if not isinstance(named, list) or named not in [[known] for known in DRAFTER_TYPES]:
         raise ConfigError(
             f"{where}: architectures is {named}; expected one of {', '.join(DRAFTER_TYPES)}"
         )
     kind = DRAFTER_TYPES[named[0]]
     projector = fields.dflash.get("projector_type", kind)
-    if kind == "dflash" and projector in PROJECTORS:
+    if kind == "dflash" and projector in tuple(PROJECTORS):
         return PROJECTORS[projector]
     if projector != kind:
         raise ConfigError(
