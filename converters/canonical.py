@@ -80,6 +80,7 @@ def _stored_rows(kept: np.ndarray | range | None, rows: Rows) -> Rows:
 def check(slots: list[Slot], found: Canonical, *, where: str) -> None:
     """Refuses a source that does not fill exactly these parameters, naming every difference."""
     wanted = {part.name: part.shape for slot in slots for part in slot.parts}
+    whole = {part.name for slot in slots for part in slot.parts if slot.integer}
     present = set(found.names())
     lines = [
         f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in present
@@ -93,8 +94,9 @@ def check(slots: list[Slot], found: Canonical, *, where: str) -> None:
                 f"wrong shape: {name} is {list(found.shape(name))},"
                 f" the configuration asks for {list(wanted[name])}"
             )
-        if found.dtype(name).kind in "iub":
-            lines.append(f"wrong type: {name} holds {found.kind(name)}, expected floating point")
+        if (found.dtype(name).kind in "iub") != (name in whole):
+            expected = "integers" if name in whole else "floating point"
+            lines.append(f"wrong type: {name} holds {found.kind(name)}, expected {expected}")
     if lines:
         shown = (
             lines[:MOST_LINES]

@@ -43,7 +43,7 @@ def load_target(directory: str | Path, config: TargetConfig, dtype: str = "float
 
 def load_drafter(directory: str | Path, config: DrafterConfig, dtype: str = "float32") -> Params:
     """A drafter's parameters from a Hugging Face folder, as NumPy arrays of `dtype`."""
-    found = huggingface.drafter(open_directory(directory))
+    found = huggingface.drafter(open_directory(directory), config)
     return load(found, config, dtype, where=str(directory))
 
 
@@ -59,7 +59,7 @@ def load(
     slots = names.slots(config)
     check(slots, found, where=where)
     kind = float_dtype(dtype)
-    arrays = [np.empty(slot.shape, kind) for slot in slots]
+    arrays = [np.empty(slot.shape, np.int32 if slot.integer else kind) for slot in slots]
     jobs = [job for slot, array in zip(slots, arrays, strict=True) for job in _jobs(slot, array)]
 
     def run(job: "_Job") -> None:

@@ -10,6 +10,8 @@ import numpy as np
 from dflash_jax.compiler import Plan, resolve
 from dflash_jax.compiler.programs import abstract_params
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
@@ -87,8 +89,18 @@ def tiny_gpt_oss(**changes: Any) -> GptOssConfig:
     return GptOssConfig(**vars(tiny_target()) | own | changes)
 
 
-def tiny_drafter(target: TargetConfig, **changes: Any) -> DrafterConfig:
+# What the tiny drafters of a kind have beside the fields of every drafter.
+TINY_HEADS: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
+    "dflash": (DrafterConfig, {}),
+    "dflash2": (DFlash2Config, {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 4}),
+    "dspark": (DSparkConfig, {"markov_rank": 8, "confidence_head": True}),
+}
+TABLES = ("embed", "predecessor", "successor", "markov_w1")  # gathered by token
+
+
+def tiny_drafter(target: TargetConfig, kind: str = "dflash", **changes: Any) -> DrafterConfig:
     """A two-layer drafter for a target: a sliding causal layer and a full one."""
+    cls, own = TINY_HEADS[kind]
     fields: dict[str, Any] = {
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
@@ -104,7 +116,7 @@ def tiny_drafter(target: TargetConfig, **changes: Any) -> DrafterConfig:
         "windows": (12, None),
         "causal": (True, False),
     }
-    return DrafterConfig(**fields | changes)
+    return cls(**fields | own | changes)
 
 
 def random_params(
@@ -116,6 +128,8 @@ def random_params(
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         stacked = path[-1].key.startswith("experts_")  # [E, in, ...]
+        if jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer):  # offsets of a draft vocabulary
+            return np.zeros(leaf.shape, leaf.dtype)
         if path[-1].key == "a_log":  # memories of a few to a hundred tokens
             values = np.log(rng.uniform(0.01, 0.5, leaf.shape))
         elif len(leaf.shape) == 1:  # norms
@@ -125,8 +139,9 @@ def random_params(
         return values.astype(jax.numpy.dtype(dtype))
 
     params = jax.tree_util.tree_map_with_path(draw, abstract_params(plan, target, drafter))
-    table = params["target"]["embed"]
-    params["target"]["embed"] = (table * np.sqrt(len(table))).astype(table.dtype)
+    for tree in params.values():
+        for name in tree.keys() & set(TABLES):
+            tree[name] = (tree[name] * np.sqrt(len(tree[name]))).astype(tree[name].dtype)
     return params
 
 
@@ -147,10 +162,14 @@ def scripted_engine(engine: Engine) -> Engine:
     """An engine over the same weights whose drafter says what `set_script` tells it."""
     assert engine.drafter is not None
     old = engine.drafter
-    fields: dict[str, Any] = {f.name: getattr(old, f.name) for f in dataclasses.fields(old)}
+    shared = [f.name for f in dataclasses.fields(DrafterConfig) if f.name != "kind"]
     length = engine.plan.max_length + engine.plan.block
-    fields |= {"kind": "scripted", "script_rows": engine.plan.rows, "script_length": length}
-    config = ScriptedConfig(**fields)
+    config = ScriptedConfig(
+        **{name: getattr(old, name) for name in shared},
+        overruled=old,
+        script_rows=engine.plan.rows,
+        script_length=length,
+    )
     drafter = engine.params["drafter"] | {"script": _digits(engine.plan.rows, length, [], engine)}
     params = engine.params | {"drafter": drafter}
     return Engine(engine.target, config, params, engine.plan, tokenizer=engine.tokenizer)

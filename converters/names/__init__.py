@@ -3,7 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from converters.names import dflash, gpt_oss, llama, qwen3, qwen3_5, qwen3_moe
+from converters.names import (
+    dflash,
+    dflash2,
+    dspark,
+    gpt_oss,
+    llama,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+)
 from converters.names.slots import Folder, Slot
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 from dflash_jax.errors import ConfigError
@@ -21,6 +30,11 @@ FOLDERS = {
     "qwen3_5_moe_text": qwen3_5.FOLDER,
     "qwen3_moe": qwen3_moe.FOLDER,
 }
+DRAFTERS: dict[str, Callable[[Any], list[Slot]]] = {
+    "dflash": dflash.slots,
+    "dflash2": dflash2.slots,
+    "dspark": dspark.slots,
+}
 
 
 def folder(config: TargetConfig) -> Folder:
@@ -31,7 +45,7 @@ def folder(config: TargetConfig) -> Folder:
 def slots(config: AttentionConfig) -> list[Slot]:
     """The parameters of a target or of a drafter."""
     if isinstance(config, DrafterConfig):
-        return dflash.slots(config)
+        return DRAFTERS[config.kind](config)
     if isinstance(config, TargetConfig) and config.model_type in TARGETS:
         return TARGETS[config.model_type](config)
     kind = config.model_type if isinstance(config, TargetConfig) else type(config).__name__

@@ -1,5 +1,6 @@
 """Tensor names as Hugging Face folders spell them, made canonical."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from converters.canonical import Canonical, Origin
 from converters.names.slots import Folder
 from converters.source import TensorSource
+from dflash_jax.config import DrafterConfig
 from dflash_jax.errors import CheckpointError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -15,6 +17,13 @@ SPELT_OTHERWISE = {  # as in the Muse drafters
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
 PLAIN = Folder()
+RESPELT = (  # pattern, usual spelling: ModelOpt's and older DSpark names, DFlash 2 modules
+    (r"^logit_head\.", "markov_head."),
+    (r"^(markov_w[12])(\.weight)?$", r"markov_head.\1.weight"),
+    (r"^(gate_proj|joint_proj)\.", r"markov_head.\1."),
+    (r"^confidence_proj\.", "confidence_head.proj."),
+    (r"^(candidate_selector\.\w+_codebook)\.weight$", r"\1"),
+)
 ALWAYS_IGNORED = {r"rotary_emb\.inv_freq$": "recomputed from the configuration"}
 
 
@@ -53,11 +62,35 @@ def split_experts(found: Canonical, pattern: str) -> None:
             found.origins[f"{stem}.{expert}.{parts[part]}.weight"] = Origin(stored, rows)
 
 
-def drafter(source: TensorSource) -> Canonical:
+def drafter(source: TensorSource, config: DrafterConfig) -> Canonical:
     """A drafter's folder; copies of the target's embedding and head are not used."""
     borrowed = "borrowed from the target"
-    ignored = {r"^embed_tokens\.weight$": borrowed, r"^lm_head\.weight$": borrowed}
+    ignored = {r"^t2d$": "follows from d2t"}
+    ignored |= {} if config.own_embedding else {r"^embed_tokens\.weight$": borrowed}
+    ignored |= {} if config.own_head else {r"^lm_head\.weight$": borrowed}
+    ignored |= {} if config.draft_vocab_size else {r"^d2t$": "the vocabulary is not reduced"}
     return canonical(source, ALWAYS_IGNORED | ignored)
+
+
+def owned(source: TensorSource, config: DrafterConfig) -> DrafterConfig:
+    """The config with the embedding and head that the folder has of its own.
+
+    A DSpark drafter, or one with a reduced vocabulary, may have them. Others were trained on the
+    target's. NaN marks a table that was never filled.
+    """
+    if config.kind != "dspark" and not config.draft_vocab_size:
+        return config
+    stored = {strip(name): name for name in source.names()}
+
+    def has(name: str) -> bool:
+        if name not in stored:
+            return False
+        return bool(
+            np.isfinite(source.read_rows(stored[name], slice(0, 1)).astype(np.float32)).all()
+        )
+
+    head = bool(config.draft_vocab_size) or has("lm_head.weight")
+    return dataclasses.replace(config, own_embedding=has("embed_tokens.weight"), own_head=head)
 
 
 def canonical(source: TensorSource, ignored: dict[str, str]) -> Canonical:
@@ -82,6 +115,8 @@ def strip(name: str) -> str:
     """A stored name without the prefixes that wrappers add, in the usual spelling."""
     prefix = next((p for p in PREFIXES if name.startswith(p)), "")
     short = name.removeprefix(prefix)
+    for pattern, usual in RESPELT:
+        short = re.sub(pattern, usual, short)
     return SPELT_OTHERWISE.get(short, short)
 
 

@@ -12,10 +12,17 @@ from dflash_jax.config import (
     RopeConfig,
     TargetConfig,
 )
+from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.errors import ConfigError
 
+DRAFTERS = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "Qwen3DSparkModel",
+}
 ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -68,6 +75,11 @@ def _experts(config: TargetConfig) -> dict[str, Any]:
 
 
 def _drafter(config: DrafterConfig, dtype: str) -> dict[str, Any]:
+    if config.kind not in DRAFTERS or config.draft_vocab_size:
+        raise ConfigError(
+            f"a {config.kind} drafter with a vocabulary of {config.choices} has no published"
+            f" form; {', '.join(DRAFTERS)} over the whole vocabulary have"
+        )
     optional = {
         "input_embedding_scale": (config.input_embedding_scale, 1.0),
         "output_multiplier": (config.output_multiplier, 1.0),
@@ -78,7 +90,10 @@ def _drafter(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "target_layer_ids": list(config.target_layer_ids),
     }
     own |= {key: value for key, (value, default) in optional.items() if value != default}
-    found: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+    if config.sample_from_anchor != (config.kind == "dspark"):
+        own["sample_from_anchor"] = config.sample_from_anchor
+    own |= _heads(config)
+    found: dict[str, Any] = {"architectures": [DRAFTERS[config.kind]], "model_type": "qwen3"}
     found |= _geometry(config) | {
         "vocab_size": config.vocab_size,
         "num_target_layers": config.num_target_layers,
@@ -89,6 +104,21 @@ def _drafter(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     if config.rope.original_length:
         found["max_position_embeddings"] = config.rope.original_length
     return found | _causality(config)
+
+
+def _heads(config: DrafterConfig) -> dict[str, Any]:
+    """What DFlash 2 and DSpark add."""
+    if isinstance(config, DFlash2Config):
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        return {name: getattr(config, name) for name in names}
+    if isinstance(config, DSparkConfig):
+        return {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head,
+            "enable_confidence_head": config.confidence_head,
+            "confidence_head_with_markov": config.confidence_with_markov,
+        }
+    return {}
 
 
 def _causality(config: DrafterConfig) -> dict[str, Any]:

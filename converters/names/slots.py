@@ -4,6 +4,7 @@ Canonical names and shapes are the Hugging Face ones without the leading "model.
 of a parameter is a view of its array, so that one description serves loading and export.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -37,6 +38,7 @@ class Slot:
     path: tuple[str, ...]
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    integer: bool = False  # whole numbers, whatever dtype the weights get
 
 
 Path = tuple[str, ...]
@@ -53,6 +55,11 @@ class Folder:
 def same(path: Path, name: str, *shape: int) -> Slot:
     """A parameter stored as its tensor is: norms, biases, embedding tables."""
     return Slot(path, shape, (Part(name, shape, tuple(range(len(shape)))),))
+
+
+def integers(path: Path, name: str, *shape: int) -> Slot:
+    """A parameter of whole numbers, stored as its tensor is: token ids."""
+    return dataclasses.replace(same(path, name, *shape), integer=True)
 
 
 def linear(path: Path, name: str, out: int, into: int) -> Slot:

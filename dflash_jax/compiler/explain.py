@@ -16,6 +16,7 @@ from dflash_jax.compiler.roofline import Device, Roofline, roofline
 from dflash_jax.config import DrafterConfig, TargetConfig, window_kinds
 
 MOST_RUNS = 8
+_KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
 _HELPERS = ("forced", "wipe")  # programs without a roofline of their own
 
 
@@ -66,9 +67,9 @@ class Explanation:
         if d:
             kinds = ["causal" if causal else "bidirectional" for causal in d.causal]
             yield (
-                f"drafter  dflash v1  {d.num_layers} layers  {_runs(window_kinds(d.windows))}"
-                f"  {_runs(kinds)}  block {d.block_size}  mask {d.mask_token_id}"
-                f"  embedding x{d.input_embedding_scale:g}"
+                f"drafter  {_KINDS.get(d.kind, d.kind)}  {d.num_layers} layers"
+                f"  {_runs(window_kinds(d.windows))}  {_runs(kinds)}  block {d.block_size}"
+                f"  mask {d.mask_token_id}  embedding x{d.input_embedding_scale:g}"
             )
         yield (
             f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"
@@ -116,9 +117,9 @@ def explain(
     )
     params = jax.tree_util.tree_leaves_with_path(abstract_params(plan, target, drafter))
     notes = []
-    if drafter and plan.block > drafter.block_size:
+    if drafter and plan.block > drafter.step_width:
         notes.append(
-            f"block {plan.block} is wider than the {drafter.block_size} the drafter was trained"
+            f"block {plan.block} is wider than the {drafter.step_width} the drafter was trained"
             " with: drafts past that will hardly be accepted"
         )
     if kept := kept_states(plan, target):

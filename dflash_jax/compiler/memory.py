@@ -91,7 +91,7 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
         drafting = name == "speculative"
         layers = _multiplied(counts["drafter"])
         context = sum(n for path, n in counts["drafter"].items() if path.endswith(("fc", "kv")))
-        used = layers + head if drafting else context
+        used = layers + counts["drafter"].get("head", head) if drafting else context
         moved += used * _item(plan) + drafting * tree_bytes(state.draft)
         flops += 2 * tokens * (used + drafting * context)
         flops += drafting * _attention_flops(state.draft, tokens, drafter)
@@ -115,8 +115,9 @@ def _item(plan: Plan) -> int:
 
 
 def _multiplied(counts: dict[str, int]) -> int:
-    """Weights every token is multiplied with: all matrices but the tables at both ends."""
-    return sum(n for path, n in counts.items() if path not in ("embed", "head"))
+    """Weights every token is multiplied with: all matrices but the head and gathered tables."""
+    tables = ("embed", "head", "predecessor", "successor", "markov_w1", "d2t")
+    return sum(n for path, n in counts.items() if path not in tables)
 
 
 def _idle_experts(c: TargetConfig, counts: dict[str, int], tokens: int) -> tuple[int, int]:

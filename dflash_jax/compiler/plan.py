@@ -31,6 +31,8 @@ class Plan:
       rings: sliding-window layers keep only a ring of window + widest call slots.
       lookahead: steps the host stays ahead of what it has read, 0 or 1.
       stop_slots: most stop tokens a request may name.
+      min_survival: drafts that a drafter with a confidence head gives less than this chance to
+        be kept are not verified; 0 verifies all.
       memory_limit: bytes the engine may use; the device's free memory by default.
     """
 
@@ -43,6 +45,7 @@ class Plan:
     rings: bool = True
     lookahead: int = 1
     stop_slots: int = 8
+    min_survival: float = 0.0
     memory_limit: int = 0
 
     def __post_init__(self) -> None:
@@ -53,6 +56,9 @@ class Plan:
                 raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}")
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
+        survival = self.min_survival
+        if type(survival) not in (int, float) or not 0 <= survival <= 1:
+            raise PlanError(f"min_survival is {survival!r}; expected a number from 0 to 1")
         if self.dtype not in DTYPES:
             raise PlanError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
 

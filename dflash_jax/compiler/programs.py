@@ -45,9 +45,13 @@ def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None)
 def abstract_params(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
 ) -> dict[str, Any]:
-    """Shapes and dtypes of all parameters; no memory is used."""
-    params = jax.eval_shape(lambda: init_params(target, drafter, seed=0))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(plan.dtype)), params)
+    """Shapes and dtypes of all parameters; no memory is used. Token ids stay integers."""
+
+    def planned(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        whole = jnp.issubdtype(x.dtype, jnp.integer)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype if whole else jnp.dtype(plan.dtype))
+
+    return jax.tree.map(planned, jax.eval_shape(lambda: init_params(target, drafter, seed=0)))
 
 
 def init_params(target: TargetConfig, drafter: DrafterConfig | None, *, seed: int) -> Params:
@@ -104,8 +108,8 @@ def declare(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> 
             program(plain + suffix, steps.plain, rules, width=width, sampled=sampled),
         ]
         if drafter is not None:
-            step, block = steps.speculative, plan.block
+            static = {"width": plan.block, "min_survival": plan.min_survival}
             programs.append(
-                program("speculative" + suffix, step, rules, width=block, sampled=sampled)
+                program("speculative" + suffix, steps.speculative, rules, sampled=sampled, **static)
             )
     return {p.name: p for p in programs}

@@ -19,12 +19,13 @@ from dflash_jax.config.base import (
     id_tuple,
     window_kinds,
 )
-from dflash_jax.config.dflash import DrafterConfig, drafter_config
+from dflash_jax.config.dflash import DrafterConfig, DrafterFields
 from dflash_jax.config.fields import Fields, read_json
 from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
 
 __all__ = [
+    "DRAFTER_TYPES",
     "FULL",
     "LINEAR",
     "SLIDING",
@@ -55,6 +56,16 @@ TARGET_TYPES = {
     "qwen3_moe": "qwen3_moe",
 }
 
+# architecture of a drafter's config.json -> the file of its kind, here and in models/
+DRAFTER_TYPES = {
+    "DFlashDraftModel": "dflash",
+    "Qwen3DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "Qwen3DSparkModel": "dspark",
+    "DSparkDraftModel": "dspark",
+}
+PROJECTORS = {"dflash": "dflash", "dspark": "dspark"}  # `projector_type` of SpecForge, ModelOpt
+
 
 def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetConfig:
     """The target described by a Hugging Face config; raises ConfigError for anything unknown."""
@@ -69,6 +80,36 @@ def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetC
     config = family.from_hf(reader)
     reader.refuse_rest()
     return config
+
+
+def drafter_config(fields: dict[str, Any], where: str = "config.json") -> DrafterConfig:
+    """The drafter described by a published config, of the kind its `architectures` name."""
+    outer = Fields(fields, where)
+    both = DrafterFields(outer, outer.inner("dflash_config"))
+    kind = _drafter_kind(both)
+    config = importlib.import_module(f"dflash_jax.config.{kind}").from_hf(both)
+    outer.refuse_rest()
+    both.dflash.refuse_rest()
+    return config
+
+
+def _drafter_kind(fields: DrafterFields) -> str:
+    where = fields.outer.where
+    named = fields.outer.get("architectures", ["DFlashDraftModel"])
+    if not isinstance(named, list) or named not in [[known] for known in DRAFTER_TYPES]:
+        raise ConfigError(
+            f"{where}: architectures is {named}; expected one of {', '.join(DRAFTER_TYPES)}"
+        )
+    kind = DRAFTER_TYPES[named[0]]
+    projector = fields.dflash.get("projector_type", kind)
+    if kind == "dflash" and projector in tuple(PROJECTORS):
+        return PROJECTORS[projector]
+    if projector != kind:
+        raise ConfigError(
+            f"{where}: projector_type is {projector!r} in a {named[0]}; only"
+            f" {', '.join(PROJECTORS)} are supported"
+        )
+    return kind
 
 
 def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:

@@ -1,15 +1,15 @@
 """Model architectures, looked up by file name: one target family or drafter kind per file.
 
-A family's file provides `build(config)`, its module, and `empty_caches(config, cache)`, the
-per-layer caches of an empty state, made with the given constructor.
+A file provides `build(config)`, its module. That of a target family also provides
+`empty_caches(config, cache)`, the per-layer caches of an empty state, made with the given
+constructor.
 """
 
 import importlib
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 from dflash_jax.config import TARGET_TYPES, DrafterConfig, TargetConfig
-from dflash_jax.models.dflash import DFlash
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.state import Cache, LayerCache, RecurrentCache
 
@@ -22,6 +22,21 @@ class MakeCache(Protocol):
     def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache: ...
 
 
+class Drafter(Protocol):
+    """A drafter's module. Its methods: the call, `context` and `propose` (see `DFlash`)."""
+
+    @property
+    def config(self) -> DrafterConfig: ...
+
+    def init(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes parameters, as of a Linen module."""
+        ...
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a method, as of a Linen module."""
+        ...
+
+
 def build_target(config: TargetConfig) -> Decoder:
     """The module of a target config."""
     return _family(TARGET_TYPES[config.model_type]).build(config)
@@ -32,7 +47,7 @@ def target_caches(config: TargetConfig, cache: MakeCache) -> tuple[Cache, ...]:
     return _family(TARGET_TYPES[config.model_type]).empty_caches(config, cache)
 
 
-def build_drafter(config: DrafterConfig) -> DFlash:
+def build_drafter(config: DrafterConfig) -> Drafter:
     """The module of a drafter config."""
     return _family(config.kind).build(config)
 

@@ -22,11 +22,15 @@ def norm_weight(module: nn.Module, name: str, width: int) -> Float[Array, " D"]:
 
 def dot(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
     """x · w over the last axis of x and the first of w, accumulated in float32."""
+    return project(x, w).astype(x.dtype)
+
+
+def project(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
+    """As `dot`, in float32: for logits."""
     contract = (((x.ndim - 1,), (0,)), ((), ()))
-    y = jax.lax.dot_general(
+    return jax.lax.dot_general(
         x, w, contract, precision=precision(x), preferred_element_type=jnp.float32
     )
-    return y.astype(x.dtype)
 
 
 def precision(x: Array) -> jax.lax.Precision:
