@@ -34,7 +34,8 @@ Progress = Callable[[str, int], None]  # a tensor's name, and how many of its we
 def load_target(directory: str | Path, config: TargetConfig, dtype: str = "float32") -> Params:
     """A target's parameters from a Hugging Face folder, as NumPy arrays of `dtype`."""
     source = open_directory(directory)
-    found = huggingface.target(source, tied=config.tie_embeddings)
+    ignored = names.ignored(config)
+    found = huggingface.target(source, tied=config.tie_embeddings, ignored=ignored)
     return load(found, config, dtype, where=str(directory))
 
 

@@ -110,7 +110,8 @@ def _from_folder(path: Path, taps: str) -> Model:
         return Model(path, "drafter", "Hugging Face (z-lab)", config, tensors, (line, *notes))
     fields["eos_token_id"] = _stop_ids(fields, path)
     found = target_config(fields, where)
-    tensors = huggingface.target(source, tied=found.tie_embeddings)
+    ignored = names.ignored(found)
+    tensors = huggingface.target(source, tied=found.tie_embeddings, ignored=ignored)
     return Model(path, "target", "Hugging Face", found, tensors, notes)
 
 

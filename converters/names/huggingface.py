@@ -1,6 +1,7 @@
 """Tensor names as Hugging Face folders spell them, made canonical."""
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -13,12 +14,16 @@ SPELT_OTHERWISE = {  # as in the Muse drafters
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
+NONE: Mapping[str, str] = {}
 ALWAYS_IGNORED = {r"rotary_emb\.inv_freq$": "recomputed from the configuration"}
 
 
-def target(source: TensorSource, *, tied: bool) -> Canonical:
-    """A target's folder; a tied head that repeats the embedding is dropped, another refused."""
-    found = canonical(source, ALWAYS_IGNORED)
+def target(source: TensorSource, *, tied: bool, ignored: Mapping[str, str] = NONE) -> Canonical:
+    """A target's folder; a tied head that repeats the embedding is dropped, another refused.
+
+    `ignored` are patterns of tensors that are not part of the text model, and why.
+    """
+    found = canonical(source, ALWAYS_IGNORED | dict(ignored))
     if tied and "lm_head.weight" in found.origins:
         head = found.origins.pop("lm_head.weight").name
         if not _equal(found, source, head):

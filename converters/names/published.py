@@ -38,7 +38,7 @@ def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
 
 def _drafter(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     optional = {
-        "input_embedding_scale": (config.input_embedding_scale, 1.0),
+        "input_embedding_scale": (config.input_embedding_scale, None),
         "output_multiplier": (config.output_multiplier, 1.0),
         "final_logit_softcapping": (config.final_logit_softcapping, None),
     }

@@ -103,13 +103,15 @@ def _item(plan: Plan) -> int:
 
 
 def _multiplied(counts: dict[str, int]) -> int:
-    """Weights every token is multiplied with: all matrices but the tables at both ends."""
-    return sum(n for path, n in counts.items() if path not in ("embed", "head"))
+    """Weights every token is multiplied with: all matrices but the head and gathered tables."""
+    tables = ("embed", "head", "layer_embed")
+    return sum(n for path, n in counts.items() if path not in tables)
 
 
 def _attention_flops(caches: Any, tokens: int, c: TargetConfig | DrafterConfig) -> int:
-    slots = sum(cache.slots for cache in caches if isinstance(cache, LayerCache))
-    return 4 * tokens * c.num_heads * c.head_dim * slots
+    """Scores and sums of every cache once; its width is its layer's own."""
+    sizes = sum(x.slots * x.k.shape[3] for x in caches if isinstance(x, LayerCache))
+    return 4 * tokens * c.num_heads * sizes
 
 
 def _temporary_bytes(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> int:

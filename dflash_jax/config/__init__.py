@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.config.base import (
+    AUTO,
+    EARLY,
     FULL,
+    LATE,
     SLIDING,
+    TAPS_AT,
+    UPSTREAM,
     AttentionConfig,
     RopeConfig,
     TargetConfig,
@@ -23,15 +28,21 @@ from dflash_jax.config.fields import Fields, read_json
 from dflash_jax.errors import ConfigError
 
 __all__ = [
+    "AUTO",
+    "EARLY",
     "FULL",
+    "LATE",
     "SLIDING",
+    "TAPS_AT",
     "TARGET_TYPES",
+    "UPSTREAM",
     "AttentionConfig",
     "DrafterConfig",
     "RopeConfig",
     "TargetConfig",
     "check_pair",
     "drafter_config",
+    "paired",
     "read_drafter_config",
     "read_json",
     "read_target_config",
@@ -39,7 +50,14 @@ __all__ = [
 ]
 
 # model_type of a config.json -> the file of its family, here and in models/
-TARGET_TYPES = {"llama": "llama", "qwen3": "qwen3"}
+TARGET_TYPES = {
+    "gemma4": "gemma4",
+    "gemma4_text": "gemma4",
+    "gemma4_unified": "gemma4",
+    "gemma4_unified_text": "gemma4",
+    "llama": "llama",
+    "qwen3": "qwen3",
+}
 
 
 def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetConfig:
@@ -57,8 +75,13 @@ def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetC
     return config
 
 
-def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
-    """Raises ConfigError, naming every reason, when the drafter was not made for this target."""
+def check_pair(target: TargetConfig, drafter: DrafterConfig, *, taps_at: str = AUTO) -> None:
+    """Raises ConfigError, naming every reason, when the drafter was not made for this target.
+
+    Args:
+      taps_at: where the plan takes the taps; anything but AUTO settles what the last
+        layer's output is.
+    """
     layers = range(target.num_layers)
     outside = [i for i in drafter.target_layer_ids if i not in layers]
     reasons = []
@@ -72,10 +95,10 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
         )
     if outside:
         reasons.append(f"reads target layers {outside}, the target has layers 0 to {layers[-1]}")
-    if target.num_layers - 1 in drafter.target_layer_ids:
+    if target.num_layers - 1 in drafter.target_layer_ids and taps_at == AUTO:
         reasons.append(
             f"reads the last target layer ({target.num_layers - 1}), which is ambiguous: other"
-            " engines take it before or after the final norm"
+            " engines take it before (taps_at='late') or after (taps_at='upstream') the final norm"
         )
     if not 0 <= drafter.mask_token_id < target.vocab_size:
         reasons.append(
@@ -87,6 +110,23 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
             "the drafter does not fit the target: " + "; ".join(reasons) + ". Load the drafter"
             " that was trained for this target"
         )
+
+
+def paired(target: TargetConfig, drafter: DrafterConfig) -> DrafterConfig:
+    """The drafter with what its config leaves open taken from the target it drafts for.
+
+    Drafters read the target's embedding and speak through its head, so a silent config means
+    the target's own embedding scale and softcap (every engine that serves Gemma does so).
+    """
+    changes: dict[str, Any] = {}
+    if drafter.input_embedding_scale is None:
+        changes |= {
+            "input_embedding_scale": target.embedding_scale,
+            "rounded_embedding_scale": True,
+        }
+    if drafter.final_logit_softcapping is None:
+        changes["final_logit_softcapping"] = target.final_softcap or 0.0
+    return dataclasses.replace(drafter, **changes)
 
 
 def read_target_config(directory: Path) -> TargetConfig:

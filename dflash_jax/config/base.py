@@ -11,13 +11,18 @@ from dflash_jax.errors import ConfigError
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
 
+# Where drafters take a layer's output: before what a family does after its residual adds
+# (per-layer inputs, layer scalars), after that, or as Hugging Face lists hidden states, which
+# is late, but the last layer's after the final norm. AUTO is late and knows no last layer.
+AUTO, EARLY, LATE, UPSTREAM = TAPS_AT = ("auto", "early", "late", "upstream")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding: base, and how its frequencies are rescaled."""
 
     theta: float = 10000.0
-    kind: str = "default"  # default, linear, llama3, yarn
+    kind: str = "default"  # default, linear, llama3, yarn, proportional
     factor: float = 1.0
     original_length: int = 0
     low_freq_factor: float = 1.0  # llama3
@@ -26,6 +31,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin
+    partial_rotary_factor: float = 1.0  # proportional: the share of pairs that turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +73,8 @@ class AttentionConfig:
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
         }
-        values["rope"] = RopeConfig(**fields["rope"])
-        return cls(**values)
+        ropes = {k: RopeConfig(**v) for k, v in values.items() if isinstance(v, dict)}
+        return cls(**values | ropes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,8 @@ class TargetConfig(AttentionConfig):
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the published weights
     qk_norm: bool = False  # queries and keys normalised per head before rotation
+    embedding_scale: float = 1.0  # times table rows, both rounded to the weights' dtype
+    final_softcap: float | None = None  # logits become cap tanh(logits / cap)
 
 
 def dense_fields(f: Fields) -> dict[str, Any]:

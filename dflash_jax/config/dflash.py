@@ -26,9 +26,10 @@ class DrafterConfig(AttentionConfig):
     num_target_layers: int
     windows: tuple[int | None, ...]  # per layer; None sees everything
     causal: tuple[bool, ...]  # per layer, inside the block
-    input_embedding_scale: float = 1.0
+    input_embedding_scale: float | None = None  # times raw table rows; None: as the target's
+    rounded_embedding_scale: bool = False  # the scale is the target's, rounded as it does
     output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None  # 0 is none; None: as the target's
     dtype: str = "float32"
 
 
@@ -36,7 +37,8 @@ def drafter_config(fields: dict[str, Any], where: str = "config.json") -> Drafte
     """The DFlash v1 drafter described by a published config.
 
     Drafter fields are looked up in `dflash_config` first, then at the top level (dflash 0.1.0).
-    A sliding layer is causal inside its block unless the config says `is_causal`.
+    A sliding layer is causal inside its block unless the config says `is_causal`. Embedding
+    scale and softcap stay None where the config is silent: `paired` takes the target's.
     """
     f = Fields(fields, where)
     kinds = f.get("architectures", ["DFlashDraftModel"])
@@ -50,13 +52,15 @@ def drafter_config(fields: dict[str, Any], where: str = "config.json") -> Drafte
         f.used.add(name)
         return dflash if dflash.get(name) is not None else f
 
+    def optional(name: str) -> float | None:
+        return None if pick(name).get(name) is None else pick(name).number(name, 0.0)
+
     taps = pick("target_layer_ids").get("target_layer_ids")
     if not isinstance(taps, list) or not taps or not all(type(i) is int for i in taps):
         raise ConfigError(
             f"{where}: target_layer_ids is {taps!r}; expected the list of target layers whose"
             " outputs the drafter reads (it cannot be guessed safely)"
         )
-    softcap = pick("final_logit_softcapping").number("final_logit_softcapping", 0.0)
     size = geometry(f)
     layers = layer_windows(f, size["num_layers"])
     is_causal = f.get("is_causal")
@@ -71,9 +75,9 @@ def drafter_config(fields: dict[str, Any], where: str = "config.json") -> Drafte
         causal=tuple(
             kind == SLIDING if is_causal is None else bool(is_causal) for kind, _ in layers
         ),
-        input_embedding_scale=pick("input_embedding_scale").number("input_embedding_scale", 1.0),
+        input_embedding_scale=optional("input_embedding_scale"),
         output_multiplier=pick("output_multiplier").number("output_multiplier", 1.0),
-        final_logit_softcapping=softcap if softcap > 0 else None,
+        final_logit_softcapping=optional("final_logit_softcapping"),
         dtype=dtype_name(f),
         **size,
     )

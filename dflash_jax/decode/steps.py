@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.config import LATE
 from dflash_jax.decode.sampling import ACCEPT, DRAFT, TOKEN, draw, probabilities, row_keys
 from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, without_stops
 from dflash_jax.models.dflash import DFlash
@@ -34,11 +35,17 @@ class Pair:
 
     target: nn.Module
     drafter: DFlash | None
+    taps_at: str = LATE  # where in a layer the drafter's taps are taken
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Hidden states the drafter reads; the output of layer i is state i + 1."""
         return tuple(i + 1 for i in self.drafter.config.target_layer_ids) if self.drafter else ()
+
+    @property
+    def head(self) -> str:
+        """The target's method that drafters speak through: its head without its softcap."""
+        return "raw_logits" if self.target.config.final_softcap else "logits"
 
     def target_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Runs the target module, or one of its methods by `method=`."""
@@ -173,7 +180,7 @@ def _draft(
     block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
     with jax.named_scope("draft"):
         x = pair.target_call(params, block, method="embed")
-        head = functools.partial(pair.target_call, params, method="logits")
+        head = functools.partial(pair.target_call, params, method=pair.head)
         logits, caches = pair.drafter_call(
             params, x, state.draft, state.position, head, method="draft"
         )
@@ -242,7 +249,8 @@ def _forward(
     # The barriers fence the target's pass in, so that XLA compiles it alike in every lane.
     tokens = jax.lax.optimization_barrier(tokens)
     with jax.named_scope("target"):
-        out = pair.target_call(params, tokens, state.target, state.position, taps=pair.taps)
+        where = {"taps": pair.taps, "taps_at": pair.taps_at}
+        out = pair.target_call(params, tokens, state.target, state.position, **where)
     out = jax.lax.optimization_barrier(out)
     draft = state.draft
     if pair.drafter is not None:

@@ -69,10 +69,19 @@ def visible(
 
 
 def attend(
-    q: Float[Array, "B T K G H"], cache: LayerCache, seen: Bool[Array, "B T S"]
+    q: Float[Array, "B T K G H"],
+    cache: LayerCache,
+    seen: Bool[Array, "B T S"],
+    *,
+    scale: float | None = None,
 ) -> Float[Array, "B T N*H"]:
-    """softmax(q · k / sqrt(H)) · v over the whole buffer, grouped heads, float32 softmax."""
+    """softmax(scale q · k) · v over the whole buffer, grouped heads, float32 softmax.
+
+    Args:
+      scale: 1 / sqrt(H) by default.
+    """
     b, t, kv, g, h = q.shape
+    scale = h**-0.5 if scale is None else scale
     q = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b, kv, g * t, h)
     scores = jnp.einsum(
         "bkqh,bksh->bkqs",
@@ -81,7 +90,7 @@ def attend(
         precision=precision(q),
         preferred_element_type=jnp.float32,
     ).reshape(b, kv, g, t, cache.slots)
-    scores = jnp.where(seen[:, None, None], scores * jnp.float32(h**-0.5), -jnp.inf)
+    scores = jnp.where(seen[:, None, None], scores * jnp.float32(scale), -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     out = jnp.einsum(
         "bkqs,bksh->bkqh",

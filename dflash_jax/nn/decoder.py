@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import TargetConfig
+from dflash_jax.config import LATE, UPSTREAM, TargetConfig
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
 from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, precision, rms_norm, weight
 from dflash_jax.nn.rope import rope_tables, rotate
@@ -108,12 +108,14 @@ class Decoder(nn.Module):
         start: Int[Array, " B"],
         *,
         taps: tuple[int, ...] = (),
+        taps_at: str = LATE,
     ) -> TargetOutput:
         """Runs T tokens at positions start .. start+T-1 of each row.
 
         Args:
           taps: which hidden states to return; 0 is the input of layer 0, i+1 the output of
             layer i (the last one before the final norm).
+          taps_at: UPSTREAM takes the last one after the final norm; EARLY is LATE here.
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1])[None, :]
         x = self.embed(tokens)
@@ -122,8 +124,10 @@ class Decoder(nn.Module):
             x, cache = layer(x, cache, positions)
             states.append(x)
             written.append(cache)
-        kept = tuple(states[i] for i in taps)
         hidden = rms_norm(x, self.norm, self.config.rms_norm_eps)
+        if taps_at == UPSTREAM:
+            states[-1] = hidden
+        kept = tuple(states[i] for i in taps)
         return TargetOutput(hidden=hidden, taps=kept, caches=tuple(written))
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -132,16 +136,23 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The language-model head, float32."""
-        table, side = (self.embedding, 1) if self.config.tie_embeddings else (self.head, 0)
-        contract = (((hidden.ndim - 1,), (side,)), ((), ()))
-        with jax.named_scope("head"):
-            return jax.lax.dot_general(
-                hidden,
-                table,
-                contract,
-                precision=precision(hidden),
-                preferred_element_type=jnp.float32,
-            )
+        tied = self.config.tie_embeddings
+        return head_logits(hidden, self.embedding if tied else self.head, tied=tied)
+
+
+def head_logits(
+    hidden: Float[Array, "B T D"], table: Float[Array, "..."], *, tied: bool
+) -> Float[Array, "B T V"]:
+    """Float32 logits by a head [D, V], or by the embedding table [V, D] if they are tied."""
+    contract = (((hidden.ndim - 1,), (int(tied),)), ((), ()))
+    with jax.named_scope("head"):
+        return jax.lax.dot_general(
+            hidden,
+            table,
+            contract,
+            precision=precision(hidden),
+            preferred_element_type=jnp.float32,
+        )
 
 
 def empty_caches(
