@@ -26,9 +26,7 @@ class Program:
     donated: tuple[int, ...] = ()
 
 
-def build_pair(
-    target: TargetConfig, drafter: DrafterConfig | None, *, taps_at: str = AUTO
-) -> Pair:
+def build_pair(target: TargetConfig, drafter: DrafterConfig | None, *, taps_at: str = AUTO) -> Pair:
     """The modules of both configs; what the drafter's leaves open is the target's."""
     drafting = build_drafter(paired(target, drafter)) if drafter else None
     return Pair(build_target(target), drafting, LATE if taps_at == AUTO else taps_at)
@@ -49,8 +47,14 @@ def abstract_params(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
 ) -> dict[str, Any]:
     """Shapes and dtypes of all parameters; no memory is used."""
-    params = jax.eval_shape(lambda: init_params(target, drafter, seed=0))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(plan.dtype)), params)
+    dtype, shapes = jnp.dtype(plan.dtype), _shapes(target, drafter)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Any]:
+    """Float32 shapes of all parameters; tracing a large model takes seconds."""
+    return jax.eval_shape(lambda: init_params(target, drafter, seed=0))
 
 
 def init_params(target: TargetConfig, drafter: DrafterConfig | None, *, seed: int) -> Params:

@@ -78,9 +78,7 @@ class Experts(nn.Module):
     config: Gemma4Config
 
     @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"], h: Float[Array, "B T D"]
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Routes by x, feeds the experts with h."""
         c = self.config
         scale = norm_weight(self, "router_scale", c.hidden_size)[None, None]
@@ -99,9 +97,7 @@ class PerLayerInput(nn.Module):
     config: Gemma4Config
 
     @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"], p: Float[Array, "B T P"]
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], p: Float[Array, "B T P"]) -> Float[Array, "B T D"]:
         c = self.config
         gate = gelu_tanh(dot(x, weight(self, "gate", (c.hidden_size, c.per_layer_size))))
         h = dot(gate * p, weight(self, "project", (c.per_layer_size, c.hidden_size)))

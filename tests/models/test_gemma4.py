@@ -35,6 +35,7 @@ from dflash_jax.config.gemma4 import Gemma4Config
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError
 from dflash_jax.loading import TargetModel, describe
+from dflash_jax.models import build_drafter
 from dflash_jax.state import DecodeState, commit
 from dflash_jax.testing import (
     force_acceptance,
@@ -106,9 +107,7 @@ def test_a_whole_pass_in_either_spelling(oracle: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_moe", "gemma4_ple"])
-def test_blocks_with_rejected_tokens_rolled_back_and_long_contexts(
-    oracle: Path, name: str
-) -> None:
+def test_blocks_with_rejected_tokens_rolled_back_and_long_contexts(oracle: Path, name: str) -> None:
     folder = oracle / "targets" / name
     v, run = load_file(folder / "vectors.safetensors"), loaded(folder)
     lengths = json.loads((folder / "meta.json").read_text())["lengths"]
@@ -256,18 +255,11 @@ def test_a_silent_drafter_config_takes_scale_and_softcap_from_its_target(oracle:
     assert (said.input_embedding_scale, said.final_logit_softcapping) == (8.0, 1.5)
     silent = dataclasses.replace(said, input_embedding_scale=None, final_logit_softcapping=None)
     logits, x = np.linspace(-9, 9, 256, dtype="f4").reshape(1, 1, 256), np.ones((1, 2, 64), "f4")
-    params: dict[str, Any] = {"drafter": {}}
-    results = []
     for config in (said, silent, paired(target, silent)):
         pair = build_pair(target, config)
-        results.append(
-            (
-                pair.drafter_call(params, jnp.asarray(x), method="scaled"),
-                pair.drafter_call(params, jnp.asarray(logits), method="adjust"),
-            )
-        )
-    for scaled, capped in results:
-        np.testing.assert_array_equal(scaled, 8.0 * x)
+        assert pair.drafter is not None
+        np.testing.assert_array_equal(pair.drafter.scaled(jnp.asarray(x)), 8.0 * x)
+        capped = pair.drafter.adjust(jnp.asarray(logits))
         np.testing.assert_allclose(capped, 1.5 * np.tanh(logits / 1.5), rtol=1e-6)
     assert pair.head == "raw_logits"  # so that the cap is not applied twice
     off = dataclasses.replace(said, final_logit_softcapping=0.0)
@@ -280,8 +272,7 @@ def test_a_derived_scale_is_rounded_as_the_target_rounds_it_a_given_one_is_not()
     x = jnp.full((1, 1, 1), 7.0, ml_dtypes.bfloat16)
     for scale, wanted in ((None, 516.0), (5376**0.5, 512.0)):  # 7 · 73.5 and 7 · 73.32, rounded
         config = dataclasses.replace(drafter, input_embedding_scale=scale)
-        pair = build_pair(target, config)
-        assert pair.drafter_call({"drafter": {}}, x, method="scaled").item() == wanted
+        assert build_drafter(paired(target, config)).scaled(x).item() == wanted
 
 
 def test_taps_are_taken_where_the_plan_says() -> None:
@@ -296,9 +287,7 @@ def test_taps_are_taken_where_the_plan_says() -> None:
 
     @functools.partial(jit, static_argnums=2)
     def run(params: Any, state: DecodeState, at: str) -> Any:
-        return pair.target_call(
-            params, ids, state.target, state.position, taps=every, taps_at=at
-        )
+        return pair.target_call(params, ids, state.target, state.position, taps=every, taps_at=at)
 
     outs = {at: run(params, state, at) for at in ("early", "late", "upstream")}
     early, late, upstream = (np.stack(outs[at].taps) for at in outs)
@@ -334,8 +323,8 @@ def test_programs_follow_taps_at() -> None:
 @pytest.mark.parametrize(
     ("name", "scale", "weights", "drafting"),
     [
-        ("gemma-4-31B-it", 73.5, 30_697_345_340, 1_535_377_408),
-        ("gemma-4-26B-A4B-it", 53, 25_233_142_046, 429_689_088),
+        ("gemma-4-31B-it", 73.5, 30_697_345_340, 1_535_967_488),
+        ("gemma-4-26B-A4B-it", 53, 25_233_141_790, 429_689_088),
     ],
 )
 def test_explain_of_published_configs_allocates_nothing(
@@ -347,7 +336,7 @@ def test_explain_of_published_configs_allocates_nothing(
     before = len(jax.live_arrays())
     plan = resolve(dj.Plan(), target, drafter, platform="gpu", memory=device.memory)
     found = explain(target, drafter, plan, device, compile=False)
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before
     assert target_weights(target) == weights
     assert drafter_weights(target, drafter) == drafting
     text = str(found)
