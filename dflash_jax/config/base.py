@@ -73,8 +73,8 @@ class AttentionConfig:
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
         }
-        ropes = {k: RopeConfig(**v) for k, v in values.items() if isinstance(v, dict)}
-        return cls(**values | ropes)
+        values |= {k: RopeConfig(**v) for k, v in values.items() if isinstance(v, dict)}
+        return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
