@@ -25,6 +25,11 @@ def fields(config: AttentionConfig, dtype: str) -> dict[str, Any]:
 
 
 def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
+    if config.model_type not in ARCHITECTURES:
+        raise ConfigError(
+            f"a {config.model_type} target cannot be exported; {', '.join(ARCHITECTURES)} can."
+            " Its published folder is the form others read"
+        )
     found = {"architectures": [ARCHITECTURES[config.model_type]], "model_type": config.model_type}
     found |= _geometry(config) | {
         "vocab_size": config.vocab_size,
