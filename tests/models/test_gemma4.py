@@ -310,7 +310,8 @@ def test_programs_follow_taps_at() -> None:
         plan = dj.Plan(max_length=32, chunk=8, block=2, dtype="float32", taps_at=at)
         programs = declare(plan, config, drafter)
         for name in ("prefill", "forced", "plain", "speculative"):
-            assert programs[name].function.args[0].taps_at == used  # type: ignore[attr-defined]
+            step: Any = programs[name].function
+            assert step.args[0].taps_at == used
         assert dj.Plan.from_json(plan.to_json()) == plan
 
 
