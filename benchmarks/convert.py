@@ -201,6 +201,7 @@ def main() -> int:
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     found: dict[str, Any] = {"environment": environment(), "gguf": gguf_version()}
+    found["load_average_before"] = os.getloadavg()
     found |= {"weights": options.rows * COLUMNS, "repeats": options.repeats}
     os.sched_setaffinity(0, cores[:1])
     found["one_core"] = {}
@@ -217,6 +218,7 @@ def main() -> int:
         }
         found["converted"] = converted(place, 2 * options.rows)
         found["open_large_vocabulary"] = opening(place)
+    found["load_average_after"] = os.getloadavg()
     print(json.dumps(found, indent=1))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

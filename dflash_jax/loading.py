@@ -9,7 +9,7 @@ import importlib.resources
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -29,9 +29,6 @@ from dflash_jax.config import (
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, RequestError
 from dflash_jax.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from converters.models import Model
 
 Source = str | os.PathLike[str]
 Config = TargetConfig | DrafterConfig
@@ -61,15 +58,29 @@ def load(
       ConfigError, CheckpointError: a model that cannot be run, or a pair that does not fit.
       PlanError: a plan that does not fit the models or the memory.
     """
-    return open_pair(target, drafter, taps=taps).engine(plan)
+    plan = plan or Plan()
+    return open_pair(target, drafter, taps=taps, taps_at=plan.taps_at).engine(plan)
+
+
+class OpenModel(Protocol):
+    """A model on disk, as `converters.models.open_model` gives it."""
+
+    @property
+    def config(self) -> Config:
+        """What it is."""
+        ...
+
+    def load(self, dtype: str) -> dict[str, Any]:
+        """Its parameters as NumPy arrays."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class OpenPair:
     """Models that were opened and checked, their weights still on disk. Made by `open_pair`."""
 
-    target: "Model"
-    drafter: "Model | None"
+    target: OpenModel
+    drafter: OpenModel | None
     tokenizer: Tokenizer | None
 
     @property
@@ -89,9 +100,13 @@ class OpenPair:
 
 
 def open_pair(
-    target: Source = SHIPPED, drafter: Source | None = AUTO, *, taps: str = AUTO
+    target: Source = SHIPPED,
+    drafter: Source | None = AUTO,
+    *,
+    taps: str = AUTO,
+    taps_at: str = AUTO,
 ) -> OpenPair:
-    """Opens a pair without reading its weights; arguments as for `load`."""
+    """Opens a pair without reading its weights; arguments as for `load`, and of its plan."""
     tune_allocator()
     from converters.models import open_model
 
@@ -102,20 +117,23 @@ def open_pair(
     pair = OpenPair(found, drafting, tokenizer)
     target_config, drafter_config = pair.configs
     if drafter_config:
-        check_pair(target_config, drafter_config)
+        check_pair(target_config, drafter_config, taps_at=taps_at)
     return pair
 
 
 def describe(
-    target: Source, drafter: Source | None = AUTO
+    target: Source, drafter: Source | None = AUTO, *, taps_at: str = AUTO
 ) -> tuple[TargetConfig, DrafterConfig | None]:
-    """Configs of a pair, checked against each other; needs no weights and reads none."""
+    """Configs of a pair, checked against each other; needs no weights and reads none.
+
+    `taps_at` is the plan's.
+    """
     target_path, drafter_path = _paths(target, drafter)
     target_config = _as(TargetConfig, _config(target_path, read_target_config))
     if drafter_path is None:
         return target_config, None
     drafter_config = _as(DrafterConfig, _config(drafter_path, read_drafter_config))
-    check_pair(target_config, drafter_config)
+    check_pair(target_config, drafter_config, taps_at=taps_at)
     return target_config, drafter_config
 
 

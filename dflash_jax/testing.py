@@ -12,6 +12,7 @@ from dflash_jax.compiler.programs import abstract_params
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.config.gemma4 import Gemma4Config
 from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
@@ -87,6 +88,35 @@ def tiny_gpt_oss(**changes: Any) -> GptOssConfig:
         "rope": RopeConfig(kind="yarn", factor=4.0, original_length=64, attention_factor=1.14),
     }
     return GptOssConfig(**vars(tiny_target()) | own | changes)
+
+
+def tiny_gemma(**changes: Any) -> Gemma4Config:
+    """A small model with every term of the family."""
+    fields: dict[str, Any] = {
+        "model_type": "gemma4_text",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_layers": 5,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "full_kv_heads": 1,
+        "full_head_dim": 16,
+        "full_rope": RopeConfig(kind="proportional", theta=1e5, partial_rotary_factor=0.25),
+        "intermediate_size": 48,
+        "windows": (10, None, 10, 10, None),
+        "tie_embeddings": False,  # tied random tables say the last token for ever
+        "embedding_scale": 32**0.5,
+        "final_softcap": 4.0,
+        "key_is_value": True,
+        "shared_layers": 2,
+        "shared_mlp_factor": 2,
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_size": 12,
+        "per_layer_size": 6,
+    }
+    return Gemma4Config(**fields | changes)
 
 
 # What the tiny drafters of a kind have beside the fields of every drafter.

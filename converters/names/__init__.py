@@ -7,6 +7,7 @@ from converters.names import (
     dflash,
     dflash2,
     dspark,
+    gemma4,
     gpt_oss,
     llama,
     qwen3,
@@ -18,6 +19,8 @@ from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 from dflash_jax.errors import ConfigError
 
 TARGETS: dict[str, Callable[[Any], list[Slot]]] = {
+    "gemma4_text": gemma4.slots,
+    "gemma4_unified_text": gemma4.slots,
     "gpt_oss": gpt_oss.slots,
     "llama": llama.slots,
     "qwen3": qwen3.slots,
@@ -25,10 +28,13 @@ TARGETS: dict[str, Callable[[Any], list[Slot]]] = {
     "qwen3_5_moe_text": qwen3_5.slots,
     "qwen3_moe": qwen3_moe.slots,
 }
-FOLDERS = {
-    "qwen3_5_text": qwen3_5.FOLDER,
-    "qwen3_5_moe_text": qwen3_5.FOLDER,
-    "qwen3_moe": qwen3_moe.FOLDER,
+# model_type: what its folders hold besides, and how
+FOLDERS: dict[str, Callable[[Any], Folder]] = {
+    "gemma4_text": gemma4.folder,
+    "gemma4_unified_text": gemma4.folder,
+    "qwen3_5_text": qwen3_5.folder,
+    "qwen3_5_moe_text": qwen3_5.folder,
+    "qwen3_moe": qwen3_moe.folder,
 }
 DRAFTERS: dict[str, Callable[[Any], list[Slot]]] = {
     "dflash": dflash.slots,
@@ -39,7 +45,8 @@ DRAFTERS: dict[str, Callable[[Any], list[Slot]]] = {
 
 def folder(config: TargetConfig) -> Folder:
     """What to expect of a Hugging Face folder that holds this target."""
-    return FOLDERS.get(config.model_type, Folder())
+    of_type = FOLDERS.get(config.model_type)
+    return of_type(config) if of_type else Folder()
 
 
 def slots(config: AttentionConfig) -> list[Slot]:

@@ -43,6 +43,12 @@ def fields(config: AttentionConfig, dtype: str) -> dict[str, Any]:
 def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
     if isinstance(config, HybridConfig):
         return qwen3_5.published(config, dtype)
+    if config.model_type not in ARCHITECTURES:
+        raise ConfigError(
+            f"a {config.model_type} target cannot be exported;"
+            f" {', '.join((*ARCHITECTURES, *qwen3_5.ARCHITECTURES))} can."
+            " Its published folder is the form others read"
+        )
     found = {"architectures": [ARCHITECTURES[config.model_type]], "model_type": config.model_type}
     found |= (
         _geometry(config)
@@ -81,7 +87,7 @@ def _drafter(config: DrafterConfig, dtype: str) -> dict[str, Any]:
             f" form; {', '.join(DRAFTERS)} over the whole vocabulary have"
         )
     optional = {
-        "input_embedding_scale": (config.input_embedding_scale, 1.0),
+        "input_embedding_scale": (config.input_embedding_scale, None),
         "output_multiplier": (config.output_multiplier, 1.0),
         "final_logit_softcapping": (config.final_logit_softcapping, None),
     }

@@ -1,4 +1,4 @@
-"""Qwen3: as Llama, with queries and keys normalised per head."""
+"""Qwen3: as Llama, with queries and keys normalised per head (`qk_norm`)."""
 
 from converters.names import llama
 from converters.names.slots import Path, Slot, same
@@ -8,6 +8,8 @@ from dflash_jax.config import AttentionConfig, TargetConfig
 def slots(config: TargetConfig) -> list[Slot]:
     """Every parameter of the target."""
     found = llama.slots(config)
+    if not config.qk_norm:
+        return found
     for i in range(config.num_layers):
         found += head_norms(config, (f"layers_{i}", "attention"), f"layers.{i}.self_attn.")
     return found

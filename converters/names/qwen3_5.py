@@ -13,13 +13,15 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
-FOLDER = Folder(
-    ignored={
-        r"^visual\.": "vision: only text is run",
-        r"^mtp\.": "multi-token prediction: not run",
-    },
-    fused=STACKED,
-)
+OTHERS = {
+    r"^visual\.": "vision: only text is run",
+    r"^mtp\.": "multi-token prediction: not run",
+}
+
+
+def folder(_: HybridConfig) -> Folder:
+    """More than text, and experts that may be stacked."""
+    return Folder(ignored=OTHERS, fused=STACKED)
 
 
 def slots(config: HybridConfig) -> list[Slot]:

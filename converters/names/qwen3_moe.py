@@ -5,7 +5,10 @@ from converters.names.qwen3 import head_norms
 from converters.names.slots import STACKED, Folder, Part, Path, Slot, linear, same
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 
-FOLDER = Folder(fused=STACKED)
+
+def folder(_: Qwen3MoeConfig) -> Folder:
+    """Experts may be stacked."""
+    return Folder(fused=STACKED)
 
 
 def slots(config: Qwen3MoeConfig) -> list[Slot]:

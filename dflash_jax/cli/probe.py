@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
 def _write_arrays(path: Path, arrays: dict[str, Any]) -> None:
     """Writes beside the file and renames, so that no half-written file is left."""
     import numpy as np
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     partial = path.with_name(path.name + ".partial")
@@ -71,6 +72,6 @@ def _write_arrays(path: Path, arrays: dict[str, Any]) -> None:
         else:
             save_file(arrays, partial)
         partial.replace(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
         raise RequestError(f"{path} could not be written: {error}") from error

@@ -13,7 +13,7 @@ from dflash_jax.compiler.memory import Budget, Work, budget, gibi, kept_states, 
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import Program, abstract_params, declare
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
-from dflash_jax.config import DrafterConfig, TargetConfig, window_kinds
+from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
 
 MOST_RUNS = 8
 _KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
@@ -63,13 +63,14 @@ class Explanation:
     def _head(self) -> Iterable[str]:
         t, d, p = self.target, self.drafter, self.plan
         taps = " ".join(map(str, d.target_layer_ids)) if d else "none"
+        taps += f" ({p.taps_at})" if d and p.taps_at != AUTO else ""
         yield f"target   {t.model_type}  {t.num_layers} layers  {_runs(t.layer_kinds)}  taps {taps}"
         if d:
             kinds = ["causal" if causal else "bidirectional" for causal in d.causal]
             yield (
                 f"drafter  {_KINDS.get(d.kind, d.kind)}  {d.num_layers} layers"
                 f"  {_runs(window_kinds(d.windows))}  {_runs(kinds)}  block {d.block_size}"
-                f"  mask {d.mask_token_id}  embedding x{d.input_embedding_scale:g}"
+                f"  mask {d.mask_token_id}  {_borrowed(t, d, p)}"
             )
         yield (
             f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"
@@ -168,6 +169,18 @@ def _report(
         compile_s=round(built.seconds, 3),
         stablehlo=hashlib.sha256(built.stablehlo.encode()).hexdigest()[:8],
     )
+
+
+def _borrowed(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> str:
+    """The scale of the block's embeddings and the cap of its logits, each applied once."""
+    used = paired(target, drafter)
+    scale, cap = used.input_embedding_scale or 1.0, used.final_logit_softcapping or 0.0
+    if used.rounded_embedding_scale:
+        scale = float(jax.numpy.dtype(plan.dtype).type(scale))
+    own = [drafter.input_embedding_scale, drafter.final_logit_softcapping]
+    whose = ["" if value in (1, 0) else " (the target's)" for value in (scale, cap)]
+    whose = [text if value is None else "" for text, value in zip(whose, own, strict=True)]
+    return f"embedding x{scale:g}{whose[0]}  softcap {f'{cap:g}' if cap else 'none'}{whose[1]}"
 
 
 def _bytes(n: int | None) -> str:

@@ -116,7 +116,7 @@ def _item(plan: Plan) -> int:
 
 def _multiplied(counts: dict[str, int]) -> int:
     """Weights every token is multiplied with: all matrices but the head and gathered tables."""
-    tables = ("embed", "head", "predecessor", "successor", "markov_w1", "d2t")
+    tables = ("embed", "head", "layer_embed", "predecessor", "successor", "markov_w1", "d2t")
     return sum(n for path, n in counts.items() if path not in tables)
 
 
@@ -134,8 +134,9 @@ def _idle_experts(c: TargetConfig, counts: dict[str, int], tokens: int) -> tuple
 
 
 def _attention_flops(caches: Any, tokens: int, c: TargetConfig | DrafterConfig) -> int:
-    slots = sum(cache.slots for cache in caches if isinstance(cache, LayerCache))
-    return 4 * tokens * c.num_heads * c.head_dim * slots
+    """Scores and sums of every cache once; its width is its layer's own."""
+    sizes = sum(x.slots * x.k.shape[3] for x in caches if isinstance(x, LayerCache))
+    return 4 * tokens * c.num_heads * sizes
 
 
 def _temporary_bytes(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> int:

@@ -9,11 +9,13 @@ from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
+from dflash_jax.config import TAPS_AT
 from dflash_jax.errors import PlanError
 from dflash_jax.state import LayerCache, RecurrentCache, empty_cache, empty_recurrent
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
+TapsAt = Literal["auto", "early", "late", "upstream"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,9 @@ class Plan:
       exact: plain steps and fallbacks run at block width, so that speculative output equals
         plain output bit for bit. False lets plain steps run one token wide.
       rings: sliding-window layers keep only a ring of window + widest call slots.
+      taps_at: where in a target layer the drafter's taps are taken: "late", its output, as
+        every engine does; "early", before per-layer inputs and layer scalars; "upstream", late,
+        but the last layer's after the final norm. "auto" is late for all but the last layer.
       lookahead: steps the host stays ahead of what it has read, 0 or 1.
       stop_slots: most stop tokens a request may name.
       min_survival: drafts that a drafter with a confidence head gives less than this chance to
@@ -43,6 +48,7 @@ class Plan:
     dtype: Dtype = "auto"
     exact: bool = True
     rings: bool = True
+    taps_at: TapsAt = "auto"
     lookahead: int = 1
     stop_slots: int = 8
     min_survival: float = 0.0
@@ -59,8 +65,9 @@ class Plan:
         survival = self.min_survival
         if type(survival) not in (int, float) or not 0 <= survival <= 1:
             raise PlanError(f"min_survival is {survival!r}; expected a number from 0 to 1")
-        if self.dtype not in DTYPES:
-            raise PlanError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        for name, known in (("dtype", DTYPES), ("taps_at", TAPS_AT)):
+            if (value := getattr(self, name)) not in known:
+                raise PlanError(f"{name} is {value!r}; expected one of {', '.join(known)}")
 
     def to_json(self) -> str:
         """The plan as one JSON object; `from_json` is the inverse."""

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.config.base import (
+    AUTO,
+    EARLY,
     FULL,
+    LATE,
     SLIDING,
+    TAPS_AT,
+    UPSTREAM,
     AttentionConfig,
     RopeConfig,
     TargetConfig,
@@ -25,11 +30,17 @@ from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
 
 __all__ = [
+    "AUTO",
     "DRAFTER_TYPES",
+    "EARLY",
     "FULL",
+    "LATE",
     "LINEAR",
+    "PAIRED",
     "SLIDING",
+    "TAPS_AT",
     "TARGET_TYPES",
+    "UPSTREAM",
     "AttentionConfig",
     "DrafterConfig",
     "HybridConfig",
@@ -37,6 +48,7 @@ __all__ = [
     "TargetConfig",
     "check_pair",
     "drafter_config",
+    "paired",
     "read_drafter_config",
     "read_json",
     "read_target_config",
@@ -46,6 +58,10 @@ __all__ = [
 
 # model_type of a config.json -> the file of its family, here and in models/
 TARGET_TYPES = {
+    "gemma4": "gemma4",
+    "gemma4_text": "gemma4",
+    "gemma4_unified": "gemma4",
+    "gemma4_unified_text": "gemma4",
     "gpt_oss": "gpt_oss",
     "llama": "llama",
     "qwen3": "qwen3",
@@ -112,8 +128,13 @@ def _drafter_kind(fields: DrafterFields) -> str:
     return kind
 
 
-def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
-    """Raises ConfigError, naming every reason, when the drafter was not made for this target."""
+def check_pair(target: TargetConfig, drafter: DrafterConfig, *, taps_at: str = AUTO) -> None:
+    """Raises ConfigError, naming every reason, when the drafter was not made for this target.
+
+    Args:
+      taps_at: where the plan takes the taps; anything but AUTO settles what the last
+        layer's output is.
+    """
     layers = range(target.num_layers)
     outside = [i for i in drafter.target_layer_ids if i not in layers]
     reasons = []
@@ -127,10 +148,10 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
         )
     if outside:
         reasons.append(f"reads target layers {outside}, the target has layers 0 to {layers[-1]}")
-    if target.num_layers - 1 in drafter.target_layer_ids:
+    if target.num_layers - 1 in drafter.target_layer_ids and taps_at == AUTO:
         reasons.append(
             f"reads the last target layer ({target.num_layers - 1}), which is ambiguous: other"
-            " engines take it before or after the final norm"
+            " engines take it before (taps_at='late') or after (taps_at='upstream') the final norm"
         )
     if not 0 <= drafter.mask_token_id < target.vocab_size:
         reasons.append(
@@ -142,6 +163,29 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
             "the drafter does not fit the target: " + "; ".join(reasons) + ". Load the drafter"
             " that was trained for this target"
         )
+
+
+# What `paired` settles in a drafter's config.
+PAIRED = ("input_embedding_scale", "rounded_embedding_scale", "final_logit_softcapping")
+
+
+def paired(target: TargetConfig, drafter: DrafterConfig) -> DrafterConfig:
+    """The drafter with what its config leaves open taken from the target it drafts for.
+
+    Drafters read the target's embedding and speak through its head, so a silent config means
+    the target's own embedding scale and softcap (every engine that serves Gemma does so). With
+    tables of their own it means neither.
+    """
+    changes: dict[str, Any] = {}
+    if drafter.input_embedding_scale is None:
+        changes |= {
+            "input_embedding_scale": 1.0 if drafter.own_embedding else target.embedding_scale,
+            "rounded_embedding_scale": True,
+        }
+    if drafter.final_logit_softcapping is None:
+        cap = None if drafter.own_head else target.final_softcap
+        changes["final_logit_softcapping"] = cap or 0.0
+    return dataclasses.replace(drafter, **changes)
 
 
 def read_target_config(directory: Path) -> TargetConfig:

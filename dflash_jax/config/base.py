@@ -12,13 +12,18 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
 OPT_IN = ("qwen3", "qwen3_moe")  # whose sliding_window counts only with use_sliding_window
 
+# Where drafters take a layer's output: before what a family does after its residual adds
+# (per-layer inputs, layer scalars), after that, or as Hugging Face lists hidden states, which
+# is late, but the last layer's after the final norm. AUTO is late and knows no last layer.
+AUTO, EARLY, LATE, UPSTREAM = TAPS_AT = ("auto", "early", "late", "upstream")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding: base, and how its frequencies are rescaled."""
 
     theta: float = 10000.0
-    kind: str = "default"  # default, linear, llama3, yarn
+    kind: str = "default"  # default, linear, llama3, yarn, proportional
     factor: float = 1.0
     original_length: int = 0
     low_freq_factor: float = 1.0  # llama3
@@ -27,6 +32,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin
+    partial_rotary_factor: float = 1.0  # proportional: the share of pairs that turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,7 @@ class AttentionConfig:
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
         }
-        values["rope"] = RopeConfig(**fields["rope"])
+        values |= {k: RopeConfig(**v) for k, v in values.items() if isinstance(v, dict)}
         return cls(**values)
 
 
@@ -87,11 +93,8 @@ class TargetConfig(AttentionConfig):
     num_experts: int = 0  # of each layer that has some
     experts_per_token: int = 0
     expert_size: int = 0  # width of each expert's MLP
-
-    @property
-    def expert_share(self) -> float:
-        """The part of a layer's experts that one token uses."""
-        return 1.0
+    embedding_scale: float = 1.0  # times table rows, both rounded to the weights' dtype
+    final_softcap: float | None = None  # logits become cap tanh(logits / cap)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

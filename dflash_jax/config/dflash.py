@@ -30,9 +30,10 @@ class DrafterConfig(AttentionConfig):
     draft_vocab_size: int = 0  # tokens its own head can say; 0 is the whole vocabulary
     own_embedding: bool = False
     own_head: bool = False
-    input_embedding_scale: float = 1.0
+    input_embedding_scale: float | None = None  # times raw table rows; None: as the target's
+    rounded_embedding_scale: bool = False  # the scale is the target's, rounded as it does
     output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None  # 0 is none; None: as the target's
     dtype: str = "float32"
 
     @property
@@ -82,17 +83,22 @@ def common_fields(fields: DrafterFields) -> dict[str, Any]:
 
     A sliding layer is causal inside its block and a full one is not, unless the config says
     `is_causal` at its top level or `causal` among the drafter fields (as JetSpec does).
+
+    Embedding scale and softcap stay None where the config is silent: `paired` takes the target's.
     """
     f, pick = fields.outer, fields.pick
     f.must_be("model_type", "qwen3")
     f.must_be("hidden_act", "silu")
+
+    def optional(name: str) -> float | None:
+        return None if pick(name).get(name) is None else pick(name).number(name, 0.0)
+
     taps = pick("target_layer_ids").get("target_layer_ids")
     if not isinstance(taps, list) or not taps or not all(type(i) is int for i in taps):
         raise ConfigError(
             f"{f.where}: target_layer_ids is {taps!r}; expected the list of target layers whose"
             " outputs the drafter reads (it cannot be guessed safely)"
         )
-    softcap = pick("final_logit_softcapping").number("final_logit_softcapping", 0.0)
     size = geometry(f)
     layers = layer_windows(f, size["num_layers"])
     is_causal = f.get("is_causal", fields.dflash.get("causal"))
@@ -111,8 +117,8 @@ def common_fields(fields: DrafterFields) -> dict[str, Any]:
         "sample_from_anchor": fields.flag("sample_from_anchor", False),
         "draft_vocab_size": 0 if reduced == vocab else reduced,
         "own_head": reduced != vocab,
-        "input_embedding_scale": pick("input_embedding_scale").number("input_embedding_scale", 1.0),
+        "input_embedding_scale": optional("input_embedding_scale"),
         "output_multiplier": pick("output_multiplier").number("output_multiplier", 1.0),
-        "final_logit_softcapping": softcap if softcap > 0 else None,
+        "final_logit_softcapping": optional("final_logit_softcapping"),
         "dtype": dtype_name(f),
     }

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.config import LATE
 from dflash_jax.decode.sampling import ACCEPT, TOKEN, Drafting, draw, probabilities, row_keys
 from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, without_stops
 from dflash_jax.models import Drafter
@@ -45,11 +46,17 @@ class Pair:
     target: nn.Module
     drafter: Drafter | None
     exact: bool = True  # blocks step recurrent layers token by token (R3)
+    taps_at: str = LATE  # where in a layer the drafter's taps are taken
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Hidden states the drafter reads; the output of layer i is state i + 1."""
         return tuple(i + 1 for i in self.drafter.config.target_layer_ids) if self.drafter else ()
+
+    @property
+    def head(self) -> str:
+        """The target's method that drafters speak through: its head without its softcap."""
+        return "raw_logits" if self.target.config.final_softcap else "logits"
 
     def target_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Runs the target module, or one of its methods by `method=`."""
@@ -186,7 +193,7 @@ def _draft(
     masks = jnp.full((state.anchor.shape[0], width - 1), config.mask_token_id, state.anchor.dtype)
     lender = Lender(
         functools.partial(pair.target_call, params, method="embed"),
-        functools.partial(pair.target_call, params, method="logits"),
+        functools.partial(pair.target_call, params, method=pair.head),
     )
     choose = Drafting(rules, state.position, sampled)
     with jax.named_scope("draft"):
@@ -260,9 +267,8 @@ def _forward(
     # The barriers fence the target's pass in, so that XLA compiles it alike in every lane.
     tokens = jax.lax.optimization_barrier(tokens)
     with jax.named_scope("target"):
-        out = pair.target_call(
-            params, tokens, state.target, state.position, taps=pair.taps, chunked=chunked
-        )
+        where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
+        out = pair.target_call(params, tokens, state.target, state.position, **where)
     out = jax.lax.optimization_barrier(out)
     draft = state.draft
     if pair.drafter is not None:

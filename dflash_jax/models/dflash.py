@@ -15,7 +15,16 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DrafterConfig
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
-from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, project, rms_norm, weight
+from dflash_jax.nn.layers import (
+    GatedMLP,
+    dot,
+    norm_weight,
+    project,
+    rms_norm,
+    softcap,
+    times,
+    weight,
+)
 from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.nn.rope import rope_tables, rotate
 from dflash_jax.state import LayerCache
@@ -237,17 +246,18 @@ class DFlash(nn.Module):
         return index if ids is None else ids[index]
 
     def scaled(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Block embeddings times the drafter's own scale."""
-        return x * jnp.asarray(self.config.input_embedding_scale, x.dtype)
+        """Block embeddings, raw rows of the target's table, times the scale: its only use."""
+        c = self.config
+        scale = 1.0 if c.input_embedding_scale is None else c.input_embedding_scale
+        if c.rounded_embedding_scale:
+            return x * jnp.asarray(scale, x.dtype)
+        return times(x, scale)
 
     def adjust(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
-        """The drafter's multiplier, then its softcap, on logits of the target's head."""
+        """The drafter's multiplier, then the only softcap, on logits of the bare head."""
         c = self.config
         logits = logits * jnp.float32(c.output_multiplier)
-        if c.final_logit_softcapping is None:
-            return logits
-        cap = jnp.float32(c.final_logit_softcapping)
-        return cap * jnp.tanh(logits / cap)
+        return softcap(logits, c.final_logit_softcapping)
 
 
 def build(config: DrafterConfig) -> DFlash:

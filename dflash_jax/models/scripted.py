@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import DrafterConfig
+from dflash_jax.config import PAIRED, DrafterConfig
 from dflash_jax.models import build_drafter
 from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.state import LayerCache
@@ -43,10 +43,12 @@ class Scripted(nn.Module):
     config: ScriptedConfig
 
     def setup(self) -> None:
-        overruled: Any = build_drafter(self.config.overruled)
+        c = self.config
+        pairing = {name: getattr(c, name) for name in PAIRED}  # may be settled since
+        overruled: Any = build_drafter(dataclasses.replace(c.overruled, **pairing))
         self.overruled = overruled
         nn.share_scope(self, overruled)
-        shape = (self.config.script_rows, self.config.script_length, 2)
+        shape = (c.script_rows, c.script_length, 2)
         self.script = self.param("script", lambda _: jnp.zeros(shape, jnp.float32))
 
     def __call__(

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import TargetConfig
+from dflash_jax.config import LATE, UPSTREAM, TargetConfig
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
-from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, precision, rms_norm, weight
+from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, precision, rms_norm, softcap, weight
 from dflash_jax.nn.rope import rope_tables, rotate
 from dflash_jax.state import Cache, LayerCache, Update
 
@@ -137,6 +137,7 @@ class Decoder(nn.Module):
         *,
         taps: tuple[int, ...] = (),
         chunked: bool = False,
+        taps_at: str = LATE,
     ) -> TargetOutput:
         """Runs T tokens at positions start .. start+T-1 of each row.
 
@@ -144,34 +145,54 @@ class Decoder(nn.Module):
           chunked: recurrent layers take the tokens together, not one after the other.
           taps: which hidden states to return; 0 is the input of layer 0, i+1 the output of
             layer i (the last one before the final norm).
+          taps_at: UPSTREAM takes the last one after the final norm; EARLY is LATE here.
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1])[None, :]
-        x = self.embed(tokens)
+        x = self.first(tokens)
         states, written = [x], []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer(x, cache, positions, chunked=chunked)
             states.append(x)
             written.append(cache)
-        kept = tuple(states[i] for i in taps)
         hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps)
+        if taps_at == UPSTREAM:
+            states[-1] = hidden
+        kept = tuple(states[i] for i in taps)
         return TargetOutput(hidden=hidden, taps=kept, caches=tuple(written))
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Raw rows of the embedding table."""
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")
 
+    def first(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The embeddings, scaled where the family does so: the input of layer 0."""
+        x = self.embed(tokens)
+        scale = self.config.embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The language-model head, float32."""
-        table, side = (self.embedding, 1) if self.config.tie_embeddings else (self.head, 0)
-        contract = (((hidden.ndim - 1,), (side,)), ((), ()))
-        with jax.named_scope("head"):
-            return jax.lax.dot_general(
-                hidden,
-                table,
-                contract,
-                precision=precision(hidden),
-                preferred_element_type=jnp.float32,
-            )
+        """The language-model head, softcapped where the family does so; float32."""
+        return softcap(self.raw_logits(hidden), self.config.final_softcap)
+
+    def raw_logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The head alone, for drafters, which cap by themselves."""
+        tied = self.config.tie_embeddings
+        return head_logits(hidden, self.embedding if tied else self.head, tied=tied)
+
+
+def head_logits(
+    hidden: Float[Array, "B T D"], table: Float[Array, "..."], *, tied: bool
+) -> Float[Array, "B T V"]:
+    """Float32 logits by a head [D, V], or by the embedding table [V, D] if they are tied."""
+    contract = (((hidden.ndim - 1,), (int(tied),)), ((), ()))
+    with jax.named_scope("head"):
+        return jax.lax.dot_general(
+            hidden,
+            table,
+            contract,
+            precision=precision(hidden),
+            preferred_element_type=jnp.float32,
+        )
 
 
 def empty_caches(

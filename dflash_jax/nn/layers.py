@@ -4,6 +4,8 @@ Contractions and norms accumulate in float32 whatever the dtype of weights and a
 results return to the activations' dtype.
 """
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -68,14 +70,32 @@ def rms_norm_wide(
     return normed.astype(x.dtype)
 
 
+def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU by its tanh formula, computed in float32."""
+    return nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+def times(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
+    """x times a number that is not rounded to x's dtype beforehand."""
+    return (x.astype(jnp.float32) * jnp.float32(scale)).astype(x.dtype)
+
+
+def softcap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """cap tanh(logits / cap); no cap, or 0, leaves the logits alone."""
+    if cap is None or cap <= 0:
+        return logits
+    return jnp.float32(cap) * jnp.tanh(logits / jnp.float32(cap))
+
+
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)); gate and up are one weight [D, 2, F]."""
+    """down(activation(gate(x)) · up(x)); gate and up are one weight [D, 2, F]."""
 
     width: int
     hidden: int
+    activation: Callable[[Array], Array] = nn.silu
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate_up = dot(x, weight(self, "gate_up", (self.width, 2, self.hidden)))  # [B, T, 2, F]
-        h = nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        h = self.activation(gate_up[..., 0, :]) * gate_up[..., 1, :]
         return dot(h, weight(self, "down", (self.hidden, self.width)))

@@ -70,7 +70,7 @@ def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> No
     ) -> Any:
         parts = jnp.split(taps, len(case.drafter.target_layer_ids), axis=-1)
         caches = case.drafter_apply(parts, caches, begin, method="context")
-        x = lender.embed(block) * jnp.float32(case.drafter.input_embedding_scale)
+        x = lender.embed(block) * jnp.float32(case.drafter.input_embedding_scale or 1.0)
         hidden, _ = case.drafter_apply(lender.embed(block), caches, start)
         choose = Drafting(rules, start, False)
         args = (block, caches, start, lender, choose)

@@ -1,0 +1,77 @@
+"""The name tables and the modules must describe the same parameters."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+
+from converters import names
+from dflash_jax.compiler.programs import init_params
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.testing import (
+    tiny_drafter,
+    tiny_gemma,
+    tiny_gpt_oss,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_target,
+)
+
+
+def shapes(node, path=()) -> dict[tuple[str, ...], tuple[int, ...]]:
+    if not isinstance(node, dict):
+        return {path: node.shape}
+    return {k: v for key, child in node.items() for k, v in shapes(child, (*path, key)).items()}
+
+
+def table(config: TargetConfig | DrafterConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
+    return {slot.path: slot.shape for slot in names.slots(config)}
+
+
+EXPERTS = {"num_experts": 6, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 20}
+TARGETS: dict[str, Callable[..., TargetConfig]] = {
+    "gemma4_text": tiny_gemma,
+    "gemma4_unified_text": tiny_gemma,
+    "gpt_oss": tiny_gpt_oss,
+    "llama": tiny_target,
+    "qwen3": functools.partial(tiny_target, qk_norm=True),
+    "qwen3_5_text": tiny_hybrid,
+    "qwen3_5_moe_text": functools.partial(tiny_hybrid, **EXPERTS),
+    "qwen3_moe": tiny_moe,
+}
+BIASED = ("llama", "qwen3")
+CASES = [
+    *((name, {"tie_embeddings": tied}) for name in names.TARGETS for tied in (False, True)),
+    *((name, {"attention_bias": True}) for name in BIASED),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes"), CASES)
+def test_a_name_table_fills_exactly_the_parameters_of_a_target(model_type, changes):
+    target = TARGETS[model_type](model_type=model_type, **changes)
+    params = jax.eval_shape(lambda: init_params(target, None, seed=0))
+    assert shapes(params["target"]) == table(target)
+    for slot in names.slots(target):
+        assert_covers(slot)
+
+
+@pytest.mark.parametrize("kind", names.DRAFTERS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_name_table_fills_exactly_the_parameters_of_a_drafter(kind, bias):
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind, attention_bias=bias)
+    params = jax.eval_shape(lambda: init_params(target, drafter, seed=0))
+    assert shapes(params["drafter"]) == table(drafter)
+    for slot in names.slots(drafter):
+        assert_covers(slot)
+
+
+def assert_covers(slot: names.Slot) -> None:
+    count = np.zeros(slot.shape, np.int32)
+    for part in slot.parts:
+        view = part.view(count)
+        assert view.size == np.prod(part.shape)
+        view += 1
+    assert (count == 1).all(), slot.path

@@ -1,0 +1,383 @@
+"""The command line as a user meets it: what it prints, what it returns, how it fails."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dflash_jax import loading
+from dflash_jax.cli import main
+from dflash_jax.cli.options import INTERRUPTED
+from dflash_jax.engine import compare
+from dflash_jax.engine.engine import Engine
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_inside_the_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Compiled programs are kept in a folder of the test's, not in the user's."""
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    ]
+    before = {name: jax.config.values[name] for name in names}
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command; returns its exit code, its output and what it said on standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def pair(oracle: Path) -> list[object]:
+    folder = oracle / "drafters"
+    models = ["--target", folder / "target_qwen3", "--drafter", folder / "v1_trained"]
+    return [*models, "--max-length", 96, "--chunk", 16]
+
+
+@pytest.fixture(scope="module")
+def official(oracle: Path) -> dict[str, list[int]]:
+    """Prompt and greedy continuation."""
+    v = load_file(oracle / "drafters" / "v1_trained" / "vectors.safetensors")
+    prompt = v["prompt_ids"][0].tolist()
+    return {"prompt": prompt, "output": v["spec.output_ids"][0, len(prompt) :].tolist()}
+
+
+@pytest.fixture(scope="module")
+def request_(pair: list[object], official: dict[str, list[int]]) -> list[object]:
+    ids = ",".join(map(str, official["prompt"]))
+    return [*pair, "--prompt-ids", ids, "-n", 20, "--ignore-eos"]
+
+
+# -- generate ----------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_output_and_then_a_line_of_statistics(
+    run: Run, request_: list[object], official: dict[str, list[int]]
+) -> None:
+    code, out, err = run("generate", *request_)
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert [int(i) for i in lines[0].split()] == official["output"][:20]
+    assert len(lines) == 2
+    for said in ("[20 tokens (length) | ", " tok/s | first token ", "acceptance length "):
+        assert said in lines[1]
+    for said in ("per position ", "compil"):
+        assert said in lines[1]
+
+
+def test_generate_without_drafting_prints_the_same_tokens(
+    run: Run, request_: list[object], official: dict[str, list[int]]
+) -> None:
+    _, out, _ = run("generate", *request_, "--plain")
+    tokens, statistics = out.splitlines()
+    assert [int(i) for i in tokens.split()] == official["output"][:20]
+    assert "plain decoding" in statistics
+    assert "acceptance" not in statistics
+    _, quiet, _ = run("generate", *request_, "--quiet")
+    assert quiet.splitlines() == [tokens]
+
+
+def test_generate_json_is_one_object(
+    run: Run, request_: list[object], official: dict[str, list[int]]
+) -> None:
+    code, out, _ = run("generate", *request_, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert set(found) == {"token_ids", "text", "finish_reason", "stats"}
+    assert found["token_ids"] == official["output"][:20]
+    assert (found["text"], found["finish_reason"]) == (None, "length")
+    stats = found["stats"]
+    assert stats["prompt_tokens"] == len(official["prompt"])
+    assert stats["output_tokens"] == 20 == 1 + sum(stats["acceptance_lengths"])
+    for name in ("rounds", "drafted", "accepted", "prefill_s", "decode_s", "tokens_per_s"):
+        assert stats[name] > 0
+    for name in ("compile_s", "accepted_per_position", "fallbacks", "recovery"):
+        assert name in stats
+
+
+def test_compare_times_the_lanes_and_says_that_tokens_are_equal(
+    run: Run, request_: list[object], official: dict[str, list[int]]
+) -> None:
+    code, out, _ = run("generate", *request_, "--compare", "--json")
+    found = json.loads(out)
+    assert (code, found["equal"]) == (0, True)
+    assert found["token_ids"] == official["output"][:20]
+    assert set(found["tokens_per_s"]) == {"speculative", "plain", "plain1"}
+    assert found["baseline"] in ("plain", "plain1")
+    assert found["speedup"] > 0
+    code, out, _ = run("generate", *request_, "--compare")
+    assert code == 0
+    assert "tokens equal; speculative is " in out.splitlines()[-1]
+
+
+def interrupted_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the engine is in its nth turn."""
+    advance, seen = Engine.advance, []
+
+    def pressed(self: Engine) -> None:
+        seen.append(1)
+        if len(seen) == calls:
+            raise KeyboardInterrupt
+        advance(self)
+
+    monkeypatch.setattr(Engine, "advance", pressed)
+
+
+def test_an_interrupt_ends_with_the_text_so_far(
+    run: Run,
+    request_: list[object],
+    official: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupted_after(6, monkeypatch)
+    code, out, _ = run("generate", *request_)
+    tokens, statistics = out.splitlines()
+    said = [int(i) for i in tokens.split()]
+    assert code == INTERRUPTED == 130
+    assert 0 < len(said) < 20
+    assert said == official["output"][: len(said)]
+    assert f"[{len(said)} tokens (cancelled)" in statistics
+    interrupted_after(6, monkeypatch)
+    code, out, _ = run("generate", *request_, "--json")
+    found = json.loads(out)
+    assert (code, found["finish_reason"]) == (130, "cancelled")
+    assert found["token_ids"] == said
+
+
+def test_an_interrupt_before_there_is_text_says_so(
+    run: Run, request_: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loading, "open_pair", pressed)
+    code, out, err = run("generate", *request_)
+    assert (code, out, err.strip()) == (130, "", "dflash-jax: interrupted")
+
+
+# -- explain -----------------------------------------------------------------------------------
+
+
+def test_explain_reports_a_pair_without_compiling(run: Run, pair: list[object]) -> None:
+    code, out, _ = run("explain", *pair, "--no-compile", "--device", "H200", "--params")
+    assert code == 0
+    assert "target   qwen3  5 layers" in out
+    assert "drafter  dflash v1  3 layers" in out
+    assert "device   H200" in out
+    assert "bfloat16" in out
+    assert "speculative_sampled" in out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if "/" in line}
+    assert rows["target/embed"] == ["bfloat16", "256x64"]
+    assert rows["drafter/fc"] == ["bfloat16", "128x64"]
+
+
+def test_explain_json_is_one_object(run: Run, pair: list[object]) -> None:
+    code, out, _ = run("explain", *pair, "--no-compile", "--json", "--block", 4, "--rows", 2)
+    found = json.loads(out)
+    assert code == 0
+    assert (found["plan"]["block"], found["plan"]["rows"], found["plan"]["exact"]) == (4, 2, True)
+    assert found["plan"]["dtype"] == "float32"
+    assert {p["name"] for p in found["programs"]} >= {"prefill", "plain", "speculative"}
+    _, out, _ = run("explain", *pair, "--no-compile", "--json", "--inexact")
+    assert "plain1" in {p["name"] for p in json.loads(out)["programs"]}
+
+
+def test_explain_prints_a_program(run: Run, pair: list[object]) -> None:
+    assert "func.func public @main" in run("explain", *pair, "--stablehlo", "wipe")[1]
+    assert run("explain", *pair, "--hlo", "wipe")[1].startswith("HloModule")
+
+
+# -- verify ------------------------------------------------------------------------------------
+
+
+def test_verify_returns_zero_when_all_tokens_are_equal(run: Run, request_: list[object]) -> None:
+    options = [o for o in request_ if o != "--ignore-eos"]
+    code, out, _ = run("verify", *options)
+    assert code == 0
+    assert "equal" in out.splitlines()[0]
+    assert out.splitlines()[-1].endswith("float32: speculative equals plain")
+    code, out, _ = run("verify", *options, "--json")
+    found = json.loads(out)
+    assert (code, found["prompts"], found["different"]) == (0, 1, 0)
+    assert found["first_differences"] == [None]
+    assert found["plan"]["block"] == 8
+
+
+def test_verify_returns_one_when_a_token_differs(
+    run: Run, request_: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = compare.check
+
+    def wrong(engine: Engine, prompt: list[int], **options: Any) -> compare.Check:
+        checked = right(engine, prompt, **options)
+        checked.plain.token_ids[3] += 1
+        return checked
+
+    monkeypatch.setattr(compare, "check", wrong)
+    options = [o for o in request_ if o != "--ignore-eos"]
+    code, out, _ = run("verify", *options)
+    assert code == 1
+    assert "DIFFER at token 3" in out
+    assert "1 prompts DIFFER" in out
+    code, out, _ = run("verify", *options, "--json")
+    assert (code, json.loads(out)["first_differences"]) == (1, [3])
+
+
+# -- probe -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_probe_writes_logits_and_hidden_states(
+    run: Run, oracle: Path, tmp_path: Path, suffix: str
+) -> None:
+    folder = oracle / "targets" / "qwen3"
+    v = load_file(folder / "vectors.safetensors")
+    ids = v["input_ids"][0].tolist()
+    out = tmp_path / f"probe.{suffix}"
+    command = ["probe", "--target", folder, "--prompt-ids", ",".join(map(str, ids)), "--out", out]
+    code, said, _ = run(*command, "--top", 2)
+    assert code == 0
+    assert said.splitlines()[0] == "48 tokens, logits (48, 256), hidden states (4, 48, 64)"
+    assert len(said.splitlines()) == 4
+    read = dict(np.load(out)) if suffix == "npz" else load_file(out)
+    assert read["token_ids"].tolist() == ids
+    np.testing.assert_allclose(read["logits"], v["logits"][0], atol=2e-4)
+    for i, hidden in enumerate(read["hidden"]):
+        np.testing.assert_allclose(hidden, v[f"hidden.{i}"][0], atol=2e-4)
+    content = out.read_bytes()
+    code, _, err = run(*command)
+    assert code == 1
+    assert err.startswith("dflash-jax: RequestError: ")
+    assert "exists; choose another name or add --overwrite" in err
+    assert out.read_bytes() == content
+    code, said, _ = run(*command, "--overwrite", "--json")
+    best = json.loads(said)["top"]
+    assert code == 0
+    assert best[0]["id"] == int(v["logits"][0, -1].argmax())
+    assert 0 < best[1]["probability"] <= best[0]["probability"] < 1
+    assert [p.name for p in tmp_path.iterdir()] == [out.name]  # nothing half-written
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_probe_names_a_file_it_cannot_write(
+    run: Run, oracle: Path, tmp_path: Path, suffix: str
+) -> None:
+    out = tmp_path / "absent" / f"probe.{suffix}"
+    folder = oracle / "drafters" / "target_small"
+    code, _, err = run("probe", "--target", folder, "--prompt-ids", "1,2,3", "--out", out)
+    assert code == 1
+    assert err.startswith(f"dflash-jax: RequestError: {out} could not be written: ")
+
+
+# -- wrong arguments ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--prompt-ids", ""], "RequestError: the prompt is empty; give at least one token"),
+        (["--prompt-ids", "1,x"], "RequestError: --prompt-ids is '1,x'; expected integers like"),
+        (["--prompt-ids", "1,256"], "RequestError: token ids [256] are out of range; the target"),
+        (["--prompt-ids", "1", "hello"], "RequestError: both a prompt and --prompt-ids were given"),
+        ([], "RequestError: no prompt; give a text, --prompt-ids 1,2,3, or"),
+        (["hello"], "RequestError: this model ships no tokenizer; give --prompt-ids instead"),
+        (["  "], "RequestError: the prompt is empty; give at least one character"),
+        (["--prompt-ids", "1", "-n", "0"], "RequestError: max_tokens is 0; expected"),
+        (["--prompt-ids", "1", "-n", "96"], "RequestError: the prompt has 1 tokens and max_token"),
+        (["--prompt-ids", "1", "--top-p", "2"], "RequestError: top_p is 2.0; expected"),
+        (["--prompt-ids", "1", "--temperature", "-1"], "RequestError: temperature is -1.0; exp"),
+        (["--prompt-ids", "1", "--block", "1"], "PlanError: block is 1; expected an integer of"),
+        (["--prompt-ids", "1", "--dtype", "int4"], "PlanError: dtype is 'int4'; expected one of"),
+        (["--prompt-ids", "1", "--max-length", "2000"], "PlanError: max_length is 2000, but the"),
+        (["--prompt-ids", "1", "--memory-limit", "9"], "PlanError: the plan needs weights"),
+        (["--prompt-ids", "1", "--target", "./no"], "CheckpointError: there is no target at no"),
+        (["--prompt-ids", "1", "--compare", "--drafter", "none"], "RequestError: --compare needs"),
+    ],
+)
+def test_generate_names_what_is_wrong_and_returns_one(
+    run: Run, pair: list[object], arguments: list[str], says: str
+) -> None:
+    code, out, err = run("generate", *pair, *arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"dflash-jax: {says}")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["explain", "--device", "Abacus"], "RequestError: device 'Abacus' is unknown; known: H2"),
+        (["explain", "--stablehlo", "train"], "RequestError: no program 'train'; this plan has fo"),
+        (["verify", "--drafter", "none", "--prompt-ids", "1"], "RequestError: there is no drafter"),
+        (["verify", "--prompts", "absent.txt"], "RequestError: absent.txt cannot be read: "),
+        (["verify"], "RequestError: this model ships no tokenizer; give --prompt-ids 1,2,3"),
+    ],
+)
+def test_other_verbs_name_what_is_wrong_and_return_one(
+    run: Run, pair: list[object], arguments: list[str], says: str
+) -> None:
+    verb, *rest = arguments
+    code, out, err = run(verb, *pair, *rest)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"dflash-jax: {says}")
+
+
+def test_probe_refuses_an_unknown_kind_of_file_before_it_loads_anything(
+    run: Run, tmp_path: Path
+) -> None:
+    code, _, err = run("probe", "--target", "./absent", "--out", tmp_path / "probe.txt")
+    assert code == 1
+    assert "probe.txt must end in .safetensors or .npz" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["generate", "--wings"], ["generate", "-n", "x"]]
+)
+def test_what_is_no_command_shows_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: dflash-jax" in capsys.readouterr().err
+
+
+def test_every_verb_has_help_and_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["--version"], ["generate", "--help"], ["convert", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        assert "dflash-jax" in capsys.readouterr().out
+
+
+def test_compiled_programs_are_kept_privately_in_the_cache_folder_of_the_user(
+    run: Run, oracle: Path, cache_inside_the_test: Path
+) -> None:
+    jax.config.update("jax_compilation_cache_dir", None)
+    folder = oracle / "drafters" / "target_small"
+    assert run("explain", "--target", folder, "--no-compile")[0] == 0
+    kept = cache_inside_the_test / "dflash_jax" / "xla"
+    assert jax.config.values["jax_compilation_cache_dir"] == str(kept)
+    assert kept.stat().st_mode & 0o777 == 0o700

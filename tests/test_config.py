@@ -1,0 +1,273 @@
+"""Configs from published files: both spellings, and everything that must be refused by name."""
+
+import copy
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_jax.config import (
+    DrafterConfig,
+    TargetConfig,
+    check_pair,
+    drafter_config,
+    read_drafter_config,
+    read_target_config,
+    target_config,
+)
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.testing import tiny_drafter, tiny_target
+
+TARGETS = ("targets/llama3", "targets/qwen3", "drafters/target_qwen3", "drafters/target_small")
+
+
+def fields(oracle: Path, where: str) -> dict[str, Any]:
+    return json.loads((oracle / where).read_text())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_both_spellings_describe_the_same_target(oracle: Path, name: str) -> None:
+    saved, published = (fields(oracle, f"{name}/{f}") for f in ("config.json", "config.hub.json"))
+    assert saved != published
+    assert target_config(saved) == target_config(published)
+
+
+def test_a_llama_config_is_understood(oracle: Path) -> None:
+    config = target_config(fields(oracle, "targets/llama3/config.hub.json"))
+    assert config.model_type == "llama"
+    assert not config.qk_norm
+    assert not config.tie_embeddings
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
+    assert config.rms_norm_eps == 1e-5
+    assert config.eos_token_ids == (2,)
+    rope = config.rope
+    assert (rope.kind, rope.theta, rope.factor, rope.original_length) == ("llama3", 5e4, 8.0, 64)
+
+
+def test_a_qwen3_config_is_understood(oracle: Path) -> None:
+    config = target_config(fields(oracle, "targets/qwen3/config.hub.json"))
+    assert config.qk_norm
+    assert config.tie_embeddings
+    assert config.head_dim == 32 != config.hidden_size // config.num_heads
+    assert config.windows == (None, None, None)
+
+
+def test_the_window_of_qwen3_counts_only_when_it_is_switched_on(oracle: Path) -> None:
+    base = fields(oracle, "targets/qwen3/config.hub.json") | {"sliding_window": 7}
+    base.pop("layer_types", None)
+    switched = base | {"use_sliding_window": True, "max_window_layers": 1}
+    assert target_config(base | {"use_sliding_window": False}).windows == (None, None, None)
+    assert target_config(switched).windows == (None, 7, 7)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert target_config(switched | {"layer_types": kinds}).windows == (7, None, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "causal", "windows"),
+    [
+        ("v1_full", (False, False, False), (None, None, None)),
+        ("v1_full_causal", (True, True, True), (None, None, None)),
+        ("v1_sliding", (True, True, False), (10, 10, None)),
+        ("v1_sliding_bidirectional", (False, False, False), (10, 10, None)),
+    ],
+)
+def test_causality_of_a_drafter_follows_its_layers_unless_it_is_stated(
+    oracle: Path, name: str, causal: tuple[bool, ...], windows: tuple[int | None, ...]
+) -> None:
+    config = read_drafter_config(oracle / "drafters" / name)
+    assert (config.causal, config.windows) == (causal, windows)
+    assert (config.block_size, config.mask_token_id) == (8, 255)
+
+
+def test_drafter_fields_are_looked_up_inside_first_then_at_the_top(oracle: Path) -> None:
+    base = fields(oracle, "drafters/v1_sliding_bidirectional/config.json")
+    config = drafter_config(base)
+    assert (config.input_embedding_scale, config.output_multiplier) == (4.0, 0.5)
+    assert config.final_logit_softcapping == 2.0
+    flat = {k: v for k, v in base.items() if k != "dflash_config"} | base["dflash_config"]
+    assert drafter_config(flat) == config
+    assert drafter_config(base | {"output_multiplier": 9.0, "mask_token_id": 3}) == config
+    assert drafter_config({k: v for k, v in base.items() if k != "block_size"}).block_size == 16
+
+
+def test_end_tokens_are_completed_from_the_generation_config(oracle: Path, tmp_path: Path) -> None:
+    config = fields(oracle, "targets/qwen3/config.json")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_target_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2, 9]}))
+    assert read_target_config(tmp_path).eos_token_ids == (2, 5, 9)
+
+
+def test_yarn_brings_its_attention_factor(oracle: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    base = fields(oracle, "targets/llama3/config.hub.json")
+    rope = target_config(base | {"rope_scaling": scaling | {"truncate": False}}).rope
+    assert (rope.kind, rope.beta_fast, rope.beta_slow, rope.truncate) == ("yarn", 32.0, 1.0, False)
+    assert math.isclose(rope.attention_factor, 1.3466, abs_tol=1e-4)
+
+
+@pytest.mark.parametrize("config", [tiny_target(windows=(4, None, 9)), tiny_drafter(tiny_target())])
+def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
+    stored = json.loads(json.dumps(config.to_json()))
+    assert type(config).from_json(stored) == config
+    with pytest.raises(ConfigError, match=r"unknown \w+ fields \['colour'\]; known are"):
+        type(config).from_json(stored | {"colour": 1})
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not a target this version runs; it runs"),
+        ({"model_type": None}, "model_type None is not a target"),
+        ({"clip_qkv": 8.0, "alibi": True}, "does not understand: alibi, clip_qkv. They could"),
+        ({"hidden_size": None}, "lacks 'hidden_size'; add it as an integer"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; expected a 32-bit integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; expected 1 to 10,000"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
+        ({"head_dim": 15}, "head_dim is 15; rotary embedding needs an even number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; expected a finite number"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
+        ({"mlp_bias": True}, "mlp_bias is True; only False is supported"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk' is not supported; default,"),
+        ({"rope_scaling": {"rope_type": "yarn", "mscale": 2}}, "does not understand: mscale"),
+        ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; expected an object"),
+        ({"layer_types": ["full_attention"]}, "expected 3 entries of 'full_attention' or 'sliding"),
+        ({"sliding_window": -4}, "sliding_window is -4; expected a positive integer"),
+    ],
+)
+def test_a_target_config_that_cannot_be_run_is_refused_by_name(
+    oracle: Path, change: dict[str, Any], says: str
+) -> None:
+    base = fields(oracle, "targets/llama3/config.hub.json")
+    with pytest.raises(ConfigError, match=says):
+        target_config(base | change, "here/config.json")
+
+
+def test_an_unknown_model_type_lists_the_known_ones(oracle: Path) -> None:
+    base = fields(oracle, "targets/llama3/config.json") | {"model_type": "mamba"}
+    with pytest.raises(ConfigError, match=r"^here: .* it runs .*llama.*qwen3"):
+        target_config(base, "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"target_layer_ids": None}, "target_layer_ids is None; expected the list of target lay"),
+        ({"target_layer_ids": []}, r"target_layer_ids is \[\]; expected the list"),
+        ({"target_layer_ids": [1, "2"]}, "expected the list of target layers whose outputs"),
+        ({"mask_token_id": None}, "lacks 'mask_token_id'; add it as an integer"),
+        ({"output_multiplier": "half"}, "output_multiplier is 'half'; expected a finite number"),
+        ({"markov_rank": 4}, "dflash_config has fields this version does not understand: markov_"),
+    ],
+)
+def test_a_drafter_config_that_cannot_be_run_is_refused_by_name(
+    oracle: Path, change: dict[str, Any], says: str
+) -> None:
+    base = fields(oracle, "drafters/v1_full/config.json")
+    base["dflash_config"] |= change
+    with pytest.raises(ConfigError, match=says):
+        drafter_config(base)
+
+
+def test_another_kind_of_drafter_is_refused(oracle: Path) -> None:
+    base = fields(oracle, "drafters/v1_full/config.json")
+    with pytest.raises(ConfigError, match=r"architectures is \['Eagle3'\]; expected"):
+        drafter_config(base | {"architectures": ["Eagle3"]})
+    with pytest.raises(ConfigError, match="model_type is 'llama'; only 'qwen3' is supported"):
+        drafter_config(base | {"model_type": "llama"})
+
+
+PARSERS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("targets/llama3/config.json", target_config),
+    ("targets/llama3/config.hub.json", target_config),
+    ("targets/qwen3/config.hub.json", target_config),
+    ("drafters/v1_sliding_bidirectional/config.json", drafter_config),
+]
+ODD = ["x", "", -1, 0, 1, 1.5, [], [1], ["a"], [None], {}, {"a": 1}, True, 1e400, "full_attention"]
+
+
+@pytest.mark.parametrize(("where", "parse"), PARSERS)
+def test_any_field_of_any_kind_is_understood_or_refused_as_a_config_error(
+    oracle: Path, where: str, parse: Callable[[dict[str, Any]], Any]
+) -> None:
+    """No TypeError, no ZeroDivisionError: one field at a time holds one odd value."""
+    base = fields(oracle, where)
+    parse(base)
+    paths = [(name,) for name in base]
+    paths += [(a, b) for a, inner in base.items() if isinstance(inner, dict) for b in inner]
+    refused = 0
+    for path in paths:
+        for odd in ODD:
+            changed = copy.deepcopy(base)
+            parent = changed
+            for name in path[:-1]:
+                parent = parent[name]
+            parent[path[-1]] = odd
+            try:
+                parse(changed)
+            except ConfigError:
+                refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": 64}, "hidden size 64, the target has 32"),
+        ({"vocab_size": 98}, "vocabulary 98, the target has 97"),
+        ({"num_target_layers": 4}, "made for 4 target layers, this one has 3"),
+        ({"target_layer_ids": (0, 3)}, r"reads target layers \[3\], the target has layers 0 to 2"),
+        ({"target_layer_ids": (-1,)}, r"reads target layers \[-1\], the target has layers 0 to 2"),
+        ({"target_layer_ids": (0, 2)}, r"reads the last target layer \(2\), which is ambiguous"),
+        ({"mask_token_id": 97}, "mask token 97 is outside the target's vocabulary of 97"),
+        ({"mask_token_id": -1}, "mask token -1 is outside the target's vocabulary of 97"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_says_how_and_what_to_do(
+    change: dict[str, Any], says: str
+) -> None:
+    target = tiny_target()
+    check_pair(target, tiny_drafter(target))
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_pair(target, tiny_drafter(target, **change))
+    assert "the drafter does not fit the target" in str(caught.value)
+    assert "Load the drafter that was trained for this target" in str(caught.value)
+
+
+def test_every_misfit_is_named_at_once() -> None:
+    target = tiny_target()
+    misfit = dataclasses.replace(tiny_drafter(target), hidden_size=48, vocab_size=5)
+    with pytest.raises(ConfigError, match=r"hidden size 48.*vocabulary 5"):
+        check_pair(target, misfit)
+
+
+@pytest.mark.parametrize("text", ["{", "not json", '{"a": 1,}', "\x00"])
+def test_a_config_that_is_not_json_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON .*; fetch the file again"):
+        read_target_config(tmp_path)
+
+
+def test_a_config_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{\x00}\x00")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read_target_config(tmp_path)
+
+
+@pytest.mark.parametrize("value", [[], [{}], 3, "text", None])
+def test_json_that_is_no_object_is_refused(tmp_path: Path, value: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match="expected a JSON object"):
+        read_drafter_config(tmp_path)
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"does not exist; give a folder that holds config"):
+        read_target_config(tmp_path)

@@ -1,0 +1,270 @@
+"""From files to models: what loads, and what is refused with its name and remedy."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import dflash_jax as dj
+from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
+from dflash_jax.loading import describe, free_memory, locate
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def target(oracle: Path, tmp_path: Path) -> Path:
+    """A target folder of one's own, to be damaged."""
+    return copy(oracle / "drafters" / "target_qwen3", tmp_path / "target")
+
+
+@pytest.fixture
+def drafter(oracle: Path, tmp_path: Path) -> Path:
+    return copy(oracle / "drafters" / "v1_sliding", tmp_path / "drafter")
+
+
+def copy(source: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for name in ("config.json", WEIGHTS):
+        shutil.copy(source / name, folder)
+    return folder
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def shard(folder: Path, parts: int) -> dict[str, str]:
+    """Splits the weight file and writes its index; returns which tensor went where."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    places = {name: f"model-{i % parts}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(places.values()):
+        save_file({n: tensors[n] for n, f in places.items() if f == file}, folder / file)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return places
+
+
+def same_params(a: Any, b: Any) -> bool:
+    return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
+
+
+# -- what loads --------------------------------------------------------------------------------
+
+
+def test_a_sharded_index_holds_the_same_model_as_one_file(target: Path) -> None:
+    whole = dj.load_target(target).params
+    assert len(set(shard(target, 3).values())) == 3
+    assert same_params(dj.load_target(target).params, whole)
+
+
+def test_tied_heads_have_no_table_of_their_own(oracle: Path) -> None:
+    tied = dj.load_target(oracle / "targets" / "qwen3")
+    assert "head" not in tied.params
+    assert "head" in dj.load_target(oracle / "targets" / "llama3").params
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_cast_to_the_asked_dtype_and_logits_stay_float32(
+    oracle: Path, dtype: str
+) -> None:
+    model = dj.load_target(oracle / "drafters" / "target_small", dtype=dtype)
+    assert {str(x.dtype) for x in jax.tree.leaves(model.params)} == {dtype}
+    if dtype == "bfloat16":
+        out = model.forward([[1, 2, 3]])
+        assert out.logits.dtype == jnp.float32
+        assert out.hidden.dtype == jnp.bfloat16
+        assert out.logits.shape == (1, 3, 9)
+        assert out.hidden.shape == (6, 1, 3, 64)
+
+
+def test_a_pair_is_described_without_its_weights(target: Path, drafter: Path) -> None:
+    for folder in (target, drafter):
+        (folder / WEIGHTS).unlink()
+    big, small = describe(target, drafter)
+    assert (big.num_layers, small.num_layers) == (5, 3)
+    assert describe(target, None) == (big, None)
+
+
+def test_names_lead_to_folders(target: Path) -> None:
+    assert locate(target, "target") == target
+    assert locate(str(target), "target") == target
+    assert locate("tiny", "drafter").parts[-3:] == ("data", "tiny", "drafter")
+
+
+# -- files that are missing or damaged -----------------------------------------------------------
+
+
+def test_a_missing_folder_is_named_with_what_may_be_given(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no target at .*nowhere; give a directory, .* hub"):
+        dj.load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="no drafter at nowhere; give a directory"):
+        locate("./nowhere", "drafter")
+
+
+def test_a_file_in_place_of_a_folder_is_refused(target: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is a file; give the target's direct"):
+        dj.load(target / "config.json")
+
+
+def test_a_missing_weight_file_is_named(target: Path) -> None:
+    (target / WEIGHTS).unlink()
+    with pytest.raises(CheckpointError, match=r"target holds neither model\.safetensors nor"):
+        dj.load(target)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
+def test_a_truncated_weight_file_is_named(target: Path, keep: float) -> None:
+    data = (target / WEIGHTS).read_bytes()
+    length = int(len(data) * keep) if 0 < keep < 1 else int(keep)
+    (target / WEIGHTS).write_bytes(data[:length])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*(truncated|fetch|short|ends)"):
+        dj.load(target)
+
+
+def test_a_missing_shard_is_named(target: Path) -> None:
+    places = shard(target, 3)
+    (target / min(places.values())).unlink()
+    with pytest.raises(CheckpointError, match=r"model-0\.safetensors"):
+        dj.load_target(target)
+
+
+def test_an_index_that_is_not_json_is_named(target: Path) -> None:
+    shard(target, 2)
+    (target / "model.safetensors.index.json").write_text("{")
+    with pytest.raises((CheckpointError, ConfigError), match=r"index\.json is not JSON"):
+        dj.load_target(target)
+
+
+def test_every_tensor_that_does_not_fit_is_named_at_once(target: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.norm.weight"] = np.ones(63, np.float32)
+        del tensors["model.layers.2.mlp.up_proj.weight"]
+        tensors["model.layers.0.mlp.gate_proj.bias"] = np.ones(96, np.float32)
+
+    edit_weights(target, change)
+    with pytest.raises(CheckpointError) as caught:
+        dj.load(target)
+    text = str(caught.value)
+    assert str(target) in text
+    for said in ("norm.weight", "63", "64", "2.mlp.up_proj", "0.mlp.gate_proj.bias"):
+        assert said in text, said
+
+
+def test_a_damaged_drafter_is_named(target: Path, drafter: Path) -> None:
+    edit_weights(drafter, lambda tensors: tensors.pop("fc.weight"))
+    with pytest.raises(CheckpointError, match=r"drafter does not match[^\0]*missing: fc\.weight"):
+        dj.load(target, drafter)
+
+
+def test_weights_that_are_not_numbers_are_refused(target: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.norm.weight"][3] = np.nan
+
+    edit_weights(target, change)
+    with pytest.raises(CheckpointError, match=r"norm\.weight holds 1 values that are NaN"):
+        dj.load(target)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(target: Path) -> None:
+    (target / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"the tokenizer of .* cannot be read .*; fetch"):
+        dj.load(target)
+
+
+# -- models that cannot be run, or do not fit each other -----------------------------------------
+
+
+def test_an_unknown_model_type_lists_the_known_ones(target: Path) -> None:
+    edit(target, model_type="mamba")
+    with pytest.raises(ConfigError, match=r"'mamba' is not a target .* runs; it runs .*llama"):
+        dj.load(target)
+
+
+def test_unknown_config_fields_are_refused_by_name(target: Path) -> None:
+    edit(target, attn_logit_softcapping=50.0)
+    with pytest.raises(ConfigError, match=r"attn_logit_softcapping.* could change the output"):
+        dj.load(target)
+
+
+def test_a_config_that_is_not_json_is_refused(target: Path) -> None:
+    (target / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON .*; fetch the file again"):
+        dj.load(target)
+
+
+@pytest.mark.parametrize(
+    ("role", "changes", "says"),
+    [
+        ("target", {"vocab_size": 300}, "vocabulary 256, the target has 300"),
+        ("target", {"hidden_size": 128}, "hidden size 64, the target has 128"),
+        ("target", {"num_hidden_layers": 4, "layer_types": None}, "made for 5 target layers, this"),
+        ("drafter", {"dflash_config": {"mask_token_id": 256, "target_layer_ids": [1]}}, "mask tok"),
+        ("drafter", {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [9]}}, r"\[9\]"),
+        ("drafter", {"dflash_config": {"mask_token_id": 255}}, "expected the list of target layer"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused_before_weights_are_read(
+    target: Path, drafter: Path, role: str, changes: dict[str, Any], says: str
+) -> None:
+    edit({"target": target, "drafter": drafter}[role], **changes)
+    with pytest.raises(ConfigError, match=says):
+        dj.load(target, drafter)
+
+
+def test_exchanged_target_and_drafter_are_noticed(target: Path, drafter: Path) -> None:
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        dj.load(drafter, target)
+    assert len(str(caught.value)) > 30
+
+
+def test_a_plan_that_does_not_fit_in_memory_is_refused_before_weights_are_read(
+    target: Path, drafter: Path
+) -> None:
+    with pytest.raises(PlanError, match=r"the plan needs weights .*max_length=\d+ would fit"):
+        dj.load(target, drafter, plan=dj.Plan(rows=8, memory_limit=25 * 2**20))
+    assert free_memory(jax.local_devices()[0]) > 2**20
+
+
+def test_a_length_beyond_the_target_is_refused(target: Path) -> None:
+    with pytest.raises(PlanError, match="max_length is 2000, but the target was made for 1024"):
+        dj.load(target, plan=dj.Plan(max_length=2000))
+
+
+def test_an_unknown_dtype_is_refused(target: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype is 'int4'; expected float32, bfloat16 or float16"):
+        dj.load_target(target, dtype="int4")
+
+
+# -- forward -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ([[]], r"shape \(1, 0\) .*; expected integers \[B, T\]"),
+        ([1, 2], r"shape \(2,\) .*; expected integers \[B, T\]"),
+        ([[1.0, 2.0]], "dtype float64; expected integers"),
+        ([[1, 9]], "ids run from 1 to 9; the target knows 0 to 8"),
+        ([[-1, 2]], "ids run from -1 to 2; the target knows 0 to 8"),
+    ],
+)
+def test_forward_refuses_what_are_no_token_ids(oracle: Path, ids: Any, says: str) -> None:
+    model = dj.load_target(oracle / "drafters" / "target_small")
+    with pytest.raises(RequestError, match=says):
+        model.forward(ids)
