@@ -14,7 +14,10 @@ MOST_LINES = 60
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a canonical tensor comes from: a stored tensor, or some of its rows in some order."""
+    """Where a canonical tensor comes from: a stored tensor, or some of its rows in some order.
+
+    The rows of a tensor with more than two axes are numbered through.
+    """
 
     name: str
     rows: np.ndarray | None = None
@@ -37,7 +40,9 @@ class Canonical:
     def shape(self, name: str) -> tuple[int, ...]:
         origin = self.origins[name]
         shape = self.source.shape(origin.name)
-        return shape if origin.rows is None else (len(origin.rows), *shape[1:])
+        if origin.rows is None:
+            return shape
+        return (len(origin.rows), *shape[1:][-1:])
 
     def dtype(self, name: str) -> np.dtype:
         return self.source.dtype(self.origins[name].name)

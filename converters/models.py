@@ -111,6 +111,7 @@ def _from_folder(path: Path, taps: str) -> Model:
     fields["eos_token_id"] = _stop_ids(fields, path)
     found = target_config(fields, where)
     tensors = huggingface.target(source, tied=found.tie_embeddings)
+    tensors = names.laid_out(found, tensors)
     return Model(path, "target", "Hugging Face", found, tensors, notes)
 
 

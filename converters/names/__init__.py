@@ -1,16 +1,28 @@
 """Name tables, one file for each architecture: which tensors fill which parameter."""
 
 from collections.abc import Callable
+from typing import Any
 
-from converters.names import dflash, llama, qwen3
+from converters.canonical import Canonical
+from converters.names import dflash, gpt_oss, llama, qwen3, qwen3_moe
 from converters.names.slots import Slot
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 from dflash_jax.errors import ConfigError
 
-TARGETS: dict[str, Callable[[TargetConfig], list[Slot]]] = {
+TARGETS: dict[str, Callable[[Any], list[Slot]]] = {
+    "gpt_oss": gpt_oss.slots,
     "llama": llama.slots,
     "qwen3": qwen3.slots,
+    "qwen3_moe": qwen3_moe.slots,
 }
+# model_type: the same tensors in the layout of the table, where files come in more than one
+LAYOUTS: dict[str, Callable[[Canonical], Canonical]] = {"qwen3_moe": qwen3_moe.unstacked}
+
+
+def laid_out(config: TargetConfig, found: Canonical) -> Canonical:
+    """A target's tensors in the layout of its name table."""
+    change = LAYOUTS.get(config.model_type)
+    return change(found) if change else found
 
 
 def slots(config: AttentionConfig) -> list[Slot]:

@@ -80,8 +80,11 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
     counts = parameters(target, drafter)
     head = target.vocab_size * target.hidden_size
     body = _multiplied(counts["target"])
-    moved = (body + head) * _item(plan) + tree_bytes(state.target)
-    flops = 2 * (body * tokens + head * head_rows) + _attention_flops(state.target, tokens, target)
+    idle, asleep = _idle_experts(target, counts["target"], tokens)
+    moved = (body - asleep + head) * _item(plan) + tree_bytes(state.target)
+    flops = 2 * ((body - idle) * tokens + head * head_rows) + _attention_flops(
+        state.target, tokens, target
+    )
     if drafter is not None:
         drafting = name == "speculative"
         layers = _multiplied(counts["drafter"])
@@ -107,19 +110,33 @@ def _multiplied(counts: dict[str, int]) -> int:
     return sum(n for path, n in counts.items() if path not in ("embed", "head"))
 
 
+def _idle_experts(c: TargetConfig, counts: dict[str, int], tokens: int) -> tuple[int, int]:
+    """Weights of experts that one token does not use, and that at least `tokens` together don't.
+
+    The least bytes are not known before the routing is; counted is the routing in which no two
+    tokens share an expert while there are others left.
+    """
+    if not c.num_experts:
+        return 0, 0
+    total = sum(n for path, n in counts.items() if "/experts_" in path)
+    each, used = total // c.num_experts, min(c.num_experts, tokens * c.experts_per_token)
+    return each * (c.num_experts - c.experts_per_token), each * (c.num_experts - used)
+
+
 def _attention_flops(caches: Any, tokens: int, c: TargetConfig | DrafterConfig) -> int:
     slots = sum(cache.slots for cache in caches if isinstance(cache, LayerCache))
     return 4 * tokens * c.num_heads * c.head_dim * slots
 
 
 def _temporary_bytes(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> int:
-    """Upper estimate: one layer's scores and activations, the head's logits, the taps."""
+    """Upper estimate: one layer's scores, activations and experts, the head's logits, the taps."""
     wide = plan.rows * plan.widest
     scores = 3 * 4 * wide * target.num_heads * plan.slots
     hidden = 8 * _item(plan) * wide * (target.hidden_size + target.intermediate_size)
     logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
+    experts = 8 * wide * target.num_experts * target.expert_size  # all of them, gate and up
     taps = wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
-    return scores + hidden + logits + 2 * taps * _item(plan)
+    return scores + hidden + logits + experts + 2 * taps * _item(plan)
 
 
 def gibi(n: float) -> str:

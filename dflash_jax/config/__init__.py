@@ -39,7 +39,12 @@ __all__ = [
 ]
 
 # model_type of a config.json -> the file of its family, here and in models/
-TARGET_TYPES = {"llama": "llama", "qwen3": "qwen3"}
+TARGET_TYPES = {
+    "gpt_oss": "gpt_oss",
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
+}
 
 
 def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetConfig:
@@ -91,7 +96,9 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
 
 def read_target_config(directory: Path) -> TargetConfig:
     """The target in a Hugging Face directory, end tokens completed from generation_config.json."""
-    config = target_config(read_json(directory / "config.json"), str(directory / "config.json"))
+    fields = read_json(directory / "config.json")
+    fields.pop("quantization_config", None)  # how weights are stored: read by who loads them
+    config = target_config(fields, str(directory / "config.json"))
     generation = directory / "generation_config.json"
     extra = id_tuple(read_json(generation).get("eos_token_id")) if generation.is_file() else ()
     ids = tuple(dict.fromkeys(config.eos_token_ids + extra))

@@ -10,6 +10,7 @@ from dflash_jax.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
+OPT_IN = ("qwen3", "qwen3_moe")  # whose sliding_window counts only with use_sliding_window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,9 @@ class TargetConfig(AttentionConfig):
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the published weights
     qk_norm: bool = False  # queries and keys normalised per head before rotation
+    num_experts: int = 0  # of each layer that has some
+    experts_per_token: int = 0
+    expert_size: int = 0  # width of each expert's MLP
 
 
 def dense_fields(f: Fields) -> dict[str, Any]:
@@ -99,6 +103,21 @@ def dense_fields(f: Fields) -> dict[str, Any]:
         "eos_token_ids": id_tuple(f.get("eos_token_id")),
         "dtype": dtype_name(f),
     }
+
+
+def expert_fields(f: Fields, size: int) -> dict[str, Any]:
+    """Number, choice and size of experts; the number is spelled in two ways."""
+    count = f.get("num_experts", f.get("num_local_experts"))
+    f.used.update(("num_experts", "num_local_experts"))
+    chosen = f.integer("num_experts_per_tok")
+    if type(count) is not int or not 1 <= chosen <= count or size < 1:
+        raise ConfigError(
+            f"{f.where}: {chosen} of {count!r} experts of width {size} cannot be chosen; expected"
+            " num_experts (or num_local_experts) to be an integer of at least num_experts_per_tok,"
+            " and a positive width"
+        )
+    f.used.update(("output_router_logits", "router_aux_loss_coef"))  # training only
+    return {"num_experts": count, "experts_per_token": chosen, "expert_size": size}
 
 
 def geometry(f: Fields) -> dict[str, Any]:
@@ -159,7 +178,7 @@ def rope_config(f: Fields) -> RopeConfig:
 def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
     """Kind and window of each layer; Qwen3's window counts only with `use_sliding_window`."""
     window = f.get("sliding_window")
-    enabled = f.get("use_sliding_window", f.values.get("model_type") != "qwen3")
+    enabled = f.get("use_sliding_window", f.values.get("model_type") not in OPT_IN)
     first = f.integer("max_window_layers", num_layers)
     if not enabled:
         window = None

@@ -1,6 +1,7 @@
-"""The pre-norm decoder that Llama and Qwen3 share: attention, layer, and the whole stack."""
+"""The pre-norm decoder that most families share: attention, layer, and the whole stack."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -29,6 +30,7 @@ class Attention(nn.Module):
 
     config: TargetConfig
     window: int | None
+    sinks: bool = False
 
     @nn.compact
     def __call__(
@@ -52,8 +54,9 @@ class Attention(nn.Module):
         cache = write_rows(cache, k, v, start)
         keys = slot_positions(end, cache.slots)
         seen = visible(positions, keys, causal=True, window=self.window)
+        sinks = weight(self, "sinks", (c.num_kv_heads, groups)) if self.sinks else None
         out = dot(
-            attend(q, cache, seen),
+            attend(q, cache, seen, sinks=sinks),
             weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size)),
         )
         if c.attention_bias:
@@ -61,11 +64,25 @@ class Attention(nn.Module):
         return out, cache
 
 
+def dense_mlp(config: TargetConfig) -> nn.Module:
+    """The MLP of Llama and Qwen3, part of a layer."""
+    return GatedMLP(config.hidden_size, config.intermediate_size, name="mlp")
+
+
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Attributes:
+      make_mlp: makes the second half from the config; called within the layer.
+      norm: both norms, as (x, weight, eps).
+      sinks: whether each head has an attention sink.
+    """
 
     config: TargetConfig
     window: int | None
+    make_mlp: Callable[[Any], nn.Module] = dense_mlp
+    norm: Callable[[Array, Array, float], Array] = rms_norm
+    sinks: bool = False
 
     @nn.compact
     def __call__(
@@ -73,14 +90,19 @@ class Layer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         c = self.config
         with jax.named_scope("attention"):
-            h = rms_norm(x, norm_weight(self, "input_norm", c.hidden_size), c.rms_norm_eps)
-            h, cache = Attention(c, self.window, name="attention")(h, cache, positions)
+            h = self.norm(x, norm_weight(self, "input_norm", c.hidden_size), c.rms_norm_eps)
+            attention = Attention(c, self.window, self.sinks, name="attention")
+            h, cache = attention(h, cache, positions)
             x = x + h
         with jax.named_scope("mlp"):
             scale = norm_weight(self, "post_attention_norm", c.hidden_size)
-            h = rms_norm(x, scale, c.rms_norm_eps)
-            x = x + GatedMLP(c.hidden_size, c.intermediate_size, name="mlp")(h)
+            x = x + self.make_mlp(c)(self.norm(x, scale, c.rms_norm_eps))
         return x, cache
+
+
+def dense_layer(config: TargetConfig, i: int) -> nn.Module:
+    """Layer i of Llama and Qwen3."""
+    return Layer(config, config.windows[i] if config.windows else None)
 
 
 class Decoder(nn.Module):
@@ -91,12 +113,13 @@ class Decoder(nn.Module):
     """
 
     config: TargetConfig
+    make_layer: Callable[[Any, int], nn.Module] = dense_layer
+    final_norm: Callable[[Array, Array, float], Array] = rms_norm
 
     def setup(self) -> None:
         c = self.config
-        windows = c.windows or (None,) * c.num_layers
         self.embedding = weight(self, "embed", (c.vocab_size, c.hidden_size))
-        self.layers = [Layer(c, window) for window in windows]
+        self.layers = [self.make_layer(c, i) for i in range(c.num_layers)]
         self.norm = norm_weight(self, "norm", c.hidden_size)
         if not c.tie_embeddings:
             self.head = weight(self, "head", (c.hidden_size, c.vocab_size))
@@ -123,7 +146,7 @@ class Decoder(nn.Module):
             states.append(x)
             written.append(cache)
         kept = tuple(states[i] for i in taps)
-        hidden = rms_norm(x, self.norm, self.config.rms_norm_eps)
+        hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps)
         return TargetOutput(hidden=hidden, taps=kept, caches=tuple(written))
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

@@ -43,6 +43,17 @@ def rms_norm(
     return (x32 * scale).astype(x.dtype) * w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
 
 
+def rms_norm_wide(
+    x: Float[Array, "... D"], w: Float[Array, "*over D"] | None, eps: float
+) -> Float[Array, "... D"]:
+    """x / rms(x) times w in float32, rounded once at the end: the order of Gemma 4."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(eps))
+    if w is not None:
+        normed *= w.reshape((1,) * (x.ndim - w.ndim) + w.shape).astype(jnp.float32)
+    return normed.astype(x.dtype)
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) · up(x)); gate and up are one weight [D, 2, F]."""
 
