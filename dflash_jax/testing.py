@@ -9,7 +9,9 @@ import numpy as np
 
 from dflash_jax.compiler import Plan, resolve
 from dflash_jax.compiler.programs import abstract_params
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.config.gpt_oss import GptOssConfig
+from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models.scripted import ScriptedConfig
 
@@ -30,6 +32,34 @@ def tiny_target(**changes: Any) -> TargetConfig:
         "max_length": 4096,
     }
     return TargetConfig(**{"windows": (None,) * changes.get("num_layers", 3)} | fields | changes)
+
+
+def tiny_moe(**changes: Any) -> Qwen3MoeConfig:
+    """A Qwen3-MoE target: a layer with experts, a dense one, another with experts."""
+    own: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "qk_norm": True,
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "expert_size": 24,
+        "sparse": (True, False, True),
+        "normalise_shares": True,
+    }
+    return Qwen3MoeConfig(**vars(tiny_target()) | own | changes)
+
+
+def tiny_gpt_oss(**changes: Any) -> GptOssConfig:
+    """A gpt-oss target: sliding, full and sliding layers, all with experts."""
+    own: dict[str, Any] = {
+        "model_type": "gpt_oss",
+        "windows": (12, None, 12),
+        "attention_bias": True,
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "expert_size": 24,
+        "rope": RopeConfig(kind="yarn", factor=4.0, original_length=64, attention_factor=1.14),
+    }
+    return GptOssConfig(**vars(tiny_target()) | own | changes)
 
 
 def tiny_drafter(target: TargetConfig, **changes: Any) -> DrafterConfig:
@@ -59,14 +89,15 @@ def random_params(
     plan = Plan(max_length=2, block=2, chunk=1, dtype="float32")
     rng = np.random.default_rng(seed)
 
-    def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        stacked = path[-1].key.startswith("experts_")  # [E, in, ...]
         if len(leaf.shape) == 1:  # norms
             values = 1 + 0.3 * rng.standard_normal(leaf.shape)
         else:
-            values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[0])
+            values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[stacked])
         return values.astype(jax.numpy.dtype(dtype))
 
-    params = jax.tree.map(draw, abstract_params(plan, target, drafter))
+    params = jax.tree_util.tree_map_with_path(draw, abstract_params(plan, target, drafter))
     table = params["target"]["embed"]
     params["target"]["embed"] = (table * np.sqrt(len(table))).astype(table.dtype)
     return params
