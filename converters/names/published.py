@@ -10,9 +10,16 @@ from dflash_jax.config import (
     RopeConfig,
     TargetConfig,
 )
+from dflash_jax.config.gpt_oss import GptOssConfig
+from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.errors import ConfigError
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "gpt_oss": "GptOssForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 def fields(config: AttentionConfig, dtype: str) -> dict[str, Any]:
@@ -26,14 +33,34 @@ def fields(config: AttentionConfig, dtype: str) -> dict[str, Any]:
 
 def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
     found = {"architectures": [ARCHITECTURES[config.model_type]], "model_type": config.model_type}
-    found |= _geometry(config) | {
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": config.max_length,
-        "eos_token_id": list(config.eos_token_ids),
-        "dtype": dtype,
-    }
+    found |= (
+        _geometry(config)
+        | _experts(config)
+        | {
+            "vocab_size": config.vocab_size,
+            "tie_word_embeddings": config.tie_embeddings,
+            "max_position_embeddings": config.max_length,
+            "eos_token_id": list(config.eos_token_ids),
+            "dtype": dtype,
+        }
+    )
     return found | _windows(config.windows, [w is not None for w in config.windows])
+
+
+def _experts(config: TargetConfig) -> dict[str, Any]:
+    chosen = {"num_experts_per_tok": config.experts_per_token}
+    if isinstance(config, Qwen3MoeConfig):
+        return chosen | {
+            "num_experts": config.num_experts,
+            "moe_intermediate_size": config.expert_size,
+            "norm_topk_prob": config.normalise_shares,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i, sparse in enumerate(config.sparse) if not sparse],
+        }
+    if isinstance(config, GptOssConfig):
+        own = {"num_local_experts": config.num_experts, "swiglu_limit": config.swiglu_limit}
+        return chosen | own
+    return {}
 
 
 def _drafter(config: DrafterConfig, dtype: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from converters.load import load_target as load_params
 from converters.models import open_model
+from converters.names.published import fields
 from dflash_jax import Plan
 from dflash_jax.config import SLIDING, read_target_config, target_config
 from dflash_jax.config.gpt_oss import GptOssConfig
@@ -47,6 +48,7 @@ def published(oracle: Path, family: str) -> dict[str, Any]:
 def test_both_spellings_of_a_config_mean_the_same(oracle: Path, family: str) -> None:
     config = read_target_config(oracle / "targets" / family)
     assert target_config(published(oracle, family)) == config
+    assert target_config(fields(config, config.dtype)) == config
     kind = FAMILIES[family][1]
     assert type(config) is kind
     assert kind.from_json(config.to_json()) == config
@@ -54,10 +56,10 @@ def test_both_spellings_of_a_config_mean_the_same(oracle: Path, family: str) -> 
 
 
 def test_layers_without_experts_are_read_from_list_and_step(oracle: Path) -> None:
-    fields = published(oracle, "qwen3_moe")
+    given = published(oracle, "qwen3_moe")
 
     def sparse(**changes: Any) -> tuple[bool, ...]:
-        config = target_config(fields | changes)
+        config = target_config(given | changes)
         assert isinstance(config, Qwen3MoeConfig)
         return config.sparse
 
@@ -67,10 +69,10 @@ def test_layers_without_experts_are_read_from_list_and_step(oracle: Path) -> Non
 
 
 def test_even_layers_slide_where_the_kinds_are_not_listed(oracle: Path) -> None:
-    fields = published(oracle, "gpt_oss")
-    listed = target_config(fields)
-    del fields["layer_types"]
-    assert target_config(fields) == listed
+    given = published(oracle, "gpt_oss")
+    listed = target_config(given)
+    del given["layer_types"]
+    assert target_config(given) == listed
     assert listed.windows == (12, None, 12)
     assert listed.attention_bias
     assert not listed.rope.truncate
@@ -110,8 +112,8 @@ def test_what_a_config_may_not_say_is_named(
 
 
 def copy_config(path: Path, to: Path, **changes: Any) -> None:
-    fields = json.loads((path / "config.hub.json").read_text())
-    (to / "config.json").write_text(json.dumps(fields | changes))
+    given = json.loads((path / "config.hub.json").read_text())
+    (to / "config.json").write_text(json.dumps(given | changes))
 
 
 def same(one: Any, other: Any) -> None:
@@ -162,7 +164,7 @@ def test_mxfp4_experts_load_as_the_numbers_they_stand_for(oracle: Path, tmp_path
     path = oracle / "targets" / "gpt_oss"
     rng = np.random.default_rng(0)
     dense = load_file(path / "model.safetensors")
-    fields = {"intermediate_size": 64}  # a multiple of 32, as blocks need
+    wider = {"intermediate_size": 64}  # a multiple of 32, as blocks need
     mxfp4 = dict(dense)
     for i in range(3):
         at = f"model.layers.{i}.mlp.experts."
@@ -175,11 +177,11 @@ def test_mxfp4_experts_load_as_the_numbers_they_stand_for(oracle: Path, tmp_path
     folders = tmp_path / "dense", tmp_path / "mxfp4"
     for folder, stored in zip(folders, (dense, mxfp4), strict=True):
         folder.mkdir()
-        copy_config(path, folder, **fields)
+        copy_config(path, folder, **wider)
         save_file(
             {k: np.ascontiguousarray(v) for k, v in stored.items()}, folder / "model.safetensors"
         )
-    copy_config(path, folders[1], **fields, quantization_config={"quant_method": "mxfp4"})
+    copy_config(path, folders[1], **wider, quantization_config={"quant_method": "mxfp4"})
     config = read_target_config(folders[1])
     assert config == read_target_config(folders[0])
     plain = load_params(folders[0], config)
