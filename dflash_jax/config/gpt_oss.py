@@ -17,6 +17,7 @@ class GptOssConfig(TargetConfig):
 def from_hf(f: Fields) -> GptOssConfig:
     """The config of a gpt-oss; without `layer_types`, the even layers slide."""
     f.must_be("attention_bias", True)
+    f.must_be("use_sliding_window", True)
     if f.values.get("rope_scaling") is None and f.values.get("rope_parameters") is None:
         raise ConfigError(
             f"{f.where} has neither rope_scaling nor rope_parameters; add the one it was"

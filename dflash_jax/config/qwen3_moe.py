@@ -24,7 +24,8 @@ def from_hf(f: Fields) -> Qwen3MoeConfig:
     fields = dense_fields(f)
     layers = range(fields["num_layers"])
     every, dense = f.integer("decoder_sparse_step", 1), f.get("mlp_only_layers", [])
-    if every < 1 or not isinstance(dense, list) or set(dense) - set(layers):
+    listed = isinstance(dense, list) and all(type(i) is int and i in layers for i in dense)
+    if every < 1 or not listed:
         raise ConfigError(
             f"{f.where}: decoder_sparse_step is {every} and mlp_only_layers {dense!r}; expected a"
             f" positive number and a list of layers from 0 to {layers[-1]}"
