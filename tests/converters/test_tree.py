@@ -7,7 +7,9 @@ import pytest
 from converters import names
 from dflash_jax.compiler.programs import init_params
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.testing import tiny_drafter, tiny_target
+from dflash_jax.testing import tiny_drafter, tiny_gpt_oss, tiny_moe, tiny_target
+
+MAKE = {"gpt_oss": tiny_gpt_oss, "qwen3_moe": tiny_moe}  # the others are all tiny_target
 
 
 def shapes(node, path=()) -> dict[tuple[str, ...], tuple[int, ...]]:
@@ -23,9 +25,9 @@ def table(config: TargetConfig | DrafterConfig) -> dict[tuple[str, ...], tuple[i
 @pytest.mark.parametrize("model_type", names.TARGETS)
 @pytest.mark.parametrize(("bias", "tied"), [(False, True), (True, False)])
 def test_a_name_table_fills_exactly_the_parameters_of_its_module(model_type, bias, tied):
-    normed = model_type == "qwen3"
+    normed = model_type in ("qwen3", "qwen3_moe")
     changes = {"model_type": model_type, "attention_bias": bias, "qk_norm": normed}
-    target = tiny_target(tie_embeddings=tied, **changes)
+    target = MAKE.get(model_type, tiny_target)(tie_embeddings=tied, **changes)
     drafter = tiny_drafter(target, attention_bias=bias)
     params = jax.eval_shape(lambda: init_params(target, drafter, seed=0))
     assert shapes(params["target"]) == table(target)
@@ -34,7 +36,8 @@ def test_a_name_table_fills_exactly_the_parameters_of_its_module(model_type, bia
 
 @pytest.mark.parametrize("model_type", names.TARGETS)
 def test_the_parts_of_a_parameter_cover_it_once(model_type):
-    target = tiny_target(model_type=model_type, attention_bias=True, qk_norm=True)
+    make = MAKE.get(model_type, tiny_target)
+    target = make(model_type=model_type, attention_bias=True, qk_norm=True)
     for config in (target, tiny_drafter(target, attention_bias=True)):
         for slot in names.slots(config):
             assert_covers(slot)
