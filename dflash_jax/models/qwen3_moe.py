@@ -33,7 +33,8 @@ def build(config: Qwen3MoeConfig) -> nn.Module:
 
 
 def _layer(config: Qwen3MoeConfig, i: int) -> nn.Module:
-    return Layer(config, None, _sparse_mlp if config.sparse[i] else dense_mlp)
+    window = config.windows[i] if config.windows else None
+    return Layer(config, window, _sparse_mlp if config.sparse[i] else dense_mlp)
 
 
 def _sparse_mlp(config: Qwen3MoeConfig) -> nn.Module:

@@ -41,7 +41,7 @@ TARGETS: dict[str, Callable[..., TargetConfig]] = {
     "qwen3_5_moe_text": functools.partial(tiny_hybrid, **EXPERTS),
     "qwen3_moe": tiny_moe,
 }
-BIASED = ("llama", "qwen3")
+BIASED = ("llama", "qwen3", "qwen3_moe")
 CASES = [
     *((name, {"tie_embeddings": tied}) for name in names.TARGETS for tied in (False, True)),
     *((name, {"attention_bias": True}) for name in BIASED),
