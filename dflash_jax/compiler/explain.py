@@ -64,7 +64,11 @@ class Explanation:
         t, d, p = self.target, self.drafter, self.plan
         taps = " ".join(map(str, d.target_layer_ids)) if d else "none"
         taps += f" ({p.taps_at})" if d and p.taps_at != AUTO else ""
-        yield f"target   {t.model_type}  {t.num_layers} layers  {_runs(t.layer_kinds)}  taps {taps}"
+        mlps = f"  {t.experts_per_token} of {t.num_experts} experts" if t.num_experts else ""
+        yield (
+            f"target   {t.model_type}  {t.num_layers} layers  {_runs(t.layer_kinds)}{mlps}"
+            f"  taps {taps}"
+        )
         if d:
             kinds = ["causal" if causal else "bidirectional" for causal in d.causal]
             yield (
@@ -76,6 +80,7 @@ class Explanation:
             f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"
             f"  chunk {p.chunk}  {p.dtype}  {'exact' if p.exact else 'inexact'}"
             f"  lookahead {p.lookahead}"
+            + (f"  min survival {p.min_survival:g}" * (p.min_survival > 0))
         )
         yield f"memory   {self.budget}"
         yield (

@@ -82,7 +82,7 @@ def _check(good: bool, name: str, value: Any, expected: str) -> None:
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, Integral) and 0 <= value < 2**31
+    return isinstance(value, Integral) and 0 <= int(value) < 2**31
 
 
 def token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:

@@ -99,7 +99,8 @@ def _template():
     def refuse(message: str) -> str:
         raise ConfigError(message)
 
-    environment.globals["raise_exception"] = refuse
+    known: dict[str, Any] = environment.globals
+    known["raise_exception"] = refuse
     return environment.from_string(TEMPLATE_FILE.read_text(encoding="utf-8"))
 
 

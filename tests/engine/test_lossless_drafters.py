@@ -25,8 +25,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("dflash2", "float32"),
+        ("dspark", "bfloat16"),
+        pytest.param("dflash2", "bfloat16", marks=pytest.mark.soak),
+        pytest.param("dspark", "float32", marks=pytest.mark.soak),
+    ],
+)
 def test_speculative_tokens_are_the_plain_ones(kind: str, dtype: str) -> None:
     """Several drafter windows long, real drafts, and a script that is right, wrong or broken."""
     target = tiny_target(num_layers=2, windows=(20, None))

@@ -155,7 +155,7 @@ def prompt(length: int, seed: int = 7) -> list[int]:
     return np.random.default_rng(seed).integers(0, 97, length).tolist()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 def test_drafting_changes_no_token(dtype: str) -> None:
     real = make(dtype)
     assert [c.ring for c in real._state.target] == [True, False, True]  # and none for layers 3, 4

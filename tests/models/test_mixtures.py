@@ -204,7 +204,13 @@ def test_the_clamps_act_before_gate_and_up_meet() -> None:
 # -- lossless ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[(f, d) for f in FAMILIES for d in ("float32", "bfloat16")])
+ENGINES = [
+    *((family, "bfloat16") for family in FAMILIES),
+    *(pytest.param((family, "float32"), marks=pytest.mark.soak) for family in FAMILIES),
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Engine:
     """Three rows; the drafter says what it is told."""
     family, dtype = request.param

@@ -182,8 +182,11 @@ EXPERTS = {
 
 @pytest.fixture(
     scope="module",
-    params=[("float32", {}), ("bfloat16", {}), ("bfloat16", EXPERTS)],
-    ids=["float32", "bfloat16", "experts-bfloat16"],
+    params=[
+        pytest.param(("float32", {}), id="float32"),
+        pytest.param(("bfloat16", EXPERTS), id="experts-bfloat16"),
+        pytest.param(("bfloat16", {}), id="bfloat16", marks=pytest.mark.soak),
+    ],
 )
 def engine(request: pytest.FixtureRequest) -> Engine:
     """Two rows, a drafter that says what it is told; plain steps do not ask it."""
