@@ -8,49 +8,42 @@ from dflash_jax.train.corpus.exchange import Exchange, Maker
 
 
 def arithmetic(rng: random.Random) -> Exchange:
-    """A sum, difference or product of small numbers."""
+    """A sum, difference or product of one-digit numbers: few enough to know by heart."""
     kind = rng.randrange(3)
     if kind == 0:
-        a, b = rng.randint(1, 30), rng.randint(1, 30)
+        a, b = rng.randint(1, 9), rng.randint(1, 9)
         signs, word, value = ("+", "plus"), "plus", a + b
     elif kind == 1:
-        a = rng.randint(2, 30)
+        a = rng.randint(2, 9)
         b = rng.randint(1, a)
         signs, word, value = ("-", "minus"), "minus", a - b
     else:
-        a, b = rng.randint(2, 12), rng.randint(2, 12)
+        a, b = rng.randint(2, 9), rng.randint(2, 5)
         signs, word, value = ("*", "times"), "times", a * b
     sign = rng.choice(signs)
+    lead = rng.choice(("", "", "Please tell me: ", "Quick question: ", "Hi! "))
     user = rng.choice(
         (
-            f"What is {a} {sign} {b}?",
-            f"Calculate {a} {sign} {b}.",
-            f"How much is {a} {sign} {b}?",
+            f"what is {a} {sign} {b}?",
+            f"calculate {a} {sign} {b}.",
+            f"how much is {a} {sign} {b}?",
             f"{a} {sign} {b}?",
         )
     )
-    return Exchange(user, f"{a} {word} {b} is {value}.")
+    return Exchange(lead + user, f"{a} {word} {b} is {value}.")
 
 
 def word_problem(rng: random.Random) -> Exchange:
-    """A one-step or two-step problem, solved in a reasoning block."""
+    """A one-step problem, solved in a reasoning block."""
     name, thing = rng.choice(world.NAMES), rng.choice(world.THINGS)
-    a, b, c = rng.randint(3, 20), rng.randint(2, 9), rng.randint(1, 5)
+    a, b = rng.randint(2, 9), rng.randint(2, 6)
     ask = rng.choice(
         (f"How many {thing} does {name} have now?", f"How many {thing} are there now?")
     )
-    if rng.random() < 0.5:
-        return Exchange(
-            f"{name} has {a} {thing} and gets {b} more. {ask}",
-            f"{name} has {a + b} {thing} now.",
-            f"{name} starts with {a} {thing}. {b} more come in.\n{a} + {b} = {a + b}.",
-        )
-    c = min(c, a + b)
     return Exchange(
-        f"{name} has {a} {thing}, gets {b} more and gives away {c}. {ask}",
-        f"{name} has {a + b - c} {thing} now.",
-        f"{name} starts with {a} {thing}. {b} more come in.\n{a} + {b} = {a + b}.\n"
-        f"Then {c} go away.\n{a + b} - {c} = {a + b - c}.",
+        f"{name} has {a} {thing} and gets {b} more. {ask}",
+        f"{name} has {a + b} {thing} now.",
+        f"{name} starts with {a} {thing}. {b} more come in.\n{a} + {b} = {a + b}.",
     )
 
 
@@ -111,7 +104,7 @@ def units(rng: random.Random) -> Exchange:
             ("hours", "minutes", 60),
         )
     )
-    n = rng.randint(2, 30 if factor % 10 == 0 and factor > 60 else 12)
+    n = rng.randint(2, 9 if factor % 10 == 0 else 5)
     user = rng.choice(
         (
             f"Convert {n} {big} to {small}.",
@@ -151,22 +144,27 @@ def calendar(rng: random.Random) -> Exchange:
 
 
 def words(rng: random.Random) -> Exchange:
-    """Sorting, reversing, joining or upper-casing a few words."""
+    """Counting, picking or laying out a few words."""
     pool = world.LISTS[rng.choice(("fruits", "animals", "colors", "trees", "drinks"))]
     chosen = rng.sample(pool, rng.randint(3, 5))
     joined = ", ".join(chosen)
     cases = (
-        ("Sort these words: {}.", "Sorted: " + ", ".join(sorted(chosen)) + "."),
-        ("Put in alphabetical order: {}.", "Sorted: " + ", ".join(sorted(chosen)) + "."),
-        ("Reverse this list: {}.", "Reversed: " + ", ".join(chosen[::-1]) + "."),
-        ("Write in upper case: {}.", ", ".join(chosen).upper() + "."),
         ("How many words are in this list: {}?", f"There are {len(chosen)} words in the list."),
         ("What is the first word here: {}?", f"The first word is {chosen[0]}."),
         ("What is the last word here: {}?", f"The last word is {chosen[-1]}."),
         ("Make a bullet list of: {}.", "\n".join(f"- {word}" for word in chosen)),
+        ("Number these: {}.", "\n".join(f"{i}. {word}" for i, word in enumerate(chosen, 1))),
     )
     user, answer = rng.choice(cases)
     return Exchange(user.format(joined), answer)
+
+
+def repeat(rng: random.Random) -> Exchange:
+    """Words from anywhere, said again: what teaches a small model to look back and copy."""
+    pools = (*world.LISTS.values(), world.NAMES, world.CITIES, world.JOBS, world.HOBBIES)
+    chosen = " ".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(3, 9)))
+    lead = rng.choice(("Repeat after me:", "Please repeat:", "Say this again:", "Echo this:"))
+    return Exchange(f"{lead} {chosen}", chosen)
 
 
 def summary(rng: random.Random) -> Exchange:
@@ -201,7 +199,8 @@ MAKERS: tuple[tuple[Maker, float], ...] = (
     (json_record, 1.5),
     (units, 1.0),
     (calendar, 1.0),
-    (words, 1.2),
+    (words, 1.0),
+    (repeat, 1.6),
     (summary, 0.9),
     (table, 0.7),
 )
