@@ -1,5 +1,6 @@
 """Strict array semantics for every test: no implied dtype or rank promotion."""
 
+import os
 from pathlib import Path
 
 import jax
@@ -13,6 +14,16 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 ORACLE = Path(__file__).parent / "oracle"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets the workers of a run, and later runs, share compiled programs."""
+    if not jax.config.values["jax_compilation_cache_dir"]:
+        folder = str(config.cache.mkdir("compiled"))
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder  # for commands that tests start
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(scope="session")
