@@ -1,5 +1,6 @@
 """A weight file seen through canonical names: what each tensor is called and how it is read."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,10 +15,13 @@ MOST_LINES = 60
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a canonical tensor comes from: a stored tensor, or some of its rows in some order."""
+    """Where a canonical tensor comes from: a stored tensor, or some of its rows in some order.
+
+    The rows of a tensor with more than two axes are numbered through.
+    """
 
     name: str
-    rows: np.ndarray | None = None
+    rows: np.ndarray | range | None = None  # a range has step 1
     change: str = ""  # what is done to it, in words, for the report
 
 
@@ -37,7 +41,7 @@ class Canonical:
     def shape(self, name: str) -> tuple[int, ...]:
         origin = self.origins[name]
         shape = self.source.shape(origin.name)
-        return shape if origin.rows is None else (len(origin.rows), *shape[1:])
+        return shape if origin.rows is None else (len(origin.rows), *shape[1:][-1:])
 
     def dtype(self, name: str) -> np.dtype:
         return self.source.dtype(self.origins[name].name)
@@ -46,23 +50,37 @@ class Canonical:
         return self.source.kind(self.origins[name].name)
 
     def nbytes(self, name: str) -> int:
-        return self.source.nbytes(self.origins[name].name)
+        stored = self.origins[name].name
+        whole, shape = self.source.nbytes(stored), self.source.shape(stored)
+        return whole * math.prod(self.shape(name)) // max(math.prod(shape), 1)
 
     def read(self, name: str) -> np.ndarray:
         origin = self.origins[name]
         if origin.rows is None:
             return self.source.read(origin.name)
-        return self.source.read_rows(origin.name, origin.rows).reshape(self.shape(name))
+        return self.read_rows(name, slice(None)).reshape(self.shape(name))
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
         origin = self.origins[name]
-        chosen = rows if origin.rows is None else origin.rows[rows]
-        return self.source.read_rows(origin.name, chosen)
+        return self.source.read_rows(origin.name, _stored_rows(origin.rows, rows))
+
+
+def _stored_rows(kept: np.ndarray | range | None, rows: Rows) -> Rows:
+    """Which stored rows are meant by `rows` of those that are kept."""
+    if kept is None:
+        return rows
+    if not isinstance(kept, range):
+        return kept[rows]
+    if isinstance(rows, slice):
+        part = kept[rows]
+        return slice(part.start, part.stop, part.step)
+    return rows + kept.start
 
 
 def check(slots: list[Slot], found: Canonical, *, where: str) -> None:
     """Refuses a source that does not fill exactly these parameters, naming every difference."""
     wanted = {part.name: part.shape for slot in slots for part in slot.parts}
+    whole = {part.name for slot in slots for part in slot.parts if slot.integer}
     present = set(found.names())
     lines = [
         f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in present
@@ -76,8 +94,9 @@ def check(slots: list[Slot], found: Canonical, *, where: str) -> None:
                 f"wrong shape: {name} is {list(found.shape(name))},"
                 f" the configuration asks for {list(wanted[name])}"
             )
-        if found.dtype(name).kind in "iub":
-            lines.append(f"wrong type: {name} holds {found.kind(name)}, expected floating point")
+        if (found.dtype(name).kind in "iub") != (name in whole):
+            expected = "integers" if name in whole else "floating point"
+            lines.append(f"wrong type: {name} holds {found.kind(name)}, expected {expected}")
     if lines:
         shown = (
             lines[:MOST_LINES]

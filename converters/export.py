@@ -102,9 +102,14 @@ class _Output:
 
 
 def _drafter(config: AttentionConfig, layout: str) -> DrafterConfig:
-    if isinstance(config, DrafterConfig):
-        return config
-    raise ConfigError(f"the layout {layout!r} is for drafters; write targets as {HUGGING_FACE}")
+    if not isinstance(config, DrafterConfig):
+        raise ConfigError(f"the layout {layout!r} is for drafters; write targets as {HUGGING_FACE}")
+    if config.kind != "dflash" or config.own_embedding or config.own_head:
+        raise ConfigError(
+            f"the layout {layout!r} is for DFlash v1 drafters without tables of their own;"
+            f" write this {config.kind} drafter as {HUGGING_FACE}"
+        )
+    return config
 
 
 def _write_huggingface(output: _Output) -> None:

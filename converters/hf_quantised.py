@@ -137,9 +137,10 @@ class Scaled(_Wrapped):
 
 
 class MicroScaled(_Wrapped):
-    """MXFP4 as gpt-oss publishes it: [E, out, in / 32, 16] bytes and a power of two for each.
+    """MXFP4 as gpt-oss publishes it: [E, out, in / 32, 16] bytes and a power of two for each 16.
 
-    Element 2i lies in the low nibble of byte i, 2i + 1 in the high one.
+    Element 2i lies in the low nibble of byte i, 2i + 1 in the high one. Seen as the experts of
+    unquantised files: [E, in, out].
     """
 
     def __init__(self, source: TensorSource):
@@ -150,10 +151,11 @@ class MicroScaled(_Wrapped):
             if stem == name or source.kind(name) != "U8":
                 continue
             shape, scales = source.shape(name), f"{stem}{SCALES}"
-            if scales not in names or shape[-1:] != (16,) or source.shape(scales) != shape[:-1]:
+            whole = scales in names and len(shape) == 4 and shape[-1] == 16
+            if not whole or source.shape(scales) != shape[:-1]:
                 raise CheckpointError(
-                    f"{name} {list(shape)} needs {scales} of shape {list(shape[:-1])} and 16 bytes"
-                    " to a block; the weights are incomplete"
+                    f"{name} {list(shape)} needs {scales} of shape {list(shape[:-1])}, experts,"
+                    " rows, blocks and 16 bytes to a block; the weights are incomplete"
                 )
             decoded[stem] = name
             hidden |= {name, scales}
@@ -162,16 +164,20 @@ class MicroScaled(_Wrapped):
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._decoded:
             return self._source.shape(name)
-        *outer, blocks, _ = self._source.shape(self._decoded[name])
-        return (*outer, blocks * 32)
+        experts, out, blocks, _ = self._source.shape(self._decoded[name])
+        return experts, blocks * 32, out
 
     def _decode(self, name: str, rows: Rows) -> np.ndarray:
-        blocks = self._source.read(self._decoded[name])
-        count = blocks.shape[-2]
-        packed = blocks.reshape(-1, count, 16)[rows]
-        exponents = self._source.read(f"{name}{SCALES}").reshape(-1, count, 1)[rows]
-        values = _PAIRS[packed].reshape(len(packed), count, 32)  # [rows, blocks, 32]
-        return (values * halved_power(exponents)).reshape(len(packed), -1)
+        experts, into, out = self.shape(name)
+        chosen = np.arange(experts * into)[rows]
+        if not len(chosen):
+            return np.empty((0, out), np.float32)
+        first, last = int(chosen.min()) // into, int(chosen.max()) // into + 1
+        packed = self._source.read(self._decoded[name])[first:last]
+        exponents = self._source.read(f"{name}{SCALES}")[first:last, ..., None]
+        values = _PAIRS[packed].reshape(*packed.shape[:3], 32) * halved_power(exponents)
+        by_row = values.reshape(-1, out, into).transpose(0, 2, 1).reshape(-1, out)
+        return by_row[chosen - first * into]
 
 
 _CODES = np.arange(256)

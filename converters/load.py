@@ -13,10 +13,11 @@ import numpy as np
 from converters import names
 from converters.canonical import Canonical, check
 from converters.hf import open_directory
+from converters.hf_quantised import dequantised
 from converters.names import huggingface
 from converters.names.slots import Part, Slot, same
 from converters.source import TensorSource
-from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
+from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig, read_json
 from dflash_jax.errors import CheckpointError, ConfigError
 
 DTYPES = {
@@ -33,14 +34,16 @@ Progress = Callable[[str, int], None]  # a tensor's name, and how many of its we
 
 def load_target(directory: str | Path, config: TargetConfig, dtype: str = "float32") -> Params:
     """A target's parameters from a Hugging Face folder, as NumPy arrays of `dtype`."""
-    source = open_directory(directory)
-    found = huggingface.target(source, tied=config.tie_embeddings)
+    where = Path(directory) / "config.json"
+    stored = read_json(where).get("quantization_config")
+    source = dequantised(open_directory(directory), stored, where=str(where))
+    found = huggingface.target(source, tied=config.tie_embeddings, folder=names.folder(config))
     return load(found, config, dtype, where=str(directory))
 
 
 def load_drafter(directory: str | Path, config: DrafterConfig, dtype: str = "float32") -> Params:
     """A drafter's parameters from a Hugging Face folder, as NumPy arrays of `dtype`."""
-    found = huggingface.drafter(open_directory(directory))
+    found = huggingface.drafter(open_directory(directory), config)
     return load(found, config, dtype, where=str(directory))
 
 
@@ -56,7 +59,7 @@ def load(
     slots = names.slots(config)
     check(slots, found, where=where)
     kind = float_dtype(dtype)
-    arrays = [np.empty(slot.shape, kind) for slot in slots]
+    arrays = [np.empty(slot.shape, np.int32 if slot.integer else kind) for slot in slots]
     jobs = [job for slot, array in zip(slots, arrays, strict=True) for job in _jobs(slot, array)]
 
     def run(job: "_Job") -> None:

@@ -100,17 +100,17 @@ def _from_folder(path: Path, taps: str) -> Model:
     source = dequantised(source, quantised, where=where)
     if speculators.is_speculators(fields):
         fields, read = speculators.published_fields(fields, where=where, choice=taps)
-        config = drafter_config(fields, where)
-        tensors = huggingface.drafter(source)
+        config = huggingface.owned(source, drafter_config(fields, where))
+        tensors = huggingface.drafter(source, config)
         return Model(path, "drafter", "speculators", config, tensors, (read.line(), *notes))
     if "dflash_config" in fields or "target_layer_ids" in fields:
-        config = drafter_config(fields, where)
+        config = huggingface.owned(source, drafter_config(fields, where))
         line = f"taps: {list(config.target_layer_ids)}, raw by definition of this layout"
-        tensors = huggingface.drafter(source)
+        tensors = huggingface.drafter(source, config)
         return Model(path, "drafter", "Hugging Face (z-lab)", config, tensors, (line, *notes))
     fields["eos_token_id"] = _stop_ids(fields, path)
     found = target_config(fields, where)
-    tensors = huggingface.target(source, tied=found.tie_embeddings)
+    tensors = huggingface.target(source, tied=found.tie_embeddings, folder=names.folder(found))
     return Model(path, "target", "Hugging Face", found, tensors, notes)
 
 

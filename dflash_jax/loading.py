@@ -58,7 +58,8 @@ def load(
       ConfigError, CheckpointError: a model that cannot be run, or a pair that does not fit.
       PlanError: a plan that does not fit the models or the memory.
     """
-    return open_pair(target, drafter, taps=taps).engine(plan)
+    plan = plan or Plan()
+    return open_pair(target, drafter, taps=taps, taps_at=plan.taps_at).engine(plan)
 
 
 class OpenModel(Protocol):
@@ -99,9 +100,13 @@ class OpenPair:
 
 
 def open_pair(
-    target: Source = SHIPPED, drafter: Source | None = AUTO, *, taps: str = AUTO
+    target: Source = SHIPPED,
+    drafter: Source | None = AUTO,
+    *,
+    taps: str = AUTO,
+    taps_at: str = AUTO,
 ) -> OpenPair:
-    """Opens a pair without reading its weights; arguments as for `load`."""
+    """Opens a pair without reading its weights; arguments as for `load`, and of its plan."""
     tune_allocator()
     from converters.models import open_model
 
@@ -112,20 +117,23 @@ def open_pair(
     pair = OpenPair(found, drafting, tokenizer)
     target_config, drafter_config = pair.configs
     if drafter_config:
-        check_pair(target_config, drafter_config)
+        check_pair(target_config, drafter_config, taps_at=taps_at)
     return pair
 
 
 def describe(
-    target: Source, drafter: Source | None = AUTO
+    target: Source, drafter: Source | None = AUTO, *, taps_at: str = AUTO
 ) -> tuple[TargetConfig, DrafterConfig | None]:
-    """Configs of a pair, checked against each other; needs no weights and reads none."""
+    """Configs of a pair, checked against each other; needs no weights and reads none.
+
+    `taps_at` is the plan's.
+    """
     target_path, drafter_path = _paths(target, drafter)
     target_config = _as(TargetConfig, _config(target_path, read_target_config))
     if drafter_path is None:
         return target_config, None
     drafter_config = _as(DrafterConfig, _config(drafter_path, read_drafter_config))
-    check_pair(target_config, drafter_config)
+    check_pair(target_config, drafter_config, taps_at=taps_at)
     return target_config, drafter_config
 
 
@@ -271,6 +279,6 @@ def _forward(
     pair = build_pair(config, None)
     every = tuple(range(config.num_layers + 1))
     params = {"target": params}
-    out = pair.target_call(params, tokens, state.target, state.position, taps=every)
+    out = pair.target_call(params, tokens, state.target, state.position, taps=every, chunked=True)
     logits = pair.target_call(params, out.hidden, method="logits")
     return logits, jax.numpy.stack(out.taps)

@@ -1,11 +1,15 @@
 """What lives on the device between steps, and what the host reads after each.
 
 Letters: B rows, T tokens in a call, S cache slots, K kv heads, G query heads per kv head,
-H head dim, D width, F MLP width, V vocabulary, E stop tokens per row.
+H head dim, D width, F MLP width, V vocabulary, E stop tokens per row. Recurrent layers: N value
+heads, P key width, Q value width, C convolved channels, W convolution inputs kept.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -30,12 +34,47 @@ class LayerCache:
     def slots(self) -> int:
         return self.k.shape[2]
 
+    def restart(self, rows: Bool[Array, " B"]) -> "LayerCache":
+        """Itself: at position 0 every slot is garbage already."""
+        return self
+
+    def commit(self, n: Int[Array, " B"]) -> "LayerCache":
+        """Itself: rows were written where they stay, and the position says which count."""
+        return self
+
+
+@struct.dataclass
+class RecurrentCache:
+    """What one recurrent layer knows of all tokens before the row's position.
+
+    It has no slots to mask, so a forward pass leaves it alone and returns an update; only the
+    update's `commit(n)` makes the next cache.
+    """
+
+    state: Float[Array, "B N P Q"]  # float32
+    inputs: Float[Array, "B W C"]  # of the convolution, oldest first
+
+    def restart(self, rows: Bool[Array, " B"]) -> "RecurrentCache":
+        """The cache with some rows as they are before any token."""
+        return clear_rows(self, rows)
+
+
+Cache = LayerCache | RecurrentCache
+
+
+class Update(Protocol):
+    """What a forward pass over T tokens makes of a layer's cache, before n is known."""
+
+    def commit(self, n: Int[Array, " B"]) -> Cache:
+        """The cache after the first n tokens; rows with n = 0 keep theirs bit for bit."""
+        ...
+
 
 @struct.dataclass
 class DecodeState:
     """Everything a step donates and returns. One position rules all caches of a row (C2)."""
 
-    target: tuple[LayerCache, ...]
+    target: tuple[Cache, ...]
     draft: tuple[LayerCache, ...]  # context keys made from the target's taps; empty if no drafter
     position: Int[Array, " B"]  # committed tokens
     anchor: Int[Array, " B"]  # chosen, not yet in any cache
@@ -99,9 +138,31 @@ def empty_cache(
     return LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), ring=ring)
 
 
+def empty_recurrent(
+    rows: int, state: tuple[int, int, int], inputs: tuple[int, int], *, dtype: DTypeLike
+) -> RecurrentCache:
+    """The cache before any token; the state [N, P, Q] is float32 whatever the dtype."""
+    return RecurrentCache(
+        state=jnp.zeros((rows, *state), jnp.float32), inputs=jnp.zeros((rows, *inputs), dtype)
+    )
+
+
+Arrays = TypeVar("Arrays")
+
+
+def clear_rows(arrays: Arrays, rows: Bool[Array, " B"]) -> Arrays:
+    """A tree of arrays [B, ...] with zeros in some rows."""
+
+    def clear(x: Array) -> Array:
+        chosen = rows.reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(chosen, jnp.zeros((), x.dtype), x)
+
+    return jax.tree.map(clear, arrays)
+
+
 def commit(
     state: DecodeState,
-    target: tuple[LayerCache, ...],
+    target: Sequence[Update],
     draft: tuple[LayerCache, ...],
     n: Int[Array, " B"],
     anchor: Int[Array, " B"],
@@ -109,12 +170,12 @@ def commit(
     """Keeps the first n of the rows a forward pass wrote; the only way a position moves (C2).
 
     Args:
-      target, draft: caches in which rows position .. position+T-1 were written.
+      target, draft: updates, or caches in which rows position .. position+T-1 were written.
       n: rows to keep, 0..T. With n = 0 the row stays as it was, anchor included.
       anchor: the next anchor of rows with n > 0.
     """
     return DecodeState(
-        target=target,
+        target=tuple(update.commit(n) for update in target),
         draft=draft,
         position=state.position + n,
         anchor=jnp.where(n > 0, anchor, state.anchor),

@@ -9,7 +9,13 @@ import numpy as np
 
 from dflash_jax.compiler import Plan, resolve
 from dflash_jax.compiler.programs import abstract_params
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.config.gemma4 import Gemma4Config
+from dflash_jax.config.gpt_oss import GptOssConfig
+from dflash_jax.config.qwen3_5 import HybridConfig
+from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models.scripted import ScriptedConfig
 
@@ -33,8 +39,99 @@ def tiny_target(**changes: Any) -> TargetConfig:
     return TargetConfig(**{"windows": (None,) * changes.get("num_layers", 3)} | fields | changes)
 
 
-def tiny_drafter(target: TargetConfig, **changes: Any) -> DrafterConfig:
+def tiny_hybrid(**changes: Any) -> HybridConfig:
+    """A Qwen3.5 target of a few thousand parameters: recurrent, attention, recurrent."""
+    fields: dict[str, Any] = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "max_length": 4096,
+        "qk_norm": True,
+        "recurrent": (True, False, True),
+        "rotary_dim": 2,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_width": 8,
+        "value_width": 6,
+        "conv_kernel": 4,
+    }
+    return HybridConfig(**fields | changes)
+
+
+def tiny_moe(**changes: Any) -> Qwen3MoeConfig:
+    """A Qwen3-MoE target: a layer with experts, a dense one, another with experts."""
+    own: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "qk_norm": True,
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "expert_size": 24,
+        "sparse": (True, False, True),
+        "normalise_shares": True,
+    }
+    return Qwen3MoeConfig(**vars(tiny_target()) | own | changes)
+
+
+def tiny_gpt_oss(**changes: Any) -> GptOssConfig:
+    """A gpt-oss target: sliding, full and sliding layers, all with experts."""
+    own: dict[str, Any] = {
+        "model_type": "gpt_oss",
+        "windows": (12, None, 12),
+        "attention_bias": True,
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "expert_size": 24,
+        "rope": RopeConfig(kind="yarn", factor=4.0, original_length=64, attention_factor=1.14),
+    }
+    return GptOssConfig(**vars(tiny_target()) | own | changes)
+
+
+def tiny_gemma(**changes: Any) -> Gemma4Config:
+    """A small model with every term of the family."""
+    fields: dict[str, Any] = {
+        "model_type": "gemma4_text",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_layers": 5,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "full_kv_heads": 1,
+        "full_head_dim": 16,
+        "full_rope": RopeConfig(kind="proportional", theta=1e5, partial_rotary_factor=0.25),
+        "intermediate_size": 48,
+        "windows": (10, None, 10, 10, None),
+        "tie_embeddings": False,  # tied random tables say the last token for ever
+        "embedding_scale": 32**0.5,
+        "final_softcap": 4.0,
+        "key_is_value": True,
+        "shared_layers": 2,
+        "shared_mlp_factor": 2,
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_size": 12,
+        "per_layer_size": 6,
+    }
+    return Gemma4Config(**fields | changes)
+
+
+# What the tiny drafters of a kind have beside the fields of every drafter.
+TINY_HEADS: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
+    "dflash": (DrafterConfig, {}),
+    "dflash2": (DFlash2Config, {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 4}),
+    "dspark": (DSparkConfig, {"markov_rank": 8, "confidence_head": True}),
+}
+TABLES = ("embed", "predecessor", "successor", "markov_w1")  # gathered by token
+
+
+def tiny_drafter(target: TargetConfig, kind: str = "dflash", **changes: Any) -> DrafterConfig:
     """A two-layer drafter for a target: a sliding causal layer and a full one."""
+    cls, own = TINY_HEADS[kind]
     fields: dict[str, Any] = {
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
@@ -50,7 +147,7 @@ def tiny_drafter(target: TargetConfig, **changes: Any) -> DrafterConfig:
         "windows": (12, None),
         "causal": (True, False),
     }
-    return DrafterConfig(**fields | changes)
+    return cls(**fields | own | changes)
 
 
 def random_params(
@@ -60,16 +157,22 @@ def random_params(
     plan = Plan(max_length=2, block=2, chunk=1, dtype="float32")
     rng = np.random.default_rng(seed)
 
-    def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        if len(leaf.shape) == 1:  # norms
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        stacked = path[-1].key.startswith("experts_")  # [E, in, ...]
+        if jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer):  # offsets of a draft vocabulary
+            return np.zeros(leaf.shape, leaf.dtype)
+        if path[-1].key == "a_log":  # memories of a few to a hundred tokens
+            values = np.log(rng.uniform(0.01, 0.5, leaf.shape))
+        elif len(leaf.shape) == 1:  # norms
             values = 1 + 0.3 * rng.standard_normal(leaf.shape)
         else:
-            values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[0])
+            values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[stacked])
         return values.astype(jax.numpy.dtype(dtype))
 
-    params = jax.tree.map(draw, abstract_params(plan, target, drafter))
-    table = params["target"]["embed"]
-    params["target"]["embed"] = (table * np.sqrt(len(table))).astype(table.dtype)
+    params = jax.tree_util.tree_map_with_path(draw, abstract_params(plan, target, drafter))
+    for tree in params.values():
+        for name in tree.keys() & set(TABLES):
+            tree[name] = (tree[name] * np.sqrt(len(tree[name]))).astype(tree[name].dtype)
     return params
 
 
@@ -90,10 +193,14 @@ def scripted_engine(engine: Engine) -> Engine:
     """An engine over the same weights whose drafter says what `set_script` tells it."""
     assert engine.drafter is not None
     old = engine.drafter
-    fields: dict[str, Any] = {f.name: getattr(old, f.name) for f in dataclasses.fields(old)}
+    shared = [f.name for f in dataclasses.fields(DrafterConfig) if f.name != "kind"]
     length = engine.plan.max_length + engine.plan.block
-    fields |= {"kind": "scripted", "script_rows": engine.plan.rows, "script_length": length}
-    config = ScriptedConfig(**fields)
+    config = ScriptedConfig(
+        **{name: getattr(old, name) for name in shared},
+        overruled=old,
+        script_rows=engine.plan.rows,
+        script_length=length,
+    )
     drafter = engine.params["drafter"] | {"script": _digits(engine.plan.rows, length, [], engine)}
     params = engine.params | {"drafter": drafter}
     return Engine(engine.target, config, params, engine.plan, tokenizer=engine.tokenizer)

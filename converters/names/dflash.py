@@ -1,13 +1,16 @@
-"""DFlash drafters: Qwen3-like layers, and the encoder of the target's features."""
+"""DFlash drafters: Qwen3-like layers, and the encoder of the target's features.
+
+Every kind of drafter has these parameters; its own file adds the rest.
+"""
 
 from converters.names.llama import norm_and_mlp
 from converters.names.qwen3 import head_norms
-from converters.names.slots import Path, Slot, by_head, linear, same
+from converters.names.slots import Path, Slot, by_head, integers, linear, same
 from dflash_jax.config import DrafterConfig
 
 
 def slots(config: DrafterConfig) -> list[Slot]:
-    """Every parameter of a version 1 drafter."""
+    """Every parameter of a version 1 drafter, its own embedding and head included."""
     width = config.hidden_size
     found = [
         linear(("fc",), "fc.weight", width, len(config.target_layer_ids) * width),
@@ -19,6 +22,18 @@ def slots(config: DrafterConfig) -> list[Slot]:
         found.append(same((*at, "input_norm"), f"{source}input_layernorm.weight", width))
         found += _attention(config, (*at, "attention"), f"{source}self_attn.")
         found += norm_and_mlp(config, at, source)
+    return found + _own(config)
+
+
+def _own(config: DrafterConfig) -> list[Slot]:
+    """What a drafter may have of its own instead of borrowing it from the target."""
+    width, found = config.hidden_size, []
+    if config.own_embedding:
+        found.append(same(("embed",), "embed_tokens.weight", config.vocab_size, width))
+    if config.own_head:
+        found.append(linear(("head",), "lm_head.weight", config.choices, width))
+    if config.draft_vocab_size:
+        found.append(integers(("d2t",), "d2t", config.draft_vocab_size))
     return found
 
 

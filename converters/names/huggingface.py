@@ -1,11 +1,14 @@
 """Tensor names as Hugging Face folders spell them, made canonical."""
 
+import dataclasses
 import re
 
 import numpy as np
 
 from converters.canonical import Canonical, Origin
+from converters.names.slots import Folder
 from converters.source import TensorSource
+from dflash_jax.config import DrafterConfig
 from dflash_jax.errors import CheckpointError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -13,12 +16,22 @@ SPELT_OTHERWISE = {  # as in the Muse drafters
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
+PLAIN = Folder()
+RESPELT = (  # pattern, usual spelling: ModelOpt's and older DSpark names, DFlash 2 modules
+    (r"^logit_head\.", "markov_head."),
+    (r"^(markov_w[12])(\.weight)?$", r"markov_head.\1.weight"),
+    (r"^(gate_proj|joint_proj)\.", r"markov_head.\1."),
+    (r"^confidence_proj\.", "confidence_head.proj."),
+    (r"^(candidate_selector\.\w+_codebook)\.weight$", r"\1"),
+)
 ALWAYS_IGNORED = {r"rotary_emb\.inv_freq$": "recomputed from the configuration"}
 
 
-def target(source: TensorSource, *, tied: bool) -> Canonical:
+def target(source: TensorSource, *, tied: bool, folder: Folder = PLAIN) -> Canonical:
     """A target's folder; a tied head that repeats the embedding is dropped, another refused."""
-    found = canonical(source, ALWAYS_IGNORED)
+    found = canonical(source, ALWAYS_IGNORED | dict(folder.ignored))
+    if folder.fused:
+        split_experts(found, folder.fused)
     if tied and "lm_head.weight" in found.origins:
         head = found.origins.pop("lm_head.weight").name
         if not _equal(found, source, head):
@@ -30,11 +43,54 @@ def target(source: TensorSource, *, tied: bool) -> Canonical:
     return found
 
 
-def drafter(source: TensorSource) -> Canonical:
+def split_experts(found: Canonical, pattern: str) -> None:
+    """Gives each expert its own tensors where a folder stores all of a layer's in one."""
+    for name in [n for n in found.origins if re.search(pattern, n)]:
+        stored = found.origins[name].name
+        shape = found.source.shape(stored)
+        stem, _, which = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
+        if len(shape) != 3 or shape[1] % len(parts):
+            raise CheckpointError(
+                f"{stored} has the shape {list(shape)}; expected [experts, {len(parts)} x out, in]"
+            )
+        del found.origins[name]
+        size = shape[1] // len(parts)
+        for i in range(shape[0] * len(parts)):
+            expert, part = divmod(i, len(parts))
+            rows = range(i * size, (i + 1) * size)
+            found.origins[f"{stem}.{expert}.{parts[part]}.weight"] = Origin(stored, rows)
+
+
+def drafter(source: TensorSource, config: DrafterConfig) -> Canonical:
     """A drafter's folder; copies of the target's embedding and head are not used."""
     borrowed = "borrowed from the target"
-    ignored = {r"^embed_tokens\.weight$": borrowed, r"^lm_head\.weight$": borrowed}
+    ignored = {r"^t2d$": "follows from d2t"}
+    ignored |= {} if config.own_embedding else {r"^embed_tokens\.weight$": borrowed}
+    ignored |= {} if config.own_head else {r"^lm_head\.weight$": borrowed}
+    ignored |= {} if config.draft_vocab_size else {r"^d2t$": "the vocabulary is not reduced"}
     return canonical(source, ALWAYS_IGNORED | ignored)
+
+
+def owned(source: TensorSource, config: DrafterConfig) -> DrafterConfig:
+    """The config with the embedding and head that the folder has of its own.
+
+    A DSpark drafter, or one with a reduced vocabulary, may have them. Others were trained on the
+    target's. NaN marks a table that was never filled.
+    """
+    if config.kind != "dspark" and not config.draft_vocab_size:
+        return config
+    stored = {strip(name): name for name in source.names()}
+
+    def has(name: str) -> bool:
+        if name not in stored:
+            return False
+        return bool(
+            np.isfinite(source.read_rows(stored[name], slice(0, 1)).astype(np.float32)).all()
+        )
+
+    head = bool(config.draft_vocab_size) or has("lm_head.weight")
+    return dataclasses.replace(config, own_embedding=has("embed_tokens.weight"), own_head=head)
 
 
 def canonical(source: TensorSource, ignored: dict[str, str]) -> Canonical:
@@ -59,6 +115,8 @@ def strip(name: str) -> str:
     """A stored name without the prefixes that wrappers add, in the usual spelling."""
     prefix = next((p for p in PREFIXES if name.startswith(p)), "")
     short = name.removeprefix(prefix)
+    for pattern, usual in RESPELT:
+        short = re.sub(pattern, usual, short)
     return SPELT_OTHERWISE.get(short, short)
 
 

@@ -2,17 +2,33 @@
 
 from typing import Any
 
+from converters.names import qwen3_5
 from dflash_jax.config import (
     FULL,
     SLIDING,
     AttentionConfig,
     DrafterConfig,
+    HybridConfig,
     RopeConfig,
     TargetConfig,
 )
+from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.config.gpt_oss import GptOssConfig
+from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.errors import ConfigError
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+DRAFTERS = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "Qwen3DSparkModel",
+}
+ARCHITECTURES = {
+    "gpt_oss": "GptOssForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 def fields(config: AttentionConfig, dtype: str) -> dict[str, Any]:
@@ -25,20 +41,53 @@ def fields(config: AttentionConfig, dtype: str) -> dict[str, Any]:
 
 
 def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
+    if isinstance(config, HybridConfig):
+        return qwen3_5.published(config, dtype)
+    if config.model_type not in ARCHITECTURES:
+        raise ConfigError(
+            f"a {config.model_type} target cannot be exported;"
+            f" {', '.join((*ARCHITECTURES, *qwen3_5.ARCHITECTURES))} can."
+            " Its published folder is the form others read"
+        )
     found = {"architectures": [ARCHITECTURES[config.model_type]], "model_type": config.model_type}
-    found |= _geometry(config) | {
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": config.max_length,
-        "eos_token_id": list(config.eos_token_ids),
-        "dtype": dtype,
-    }
+    found |= (
+        _geometry(config)
+        | _experts(config)
+        | {
+            "vocab_size": config.vocab_size,
+            "tie_word_embeddings": config.tie_embeddings,
+            "max_position_embeddings": config.max_length,
+            "eos_token_id": list(config.eos_token_ids),
+            "dtype": dtype,
+        }
+    )
     return found | _windows(config.windows, [w is not None for w in config.windows])
 
 
+def _experts(config: TargetConfig) -> dict[str, Any]:
+    chosen = {"num_experts_per_tok": config.experts_per_token}
+    if isinstance(config, Qwen3MoeConfig):
+        return chosen | {
+            "num_experts": config.num_experts,
+            "moe_intermediate_size": config.expert_size,
+            "norm_topk_prob": config.normalise_shares,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i, sparse in enumerate(config.sparse) if not sparse],
+        }
+    if isinstance(config, GptOssConfig):
+        own = {"num_local_experts": config.num_experts, "swiglu_limit": config.swiglu_limit}
+        return chosen | own
+    return {}
+
+
 def _drafter(config: DrafterConfig, dtype: str) -> dict[str, Any]:
+    if config.kind not in DRAFTERS or config.draft_vocab_size:
+        raise ConfigError(
+            f"a {config.kind} drafter with a vocabulary of {config.choices} has no published"
+            f" form; {', '.join(DRAFTERS)} over the whole vocabulary have"
+        )
     optional = {
-        "input_embedding_scale": (config.input_embedding_scale, 1.0),
+        "input_embedding_scale": (config.input_embedding_scale, None),
         "output_multiplier": (config.output_multiplier, 1.0),
         "final_logit_softcapping": (config.final_logit_softcapping, None),
     }
@@ -47,7 +96,10 @@ def _drafter(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "target_layer_ids": list(config.target_layer_ids),
     }
     own |= {key: value for key, (value, default) in optional.items() if value != default}
-    found: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+    if config.sample_from_anchor != (config.kind == "dspark"):
+        own["sample_from_anchor"] = config.sample_from_anchor
+    own |= _heads(config)
+    found: dict[str, Any] = {"architectures": [DRAFTERS[config.kind]], "model_type": "qwen3"}
     found |= _geometry(config) | {
         "vocab_size": config.vocab_size,
         "num_target_layers": config.num_target_layers,
@@ -58,6 +110,21 @@ def _drafter(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     if config.rope.original_length:
         found["max_position_embeddings"] = config.rope.original_length
     return found | _causality(config)
+
+
+def _heads(config: DrafterConfig) -> dict[str, Any]:
+    """What DFlash 2 and DSpark add."""
+    if isinstance(config, DFlash2Config):
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        return {name: getattr(config, name) for name in names}
+    if isinstance(config, DSparkConfig):
+        return {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head,
+            "enable_confidence_head": config.confidence_head,
+            "confidence_head_with_markov": config.confidence_with_markov,
+        }
+    return {}
 
 
 def _causality(config: DrafterConfig) -> dict[str, Any]:

@@ -4,11 +4,14 @@ Canonical names and shapes are the Hugging Face ones without the leading "model.
 of a parameter is a view of its array, so that one description serves loading and export.
 """
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 Index = tuple[int | slice, ...]
+STACKED = r"\.mlp\.experts\.(gate_up|down)_proj$"  # all experts of a layer in one tensor
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,28 @@ class Slot:
     path: tuple[str, ...]
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    integer: bool = False  # whole numbers, whatever dtype the weights get
 
 
 Path = tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Folder:
+    """How a family's folders differ from its canonical tensors, as patterns of their names."""
+
+    ignored: Mapping[str, str] = field(default_factory=dict)  # and why they are not needed
+    fused: str | None = None  # experts stored as gate_up_proj [E, 2F, D] and down_proj [E, D, F]
+
+
 def same(path: Path, name: str, *shape: int) -> Slot:
     """A parameter stored as its tensor is: norms, biases, embedding tables."""
     return Slot(path, shape, (Part(name, shape, tuple(range(len(shape)))),))
+
+
+def integers(path: Path, name: str, *shape: int) -> Slot:
+    """A parameter of whole numbers, stored as its tensor is: token ids."""
+    return dataclasses.replace(same(path, name, *shape), integer=True)
 
 
 def linear(path: Path, name: str, out: int, into: int) -> Slot:

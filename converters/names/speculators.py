@@ -26,6 +26,13 @@ DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "hidden_act": "silu",
 }
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+MARKOV = (
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
 CARRIED = (*DEFAULTS, "layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 
 
@@ -39,8 +46,8 @@ def published_fields(
 ) -> tuple[dict[str, Any], Taps]:
     """The fields `dflash_jax.config.drafter_config` reads, and how the taps were read."""
     kind = config["speculators_model_type"]
-    if kind != "dflash" or config.get("sample_from_anchor"):
-        raise ConfigError(f"{where}: speculator type {kind!r} is not supported; dflash is")
+    if kind not in ARCHITECTURES:
+        raise ConfigError(f"{where}: speculator type {kind!r} is none of {[*ARCHITECTURES]}")
     layers = config.get("transformer_layer_config")
     if not isinstance(layers, dict):
         raise ConfigError(f"{where}: transformer_layer_config is missing; fetch the file again")
@@ -60,26 +67,23 @@ def published_fields(
     )
     fields = {key: layers[key] for key in CARRIED if key in layers}
     fields |= _rope(layers) | {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [ARCHITECTURES[kind]],
         "model_type": "qwen3",
         "block_size": config.get("block_size", 8),
+        "draft_vocab_size": config.get("draft_vocab_size"),
+        "sample_from_anchor": config.get("sample_from_anchor"),
         "dtype": config.get("dtype") or config.get("torch_dtype"),
         "is_causal": False if config.get("sliding_window_non_causal") else None,
         "dflash_config": {
             "mask_token_id": config.get("mask_token_id"),
             "target_layer_ids": list(taps.ids),
+            **{key: config[key] for key in MARKOV if kind == "dspark" and key in config},
         },
     }
     return fields, taps
 
 
 def _refuse_unlike(config: dict[str, Any], layers: dict[str, Any], where: str) -> None:
-    reduced, whole = config.get("draft_vocab_size"), layers["vocab_size"]
-    if reduced not in (None, whole):
-        raise ConfigError(
-            f"{where}: a vocabulary reduced to {reduced} of {whole} tokens is not supported;"
-            " use a drafter with the target's vocabulary"
-        )
     width = config.get("target_hidden_size")
     if width not in (None, layers["hidden_size"]):
         raise ConfigError(
@@ -115,7 +119,7 @@ def speculators_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
         "mask_token_id": config.mask_token_id,
         "sliding_window_non_causal": fields.get("is_causal") is False,
-        "sample_from_anchor": False,
+        "sample_from_anchor": config.sample_from_anchor,
         "dtype": dtype,
     }
 

@@ -36,7 +36,9 @@ def run(options: argparse.Namespace) -> int:
     from dflash_jax.compiler.explain import explain as report
     from dflash_jax.compiler.roofline import DEVICES, find_device
 
-    target, drafter = loading.describe(options.target, chosen_drafter(options))
+    target, drafter = loading.describe(
+        options.target, chosen_drafter(options), taps_at=options.taps_at
+    )
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
     device = DEVICES.get(options.device or "") or find_device(jax.local_devices()[0].device_kind)

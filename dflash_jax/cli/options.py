@@ -42,6 +42,11 @@ def model_options(verb: argparse.ArgumentParser) -> None:
     models.add_argument("--chunk", type=int, default=0, help="prompt tokens per prefill call")
     models.add_argument("--rows", type=int, default=1, help="requests side by side")
     models.add_argument("--inexact", action="store_true", help="let plain steps run one token wide")
+    models.add_argument(
+        "--taps-at",
+        default="auto",
+        help="where the drafter's taps are taken: early, late or upstream (research; see Plan)",
+    )
     models.add_argument("--memory-limit", type=int, default=0, metavar="BYTES")
 
 
@@ -65,6 +70,7 @@ def chosen_plan(options: argparse.Namespace) -> Any:
         chunk=options.chunk,
         dtype=options.dtype,
         exact=not options.inexact,
+        taps_at=options.taps_at,
         memory_limit=options.memory_limit,
     )
 
@@ -93,7 +99,9 @@ def load_engine(
         use_compilation_cache()
         from dflash_jax import loading
 
-        pair = loading.open_pair(options.target, chosen_drafter(options), taps=options.taps)
+        pair = loading.open_pair(
+            options.target, chosen_drafter(options), taps=options.taps, taps_at=options.taps_at
+        )
         ids = prompts(pair.tokenizer)
         plan = chosen_plan(options)
         if not plan.max_length:

@@ -1,19 +1,22 @@
 """What a plan turns into: models, bytes, programs and their rooflines, without any weights."""
 
+import collections
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from dflash_jax.compiler.build import Executable, compile_programs
-from dflash_jax.compiler.memory import Budget, Work, budget, gibi, work
+from dflash_jax.compiler.memory import Budget, Work, budget, gibi, kept_states, work
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import Program, abstract_params, declare
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
 
+MOST_RUNS = 8
+_KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
 _HELPERS = ("forced", "wipe")  # programs without a roofline of their own
 
 
@@ -60,18 +63,24 @@ class Explanation:
     def _head(self) -> Iterable[str]:
         t, d, p = self.target, self.drafter, self.plan
         taps = " ".join(map(str, d.target_layer_ids)) if d else "none"
-        yield f"target   {t.model_type}  {t.num_layers} layers  {_windows(t.windows)}  taps {taps}"
+        taps += f" ({p.taps_at})" if d and p.taps_at != AUTO else ""
+        mlps = f"  {t.experts_per_token} of {t.num_experts} experts" if t.num_experts else ""
+        yield (
+            f"target   {t.model_type}  {t.num_layers} layers  {_runs(t.layer_kinds)}{mlps}"
+            f"  taps {taps}"
+        )
         if d:
             kinds = ["causal" if causal else "bidirectional" for causal in d.causal]
             yield (
-                f"drafter  dflash v1  {d.num_layers} layers  {_windows(d.windows)}"
-                f"  {_runs(kinds)}  block {d.block_size}  mask {d.mask_token_id}"
-                f"  embedding x{d.input_embedding_scale:g}"
+                f"drafter  {_KINDS.get(d.kind, d.kind)}  {d.num_layers} layers"
+                f"  {_runs(window_kinds(d.windows))}  {_runs(kinds)}  block {d.block_size}"
+                f"  mask {d.mask_token_id}  {_borrowed(t, d, p)}"
             )
         yield (
             f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"
             f"  chunk {p.chunk}  {p.dtype}  {'exact' if p.exact else 'inexact'}"
             f"  lookahead {p.lookahead}"
+            + (f"  min survival {p.min_survival:g}" * (p.min_survival > 0))
         )
         yield f"memory   {self.budget}"
         yield (
@@ -114,10 +123,15 @@ def explain(
     )
     params = jax.tree_util.tree_leaves_with_path(abstract_params(plan, target, drafter))
     notes = []
-    if drafter and plan.block > drafter.block_size:
+    if drafter and plan.block > drafter.step_width:
         notes.append(
-            f"block {plan.block} is wider than the {drafter.block_size} the drafter was trained"
+            f"block {plan.block} is wider than the {drafter.step_width} the drafter was trained"
             " with: drafts past that will hardly be accepted"
+        )
+    if kept := kept_states(plan, target):
+        notes.append(
+            f"recurrent layers take a block token by token and keep the state after each until it"
+            f" is known how many stay: {gibi(kept)}; with exact=False they need not"
         )
     return Explanation(
         target=target,
@@ -162,17 +176,24 @@ def _report(
     )
 
 
+def _borrowed(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> str:
+    """The scale of the block's embeddings and the cap of its logits, each applied once."""
+    used = paired(target, drafter)
+    scale, cap = used.input_embedding_scale or 1.0, used.final_logit_softcapping or 0.0
+    if used.rounded_embedding_scale:
+        scale = float(jax.numpy.dtype(plan.dtype).type(scale))
+    own = [drafter.input_embedding_scale, drafter.final_logit_softcapping]
+    whose = ["" if value in (1, 0) else " (the target's)" for value in (scale, cap)]
+    whose = [text if value is None else "" for text, value in zip(whose, own, strict=True)]
+    return f"embedding x{scale:g}{whose[0]}  softcap {f'{cap:g}' if cap else 'none'}{whose[1]}"
+
+
 def _bytes(n: int | None) -> str:
     return "-" if n is None else gibi(n)
 
 
-def _windows(windows: tuple[int | None, ...]) -> str:
-    kinds = ["full attention" if w is None else f"window {w}" for w in windows]
-    return _runs(kinds)
-
-
-def _runs(kinds: list[str]) -> str:
-    """'a on 0-3, b on 4', or just 'a' when all are alike."""
+def _runs(kinds: Sequence[str]) -> str:
+    """'a on 0-3, b on 4'; just 'a' when all are alike, '48 a, 16 b' when they alternate."""
     if len(set(kinds)) == 1:
         return kinds[0]
     runs: list[list[int]] = []
@@ -181,4 +202,6 @@ def _runs(kinds: list[str]) -> str:
             runs[-1][1] = i
         else:
             runs.append([i, i])
+    if len(runs) > MOST_RUNS:
+        return ", ".join(f"{n} {kind}" for kind, n in collections.Counter(kinds).items())
     return ", ".join(f"{kinds[a]} on {a}-{b}" if a < b else f"{kinds[a]} on {a}" for a, b in runs)

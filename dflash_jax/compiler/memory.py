@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import abstract_params, empty_state
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.state import LayerCache
+from dflash_jax.state import LayerCache, RecurrentCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Budget:
 class Work:
     """What one call must at least move and multiply."""
 
-    bytes: int  # weights once, plus the caches it reads
+    bytes: int  # weights once, the caches it reads, the recurrent states it writes
     flops: int
 
 
@@ -80,17 +80,29 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
     counts = parameters(target, drafter)
     head = target.vocab_size * target.hidden_size
     body = _multiplied(counts["target"])
-    moved = (body + head) * _item(plan) + tree_bytes(state.target)
-    flops = 2 * (body * tokens + head * head_rows) + _attention_flops(state.target, tokens, target)
+    idle, asleep = _idle_experts(target, counts["target"], tokens)
+    recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
+    moved = (body - asleep + head) * _item(plan)
+    moved += tree_bytes(state.target) + tree_bytes(recurrent)
+    flops = 2 * ((body - idle) * tokens + head * head_rows)
+    flops += _attention_flops(state.target, tokens, target)
+    flops += 7 * width * sum(c.state.size for c in recurrent)  # decay, read, correct, read out
     if drafter is not None:
         drafting = name == "speculative"
         layers = _multiplied(counts["drafter"])
         context = sum(n for path, n in counts["drafter"].items() if path.endswith(("fc", "kv")))
-        used = layers + head if drafting else context
+        used = layers + counts["drafter"].get("head", head) if drafting else context
         moved += used * _item(plan) + drafting * tree_bytes(state.draft)
         flops += 2 * tokens * (used + drafting * context)
         flops += drafting * _attention_flops(state.draft, tokens, drafter)
     return Work(moved, flops)
+
+
+def kept_states(plan: Plan, target: TargetConfig) -> int:
+    """Bytes of the states that exact blocks keep until they are committed (R3)."""
+    state = jax.eval_shape(lambda: empty_state(plan, target, None))
+    recurrent = [c.state for c in state.target if isinstance(c, RecurrentCache)]
+    return plan.block * tree_bytes(recurrent) if plan.exact else 0
 
 
 def tree_bytes(tree: Any) -> int:
@@ -103,23 +115,48 @@ def _item(plan: Plan) -> int:
 
 
 def _multiplied(counts: dict[str, int]) -> int:
-    """Weights every token is multiplied with: all matrices but the tables at both ends."""
-    return sum(n for path, n in counts.items() if path not in ("embed", "head"))
+    """Weights every token is multiplied with: all matrices but the head and gathered tables."""
+    tables = ("embed", "head", "layer_embed", "predecessor", "successor", "markov_w1", "d2t")
+    return sum(n for path, n in counts.items() if path not in tables)
+
+
+def _idle_experts(c: TargetConfig, counts: dict[str, int], tokens: int) -> tuple[int, int]:
+    """Weights of experts that one token does not use, and that at least `tokens` together don't.
+
+    The least bytes are not known before the routing is; counted is the routing in which no two
+    tokens share an expert while there are others left.
+    """
+    if not c.num_experts:
+        return 0, 0
+    total = sum(n for path, n in counts.items() if "/experts_" in path)
+    each, used = total // c.num_experts, min(c.num_experts, tokens * c.experts_per_token)
+    return each * (c.num_experts - c.experts_per_token), each * (c.num_experts - used)
 
 
 def _attention_flops(caches: Any, tokens: int, c: TargetConfig | DrafterConfig) -> int:
-    slots = sum(cache.slots for cache in caches if isinstance(cache, LayerCache))
-    return 4 * tokens * c.num_heads * c.head_dim * slots
+    """Scores and sums of every cache once; its width is its layer's own."""
+    sizes = sum(x.slots * x.k.shape[3] for x in caches if isinstance(x, LayerCache))
+    return 4 * tokens * c.num_heads * sizes
 
 
 def _temporary_bytes(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> int:
-    """Upper estimate: one layer's scores and activations, the head's logits, the taps."""
+    """Upper estimate: a layer's scores, activations, experts; logits, taps, what commits need."""
     wide = plan.rows * plan.widest
     scores = 3 * 4 * wide * target.num_heads * plan.slots
     hidden = 8 * _item(plan) * wide * (target.hidden_size + target.intermediate_size)
     logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
+    experts = 8 * wide * target.num_experts * target.expert_size  # all of them, gate and up
     taps = wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
-    return scores + hidden + logits + 2 * taps * _item(plan)
+    recurrent = max(kept_states(plan, target), _factor_bytes(plan, target))
+    return scores + hidden + logits + experts + 2 * taps * _item(plan) + recurrent
+
+
+def _factor_bytes(plan: Plan, target: TargetConfig) -> int:
+    """What the recurrent layers keep of a prompt chunk: inputs, keys, corrections, decays."""
+    state = jax.eval_shape(lambda: empty_state(plan, target, None))
+    recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
+    wide = sum(c.inputs.shape[2] * (4 + _item(plan)) + c.state.shape[1] * 4 for c in recurrent)
+    return plan.rows * plan.chunk * wide
 
 
 def gibi(n: float) -> str:

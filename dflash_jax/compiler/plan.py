@@ -9,11 +9,13 @@ from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
+from dflash_jax.config import TAPS_AT
 from dflash_jax.errors import PlanError
-from dflash_jax.state import LayerCache, empty_cache
+from dflash_jax.state import LayerCache, RecurrentCache, empty_cache, empty_recurrent
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
+TapsAt = Literal["auto", "early", "late", "upstream"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,13 @@ class Plan:
       exact: plain steps and fallbacks run at block width, so that speculative output equals
         plain output bit for bit. False lets plain steps run one token wide.
       rings: sliding-window layers keep only a ring of window + widest call slots.
+      taps_at: where in a target layer the drafter's taps are taken: "late", its output, as
+        every engine does; "early", before per-layer inputs and layer scalars; "upstream", late,
+        but the last layer's after the final norm. "auto" is late for all but the last layer.
       lookahead: steps the host stays ahead of what it has read, 0 or 1.
       stop_slots: most stop tokens a request may name.
+      min_survival: drafts that a drafter with a confidence head gives less than this chance to
+        be kept are not verified; 0 verifies all.
       memory_limit: bytes the engine may use; the device's free memory by default.
     """
 
@@ -41,8 +48,10 @@ class Plan:
     dtype: Dtype = "auto"
     exact: bool = True
     rings: bool = True
+    taps_at: TapsAt = "auto"
     lookahead: int = 1
     stop_slots: int = 8
+    min_survival: float = 0.0
     memory_limit: int = 0
 
     def __post_init__(self) -> None:
@@ -53,8 +62,12 @@ class Plan:
                 raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}")
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
-        if self.dtype not in DTYPES:
-            raise PlanError(f"dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        survival = self.min_survival
+        if type(survival) not in (int, float) or not 0 <= survival <= 1:
+            raise PlanError(f"min_survival is {survival!r}; expected a number from 0 to 1")
+        for name, known in (("dtype", DTYPES), ("taps_at", TAPS_AT)):
+            if (value := getattr(self, name)) not in known:
+                raise PlanError(f"{name} is {value!r}; expected one of {', '.join(known)}")
 
     def to_json(self) -> str:
         """The plan as one JSON object; `from_json` is the inverse."""
@@ -86,14 +99,30 @@ class Plan:
         slots = -(-(window + self.widest) // 16) * 16
         return slots if slots < self.slots else None
 
-    def cache(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
-        """An empty cache of one attention layer."""
-        ring = self.ring_slots(window)
+    @property
+    def cache(self) -> "CacheMaker":
+        """Makes this plan's empty caches."""
+        return CacheMaker(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheMaker:
+    """Empty caches in a plan's sizes, one per layer."""
+
+    plan: Plan
+
+    def __call__(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
+        """The cache of an attention layer."""
+        plan, ring = self.plan, self.plan.ring_slots(window)
         return empty_cache(
-            self.rows,
+            plan.rows,
             kv_heads,
-            ring or self.slots,
+            ring or plan.slots,
             head_dim,
-            dtype=jnp.dtype(self.dtype),
+            dtype=jnp.dtype(plan.dtype),
             ring=ring is not None,
         )
+
+    def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:
+        """The cache of a recurrent layer: its state [N, P, Q] and convolution inputs [W, C]."""
+        return empty_recurrent(self.plan.rows, state, inputs, dtype=jnp.dtype(self.plan.dtype))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.compiler.plan import Plan
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import AUTO, LATE, DrafterConfig, TargetConfig, paired
 from dflash_jax.decode import steps
 from dflash_jax.decode.steps import Pair, Params
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
@@ -26,9 +26,16 @@ class Program:
     donated: tuple[int, ...] = ()
 
 
-def build_pair(target: TargetConfig, drafter: DrafterConfig | None) -> Pair:
-    """The modules of both configs."""
-    return Pair(build_target(target), build_drafter(drafter) if drafter else None)
+def build_pair(
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    *,
+    exact: bool = True,
+    taps_at: str = AUTO,
+) -> Pair:
+    """The modules of both configs; what the drafter's leaves open is the target's."""
+    drafting = build_drafter(paired(target, drafter)) if drafter else None
+    return Pair(build_target(target), drafting, exact, LATE if taps_at == AUTO else taps_at)
 
 
 def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> DecodeState:
@@ -45,9 +52,19 @@ def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None)
 def abstract_params(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
 ) -> dict[str, Any]:
-    """Shapes and dtypes of all parameters; no memory is used."""
-    params = jax.eval_shape(lambda: init_params(target, drafter, seed=0))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(plan.dtype)), params)
+    """Shapes and dtypes of all parameters; no memory is used. Token ids stay integers."""
+
+    def planned(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        whole = jnp.issubdtype(x.dtype, jnp.integer)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype if whole else jnp.dtype(plan.dtype))
+
+    return jax.tree.map(planned, _shapes(target, drafter))
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Any]:
+    """Shapes of all parameters, weights as float32; tracing a large model takes seconds."""
+    return jax.eval_shape(lambda: init_params(target, drafter, seed=0))
 
 
 def init_params(target: TargetConfig, drafter: DrafterConfig | None, *, seed: int) -> Params:
@@ -79,7 +96,7 @@ def idle_rules(plan: Plan) -> RowRules:
 
 def declare(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Program]:
     """Every program of a resolved plan, by name. The state is donated to each."""
-    pair = build_pair(target, drafter)
+    pair = build_pair(target, drafter, exact=plan.exact, taps_at=plan.taps_at)
     params = abstract_params(plan, target, drafter)
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
     rules = jax.eval_shape(lambda: idle_rules(plan))
@@ -104,8 +121,8 @@ def declare(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> 
             program(plain + suffix, steps.plain, rules, width=width, sampled=sampled),
         ]
         if drafter is not None:
-            step, block = steps.speculative, plan.block
+            static = {"width": plan.block, "min_survival": plan.min_survival}
             programs.append(
-                program("speculative" + suffix, step, rules, width=block, sampled=sampled)
+                program("speculative" + suffix, steps.speculative, rules, sampled=sampled, **static)
             )
     return {p.name: p for p in programs}

@@ -22,7 +22,7 @@ def resolve(
     """
     small = platform == "cpu"
     default_dtype: Dtype = "float32" if small else "bfloat16"
-    default_block = drafter.block_size if drafter else 8
+    default_block = drafter.step_width if drafter else 8
     plan = dataclasses.replace(
         plan,
         max_length=plan.max_length or min(target.max_length, 1024 if small else 8192),
@@ -35,6 +35,11 @@ def resolve(
         raise PlanError(
             f"max_length is {plan.max_length}, but the target was made for {target.max_length}"
             f" positions; ask for at most {target.max_length}"
+        )
+    if plan.min_survival and not (drafter and drafter.predicts_survival):
+        raise PlanError(
+            f"min_survival is {plan.min_survival}, but the drafter has no confidence head;"
+            " leave it at 0"
         )
     need = budget(plan, target, drafter)
     if need.total > plan.memory_limit:

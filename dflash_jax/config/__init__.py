@@ -11,35 +11,76 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.config.base import (
+    AUTO,
+    EARLY,
     FULL,
+    LATE,
     SLIDING,
+    TAPS_AT,
+    UPSTREAM,
     AttentionConfig,
     RopeConfig,
     TargetConfig,
     id_tuple,
+    window_kinds,
 )
-from dflash_jax.config.dflash import DrafterConfig, drafter_config
+from dflash_jax.config.dflash import DrafterConfig, DrafterFields
 from dflash_jax.config.fields import Fields, read_json
+from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
 
 __all__ = [
+    "AUTO",
+    "DRAFTER_TYPES",
+    "EARLY",
     "FULL",
+    "LATE",
+    "LINEAR",
+    "PAIRED",
     "SLIDING",
+    "TAPS_AT",
     "TARGET_TYPES",
+    "UPSTREAM",
     "AttentionConfig",
     "DrafterConfig",
+    "HybridConfig",
     "RopeConfig",
     "TargetConfig",
     "check_pair",
     "drafter_config",
+    "paired",
     "read_drafter_config",
     "read_json",
     "read_target_config",
     "target_config",
+    "window_kinds",
 ]
 
 # model_type of a config.json -> the file of its family, here and in models/
-TARGET_TYPES = {"llama": "llama", "qwen3": "qwen3"}
+TARGET_TYPES = {
+    "gemma4": "gemma4",
+    "gemma4_text": "gemma4",
+    "gemma4_unified": "gemma4",
+    "gemma4_unified_text": "gemma4",
+    "gpt_oss": "gpt_oss",
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
+    "qwen3_moe": "qwen3_moe",
+}
+
+# architecture of a drafter's config.json -> the file of its kind, here and in models/
+DRAFTER_TYPES = {
+    "DFlashDraftModel": "dflash",
+    "Qwen3DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "Qwen3DSparkModel": "dspark",
+    "DSparkDraftModel": "dspark",
+}
+PROJECTORS = {"dflash": "dflash", "dspark": "dspark"}  # `projector_type` of SpecForge, ModelOpt
 
 
 def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetConfig:
@@ -57,8 +98,43 @@ def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetC
     return config
 
 
-def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
-    """Raises ConfigError, naming every reason, when the drafter was not made for this target."""
+def drafter_config(fields: dict[str, Any], where: str = "config.json") -> DrafterConfig:
+    """The drafter described by a published config, of the kind its `architectures` name."""
+    outer = Fields(fields, where)
+    both = DrafterFields(outer, outer.inner("dflash_config"))
+    kind = _drafter_kind(both)
+    config = importlib.import_module(f"dflash_jax.config.{kind}").from_hf(both)
+    outer.refuse_rest()
+    both.dflash.refuse_rest()
+    return config
+
+
+def _drafter_kind(fields: DrafterFields) -> str:
+    where = fields.outer.where
+    named = fields.outer.get("architectures", ["DFlashDraftModel"])
+    if not isinstance(named, list) or named not in [[known] for known in DRAFTER_TYPES]:
+        raise ConfigError(
+            f"{where}: architectures is {named}; expected one of {', '.join(DRAFTER_TYPES)}"
+        )
+    kind = DRAFTER_TYPES[named[0]]
+    projector = fields.dflash.get("projector_type", kind)
+    if kind == "dflash" and projector in tuple(PROJECTORS):
+        return PROJECTORS[projector]
+    if projector != kind:
+        raise ConfigError(
+            f"{where}: projector_type is {projector!r} in a {named[0]}; only"
+            f" {', '.join(PROJECTORS)} are supported"
+        )
+    return kind
+
+
+def check_pair(target: TargetConfig, drafter: DrafterConfig, *, taps_at: str = AUTO) -> None:
+    """Raises ConfigError, naming every reason, when the drafter was not made for this target.
+
+    Args:
+      taps_at: where the plan takes the taps; anything but AUTO settles what the last
+        layer's output is.
+    """
     layers = range(target.num_layers)
     outside = [i for i in drafter.target_layer_ids if i not in layers]
     reasons = []
@@ -72,10 +148,10 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
         )
     if outside:
         reasons.append(f"reads target layers {outside}, the target has layers 0 to {layers[-1]}")
-    if target.num_layers - 1 in drafter.target_layer_ids:
+    if target.num_layers - 1 in drafter.target_layer_ids and taps_at == AUTO:
         reasons.append(
             f"reads the last target layer ({target.num_layers - 1}), which is ambiguous: other"
-            " engines take it before or after the final norm"
+            " engines take it before (taps_at='late') or after (taps_at='upstream') the final norm"
         )
     if not 0 <= drafter.mask_token_id < target.vocab_size:
         reasons.append(
@@ -89,9 +165,34 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
         )
 
 
+# What `paired` settles in a drafter's config.
+PAIRED = ("input_embedding_scale", "rounded_embedding_scale", "final_logit_softcapping")
+
+
+def paired(target: TargetConfig, drafter: DrafterConfig) -> DrafterConfig:
+    """The drafter with what its config leaves open taken from the target it drafts for.
+
+    Drafters read the target's embedding and speak through its head, so a silent config means
+    the target's own embedding scale and softcap (every engine that serves Gemma does so). With
+    tables of their own it means neither.
+    """
+    changes: dict[str, Any] = {}
+    if drafter.input_embedding_scale is None:
+        changes |= {
+            "input_embedding_scale": 1.0 if drafter.own_embedding else target.embedding_scale,
+            "rounded_embedding_scale": True,
+        }
+    if drafter.final_logit_softcapping is None:
+        cap = None if drafter.own_head else target.final_softcap
+        changes["final_logit_softcapping"] = cap or 0.0
+    return dataclasses.replace(drafter, **changes)
+
+
 def read_target_config(directory: Path) -> TargetConfig:
     """The target in a Hugging Face directory, end tokens completed from generation_config.json."""
-    config = target_config(read_json(directory / "config.json"), str(directory / "config.json"))
+    fields = read_json(directory / "config.json")
+    fields.pop("quantization_config", None)  # how weights are stored: read by who loads them
+    config = target_config(fields, str(directory / "config.json"))
     generation = directory / "generation_config.json"
     extra = id_tuple(read_json(generation).get("eos_token_id")) if generation.is_file() else ()
     ids = tuple(dict.fromkeys(config.eos_token_ids + extra))

@@ -10,6 +10,12 @@ from dflash_jax.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
+OPT_IN = ("qwen3", "qwen3_moe")  # whose sliding_window counts only with use_sliding_window
+
+# Where drafters take a layer's output: before what a family does after its residual adds
+# (per-layer inputs, layer scalars), after that, or as Hugging Face lists hidden states, which
+# is late, but the last layer's after the final norm. AUTO is late and knows no last layer.
+AUTO, EARLY, LATE, UPSTREAM = TAPS_AT = ("auto", "early", "late", "upstream")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +23,7 @@ class RopeConfig:
     """Rotary embedding: base, and how its frequencies are rescaled."""
 
     theta: float = 10000.0
-    kind: str = "default"  # default, linear, llama3, yarn
+    kind: str = "default"  # default, linear, llama3, yarn, proportional
     factor: float = 1.0
     original_length: int = 0
     low_freq_factor: float = 1.0  # llama3
@@ -26,6 +32,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin
+    partial_rotary_factor: float = 1.0  # proportional: the share of pairs that turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +74,7 @@ class AttentionConfig:
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
         }
-        values["rope"] = RopeConfig(**fields["rope"])
+        values |= {k: RopeConfig(**v) for k, v in values.items() if isinstance(v, dict)}
         return cls(**values)
 
 
@@ -83,6 +90,21 @@ class TargetConfig(AttentionConfig):
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the published weights
     qk_norm: bool = False  # queries and keys normalised per head before rotation
+    num_experts: int = 0  # of each layer that has some
+    experts_per_token: int = 0
+    expert_size: int = 0  # width of each expert's MLP
+    embedding_scale: float = 1.0  # times table rows, both rounded to the weights' dtype
+    final_softcap: float | None = None  # logits become cap tanh(logits / cap)
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """What each layer is, in words."""
+        return window_kinds(self.windows or (None,) * self.num_layers)
+
+
+def window_kinds(windows: tuple[int | None, ...]) -> tuple[str, ...]:
+    """Attention layers in words."""
+    return tuple("full attention" if w is None else f"window {w}" for w in windows)
 
 
 def dense_fields(f: Fields) -> dict[str, Any]:
@@ -99,6 +121,21 @@ def dense_fields(f: Fields) -> dict[str, Any]:
         "eos_token_ids": id_tuple(f.get("eos_token_id")),
         "dtype": dtype_name(f),
     }
+
+
+def expert_fields(f: Fields, size: int) -> dict[str, Any]:
+    """Number, choice and size of experts; the number is spelled in two ways."""
+    count = f.get("num_experts", f.get("num_local_experts"))
+    f.used.update(("num_experts", "num_local_experts"))
+    chosen = f.integer("num_experts_per_tok")
+    if type(count) is not int or not 1 <= chosen <= count or size < 1:
+        raise ConfigError(
+            f"{f.where}: {chosen} of {count!r} experts of width {size} cannot be chosen; expected"
+            " num_experts (or num_local_experts) to be an integer of at least num_experts_per_tok,"
+            " and a positive width"
+        )
+    f.used.update(("output_router_logits", "router_aux_loss_coef"))  # training only
+    return {"num_experts": count, "experts_per_token": chosen, "expert_size": size}
 
 
 def geometry(f: Fields) -> dict[str, Any]:
@@ -159,7 +196,7 @@ def rope_config(f: Fields) -> RopeConfig:
 def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
     """Kind and window of each layer; Qwen3's window counts only with `use_sliding_window`."""
     window = f.get("sliding_window")
-    enabled = f.get("use_sliding_window", f.values.get("model_type") != "qwen3")
+    enabled = f.get("use_sliding_window", f.values.get("model_type") not in OPT_IN)
     first = f.integer("max_window_layers", num_layers)
     if not enabled:
         window = None

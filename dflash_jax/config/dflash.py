@@ -1,4 +1,4 @@
-"""DFlash v1 drafters."""
+"""DFlash v1 drafters, and what every drafter of the DFlash family has in common."""
 
 import dataclasses
 from typing import Any
@@ -16,67 +16,109 @@ from dflash_jax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig(AttentionConfig):
-    """A DFlash v1 drafter; it borrows embedding and head from its target."""
+    """A DFlash drafter; it borrows embedding and head from its target unless it has its own."""
 
     kind: str = "dflash"  # the file in models/ that builds it
     vocab_size: int
-    block_size: int
+    block_size: int  # places fed to the drafter: the anchor, then masks
     mask_token_id: int
     target_layer_ids: tuple[int, ...]  # output of decoder layer i, counted from 0
     num_target_layers: int
     windows: tuple[int | None, ...]  # per layer; None sees everything
     causal: tuple[bool, ...]  # per layer, inside the block
-    input_embedding_scale: float = 1.0
+    sample_from_anchor: bool = False  # place k predicts the token at anchor + k + 1, not + k
+    draft_vocab_size: int = 0  # tokens its own head can say; 0 is the whole vocabulary
+    own_embedding: bool = False
+    own_head: bool = False
+    input_embedding_scale: float | None = None  # times raw table rows; None: as the target's
+    rounded_embedding_scale: bool = False  # the scale is the target's, rounded as it does
     output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None  # 0 is none; None: as the target's
     dtype: str = "float32"
 
+    @property
+    def step_width(self) -> int:
+        """Tokens of a decode step at the trained size: the anchor and every draft."""
+        return self.block_size + self.sample_from_anchor
 
-def drafter_config(fields: dict[str, Any], where: str = "config.json") -> DrafterConfig:
-    """The DFlash v1 drafter described by a published config.
+    @property
+    def predicts_survival(self) -> bool:
+        """Whether the drafter says how likely its drafts are to be kept."""
+        return False
 
-    Drafter fields are looked up in `dflash_config` first, then at the top level (dflash 0.1.0).
-    A sliding layer is causal inside its block unless the config says `is_causal`.
+    @property
+    def choices(self) -> int:
+        """Tokens a place chooses from."""
+        return self.draft_vocab_size or self.vocab_size
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterFields:
+    """A published config: drafter fields are in `dflash_config`, or else at the top level."""
+
+    outer: Fields
+    dflash: Fields
+
+    def pick(self, name: str) -> Fields:
+        """Where a drafter field stands (the order of dflash 0.1.0)."""
+        self.outer.used.add(name)
+        return self.dflash if self.dflash.get(name) is not None else self.outer
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A drafter field that is true or false."""
+        found = self.pick(name)
+        value = found.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{found.where}: {name} is {value!r}; expected true or false")
+        return value
+
+
+def from_hf(fields: DrafterFields) -> DrafterConfig:
+    """The config of a v1 drafter; causal ones are JetSpec's."""
+    return DrafterConfig(**common_fields(fields))
+
+
+def common_fields(fields: DrafterFields) -> dict[str, Any]:
+    """The fields of DrafterConfig, which every kind spells alike.
+
+    A sliding layer is causal inside its block and a full one is not, unless the config says
+    `is_causal` at its top level or `causal` among the drafter fields (as JetSpec does).
+
+    Embedding scale and softcap stay None where the config is silent: `paired` takes the target's.
     """
-    f = Fields(fields, where)
-    kinds = f.get("architectures", ["DFlashDraftModel"])
-    if kinds != ["DFlashDraftModel"]:
-        raise ConfigError(f"{where}: architectures is {kinds}; expected ['DFlashDraftModel']")
+    f, pick = fields.outer, fields.pick
     f.must_be("model_type", "qwen3")
     f.must_be("hidden_act", "silu")
-    dflash = f.inner("dflash_config")
 
-    def pick(name: str) -> Fields:
-        f.used.add(name)
-        return dflash if dflash.get(name) is not None else f
+    def optional(name: str) -> float | None:
+        return None if pick(name).get(name) is None else pick(name).number(name, 0.0)
 
     taps = pick("target_layer_ids").get("target_layer_ids")
     if not isinstance(taps, list) or not taps or not all(type(i) is int for i in taps):
         raise ConfigError(
-            f"{where}: target_layer_ids is {taps!r}; expected the list of target layers whose"
+            f"{f.where}: target_layer_ids is {taps!r}; expected the list of target layers whose"
             " outputs the drafter reads (it cannot be guessed safely)"
         )
-    softcap = pick("final_logit_softcapping").number("final_logit_softcapping", 0.0)
     size = geometry(f)
     layers = layer_windows(f, size["num_layers"])
-    is_causal = f.get("is_causal")
-    vocab_size = f.integer("vocab_size")
-    config = DrafterConfig(
-        vocab_size=vocab_size,
-        block_size=pick("block_size").integer("block_size", 16),
-        mask_token_id=pick("mask_token_id").integer("mask_token_id"),
-        target_layer_ids=tuple(taps),
-        num_target_layers=f.integer("num_target_layers", 0),
-        windows=tuple(window for _, window in layers),
-        causal=tuple(
+    is_causal = f.get("is_causal", fields.dflash.get("causal"))
+    vocab = f.integer("vocab_size")
+    reduced = f.integer("draft_vocab_size", vocab)
+    return size | {
+        "vocab_size": vocab,
+        "block_size": pick("block_size").integer("block_size", 16),
+        "mask_token_id": pick("mask_token_id").integer("mask_token_id"),
+        "target_layer_ids": tuple(taps),
+        "num_target_layers": f.integer("num_target_layers", 0),
+        "windows": tuple(window for _, window in layers),
+        "causal": tuple(
             kind == SLIDING if is_causal is None else bool(is_causal) for kind, _ in layers
         ),
-        input_embedding_scale=pick("input_embedding_scale").number("input_embedding_scale", 1.0),
-        output_multiplier=pick("output_multiplier").number("output_multiplier", 1.0),
-        final_logit_softcapping=softcap if softcap > 0 else None,
-        dtype=dtype_name(f),
-        **size,
-    )
-    f.refuse_rest()
-    dflash.refuse_rest()
-    return config
+        "sample_from_anchor": fields.flag("sample_from_anchor", False),
+        "draft_vocab_size": 0 if reduced == vocab else reduced,
+        "own_head": reduced != vocab,
+        "input_embedding_scale": optional("input_embedding_scale"),
+        "output_multiplier": pick("output_multiplier").number("output_multiplier", 1.0),
+        "final_logit_softcapping": optional("final_logit_softcapping"),
+        "dtype": dtype_name(f),
+    }

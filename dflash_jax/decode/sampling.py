@@ -4,10 +4,13 @@ Filters apply in the order of the `dflash` 0.1.0 reference: divide by the temper
 top_k largest, then keep sorted tokens while the mass before them is below top_p.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from dflash_jax.nn.proposal import Choice
 from dflash_jax.state import RowRules
 
 DRAFT, ACCEPT, TOKEN = range(3)  # purposes of a random number
@@ -43,3 +46,46 @@ def draw(keys: Key[Array, " B"], p: Float[Array, "B *places V"]) -> Int[Array, "
     tiny = jnp.finfo(p.dtype).tiny
     log_p = jnp.where(p > 0, jnp.log(jnp.maximum(p, tiny)), -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys, log_p).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """How drafts are chosen: the best, or drawn with keys of the block's own (`nn.proposal`).
+
+    Scores that are not finite are never compared (C7): their row chooses among zeros, and says
+    so. Whoever drafts, q is exactly what was drawn from; acceptance rests on it.
+    """
+
+    rules: RowRules
+    position: Int[Array, " B"]  # of the anchor
+    sampled: bool
+
+    def every(self, logits: Float[Array, "B R N"]) -> Choice:
+        """All places at once, q filtered as the target's p is."""
+        finite = jnp.isfinite(logits).all(axis=(1, 2))
+        logits = jnp.where(finite[:, None, None], logits, 0.0)
+        if not self.sampled:
+            return Choice(jnp.argmax(logits, axis=-1).astype(jnp.int32), None, finite)
+        q = probabilities(logits, self.rules)
+        return Choice(draw(row_keys(self.rules, self.position, DRAFT), q), q, finite)
+
+    def noise(self, places: int, size: int) -> Float[Array, "B R N"] | None:
+        """Gumbel noise for a walk, one key for each row."""
+        if not self.sampled:
+            return None
+        keys = row_keys(self.rules, self.position, DRAFT)
+        return jax.vmap(lambda key: jax.random.gumbel(key, (places, size), jnp.float32))(keys)
+
+    def one(self, scores: Float[Array, "B N"], noise: Float[Array, "B N"] | None) -> Choice:
+        """One place: the largest score, or the largest of scores / temperature + noise."""
+        finite = jnp.isfinite(scores).all(axis=-1)
+        scores = jnp.where(finite[:, None], scores, 0.0)
+        best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        if noise is None:
+            return Choice(best, None, finite)
+        greedy = self.rules.temperature <= 0
+        scaled = scores / jnp.where(greedy, 1.0, self.rules.temperature)[:, None]
+        drawn = jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+        sure = jax.nn.one_hot(best, scores.shape[-1], dtype=scores.dtype)
+        q = jnp.where(greedy[:, None], sure, jax.nn.softmax(scaled, axis=-1))
+        return Choice(jnp.where(greedy, best, drawn), q, finite)

@@ -20,10 +20,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.decode.sampling import ACCEPT, DRAFT, TOKEN, draw, probabilities, row_keys
+from dflash_jax.config import LATE
+from dflash_jax.decode.sampling import ACCEPT, TOKEN, Drafting, draw, probabilities, row_keys
 from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, without_stops
-from dflash_jax.models.dflash import DFlash
-from dflash_jax.state import DecodeState, LayerCache, RowRules, StepOutput, commit, pack_output
+from dflash_jax.models import Drafter
+from dflash_jax.nn.proposal import Lender, Proposal
+from dflash_jax.state import (
+    DecodeState,
+    LayerCache,
+    RowRules,
+    StepOutput,
+    Update,
+    clear_rows,
+    commit,
+    pack_output,
+)
 
 Params = dict[str, Any]
 
@@ -33,12 +44,19 @@ class Pair:
     """The modules of a target and its drafter, if any. Hashable: part of a program."""
 
     target: nn.Module
-    drafter: DFlash | None
+    drafter: Drafter | None
+    exact: bool = True  # blocks step recurrent layers token by token (R3)
+    taps_at: str = LATE  # where in a layer the drafter's taps are taken
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Hidden states the drafter reads; the output of layer i is state i + 1."""
         return tuple(i + 1 for i in self.drafter.config.target_layer_ids) if self.drafter else ()
+
+    @property
+    def head(self) -> str:
+        """The target's method that drafters speak through: its head without its softcap."""
+        return "raw_logits" if self.target.config.final_softcap else "logits"
 
     def target_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Runs the target module, or one of its methods by `method=`."""
@@ -58,6 +76,7 @@ class Draft:
     q: Float[Array, "B R V"] | None  # what the drafts were drawn from, when sampling
     finite: Bool[Array, " B"]
     caches: tuple[LayerCache, ...]
+    count: Int[Array, " B"] | None = None  # drafts worth verifying; None is all
 
 
 def prefill(
@@ -77,8 +96,12 @@ def prefill(
       count: real tokens of each row's chunk; 0 leaves a row untouched.
       fresh: rows that begin a new request, at position 0 whatever they held before.
     """
-    state = dataclasses.replace(state, position=jnp.where(fresh, 0, state.position))
-    target, draft, hidden = _forward(pair, params, state, tokens)
+    state = dataclasses.replace(
+        state,
+        target=tuple(cache.restart(fresh) for cache in state.target),
+        position=jnp.where(fresh, 0, state.position),
+    )
+    target, draft, hidden = _forward(pair, params, state, tokens, chunked=True)
     last = jnp.maximum(count - 1, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
     logits = pair.target_call(params, hidden, method="logits")  # [B, 1, V]
@@ -103,23 +126,13 @@ def forced(
       tokens: the pending anchor and the dictated tokens but the last.
       anchor: the last dictated token, pending for the next step.
     """
-    target, draft, _ = _forward(pair, params, state, tokens)
+    target, draft, _ = _forward(pair, params, state, tokens, chunked=not pair.exact)
     return commit(state, target, draft, count, anchor)
 
 
 def wipe(state: DecodeState, rows: Bool[Array, " B"]) -> DecodeState:
     """Zeroes rows whose caches may hold non-finite numbers; masks alone do not stop those."""
-
-    def zero(cache: LayerCache) -> LayerCache:
-        clear = rows[:, None, None, None]
-        return jax.tree.map(lambda x: jnp.where(clear, jnp.zeros((), x.dtype), x), cache)
-
-    return DecodeState(
-        target=tuple(map(zero, state.target)),
-        draft=tuple(map(zero, state.draft)),
-        position=jnp.where(rows, 0, state.position),
-        anchor=jnp.where(rows, 0, state.anchor),
-    )
+    return clear_rows(state, rows)
 
 
 def plain(
@@ -146,9 +159,16 @@ def speculative(
     *,
     width: int,
     sampled: bool,
+    min_survival: float = 0.0,
 ) -> tuple[DecodeState, StepOutput]:
-    """Drafts a block, verifies it, keeps what the target would have said itself."""
-    drafted = _draft(pair, params, state, rules, width=width, sampled=sampled)
+    """Drafts a block, verifies it, keeps what the target would have said itself.
+
+    Args:
+      min_survival: drafts whose chance to be kept the drafter puts lower are not verified.
+    """
+    drafted = _draft(
+        pair, params, state, rules, width=width, sampled=sampled, min_survival=min_survival
+    )
     _, state, out = _verify(pair, params, state, drafted, rules, sampled=sampled)
     return state, out
 
@@ -165,32 +185,36 @@ def _draft(
     *,
     width: int,
     sampled: bool,
+    min_survival: float = 0.0,
 ) -> Draft:
     """The drafter's proposal; where its output is not finite, mask tokens that verify will drop."""
     assert pair.drafter is not None
-    mask = pair.drafter.config.mask_token_id
-    masks = jnp.full((state.anchor.shape[0], width - 1), mask, state.anchor.dtype)
-    block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
+    config = pair.drafter.config
+    masks = jnp.full((state.anchor.shape[0], width - 1), config.mask_token_id, state.anchor.dtype)
+    lender = Lender(
+        functools.partial(pair.target_call, params, method="embed"),
+        functools.partial(pair.target_call, params, method=pair.head),
+    )
+    choose = Drafting(rules, state.position, sampled)
     with jax.named_scope("draft"):
-        x = pair.target_call(params, block, method="embed")
-        head = functools.partial(pair.target_call, params, method="logits")
-        logits, caches = pair.drafter_call(
-            params, x, state.draft, state.position, head, method="draft"
+        found: Proposal = pair.drafter_call(
+            params,
+            jnp.concatenate([state.anchor[:, None], masks], axis=1),
+            state.draft,
+            state.position,
+            lender,
+            choose,
+            method="propose",
         )
-        logits = logits[:, 1:]  # the anchor's own place predicts nothing
-    finite = jnp.isfinite(logits).all(axis=(1, 2))
-    logits = jnp.where(finite[:, None, None], logits, 0.0)
-    if sampled:
-        q = probabilities(logits, rules)
-        sure = jax.nn.one_hot(masks, logits.shape[-1], dtype=q.dtype)
-        q = jnp.where(finite[:, None, None], q, sure)
-        drafts = draw(row_keys(rules, state.position, DRAFT), q)
-    else:
-        q = None
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        drafts = jnp.where(finite[:, None], best, masks)
+    drafts = jnp.where(found.finite[:, None], found.tokens, masks)
+    q, count = found.q_over(config.vocab_size), None
+    if q is not None:
+        sure = jax.nn.one_hot(masks, config.vocab_size, dtype=q.dtype)
+        q = jnp.where(found.finite[:, None, None], q, sure)
+    if found.survival is not None and min_survival > 0:
+        count = (found.survival >= min_survival).sum(axis=1, dtype=jnp.int32)
     block = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
-    return Draft(block=block, q=q, finite=finite, caches=caches)
+    return Draft(block=block, q=q, finite=found.finite, caches=found.caches, count=count)
 
 
 def _verify(
@@ -205,22 +229,23 @@ def _verify(
     """The target's pass over a block, the cut, the commit. The heart of every decode lane."""
     drafting = draft.caches is not state.draft
     state = dataclasses.replace(state, draft=draft.caches)
-    target, context, hidden = _forward(pair, params, state, draft.block)
+    chunked = not pair.exact
+    target, context, hidden = _forward(pair, params, state, draft.block, chunked=chunked)
     logits = pair.target_call(params, hidden, method="logits")  # [B, T, V]
     with jax.named_scope("verify"):
+        n = jnp.ones_like(state.anchor)
         if not sampled:
             best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            n = accept_greedy(draft.block, best) if drafting else jnp.ones_like(state.anchor)
+            n = accept_greedy(draft.block, best, draft.count) if drafting else n
             token = jnp.take_along_axis(best, n[:, None] - 1, axis=1)[:, 0]
         elif draft.q is not None:
             uniforms = jax.vmap(lambda k: jax.random.uniform(k, (draft.block.shape[1] - 1,)))(
                 row_keys(rules, state.position, ACCEPT)
             )
             p = probabilities(logits, rules)
-            n, rest = accept_sampled(draft.block[:, 1:], draft.q, p, uniforms)
+            n, rest = accept_sampled(draft.block[:, 1:], draft.q, p, uniforms, draft.count)
             token = draw(row_keys(rules, state.position + n, TOKEN), rest)
         else:
-            n = jnp.ones_like(state.anchor)
             token = _choose(logits, n - 1, state.position + n, rules, sampled=True)
         place = jnp.arange(draft.block.shape[1])[None, :]
         following = jnp.roll(draft.block, -1, axis=1)
@@ -236,13 +261,14 @@ def _verify(
 
 
 def _forward(
-    pair: Pair, params: Params, state: DecodeState, tokens: Int[Array, "B T"]
-) -> tuple[tuple[LayerCache, ...], tuple[LayerCache, ...], Float[Array, "B T D"]]:
-    """Writes T rows into target caches and, from their taps, into the drafter's context."""
+    pair: Pair, params: Params, state: DecodeState, tokens: Int[Array, "B T"], *, chunked: bool
+) -> tuple[tuple[Update, ...], tuple[LayerCache, ...], Float[Array, "B T D"]]:
+    """Runs T rows through the target and, from their taps, into the drafter's context."""
     # The barriers fence the target's pass in, so that XLA compiles it alike in every lane.
     tokens = jax.lax.optimization_barrier(tokens)
     with jax.named_scope("target"):
-        out = pair.target_call(params, tokens, state.target, state.position, taps=pair.taps)
+        where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
+        out = pair.target_call(params, tokens, state.target, state.position, **where)
     out = jax.lax.optimization_barrier(out)
     draft = state.draft
     if pair.drafter is not None:

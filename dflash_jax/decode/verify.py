@@ -7,15 +7,24 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.state import RowRules
 
 
-def accept_greedy(block: Int[Array, "B T"], best: Int[Array, "B T"]) -> Int[Array, " B"]:
+def accept_greedy(
+    block: Int[Array, "B T"], best: Int[Array, "B T"], count: Int[Array, " B"] | None = None
+) -> Int[Array, " B"]:
     """Length of the verified prefix, the anchor included: always at least 1.
 
     Args:
       block: [anchor, drafts ...] as fed to the target.
       best: the target's choice after each of them.
+      count: only this many drafts may be accepted.
     """
-    agree = (block[:, 1:] == best[:, :-1]).astype(jnp.int32)
-    return 1 + jnp.cumprod(agree, axis=1).sum(axis=1)
+    return _prefix(block[:, 1:] == best[:, :-1], count)
+
+
+def _prefix(passed: Bool[Array, "B R"], count: Int[Array, " B"] | None) -> Int[Array, " B"]:
+    """1 + the number of drafts before the first that failed or does not count."""
+    if count is not None:
+        passed &= jnp.arange(passed.shape[1])[None, :] < count[:, None]
+    return 1 + jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(axis=1)
 
 
 def accept_sampled(
@@ -23,11 +32,16 @@ def accept_sampled(
     q: Float[Array, "B R V"],
     p: Float[Array, "B T V"],
     uniforms: Float[Array, "B R"],
+    count: Int[Array, " B"] | None = None,
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
     """Rejection sampling (Leviathan et al. 2023), R = T - 1 drafts.
 
     Draft i passes while u_i q_i(d_i) < p_i(d_i). The token after the passed ones is drawn from
     the residual max(p - q, 0), or from p where nothing is left of it or every draft passed.
+
+    Args:
+      count: only this many drafts count, the rest is as if never drawn. It must not hang on a
+        draft that it leaves out.
 
     Returns:
       The verified prefix's length, anchor included, and the distribution of the next token.
@@ -36,11 +50,12 @@ def accept_sampled(
         jnp.take_along_axis(d[:, : drafts.shape[1]], drafts[:, :, None], axis=2)[:, :, 0]
         for d in (q, p)
     )
-    passed = (uniforms * q_drafted < p_drafted).astype(jnp.int32)
-    n = 1 + jnp.cumprod(passed, axis=1).sum(axis=1)
+    n = _prefix(uniforms * q_drafted < p_drafted, count)
+    if count is not None:
+        q = jnp.where((jnp.arange(q.shape[1])[None, :] < count[:, None])[:, :, None], q, 0.0)
     at = (n - 1)[:, None, None]
     p_next = jnp.take_along_axis(p, at, axis=1)[:, 0]
-    # The row after the last draft has no proposal: q = 0 there, so the residual is p itself.
+    # The row after the last draft that counts has no proposal: q = 0, the residual is p itself.
     q_next = jnp.take_along_axis(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), at, axis=1)[:, 0]
     residual = jnp.maximum(p_next - q_next, 0.0)
     mass = residual.sum(axis=-1, keepdims=True)

@@ -1,19 +1,40 @@
 """Model architectures, looked up by file name: one target family or drafter kind per file.
 
-A family's file provides `build(config)`, its module, and `empty_caches(config, cache)`, the
-per-layer caches of an empty state, made with the given constructor (kv heads, head dim, window).
+A file provides `build(config)`, its module. That of a target family also provides
+`empty_caches(config, cache)`, the per-layer caches of an empty state, made with the given
+constructor.
 """
 
 import importlib
-from collections.abc import Callable
 from types import ModuleType
+from typing import Any, Protocol
 
 from dflash_jax.config import TARGET_TYPES, DrafterConfig, TargetConfig
-from dflash_jax.models.dflash import DFlash
 from dflash_jax.nn.decoder import Decoder
-from dflash_jax.state import LayerCache
+from dflash_jax.state import Cache, LayerCache, RecurrentCache
 
-MakeCache = Callable[[int, int, int | None], LayerCache]
+
+class MakeCache(Protocol):
+    """Makes empty caches: called for attention layers, by name for recurrent ones."""
+
+    def __call__(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache: ...
+
+    def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache: ...
+
+
+class Drafter(Protocol):
+    """A drafter's module. Its methods: the call, `context` and `propose` (see `DFlash`)."""
+
+    @property
+    def config(self) -> DrafterConfig: ...
+
+    def init(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes parameters, as of a Linen module."""
+        ...
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a method, as of a Linen module."""
+        ...
 
 
 def build_target(config: TargetConfig) -> Decoder:
@@ -21,12 +42,12 @@ def build_target(config: TargetConfig) -> Decoder:
     return _family(TARGET_TYPES[config.model_type]).build(config)
 
 
-def target_caches(config: TargetConfig, cache: MakeCache) -> tuple[LayerCache, ...]:
+def target_caches(config: TargetConfig, cache: MakeCache) -> tuple[Cache, ...]:
     """Empty caches of a target, one per layer."""
     return _family(TARGET_TYPES[config.model_type]).empty_caches(config, cache)
 
 
-def build_drafter(config: DrafterConfig) -> DFlash:
+def build_drafter(config: DrafterConfig) -> Drafter:
     """The module of a drafter config."""
     return _family(config.kind).build(config)
 

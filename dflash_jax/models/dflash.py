@@ -6,6 +6,7 @@ as keys and values: c = norm(fc(taps)) goes straight into the key and value proj
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,7 +15,17 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DrafterConfig
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
-from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, rms_norm, weight
+from dflash_jax.nn.layers import (
+    GatedMLP,
+    dot,
+    norm_weight,
+    project,
+    rms_norm,
+    softcap,
+    times,
+    weight,
+)
+from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.nn.rope import rope_tables, rotate
 from dflash_jax.state import LayerCache
 
@@ -114,19 +125,31 @@ class DrafterLayer(nn.Module):
 
 
 class DFlash(nn.Module):
-    """The drafter: `context` turns taps into keys, the call drafts one block."""
+    """The drafter: `context` turns taps into keys, `propose` drafts one block.
+
+    Other kinds are built around it: `layer` makes a layer of a config, its window and whether
+    it is causal inside the block.
+    """
 
     config: DrafterConfig
+    layer: Callable[..., Any] = DrafterLayer
 
     def setup(self) -> None:
         c = self.config
         self.fc = weight(self, "fc", (len(c.target_layer_ids) * c.hidden_size, c.hidden_size))
         self.hidden_norm = norm_weight(self, "hidden_norm", c.hidden_size)
         self.layers = [
-            DrafterLayer(c, window, causal)
+            self.layer(c, window, causal)
             for window, causal in zip(c.windows, c.causal, strict=True)
         ]
         self.norm = norm_weight(self, "norm", c.hidden_size)
+        if c.own_embedding:
+            self.embedding = weight(self, "embed", (c.vocab_size, c.hidden_size))
+        if c.own_head:
+            self.head = weight(self, "head", (c.hidden_size, c.choices))
+        if c.draft_vocab_size:
+            shape = (c.draft_vocab_size,)
+            self.d2t = self.param("d2t", nn.initializers.zeros, shape, jnp.int32)
 
     def fuse(self, taps: Sequence[Float[Array, "B T D"]]) -> Float[Array, "B T D"]:
         """c = norm(fc(taps)), the taps joined in config order."""
@@ -143,10 +166,11 @@ class DFlash(nn.Module):
         with jax.named_scope("context"):
             c = self.fuse(taps)
             positions = start[:, None] + jnp.arange(c.shape[1])[None, :]
-            return tuple(
-                write_finite(cache, *layer.attention.keys_values(c, positions), start)
-                for layer, cache in zip(self.layers, caches, strict=True)
-            )
+            written = []
+            for layer, cache in zip(self.layers, caches, strict=True):
+                k, v = layer.attention.keys_values(c, positions)
+                written.append(write_finite(cache, k, v, start))
+            return tuple(written)
 
     def __call__(
         self,
@@ -170,29 +194,70 @@ class DFlash(nn.Module):
             written.append(cache)
         return rms_norm(x, self.norm, self.config.rms_norm_eps), tuple(written)
 
-    def draft(
+    def predict(
         self,
-        x: Float[Array, "B T D"],
+        block: Int[Array, "B T"],
         caches: Sequence[LayerCache],
         start: Int[Array, " B"],
-        head: Callable[[Array], Array],
-    ) -> tuple[Float[Array, "B T V"], tuple[LayerCache, ...]]:
-        """As the call, through the target's head: logits of the token at each block place."""
-        hidden, caches = self(x, caches, start)
-        return self.adjust(head(hidden)), caches
+        lender: Lender,
+    ) -> tuple[Float[Array, "B R D"], Float[Array, "B R N"], tuple[LayerCache, ...]]:
+        """Hidden states and logits of the T-1 drafted places, and the caches after the call.
+
+        Args:
+          block: [anchor, mask, mask, ...], as long as the step. The anchor's own place predicts
+            nothing; a drafter that samples from it has no use for the last mask instead.
+        """
+        c = self.config
+        block = block[:, :-1] if c.sample_from_anchor else block
+        embed = self.embed if c.own_embedding else lender.embed
+        hidden, caches = self(embed(block), caches, start)
+        logits = self.adjust(project(hidden, self.head) if c.own_head else lender.head(hidden))
+        if c.sample_from_anchor:
+            return hidden, logits, caches
+        return hidden[:, 1:], logits[:, 1:], caches
+
+    def propose(
+        self,
+        block: Int[Array, "B T"],
+        caches: Sequence[LayerCache],
+        start: Int[Array, " B"],
+        lender: Lender,
+        choose: Chooser,
+    ) -> Proposal:
+        """Drafts after the anchor, each place for itself. Arguments as of `predict`."""
+        _, logits, caches = self.predict(block, caches, start, lender)
+        choice = choose.every(logits)
+        tokens = self.token(choice.index)
+        return Proposal(tokens, choice.q, self.tokens(), choice.finite, caches)
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows of the drafter's own embedding table."""
+        return jnp.take(self.embedding, tokens, axis=0, mode="clip")
+
+    def tokens(self) -> Int[Array, " N"] | None:
+        """The target's token of each entry of the logits; None where they are the same."""
+        if not self.config.draft_vocab_size:
+            return None
+        return jnp.arange(self.config.draft_vocab_size) + self.d2t
+
+    def token(self, index: Int[Array, "*places"]) -> Int[Array, "*places"]:
+        """The target's tokens of entries of the logits."""
+        ids = self.tokens()
+        return index if ids is None else ids[index]
 
     def scaled(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Block embeddings times the drafter's own scale."""
-        return x * jnp.asarray(self.config.input_embedding_scale, x.dtype)
+        """Block embeddings, raw rows of the target's table, times the scale: its only use."""
+        c = self.config
+        scale = 1.0 if c.input_embedding_scale is None else c.input_embedding_scale
+        if c.rounded_embedding_scale:
+            return x * jnp.asarray(scale, x.dtype)
+        return times(x, scale)
 
     def adjust(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
-        """The drafter's multiplier, then its softcap, on logits of the target's head."""
+        """The drafter's multiplier, then the only softcap, on logits of the bare head."""
         c = self.config
         logits = logits * jnp.float32(c.output_multiplier)
-        if c.final_logit_softcapping is None:
-            return logits
-        cap = jnp.float32(c.final_logit_softcapping)
-        return cap * jnp.tanh(logits / cap)
+        return softcap(logits, c.final_logit_softcapping)
 
 
 def build(config: DrafterConfig) -> DFlash:

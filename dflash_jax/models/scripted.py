@@ -1,62 +1,93 @@
 """A real drafter whose proposals are overruled by a script: for tests and benchmarks.
 
-The whole drafter runs, then each place says what the script holds for its position. With the
-target's own continuation as the script it is an oracle, with errors in it an acceptance
-pattern can be forced, and with non-finite entries it breaks on demand.
+The whole drafter runs, whatever its kind, then each place says what the script holds for its
+position. With the target's own continuation as the script it is an oracle, with errors in it an
+acceptance pattern can be forced, and with non-finite entries it breaks on demand.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import DrafterConfig
-from dflash_jax.models.dflash import DFlash
+from dflash_jax.config import PAIRED, DrafterConfig
+from dflash_jax.models import build_drafter
+from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.state import LayerCache
-
-SURE = 1e4  # logit of the scripted token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScriptedConfig(DrafterConfig):
-    """A DFlash config with the size of its script."""
+    """The drafter that is overruled, and the size of its script."""
 
     kind: str = "scripted"
+    overruled: DrafterConfig
     script_rows: int = 1
     script_length: int = 64
 
+    @property
+    def predicts_survival(self) -> bool:
+        return self.overruled.predicts_survival
 
-class Scripted(DFlash):
-    """DFlash with a parameter `script` [rows, positions, 2]: token ids as two base-256 digits.
+
+class Scripted(nn.Module):
+    """A drafter and a parameter `script` [rows, positions, 2]: token ids as base-256 digits.
 
     Digits, because ids above 256 are not exact in bfloat16.
     """
 
-    config: ScriptedConfig  # pyrefly: ignore[bad-override-mutable-attribute]  (Linen fields are frozen)
+    config: ScriptedConfig
 
     def setup(self) -> None:
-        super().setup()
-        shape = (self.config.script_rows, self.config.script_length, 2)
+        c = self.config
+        pairing = {name: getattr(c, name) for name in PAIRED}  # may be settled since
+        overruled: Any = build_drafter(dataclasses.replace(c.overruled, **pairing))
+        self.overruled = overruled
+        nn.share_scope(self, overruled)
+        shape = (c.script_rows, c.script_length, 2)
         self.script = self.param("script", lambda _: jnp.zeros(shape, jnp.float32))
 
-    def draft(
+    def __call__(
+        self, x: Float[Array, "B T D"], caches: Sequence[LayerCache], start: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
+        """As the overruled drafter."""
+        return self.overruled(x, caches, start)
+
+    def context(
         self,
-        x: Float[Array, "B T D"],
+        taps: Sequence[Float[Array, "B T D"]],
         caches: Sequence[LayerCache],
         start: Int[Array, " B"],
-        head: Callable[[Array], Array],
-    ) -> tuple[Float[Array, "B T V"], tuple[LayerCache, ...]]:
-        """The drafter's logits, pushed to the scripted token of each position."""
-        logits, caches = super().draft(x, caches, start, head)
-        at = start[:, None] + jnp.arange(x.shape[1])[None, :]
+    ) -> tuple[LayerCache, ...]:
+        """As the overruled drafter."""
+        return self.overruled.context(taps, caches, start)
+
+    def propose(
+        self,
+        block: Int[Array, "B T"],
+        caches: Sequence[LayerCache],
+        start: Int[Array, " B"],
+        lender: Lender,
+        choose: Chooser,
+    ) -> Proposal:
+        """The drafter's proposal with the scripted token at each position, as if certain."""
+        found: Proposal = self.overruled.propose(block, caches, start, lender, choose)
+        at = start[:, None] + jnp.arange(1, block.shape[1])[None, :]
         digits = self.script.astype(jnp.float32)
         script = digits[:, :, 0] * 256 + digits[:, :, 1]
         said = jnp.take_along_axis(script, jnp.minimum(at, script.shape[1] - 1), axis=1)
-        ids = jnp.nan_to_num(said).astype(jnp.int32)
-        sure = jax.nn.one_hot(ids, logits.shape[-1], dtype=jnp.float32) * jnp.float32(SURE)
-        return logits + sure + (said - said)[:, :, None], caches
+        clear = jnp.isfinite(said)
+        # Taking the drafter's own token elsewhere keeps all of its work alive in the program.
+        tokens = jnp.where(clear, jnp.nan_to_num(said).astype(jnp.int32), found.tokens)
+        finite, q = found.finite & clear.all(axis=1), found.q_over(self.config.vocab_size)
+        if q is not None:
+            sure = jax.nn.one_hot(tokens, q.shape[-1], dtype=q.dtype)
+            q = jnp.where(clear[:, :, None], sure, q)
+        return Proposal(tokens, q, None, finite, found.caches, found.survival)
 
 
 def build(config: ScriptedConfig) -> Scripted:

@@ -69,10 +69,21 @@ def visible(
 
 
 def attend(
-    q: Float[Array, "B T K G H"], cache: LayerCache, seen: Bool[Array, "B T S"]
+    q: Float[Array, "B T K G H"],
+    cache: LayerCache,
+    seen: Bool[Array, "B T S"],
+    *,
+    scale: float | None = None,
+    sinks: Float[Array, "K G"] | None = None,
 ) -> Float[Array, "B T N*H"]:
-    """softmax(q · k / sqrt(H)) · v over the whole buffer, grouped heads, float32 softmax."""
+    """softmax(scale q · k) · v over the whole buffer, grouped heads, float32 softmax.
+
+    Args:
+      scale: 1 / sqrt(H) by default.
+      sinks: a logit per head that takes part in the softmax and carries no value (gpt-oss).
+    """
     b, t, kv, g, h = q.shape
+    scale = h**-0.5 if scale is None else scale
     q = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b, kv, g * t, h)
     scores = jnp.einsum(
         "bkqh,bksh->bkqs",
@@ -81,8 +92,11 @@ def attend(
         precision=precision(q),
         preferred_element_type=jnp.float32,
     ).reshape(b, kv, g, t, cache.slots)
-    scores = jnp.where(seen[:, None, None], scores * jnp.float32(h**-0.5), -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    scores = jnp.where(seen[:, None, None], scores * jnp.float32(scale), -jnp.inf)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    else:
+        weights = _softmax_with_sinks(scores, sinks).astype(q.dtype)
     out = jnp.einsum(
         "bkqs,bksh->bkqh",
         weights.reshape(b, kv, g * t, cache.slots),
@@ -91,3 +105,13 @@ def attend(
         preferred_element_type=jnp.float32,
     ).astype(q.dtype)
     return jnp.transpose(out.reshape(b, kv, g, t, h), (0, 3, 1, 2, 4)).reshape(b, t, kv * g * h)
+
+
+def _softmax_with_sinks(
+    scores: Float[Array, "B K G T S"], sinks: Float[Array, "K G"]
+) -> Float[Array, "B K G T S"]:
+    """The softmax over the scores and one more, of which nothing is kept but its share."""
+    sink = sinks.astype(scores.dtype)[None, :, :, None, None]
+    top = jnp.maximum(scores.max(axis=-1, keepdims=True), sink)
+    e = jnp.exp(scores - top)
+    return e / (e.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))

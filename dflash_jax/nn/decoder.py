@@ -1,6 +1,7 @@
-"""The pre-norm decoder that Llama and Qwen3 share: attention, layer, and the whole stack."""
+"""The pre-norm decoder that most families share: attention, layer, and the whole stack."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -8,20 +9,20 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import TargetConfig
+from dflash_jax.config import LATE, UPSTREAM, TargetConfig
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
-from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, precision, rms_norm, weight
+from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, precision, rms_norm, softcap, weight
 from dflash_jax.nn.rope import rope_tables, rotate
-from dflash_jax.state import LayerCache
+from dflash_jax.state import Cache, LayerCache, Update
 
 
 @struct.dataclass
 class TargetOutput:
-    """A forward pass: its T rows are written into the caches, but nothing is committed."""
+    """A forward pass: its T rows are written or kept in updates, but nothing is committed."""
 
     hidden: Float[Array, "B T D"]  # after the final norm
     taps: tuple[Float[Array, "B T D"], ...]
-    caches: tuple[LayerCache, ...]
+    caches: tuple[Update, ...]
 
 
 class Attention(nn.Module):
@@ -29,6 +30,7 @@ class Attention(nn.Module):
 
     config: TargetConfig
     window: int | None
+    sinks: bool = False
 
     @nn.compact
     def __call__(
@@ -52,8 +54,9 @@ class Attention(nn.Module):
         cache = write_rows(cache, k, v, start)
         keys = slot_positions(end, cache.slots)
         seen = visible(positions, keys, causal=True, window=self.window)
+        sinks = weight(self, "sinks", (c.num_kv_heads, groups)) if self.sinks else None
         out = dot(
-            attend(q, cache, seen),
+            attend(q, cache, seen, sinks=sinks),
             weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size)),
         )
         if c.attention_bias:
@@ -61,26 +64,50 @@ class Attention(nn.Module):
         return out, cache
 
 
+def dense_mlp(config: TargetConfig) -> nn.Module:
+    """The MLP of Llama and Qwen3, part of a layer."""
+    return GatedMLP(config.hidden_size, config.intermediate_size, name="mlp")
+
+
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Attributes:
+      make_mlp: makes the second half from the config; called within the layer.
+      norm: both norms, as (x, weight, eps).
+      sinks: whether each head has an attention sink.
+    """
 
     config: TargetConfig
     window: int | None
+    make_mlp: Callable[[Any], nn.Module] = dense_mlp
+    norm: Callable[[Array, Array, float], Array] = rms_norm
+    sinks: bool = False
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+        self,
+        x: Float[Array, "B T D"],
+        cache: LayerCache,
+        positions: Int[Array, "B T"],
+        *,
+        chunked: bool,  # of no concern to attention
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         c = self.config
         with jax.named_scope("attention"):
-            h = rms_norm(x, norm_weight(self, "input_norm", c.hidden_size), c.rms_norm_eps)
-            h, cache = Attention(c, self.window, name="attention")(h, cache, positions)
+            h = self.norm(x, norm_weight(self, "input_norm", c.hidden_size), c.rms_norm_eps)
+            attention = Attention(c, self.window, self.sinks, name="attention")
+            h, cache = attention(h, cache, positions)
             x = x + h
         with jax.named_scope("mlp"):
             scale = norm_weight(self, "post_attention_norm", c.hidden_size)
-            h = rms_norm(x, scale, c.rms_norm_eps)
-            x = x + GatedMLP(c.hidden_size, c.intermediate_size, name="mlp")(h)
+            x = x + self.make_mlp(c)(self.norm(x, scale, c.rms_norm_eps))
         return x, cache
+
+
+def dense_layer(config: TargetConfig, i: int) -> nn.Module:
+    """Layer i of Llama and Qwen3."""
+    return Layer(config, config.windows[i] if config.windows else None)
 
 
 class Decoder(nn.Module):
@@ -91,12 +118,13 @@ class Decoder(nn.Module):
     """
 
     config: TargetConfig
+    make_layer: Callable[[Any, int], nn.Module] = dense_layer
+    final_norm: Callable[[Array, Array, float], Array] = rms_norm
 
     def setup(self) -> None:
         c = self.config
-        windows = c.windows or (None,) * c.num_layers
         self.embedding = weight(self, "embed", (c.vocab_size, c.hidden_size))
-        self.layers = [Layer(c, window) for window in windows]
+        self.layers = [self.make_layer(c, i) for i in range(c.num_layers)]
         self.norm = norm_weight(self, "norm", c.hidden_size)
         if not c.tie_embeddings:
             self.head = weight(self, "head", (c.hidden_size, c.vocab_size))
@@ -104,44 +132,67 @@ class Decoder(nn.Module):
     def __call__(
         self,
         tokens: Int[Array, "B T"],
-        caches: Sequence[LayerCache],
+        caches: Sequence[Cache],
         start: Int[Array, " B"],
         *,
         taps: tuple[int, ...] = (),
+        chunked: bool = False,
+        taps_at: str = LATE,
     ) -> TargetOutput:
         """Runs T tokens at positions start .. start+T-1 of each row.
 
         Args:
+          chunked: recurrent layers take the tokens together, not one after the other.
           taps: which hidden states to return; 0 is the input of layer 0, i+1 the output of
             layer i (the last one before the final norm).
+          taps_at: UPSTREAM takes the last one after the final norm; EARLY is LATE here.
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1])[None, :]
-        x = self.embed(tokens)
+        x = self.first(tokens)
         states, written = [x], []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, cache, positions)
+            x, cache = layer(x, cache, positions, chunked=chunked)
             states.append(x)
             written.append(cache)
+        hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps)
+        if taps_at == UPSTREAM:
+            states[-1] = hidden
         kept = tuple(states[i] for i in taps)
-        hidden = rms_norm(x, self.norm, self.config.rms_norm_eps)
         return TargetOutput(hidden=hidden, taps=kept, caches=tuple(written))
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Raw rows of the embedding table."""
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")
 
+    def first(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The embeddings, scaled where the family does so: the input of layer 0."""
+        x = self.embed(tokens)
+        scale = self.config.embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The language-model head, float32."""
-        table, side = (self.embedding, 1) if self.config.tie_embeddings else (self.head, 0)
-        contract = (((hidden.ndim - 1,), (side,)), ((), ()))
-        with jax.named_scope("head"):
-            return jax.lax.dot_general(
-                hidden,
-                table,
-                contract,
-                precision=precision(hidden),
-                preferred_element_type=jnp.float32,
-            )
+        """The language-model head, softcapped where the family does so; float32."""
+        return softcap(self.raw_logits(hidden), self.config.final_softcap)
+
+    def raw_logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The head alone, for drafters, which cap by themselves."""
+        tied = self.config.tie_embeddings
+        return head_logits(hidden, self.embedding if tied else self.head, tied=tied)
+
+
+def head_logits(
+    hidden: Float[Array, "B T D"], table: Float[Array, "..."], *, tied: bool
+) -> Float[Array, "B T V"]:
+    """Float32 logits by a head [D, V], or by the embedding table [V, D] if they are tied."""
+    contract = (((hidden.ndim - 1,), (int(tied),)), ((), ()))
+    with jax.named_scope("head"):
+        return jax.lax.dot_general(
+            hidden,
+            table,
+            contract,
+            precision=precision(hidden),
+            preferred_element_type=jnp.float32,
+        )
 
 
 def empty_caches(

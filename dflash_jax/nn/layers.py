@@ -4,6 +4,8 @@ Contractions and norms accumulate in float32 whatever the dtype of weights and a
 results return to the activations' dtype.
 """
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,11 +24,15 @@ def norm_weight(module: nn.Module, name: str, width: int) -> Float[Array, " D"]:
 
 def dot(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
     """x · w over the last axis of x and the first of w, accumulated in float32."""
+    return project(x, w).astype(x.dtype)
+
+
+def project(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
+    """As `dot`, in float32: for logits."""
     contract = (((x.ndim - 1,), (0,)), ((), ()))
-    y = jax.lax.dot_general(
+    return jax.lax.dot_general(
         x, w, contract, precision=precision(x), preferred_element_type=jnp.float32
     )
-    return y.astype(x.dtype)
 
 
 def precision(x: Array) -> jax.lax.Precision:
@@ -43,14 +49,53 @@ def rms_norm(
     return (x32 * scale).astype(x.dtype) * w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
 
 
+def rms_norm_from_one(
+    x: Float[Array, "... D"], w: Float[Array, " D"], eps: float
+) -> Float[Array, "... D"]:
+    """x / rms(x) times 1 + w in float32, rounded at the end: the norm of Qwen3.5."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(eps))
+    w32 = 1.0 + w.astype(jnp.float32)
+    return (x32 * scale * w32.reshape((1,) * (x.ndim - 1) + w.shape)).astype(x.dtype)
+
+
+def rms_norm_wide(
+    x: Float[Array, "... D"], w: Float[Array, "*over D"] | None, eps: float
+) -> Float[Array, "... D"]:
+    """x / rms(x) times w in float32, rounded once at the end: the order of Gemma 4."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(eps))
+    if w is not None:
+        normed *= w.reshape((1,) * (x.ndim - w.ndim) + w.shape).astype(jnp.float32)
+    return normed.astype(x.dtype)
+
+
+def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU by its tanh formula, computed in float32."""
+    return nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+def times(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
+    """x times a number that is not rounded to x's dtype beforehand."""
+    return (x.astype(jnp.float32) * jnp.float32(scale)).astype(x.dtype)
+
+
+def softcap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """cap tanh(logits / cap); no cap, or 0, leaves the logits alone."""
+    if cap is None or cap <= 0:
+        return logits
+    return jnp.float32(cap) * jnp.tanh(logits / jnp.float32(cap))
+
+
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)); gate and up are one weight [D, 2, F]."""
+    """down(activation(gate(x)) · up(x)); gate and up are one weight [D, 2, F]."""
 
     width: int
     hidden: int
+    activation: Callable[[Array], Array] = nn.silu
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate_up = dot(x, weight(self, "gate_up", (self.width, 2, self.hidden)))  # [B, T, 2, F]
-        h = nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        h = self.activation(gate_up[..., 0, :]) * gate_up[..., 1, :]
         return dot(h, weight(self, "down", (self.hidden, self.width)))

@@ -12,6 +12,9 @@ from dflash_jax.config import RopeConfig
 def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
     """Angular frequency of each rotated pair, float32 [dim/2] (formulas as in transformers 5)."""
     base = 1.0 / rope.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    if rope.kind == "proportional":  # the first pairs turn, the others stand still
+        turning = np.arange(dim // 2) < int(rope.partial_rotary_factor * dim // 2)
+        return (base * turning / rope.factor).astype(np.float32)
     if rope.kind == "linear":
         return (base / rope.factor).astype(np.float32)
     if rope.kind == "llama3":

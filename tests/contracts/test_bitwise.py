@@ -12,12 +12,20 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.compiler import compile_programs, jit
 from dflash_jax.compiler.programs import build_pair, idle_rules
+from dflash_jax.config import TargetConfig
 from dflash_jax.decode import steps
 from dflash_jax.decode.steps import Draft
 from dflash_jax.engine.engine import Engine
 from dflash_jax.loading import TargetModel
 from dflash_jax.state import DecodeState, RowRules, read_output
-from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
+from dflash_jax.testing import (
+    random_engine,
+    tiny_drafter,
+    tiny_gpt_oss,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_target,
+)
 
 BLOCK, CHUNK, NEW, VOCAB = 6, 16, 36, 97
 
@@ -68,10 +76,27 @@ class Lanes:
         return rows, tokens
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_verify_rows_equal_plain_rows_bit_for_bit(dtype: str, rows: int) -> None:
-    target = tiny_target(num_layers=2, windows=(None, 20))
+DENSE = tiny_target(num_layers=2, windows=(None, 20))
+RECURRENT = tiny_hybrid(num_layers=2, recurrent=(True, False))
+MIXED = tiny_moe(num_layers=2, windows=(None, None), sparse=(True, True))
+SINKS = tiny_gpt_oss(num_layers=2, windows=(12, None))
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "rows"),
+    [
+        *itertools.product([DENSE], ["float32", "bfloat16"], [1, 3]),
+        (RECURRENT, "bfloat16", 2),
+        (MIXED, "bfloat16", 2),
+        (SINKS, "bfloat16", 1),
+        pytest.param(RECURRENT, "float32", 1, marks=pytest.mark.soak),
+        pytest.param(MIXED, "float32", 1, marks=pytest.mark.soak),
+        pytest.param(SINKS, "float32", 2, marks=pytest.mark.soak),
+    ],
+)
+def test_verify_rows_equal_plain_rows_bit_for_bit(
+    target: TargetConfig, dtype: str, rows: int
+) -> None:
     drafter = tiny_drafter(target, target_layer_ids=(0,))
     plan = Plan(rows=rows, max_length=128, chunk=CHUNK, block=BLOCK, dtype=dtype)
     lanes = Lanes(random_engine(target, drafter, plan))

@@ -66,8 +66,7 @@ def test_a_speculators_folder_is_the_published_drafter(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "dspark"}, "'dspark' is not supported"),
-        ({"draft_vocab_size": 32}, "reduced to 32 of 256"),
+        ({"speculators_model_type": "eagle3"}, "'eagle3' is none of"),
         ({"target_hidden_size": 65}, "a target of width 65"),
         ({"aux_hidden_state_layer_ids": None}, "expected the list of layers"),
         ({"transformer_layer_config": None}, "transformer_layer_config is missing"),

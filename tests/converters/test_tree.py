@@ -1,5 +1,8 @@
 """The name tables and the modules must describe the same parameters."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +10,14 @@ import pytest
 from converters import names
 from dflash_jax.compiler.programs import init_params
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.testing import tiny_drafter, tiny_target
+from dflash_jax.testing import (
+    tiny_drafter,
+    tiny_gemma,
+    tiny_gpt_oss,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_target,
+)
 
 
 def shapes(node, path=()) -> dict[tuple[str, ...], tuple[int, ...]]:
@@ -20,24 +30,42 @@ def table(config: TargetConfig | DrafterConfig) -> dict[tuple[str, ...], tuple[i
     return {slot.path: slot.shape for slot in names.slots(config)}
 
 
-@pytest.mark.parametrize("model_type", names.TARGETS)
-@pytest.mark.parametrize(("bias", "tied"), [(False, True), (True, False)])
-def test_a_name_table_fills_exactly_the_parameters_of_its_module(model_type, bias, tied):
-    normed = model_type == "qwen3"
-    changes = {"model_type": model_type, "attention_bias": bias, "qk_norm": normed}
-    target = tiny_target(tie_embeddings=tied, **changes)
-    drafter = tiny_drafter(target, attention_bias=bias)
-    params = jax.eval_shape(lambda: init_params(target, drafter, seed=0))
+EXPERTS = {"num_experts": 6, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 20}
+TARGETS: dict[str, Callable[..., TargetConfig]] = {
+    "gemma4_text": tiny_gemma,
+    "gemma4_unified_text": tiny_gemma,
+    "gpt_oss": tiny_gpt_oss,
+    "llama": tiny_target,
+    "qwen3": functools.partial(tiny_target, qk_norm=True),
+    "qwen3_5_text": tiny_hybrid,
+    "qwen3_5_moe_text": functools.partial(tiny_hybrid, **EXPERTS),
+    "qwen3_moe": tiny_moe,
+}
+BIASED = ("llama", "qwen3", "qwen3_moe")
+CASES = [
+    *((name, {"tie_embeddings": tied}) for name in names.TARGETS for tied in (False, True)),
+    *((name, {"attention_bias": True}) for name in BIASED),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes"), CASES)
+def test_a_name_table_fills_exactly_the_parameters_of_a_target(model_type, changes):
+    target = TARGETS[model_type](model_type=model_type, **changes)
+    params = jax.eval_shape(lambda: init_params(target, None, seed=0))
     assert shapes(params["target"]) == table(target)
+    for slot in names.slots(target):
+        assert_covers(slot)
+
+
+@pytest.mark.parametrize("kind", names.DRAFTERS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_name_table_fills_exactly_the_parameters_of_a_drafter(kind, bias):
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind, attention_bias=bias)
+    params = jax.eval_shape(lambda: init_params(target, drafter, seed=0))
     assert shapes(params["drafter"]) == table(drafter)
-
-
-@pytest.mark.parametrize("model_type", names.TARGETS)
-def test_the_parts_of_a_parameter_cover_it_once(model_type):
-    target = tiny_target(model_type=model_type, attention_bias=True, qk_norm=True)
-    for config in (target, tiny_drafter(target, attention_bias=True)):
-        for slot in names.slots(config):
-            assert_covers(slot)
+    for slot in names.slots(drafter):
+        assert_covers(slot)
 
 
 def assert_covers(slot: names.Slot) -> None:

@@ -23,10 +23,12 @@ from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 CASES = (
     "v1_full",
     "v1_full_causal",
+    "v1_gemma_target",
     "v1_sliding",
     "v1_sliding_bidirectional",
     "v1_small_vocab",
     "v1_trained",
+    "v1_hybrid_target",
 )
 WITHIN = {"atol": 2e-4, "rtol": 0}
 
@@ -59,7 +61,7 @@ def test_two_rounds_from_context_fed_as_it_comes(case: SimpleNamespace) -> None:
         x = pair.target_call(params, block, method="embed")
         noise = pair.drafter_call(params, x, method="scaled")
         hidden, caches = pair.drafter_call(params, x, caches, at + new)
-        logits = pair.target_call(params, hidden, method="logits")
+        logits = pair.target_call(params, hidden, method=pair.head)
         return noise, hidden, pair.drafter_call(params, logits, method="adjust"), caches
 
     at = 0

@@ -23,7 +23,7 @@ from dflash_jax.state import DecodeState, commit
 WITHIN = {"atol": 2e-4, "rtol": 0}
 
 
-@pytest.fixture(scope="module", params=["llama3", "qwen3"])
+@pytest.fixture(scope="module", params=["llama3", "qwen3", "qwen3_moe", "gpt_oss"])
 def case(request: pytest.FixtureRequest, oracle: Path) -> SimpleNamespace:
     path = oracle / "targets" / request.param
     lengths = json.loads((path / "meta.json").read_text())["lengths"]

@@ -1,0 +1,146 @@
+"""Qwen3.5: recurrent layers and gated attention; the experts of the larger ones."""
+
+from typing import Any
+
+from converters.names.llama import norm_and_mlp
+from converters.names.qwen3 import head_norms
+from converters.names.qwen3_moe import stacks
+from converters.names.slots import STACKED, Folder, Part, Path, Slot, by_head, linear, paired, same
+from dflash_jax.config import FULL, LINEAR, HybridConfig
+from dflash_jax.errors import ConfigError
+
+ARCHITECTURES = {
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
+OTHERS = {
+    r"^visual\.": "vision: only text is run",
+    r"^mtp\.": "multi-token prediction: not run",
+}
+
+
+def folder(_: HybridConfig) -> Folder:
+    """More than text, and experts that may be stacked."""
+    return Folder(ignored=OTHERS, fused=STACKED)
+
+
+def slots(config: HybridConfig) -> list[Slot]:
+    """Every parameter of the target."""
+    width, vocab = config.hidden_size, config.vocab_size
+    found = [
+        same(("embed",), "embed_tokens.weight", vocab, width),
+        same(("norm",), "norm.weight", width),
+    ]
+    for i, recurrent in enumerate(config.recurrent):
+        at, source = (f"layers_{i}",), f"layers.{i}."
+        found.append(same((*at, "input_norm"), f"{source}input_layernorm.weight", width))
+        if recurrent:
+            found += _delta(config, (*at, "delta"), f"{source}linear_attn.")
+        else:
+            found += _attention(config, (*at, "attention"), f"{source}self_attn.")
+        found += (
+            _experts(config, at, source) if config.num_experts else norm_and_mlp(config, at, source)
+        )
+    if not config.tie_embeddings:
+        found.append(linear(("head",), "lm_head.weight", vocab, width))
+    return found
+
+
+def _attention(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+    """Queries and their gates alternate head by head, as in the stored tensor."""
+    width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
+    names = tuple(f"{source}{x}_proj.weight" for x in "qkv")
+    count = (2 * config.num_heads // groups, 1, 1)
+    return [
+        by_head((*at, "qkv"), names, count, groups, head, width),
+        linear((*at, "o"), f"{source}o_proj.weight", width, config.num_heads * head),
+        *head_norms(config, at, source),
+    ]
+
+
+def _delta(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+    """The four input projections side by side; the rest as stored."""
+    width, heads = config.hidden_size, config.value_heads
+    values, channels = heads * config.value_width, config.conv_channels
+    sizes = {"qkv": channels, "z": values, "b": heads, "a": heads}
+    parts, start = [], 0
+    for name, size in sizes.items():
+        select = (slice(start, start + size),)
+        parts.append(Part(f"{source}in_proj_{name}.weight", (size, width), (1, 0), select))
+        start += size
+    kernel = config.conv_kernel
+    conv = Part(f"{source}conv1d.weight", (channels, 1, kernel), (1, 0))
+    return [
+        Slot((*at, "in_proj"), (width, start), tuple(parts)),
+        Slot((*at, "conv"), (kernel, channels), (conv,)),
+        same((*at, "a_log"), f"{source}A_log", heads),
+        same((*at, "dt_bias"), f"{source}dt_bias", heads),
+        same((*at, "norm"), f"{source}norm.weight", config.value_width),
+        linear((*at, "out"), f"{source}out_proj.weight", width, values),
+    ]
+
+
+def _experts(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+    """The second norm, the router, the chosen experts and the shared one."""
+    width, size, shared = config.hidden_size, config.expert_size, config.shared_expert_size
+    count, mlp = config.num_experts, f"{source}mlp."
+    norm = f"{source}post_attention_layernorm.weight"
+    both = (f"{mlp}shared_expert.gate_proj.weight", f"{mlp}shared_expert.up_proj.weight")
+    at_mlp = (*at, "mlp")
+    return [
+        same((*at, "post_attention_norm"), norm, width),
+        linear((*at_mlp, "router"), f"{mlp}gate.weight", count, width),
+        *stacks(at_mlp, f"{mlp}experts.", count, size, width),
+        linear((*at_mlp, "shared_gate"), f"{mlp}shared_expert_gate.weight", 1, width),
+        paired((*at_mlp, "shared", "gate_up"), both, shared, width),
+        linear((*at_mlp, "shared", "down"), f"{mlp}shared_expert.down_proj.weight", width, shared),
+    ]
+
+
+def published(config: HybridConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of the text model alone, as transformers spells it."""
+    if config.rope.kind != "default":
+        raise ConfigError(
+            f"rotary embedding rescaled by {config.rope.kind!r} is not written for Qwen3.5; export"
+            " the weights before a context extension"
+        )
+    found = {
+        "architectures": [ARCHITECTURES[config.model_type]],
+        "model_type": config.model_type,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": config.attention_bias,
+        "layer_types": [LINEAR if recurrent else FULL for recurrent in config.recurrent],
+        "linear_num_key_heads": config.key_heads,
+        "linear_num_value_heads": config.value_heads,
+        "linear_key_head_dim": config.key_width,
+        "linear_value_head_dim": config.value_width,
+        "linear_conv_kernel_dim": config.conv_kernel,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope.theta,
+            "partial_rotary_factor": config.rotary_dim / config.head_dim,
+        },
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_length,
+        "eos_token_id": list(config.eos_token_ids),
+        "dtype": dtype,
+    }
+    return found | _mlp_fields(config)
+
+
+def _mlp_fields(config: HybridConfig) -> dict[str, Any]:
+    if not config.num_experts:
+        return {"intermediate_size": config.intermediate_size}
+    return {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_size,
+        "shared_expert_intermediate_size": config.shared_expert_size,
+    }

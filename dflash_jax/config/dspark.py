@@ -1,0 +1,55 @@
+"""DSpark drafters: every place predicts the next token, helped by a Markov head."""
+
+import dataclasses
+
+from dflash_jax.config.dflash import DrafterConfig, DrafterFields, common_fields
+from dflash_jax.errors import ConfigError
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DrafterConfig):
+    """A DSpark drafter."""
+
+    kind: str = "dspark"
+    sample_from_anchor: bool = True
+    markov_rank: int = 256  # 0 leaves the Markov head out
+    markov_head: str = "vanilla"
+    confidence_head: bool = False
+    confidence_with_markov: bool = True  # the confidence also reads the previous token
+
+    @property
+    def predicts_survival(self) -> bool:
+        return self.confidence_head
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_head not in MARKOV_HEADS:
+            raise ConfigError(
+                f"markov_head_type is {self.markov_head!r}; expected one of"
+                f" {', '.join(MARKOV_HEADS)}"
+            )
+        if self.markov_rank < 0:
+            raise ConfigError(f"markov_rank is {self.markov_rank}; it must be at least 0")
+        if self.confidence_head and self.confidence_with_markov and not self.markov_rank:
+            raise ConfigError(
+                "confidence_head_with_markov is true but markov_rank is 0; set it to false"
+            )
+
+
+def from_hf(fields: DrafterFields) -> DSparkConfig:
+    """The config of a DSpark drafter, in DeepSpec's or ModelOpt's spelling."""
+    fields.outer.used.add("num_anchors")  # of training
+    fields.dflash.used.update(("num_anchors", "projector_type"))
+    fields.pick("attention_mode").must_be("attention_mode", "gqa")
+    rank = fields.pick("markov_rank").integer("markov_rank", 256)
+    enabled = fields.flag("enable_confidence_head", fields.flag("use_confidence_head", False))
+    common = common_fields(fields)
+    return DSparkConfig(
+        **common | {"sample_from_anchor": fields.flag("sample_from_anchor", True)},
+        markov_rank=rank,
+        markov_head=fields.pick("markov_head_type").get("markov_head_type", "vanilla"),
+        confidence_head=enabled,
+        confidence_with_markov=fields.flag("confidence_head_with_markov", rank > 0),
+    )

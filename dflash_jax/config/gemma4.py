@@ -1,0 +1,240 @@
+"""Gemma 4, the text part: dense, with experts, or with per-layer inputs.
+
+Published files give full-attention layers their own sizes in `global_*` fields, transformers
+5.15 in `per_layer_config`; multimodal files nest the text fields under `text_config`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from dflash_jax.config.base import (
+    FULL,
+    SLIDING,
+    RopeConfig,
+    TargetConfig,
+    dtype_name,
+    id_tuple,
+)
+from dflash_jax.config.fields import Fields
+from dflash_jax.errors import ConfigError
+
+# Outer fields of multimodal files: what the vision and audio parts are, and their markers.
+OTHER_PARTS = (
+    "audio_config",
+    "audio_token_id",
+    "boa_token_id",
+    "boi_token_id",
+    "eoa_token_id",
+    "eoa_token_index",
+    "eoi_token_id",
+    "image_token_id",
+    "video_token_id",
+    "vision_config",
+    "vision_soft_tokens_per_image",
+)
+# Fields of early exports that the model does not read.
+UNREAD = (
+    "attn_logit_softcapping",
+    "query_pre_attn_scalar",
+    "routed_layer_pattern",
+    "stream_and_decode_in_f32",
+)
+PATTERN = 6  # every sixth layer is full where the config has no layer_types
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Config(TargetConfig):
+    """A Gemma 4 text model; heads, head_dim and rope of the base class are its sliding layers'."""
+
+    full_kv_heads: int
+    full_head_dim: int
+    full_rope: RopeConfig
+    key_is_value: bool = False  # full layers: values are the raw keys, normed
+    shared_layers: int = 0  # so many last layers read an earlier layer's keys and values
+    shared_mlp_factor: int = 1  # how much wider those layers' MLPs are
+    per_layer_size: int = 0  # width of the per-layer inputs; 0 is none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_heads % self.full_kv_heads or self.full_head_dim % 2:
+            raise ConfigError(
+                f"{self.num_heads} heads cannot share {self.full_kv_heads} key/value heads of"
+                f" width {self.full_head_dim} in full layers; expected a divisor and an even width"
+            )
+        if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"top_k_experts is {self.experts_per_token}; expected 1 to {self.num_experts}"
+            )
+        if self.shared_layers:
+            owners = self.windows[: self.num_layers - self.shared_layers]
+            lonely = [i for i, w in enumerate(self.windows) if w not in owners]
+            if not 0 <= self.shared_layers < self.num_layers or lonely:
+                raise ConfigError(
+                    f"num_kv_shared_layers is {self.shared_layers}, but layers {lonely} have no"
+                    " earlier layer of their kind that keeps keys"
+                )
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, or the last owner of its kind."""
+        owners = self.num_layers - self.shared_layers
+        if layer < owners:
+            return layer
+        return max(i for i in range(owners) if self.windows[i] == self.windows[layer])
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """Key/value heads and head width of a layer."""
+        if self.windows[layer] is None:
+            return self.full_kv_heads, self.full_head_dim
+        return self.num_kv_heads, self.head_dim
+
+    def own_parts(self, layer: int) -> int:
+        """What a layer projects besides queries: 2 key and value, 1 the key alone, 0 neither."""
+        if self.source(layer) != layer:
+            return 0
+        return 1 if self.key_is_value and self.windows[layer] is None else 2
+
+    def mlp_size(self, layer: int) -> int:
+        """Width of a layer's dense MLP."""
+        shares = layer >= self.num_layers - self.shared_layers
+        return self.intermediate_size * (self.shared_mlp_factor if shares else 1)
+
+
+def from_hf(f: Fields) -> Gemma4Config:
+    """The text model of a config, whether it stands alone or is nested."""
+    if f.values.get("text_config") is None:
+        return _text(f, f)
+    f.used.update(("model_type", "dtype", *OTHER_PARTS))
+    text = f.inner("text_config")
+    config = _text(text, f)
+    text.refuse_rest()
+    return config
+
+
+def _text(f: Fields, outer: Fields) -> Gemma4Config:
+    f.must_be("hidden_activation", "gelu_pytorch_tanh")
+    f.must_be("attention_bias", False)
+    f.must_be("use_bidirectional_attention", None, "vision")  # concerns image tokens only
+    f.used.update(UNREAD)
+    layers, hidden = f.integer("num_hidden_layers"), f.integer("hidden_size")
+    heads, windows = f.integer("num_attention_heads"), _windows(f, layers)
+    sliding, full = _ropes(f)
+    eos = id_tuple(outer.get("eos_token_id")) + id_tuple(f.get("eos_token_id"))
+    double = bool(f.get("use_double_wide_mlp", False))
+    cap = f.number("final_logit_softcapping", 0.0)
+    return Gemma4Config(
+        model_type=str(f.get("model_type")),
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=f.integer("num_key_value_heads", heads),
+        head_dim=f.integer("head_dim", 256),
+        intermediate_size=f.integer("intermediate_size"),
+        rms_norm_eps=f.number("rms_norm_eps", 1e-6),
+        rope=sliding,
+        full_rope=full,
+        vocab_size=f.integer("vocab_size"),
+        tie_embeddings=bool(outer.get("tie_word_embeddings", True)),
+        windows=windows,
+        max_length=f.integer("max_position_embeddings", 131072),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        dtype=dtype_name(f if f.get("dtype") else outer),
+        qk_norm=True,
+        embedding_scale=math.sqrt(hidden),
+        final_softcap=cap if cap > 0 else None,
+        shared_layers=f.integer("num_kv_shared_layers", 0),
+        shared_mlp_factor=2 if double else 1,
+        per_layer_size=_per_layer_size(f),
+        **_full_layers(f, windows),
+        **_experts(f),
+    )
+
+
+def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
+    """Window of each layer; the last layer is full whatever the file says."""
+    window = f.integer("sliding_window", 512)
+    if window < 1:
+        raise ConfigError(f"{f.where}: sliding_window is {window}; expected a positive integer")
+    default = [FULL if (i + 1) % PATTERN == 0 else SLIDING for i in range(layers)]
+    kinds = f.get("layer_types", default)
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+        raise ConfigError(
+            f"{f.where}: layer_types is {kinds}; expected {layers} entries of"
+            f" {FULL!r} or {SLIDING!r}"
+        )
+    return tuple(window if kind == SLIDING else None for kind in [*kinds[:-1], FULL])
+
+
+def _ropes(f: Fields) -> tuple[RopeConfig, RopeConfig]:
+    """Rotary embedding of sliding and of full layers."""
+    both = f.inner("rope_parameters")
+    sliding, full = both.inner(SLIDING), both.inner(FULL)
+    both.used.update((SLIDING, FULL))
+    sliding.must_be("rope_type", "default")
+    full.must_be("rope_type", "proportional")
+    found = (
+        RopeConfig(theta=sliding.number("rope_theta", 1e4)),
+        RopeConfig(
+            kind="proportional",
+            theta=full.number("rope_theta", 1e6),
+            factor=full.number("factor", 1.0),
+            partial_rotary_factor=full.number("partial_rotary_factor", 0.25),
+        ),
+    )
+    for reader in (both, sliding, full):
+        reader.refuse_rest()
+    return found
+
+
+def _full_layers(f: Fields, windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """Sizes of full layers, in either spelling."""
+    shared = bool(f.get("attention_k_eq_v", False))
+    heads, width = f.integer("num_key_value_heads"), f.integer("head_dim", 256)
+    f.used.update(("global_head_dim", "num_global_key_value_heads"))
+    per_layer = f.inner("per_layer_config")
+    sizes = {i: per_layer.inner(i) for i in per_layer.values}
+    if not sizes:
+        own = f.integer("num_global_key_value_heads", heads) if shared else heads
+        found = {(own, f.integer("global_head_dim", width))}
+    else:
+        full = [str(i) for i, w in enumerate(windows) if w is None]
+        if sorted(sizes) != sorted(full):
+            raise ConfigError(
+                f"{f.where}: per_layer_config names layers {sorted(sizes)}; expected exactly the"
+                f" full-attention layers {full}"
+            )
+        found = {
+            (s.integer("num_key_value_heads", heads), s.integer("head_dim", width))
+            for s in sizes.values()
+        }
+        for reader in sizes.values():
+            reader.refuse_rest()
+    if len(found) != 1:
+        raise ConfigError(f"{f.where}: full layers differ in size {sorted(found)}; expected one")
+    ((own, width),) = found
+    return {"full_kv_heads": own, "full_head_dim": width, "key_is_value": shared}
+
+
+def _experts(f: Fields) -> dict[str, Any]:
+    """Expert sizes; the width has two spellings."""
+    names = ("num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size")
+    f.used.update(names)
+    if not f.get("enable_moe_block", False):
+        return {}
+    width = names[3] if f.values.get(names[2]) is None else names[2]
+    return {
+        "num_experts": f.integer("num_experts"),
+        "experts_per_token": f.integer("top_k_experts"),
+        "expert_size": f.integer(width),
+    }
+
+
+def _per_layer_size(f: Fields) -> int:
+    size = f.integer("hidden_size_per_layer_input", 0)
+    rows, vocab = f.integer("vocab_size_per_layer_input", 0), f.integer("vocab_size")
+    if size and rows not in (0, vocab):
+        raise ConfigError(
+            f"{f.where}: vocab_size_per_layer_input is {rows}; only the vocabulary's size"
+            f" {vocab} is supported"
+        )
+    return size

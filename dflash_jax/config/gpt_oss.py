@@ -1,0 +1,37 @@
+"""gpt-oss: biases everywhere, attention sinks, every second layer sliding, experts in all."""
+
+import dataclasses
+
+from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields
+from dflash_jax.config.fields import Fields
+from dflash_jax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GptOssConfig(TargetConfig):
+    """A gpt-oss target; `swiglu_limit` clamps the experts' gate and up before they meet."""
+
+    swiglu_limit: float = 7.0
+
+
+def from_hf(f: Fields) -> GptOssConfig:
+    """The config of a gpt-oss; without `layer_types`, the even layers slide."""
+    f.must_be("attention_bias", True)
+    f.must_be("use_sliding_window", True)
+    if f.values.get("rope_scaling") is None and f.values.get("rope_parameters") is None:
+        raise ConfigError(
+            f"{f.where} has neither rope_scaling nor rope_parameters; add the one it was"
+            " published with (yarn), no other can be assumed"
+        )
+    fields = dense_fields(f)
+    window = f.integer("sliding_window")
+    if f.get("layer_types") is None:
+        alternate = ((window, None)[i % 2] for i in range(fields["num_layers"]))
+        fields["windows"] = tuple(alternate)
+    f.must_be("initial_context_length", fields["rope"].original_length)
+    experts = expert_fields(f, fields["intermediate_size"])
+    f.must_be("experts_per_token", experts["experts_per_token"])
+    limit = f.number("swiglu_limit", 7.0)
+    if limit <= 0:
+        raise ConfigError(f"{f.where}: swiglu_limit is {limit}; expected a positive number")
+    return GptOssConfig(**fields | {"attention_bias": True}, **experts, swiglu_limit=limit)

@@ -1,0 +1,192 @@
+"""Qwen3.5 and Qwen3.6, dense and mixture of experts: recurrent layers between gated attention."""
+
+import dataclasses
+from typing import Any
+
+from dflash_jax.config.base import (
+    FULL,
+    TargetConfig,
+    dtype_name,
+    expert_fields,
+    geometry,
+    id_tuple,
+)
+from dflash_jax.config.fields import Fields
+from dflash_jax.errors import ConfigError
+
+LINEAR = "linear_attention"
+
+# Fields of the multimodal wrapper that text never reads.
+OTHER_INPUTS = (
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
+# The multi-token-prediction head, which is not loaded, and training.
+UNUSED = (
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+    "router_aux_loss_coef",
+    "output_router_logits",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridConfig(TargetConfig):
+    """A target whose layers are Gated DeltaNet or gated attention."""
+
+    recurrent: tuple[bool, ...]  # per layer
+    rotary_dim: int  # leading part of a head that is rotated
+    key_heads: int  # of the recurrent layers, as all below
+    value_heads: int
+    key_width: int
+    value_width: int
+    conv_kernel: int
+    shared_expert_size: int = 0  # without experts there is a dense MLP of intermediate_size
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.recurrent) != self.num_layers:
+            raise ConfigError(
+                f"{len(self.recurrent)} layer kinds for {self.num_layers} layers; give one each"
+            )
+        for name in ("key_heads", "value_heads", "key_width", "value_width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.conv_kernel < 2:
+            raise ConfigError(f"conv_kernel is {self.conv_kernel}; it must be at least 2")
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"{self.value_heads} value heads cannot share {self.key_heads} key heads; the"
+                " first must be a multiple of the second"
+            )
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ConfigError(
+                f"{self.rotary_dim} of {self.head_dim} dimensions are to be rotated; expected an"
+                " even number of at most all"
+            )
+
+    @property
+    def conv_channels(self) -> int:
+        """Queries, keys and values of a recurrent layer side by side."""
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """In words, per layer."""
+        return tuple("gated delta net" if r else "gated attention" for r in self.recurrent)
+
+
+def from_hf(f: Fields) -> HybridConfig:
+    """The text part of a Qwen3.5 config, bare or inside the published multimodal one."""
+    text = f.inner("text_config")
+    if text.values:
+        f.used.update(OTHER_INPUTS)
+    else:
+        text = f
+    moe = "moe" in str(f.get("model_type"))
+    reader = _plain_rope(text, moe)
+    size = geometry(reader)
+    reader.must_be("hidden_act", "silu")
+    reader.must_be("attention_bias", False)
+    reader.must_be("attn_output_gate", True)
+    reader.must_be("mamba_ssm_dtype", "float32")
+    reader.used.update(UNUSED)
+    experts = _experts(reader) if moe else {}
+    config = HybridConfig(
+        **size,
+        **experts,
+        model_type="qwen3_5_moe_text" if moe else "qwen3_5_text",
+        vocab_size=reader.integer("vocab_size"),
+        tie_embeddings=bool(f.get("tie_word_embeddings", False)),  # the outer one decides
+        max_length=reader.integer("max_position_embeddings", 262144),
+        eos_token_ids=tuple(
+            dict.fromkeys(id_tuple(f.get("eos_token_id")) + id_tuple(reader.get("eos_token_id")))
+        ),
+        dtype=dtype_name(f if text is f or "dtype" in f.values else reader),
+        qk_norm=True,
+        rotary_dim=int(size["head_dim"] * _partial(text)),
+        recurrent=_kinds(reader, size["num_layers"]),
+        **_recurrent_sizes(reader),
+    )
+    _check_sections(text, config.rotary_dim // 2)
+    reader.used.update(("model_type", "tie_word_embeddings", "dtype", "torch_dtype"))
+    reader.refuse_rest()
+    f.used.update(reader.used if text is f else ())
+    return config
+
+
+def _plain_rope(text: Fields, moe: bool) -> Fields:
+    """The fields with rotary settings reduced to what text needs.
+
+    The three position rows of multimodal rotary embedding are equal for text, so its sections
+    say nothing; the rotated part of a head is read apart.
+    """
+    rope = dict(text.inner("rope_parameters").values)
+    for name in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
+        rope.pop(name, None)
+    values = text.values | {"rope_parameters": rope or None}
+    if moe:  # what a token passes through in all; published files have no such field
+        chosen, size = text.integer("num_experts_per_tok"), text.integer("moe_intermediate_size")
+        shared = text.integer("shared_expert_intermediate_size")
+        values["intermediate_size"] = chosen * size + shared
+    values.setdefault("head_dim", 256)
+    reader = Fields(values, text.where)
+    reader.used.add("partial_rotary_factor")
+    return reader
+
+
+def _partial(text: Fields) -> float:
+    inner = text.inner("rope_parameters").number("partial_rotary_factor", 0.0)
+    return inner or text.number("partial_rotary_factor", 0.25)
+
+
+def _recurrent_sizes(f: Fields) -> dict[str, Any]:
+    return {
+        "key_heads": f.integer("linear_num_key_heads"),
+        "value_heads": f.integer("linear_num_value_heads"),
+        "key_width": f.integer("linear_key_head_dim"),
+        "value_width": f.integer("linear_value_head_dim"),
+        "conv_kernel": f.integer("linear_conv_kernel_dim", 4),
+    }
+
+
+def _check_sections(text: Fields, pairs: int) -> None:
+    """Sections must share out all rotated pairs; which pair is whose is no matter for text."""
+    sections = text.inner("rope_parameters").get("mrope_section", [pairs])
+    numbers = isinstance(sections, list) and all(type(n) is int for n in sections)
+    if not numbers or sum(sections) != pairs:
+        raise ConfigError(
+            f"{text.where}: mrope_section {sections} does not add up to the {pairs} rotated pairs"
+        )
+
+
+def _kinds(f: Fields, layers: int) -> tuple[bool, ...]:
+    """Which layers are recurrent: `layer_types`, or all but every n-th."""
+    if (every := f.integer("full_attention_interval", 4)) < 1:
+        raise ConfigError(f"{f.where}: full_attention_interval is {every}; expected 1 or more")
+    regular = [FULL if (i + 1) % every == 0 else LINEAR for i in range(layers)]
+    kinds = f.get("layer_types", regular)
+    known = isinstance(kinds, list) and all(kind in (FULL, LINEAR) for kind in kinds)
+    if not known or len(kinds) != layers:
+        raise ConfigError(
+            f"{f.where}: layer_types is {kinds}; expected {layers} entries of {FULL!r} or"
+            f" {LINEAR!r}"
+        )
+    if f.values.get("full_attention_interval") is not None and kinds != regular:
+        raise ConfigError(
+            f"{f.where}: layer_types contradicts full_attention_interval {every}; remove the"
+            " one that is wrong"
+        )
+    return tuple(kind == LINEAR for kind in kinds)
+
+
+def _experts(f: Fields) -> dict[str, Any]:
+    """Every layer routes; chosen weights always sum to one."""
+    f.must_be("norm_topk_prob", True)
+    f.must_be("decoder_sparse_step", 1)
+    f.must_be("mlp_only_layers", [])
+    shared = f.integer("shared_expert_intermediate_size")
+    return expert_fields(f, f.integer("moe_intermediate_size")) | {"shared_expert_size": shared}

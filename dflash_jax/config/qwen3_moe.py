@@ -1,0 +1,39 @@
+"""Qwen3-MoE: Qwen3 attention; most layers choose a few of many small MLPs."""
+
+import dataclasses
+
+from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields
+from dflash_jax.config.fields import Fields
+from dflash_jax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(TargetConfig):
+    """A Qwen3-MoE target; `intermediate_size` is that of its dense layers."""
+
+    sparse: tuple[bool, ...]  # per layer; the others have one MLP
+    normalise_shares: bool  # the chosen experts' shares sum to 1
+
+
+def from_hf(f: Fields) -> Qwen3MoeConfig:
+    """The config of a Qwen3-MoE."""
+    f.must_be("use_sliding_window", False)
+    f.must_be("qkv_bias", False)
+    f.must_be("use_qk_norm", True)
+    f.must_be("shared_expert_intermediate_size", 0)
+    fields = dense_fields(f)
+    layers = range(fields["num_layers"])
+    every, dense = f.integer("decoder_sparse_step", 1), f.get("mlp_only_layers", [])
+    listed = isinstance(dense, list) and all(type(i) is int and i in layers for i in dense)
+    if every < 1 or not listed:
+        raise ConfigError(
+            f"{f.where}: decoder_sparse_step is {every} and mlp_only_layers {dense!r}; expected a"
+            f" positive number and a list of layers from 0 to {layers[-1]}"
+        )
+    return Qwen3MoeConfig(
+        **fields,
+        **expert_fields(f, f.integer("moe_intermediate_size")),
+        qk_norm=True,
+        sparse=tuple((i + 1) % every == 0 and i not in dense for i in layers),
+        normalise_shares=bool(f.get("norm_topk_prob", False)),
+    )

@@ -1,0 +1,175 @@
+"""The DFlash 2 drafter: v1 with dynamic convolutions in every layer, and a candidate selector.
+
+The selector rescores each place's best tokens by the token before them, and walks the block
+from left to right (formulas as in the `dflash` 0.1.0 reference; own implementation).
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.models.dflash import DFlash, DrafterAttention
+from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, precision, rms_norm, weight
+from dflash_jax.nn.proposal import Chooser, Lender, Proposal
+from dflash_jax.state import LayerCache
+
+
+class DynamicConvolution(nn.Module):
+    """A causal convolution along the block whose kernel hangs on the input, group by group.
+
+    It has two sides, before and after a sublayer, with kernels of the same input. Nothing
+    crosses the block's edges, and it starts as the identity.
+    """
+
+    config: DFlash2Config
+
+    def setup(self) -> None:
+        c = self.config
+        groups = c.hidden_size // c.conv_group_size
+
+        def identity(_: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+            return jnp.zeros(shape, dtype).at[:, 0].set(1)
+
+        shape = (2, c.conv_kernel_size, c.hidden_size)
+        self.base = self.param("base", identity, shape, jnp.float32)
+        self.kernel = weight(self, "kernel", (c.hidden_size, 2 * c.conv_kernel_size * groups), 0.0)
+
+    def kernels(self, x: Float[Array, "B T D"]) -> Float[Array, "B T 2 taps groups"]:
+        """The dynamic kernels of both sides at every place."""
+        c = self.config
+        return dot(x, self.kernel).reshape(*x.shape[:2], 2, c.conv_kernel_size, -1)
+
+    def __call__(
+        self, z: Float[Array, "B T D"], kernels: Float[Array, "B T 2 taps groups"], side: int
+    ) -> Float[Array, "B T D"]:
+        """y[t] = sum over taps o of (base[o] + kernels[t, o]) · z[t - o]; side 0 is before."""
+        c = self.config
+        out = jnp.zeros_like(z)
+        for tap in range(c.conv_kernel_size):
+            back = jnp.pad(z, ((0, 0), (tap, 0), (0, 0)))[:, : z.shape[1]]
+            grouped = back.reshape(*z.shape[:2], -1, c.conv_group_size)
+            out += self.base[side, tap].astype(z.dtype)[None, None] * back
+            out += (kernels[:, :, side, tap, :, None] * grouped).reshape(z.shape)
+        return out
+
+
+class ConvolvedLayer(nn.Module):
+    """A drafter's layer with a convolution before and after both of its sublayers."""
+
+    config: DFlash2Config
+    window: int | None
+    causal: bool
+
+    def setup(self) -> None:
+        c = self.config
+        self.input_norm = norm_weight(self, "input_norm", c.hidden_size)
+        self.attention_conv = DynamicConvolution(c)
+        self.attention = DrafterAttention(c, self.window, self.causal)
+        self.post_attention_norm = norm_weight(self, "post_attention_norm", c.hidden_size)
+        self.mlp_conv = DynamicConvolution(c)
+        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        eps, conv = self.config.rms_norm_eps, self.attention_conv
+        with jax.named_scope("attention"):
+            h = rms_norm(x, self.input_norm, eps)
+            kernels = conv.kernels(h)
+            h, cache = self.attention(conv(h, kernels, 0), cache, positions)
+            x = x + conv(h, kernels, 1)
+        conv = self.mlp_conv
+        with jax.named_scope("mlp"):
+            h = rms_norm(x, self.post_attention_norm, eps)
+            kernels = conv.kernels(h)
+            return x + conv(self.mlp(conv(h, kernels, 0)), kernels, 1), cache
+
+
+class DFlash2(nn.Module):
+    """The v1 drafter with convolved layers, and the selector's tables beside its parameters."""
+
+    config: DFlash2Config
+
+    def setup(self) -> None:
+        c = self.config
+        self.backbone = DFlash(c, ConvolvedLayer)
+        nn.share_scope(self, self.backbone)
+        self.hidden = weight(self, "selector_hidden", (c.hidden_size, c.selector_rank))
+        self.predecessor = weight(self, "predecessor", (c.vocab_size, c.selector_rank))
+        self.successor = weight(self, "successor", (c.vocab_size, c.selector_rank))
+
+    def __call__(
+        self, x: Float[Array, "B T D"], caches: Sequence[LayerCache], start: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
+        """As `DFlash`."""
+        return self.backbone(x, caches, start)
+
+    def context(
+        self,
+        taps: Sequence[Float[Array, "B T D"]],
+        caches: Sequence[LayerCache],
+        start: Int[Array, " B"],
+    ) -> tuple[LayerCache, ...]:
+        """As `DFlash`; the context is not convolved."""
+        return self.backbone.context(taps, caches, start)
+
+    def propose(
+        self,
+        block: Int[Array, "B T"],
+        caches: Sequence[LayerCache],
+        start: Int[Array, " B"],
+        lender: Lender,
+        choose: Chooser,
+    ) -> Proposal:
+        """Drafts after the anchor along the selector's path; q is over the candidates."""
+        hidden, logits, caches = self.backbone.predict(block, caches, start, lender)
+        finite = jnp.isfinite(logits).all(axis=(1, 2))
+        with jax.named_scope("selector"):
+            unary, index = jax.lax.top_k(logits, self.config.selector_top_k)
+            ids = self.backbone.token(index)
+            pairs = self.pair_scores(hidden, unary, ids, block[:, 0])
+            places, size = ids.shape[1:]
+            noise = choose.noise(places, size)
+            at, path, q = jnp.zeros_like(start), [], []
+            for i in range(places):
+                scores = jnp.take_along_axis(pairs[:, i], at[:, None, None], axis=1)[:, 0]
+                choice = choose.one(scores, None if noise is None else noise[:, i])
+                at, finite = choice.index, finite & choice.finite
+                path.append(at)
+                q.append(choice.q)
+            chosen = jnp.stack(path, axis=1)[:, :, None]
+            tokens = jnp.take_along_axis(ids, chosen, axis=2)[:, :, 0]
+        drawn = None if noise is None else jnp.stack(q, axis=1)
+        return Proposal(tokens, drawn, ids, finite, caches)
+
+    def pair_scores(
+        self,
+        hidden: Float[Array, "B R D"],
+        unary: Float[Array, "B R C"],
+        ids: Int[Array, "B R C"],
+        anchor: Int[Array, " B"],
+    ) -> Float[Array, "B R C C"]:
+        """Score of each candidate (last axis) after each of the place before, float32.
+
+        The place before the first has the anchor for every candidate.
+        """
+        first = jnp.broadcast_to(anchor[:, None, None], (ids.shape[0], 1, ids.shape[2]))
+        before = jnp.concatenate([first, ids[:, :-1]], axis=1)
+        query = self.predecessor[before] * dot(hidden, self.hidden)[:, :, None]  # [B, R, C, r]
+        scores = jnp.einsum(
+            "brpk,brck->brpc",
+            query,
+            self.successor[ids],
+            precision=precision(query),
+            preferred_element_type=jnp.float32,
+        )
+        return unary[:, :, None] + scores
+
+
+def build(config: DFlash2Config) -> DFlash2:
+    """The drafter module of a config."""
+    return DFlash2(config)

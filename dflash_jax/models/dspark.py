@@ -1,0 +1,142 @@
+"""The DSpark drafter: v1 shifted by one place, with a Markov head and a confidence head.
+
+Place k predicts the token after it, from the anchor on. The Markov head adds to its logits what
+the token chosen just before suggests, the confidence head says how likely the draft is to be
+kept before it is drawn (arXiv 2607.05147; own implementation).
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.models.dflash import DFlash
+from dflash_jax.nn.layers import dot, project, weight
+from dflash_jax.nn.proposal import Chooser, Lender, Proposal
+from dflash_jax.state import LayerCache
+
+
+class DSpark(nn.Module):
+    """The v1 drafter, and the heads' weights beside its parameters."""
+
+    config: DSparkConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.backbone = DFlash(c)
+        nn.share_scope(self, self.backbone)
+        rank, width = c.markov_rank, c.hidden_size
+        if rank:
+            self.w1 = weight(self, "markov_w1", (c.vocab_size, rank))
+            self.w2 = weight(self, "markov_w2", (rank, c.choices))
+        if rank and c.markov_head == "gated":
+            self.gate = weight(self, "markov_gate", (width + rank, rank))
+            self.gate_bias = weight(self, "markov_gate_bias", (rank,))
+        if rank and c.markov_head == "rnn":
+            self.joint = weight(self, "markov_joint", (2 * rank + width, 3 * rank))
+            self.joint_bias = weight(self, "markov_joint_bias", (3 * rank,))
+        if c.confidence_head:
+            read = width + rank * c.confidence_with_markov
+            self.confidence = weight(self, "confidence", (read, 1))
+            self.confidence_bias = weight(self, "confidence_bias", (1,))
+
+    def __call__(
+        self, x: Float[Array, "B T D"], caches: Sequence[LayerCache], start: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
+        """As `DFlash`."""
+        return self.backbone(x, caches, start)
+
+    def context(
+        self,
+        taps: Sequence[Float[Array, "B T D"]],
+        caches: Sequence[LayerCache],
+        start: Int[Array, " B"],
+    ) -> tuple[LayerCache, ...]:
+        """As `DFlash`."""
+        return self.backbone.context(taps, caches, start)
+
+    def propose(
+        self,
+        block: Int[Array, "B T"],
+        caches: Sequence[LayerCache],
+        start: Int[Array, " B"],
+        lender: Lender,
+        choose: Chooser,
+    ) -> Proposal:
+        """Drafts after the anchor, each place knowing the token chosen before it."""
+        hidden, logits, caches = self.backbone.predict(block, caches, start, lender)
+        if self.config.markov_rank:
+            with jax.named_scope("markov"):
+                return self._walk(block[:, 0], hidden, logits, caches, choose)
+        choice = choose.every(logits)
+        ids, tokens = self.backbone.tokens(), self.backbone.token(choice.index)
+        survival = self._survival([hidden[:, i] for i in range(hidden.shape[1])])
+        return Proposal(tokens, choice.q, ids, choice.finite, caches, survival)
+
+    def _walk(
+        self,
+        anchor: Int[Array, " B"],
+        hidden: Float[Array, "B R D"],
+        logits: Float[Array, "B R N"],
+        caches: tuple[LayerCache, ...],
+        choose: Chooser,
+    ) -> Proposal:
+        places, size = logits.shape[1:]
+        noise = choose.noise(places, size)
+        token, finite = anchor, jnp.isfinite(logits).all(axis=(1, 2))
+        state = jnp.zeros((anchor.shape[0], self.config.markov_rank), hidden.dtype)
+        path, q, read = [], [], []
+        for i in range(places):
+            previous = self.w1[token]  # [B, r]
+            bias, state = self.bias(hidden[:, i], previous, state)
+            read.append(jnp.concatenate([hidden[:, i], previous], axis=-1))
+            choice = choose.one(logits[:, i] + bias, None if noise is None else noise[:, i])
+            token, finite = self.backbone.token(choice.index), finite & choice.finite
+            path.append(token)
+            q.append(choice.q)
+        tokens, ids = jnp.stack(path, axis=1), self.backbone.tokens()
+        drawn = None if noise is None else jnp.stack(q, axis=1)
+        return Proposal(tokens, drawn, ids, finite, caches, self._survival(read))
+
+    def bias(
+        self,
+        hidden: Float[Array, "B D"],
+        previous: Float[Array, "B r"],
+        state: Float[Array, "B r"],
+    ) -> tuple[Float[Array, "B N"], Float[Array, "B r"]]:
+        """What the previous token adds to a place's logits, and the recurrent head's new state.
+
+        Each variant joins its inputs in its own order: gated [h ; e], rnn [s ; e ; h].
+        """
+        kind = self.config.markov_head
+        if kind == "vanilla":
+            return project(previous, self.w2), state
+        if kind == "gated":
+            joined = jnp.concatenate([hidden, previous], axis=-1)
+            gate = nn.sigmoid(dot(joined, self.gate) + self.gate_bias[None])
+            return project(gate * previous, self.w2), state
+        joined = jnp.concatenate([state, previous, hidden], axis=-1)
+        update = dot(joined, self.joint) + self.joint_bias[None]
+        keep, new, out = jnp.split(update, 3, axis=-1)
+        keep = nn.sigmoid(keep)
+        state = keep * state + (1 - keep) * jnp.tanh(new)
+        return project(jnp.tanh(out), self.w2), state
+
+    def _survival(self, read: list[Float[Array, "B E"]]) -> Float[Array, "B R"] | None:
+        """Chance that each draft and all before it are kept, from what was known before it."""
+        c = self.config
+        if not c.confidence_head:
+            return None
+        inputs = jnp.stack(read, axis=1)
+        inputs = inputs if c.confidence_with_markov else inputs[:, :, : c.hidden_size]
+        bias = self.confidence_bias.astype(jnp.float32)[None, None]
+        kept = nn.sigmoid(project(inputs, self.confidence) + bias)[:, :, 0]
+        return jnp.cumprod(kept, axis=1)
+
+
+def build(config: DSparkConfig) -> DSpark:
+    """The drafter module of a config."""
+    return DSpark(config)

@@ -1,0 +1,208 @@
+"""Gemma 4, text: four norms a layer, two kinds of attention, a scaled residual stream.
+
+Full layers have heads of their own width and number, and may use their raw keys as values.
+The last layers may own no keys: they read those of an earlier layer, out of its very cache.
+"""
+
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import EARLY, LATE, UPSTREAM
+from dflash_jax.config.gemma4 import Gemma4Config
+from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.nn.decoder import Decoder, TargetOutput
+from dflash_jax.nn.layers import (
+    GatedMLP,
+    dot,
+    gelu_tanh,
+    norm_weight,
+    rms_norm_wide,
+    times,
+    weight,
+)
+from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top
+from dflash_jax.nn.rope import rope_tables, rotate
+from dflash_jax.state import LayerCache
+
+SCALE = 1.0  # of attention scores: queries and keys are normed instead
+
+
+class Attention(nn.Module):
+    """Attention of one layer; the fused weight holds, per kv head, what the layer projects.
+
+    G queries, then a key, then a value; no value where it is the key, neither where the layer
+    reads another's.
+    """
+
+    config: Gemma4Config
+    layer: int
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        c, window = self.config, self.config.windows[self.layer]
+        kv_heads, width = c.heads(self.layer)
+        groups, own = c.num_heads // kv_heads, c.own_parts(self.layer)
+        qkv = dot(x, weight(self, "qkv", (c.hidden_size, kv_heads, groups + own, width)))
+        turn = rope_tables(c.full_rope if window is None else c.rope, width, positions)
+        q_norm = norm_weight(self, "q_norm", width)
+        q = rotate(rms_norm_wide(qkv[..., :groups, :], q_norm, c.rms_norm_eps), *turn)
+        if own:
+            k_norm = norm_weight(self, "k_norm", width)
+            k = rotate(rms_norm_wide(qkv[..., groups, :], k_norm, c.rms_norm_eps), *turn)
+            v = rms_norm_wide(qkv[..., -1, :], None, c.rms_norm_eps)
+            cache = write_rows(cache, k, v, positions[:, 0])
+        keys = slot_positions(positions[:, -1] + 1, cache.slots)
+        seen = visible(positions, keys, causal=True, window=window)
+        heads = attend(q, cache, seen, scale=SCALE)
+        return dot(heads, weight(self, "o", (c.num_heads * width, c.hidden_size))), cache
+
+
+def gelu_gated(gate: Array, up: Array) -> Array:
+    """gelu(gate) · up, the activation of MLP and experts."""
+    return gelu_tanh(gate) * up
+
+
+class Experts(nn.Module):
+    """The chosen experts of each token, weighted; the router sees the stream unnormed.
+
+    Softmax over all experts, the largest few, divided by their sum, times a scale per expert.
+    """
+
+    config: Gemma4Config
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"], h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Routes by x, feeds the experts with h."""
+        c = self.config
+        scale = norm_weight(self, "router_scale", c.hidden_size)[None, None]
+        seen = times(rms_norm_wide(x, None, c.rms_norm_eps) * scale, c.hidden_size**-0.5)
+        logits = dot(seen, weight(self, "router", (c.hidden_size, c.num_experts)))
+        ids, shares = softmax_then_top(logits, c.experts_per_token, normalise=True)
+        of_each = norm_weight(self, "expert_scale", c.num_experts).astype(jnp.float32)
+        shares *= jnp.take(of_each, ids, mode="clip")
+        stacks = expert_weights(self, c.num_experts, c.hidden_size, c.expert_size)
+        return experts(h, stacks, ids, shares, gelu_gated)
+
+
+class PerLayerInput(nn.Module):
+    """norm(project(gelu(gate(x)) · p)): what a token's own vector for this layer adds."""
+
+    config: Gemma4Config
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"], p: Float[Array, "B T P"]) -> Float[Array, "B T D"]:
+        c = self.config
+        gate = gelu_tanh(dot(x, weight(self, "gate", (c.hidden_size, c.per_layer_size))))
+        h = dot(gate * p, weight(self, "project", (c.per_layer_size, c.hidden_size)))
+        return rms_norm_wide(h, norm_weight(self, "norm", c.hidden_size), c.rms_norm_eps)
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each normed on both sides, then the per-layer input, then the scalar."""
+
+    config: Gemma4Config
+    layer: int
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        cache: LayerCache,
+        positions: Int[Array, "B T"],
+        p: Float[Array, "B T P"] | None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], LayerCache]:
+        """Returns the layer's output, the stream before its last two steps, and the cache."""
+        c = self.config
+
+        def norm(name: str, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+            return rms_norm_wide(h, norm_weight(self, name, c.hidden_size), c.rms_norm_eps)
+
+        with jax.named_scope("attention"):
+            attention = Attention(c, self.layer, name="attention")
+            h, cache = attention(norm("input_norm", x), cache, positions)
+            x = x + norm("post_attention_norm", h)
+        with jax.named_scope("mlp"):
+            mlp = GatedMLP(c.hidden_size, c.mlp_size(self.layer), gelu_tanh, name="mlp")
+            h = mlp(norm("pre_mlp_norm", x))
+            if c.num_experts:
+                routed = Experts(c, name="routed")(x, norm("pre_experts_norm", x))
+                h = norm("post_dense_norm", h) + norm("post_experts_norm", routed)
+            early = x = x + norm("post_mlp_norm", h)
+        if p is not None:
+            x = x + PerLayerInput(c, name="per_layer")(x, p)
+        return x * norm_weight(self, "scalar", 1)[None, None], early, cache
+
+
+class Gemma4(Decoder):
+    """The decoder with layers that may share caches and take inputs of their own."""
+
+    config: Gemma4Config  # pyrefly: ignore[bad-override-mutable-attribute]  (Linen fields are frozen)
+
+    def setup(self) -> None:
+        super().setup()
+        c = self.config
+        if c.per_layer_size:
+            shape = (c.num_layers, c.per_layer_size)
+            self.layer_embedding = weight(self, "layer_embed", (c.vocab_size, *shape))
+            self.layer_projection = weight(self, "layer_project", (c.hidden_size, *shape))
+            self.layer_norm = norm_weight(self, "layer_norm", c.per_layer_size)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        caches: Sequence[LayerCache],
+        start: Int[Array, " B"],
+        *,
+        taps: tuple[int, ...] = (),
+        chunked: bool = False,  # of no concern to attention
+        taps_at: str = LATE,
+    ) -> TargetOutput:
+        """As `Decoder`.
+
+        Args:
+          caches: of the layers that own keys; the others read theirs after they were written.
+        """
+        positions = start[:, None] + jnp.arange(tokens.shape[1])[None, :]
+        x = self.first(tokens)
+        vectors = self.per_layer_inputs(tokens, x) if self.config.per_layer_size else None
+        states, written = [x], list(caches)
+        for i, layer in enumerate(self.layers):
+            at = self.config.source(i)
+            p = None if vectors is None else vectors[:, :, i]
+            x, early, written[at] = layer(x, written[at], positions, p)
+            states.append(early if taps_at == EARLY else x)
+        hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps)
+        if taps_at == UPSTREAM:
+            states[-1] = hidden
+        kept = tuple(states[i] for i in taps)
+        return TargetOutput(hidden=hidden, taps=kept, caches=tuple(written))
+
+    def per_layer_inputs(
+        self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]
+    ) -> Float[Array, "B T L P"]:
+        """(norm(project(x)) + the tokens' own vectors) / sqrt(2), one vector for each layer."""
+        c = self.config
+        own = jnp.take(self.layer_embedding, tokens, axis=0, mode="clip")
+        own *= jnp.asarray(c.per_layer_size**0.5, own.dtype)
+        seen = times(dot(x, self.layer_projection), c.hidden_size**-0.5)
+        seen = rms_norm_wide(seen, self.layer_norm, c.rms_norm_eps)
+        return times(seen + own, 0.5**0.5)
+
+
+def build(config: Gemma4Config) -> nn.Module:
+    """The target module of a Gemma 4 config."""
+    return Gemma4(config, make_layer=Layer, final_norm=rms_norm_wide)
+
+
+def empty_caches(
+    config: Gemma4Config, cache: Callable[[int, int, int | None], LayerCache]
+) -> tuple[LayerCache, ...]:
+    """One cache for each layer that owns keys; layers that share have none."""
+    owners = range(config.num_layers - config.shared_layers)
+    return tuple(cache(*config.heads(i), config.windows[i]) for i in owners)

@@ -1,0 +1,52 @@
+"""gpt-oss: attention sinks and biases; every layer chooses experts with a clamped activation."""
+
+import functools
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dflash_jax.config.gpt_oss import GptOssConfig
+from dflash_jax.nn.decoder import Decoder, Layer, empty_caches
+from dflash_jax.nn.layers import dot, rms_norm_wide, weight
+from dflash_jax.nn.moe import expert_weights, experts, top_then_softmax
+
+__all__ = ["build", "empty_caches"]
+
+SHARPNESS = 1.702  # of the gate's sigmoid
+
+
+class ClampedMLP(nn.Module):
+    """The experts with the largest logits, weighted by a softmax over just those."""
+
+    config: GptOssConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        c = self.config
+        logits = dot(x, weight(self, "router", (c.hidden_size, c.num_experts)))
+        logits += weight(self, "router_bias", (c.num_experts,))[None, None]
+        ids, shares = top_then_softmax(logits, c.experts_per_token)
+        stacks = expert_weights(self, c.num_experts, c.hidden_size, c.expert_size, bias=True)
+        return experts(x, stacks, ids, shares, functools.partial(clamped, limit=c.swiglu_limit))
+
+
+def clamped(gate: Array, up: Array, *, limit: float) -> Array:
+    """(up + 1) · gate · sigmoid(1.702 gate): the gate clamped from above, up on both sides."""
+    most = jnp.asarray(limit, gate.dtype)
+    gate, up = jnp.minimum(gate, most), jnp.clip(up, -most, most)
+    one, sharp = (jnp.asarray(v, gate.dtype) for v in (1.0, SHARPNESS))
+    return (up + one) * (gate * nn.sigmoid(gate * sharp))
+
+
+def build(config: GptOssConfig) -> nn.Module:
+    """The target module of a gpt-oss config."""
+    return Decoder(config, make_layer=_layer, final_norm=rms_norm_wide)
+
+
+def _layer(config: GptOssConfig, i: int) -> nn.Module:
+    return Layer(config, config.windows[i], _clamped_mlp, norm=rms_norm_wide, sinks=True)
+
+
+def _clamped_mlp(config: GptOssConfig) -> nn.Module:
+    return ClampedMLP(config, name="mlp")

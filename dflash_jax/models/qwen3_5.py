@@ -1,0 +1,199 @@
+"""Qwen3.5 and Qwen3.6: Gated DeltaNet layers, and every fourth a gated attention layer.
+
+Norms multiply by 1 + w, except the one inside the recurrent layers. Text only: vision and
+multi-token-prediction weights are not part of the tree.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config.qwen3_5 import HybridConfig
+from dflash_jax.models import MakeCache
+from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.nn.decoder import Decoder
+from dflash_jax.nn.delta import (
+    ChunkedUpdate,
+    DeltaInputs,
+    SteppedUpdate,
+    by_chunk,
+    by_token,
+    causal_conv,
+    spread,
+    unit,
+)
+from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, rms_norm, rms_norm_from_one, weight
+from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top, swiglu
+from dflash_jax.nn.rope import rope_tables, rotate
+from dflash_jax.state import Cache, LayerCache, RecurrentCache, Update
+
+
+class GatedAttention(nn.Module):
+    """Attention whose output is gated per head and dimension, with partly rotated heads.
+
+    The fused weight holds, per kv head, G pairs of query and gate, then a key and a value.
+    """
+
+    config: HybridConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        c = self.config
+        groups = c.num_heads // c.num_kv_heads
+        shape = (c.num_kv_heads, 2 * groups + 2, c.head_dim)
+        fused = dot(x, weight(self, "qkv", (c.hidden_size, *shape)))  # [B, T, K, 2G+2, H]
+        pairs = fused[..., : 2 * groups, :].reshape(*fused.shape[:3], groups, 2, c.head_dim)
+        q, gate = pairs[..., 0, :], pairs[..., 1, :]  # [B, T, K, G, H]
+        k, v = fused[..., 2 * groups, :], fused[..., 2 * groups + 1, :]
+        q = rms_norm_from_one(q, norm_weight(self, "q_norm", c.head_dim), c.rms_norm_eps)
+        k = rms_norm_from_one(k, norm_weight(self, "k_norm", c.head_dim), c.rms_norm_eps)
+        turn = rope_tables(c.rope, c.rotary_dim, positions)
+        q, k = (
+            jnp.concatenate(
+                [rotate(a[..., : c.rotary_dim], *turn), a[..., c.rotary_dim :]], axis=-1
+            )
+            for a in (q, k)
+        )
+        cache = write_rows(cache, k, v, positions[:, 0])
+        keys = slot_positions(positions[:, -1] + 1, cache.slots)
+        out = attend(q, cache, visible(positions, keys, causal=True, window=None))
+        out = out * jax.nn.sigmoid(gate).reshape(out.shape)
+        return dot(out, weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size))), cache
+
+
+class GatedDelta(nn.Module):
+    """Projections, a short convolution, the gated delta rule, a gated norm, a projection."""
+
+    config: HybridConfig
+
+    def setup(self) -> None:
+        c = self.config
+        self.values = c.value_heads * c.value_width
+        self.sizes = (c.conv_channels, self.values, c.value_heads, c.value_heads)
+        self.in_proj = weight(self, "in_proj", (c.hidden_size, sum(self.sizes)))
+        self.conv = weight(self, "conv", (c.conv_kernel, c.conv_channels), 0.5)
+        self.a_log = norm_weight(self, "a_log", c.value_heads)
+        self.dt_bias = norm_weight(self, "dt_bias", c.value_heads)
+        self.norm = norm_weight(self, "norm", c.value_width)
+        self.out = weight(self, "out", (self.values, c.hidden_size))
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: RecurrentCache, *, chunked: bool
+    ) -> tuple[Float[Array, "B T D"], Update]:
+        u, z, b, a = _split(dot(x, self.in_proj), *self.sizes)
+        inputs = jnp.concatenate([cache.inputs, u], axis=1)
+        q, k, v = self.heads(inputs)
+        rate = jnp.exp(self.a_log.astype(jnp.float32))
+        step = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias.astype(jnp.float32)[None, None])
+        rule = DeltaInputs(
+            q=spread(q, self.config.value_heads),
+            k=spread(k, self.config.value_heads),
+            v=v,
+            g=-rate[None, None] * step,
+            beta=jax.nn.sigmoid(b.astype(jnp.float32)),
+        )
+        if chunked:
+            o, d = by_chunk(cache.state, rule)
+            update = ChunkedUpdate(cache=cache, inputs=inputs, k=k, d=d, g=rule.g)
+        else:
+            o, states = by_token(cache.state, rule)
+            update = SteppedUpdate(cache=cache, inputs=inputs, states=states)
+        return dot(self.gated(o.astype(x.dtype), z), self.out), update
+
+    def heads(
+        self, inputs: Float[Array, "B W+T C"]
+    ) -> tuple[Float[Array, "B T K P"], Float[Array, "B T K P"], Float[Array, "B T N Q"]]:
+        """Convolved queries and keys of length one, queries scaled, and values; float32."""
+        c = self.config
+        keys = c.key_heads * c.key_width
+        mixed = causal_conv(inputs, self.conv).astype(jnp.float32)
+        q, k, v = _split(mixed, keys, keys, self.values)
+        q, k = (x.reshape(*x.shape[:2], c.key_heads, c.key_width) for x in (q, k))
+        v = v.reshape(*v.shape[:2], c.value_heads, c.value_width)
+        return unit(q) * jnp.float32(c.key_width**-0.5), unit(k), v
+
+    def gated(
+        self, o: Float[Array, "B T N Q"], z: Float[Array, "B T N*Q"]
+    ) -> Float[Array, "B T N*Q"]:
+        """The norm of each head, then its gate."""
+        normed = rms_norm(o, self.norm, self.config.rms_norm_eps).astype(jnp.float32)
+        gate = jax.nn.silu(z.astype(jnp.float32))
+        return (normed.reshape(z.shape) * gate).astype(o.dtype)
+
+
+class SharedExperts(nn.Module):
+    """The chosen experts, and one that every token uses, gated by a single logit."""
+
+    config: HybridConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        c = self.config
+        logits = dot(x, weight(self, "router", (c.hidden_size, c.num_experts)))
+        chosen = softmax_then_top(logits, c.experts_per_token, normalise=True)
+        weights = expert_weights(self, c.num_experts, c.hidden_size, c.expert_size)
+        gate = jax.nn.sigmoid(dot(x, weight(self, "shared_gate", (c.hidden_size, 1))))
+        shared = GatedMLP(c.hidden_size, c.shared_expert_size, name="shared")(x)
+        return experts(x, weights, *chosen, swiglu) + gate * shared
+
+
+class HybridLayer(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    config: HybridConfig
+    recurrent: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        cache: Cache,
+        positions: Int[Array, "B T"],
+        *,
+        chunked: bool,
+    ) -> tuple[Float[Array, "B T D"], Update]:
+        c = self.config
+        with jax.named_scope("delta" if self.recurrent else "attention"):
+            scale = norm_weight(self, "input_norm", c.hidden_size)
+            h = rms_norm_from_one(x, scale, c.rms_norm_eps)
+            if isinstance(cache, RecurrentCache):
+                h, update = GatedDelta(c, name="delta")(h, cache, chunked=chunked)
+            else:
+                h, update = GatedAttention(c, name="attention")(h, cache, positions)
+            x = x + h
+        with jax.named_scope("mlp"):
+            scale = norm_weight(self, "post_attention_norm", c.hidden_size)
+            h = rms_norm_from_one(x, scale, c.rms_norm_eps)
+            if c.num_experts:
+                return x + SharedExperts(c, name="mlp")(h), update
+            return x + GatedMLP(c.hidden_size, c.intermediate_size, name="mlp")(h), update
+
+
+def _split(x: Float[Array, "B T E"], *sizes: int) -> list[Float[Array, "B T part"]]:
+    """Neighbouring parts of the last axis."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [x[..., end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def build(config: HybridConfig) -> nn.Module:
+    """The target module of a Qwen3.5 config."""
+    return Decoder(config, make_layer=_layer, final_norm=rms_norm_from_one)
+
+
+def _layer(config: HybridConfig, i: int) -> nn.Module:
+    return HybridLayer(config, config.recurrent[i])
+
+
+def empty_caches(config: HybridConfig, cache: MakeCache) -> tuple[Cache, ...]:
+    """Keys and values for attention layers, state and convolution inputs for the others."""
+    state = (config.value_heads, config.key_width, config.value_width)
+    inputs = (config.conv_kernel - 1, config.conv_channels)
+    return tuple(
+        cache.recurrent(state, inputs)
+        if recurrent
+        else cache(config.num_kv_heads, config.head_dim, None)
+        for recurrent in config.recurrent
+    )

@@ -1,0 +1,41 @@
+"""Qwen3-MoE: Qwen3 whose layers, all or most, choose experts in place of an MLP."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
+from dflash_jax.nn.decoder import Decoder, Layer, dense_mlp, empty_caches
+from dflash_jax.nn.layers import dot, weight
+from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top, swiglu
+
+__all__ = ["build", "empty_caches"]
+
+
+class SparseMLP(nn.Module):
+    """The experts with the largest of all shares, weighted by them."""
+
+    config: Qwen3MoeConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        c = self.config
+        logits = dot(x, weight(self, "router", (c.hidden_size, c.num_experts)))
+        ids, shares = softmax_then_top(logits, c.experts_per_token, normalise=c.normalise_shares)
+        shares = shares.astype(x.dtype).astype(jnp.float32)  # rounded as in transformers
+        stacks = expert_weights(self, c.num_experts, c.hidden_size, c.expert_size)
+        return experts(x, stacks, ids, shares, swiglu)
+
+
+def build(config: Qwen3MoeConfig) -> nn.Module:
+    """The target module of a Qwen3-MoE config."""
+    return Decoder(config, make_layer=_layer)
+
+
+def _layer(config: Qwen3MoeConfig, i: int) -> nn.Module:
+    window = config.windows[i] if config.windows else None
+    return Layer(config, window, _sparse_mlp if config.sparse[i] else dense_mlp)
+
+
+def _sparse_mlp(config: Qwen3MoeConfig) -> nn.Module:
+    return SparseMLP(config, name="mlp")

@@ -1,0 +1,182 @@
+"""Gated delta rule: a linear recurrence over tokens, in two forms (Yang et al. 2024).
+
+Per token the state S [P, Q] of a head decays, is corrected towards the value at its key, and is
+read at the query:  S = exp(g) S;  d = beta (v - S'k);  S = S + k d';  o = S'q.
+
+* Token by token: every step has the same bits wherever a block begins and ends, so this is what
+  exact decode steps run. All T states are kept until it is known which one stays.
+* Chunked: the corrections d of a chunk solve one triangular system. Prefill, which always cuts
+  on the same grid, runs this; the state after any n tokens follows from keys, corrections and
+  decays alone.
+
+All of it is float32. Key heads serve groups of value heads, as in grouped attention.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.state import RecurrentCache
+
+CHUNK = 64  # tokens per triangular system
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+@struct.dataclass
+class DeltaInputs:
+    """What the rule reads of T tokens, float32."""
+
+    q: Float[Array, "B T N P"]
+    k: Float[Array, "B T N P"]
+    v: Float[Array, "B T N Q"]
+    g: Float[Array, "B T N"]  # log of the decay, at most 0
+    beta: Float[Array, "B T N"]
+
+
+@struct.dataclass
+class SteppedUpdate:
+    """A block that ran token by token."""
+
+    cache: RecurrentCache
+    inputs: Float[Array, "B W+T C"]  # the cache's, then the block's
+    states: Float[Array, "T B N P Q"]  # after each token
+
+    def commit(self, n: Int[Array, " B"]) -> RecurrentCache:
+        """Selects the state after n tokens."""
+        last = jnp.maximum(n - 1, 0)[None, :, None, None, None]
+        state = jnp.take_along_axis(self.states, last, axis=0)[0]
+        return RecurrentCache(
+            state=jnp.where((n > 0)[:, None, None, None], state, self.cache.state),
+            inputs=window(self.inputs, n, self.cache.inputs.shape[1]),
+        )
+
+
+@struct.dataclass
+class ChunkedUpdate:
+    """A chunk that ran at once, with the factors of its states."""
+
+    cache: RecurrentCache
+    inputs: Float[Array, "B W+T C"]
+    k: Float[Array, "B T K P"]  # per key head
+    d: Float[Array, "B T N Q"]
+    g: Float[Array, "B T N"]
+
+    def commit(self, n: Int[Array, " B"]) -> RecurrentCache:
+        """S_n = exp(g_1 + .. + g_n) S + sum over j <= n of exp(g_j+1 + .. + g_n) k_j d_j'."""
+        kept = (jnp.arange(self.g.shape[1])[None, :] < n[:, None])[:, :, None]
+        g = jnp.where(kept, self.g, 0.0)
+        decay = jax.lax.cumsum(g, axis=1, reverse=True)  # from token j on, itself included
+        later = jnp.pad(decay[:, 1:], ((0, 0), (0, 1), (0, 0)))
+        k = spread(self.k, self.g.shape[2])
+        k = jnp.where(kept[..., None], k * jnp.exp(later)[..., None], 0.0)
+        d = jnp.where(kept[..., None], self.d, 0.0)
+        state = jnp.exp(decay[:, 0])[:, :, None, None] * self.cache.state
+        state += jnp.einsum("btnp,btnq->bnpq", k, d, precision=HIGHEST)
+        return RecurrentCache(
+            state=jnp.where((n > 0)[:, None, None, None], state, self.cache.state),
+            inputs=window(self.inputs, n, self.cache.inputs.shape[1]),
+        )
+
+
+def window(
+    inputs: Float[Array, "B W+T C"], n: Int[Array, " B"], width: int
+) -> Float[Array, "B W C"]:
+    """The last inputs of each row once n of its T tokens are kept."""
+    take = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, width, axis=0))
+    return take(inputs, n)
+
+
+def spread(heads: Float[Array, "B T K P"], count: int) -> Float[Array, "B T N P"]:
+    """Each key head repeated for the value heads it serves, which stand side by side."""
+    return jnp.repeat(heads, count // heads.shape[2], axis=2)
+
+
+def unit(x: Float[Array, "... P"]) -> Float[Array, "... P"]:
+    """x / |x|, float32, with a little under the root."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.float32(1e-6))
+
+
+def causal_conv(
+    inputs: Float[Array, "B W+T C"], kernel: Float[Array, "W+1 C"]
+) -> Float[Array, "B T C"]:
+    """SiLU of each channel's own weighted sum of a token and the W before it."""
+    taps = kernel.shape[0]
+    width = inputs.shape[1] - taps + 1
+    kernel = kernel.astype(jnp.float32)
+    total = sum(
+        inputs[:, i : i + width].astype(jnp.float32) * kernel[i][None, None] for i in range(taps)
+    )
+    return jax.nn.silu(jnp.asarray(total)).astype(inputs.dtype)
+
+
+def by_token(
+    state: Float[Array, "B N P Q"], x: DeltaInputs
+) -> tuple[Float[Array, "B T N Q"], Float[Array, "T B N P Q"]]:
+    """Outputs, and the state after every token.
+
+    Products and sums instead of contractions: the compiler then makes one pass over the state.
+    """
+
+    def step(state: Array, x: DeltaInputs) -> tuple[Array, tuple[Array, Array]]:
+        state = state * jnp.exp(x.g)[:, :, None, None]
+        read = (state * x.k[..., None]).sum(axis=2)  # [B, N, Q]
+        d = x.beta[..., None] * (x.v - read)
+        state = state + x.k[..., None] * d[:, :, None]
+        return state, ((state * x.q[..., None]).sum(axis=2), state)
+
+    tokens_first = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), x)
+    _, (out, states) = jax.lax.scan(step, state, tokens_first)
+    return jnp.moveaxis(out, 0, 1), states
+
+
+def by_chunk(
+    state: Float[Array, "B N P Q"], x: DeltaInputs
+) -> tuple[Float[Array, "B T N Q"], Float[Array, "B T N Q"]]:
+    """Outputs and corrections d, from as many triangular systems as T needs."""
+    tokens = x.g.shape[1]
+    size = min(CHUNK, tokens)
+    count = -(-tokens // size)
+
+    def cut(a: Array) -> Array:
+        """[B, T, N, ...] to [chunks, B, N, size, ...]; zeros neither decay nor correct."""
+        a = jnp.pad(a, ((0, 0), (0, count * size - tokens), *((0, 0),) * (a.ndim - 2)))
+        return jnp.moveaxis(a.reshape(a.shape[0], count, size, *a.shape[2:]), (1, 3), (0, 2))
+
+    def join(a: Array) -> Array:
+        a = jnp.moveaxis(a, (0, 2), (1, 3))  # [B, chunks, size, N, Q]
+        return a.reshape(a.shape[0], count * size, *a.shape[3:])[:, :tokens]
+
+    _, (out, d) = jax.lax.scan(_chunk, state, jax.tree.map(cut, x))
+    return join(out), join(d)
+
+
+def _chunk(
+    state: Float[Array, "B N P Q"], x: DeltaInputs
+) -> tuple[Float[Array, "B N P Q"], tuple[Float[Array, "B N C Q"], Float[Array, "B N C Q"]]]:
+    """One chunk of C tokens; its inputs are laid out [B, N, C, ...]."""
+
+    def dot(spec: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(spec, a, b, precision=HIGHEST)
+
+    total = jnp.cumsum(x.g, axis=2)
+    place = jnp.arange(total.shape[2])
+    row, column = place[None, None, :, None], place[None, None, None, :]
+    apart = jnp.where(column <= row, total[..., :, None] - total[..., None, :], -jnp.inf)
+    decay = jnp.exp(apart)  # never of a positive number
+    entered = jnp.exp(total)[..., None]
+    system = jnp.where(column < row, dot("bnip,bnjp->bnij", x.k, x.k) * decay, 0.0)
+    right = x.v - entered * dot("bncp,bnpq->bncq", x.k, state)
+    d = jax.lax.linalg.triangular_solve(
+        x.beta[..., None] * system,
+        x.beta[..., None] * right,
+        left_side=True,
+        lower=True,
+        unit_diagonal=True,
+    )
+    out = entered * dot("bncp,bnpq->bncq", x.q, state)
+    out += dot("bnij,bnjq->bniq", dot("bnip,bnjp->bnij", x.q, x.k) * decay, d)
+    k = x.k * decay[..., -1, :, None]
+    state = entered[..., -1:, :] * state + dot("bncp,bncq->bnpq", k, d)
+    return state, (out, d)

@@ -1,0 +1,191 @@
+"""Mixture of experts: routing, and the experts' gated MLPs, with static shapes.
+
+A token's result never depends on the tokens beside it: its experts come from its own logits,
+no expert has a capacity, and the order in which its experts are added up is fixed by their
+numbers or ranks, never by who else chose them (R9).
+
+Letters: N tokens, E experts, X chosen experts per token, D width, F expert width, S rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.nn.layers import precision, weight
+
+Activation = Callable[[Array, Array], Array]  # of gate and up
+
+
+@struct.dataclass
+class ExpertWeights:
+    """The stacked MLPs of a layer's experts; gate and up are one weight, as in `GatedMLP`."""
+
+    gate_up: Float[Array, "E D 2 F"]
+    down: Float[Array, "E F D"]
+    gate_up_bias: Float[Array, "E 2 F"] | None = None
+    down_bias: Float[Array, "E D"] | None = None
+
+
+def expert_weights(
+    module: nn.Module, experts: int, width: int, hidden: int, *, bias: bool = False
+) -> ExpertWeights:
+    """Declares the experts of a module: `experts_gate_up`, `experts_down` and their biases."""
+    return ExpertWeights(
+        gate_up=weight(module, "experts_gate_up", (experts, width, 2, hidden)),
+        down=weight(module, "experts_down", (experts, hidden, width)),
+        gate_up_bias=weight(module, "experts_gate_up_bias", (experts, 2, hidden)) if bias else None,
+        down_bias=weight(module, "experts_down_bias", (experts, width)) if bias else None,
+    )
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """silu(gate) · up, the activation of the Qwen families."""
+    return nn.silu(gate) * up
+
+
+def softmax_then_top(
+    logits: Float[Array, "B T E"], count: int, *, normalise: bool
+) -> tuple[Int[Array, "B T X"], Float[Array, "B T X"]]:
+    """The `count` likeliest experts and their float32 probabilities; equal ones: lowest first.
+
+    Args:
+      normalise: divide by the sum of the chosen probabilities.
+    """
+    chosen, ids = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), count)
+    return ids, chosen / chosen.sum(axis=-1, keepdims=True) if normalise else chosen
+
+
+def top_then_softmax(
+    logits: Float[Array, "B T E"], count: int
+) -> tuple[Int[Array, "B T X"], Float[Array, "B T X"]]:
+    """The experts with the largest logits, and a float32 softmax over just those."""
+    chosen, ids = jax.lax.top_k(logits.astype(jnp.float32), count)
+    return ids, jax.nn.softmax(chosen, axis=-1)
+
+
+def experts(
+    x: Float[Array, "B T D"],
+    weights: ExpertWeights,
+    ids: Int[Array, "B T X"],
+    probabilities: Float[Array, "B T X"],
+    activation: Activation,
+) -> Float[Array, "B T D"]:
+    """Σ p_e · expert_e(x) over the experts `ids` of each token, in x's dtype.
+
+    Contractions and the sum accumulate in float32; a bias of an expert's output is weighted
+    with it. `activation(gate, up)` is the middle of every expert. A CPU multiplies only what
+    was chosen. Other devices run all experts: for a block of tokens that moves hardly more
+    weights, in two products. Not for training through.
+    """
+    with jax.named_scope("experts"):
+        tokens = x.reshape(-1, x.shape[-1])
+        ids, probabilities = (t.reshape(len(tokens), -1) for t in (ids, probabilities))
+        out = jax.lax.platform_dependent(
+            tokens,
+            weights,
+            ids,
+            probabilities.astype(jnp.float32),
+            cpu=functools.partial(by_tile, activation=activation),
+            default=functools.partial(by_all, activation=activation),
+        )
+        return out.reshape(x.shape)
+
+
+def by_all(
+    x: Float[Array, "N D"],
+    w: ExpertWeights,
+    ids: Int[Array, "N X"],
+    probabilities: Float[Array, "N X"],
+    *,
+    activation: Activation,
+) -> Float[Array, "N D"]:
+    """Every expert over every token, then one product over experts and their width at once.
+
+    Shapes know nothing of the routing; what was not chosen enters the product as zero.
+    """
+    chosen = jax.nn.one_hot(ids, w.down.shape[0], dtype=jnp.float32)  # [N, X, E]
+    share = jnp.einsum("nx,nxe->en", probabilities, chosen, precision=jax.lax.Precision.HIGHEST)
+    each = jnp.broadcast_to(x[None], (w.down.shape[0], *x.shape))
+    gate_up = _dot("end,edgf->engf", each, w.gate_up)
+    if w.gate_up_bias is not None:
+        gate_up += w.gate_up_bias[:, None]
+    h = activation(gate_up[:, :, 0], gate_up[:, :, 1]).astype(jnp.float32)  # [E, N, F]
+    h = jnp.where(chosen.any(axis=1).T[:, :, None], h * share[:, :, None], 0.0)
+    out = _dot("enf,efd->nd", h.astype(x.dtype), w.down)
+    if w.down_bias is None:
+        return out
+    return out + _dot("en,ed->nd", share.astype(x.dtype), w.down_bias)
+
+
+def by_tile(
+    x: Float[Array, "N D"],
+    w: ExpertWeights,
+    ids: Int[Array, "N X"],
+    probabilities: Float[Array, "N X"],
+    *,
+    activation: Activation,
+) -> Float[Array, "N D"]:
+    """Tokens sorted by expert into tiles of one height, each multiplied with one expert.
+
+    Every tile is the same small product, whoever fills its rows, so a token's bits are its own.
+    (`jax.lax.ragged_dot` multiplies every expert with every chosen row on a CPU: X times
+    the work of `by_all`.)
+    """
+    tiles = sort_into_tiles(ids, w.down.shape[0])
+
+    def multiply(i: Int[Array, ""], done: Float[Array, "S D"]) -> Float[Array, "S D"]:
+        expert = jnp.searchsorted(tiles.ends, i, side="right")
+        at = i * tiles.height
+        rows = jnp.take(x, jax.lax.dynamic_slice_in_dim(tiles.tokens, at, tiles.height), axis=0)
+        one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, keepdims=False), w)
+        gate_up = _dot("nd,dgf->ngf", rows, one.gate_up)
+        if one.gate_up_bias is not None:
+            gate_up += one.gate_up_bias[None]
+        out = _dot("nf,fd->nd", activation(gate_up[:, 0], gate_up[:, 1]), one.down)
+        if one.down_bias is not None:
+            out += one.down_bias[None]
+        return jax.lax.dynamic_update_slice_in_dim(done, out, at, axis=0)
+
+    empty = jnp.zeros((len(tiles.tokens), x.shape[1]), x.dtype)
+    done = jax.lax.fori_loop(0, tiles.ends[-1], multiply, empty)
+    parts = jnp.take(done, tiles.places, axis=0).astype(jnp.float32)  # [N, X, D]
+    return (parts * probabilities[:, :, None]).sum(axis=1).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Which token fills which row, tile after tile, S rows in all; unused ones repeat token 0."""
+
+    height: int
+    tokens: Int[Array, " S"]
+    places: Int[Array, "N X"]  # the row of each token's choices
+    ends: Int[Array, " E"]  # tiles up to and with each expert's
+
+
+def sort_into_tiles(ids: Int[Array, "N X"], experts: int) -> Tiles:
+    """Tiles for the choices `ids`; each expert begins a new tile. Room for the worst routing."""
+    choices = ids.size
+    height = 8 if choices < 8 * experts else 16
+    flat = ids.reshape(-1)
+    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
+    ends = jnp.cumsum(-(-counts // height))
+    order = jnp.argsort(flat, stable=True)
+    rank = jnp.zeros(choices, jnp.int32).at[order].set(jnp.arange(choices, dtype=jnp.int32))
+    rank -= (jnp.cumsum(counts) - counts)[flat]  # among its own expert's
+    places = (ends - -(-counts // height))[flat] * height + rank
+    most = min(choices, choices // height + experts)
+    tokens = jnp.arange(choices, dtype=jnp.int32) // ids.shape[1]
+    rows = jnp.zeros(most * height, jnp.int32).at[places].set(tokens, unique_indices=True)
+    return Tiles(height, rows, places.reshape(ids.shape), ends)
+
+
+def _dot(letters: str, x: Array, w: Array) -> Array:
+    """As `layers.dot`, for any contraction."""
+    y = jnp.einsum(letters, x, w, precision=precision(x), preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)

@@ -1,0 +1,69 @@
+"""The exact law of what an engine over a small vocabulary says, and how well samples fit it."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import scipy.stats
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.loading import TargetModel
+
+VOCAB, ROWS, SAID = 6, 256, 4
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def filtered(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The definition, for a row of logits: temperature, top-k, then top-p on what remains."""
+    if temperature == 0:
+        return np.eye(len(logits))[np.argmax(logits)]
+    scaled = logits.astype(np.float64) / temperature
+    order = np.argsort(-scaled, kind="stable")
+    kept = order[: top_k or None]
+    p = np.exp(scaled[kept] - scaled[kept].max())
+    p /= p.sum()
+    inside = np.cumsum(p) - p < top_p
+    out = np.zeros(len(logits))
+    out[kept[inside]] = p[inside] / p[inside].sum()
+    return out
+
+
+def said(engine: Engine, seeds: range, **options: Any) -> tuple[np.ndarray, Any]:
+    lives = [engine.submit(PROMPT, max_tokens=SAID, seed=seed, **options) for seed in seeds]
+    while not all(live.done for live in lives):
+        engine.advance()
+    return np.array([live.result().token_ids for live in lives]), [live.stats for live in lives]
+
+
+def all_logits(engine: Engine) -> dict[tuple[int, ...], np.ndarray]:
+    """By continuation but its last token: the target's logits of each place, by a whole pass."""
+    said = np.array(list(itertools.product(range(VOCAB), repeat=SAID - 1)))
+    ids = np.concatenate([np.tile(PROMPT, (len(said), 1)), said], axis=1)
+    logits = TargetModel(engine.target, engine.params["target"], "float32").forward(ids).logits
+    places = np.asarray(logits)[:, len(PROMPT) - 1 :]
+    return dict(zip(map(tuple, said.tolist()), places, strict=True))
+
+
+def law(next_logits: dict[tuple[int, ...], np.ndarray], **filters: Any) -> np.ndarray:
+    """Exact probability of every continuation of SAID tokens."""
+    p = []
+    for prefix, rows in next_logits.items():  # in the order of `product`
+        steps = np.stack([filtered(row, **filters) for row in rows])
+        p.append(np.prod(steps[range(SAID - 1), prefix]) * steps[-1])
+    return np.concatenate(p)
+
+
+def likelihood(tokens: np.ndarray, p: np.ndarray) -> float:
+    """p-value of the chi-square test; rare continuations are counted together."""
+    codes = tokens @ VOCAB ** np.arange(SAID - 1, -1, -1)
+    counts = np.bincount(codes, minlength=len(p))
+    assert counts[p == 0].sum() == 0, "a continuation the target cannot say"
+    expected = p * len(tokens)
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    if expected[-1] < 1:
+        observed, expected = observed[:-1], expected[:-1]
+        expected = expected * observed.sum() / expected.sum()
+    assert len(expected) > 10
+    return float(scipy.stats.chisquare(observed, expected).pvalue)

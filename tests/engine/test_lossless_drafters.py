@@ -1,0 +1,94 @@
+"""C1 for the drafters that walk: speculative output equals plain output, whatever they say."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_jax import Plan
+from dflash_jax.compiler import resolve
+from dflash_jax.errors import PlanError
+from dflash_jax.testing import (
+    AMPLE,
+    random_engine,
+    scripted_engine,
+    set_script,
+    tiny_drafter,
+    tiny_target,
+)
+
+CHUNK, NEW = 16, 40
+LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 70)
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash2": {},
+    "dspark": {"markov_head": "gated", "draft_vocab_size": 60, "own_head": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("dflash2", "float32"),
+        ("dspark", "bfloat16"),
+        pytest.param("dflash2", "bfloat16", marks=pytest.mark.soak),
+        pytest.param("dspark", "float32", marks=pytest.mark.soak),
+    ],
+)
+def test_speculative_tokens_are_the_plain_ones(kind: str, dtype: str) -> None:
+    """Several drafter windows long, real drafts, and a script that is right, wrong or broken."""
+    target = tiny_target(num_layers=2, windows=(20, None))
+    drafter = tiny_drafter(target, kind, target_layer_ids=(0,), **KINDS[kind])
+    plan = Plan(max_length=128, chunk=CHUNK, block=4, dtype=dtype)
+    real = random_engine(target, drafter, plan)
+    scripted = scripted_engine(real) if dtype == "float32" else real
+    rng = np.random.default_rng(3)
+    for length in LENGTHS:
+        prompt = rng.integers(0, target.vocab_size, length).tolist()
+        plain = real.generate(prompt, max_tokens=NEW, speculative=False).token_ids
+        result = real.generate(prompt, max_tokens=NEW)
+        assert result.token_ids == plain
+        assert not result.stats.fallbacks
+        if scripted is real or length != LENGTHS[-1]:
+            continue
+        truth = [*prompt, *plain]
+        noisy = [t if rng.random() < 0.7 else int(rng.integers(97)) for t in truth]
+        broken = [t if rng.random() < 0.8 else float("nan") for t in truth]
+        for name, script in {"oracle": truth, "noisy": noisy, "broken": broken}.items():
+            set_script(scripted, script)
+            result = scripted.generate(prompt, max_tokens=NEW)
+            assert result.token_ids == plain, name
+            if name == "oracle":
+                assert result.stats.rounds == -(-(NEW - 1) // 4)
+            assert (name == "broken") == bool(result.stats.fallbacks)
+
+
+def test_blocks_are_cut_where_the_drafter_loses_confidence() -> None:
+    """The same tokens, fewer drafts accepted, and with the bar at 1 none."""
+    target = tiny_target(num_layers=1)
+    small = {"num_layers": 1, "windows": (None,), "causal": (False,)}
+    drafter = tiny_drafter(target, "dspark", target_layer_ids=(0,), **small)
+    rng, rounds = np.random.default_rng(5), []
+    prompt = rng.integers(0, target.vocab_size, 9).tolist()
+    for bar in (0.0, 1.0):
+        plan = Plan(max_length=64, chunk=CHUNK, block=4, min_survival=bar)
+        scripted = scripted_engine(random_engine(target, drafter, plan))
+        plain = scripted.generate(prompt, max_tokens=NEW, speculative=False).token_ids
+        set_script(scripted, [*prompt, *plain])
+        result = scripted.generate(prompt, max_tokens=NEW)
+        assert result.token_ids == plain
+        rounds.append(result.stats.rounds)
+    assert rounds == [-(-(NEW - 1) // 4), NEW - 1]
+
+
+def test_a_bar_needs_a_confidence_head() -> None:
+    target = tiny_target()
+    for drafter in (None, tiny_drafter(target), tiny_drafter(target, "dspark")):
+        plan = Plan(max_length=64, min_survival=0.5)
+        if drafter is not None and drafter.predicts_survival:
+            resolved = resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
+            assert resolved.block == drafter.block_size + 1  # the anchor predicts, too
+            continue
+        with pytest.raises(PlanError, match="has no confidence head"):
+            resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
+    with pytest.raises(PlanError, match="expected a number from 0 to 1"):
+        Plan(min_survival=1.5)

@@ -1,0 +1,231 @@
+"""DFlash 2 against what the official package computes, and its losslessness."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from converters import export
+from converters.models import open_model
+from dflash_jax import Plan
+from dflash_jax.compiler import jit, resolve
+from dflash_jax.compiler.memory import drafter_weights
+from dflash_jax.compiler.programs import empty_state, idle_rules
+from dflash_jax.config import TargetConfig, drafter_config
+from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.decode.sampling import Drafting
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import ConfigError
+from dflash_jax.models import build_drafter, build_target
+from dflash_jax.models.dflash2 import DynamicConvolution
+from dflash_jax.nn.proposal import Lender
+from dflash_jax.testing import random_params, tiny_drafter, tiny_target
+
+KINDS = ["v2", "v2_sliding", "v2_small_vocab", "v2_trained"]
+TOLERANCE = 2e-4
+
+
+class Case:
+    """An oracle folder: configs, parameters and vectors."""
+
+    def __init__(self, folder: Path):
+        self.meta = json.loads((folder / "meta.json").read_text())
+        drafter = open_model(folder, role="drafter")
+        target = open_model(folder / self.meta["target"], role="target")
+        assert isinstance(drafter.config, DFlash2Config)
+        assert isinstance(target.config, TargetConfig)
+        self.drafter, self.target = drafter.config, target.config
+        params = {"drafter": drafter.load("float32"), "target": target.load("float32")}
+        self.params = jax.device_put(params)
+        self.vectors = load_file(folder / "vectors.safetensors")
+
+    def drafter_apply(self, *args: Any, **kwargs: Any) -> Any:
+        variables = {"params": self.params["drafter"]}
+        return build_drafter(self.drafter).apply(variables, *args, **kwargs)
+
+    def lender(self) -> Lender:
+        variables, module = {"params": self.params["target"]}, build_target(self.target)
+        return Lender(
+            lambda tokens: module.apply(variables, tokens, method="embed"),
+            lambda hidden: module.apply(variables, hidden, method="logits"),
+        )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> None:
+    """Hidden states, logits and the greedy path, with the context grown between the rounds."""
+    case = Case(oracle / "drafters" / name)
+    v, prompt = case.vectors, case.meta["rounds"]["prompt"]
+    plan = Plan(max_length=64, block=8, chunk=prompt, dtype="float32")
+    caches = empty_state(plan, case.target, case.drafter).draft
+    rules, lender = idle_rules(plan), case.lender()
+
+    def draft(
+        taps: jax.Array, block: jax.Array, caches: Any, begin: jax.Array, start: jax.Array
+    ) -> Any:
+        parts = jnp.split(taps, len(case.drafter.target_layer_ids), axis=-1)
+        caches = case.drafter_apply(parts, caches, begin, method="context")
+        x = lender.embed(block) * jnp.float32(case.drafter.input_embedding_scale or 1.0)
+        hidden, _ = case.drafter_apply(lender.embed(block), caches, start)
+        choose = Drafting(rules, start, False)
+        args = (block, caches, start, lender, choose)
+        return x, hidden, case.drafter_apply(*args, method="propose"), caches
+
+    begin = 0
+    for turn in ("round1", "round2"):
+        taps, block = v[f"{turn}.target_hidden"], v[f"{turn}.block_ids"]
+        start = begin + taps.shape[1]
+        at = (np.array([begin], np.int32), np.array([start], np.int32))
+        x, hidden, proposal, caches = jit(draft)(taps, block, caches, *at)
+        np.testing.assert_allclose(x, v[f"{turn}.noise_embedding"], atol=1e-6)
+        np.testing.assert_allclose(hidden, v[f"{turn}.hidden"], atol=TOLERANCE)
+        np.testing.assert_array_equal(proposal.tokens, v[f"{turn}.greedy_path"])
+        assert bool(proposal.finite[0])
+        if f"{turn}.candidates_sorted" in v:
+            found = np.sort(np.asarray(proposal.ids), axis=-1)
+            np.testing.assert_array_equal(found, v[f"{turn}.candidates_sorted"])
+            _check_q_along_the_sampled_path(case, turn, hidden)
+        begin = start
+
+
+def _check_q_along_the_sampled_path(case: Case, turn: str, hidden: jax.Array) -> None:
+    """A walk forced along the reference's path has the reference's q at temperature 0.8."""
+    v, config = case.vectors, case.drafter
+    logits = np.asarray(
+        case.drafter_apply(case.lender().head(hidden), method=lambda m, x: m.backbone.adjust(x))
+    )[:, 1:]
+    np.testing.assert_allclose(logits, v[f"{turn}.logits"], atol=TOLERANCE)
+    unary, ids = jax.lax.top_k(jnp.asarray(logits), config.selector_top_k)
+    anchor = v[f"{turn}.block_ids"][:, 0]
+    pairs = np.asarray(case.drafter_apply(hidden[:, 1:], unary, ids, anchor, method="pair_scores"))[
+        0
+    ]
+    at = 0
+    for i, token in enumerate(v[f"{turn}.sampled_path"][0]):
+        q = np.zeros(config.vocab_size, np.float32)
+        q[np.asarray(ids)[0, i]] = jax.nn.softmax(pairs[i, at] / 0.8)
+        np.testing.assert_allclose(q, v[f"{turn}.sampled_q"][0, i], atol=1e-4)
+        at = int(np.flatnonzero(np.asarray(ids)[0, i] == token)[0])
+
+
+@pytest.mark.parametrize("name", ["conv", "conv_short"])
+def test_the_dynamic_convolution_is_the_reference(oracle: Path, name: str) -> None:
+    """Both sides with the kernels of one input; also on a block shorter than the kernel."""
+    case = Case(oracle / "drafters" / "v2")
+    variables = {"params": case.params["drafter"]["layers_0"]["attention_conv"]}
+    conv, v = DynamicConvolution(case.drafter), case.vectors
+    kernels = conv.apply(variables, v[f"{name}.input"], method="kernels")
+    for side, (given, expected) in enumerate((("input", "prepared"), ("middle", "finished"))):
+        out: Any = conv.apply(variables, v[f"{name}.{given}"], kernels, side)
+        np.testing.assert_allclose(out, v[f"{name}.{expected}"], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["v2_trained", "v2_small_vocab"])
+def test_speculative_generation_is_the_reference(oracle: Path, name: str) -> None:
+    """Tokens, and rounds while whole blocks fit (the reference shortens its last ones)."""
+    case = Case(oracle / "drafters" / name)
+    memory = 1 << 40
+    plan = Plan(max_length=128, block=8, chunk=24)
+    plan = resolve(plan, case.target, case.drafter, platform="cpu", memory=memory)
+    engine = Engine(case.target, case.drafter, case.params, plan)
+    prompt = case.vectors["prompt_ids"][0].tolist()
+    truth = case.vectors["ar.output_ids"][0].tolist()[len(prompt) :]
+    result = engine.generate(prompt, max_tokens=len(truth), ignore_eos=True)
+    assert result.token_ids == truth
+    lengths = case.vectors["spec.acceptance_lengths"].tolist()
+    whole = [n for i, n in enumerate(lengths) if 1 + sum(lengths[: i + 1]) + 8 <= len(truth)]
+    assert result.stats.acceptance_lengths[: len(whole)] == whole
+
+
+def test_parameter_totals_are_the_published_ones() -> None:
+    sizes = {  # hidden, MLP, vocabulary, taps -> total
+        (5120, 17408, 248320): 1_924_404_480,  # Qwen3.8-27B
+        (6656, 19968, 202048): 2_772_159_744,  # Muse-Glimmer-30B
+    }
+    for (hidden, inner, vocab), total in sizes.items():
+        shared = {"hidden_size": hidden, "head_dim": 128, "vocab_size": vocab}
+        target = tiny_target(**shared, num_layers=1)
+        drafter = tiny_drafter(
+            target,
+            "dflash2",
+            **shared,
+            intermediate_size=inner,
+            num_layers=5,
+            num_heads=32,
+            num_kv_heads=8,
+            target_layer_ids=(1, 13, 25, 37, 49),
+            windows=(2048,) * 5,
+            causal=(False,) * 5,
+            conv_group_size=16,
+            selector_rank=256,
+            selector_top_k=16,
+        )
+        assert drafter_weights(target, drafter) == total
+
+
+def test_without_convolution_and_successors_it_is_version_one() -> None:
+    target = tiny_target(num_layers=2)
+    v2 = tiny_drafter(target, "dflash2", target_layer_ids=(0,))
+    v1 = tiny_drafter(target, target_layer_ids=(0,))
+    params = random_params(target, v2)["drafter"]
+    plain = {k: v for k, v in params.items() if k not in ("predecessor", "successor")}
+    plain.pop("selector_hidden")
+    for i in range(2):
+        layer = params[f"layers_{i}"]
+        plain[f"layers_{i}"] = {k: v for k, v in layer.items() if not k.endswith("_conv")}
+        for conv in ("attention_conv", "mlp_conv"):
+            base = np.zeros_like(layer[conv]["base"])
+            base[:, 0] = 1
+            layer[conv] = {"base": base, "kernel": layer[conv]["kernel"] * 0}
+    params["successor"] = params["successor"] * 0
+    table = np.random.default_rng(1).standard_normal((97, 32)).astype(np.float32)
+    lender = Lender(
+        lambda ids: jnp.asarray(table)[ids], lambda h: jnp.einsum("btd,vd->btv", h, table)
+    )
+    plan = Plan(max_length=32, block=8, chunk=8, dtype="float32")
+    start, block = jnp.asarray([0]), jnp.asarray([[5, *[96] * 7]])
+    said = []
+    for config, tree in ((v1, plain), (v2, params)):
+        caches = empty_state(plan, target, config).draft
+        args = (block, caches, start, lender, Drafting(idle_rules(plan), start, False))
+        variables = {"params": jax.device_put(tree)}
+        said.append(build_drafter(config).apply(variables, *args, method="propose").tokens)
+    np.testing.assert_array_equal(*said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"conv_group_size": 7}, "must divide the hidden size 64"),
+        ({"selector_top_k": 0}, "selector_top_k is 0"),
+        ({"selector_top_k": 300}, "has only 256"),
+        ({"selector_width": 3}, "does not understand: selector_width"),
+        ({"projector_type": "domino"}, "projector_type is 'domino'"),
+    ],
+)
+def test_a_config_it_cannot_run_is_refused(oracle: Path, changes: dict, message: str) -> None:
+    fields = json.loads((oracle / "drafters" / "v2" / "config.json").read_text())
+    fields["dflash_config"] |= changes
+    with pytest.raises(ConfigError, match=message):
+        drafter_config(fields)
+
+
+def test_it_survives_being_written(oracle: Path, tmp_path: Path) -> None:
+    folder = oracle / "drafters" / "v2_sliding"
+    model = open_model(folder)
+    weights = export.Weights(model.config, model.tensors)
+    export.export(weights, tmp_path / "x", layout="huggingface", dtype="float32")
+    again = open_model(tmp_path / "x")
+    assert again.config == model.config
+    old, new = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "x"))
+    assert old.keys() == new.keys()
+    for name in old:
+        np.testing.assert_array_equal(old[name], new[name])
+    for layout in ("gguf", "speculators"):
+        with pytest.raises(ConfigError, match="dflash2 drafter as huggingface"):
+            export.export(weights, tmp_path / "y", layout=layout, dtype="float32")

@@ -1,0 +1,249 @@
+"""DSpark: alignment, Markov heads and confidence against plain NumPy; reduced vocabularies."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from converters import export, names
+from converters.models import open_model
+from converters.tree_source import TreeSource
+from dflash_jax import Plan
+from dflash_jax.compiler.programs import empty_state, idle_rules
+from dflash_jax.config import DrafterConfig, drafter_config
+from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.decode.sampling import Drafting
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.models import build_drafter
+from dflash_jax.nn.proposal import Lender
+from dflash_jax.testing import random_params, tiny_drafter, tiny_target
+
+TARGET = tiny_target(num_layers=2)
+PLAN = Plan(max_length=32, block=6, chunk=8, dtype="float32")
+BLOCK = jnp.asarray([[5, *[96] * 5]])
+START = jnp.asarray([0])
+TABLE = jax.random.normal(jax.random.key(1), (97, 32))
+LENDER = Lender(lambda ids: TABLE[ids], lambda h: jnp.einsum("btd,vd->btv", h, TABLE))
+
+
+def make(**changes: Any) -> tuple[DrafterConfig, dict[str, Any]]:
+    config = tiny_drafter(TARGET, "dspark", target_layer_ids=(0,), **changes)
+    return config, jax.device_put(random_params(TARGET, config, seed=2)["drafter"])
+
+
+def run(config: DrafterConfig, params: dict[str, Any], method: Any, *args: Any) -> Any:
+    caches = empty_state(PLAN, TARGET, config).draft
+    module: Any = build_drafter(config)
+    return module.apply({"params": params}, BLOCK, caches, START, LENDER, *args, method=method)
+
+
+def propose(config: DrafterConfig, params: dict[str, Any]) -> Any:
+    return run(config, params, "propose", Drafting(idle_rules(PLAN), START, False))
+
+
+def backbone(config: DrafterConfig, params: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states and base logits of the places."""
+    hidden, logits, _ = run(config, params, lambda m, *args: m.backbone.predict(*args))
+    return np.asarray(hidden)[0], np.asarray(logits)[0]
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_the_heads_follow_their_formulas(kind: str) -> None:
+    config, params = make(markov_head=kind)
+    hidden, logits = backbone(config, params)
+    found = propose(config, params)
+    w = {k: np.asarray(v, np.float64) for k, v in params.items() if not isinstance(v, dict)}
+    previous, state, survival = 5, np.zeros(8), 1.0
+    for k in range(5):  # place k stands on the anchor and the masks, and predicts what follows
+        e, h = w["markov_w1"][previous], hidden[k].astype(np.float64)
+        if kind == "vanilla":
+            bias = e @ w["markov_w2"]
+        elif kind == "gated":
+            gate = sigmoid(np.concatenate([h, e]) @ w["markov_gate"] + w["markov_gate_bias"])
+            bias = (gate * e) @ w["markov_w2"]
+        else:
+            joined = np.concatenate([state, e, h]) @ w["markov_joint"] + w["markov_joint_bias"]
+            keep, new, out = np.split(joined, 3)
+            state = sigmoid(keep) * state + (1 - sigmoid(keep)) * np.tanh(new)
+            bias = np.tanh(out) @ w["markov_w2"]
+        read = np.concatenate([h, e])
+        survival *= sigmoid(read @ w["confidence"] + w["confidence_bias"])[0]
+        np.testing.assert_allclose(found.survival[0, k], survival, atol=1e-5)
+        previous = int(np.argmax(logits[k] + bias))
+        assert found.tokens[0, k] == previous
+
+
+def test_place_k_predicts_the_token_after_it() -> None:
+    """Slots are the anchor and four masks; without bias their own argmax is drafted."""
+    config, params = make(confidence_head=False)
+    params["markov_w2"] = params["markov_w2"] * 0
+    v1 = tiny_drafter(TARGET, target_layer_ids=(0,))
+    kept = {k: v for k, v in params.items() if not k.startswith("markov")}
+    caches = empty_state(PLAN, TARGET, v1).draft
+    hidden, _ = build_drafter(v1).apply({"params": kept}, LENDER.embed(BLOCK[:, :5]), caches, START)
+    expected = np.argmax(LENDER.head(hidden), axis=-1)
+    np.testing.assert_array_equal(propose(config, params).tokens, expected)
+    bare, _ = make(markov_rank=0, confidence_head=False)
+    np.testing.assert_array_equal(propose(bare, kept).tokens, expected)
+
+
+def test_a_reduced_vocabulary_speaks_the_targets_tokens() -> None:
+    config, params = make(draft_vocab_size=40, own_head=True, own_embedding=True)
+    offsets = np.sort(np.random.default_rng(0).choice(97, 40, replace=False)) - np.arange(40)
+    params["d2t"] = jnp.asarray(offsets, jnp.int32)
+    _, logits = backbone(config, params)
+    assert logits.shape == (5, 40)
+    found = propose(config, params)
+    assert set(np.asarray(found.tokens)[0]) <= set((np.arange(40) + offsets).tolist())
+    e = np.asarray(params["markov_w1"])[5]
+    first = np.argmax(logits[0] + e @ np.asarray(params["markov_w2"]))
+    assert found.tokens[0, 0] == first + offsets[first]
+
+
+def published(config: DSparkConfig) -> dict[str, Any]:
+    fields = {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "vocab_size": 97,
+        "block_size": 7,
+        "mask_token_id": 96,
+        "target_layer_ids": [0],
+        "num_anchors": 512,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_head,
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": config.confidence_with_markov,
+    }
+    return fields
+
+
+def stored(config: DrafterConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
+    source = TreeSource(jax.tree.map(np.asarray, params), config)
+    return {name: source.read(name) for name in source.names()}
+
+
+SPELLINGS = {
+    "DeepSpec": {},
+    "older": {"markov_head.": "logit_head."},
+    "ModelOpt": {
+        "markov_head.markov_w1.weight": "markov_w1",
+        "markov_head.markov_w2.weight": "markov_w2",
+        "markov_head.gate_proj.": "gate_proj.",
+        "confidence_head.proj.": "confidence_proj.",
+    },
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_folders_load_in_every_spelling(tmp_path: Path, spelling: str) -> None:
+    config, params = make(markov_head="gated", own_embedding=True, own_head=True)
+    assert isinstance(config, DSparkConfig)
+    tensors = stored(config, params)
+    for usual, other in SPELLINGS[spelling].items():
+        tensors = {name.replace(usual, other): array for name, array in tensors.items()}
+    fields = published(config)
+    if spelling == "ModelOpt":
+        own = ("markov_rank", "markov_head_type", "confidence_head_with_markov")
+        inner = {name: fields.pop(name) for name in own} | {"projector_type": "dspark"}
+        inner["use_confidence_head"] = fields.pop("enable_confidence_head")
+        fields |= {"architectures": ["DFlashDraftModel"], "dflash_config": inner}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = open_model(tmp_path, role="drafter")
+    assert isinstance(model.config, DSparkConfig)
+    assert model.config.block_size == 7
+    assert (model.config.own_embedding, model.config.own_head) == (True, True)
+    jax.tree.map(np.testing.assert_array_equal, model.load("float32"), params)
+    weights = export.Weights(model.config, model.tensors)
+    export.export(weights, tmp_path / "again", layout="huggingface", dtype="float32")
+    assert open_model(tmp_path / "again").config == model.config
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_speculators_folders_with_a_reduced_vocabulary(tmp_path: Path, kind: str) -> None:
+    """Its own head, ids as offsets, taps one higher; a table that was never filled is borrowed."""
+    config = tiny_drafter(TARGET, kind, target_layer_ids=(0,), draft_vocab_size=40, own_head=True)
+    params = random_params(TARGET, config)["drafter"]
+    params["d2t"] = np.sort(np.random.default_rng(0).choice(97, 40, False)) - np.arange(40)
+    tensors = stored(config, params) | {
+        "t2d": np.zeros(97, bool),
+        "embed_tokens.weight": np.full((97, 32), np.nan, np.float32),
+    }
+    layers = published(tiny_drafter(TARGET, "dspark"))  # pyrefly: ignore[bad-argument-type]
+    layers |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+    own = {"markov_rank": 8, "enable_confidence_head": True} if kind == "dspark" else {}
+    fields = own | {
+        "speculators_model_type": kind,
+        "transformer_layer_config": layers | {"use_sliding_window": True},
+        "draft_vocab_size": 40,
+        "block_size": 8,
+        "aux_hidden_state_layer_ids": [1],
+        "mask_token_id": 96,
+        "sample_from_anchor": kind == "dspark",
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = open_model(tmp_path)
+    assert isinstance(model.config, DrafterConfig)
+    assert (model.config.draft_vocab_size, model.config.target_layer_ids) == (40, (0,))
+    assert model.config.causal == (True, False)
+    loaded = model.load("bfloat16")
+    assert (loaded["d2t"].dtype, loaded["head"].dtype) == (np.int32, ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(loaded["d2t"], params["d2t"])
+    np.testing.assert_array_equal(model.load("float32")["head"], params["head"])
+    weights = export.Weights(model.config, model.tensors)
+    with pytest.raises(ConfigError, match="no published form"):
+        export.export(weights, tmp_path / "x", layout="huggingface", dtype="float32")
+    save_file(tensors | {"d2t": np.zeros(40, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="d2t holds F32, expected integers"):
+        open_model(tmp_path).check()
+
+
+def test_jetspec_is_version_one_with_causal_blocks() -> None:
+    """`causal` stands among the drafter fields, the architecture has a name of its own."""
+    config, _ = make()
+    assert isinstance(config, DSparkConfig)
+    fields = published(config)
+    for name in [name for name in fields if "markov" in name or "confidence" in name]:
+        del fields[name]
+    del fields["num_anchors"]
+    fields |= {"architectures": ["Qwen3DFlashDraftModel"], "dflash_config": {"causal": True}}
+    found = drafter_config(fields)
+    assert (found.kind, found.causal) == ("dflash", (True, True))
+    assert drafter_config(fields | {"is_causal": False}).causal == (False, False)
+    assert names.slots(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"markov_head_type": "lstm"}, "markov_head_type is 'lstm'; expected one of vanilla"),
+        ({"markov_rank": 0}, "confidence_head_with_markov is true but markov_rank is 0"),
+        ({"markov_rank": -1}, "it must be at least 0"),
+        ({"enable_confidence_head": 1}, "expected true or false"),
+        ({"architectures": ["Qwen3DominoModel"]}, "expected one of DFlashDraftModel"),
+        ({"gru_hidden_dim": 4}, "does not understand: gru_hidden_dim"),
+    ],
+)
+def test_a_config_it_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:
+    config, _ = make()
+    assert isinstance(config, DSparkConfig)
+    with pytest.raises(ConfigError, match=message):
+        drafter_config(published(config) | changes)

@@ -1,0 +1,411 @@
+"""Gemma 4 against transformers, and its lanes against each other."""
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import dflash_jax as dj
+from converters.load import load_target as load_params
+from dflash_jax.compiler import jit, resolve
+from dflash_jax.compiler.explain import explain
+from dflash_jax.compiler.memory import drafter_weights, target_weights
+from dflash_jax.compiler.programs import build_pair, declare, empty_state
+from dflash_jax.compiler.roofline import DEVICES
+from dflash_jax.config import (
+    DrafterConfig,
+    check_pair,
+    paired,
+    read_drafter_config,
+    read_target_config,
+    target_config,
+)
+from dflash_jax.config.gemma4 import Gemma4Config
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import CheckpointError, ConfigError, PlanError
+from dflash_jax.loading import TargetModel, describe
+from dflash_jax.models import build_drafter
+from dflash_jax.state import DecodeState, commit
+from dflash_jax.testing import (
+    force_acceptance,
+    random_engine,
+    random_params,
+    scripted_engine,
+    set_script,
+    tiny_drafter,
+    tiny_gemma,
+)
+
+FOLDERS = ("gemma4", "gemma4_moe", "gemma4_ple", "gemma4_unified", "gemma4_vl")
+WITHIN = {"atol": 2e-4, "rtol": 0}
+WIDTH = 8
+PUBLISHED = Path(__file__).parent.parent / "published"
+
+
+class Blocks:
+    """A target run block by block through one program, as the engine's lanes do."""
+
+    def __init__(self, config: Gemma4Config, params: Any, dtype: str = "float32"):
+        self.pair, self.params = build_pair(config, None), {"target": params}
+        plan = dj.Plan(rows=2, max_length=160, block=WIDTH, chunk=WIDTH, dtype=dtype)
+        self.empty = jax.device_put(empty_state(plan, config, None))
+        self.taps = tuple(range(config.num_layers + 1))
+        self.run = jit(self._run)
+
+    def _run(self, params: Any, state: DecodeState, ids: Any, n: Any) -> Any:
+        out = self.pair.target_call(params, ids, state.target, state.position, taps=self.taps)
+        logits = self.pair.target_call(params, out.hidden, method="logits")
+        return commit(state, out.caches, (), n, ids[:, -1]), logits, jnp.stack(out.taps)
+
+    def block(self, state: DecodeState, ids: np.ndarray, keep: int) -> Any:
+        """Feeds up to WIDTH ids, junk behind them, and keeps the first `keep`."""
+        fed = np.pad(ids, ((0, 0), (0, WIDTH - ids.shape[1])), constant_values=3)
+        state, *seen = self.run(self.params, state, fed, np.full(len(ids), keep, np.int32))
+        return state, *map(np.asarray, seen)
+
+    def feed(self, state: DecodeState, ids: np.ndarray) -> tuple[DecodeState, np.ndarray]:
+        """All of ids, block by block; the logits of every one."""
+        rows = []
+        for at in range(0, ids.shape[1], WIDTH):
+            part = ids[:, at : at + WIDTH]
+            state, logits, _ = self.block(state, part, part.shape[1])
+            rows.append(logits[:, : part.shape[1]])
+        return state, np.concatenate(rows, axis=1)
+
+
+@functools.cache
+def loaded(folder: Path) -> Blocks:
+    config = read_target_config(folder)
+    return Blocks(config, jax.device_put(load_params(folder, config)))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_whole_pass_in_either_spelling(oracle: Path, name: str) -> None:
+    folder = oracle / "targets" / name
+    config = read_target_config(folder)
+    hub = target_config(json.loads((folder / "config.hub.json").read_text()))
+    assert hub == config == Gemma4Config.from_json(config.to_json())
+    v = load_file(folder / "vectors.safetensors")
+    out = dj.load_target(folder).forward(v["input_ids"])
+    np.testing.assert_allclose(out.logits, v["logits"], **WITHIN)
+    for i, state in enumerate(out.hidden):
+        np.testing.assert_allclose(state, v[f"hidden.{i}"], **WITHIN)
+    half = TargetModel(config, jax.device_put(load_params(folder, config, "bfloat16")), "bfloat16")
+    out = half.forward(v["input_ids"])
+    assert jnp.isfinite(out.logits).all()
+    bits = [np.asarray(x).view(np.uint16) for x in (out.hidden[0], v["bf16.hidden.0"])]
+    np.testing.assert_array_equal(*bits)  # the scale is rounded, then the product
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_moe", "gemma4_ple"])
+def test_blocks_with_rejected_tokens_rolled_back_and_long_contexts(oracle: Path, name: str) -> None:
+    folder = oracle / "targets" / name
+    v, run = load_file(folder / "vectors.safetensors"), loaded(folder)
+    lengths = json.loads((folder / "meta.json").read_text())["lengths"]
+    prefill, keep, ids = lengths["prefill"], lengths["keep"], v["input_ids"]
+    state, logits = run.feed(run.empty, ids[:, :prefill])
+    np.testing.assert_allclose(logits, v["incr.prefill.logits"], **WITHIN)
+    for block, kept in (("block1", keep - prefill), ("block2", WIDTH)):
+        state, logits, hidden = run.block(state, v[f"incr.{block}.input_ids"], kept)
+        np.testing.assert_allclose(logits, v[f"incr.{block}.logits"], **WITHIN)
+        for i, layer in enumerate(hidden):
+            np.testing.assert_allclose(layer, v[f"incr.{block}.hidden.{i}"], **WITHIN)
+    for i in range(v["incr.step.input_ids"].shape[1]):
+        state, logits, _ = run.block(state, v["incr.step.input_ids"][:, i : i + 1], 1)
+        np.testing.assert_allclose(logits[:, 0], v["incr.step.logits"][:, i], **WITHIN)
+    assert state.position.tolist() == [lengths["seq"]] * 2
+    rings = [c.ring for c in state.target]
+    windows = run.pair.target.config.windows[: len(rings)]
+    assert rings == [w is not None for w in windows]
+    _, logits = run.feed(run.empty, np.repeat(v["long.input_ids"], 2, axis=0))
+    np.testing.assert_allclose(logits[:1], v["long.logits"], **WITHIN)
+
+
+@pytest.mark.parametrize("name", ["gemma4_moe", "gemma4_ple"])
+def test_the_engine_continues_greedily_as_transformers_does(oracle: Path, name: str) -> None:
+    folder = oracle / "targets" / name
+    v = load_file(folder / "vectors.safetensors")
+    engine = dj.load(folder, plan=dj.Plan(rows=2, max_length=64, chunk=8, block=8))
+    results = engine.generate_many(v["input_ids"][:, :16].tolist(), max_tokens=32, ignore_eos=True)
+    assert [r.token_ids for r in results] == v["greedy.tokens"].tolist()
+
+
+# -- lanes ------------------------------------------------------------------------------------
+
+WINDOW, CHUNK = 10, 16
+
+
+def make(dtype: str, *, rows: int = 1, block: int = 6) -> Engine:
+    config = tiny_gemma()
+    plan = dj.Plan(rows=rows, max_length=256, chunk=CHUNK, block=block, dtype=dtype)
+    return random_engine(config, tiny_drafter(config, target_layer_ids=(0, 3)), plan)
+
+
+def prompt(length: int, seed: int = 7) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 97, length).tolist()
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
+def test_drafting_changes_no_token(dtype: str) -> None:
+    real = make(dtype)
+    assert [c.ring for c in real._state.target] == [True, False, True]  # and none for layers 3, 4
+    scripted, rng = scripted_engine(real), np.random.default_rng(1)
+    for length in (1, CHUNK - 1, CHUNK + 1, 50):
+        given = prompt(length)
+        new = 90 if length == 50 else 20  # several windows long
+        plain = real.generate(given, max_tokens=new, speculative=False).token_ids
+        assert len(set(plain)) > 5
+        assert real.generate(given, max_tokens=new).token_ids == plain
+        truth = [*given, *plain]
+        scripts = {
+            "oracle": truth,
+            "adversarial": [(t + 1) % 97 for t in truth],
+            "noisy": [t if rng.random() < 0.7 else int(rng.integers(97)) for t in truth],
+            "pattern": force_acceptance(truth, length, [3, 0, 5, 1, 2, 4], 97),
+        }
+        for name, script in scripts.items():
+            set_script(scripted, script)
+            result = scripted.generate(given, max_tokens=new)
+            assert result.token_ids == plain, (name, length)
+            if name == "oracle":
+                assert result.stats.rounds == -(-(new - 1) // 6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tokens_bits_do_not_depend_on_its_block(dtype: str) -> None:
+    """R2, R9: attention, routing and experts, at every place of a block and beside any row."""
+    config = tiny_gemma(windows=(WINDOW, WINDOW, None), num_layers=3, shared_layers=0)
+    params = random_params(config, None, dtype=dtype, seed=3)["target"]
+    run = Blocks(config, jax.device_put(params), dtype)
+    ids = np.array([prompt(48), prompt(48, 8)], np.int32)
+    _, wanted = run.feed(run.empty, ids)
+    state, at, other = run.empty, 0, np.random.default_rng(2)
+    for kept in (3, 1, 8, 5, 2, 7, 4, 6, 1, 8):
+        block = ids[:, at : at + WIDTH].copy()
+        block[:, kept:] = other.integers(0, 97, block[:, kept:].shape)
+        block[1] = other.integers(0, 97, block[1].shape)  # a companion of no concern
+        state, logits, _ = run.block(state, block, min(kept, block.shape[1]))
+        np.testing.assert_array_equal(logits[0, :kept], wanted[0, at : at + kept])
+        at += kept
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block", [2, 5, 8, 16])
+def test_five_thousand_tokens_a_family(dtype: str, block: int) -> None:
+    engine = make(dtype, rows=3, block=block)
+    scripted, rng = scripted_engine(engine), np.random.default_rng(block)
+    done = 0
+    for seed in range(30):
+        given = prompt(int(rng.integers(1, 90)), seed)
+        plain = engine.generate(given, max_tokens=160, speculative=False).token_ids
+        pattern = rng.integers(0, block, 40).tolist()
+        set_script(scripted, force_acceptance([*given, *plain], len(given), pattern, 97))
+        assert scripted.generate(given, max_tokens=160).token_ids == plain
+        assert engine.generate(given, max_tokens=160).token_ids == plain
+        done += len(plain)
+    assert done >= 4800
+
+
+# -- the drafter's side -----------------------------------------------------------------------
+
+
+def test_a_silent_drafter_config_takes_scale_and_softcap_from_its_target(oracle: Path) -> None:
+    target = read_target_config(oracle / "targets" / "gemma4")
+    said = read_drafter_config(oracle / "drafters" / "v1_gemma_target")
+    assert (said.input_embedding_scale, said.final_logit_softcapping) == (8.0, 1.5)
+    silent = dataclasses.replace(said, input_embedding_scale=None, final_logit_softcapping=None)
+    logits, x = np.linspace(-9, 9, 256, dtype="f4").reshape(1, 1, 256), np.ones((1, 2, 64), "f4")
+    for config in (said, silent, paired(target, silent)):
+        pair = build_pair(target, config)
+        assert pair.drafter is not None
+        np.testing.assert_array_equal(pair.drafter.scaled(jnp.asarray(x)), 8.0 * x)
+        capped = pair.drafter.adjust(jnp.asarray(logits))
+        np.testing.assert_allclose(capped, 1.5 * np.tanh(logits / 1.5), rtol=1e-6)
+    assert pair.head == "raw_logits"  # so that the cap is not applied twice
+    off = dataclasses.replace(said, final_logit_softcapping=0.0)
+    assert paired(target, off).final_logit_softcapping == 0.0
+
+
+def test_a_derived_scale_is_rounded_as_the_target_rounds_it_a_given_one_is_not() -> None:
+    target = tiny_gemma(hidden_size=5376, embedding_scale=5376**0.5)
+    drafter = tiny_drafter(target)
+    x = jnp.full((1, 1, 1), 7.0, ml_dtypes.bfloat16)
+    for scale, wanted in ((None, 516.0), (5376**0.5, 512.0)):  # 7 · 73.5 and 7 · 73.32, rounded
+        config = dataclasses.replace(drafter, input_embedding_scale=scale)
+        assert build_drafter(paired(target, config)).scaled(x).item() == wanted
+
+
+def test_taps_are_taken_where_the_plan_says() -> None:
+    config = tiny_gemma(num_layers=3, windows=(WINDOW, WINDOW, None), shared_layers=0)
+    params = random_params(config, None, seed=1)
+    scalars = (0.5, 2.0, 0.25)
+    for i, value in enumerate(scalars):
+        params["target"][f"layers_{i}"]["scalar"] = np.full(1, value, "f4")
+    state = empty_state(dj.Plan(max_length=16, block=2, chunk=8, dtype="float32"), config, None)
+    ids, every = jnp.asarray([prompt(8)], jnp.int32), tuple(range(4))
+    pair = build_pair(config, None)
+
+    @jit
+    def run(params: Any, state: DecodeState) -> Any:
+        call = functools.partial(pair.target_call, params, ids, state.target, state.position)
+        return {at: call(taps=every, taps_at=at) for at in ("early", "late", "upstream")}
+
+    outs = run(params, state)
+    early, late, upstream = (np.stack(outs[at].taps) for at in ("early", "late", "upstream"))
+    np.testing.assert_allclose(late[:-1], upstream[:-1], atol=1e-6)
+    np.testing.assert_allclose(upstream[-1], outs["late"].hidden, atol=1e-5)
+    per_layer = late[1:] / np.reshape(scalars, (3, 1, 1, 1)) - early[1:]
+    assert (np.abs(per_layer).max(axis=(1, 2, 3)) > 1e-3).all()  # the per-layer input's part
+    drafter = tiny_drafter(config, target_layer_ids=(0, 2))
+    with pytest.raises(ConfigError, match=r"last target layer \(2\).*taps_at='late'"):
+        check_pair(config, drafter)
+    check_pair(config, drafter, taps_at="upstream")
+    with pytest.raises(PlanError, match="taps_at is 'middle'; expected one of auto, early"):
+        dj.Plan(taps_at="middle")  # pyrefly: ignore
+
+
+def test_programs_follow_taps_at() -> None:
+    config = tiny_gemma()
+    drafter = tiny_drafter(config)
+    for at, used in (("auto", "late"), ("late", "late"), ("early", "early")):
+        plan = dj.Plan(max_length=32, chunk=8, block=2, dtype="float32", taps_at=at)
+        programs = declare(plan, config, drafter)
+        for name in ("prefill", "forced", "plain", "speculative"):
+            step: Any = programs[name].function
+            assert step.args[0].taps_at == used
+        assert dj.Plan.from_json(plan.to_json()) == plan
+
+
+# -- published models -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "weights", "drafting"),
+    [
+        ("gemma-4-31B-it", 73.5, 30_697_345_340, 1_535_967_488),
+        ("gemma-4-26B-A4B-it", 53, 25_233_141_790, 429_689_088),
+    ],
+)
+def test_explain_of_published_configs_allocates_nothing(
+    name: str, scale: float, weights: int, drafting: int
+) -> None:
+    target, drafter = describe(PUBLISHED / name, PUBLISHED / f"{name}-DFlash")
+    assert isinstance(drafter, DrafterConfig)
+    device = DEVICES["H200"]
+    before = len(jax.live_arrays())
+    plan = resolve(dj.Plan(), target, drafter, platform="gpu", memory=device.memory)
+    found = explain(target, drafter, plan, device, compile=False)
+    assert len(jax.live_arrays()) <= before
+    assert target_weights(target) == weights
+    assert drafter_weights(target, drafter) == drafting
+    text = str(found)
+    assert f"embedding x{scale:g} (the target's)  softcap 30" in text
+    assert found.budget.weights == 2 * (weights + drafting)
+    assert {"prefill", "plain", "speculative"} <= {p.name for p in found.programs}
+    assert all(p.roofline is not None for p in found.programs if p.work is not None)
+
+
+# -- bad input --------------------------------------------------------------------------------
+
+
+def hub(oracle: Path, name: str = "gemma4", **changes: Any) -> dict[str, Any]:
+    return json.loads((oracle / "targets" / name / "config.hub.json").read_text()) | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"sliding_window": 0}, "sliding_window is 0; expected a positive"),
+        ({"layer_types": ["sliding_attention"]}, "expected 4 entries"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "exactly the full-attention layers"),
+        ({"num_kv_shared_layers": 3}, r"layers \[1, 3\] have no earlier layer of their kind"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4"),
+        ({"enable_moe_block": True}, "lacks 'num_experts'"),
+        (
+            {
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 5,
+                "moe_intermediate_size": 8,
+            },
+            "top_k_experts is 5; expected 1 to 4",
+        ),
+        ({"num_global_key_value_heads": 3}, "4 heads cannot share 3"),
+        (
+            {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 9},
+            "vocab_size_per_layer_input is 9",
+        ),
+        ({"altup_num_inputs": 4}, "does not understand: altup_num_inputs"),
+    ],
+)
+def test_configs_that_cannot_be_run_are_refused_by_name(
+    oracle: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        target_config(hub(oracle, **changes))
+
+
+def test_rope_and_nested_fields_are_not_ignored(oracle: Path) -> None:
+    fields = hub(oracle)
+    fields["rope_parameters"]["full_attention"]["rope_type"] = "yarn"
+    with pytest.raises(ConfigError, match="rope_type is 'yarn'; only 'proportional'"):
+        target_config(fields)
+    nested = hub(oracle, "gemma4_vl")
+    nested["text_config"]["laurel_rank"] = 64
+    with pytest.raises(ConfigError, match=r"text_config has fields .* laurel_rank"):
+        target_config(nested)
+
+
+def test_early_exports_are_read(oracle: Path) -> None:
+    fields = hub(oracle, "gemma4_moe")
+    wanted = target_config(dict(fields))
+    fields["expert_intermediate_size"] = fields.pop("moe_intermediate_size")
+    fields |= {"query_pre_attn_scalar": 256, "routed_layer_pattern": None}
+    fields["layer_types"][-1] = "sliding_attention"  # the last layer is full all the same
+    assert target_config(fields) == wanted
+
+
+def test_tensors_of_other_parts_are_set_aside_and_the_rest_is_checked(
+    oracle: Path, tmp_path: Path
+) -> None:
+    folder = oracle / "targets" / "gemma4_ple"
+    shutil.copy(folder / "config.json", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    extra = {"model.layers.3.self_attn.k_proj.weight": np.zeros((32, 64), "f4")}
+    extra["model.vision_tower.patch.weight"] = np.zeros((2, 2), "f4")
+    config = read_target_config(folder)
+
+    def load(tensors: dict[str, np.ndarray]) -> Any:
+        save_file(tensors, tmp_path / "model.safetensors")
+        return load_params(tmp_path, config)
+
+    jax.tree.map(np.testing.assert_array_equal, load(tensors | extra), load_params(folder, config))
+    with pytest.raises(CheckpointError, match=r"left over: layers.2.self_attn.surprise"):
+        load(tensors | {"model.layers.2.self_attn.surprise": np.zeros(2, "f4")})
+    lacking = {k: v for k, v in tensors.items() if not k.endswith("layers.1.layer_scalar")}
+    with pytest.raises(CheckpointError, match=r"missing: layers.1.layer_scalar \[1\]"):
+        load(lacking)
+
+
+def sources(config: Gemma4Config) -> Sequence[int]:
+    return [config.source(i) for i in range(config.num_layers)]
+
+
+def test_shared_layers_read_the_last_owner_of_their_kind() -> None:
+    assert sources(tiny_gemma()) == [0, 1, 2, 2, 1]
+    assert [tiny_gemma().own_parts(i) for i in range(5)] == [2, 1, 2, 0, 0]
+    assert [tiny_gemma().mlp_size(i) for i in range(5)] == [48, 48, 48, 96, 96]

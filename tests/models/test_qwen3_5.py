@@ -1,0 +1,504 @@
+"""Qwen3.5: against transformers, and C1 where a state must be rolled back."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import dflash_jax as dj
+from converters.load import load_target as load_params
+from converters.models import open_model
+from converters.names.published import fields
+from dflash_jax.compiler import compile_programs, jit, resolve
+from dflash_jax.compiler.explain import explain
+from dflash_jax.compiler.memory import budget, kept_states, tree_bytes
+from dflash_jax.compiler.programs import build_pair, empty_state
+from dflash_jax.compiler.roofline import find_device
+from dflash_jax.config import read_target_config, target_config
+from dflash_jax.config.qwen3_5 import HybridConfig
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import ConfigError
+from dflash_jax.state import DecodeState, RecurrentCache, commit
+from dflash_jax.testing import (
+    random_engine,
+    random_params,
+    scripted_engine,
+    set_script,
+    tiny_drafter,
+    tiny_hybrid,
+)
+
+WITHIN = {"atol": 1e-3, "rtol": 0}
+CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl")
+CHUNK, BLOCK, NEW = 16, 4, 40
+
+
+@pytest.fixture(scope="module")
+def dense(oracle: Path) -> SimpleNamespace:
+    return read_case(oracle / "targets" / "qwen3_5")
+
+
+def read_case(path: Path) -> SimpleNamespace:
+    lengths = json.loads((path / "meta.json").read_text())["lengths"]
+    return SimpleNamespace(path=path, vectors=load_file(path / "vectors.safetensors"), **lengths)
+
+
+# -- against transformers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_hidden_states_of_a_whole_pass(oracle: Path, name: str) -> None:
+    case = read_case(oracle / "targets" / name)
+    out = dj.load_target(case.path).forward(case.vectors["input_ids"])
+    np.testing.assert_allclose(out.logits, case.vectors["logits"], **WITHIN)
+    assert len(out.hidden) == sum(name.startswith("hidden.") for name in case.vectors)
+    for i, state in enumerate(out.hidden):
+        np.testing.assert_allclose(state, case.vectors[f"hidden.{i}"], **WITHIN)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_spellings_of_a_config_mean_the_same(oracle: Path, name: str, tmp_path: Path) -> None:
+    path = oracle / "targets" / name
+    shutil.copy(path / "config.hub.json", tmp_path / "config.json")
+    config = read_target_config(tmp_path)
+    assert config == read_target_config(path)
+    assert isinstance(config, HybridConfig)
+    assert HybridConfig.from_json(config.to_json()) == config
+    assert target_config(fields(config, config.dtype)) == config
+
+
+def test_other_inputs_and_predictors_are_set_aside_and_named(oracle: Path) -> None:
+    model = open_model(oracle / "targets" / "qwen3_5_vl", role="target")
+    model.check()
+    reasons = {name.split(".")[0]: why for name, why in model.tensors.ignored.items()}
+    assert set(reasons) == {"model", "mtp"}
+    assert all(n.startswith(("model.visual.", "mtp.")) for n in model.tensors.ignored)
+
+
+class Cached:
+    """A target with its caches, run call by call: chunked first, then token by token."""
+
+    def __init__(self, path: Path):
+        config = read_target_config(path)
+        self.pair = build_pair(config, None)
+        self.params = {"target": jax.device_put(load_params(path, config))}
+        plan = dj.Plan(rows=2, max_length=160, block=8, chunk=32, dtype="float32")
+        self.empty = empty_state(plan, config, None)
+        self.taps = tuple(range(config.num_layers + 1))
+        self.run: Any = jit(self._run, static_argnums=4)
+
+    def _run(self, params: Any, state: DecodeState, ids: Any, n: Any, chunked: bool) -> Any:
+        out = self.pair.target_call(
+            params, ids, state.target, state.position, taps=self.taps, chunked=chunked
+        )
+        logits = self.pair.target_call(params, out.hidden, method="logits")
+        return commit(state, out.caches, (), n, ids[:, -1]), logits, out.taps
+
+    def __call__(self, state: DecodeState, ids: np.ndarray, keep: int) -> Any:
+        n = np.full(len(ids), keep, np.int32)
+        return self.run(self.params, state, ids, n, ids.shape[1] == 32)
+
+
+@pytest.fixture(scope="module")
+def cached(dense: SimpleNamespace) -> Cached:
+    return Cached(dense.path)
+
+
+def test_blocks_and_states_after_a_prefill_and_a_rollback(
+    dense: SimpleNamespace, cached: Cached
+) -> None:
+    v = dense.vectors
+
+    def same(name: str, logits: Any, taps: Any) -> None:
+        np.testing.assert_allclose(logits, v[f"incr.{name}.logits"], **WITHIN)
+        for i, tap in enumerate(taps):
+            if (wanted := v.get(f"incr.{name}.hidden.{i}")) is not None:
+                np.testing.assert_allclose(tap, wanted, **WITHIN)
+
+    def same_states(name: str, state: DecodeState) -> None:
+        for i, cache in enumerate(state.target):
+            if isinstance(cache, RecurrentCache):
+                at = f"incr.{name}.state.{i}"
+                np.testing.assert_allclose(cache.state, v[f"{at}.recurrent"], **WITHIN)
+                inputs = np.swapaxes(cache.inputs, 1, 2)
+                np.testing.assert_allclose(inputs, v[f"{at}.conv"], **WITHIN)
+
+    state, *seen = cached(cached.empty, v["input_ids"][:, : dense.prefill], dense.prefill)
+    same("prefill", *seen)
+    same_states("prefill", state)
+    state, *seen = cached(state, v["incr.block1.input_ids"], dense.keep - dense.prefill)
+    same("block1", *seen)
+    same_states("rollback", state)
+    state, *seen = cached(state, v["incr.block2.input_ids"], dense.block)
+    same("block2", *seen)
+    steps = v["incr.step.input_ids"]
+    state, logits, _ = cached(
+        state, np.pad(steps, ((0, 0), (0, 8 - steps.shape[1]))), steps.shape[1]
+    )
+    np.testing.assert_allclose(logits[:, : steps.shape[1]], v["incr.step.logits"], **WITHIN)
+    same_states("end", state)
+    assert state.position.tolist() == [dense.seq] * 2
+
+
+def test_a_long_sequence_chunk_by_chunk(dense: SimpleNamespace, cached: Cached) -> None:
+    ids, wanted = dense.vectors["long.input_ids"], dense.vectors["long.logits"]
+    state, at = cached.empty, 0
+    for width in (32, 32, 32, 32, 8):
+        part = np.repeat(ids[:, at : at + width], 2, axis=0)
+        state, logits, _ = cached(state, part, width)
+        np.testing.assert_allclose(logits[:1], wanted[:, at : at + width], **WITHIN)
+        at += width
+    assert at == dense.long
+
+
+def test_the_engine_continues_greedily_as_transformers_does(dense: SimpleNamespace) -> None:
+    engine = dj.load(dense.path, plan=dj.Plan(rows=2, max_length=64, chunk=16, block=8))
+    prompts = dense.vectors["input_ids"][:, : dense.prompt].tolist()
+    results = engine.generate_many(prompts, max_tokens=dense.greedy, ignore_eos=True)
+    assert [r.token_ids for r in results] == dense.vectors["greedy.tokens"].tolist()
+
+
+# -- lossless ----------------------------------------------------------------------------------
+
+
+EXPERTS = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 6,
+    "experts_per_token": 2,
+    "expert_size": 16,
+    "shared_expert_size": 20,
+    "num_layers": 2,
+    "recurrent": (True, False),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("float32", {}), id="float32"),
+        pytest.param(("bfloat16", EXPERTS), id="experts-bfloat16"),
+        pytest.param(("bfloat16", {}), id="bfloat16", marks=pytest.mark.soak),
+    ],
+)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """Two rows, a drafter that says what it is told; plain steps do not ask it."""
+    dtype, changes = request.param
+    target = tiny_hybrid(**changes)
+    plan = dj.Plan(rows=2, max_length=192, chunk=CHUNK, block=BLOCK, dtype=dtype)
+    return scripted_engine(random_engine(target, tiny_drafter(target), plan))
+
+
+def prompt_of(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, 97, length).tolist()
+
+
+def scripts(truth: list[int], seed: int) -> Iterator[tuple[str, list[int]]]:
+    rng = np.random.default_rng(seed)
+    yield "oracle", truth
+    yield "adversarial", [(t + 1) % 97 for t in truth]
+    for share in (0.5, 0.8, 0.95):  # random accept patterns
+        yield f"noisy {share}", [t if rng.random() < share else (t + 1) % 97 for t in truth]
+
+
+def recurrent(engine: Engine, row: int = 0) -> list[np.ndarray]:
+    """Bits of what a row's recurrent layers hold."""
+    caches = [c for c in engine._state.target if isinstance(c, RecurrentCache)]
+    return [np.asarray(x[row]) for c in caches for x in (c.state, c.inputs)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5, 90])
+def test_every_accept_pattern_gives_plain_tokens_and_plain_states(
+    engine: Engine, length: int
+) -> None:
+    prompt = prompt_of(length)
+    plain = engine.generate(prompt, max_tokens=NEW, speculative=False).token_ids
+    states = recurrent(engine)
+    assert states[0].dtype == np.float32
+    assert len(set(plain)) > 5
+    for name, script in scripts([*prompt, *plain], seed=length):
+        set_script(engine, script)
+        result = engine.generate(prompt, max_tokens=NEW)
+        assert result.token_ids == plain, name
+        if name == "oracle":
+            assert result.stats.rounds == -(-(NEW - 1) // BLOCK)
+        for ours, theirs in zip(recurrent(engine), states, strict=True):
+            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> None:
+    given = [prompt_of(n) for n in (1, 15, 33, 20)]
+    alone = [engine.generate(p, max_tokens=NEW).token_ids for p in given]
+    together = [r.token_ids for r in engine.generate_many(given, max_tokens=NEW)]
+    assert together == alone
+    idle = recurrent(engine, row=1)
+    engine.generate(given[2], max_tokens=NEW)  # in row 0; prefill and steps pass over row 1
+    for ours, theirs in zip(recurrent(engine, row=1), idle, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    engine._state = engine.executables["wipe"](engine._state, np.array([True, False]))
+    assert not any(x.any() for x in recurrent(engine, row=0))
+    for ours, theirs in zip(recurrent(engine, row=1), idle, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_dictated_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
+    """R7: the same tokens, fed by forced steps in any cuts."""
+    prompt = prompt_of(21)
+    plain = engine.generate(prompt, max_tokens=NEW, speculative=False).token_ids
+    states = recurrent(engine)
+    forced = compile_programs([engine.programs["forced"]])["forced"]
+    for cuts in ([BLOCK] * (NEW // BLOCK), [1, 3, 2] * NEW):
+        engine.generate(prompt, max_tokens=1)
+        state, at = engine._state, 0
+        for n in cuts:
+            n = min(n, len(plain) - 1 - at)
+            tokens = np.zeros((2, BLOCK), np.int32)
+            tokens[0, :n] = plain[at : at + n]
+            count, anchor = np.array([n, 0], np.int32), np.array([plain[at + n], 0], np.int32)
+            state = forced(engine.params, state, tokens, count, anchor)
+            at += n
+        engine._state = state
+        for ours, theirs in zip(recurrent(engine), states, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_states_are_updated_in_place(engine: Engine) -> None:
+    engine.warm_up()
+    for executable in engine.executables.values():
+        assert executable.aliased_bytes == executable.donated_bytes > 0
+        allowed = budget(engine.plan, engine.target, engine.drafter).temporaries
+        assert executable.temporary_bytes <= allowed, executable.name
+
+
+def test_chunks_of_any_size_prefill_the_same_state() -> None:
+    """Within rounding; the grid of one plan is fixed. Token by token is chunks of one."""
+    target = tiny_hybrid(num_layers=2, recurrent=(True, False))
+    params = jax.device_put(random_params(target, None))
+    pair, prompt = build_pair(target, None), np.asarray([prompt_of(70)], np.int32)
+
+    @jit
+    def step(state: DecodeState, ids: Any, n: Any) -> Any:
+        out = pair.target_call(params, ids, state.target, state.position, chunked=True)
+        return commit(state, out.caches, (), n, ids[:, -1]), out.hidden
+
+    found = []
+    for chunk in (1, 7, 64, 512):
+        plan = dj.Plan(max_length=80, chunk=chunk, block=2, dtype="float32")
+        state, hidden = empty_state(plan, target, None), []
+        for at in range(0, 70, chunk):
+            n = min(chunk, 70 - at)
+            ids = np.pad(prompt[:, at : at + n], ((0, 0), (0, chunk - n)))
+            state, out = step(state, ids, np.array([n], np.int32))
+            hidden.append(np.asarray(out)[:, :n])
+        cache = state.target[0]
+        assert isinstance(cache, RecurrentCache)
+        found.append((np.concatenate(hidden, axis=1), cache))
+    for hidden, cache in found[1:]:
+        np.testing.assert_allclose(hidden, found[0][0], atol=1e-4)
+        np.testing.assert_allclose(cache.state, found[0][1].state, atol=2e-5)
+        np.testing.assert_allclose(cache.inputs, found[0][1].inputs, atol=2e-5)
+
+
+def test_inexact_plans_commit_from_factors_and_agree_in_float32(engine: Engine) -> None:
+    if engine.plan.dtype != "float32":
+        pytest.skip("near-ties may fall otherwise below float32")
+    given, plan = prompt_of(20), dataclasses.replace(engine.plan, exact=False)
+    plain = engine.generate(given, max_tokens=NEW, speculative=False).token_ids
+    target = engine.target
+    loose = scripted_engine(random_engine(target, tiny_drafter(target), plan))
+    assert loose.generate(given, max_tokens=NEW, speculative=False).token_ids == plain
+    for _, script in scripts([*given, *plain], seed=1):
+        set_script(loose, script)
+        assert loose.generate(given, max_tokens=NEW).token_ids == plain
+
+
+@pytest.mark.soak
+def test_five_thousand_tokens_under_random_accept_patterns(engine: Engine) -> None:
+    for seed in range(50):
+        prompt = prompt_of(1 + seed)
+        plain = engine.generate(prompt, max_tokens=100, speculative=False).token_ids
+        for _, script in scripts([*prompt, *plain], seed=seed):
+            set_script(engine, script)
+            assert engine.generate(prompt, max_tokens=100).token_ids == plain
+
+
+# -- published sizes ---------------------------------------------------------------------------
+
+ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
+}
+
+
+def published(model_type: str, layers: int, **sizes: Any) -> dict[str, Any]:
+    """A config.json as published, from a table of sizes."""
+    text = {
+        "model_type": f"{model_type}_text",
+        "hidden_act": "silu",
+        "vocab_size": 248320,
+        "num_hidden_layers": layers,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "rope_parameters": ROPE,
+        "dtype": "bfloat16",
+    }
+    outer = {"vision_config": {"depth": 27}, "tie_word_embeddings": False}
+    return {"model_type": model_type, "text_config": text | sizes} | outer
+
+
+SIZES = {
+    "Qwen3.6-27B": published(
+        "qwen3_5",
+        64,
+        hidden_size=5120,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        linear_num_value_heads=48,
+        intermediate_size=17408,
+    ),
+    "Qwen3.5-35B-A3B": published(
+        "qwen3_5_moe",
+        40,
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        linear_num_value_heads=32,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
+}
+
+
+def counted(c: HybridConfig) -> tuple[int, int]:
+    """Weights by hand: all, and those of routed experts."""
+    values = c.value_heads * c.value_width
+    wide = 2 * c.key_heads * c.key_width + values
+    delta = c.hidden_size * (wide + 2 * values + 2 * c.value_heads)
+    delta += c.conv_kernel * wide + 2 * c.value_heads + c.value_width
+    heads = 3 * c.num_heads + 2 * c.num_kv_heads  # query, gate, output; key, value
+    attention = (c.hidden_size * heads + 2) * c.head_dim
+    routed = 3 * c.num_experts * c.hidden_size * c.expert_size
+    mlp = 3 * c.hidden_size * c.intermediate_size
+    if c.num_experts:
+        mlp = routed + c.hidden_size * (c.num_experts + 3 * c.shared_expert_size + 1)
+    linear = sum(c.recurrent)
+    total = linear * delta + (c.num_layers - linear) * attention
+    total += c.num_layers * (mlp + 2 * c.hidden_size)
+    return total + (2 * c.vocab_size + 1) * c.hidden_size, c.num_layers * routed
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "state_mib"), [("Qwen3.6-27B", 26.9, 144), ("Qwen3.5-35B-A3B", 34.7, 60)]
+)
+def test_explain_reports_published_sizes_without_allocating(
+    name: str, billions: float, state_mib: int
+) -> None:
+    config = target_config(SIZES[name])
+    assert isinstance(config, HybridConfig)
+    before = len(jax.live_arrays())
+    device = find_device("H200")
+    plan = dj.Plan(max_length=32768, block=16)
+    plan = resolve(plan, config, None, platform="gpu", memory=device.memory)
+    report = explain(config, None, plan, device, compile=False)
+    assert len(jax.live_arrays()) == before
+    total, routed = counted(config)
+    assert report.budget.weights == 2 * total
+    assert round(total / 1e9, 1) == billions
+    state = jax.eval_shape(lambda: empty_state(plan, config, None))
+    recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
+    assert tree_bytes([c.state for c in recurrent]) == state_mib * 2**20
+    assert kept_states(plan, config) == 16 * state_mib * 2**20 < report.budget.temporaries
+    step = next(p for p in report.programs if p.name == "plain")
+    assert step.work is not None
+    share = config.experts_per_token / config.num_experts if config.num_experts else 1.0
+    active = routed * min(1.0, 16 * share)
+    read = 2 * (total - routed + active - config.vocab_size * config.hidden_size)
+    moved = read + report.budget.caches + tree_bytes(recurrent)  # states are read and written
+    assert step.work.bytes == pytest.approx(moved, rel=1e-3)
+    kinds = {"Qwen3.6-27B": "48 gated delta net, 16", "Qwen3.5-35B-A3B": "30 gated delta net, 10"}
+    assert f"{kinds[name]} gated attention" in str(report)
+    assert "recurrent layers" in str(report)
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("layer_types", ["linear_attention"] * 4, "expected 5 entries"),
+        ("layer_types", ["sliding_attention"] * 5, "expected 5 entries"),
+        ("layer_types", "linear_attention", "expected 5 entries"),
+        ("layer_types", [["linear_attention"]] * 5, "expected 5 entries"),
+        ("full_attention_interval", 3, "contradicts"),
+        ("full_attention_interval", 0, "expected 1 or more"),
+        ("attn_output_gate", False, "attn_output_gate is False"),
+        ("mamba_ssm_dtype", "bfloat16", "mamba_ssm_dtype"),
+        ("linear_num_key_heads", 3, "cannot share 3 key heads"),
+        ("linear_value_head_dim", None, "lacks 'linear_value_head_dim'"),
+        ("linear_new_thing", 1, "linear_new_thing"),
+        ("num_experts", 4, "num_experts"),
+    ],
+)
+def test_a_config_that_cannot_be_run_is_refused_by_name(
+    dense: SimpleNamespace, field: str, value: Any, said: str
+) -> None:
+    found = json.loads((dense.path / "config.hub.json").read_text())
+    with pytest.raises(ConfigError, match=said):
+        target_config(found | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("num_experts", 0, "8 of 0 experts"),
+        ("num_experts_per_tok", 9, "9 of 8 experts"),
+        ("norm_topk_prob", False, "norm_topk_prob is False"),
+        ("mlp_only_layers", [0], "mlp_only_layers"),
+        ("shared_expert_intermediate_size", None, "lacks 'shared_expert_intermediate_size'"),
+    ],
+)
+def test_experts_that_cannot_be_run_are_refused_by_name(
+    oracle: Path, field: str, value: Any, said: str
+) -> None:
+    path = oracle / "targets" / "qwen3_5_moe" / "config.hub.json"
+    with pytest.raises(ConfigError, match=said):
+        target_config(json.loads(path.read_text()) | {field: value})
+
+
+def test_an_unknown_field_beside_the_text_model_is_refused(oracle: Path) -> None:
+    path = oracle / "targets" / "qwen3_5_vl" / "config.hub.json"
+    found = json.loads(path.read_text())
+    with pytest.raises(ConfigError, match="audio_config"):
+        target_config(found | {"audio_config": {}})
+    found["text_config"]["attention_sinks"] = True
+    with pytest.raises(ConfigError, match=r"text_config has fields .*attention_sinks"):
+        target_config(found)
+
+
+def test_rotary_sections_must_cover_the_rotated_pairs(dense: SimpleNamespace) -> None:
+    found = json.loads((dense.path / "config.hub.json").read_text())
+    for wrong in ([2, 2, 2], "211", [4.0]):
+        found["rope_parameters"]["mrope_section"] = wrong
+        with pytest.raises(ConfigError, match="mrope_section"):
+            target_config(found)

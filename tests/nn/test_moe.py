@@ -1,0 +1,135 @@
+"""Experts: against a loop over tokens, and R9: a token's bits are its own."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.nn.moe import (
+    ExpertWeights,
+    by_all,
+    by_tile,
+    softmax_then_top,
+    sort_into_tiles,
+    swiglu,
+    top_then_softmax,
+)
+
+FORMS = {"by_tile": by_tile, "by_all": by_all}
+
+
+def draw(dtype: str, *, experts: int, width: int, hidden: int, bias: bool) -> ExpertWeights:
+    rng = np.random.default_rng(experts)
+    shapes = [(experts, width, 2, hidden), (experts, hidden, width)]
+    shapes += [(experts, 2, hidden), (experts, width)] if bias else []
+    return ExpertWeights(
+        *(jnp.asarray(rng.standard_normal(s) / np.sqrt(width), dtype) for s in shapes)
+    )
+
+
+def run(form: str) -> Any:
+    return jax.jit(functools.partial(FORMS[form], activation=swiglu))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_each_token_gets_the_weighted_sum_of_its_experts(form: str, bias: bool) -> None:
+    w = draw("float32", experts=8, width=24, hidden=20, bias=bias)
+    rng = np.random.default_rng(1)
+    for tokens in (1, 40):
+        x = rng.standard_normal((tokens, 24)).astype(np.float32)
+        ids = np.stack([rng.permutation(8)[:3] for _ in range(tokens)]).astype(np.int32)
+        p = rng.random((tokens, 3)).astype(np.float32)
+        got = np.asarray(run(form)(x, w, ids, p))
+        for n in range(tokens):
+            wanted = np.zeros(24)
+            for e, share in zip(ids[n], p[n], strict=True):
+                gate_up = np.einsum("d,dgf->gf", x[n], np.asarray(w.gate_up[e], np.float64))
+                gate_up += 0.0 if w.gate_up_bias is None else np.asarray(w.gate_up_bias[e])
+                h = gate_up[0] / (1 + np.exp(-gate_up[0])) * gate_up[1]
+                out = h @ np.asarray(w.down[e], np.float64)
+                wanted += share * (
+                    out + (0.0 if w.down_bias is None else np.asarray(w.down_bias[e]))
+                )
+            np.testing.assert_allclose(got[n], wanted, atol=1e-5)
+
+
+def test_tiles_hold_every_choice_once_for_any_routing() -> None:
+    rng = np.random.default_rng(2)
+    for experts, tokens, count in ((4, 1, 1), (8, 30, 2), (4, 64, 4), (128, 16, 8), (6, 50, 1)):
+        for routing in ("even", "one"):
+            chosen = [rng.permutation(experts)[:count] for _ in range(tokens)]
+            if routing == "one":  # all tokens to the same experts
+                chosen = [np.arange(experts - count, experts)] * tokens
+            ids = np.stack(chosen).astype(np.int32)
+            tiles = sort_into_tiles(jnp.asarray(ids), experts)
+            places, rows = np.asarray(tiles.places), np.asarray(tiles.tokens)
+            assert len(set(places.flat)) == ids.size
+            assert (rows[places] == np.arange(tokens)[:, None]).all()
+            owner = np.searchsorted(np.asarray(tiles.ends), places // tiles.height, side="right")
+            assert (owner == ids).all()
+            assert int(tiles.ends[-1]) * tiles.height <= len(rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("experts", "count", "width", "hidden", "tokens"),
+    [(8, 2, 64, 48, 48), (32, 4, 72, 40, 12), (64, 8, 48, 16, 40)],
+)
+def test_bits_of_a_token_do_not_depend_on_its_row_or_companions(
+    dtype: str, form: str, experts: int, count: int, width: int, hidden: int, tokens: int
+) -> None:
+    """R9, for routings from even to all tokens on the same experts."""
+    w = draw(dtype, experts=experts, width=width, hidden=hidden, bias=True)
+    rng = np.random.default_rng(3)
+    multiply = run(form)
+    mine = rng.standard_normal(width)
+    ids = rng.permutation(experts)[:count].astype(np.int32)
+    p = rng.random(count).astype(np.float32)
+    seen = set()
+    for trial in range(8):
+        x = rng.standard_normal((tokens, width)) * 10.0 ** rng.integers(-2, 3)
+        others = np.stack([rng.permutation(experts)[:count] for _ in range(tokens)])
+        crowd = rng.random(tokens) < (trial % 4) / 3  # so many follow the same experts
+        others[crowd] = ids
+        shares = rng.random((tokens, count)).astype(np.float32)
+        row = trial * 5 % tokens
+        x[row], others[row], shares[row] = mine, ids, p
+        out = multiply(jnp.asarray(x, dtype), w, jnp.asarray(others, jnp.int32), shares)
+        seen.add(np.asarray(out[row]).tobytes())
+    assert len(seen) == 1
+
+
+def test_a_token_that_is_not_finite_spoils_no_other() -> None:
+    w = draw("float32", experts=8, width=16, hidden=16, bias=True)
+    x = np.random.default_rng(4).standard_normal((12, 16)).astype(np.float32)
+    ids = np.tile(np.array([[1, 5]], np.int32), (12, 1))
+    p = np.full((12, 2), 0.5, np.float32)
+    for form in FORMS:
+        clean = np.asarray(run(form)(x, w, ids, p))
+        for bad in (np.nan, np.inf):
+            broken = x.copy()
+            broken[3] = bad
+            out = np.asarray(run(form)(broken, w, ids, p))
+            assert not np.isfinite(out[3]).any()
+            np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(clean, 3, 0))
+
+
+def test_routers_weigh_before_or_after_choosing() -> None:
+    logits = np.random.default_rng(5).standard_normal((2, 3, 8)).astype(np.float32)
+    soft = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    best = np.argsort(-logits, axis=-1)[..., :2]
+    chosen = np.take_along_axis(soft, best, -1)
+    for normalise, wanted in ((False, chosen), (True, chosen / chosen.sum(-1, keepdims=True))):
+        ids, p = softmax_then_top(jnp.asarray(logits), 2, normalise=normalise)
+        np.testing.assert_array_equal(ids, best)
+        np.testing.assert_allclose(p, wanted, rtol=1e-6)
+    ids, p = top_then_softmax(jnp.asarray(logits), 2)
+    np.testing.assert_array_equal(ids, best)
+    np.testing.assert_allclose(p, chosen / chosen.sum(-1, keepdims=True), rtol=1e-6)
+    ids, _ = top_then_softmax(jnp.zeros((1, 1, 8)), 3)
+    assert ids.tolist() == [[[0, 1, 2]]]  # ties: the lowest number first
