@@ -230,7 +230,7 @@ def test_every_accept_pattern_prompt_length_and_row_gives_plain_tokens(engine: E
     for length in lengths:
         prompt = prompt_of(length)
         plain = engine.generate(prompt, max_tokens=NEW, speculative=False).token_ids
-        assert len(set(plain)) > 5
+        assert len(set(plain)) > 4  # no mere repetition
         truth = [*prompt, *plain]
         noise = {share: rng.random(len(truth)) < share for share in (0.0, 0.6, 0.9, 1.0)}
         for share, right in noise.items():
