@@ -24,5 +24,13 @@ class RequestError(DFlashError):
     """A request that cannot be served: empty, too long, out of range."""
 
 
+class QueueFullError(DFlashError):
+    """The engine has as many waiting requests as its plan allows; try again later."""
+
+
+class SnapshotError(DFlashError):
+    """A kept prefix that does not fit the engine's state. The engine feeds the prompt instead."""
+
+
 class ComputeError(DFlashError):
     """The device produced something unusable, such as non-finite target logits."""

@@ -89,7 +89,17 @@ class RowRules:
     temperature: Float[Array, " B"]  # 0 is greedy
     top_k: Int[Array, " B"]  # 0 is off
     top_p: Float[Array, " B"]  # 1 is off
+    min_p: Float[Array, " B"]  # least share of the likeliest token's probability; 0 is off
     seed: UInt32[Array, " B"]
+
+
+@struct.dataclass
+class Logprobs:
+    """Log-probabilities by the target's own logits, before anything a request adds to them."""
+
+    chosen: Float[Array, "B T"]
+    top_ids: Int[Array, "B T N"]  # likeliest first
+    top: Float[Array, "B T N"]
 
 
 @struct.dataclass
@@ -100,6 +110,7 @@ class StepOutput:
     """
 
     packed: Int[Array, "B T+4"]
+    logprobs: Logprobs | None = None  # of the T tokens; from the shaped lanes only
 
 
 def pack_output(
@@ -108,10 +119,12 @@ def pack_output(
     floor: Int[Array, " B"],
     finite: Bool[Array, " B"],
     draft_finite: Bool[Array, " B"],
+    logprobs: Logprobs | None = None,
 ) -> StepOutput:
     """The step's answer in one array; `read_output` takes it apart on the host."""
     columns = (count, floor, finite.astype(jnp.int32), draft_finite.astype(jnp.int32))
-    return StepOutput(packed=jnp.concatenate([tokens, jnp.stack(columns, axis=1)], axis=1))
+    packed = jnp.concatenate([tokens, jnp.stack(columns, axis=1)], axis=1)
+    return StepOutput(packed, logprobs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_
 
 MOST_RUNS = 8
 _KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
-_HELPERS = ("forced", "wipe")  # programs without a roofline of their own
+# Programs without a roofline of their own.
+_HELPERS = ("forced", "wipe", "shape", "take_segment", "put_segment")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,13 +21,16 @@ class Budget:
     weights: int
     caches: int
     temporaries: int  # an upper estimate for the widest program
+    prefixes: int = 0  # kept prefixes of prompts, at most
 
     @property
     def total(self) -> int:
-        return self.weights + self.caches + self.temporaries
+        return self.weights + self.caches + self.temporaries + self.prefixes
 
     def __str__(self) -> str:
         parts = dataclasses.asdict(self) | {"total": self.total}
+        if not self.prefixes:
+            del parts["prefixes"]
         return ", ".join(f"{name} {gibi(size)}" for name, size in parts.items())
 
 
@@ -68,7 +71,7 @@ def budget(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> B
     weights = target_weights(target) + (drafter_weights(target, drafter) if drafter else 0)
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
     temporaries = _temporary_bytes(plan, target, drafter)
-    return Budget(weights * _item(plan), tree_bytes(state), temporaries)
+    return Budget(weights * _item(plan), tree_bytes(state), temporaries, plan.prefix_cache)
 
 
 def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, program: str) -> Work:

@@ -35,6 +35,9 @@ class Plan:
         every engine does; "early", before per-layer inputs and layer scalars; "upstream", late,
         but the last layer's after the final norm. "auto" is late for all but the last layer.
       lookahead: steps the host stays ahead of what it has read, 0 or 1.
+      prefix_cache: bytes for prefixes of prompts, kept so that they need not be fed again; 0
+        keeps none.
+      queue: most requests that wait for a row; more are refused with QueueFullError.
       stop_slots: most stop tokens a request may name.
       min_survival: drafts that a drafter with a confidence head gives less than this chance to
         be kept are not verified; 0 verifies all.
@@ -50,13 +53,16 @@ class Plan:
     rings: bool = True
     taps_at: TapsAt = "auto"
     lookahead: int = 1
+    prefix_cache: int = 0
+    queue: int = 1024
     stop_slots: int = 8
     min_survival: float = 0.0
     memory_limit: int = 0
 
     def __post_init__(self) -> None:
         auto = {"max_length": 2, "block": 2, "chunk": 1, "memory_limit": 1}
-        for name, low in ({"rows": 1, "stop_slots": 1} | auto).items():
+        least = {"rows": 1, "prefix_cache": 0, "queue": 1, "stop_slots": 1} | auto
+        for name, low in least.items():
             value = getattr(self, name)
             if type(value) is not int or (value < low and not (value == 0 and name in auto)):
                 raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}")

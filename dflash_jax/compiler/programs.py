@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,15 @@ import jax.numpy as jnp
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.config import AUTO, LATE, DrafterConfig, TargetConfig, paired
 from dflash_jax.decode import steps
+from dflash_jax.decode.shaping import neutral_shaping, set_row
+from dflash_jax.decode.snapshot import put_segment, take_segment
 from dflash_jax.decode.steps import Pair, Params
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
 from dflash_jax.state import DecodeState, RowRules
+
+# Lanes, the suffixes of their programs' names: greedy; drawn; either, from shaped logits.
+GREEDY, SAMPLED, SHAPED = "", "_sampled", "_shaped"
+LANES = (GREEDY, SAMPLED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Program:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct
     donated: tuple[int, ...] = ()
+    lane: str = GREEDY
 
 
 def build_pair(
@@ -90,23 +97,44 @@ def idle_rules(plan: Plan) -> RowRules:
         temperature=jnp.zeros((b,), jnp.float32),
         top_k=jnp.zeros((b,), jnp.int32),
         top_p=jnp.ones((b,), jnp.float32),
+        min_p=jnp.zeros((b,), jnp.float32),
         seed=jnp.zeros((b,), jnp.uint32),
     )
 
 
-def declare(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Program]:
+def shaping_row(vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What `set_row` is given: row, biases, prompt's tokens, counts of said ones, penalties."""
+    shapes = (((), "int32"), ((vocab,), "float32"), ((vocab,), "bool"), ((vocab,), "int32"))
+    return tuple(jax.ShapeDtypeStruct(*kind) for kind in (*shapes, ((3,), "float32")))
+
+
+def declare(
+    plan: Plan,
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    *,
+    lanes: Sequence[str] = LANES,
+) -> dict[str, Program]:
     """Every program of a resolved plan, by name. The state is donated to each."""
     pair = build_pair(target, drafter, exact=plan.exact, taps_at=plan.taps_at)
     params = abstract_params(plan, target, drafter)
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
     rules = jax.eval_shape(lambda: idle_rules(plan))
     count, flag = rules.limit, jax.ShapeDtypeStruct((plan.rows,), jnp.bool_)
+    shaping = jax.eval_shape(lambda: neutral_shaping(plan.rows, target.vocab_size))
 
     def tokens(width: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((plan.rows, width), jnp.int32)
 
-    def program(name: str, step: Callable[..., Any], *rest: Any, **static: Any) -> Program:
-        return Program(name, functools.partial(step, pair, **static), (params, state, *rest), (1,))
+    def program(
+        name: str, step: Callable[..., Any], *rest: Any, lane: str = GREEDY, **static: Any
+    ) -> Program:
+        arguments, donated = (params, state, *rest), (1,)
+        if lane == SHAPED:
+            step = functools.partial(steps.shaped, step)
+            arguments, donated = (params, state, shaping, *rest), (1, 2)
+        run = functools.partial(step, pair, **static)
+        return Program(name + lane, run, arguments, donated, lane)
 
     width = plan.block if plan.exact else 1
     plain = "plain" if plan.exact else "plain1"
@@ -114,15 +142,24 @@ def declare(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> 
         program("forced", steps.forced, tokens(plan.block), count, count),
         Program("wipe", steps.wipe, (state, flag), (0,)),
     ]
-    for suffix, sampled in (("", False), ("_sampled", True)):
+    if plan.prefix_cache:
+        one = jax.ShapeDtypeStruct((), jnp.int32)
+        take = functools.partial(take_segment, chunk=plan.chunk)
+        put = functools.partial(put_segment, chunk=plan.chunk)
+        segment = jax.eval_shape(take, state, one, one)
+        programs.append(Program("take_segment", take, (state, one, one)))
+        programs.append(Program("put_segment", put, (state, one, one, segment), (0,)))
+    if SHAPED in lanes:
+        row = shaping_row(target.vocab_size)
+        programs.append(Program("shape", set_row, (shaping, *row), (0,), SHAPED))
+    for lane in lanes:
+        static = {"sampled": lane != GREEDY, "lane": lane}
         chunk = tokens(plan.chunk)
         programs += [
-            program("prefill" + suffix, steps.prefill, chunk, count, flag, rules, sampled=sampled),
-            program(plain + suffix, steps.plain, rules, width=width, sampled=sampled),
+            program("prefill", steps.prefill, chunk, count, flag, rules, **static),
+            program(plain, steps.plain, rules, width=width, **static),
         ]
         if drafter is not None:
-            static = {"width": plan.block, "min_survival": plan.min_survival}
-            programs.append(
-                program("speculative" + suffix, steps.speculative, rules, sampled=sampled, **static)
-            )
+            static |= {"width": plan.block, "min_survival": plan.min_survival}
+            programs.append(program("speculative", steps.speculative, rules, **static))
     return {p.name: p for p in programs}

@@ -1,7 +1,8 @@
 """Temperature, top-k, top-p, and random keys that depend on nothing but the request.
 
 Filters apply in the order of the `dflash` 0.1.0 reference: divide by the temperature, keep the
-top_k largest, then keep sorted tokens while the mass before them is below top_p.
+top_k largest, then keep sorted tokens while the mass before them is below top_p. Where the
+reference has none, min_p comes after the temperature, as in vLLM.
 """
 
 import dataclasses
@@ -34,7 +35,9 @@ def probabilities(logits: Float[Array, "B T V"], rules: RowRules) -> Float[Array
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     rank = jnp.arange(vocab)[None, None, :]
     keep = jnp.where(rules.top_k > 0, rules.top_k, vocab)[:, None, None]
-    p = jax.nn.softmax(jnp.where(rank < jnp.where(greedy, 1, keep), ranked, -jnp.inf), axis=-1)
+    likely = ranked >= ranked[..., :1] + jnp.log(rules.min_p)[:, None, None]
+    inside = likely & (rank < jnp.where(greedy, 1, keep))
+    p = jax.nn.softmax(jnp.where(inside, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(p, axis=-1) - p
     p = jnp.where((before < rules.top_p[:, None, None]) | (rank == 0), p, 0.0)
     p = p / p.sum(axis=-1, keepdims=True)

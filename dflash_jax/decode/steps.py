@@ -13,6 +13,7 @@ the first n. What lies behind the position is garbage, masked, and overwritten b
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -22,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import LATE
 from dflash_jax.decode.sampling import ACCEPT, TOKEN, Drafting, draw, probabilities, row_keys
+from dflash_jax.decode.shaping import Shaping, logprobs
 from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, without_stops
 from dflash_jax.models import Drafter
 from dflash_jax.nn.proposal import Lender, Proposal
@@ -89,6 +91,7 @@ def prefill(
     rules: RowRules,
     *,
     sampled: bool,
+    shaping: Shaping | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """Feeds a prompt chunk; the first generated token means something after the last chunk.
 
@@ -104,11 +107,13 @@ def prefill(
     target, draft, hidden = _forward(pair, params, state, tokens, chunked=True)
     last = jnp.maximum(count - 1, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
-    logits = pair.target_call(params, hidden, method="logits")  # [B, 1, V]
+    raw = pair.target_call(params, hidden, method="logits")  # [B, 1, V]
+    logits = shaping.applied(raw, tokens[:, :0]) if shaping else raw
     n, zero = jnp.minimum(count, 1), jnp.zeros_like(count)
     token = _choose(logits, zero, state.position + count, rules, sampled=sampled)
     floor = _floor(logits, zero, state.position + count, rules, sampled=sampled)
-    out = pack_output(token[:, None], n, floor, _finite(logits, n), jnp.ones_like(n, bool))
+    likely = logprobs(raw, token[:, None]) if shaping else None
+    out = pack_output(token[:, None], n, floor, _finite(raw, n), jnp.ones_like(n, bool), likely)
     return commit(state, target, draft, count, token), out
 
 
@@ -143,11 +148,13 @@ def plain(
     *,
     width: int,
     sampled: bool,
+    shaping: Shaping | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """One token per row by a block-wide forward whose other rows are junk (R1)."""
     junk = ((0, 0), (0, width - 1))
     block = jnp.pad(state.anchor[:, None], junk)
-    _, state, out = _verify(pair, params, state, _undrafted(block, state), rules, sampled=sampled)
+    draft, choice = _undrafted(block, state), {"sampled": sampled, "shaping": shaping}
+    _, state, out = _verify(pair, params, state, draft, rules, **choice)
     return state, out
 
 
@@ -160,6 +167,7 @@ def speculative(
     width: int,
     sampled: bool,
     min_survival: float = 0.0,
+    shaping: Shaping | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """Drafts a block, verifies it, keeps what the target would have said itself.
 
@@ -169,8 +177,23 @@ def speculative(
     drafted = _draft(
         pair, params, state, rules, width=width, sampled=sampled, min_survival=min_survival
     )
-    _, state, out = _verify(pair, params, state, drafted, rules, sampled=sampled)
+    choice = {"sampled": sampled, "shaping": shaping}
+    _, state, out = _verify(pair, params, state, drafted, rules, **choice)
     return state, out
+
+
+def shaped(
+    step: Callable[..., tuple[DecodeState, StepOutput]],
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    shaping: Shaping,
+    *rest: Any,
+    **static: Any,
+) -> tuple[DecodeState, Shaping, StepOutput]:
+    """One of the steps above over shaped logits, the shaping brought up to date."""
+    state, out = step(pair, params, state, *rest, shaping=shaping, **static)
+    return state, shaping.after(out), out
 
 
 def _undrafted(block: Int[Array, "B T"], state: DecodeState) -> Draft:
@@ -225,13 +248,15 @@ def _verify(
     rules: RowRules,
     *,
     sampled: bool,
+    shaping: Shaping | None = None,
 ) -> tuple[Float[Array, "B T V"], DecodeState, StepOutput]:
     """The target's pass over a block, the cut, the commit. The heart of every decode lane."""
     drafting = draft.caches is not state.draft
     state = dataclasses.replace(state, draft=draft.caches)
     chunked = not pair.exact
     target, context, hidden = _forward(pair, params, state, draft.block, chunked=chunked)
-    logits = pair.target_call(params, hidden, method="logits")  # [B, T, V]
+    raw = pair.target_call(params, hidden, method="logits")  # [B, T, V]
+    logits = shaping.applied(raw, draft.block[:, 1:]) if shaping else raw
     with jax.named_scope("verify"):
         n = jnp.ones_like(state.anchor)
         if not sampled:
@@ -250,12 +275,13 @@ def _verify(
         place = jnp.arange(draft.block.shape[1])[None, :]
         following = jnp.roll(draft.block, -1, axis=1)
         new = jnp.where(place == n[:, None] - 1, token[:, None], following)
-        finite = _finite(logits, n)
+        finite = _finite(raw, n)
         keep = jnp.where(finite, cut(n, new, state.anchor, state.position, rules), 0)
         last = jnp.maximum(keep - 1, 0)
         anchor = jnp.take_along_axis(new, last[:, None], axis=1)[:, 0]
         floor = _floor(logits, last, state.position + keep, rules, sampled=sampled)
-        out = pack_output(new, keep, floor, finite, draft.finite)
+        likely = logprobs(raw, new) if shaping else None
+        out = pack_output(new, keep, floor, finite, draft.finite, likely)
     with jax.named_scope("commit"):
         return logits, commit(state, target, context, keep, anchor), out
 

@@ -3,12 +3,18 @@
 The host stays one step ahead: it dispatches the next step before it reads the last one's
 answer. That is safe because the device cuts every row by itself; a row that has ended is
 frozen until it is given a new request.
+
+Any thread may submit, cancel and iterate streams. Steps are made by one thread at a time:
+whoever calls `advance` while another does waits for its turn. A server gives that work to a
+thread of its own, which calls `advance` while the engine is `busy`.
 """
 
 import collections
 import dataclasses
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,16 +22,32 @@ import numpy as np
 
 from dflash_jax.compiler.build import Executable, compile_programs
 from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import Params, declare, empty_state
+from dflash_jax.compiler.programs import (
+    GREEDY,
+    LANES,
+    SAMPLED,
+    SHAPED,
+    Params,
+    declare,
+    empty_state,
+)
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine import controller
-from dflash_jax.engine.request import Live, Request, as_texts, pick_seed, token_ids
+from dflash_jax.engine.prefix_cache import PrefixCache
+from dflash_jax.engine.request import Live, Request, as_biases, as_texts, pick_seed, token_ids
 from dflash_jax.engine.result import Piece, Result
-from dflash_jax.errors import RequestError
-from dflash_jax.state import RowRules, StepOutput, read_output
+from dflash_jax.engine.shaper import Shaper, likely_tokens
+from dflash_jax.engine.snapshots import Snapshots
+from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.state import RowRules, RowStep, StepOutput, read_output
 from dflash_jax.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+
+
+def lane_of(request: Request) -> str:
+    """The lane a request needs; rows share the last of theirs, in which all can run."""
+    return SHAPED if request.shaped else SAMPLED if request.temperature > 0 else GREEDY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +106,7 @@ class Engine:
     ):
         self.target, self.drafter, self.params, self.plan = target, drafter, params, plan
         self.tokenizer = tokenizer
-        self.programs = declare(plan, target, drafter)
+        self.programs = declare(plan, target, drafter, lanes=(*LANES, SHAPED))
         self.executables: dict[str, Executable] = {}
         self.compile_s = 0.0  # seconds spent compiling so far
         self._state = jax.device_put(
@@ -98,6 +120,10 @@ class Engine:
         self._flights: collections.deque[_Flight] = collections.deque()
         self._rules: RowRules | None = None
         self._prefilled_last = False
+        self._lock = threading.RLock()  # over queue, rows and requests; never held while waiting
+        self._driving, self._compiling = threading.Lock(), threading.Lock()
+        self._shaper = Shaper(plan.rows, target.vocab_size)
+        self._snapshots = Snapshots(plan, self.programs) if plan.prefix_cache else None
 
     # -- what a caller uses -------------------------------------------------------------------
 
@@ -105,12 +131,23 @@ class Engine:
         """Generates to the end; arguments as for `stream`."""
         return self.generate_many([prompt], **options)[0]
 
-    def generate_many(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
-        """Generates for several prompts, as many side by side as the plan has rows."""
+    def generate_many(
+        self, prompts: Sequence[Prompt], *, n: int = 1, **options: Any
+    ) -> list[Result]:
+        """Generates for several prompts, as many side by side as the plan has rows.
+
+        Args:
+          n: answers for each prompt, one after the other in the list; answer i draws with
+            seed + i. Those that start together share the calls of one prefill.
+        """
         lives: list[Live] = []
         try:
-            for prompt in prompts:
-                lives.append(self.submit(prompt, **options))
+            for request in [r for p in prompts for r in self._requests(p, n, **options)]:
+                seconds = self._compile(lane_of(request))
+                while self.queued >= self.plan.queue:
+                    self.advance()
+                lives.append(self._enqueue(request))
+                lives[-1].stats.compile_s = seconds
             while not all(live.done for live in lives):
                 self.advance()
         finally:
@@ -124,8 +161,13 @@ class Engine:
         Args:
           prompt: a text, or token ids. Text is encoded as it is; see `chat_ids` for templates.
           max_tokens: most tokens to generate.
-          temperature, top_p, top_k, seed: sampling; temperature 0 is greedy. Without a seed
-            every call draws a new one.
+          temperature, top_p, top_k, min_p, seed: sampling; temperature 0 is greedy. Without a
+            seed every call draws a new one.
+          repetition_penalty: divides what speaks for tokens of prompt and output; 1 is off.
+          frequency_penalty, presence_penalty: taken from the logits of tokens that were said,
+            for each time and once; 0 is off. Greedy requests are penalised as well.
+          logit_bias: numbers to add to the logits of token ids.
+          logprobs: report the log-probability of every token, and of this many alternatives.
           stop: text or texts that end the output; they are not part of it.
           stop_token_ids: ids that end the output, besides the model's own end tokens.
           ignore_eos: let the model's end tokens pass.
@@ -133,6 +175,7 @@ class Engine:
 
         Raises:
           RequestError: the arguments cannot be served; says why.
+          QueueFullError: as many requests wait as the plan allows.
           ComputeError: while iterating, if the target's logits stop being finite.
         """
         return Stream(self, self.submit(prompt, **options))
@@ -143,13 +186,76 @@ class Engine:
             raise RequestError("this model ships no tokenizer; give token ids instead of messages")
         return self.tokenizer.chat(messages, **variables)
 
-    def warm_up(self, *, sampled: bool = False) -> float:
-        """Compiles the greedy programs, and the sampling ones if asked; returns the seconds."""
-        return self._compile(False) + (self._compile(True) if sampled else 0.0)
+    def warm_up(self, *, sampled: bool = False, shaped: bool = False) -> float:
+        """Compiles the greedy programs, and the others if asked; returns the seconds.
+
+        Args:
+          sampled: also those that draw tokens.
+          shaped: also those with penalties, biases and log-probabilities.
+        """
+        lanes = {GREEDY: True, SAMPLED: sampled, SHAPED: shaped}
+        return sum(self._compile(lane) for lane, wanted in lanes.items() if wanted)
 
     # -- the loop -----------------------------------------------------------------------------
 
-    def submit(
+    def submit(self, prompt: Prompt, **options: Any) -> Live:
+        """Queues a request; `advance` runs it. Arguments and errors as for `stream`."""
+        return self.submit_several(prompt, 1, **options)[0]
+
+    def submit_several(self, prompt: Prompt, n: int, **options: Any) -> list[Live]:
+        """Queues n requests for one prompt, all of them or none; answer i draws with seed + i."""
+        requests = self._requests(prompt, n, **options)
+        seconds = self._compile(lane_of(requests[0]))
+        with self._lock:
+            self._check_room(n)
+            lives = [self._enqueue(request) for request in requests]
+        lives[0].stats.compile_s = seconds
+        return lives
+
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        """Kept prefixes and their counters; None where the plan keeps none."""
+        return self._snapshots and self._snapshots.cache
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        """Requests that have a row."""
+        return sum(live is not None for live in self._rows)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `advance` has anything to do."""
+        return bool(self._waiting or self._flights or any(self._rows))
+
+    def _requests(self, prompt: Prompt, n: int, **options: Any) -> list[Request]:
+        """The checked requests of n answers."""
+        if type(n) is not int or n < 1:
+            raise RequestError(f"n is {n!r}; expected an integer of at least 1")
+        first = self._request(prompt, **options)
+        self._check_fits(first)
+        seeds = [(first.seed + i) % 2**32 for i in range(n)]
+        return [dataclasses.replace(first, seed=seed) for seed in seeds]
+
+    def _check_room(self, n: int) -> None:
+        if len(self._waiting) + n > self.plan.queue:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests wait already and {n} more were given, but the"
+                f" plan lets {self.plan.queue} wait; try again later, or load with a larger queue"
+            )
+
+    def _enqueue(self, request: Request) -> Live:
+        live = Live(request, self.tokenizer)
+        with self._lock:
+            self._check_room(1)
+            self._waiting.append(live)
+        return live
+
+    def _request(
         self,
         prompt: Prompt,
         *,
@@ -157,48 +263,59 @@ class Engine:
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] = MappingProxyType({}),
+        logprobs: int | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         speculative: bool = True,
-    ) -> Live:
-        """Queues a request; `advance` runs it. Arguments as for `stream`."""
+    ) -> Request:
         eos = () if ignore_eos else self.target.eos_token_ids
-        request = Request(
+        return Request(
             prompt=token_ids(prompt, self.tokenizer, self.target.vocab_size),
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            logit_bias=as_biases(logit_bias, self.target.vocab_size),
+            logprobs=logprobs,
             seed=pick_seed(seed),
             stop=as_texts(stop),
             stop_ids=frozenset((*eos, *stop_token_ids)),
             speculative=speculative and self.drafter is not None,
         )
-        self._check_fits(request)
-        live = Live(request, self.tokenizer)
-        live.stats.compile_s = self._compile(temperature > 0)
-        self._waiting.append(live)
-        return live
 
     def cancel(self, live: Live) -> None:
         """Ends a request wherever it stands; does nothing if it already ended."""
-        if live.done:
-            return
-        live.take(controller.Cancelled())
-        if live in self._waiting:
-            self._waiting.remove(live)
-        self._release(live)
+        with self._lock:
+            if live.done:
+                return
+            live.take(controller.Cancelled())
+            if live in self._waiting:
+                self._waiting.remove(live)
+            self._release(live)
 
     def advance(self) -> None:
         """One turn: dispatch a step if any row can use one, then read what is due."""
-        with jax.no_tracing():
-            self._admit()
-            dispatched = self._dispatch_prefill() or self._dispatch_decode()
+        with self._driving, jax.no_tracing():
+            with self._lock:
+                self._admit()
+                dispatched = self._dispatch_prefill() or self._dispatch_decode()
             ahead = self.plan.lookahead if dispatched else 0
             while len(self._flights) > ahead:
-                self._read(self._flights.popleft())
+                flight = self._flights.popleft()
+                steps = read_output(flight.output) if flight.readers else []
+                with self._lock:
+                    self._read(flight, steps)
 
     def _admit(self) -> None:
         for row, live in enumerate(self._rows):
@@ -218,15 +335,29 @@ class Engine:
         tokens, count = np.zeros((rows, chunk), np.int32), np.zeros((rows,), np.int32)
         fresh = np.zeros((rows,), bool)
         finished: dict[int, Live] = {}
+        starts = {}
         for row, live in feeding.items():
+            if self._snapshots:
+                self._state = self._snapshots.restore(self.executables, self._state, row, live)
+            starts[row] = live.fed
             part = live.request.prompt[live.fed : live.fed + chunk]
             tokens[row, : len(part)], count[row], fresh[row] = part, len(part), live.fed == 0
             live.fed += len(part)
             if live.fed == len(live.request.prompt):
                 finished[row] = live
                 self._rules = None
+                if "shape" in self.executables:
+                    self._shaper.set_row(self.executables["shape"], row, live)
         self._run("prefill", tokens, count, fresh, readers=finished)
+        for row, live in feeding.items() if self._snapshots else ():
+            self._snapshots.keep(self.executables, self._state, row, live, starts[row])
         return True
+
+    @property
+    def _lane(self) -> str:
+        """The lane of the next step: the least that serves every row."""
+        needed = [lane_of(live.request) for live in self._rows if live]
+        return max(needed, key=(GREEDY, SAMPLED, SHAPED).index, default=GREEDY)
 
     def _dispatch_decode(self) -> bool:
         decoding = self._decoding()
@@ -263,20 +394,25 @@ class Engine:
         decode: bool = False,
     ) -> None:
         """Dispatches a program; its answer is read later."""
-        sampled = any(live and live.request.temperature > 0 for live in self._rows)
-        program = self.executables[name + "_sampled" if sampled else name]
+        lane = self._lane
+        program = self.executables[name + lane]
         self._rules = self._rules or self._make_rules()
-        self._state, output = program(self.params, self._state, *arguments, self._rules)
+        if lane == SHAPED:
+            shaping, rest = self._shaper.shaping, (*arguments, self._rules)
+            self._state, shaping, output = program(self.params, self._state, shaping, *rest)
+            self._shaper.keep(shaping)
+        else:
+            self._state, output = program(self.params, self._state, *arguments, self._rules)
         output.packed.copy_to_host_async()
         self._flights.append(_Flight(output, dict(readers), drafts, decode))
 
-    def _read(self, flight: _Flight) -> None:
-        steps = read_output(flight.output) if flight.readers else []
+    def _read(self, flight: _Flight, steps: list[RowStep]) -> None:
         broken = []
         for row, live in flight.readers.items():
             if live.done:
                 continue
             step = steps[row]
+            live.likely = likely_tokens(flight.output, row, live)
             if flight.drafts and live.request.speculative:
                 live.stats.count_round(len(step.tokens), flight.drafts)
             elif flight.decode:
@@ -286,6 +422,8 @@ class Engine:
                 self._release(live)
             if not step.finite:
                 broken.append(row)
+                if self._snapshots:
+                    self._snapshots.cache.forget(live.request.prompt)
         if broken:
             self._wipe(broken)
 
@@ -303,7 +441,8 @@ class Engine:
         rows, ready = self.plan.rows, self._decoding()
         stop = np.full((rows, self.plan.stop_slots), -1, np.int32)
         limit, top_k = np.zeros((2, rows), np.int32)
-        temperature, top_p = np.zeros((rows,), np.float32), np.ones((rows,), np.float32)
+        temperature, min_p = np.zeros((2, rows), np.float32)
+        top_p = np.ones((rows,), np.float32)
         seed = np.zeros((rows,), np.uint32)
         for row, live in enumerate(self._rows):
             if live is None:
@@ -312,13 +451,14 @@ class Engine:
             stop[row, : len(request.stop_ids)] = sorted(request.stop_ids)
             limit[row] = request.limit if row in ready else 0
             temperature[row], top_p[row] = request.temperature, request.top_p
-            top_k[row], seed[row] = request.top_k, request.seed
+            min_p[row], top_k[row], seed[row] = request.min_p, request.top_k, request.seed
         columns = {
             "stop_ids": stop,
             "limit": limit,
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
+            "min_p": min_p,
             "seed": seed,
         }
         return RowRules(**jax.device_put(columns))
@@ -337,14 +477,18 @@ class Engine:
                 f" {self.plan.stop_slots}; load with a larger stop_slots"
             )
 
-    def _compile(self, sampled: bool) -> float:
+    def _compile(self, lane: str) -> float:
         """Compiles what a lane still lacks; returns the seconds it took."""
+        with self._compiling:
+            return self._compile_alone(lane)
+
+    def _compile_alone(self, lane: str) -> float:
         started = time.perf_counter()
-        lane = {name for name in self.programs if name.endswith("_sampled") == sampled} | {"wipe"}
-        lane -= {"forced"} | set(self.executables)
-        if not lane:
+        names = {name for name, program in self.programs.items() if program.lane == lane}
+        names = (names | {"wipe"}) - {"forced"} - set(self.executables)
+        if not names:
             return 0.0
-        self.executables |= compile_programs(self.programs[name] for name in sorted(lane))
+        self.executables |= compile_programs(self.programs[name] for name in sorted(names))
         seconds = time.perf_counter() - started
         self.compile_s += seconds
         return seconds

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
+from dflash_jax.decode.shaping import TOP
 from dflash_jax.engine import controller
-from dflash_jax.engine.result import Piece, Result, Stats
+from dflash_jax.engine.prefix_cache import Node
+from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
 from dflash_jax.engine.text import OutputText
 from dflash_jax.errors import ComputeError, RequestError
 from dflash_jax.tokenizer import Tokenizer
@@ -24,6 +26,12 @@ class Request:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
@@ -57,6 +65,30 @@ class Request:
             "0 (off) or a positive integer below 2**31",
         )
         _check(
+            _is_number(self.min_p) and 0 <= self.min_p <= 1,
+            "min_p",
+            self.min_p,
+            "a number from 0 (off) to 1",
+        )
+        _check(
+            _is_number(self.repetition_penalty) and 0 < self.repetition_penalty < float("inf"),
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a positive number; 1 is off",
+        )
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _check(_is_number(value) and -2 <= value <= 2, name, value, "a number from -2 to 2")
+        biases = all(_is_id(i) and _is_number(x) and abs(x) <= 100 for i, x in self.logit_bias)
+        expected = "token ids with numbers from -100 to 100"
+        _check(biases, "logit_bias", dict(self.logit_bias), expected)
+        _check(
+            self.logprobs is None or (type(self.logprobs) is int and 0 <= self.logprobs <= TOP),
+            "logprobs",
+            self.logprobs,
+            f"None, or how many alternatives to report, 0 to {TOP}",
+        )
+        _check(
             type(self.seed) is int and 0 <= self.seed < 2**32,
             "seed",
             self.seed,
@@ -66,6 +98,12 @@ class Request:
         _check(texts, "stop", self.stop, "texts of at least one character")
         ids = all(map(_is_id, self.stop_ids))
         _check(ids, "stop_token_ids", list(self.stop_ids), "token ids, integers from 0")
+
+    @property
+    def shaped(self) -> bool:
+        """Whether the request needs the lane whose steps shape logits and report on them."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1, 0, 0) or bool(self.logit_bias) or self.logprobs is not None
 
     @property
     def limit(self) -> int:
@@ -79,6 +117,10 @@ _STOPPED = controller.Cancelled(controller.Finish.STOP)
 def _check(good: bool, name: str, value: Any, expected: str) -> None:
     if not good:
         raise RequestError(f"{name} is {value!r}; expected {expected}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_id(value: Any) -> bool:
@@ -109,6 +151,21 @@ def pick_seed(seed: int | None) -> int:
     return secrets.randbits(32) if seed is None else seed
 
 
+def as_biases(biases: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """The biases of a mapping; ids may be texts of digits, as in JSON."""
+    try:
+        pairs = tuple((int(i), x) for i, x in dict(biases).items())
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            f"logit_bias is {biases!r}; expected a mapping of token ids to numbers"
+        ) from error
+    if outside := [i for i, _ in pairs if not 0 <= i < vocab_size]:
+        raise RequestError(
+            f"logit_bias names {outside[:5]}; the target knows 0 to {vocab_size - 1}"
+        )
+    return pairs
+
+
 def as_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
     """One stop string or several, as several."""
     return (stop,) if isinstance(stop, str) else tuple(stop)
@@ -126,8 +183,11 @@ class Live:
         )
         self.state = controller.State()
         self.fed = 0  # prompt tokens given to the device
+        self.node: Node | None = None  # how far the prompt is in the prefix cache
         self.ids: list[int] = []
         self.pieces: list[Piece] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.likely: list[TokenLogprob] = []  # of the tokens of the step that is taken next
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self.finish: controller.Finish | None = None
         self._text = OutputText(tokenizer, request.stop)
@@ -171,7 +231,8 @@ class Live:
             )
         assert self.finish is not None
         text = self._text.text if self._has_text else None
-        return Result(self.ids, text, self.finish.value, self.stats)
+        likely = None if self.request.logprobs is None else self.logprobs
+        return Result(self.ids, text, self.finish.value, self.stats, likely)
 
     def _emit(self, ids: tuple[int, ...]) -> None:
         now = time.perf_counter()
@@ -186,7 +247,17 @@ class Live:
             used += 1
         self.ids += ids[:used]
         self.stats.output_tokens = len(self.ids)
-        self.pieces.append(Piece(ids[:used], text))
+        likely = self._name_likely(ids[:used])
+        self.logprobs += likely
+        self.pieces.append(Piece(ids[:used], text, likely))
+
+    def _name_likely(self, ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
+        """The step's log-probabilities of what is given; None where a token was dictated."""
+        if self.request.logprobs is None:
+            return ()
+        known = [*self.likely, *[None] * len(ids)]
+        pairs = zip(ids, known, strict=False)
+        return tuple(x if x and x.token_id == i else TokenLogprob(i, None, ()) for i, x in pairs)
 
     def _end(self, reason: controller.Finish) -> None:
         self.finish = reason

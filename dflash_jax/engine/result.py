@@ -6,11 +6,21 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the target found a token, before penalties, biases, temperature and filters."""
+
+    token_id: int
+    logprob: float | None  # None for a token that was dictated, not chosen
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens at its place, best first
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
     """New output of a stream. Nothing given is ever taken back."""
 
     token_ids: tuple[int, ...]
     text: str  # empty where the engine has no tokenizer, or a character is unfinished
+    logprobs: tuple[TokenLogprob, ...] = ()  # of every token, where the request asks for them
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -30,6 +40,7 @@ class Stats:
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache and not fed
     output_tokens: int = 0
     rounds: int = 0
     plain_steps: int = 0
@@ -85,12 +96,16 @@ class Result:
     text: str | None  # None where the engine has no tokenizer
     finish_reason: str
     stats: Stats
+    logprobs: list[TokenLogprob] | None = None  # None where the request did not ask
 
     def to_json(self) -> dict[str, Any]:
         """The object `dflash-jax generate --json` prints."""
-        return {
+        fields = {
             "token_ids": self.token_ids,
             "text": self.text,
             "finish_reason": self.finish_reason,
             "stats": self.stats.to_json(),
         }
+        if self.logprobs is not None:
+            fields["logprobs"] = [dataclasses.asdict(token) for token in self.logprobs]
+        return fields

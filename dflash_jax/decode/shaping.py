@@ -1,0 +1,95 @@
+"""What a request adds to the target's logits: biases, penalties on what was said, and masks.
+
+Applied to every verified place with exactly the tokens that stand before it, drafts included,
+so that a block says what one token after the other would have said.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.state import Logprobs, StepOutput
+
+TOP = 20  # most alternatives reported beside a token
+
+
+@struct.dataclass
+class Shaping:
+    """Per row, what changes the logits; lives on the device beside the state."""
+
+    bias: Float[Array, "B V"]
+    prompted: Bool[Array, "B V"]  # tokens of the prompt
+    said: Int[Array, "B V"]  # how often each token was said, the pending anchor included
+    repetition: Float[Array, " B"]  # 1 is off
+    frequency: Float[Array, " B"]
+    presence: Float[Array, " B"]
+
+    def applied(
+        self, logits: Float[Array, "B T V"], drafts: Int[Array, "B R"]
+    ) -> Float[Array, "B T V"]:
+        """Logits of R + 1 places, of which place i follows the first i drafts.
+
+        Bias first; then tokens seen anywhere lose by `repetition` (positive logits are divided
+        by it, others multiplied), then said ones `frequency` for each time and `presence` once.
+        """
+        vocab = logits.shape[-1]
+        new = jax.nn.one_hot(drafts, vocab, dtype=jnp.int32)  # [B, R, V]
+        said = self.said[:, None] + jnp.pad(jnp.cumsum(new, axis=1), ((0, 0), (1, 0), (0, 0)))
+        repetition, frequency, presence = (
+            x[:, None, None] for x in (self.repetition, self.frequency, self.presence)
+        )
+        logits = logits + self.bias[:, None]
+        scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        logits = jnp.where(self.prompted[:, None] | (said > 0), scaled, logits)
+        logits = logits - frequency * said.astype(logits.dtype)
+        return logits - presence * (said > 0).astype(logits.dtype)
+
+    def after(self, out: StepOutput) -> "Shaping":
+        """The same once a step's tokens are said."""
+        tokens, count = out.packed[:, :-4], out.packed[:, -4]
+        kept = (jnp.arange(tokens.shape[1])[None, :] < count[:, None]).astype(jnp.int32)
+        add = jax.vmap(lambda said, ids, n: said.at[ids].add(n))
+        return dataclasses.replace(self, said=add(self.said, tokens, kept))
+
+
+def set_row(
+    shaping: Shaping,
+    row: Int[Array, ""],
+    bias: Float[Array, " V"],
+    prompted: Bool[Array, " V"],
+    said: Int[Array, " V"],
+    penalties: Float[Array, " 3"],
+) -> Shaping:
+    """The shaping with one row made anew; penalties are repetition, frequency, presence."""
+    values = (bias, prompted, said, *penalties)
+    fields = [field.name for field in dataclasses.fields(Shaping)]
+    return Shaping(
+        **{
+            name: getattr(shaping, name).at[row].set(value)
+            for name, value in zip(fields, values, strict=True)
+        }
+    )
+
+
+def neutral_shaping(rows: int, vocab: int) -> Shaping:
+    """Shaping that leaves all logits as they are, on the host."""
+    return Shaping(
+        bias=np.zeros((rows, vocab), np.float32),
+        prompted=np.zeros((rows, vocab), np.bool_),
+        said=np.zeros((rows, vocab), np.int32),
+        repetition=np.ones((rows,), np.float32),
+        frequency=np.zeros((rows,), np.float32),
+        presence=np.zeros((rows,), np.float32),
+    )
+
+
+def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logprobs:
+    """Of the tokens said at each place, and of the likeliest ones there."""
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2) - total
+    top, ids = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
+    return Logprobs(chosen[:, :, 0], ids, top - total)

@@ -1,0 +1,133 @@
+"""The prefix cache as a tree: what is found, kept, refused, evicted, and in which order."""
+
+import pytest
+
+from dflash_jax.engine.prefix_cache import Node, PrefixCache
+from dflash_jax.errors import SnapshotError
+
+
+def cache(capacity: int = 8, chunk: int = 1) -> PrefixCache:
+    return PrefixCache(chunk=chunk, budget=capacity * 10 + 5, segment_bytes=10)
+
+
+def keep(tree: PrefixCache, ids: list[int]) -> Node | None:
+    """Keeps a whole prefix, chunk by chunk, as an engine does."""
+    node: Node | None = tree.root
+    for at in range(0, len(ids), tree.chunk):
+        if node is not None:
+            part = ids[at : at + tree.chunk]
+            node = tree.add(node, part, tuple(ids[: at + tree.chunk]), position=at + len(part))
+    return node
+
+
+def found(tree: PrefixCache, prompt: list[int]) -> int:
+    """Tokens of a prompt that need not be fed."""
+    node, fed = tree.root, 0
+    while child := tree.find(node, prompt, fed):
+        node, fed = child, child.length
+        assert child.segment == tuple(prompt[:fed])
+    return fed
+
+
+def test_the_longest_kept_prefix_is_found_on_the_chunk_grid() -> None:
+    tree = cache(chunk=2)
+    keep(tree, [1, 2, 3, 4])
+    assert found(tree, [1, 2, 3, 4, 5]) == 4
+    assert found(tree, [1, 2, 3, 5, 5]) == 2
+    assert found(tree, [1, 3, 3, 4, 5]) == 0
+    assert found(tree, [1]) == 0
+
+
+def test_something_of_every_prompt_is_left_to_feed() -> None:
+    """P26: the first token comes from the last chunk, as without a cache."""
+    tree = cache(chunk=2)
+    keep(tree, [1, 2, 3, 4])
+    assert found(tree, [1, 2, 3, 4]) == 2
+    assert found(tree, [1, 2]) == 0
+
+
+def test_p22_a_kept_prefix_longer_than_the_prompt_is_no_hit() -> None:
+    tree = cache(chunk=4)
+    keep(tree, [1, 2, 3, 4])
+    assert found(tree, [1, 2, 3]) == 0
+
+
+def test_p27_a_segment_taken_elsewhere_than_at_the_end_of_its_key_is_refused() -> None:
+    tree = cache(chunk=2)
+    for ids, position in (([1, 2], 3), ([1, 2], 0), ([1], 1), ([1, 2, 3], 3)):
+        with pytest.raises(SnapshotError, match=f"was taken at position {position}; expected 2"):
+            tree.add(tree.root, ids, "segment", position=position)
+    assert len(tree) == 0
+
+
+def test_p28_ids_decide_not_their_hash() -> None:
+    forged = [-2, -2]
+    assert hash((-1, -1)) == hash(tuple(forged))
+    tree = cache(chunk=2)
+    keep(tree, [-1, -1])
+    assert found(tree, [*forged, 7]) == 0
+    assert found(tree, [-1, -1, 7]) == 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "victim"),
+    [
+        ([[9], [9, 1], [9, 1, 2]], 2),
+        ([[9], [8], [7]], 0),
+        ([[9], [9, 1], [9, 2]], 1),
+    ],
+    ids=["chain", "unrelated", "branches"],
+)
+def test_p33_the_oldest_prefix_that_nothing_continues_goes_first(
+    kept: list[list[int]], victim: int
+) -> None:
+    tree = cache(capacity=3)
+    for ids in kept:
+        keep(tree, ids)
+    keep(tree, [5])
+    for i, ids in enumerate(kept):
+        assert found(tree, [*ids, 0]) == len(ids) - (i == victim)
+    assert tree.counters.evictions == 1
+
+
+def test_use_makes_a_prefix_young() -> None:
+    tree = cache(capacity=2)
+    keep(tree, [1])
+    keep(tree, [2])
+    assert found(tree, [1, 0]) == 1
+    keep(tree, [3])
+    assert found(tree, [1, 0]) == 1
+    assert found(tree, [2, 0]) == 0
+
+
+def test_bytes_stay_under_the_budget() -> None:
+    tree = cache(capacity=5)
+    for i in range(200):
+        keep(tree, [i % 7, i % 3, i % 11, i])
+        assert tree.bytes <= 55
+    assert tree.counters.stored - tree.counters.evictions == len(tree)
+
+
+def test_p23_a_prefix_dropped_while_a_row_goes_on_from_it_takes_no_more() -> None:
+    tree = cache()
+    node = keep(tree, [1, 2])
+    assert node is not None
+    tree.forget([1, 9])
+    assert len(tree) == 0
+    assert tree.add(node, [3], "late", position=3) is None
+    assert found(tree, [1, 2, 3, 4]) == 0
+    keep(tree, [1, 2])
+    assert found(tree, [1, 2, 3, 4]) == 2
+
+
+def test_a_chain_longer_than_the_budget_keeps_its_beginning() -> None:
+    tree = cache(capacity=3)
+    assert keep(tree, [1, 2, 3, 4, 5]) is None
+    assert found(tree, [1, 2, 3, 4, 5]) == 3
+
+
+def test_deep_prefixes_are_dropped_without_recursion() -> None:
+    tree = cache(capacity=5000)
+    keep(tree, [1] * 3000)
+    tree.clear()
+    assert len(tree) == tree.bytes == 0

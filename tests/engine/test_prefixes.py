@@ -1,0 +1,314 @@
+"""Prompts that were seen before: fed less, same bits. Names give the cases P1 to P37."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax import Plan
+from dflash_jax.config import TargetConfig
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import PlanError, SnapshotError
+from dflash_jax.testing import (
+    random_engine,
+    scripted_engine,
+    set_script,
+    tiny_drafter,
+    tiny_hybrid,
+    tiny_target,
+)
+
+CHUNK, BUDGET = 8, 1 << 24
+MIXED = tiny_hybrid(num_layers=2, recurrent=(True, False))
+SLIDING = tiny_target(num_layers=2, windows=(12, None))
+
+
+def make(target: TargetConfig, *, rows: int = 2, prefix_cache: int = BUDGET) -> Engine:
+    drafter = tiny_drafter(target, target_layer_ids=(0,))  # one sliding layer, window 12
+    plan = Plan(rows=rows, max_length=96, chunk=CHUNK, block=4, prefix_cache=prefix_cache)
+    return random_engine(target, drafter, plan)
+
+
+@pytest.fixture(scope="module", params=[SLIDING, MIXED], ids=["rings", "recurrent"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return make(request.param)
+
+
+@pytest.fixture
+def warm(engine: Engine) -> Engine:
+    """The engine with an empty cache."""
+    assert engine.prefix_cache
+    engine.prefix_cache.clear()
+    return engine
+
+
+def text(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 97, n).tolist()
+
+
+def fresh(engine: Engine, prompt: list[int], **options: Any) -> Any:
+    """What the engine says with nothing cached, leaving nothing in the cache."""
+    assert engine.prefix_cache
+    engine.prefix_cache.clear()
+    result = engine.generate(prompt, **{"max_tokens": 16} | options)
+    assert result.stats.cached_tokens == 0
+    engine.prefix_cache.clear()
+    return result
+
+
+def visible(engine: Engine, row: int) -> list[np.ndarray]:
+    """All a row's position lets anyone see: keys and values by position, recurrent states."""
+    position = int(engine._state.position[row])
+    seen = []
+    for cache in (*engine._state.target, *engine._state.draft):
+        if hasattr(cache, "k"):
+            last = np.arange(max(0, position - 12 if cache.ring else 0), position)
+            seen += [np.asarray(x)[row][:, last % cache.slots] for x in (cache.k, cache.v)]
+        else:
+            seen += [np.asarray(cache.state)[row], np.asarray(cache.inputs)[row]]
+    return [np.asarray(position), *seen]
+
+
+def test_p1_p3_p26_a_seen_prompt_says_the_same_and_leaves_the_same_bits(warm: Engine) -> None:
+    for length in (CHUNK + 1, 2 * CHUNK, 5 * CHUNK - 1):
+        prompt = text(length, seed=length)
+        first = fresh(warm, prompt, max_tokens=1)
+        state = visible(warm, 0)
+        long = fresh(warm, prompt)
+        warm.generate(prompt, max_tokens=1)
+        again = warm.generate(prompt, max_tokens=1)
+        assert again.token_ids == first.token_ids
+        for got, wanted in zip(visible(warm, 0), state, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+        hit = warm.generate(prompt, max_tokens=16)
+        assert hit.stats.cached_tokens == (length - 1) // CHUNK * CHUNK
+        assert hit.token_ids == long.token_ids
+        assert hit.stats.acceptance_lengths == long.stats.acceptance_lengths
+
+
+def test_p2_five_identical_prompts_in_a_row(warm: Engine) -> None:
+    prompt, scripted = text(3 * CHUNK + 2), scripted_engine(warm)
+    truth = scripted.generate(prompt, max_tokens=17, speculative=False).token_ids
+    set_script(scripted, [*prompt, *truth])
+    assert scripted.prefix_cache
+    scripted.prefix_cache.clear()
+    results = [scripted.generate(prompt, max_tokens=17) for _ in range(5)]
+    assert all(r.token_ids == truth for r in results)
+    assert all(r.stats.acceptance_lengths == [4, 4, 4, 4] for r in results)
+    assert [r.stats.cached_tokens for r in results] == [0, *[3 * CHUNK] * 4]
+    assert dataclasses.asdict(scripted.prefix_cache.counters) | {"misses": 0} == {
+        "hits": 4,
+        "misses": 0,
+        "hit_tokens": 4 * 3 * CHUNK,
+        "stored": 3,
+        "evictions": 0,
+        "refused": 0,
+    }
+
+
+def test_p5_a_restored_prefix_longer_than_every_window(warm: Engine) -> None:
+    prompt = text(7 * CHUNK + 3, seed=3)
+    wanted = fresh(warm, prompt, max_tokens=30)
+    warm.generate(prompt[: 6 * CHUNK], max_tokens=1)
+    got = warm.generate(prompt, max_tokens=30)
+    assert got.stats.cached_tokens == 6 * CHUNK
+    assert got.token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1])
+def test_p6_p7_prompts_around_chunk_boundaries(warm: Engine, length: int) -> None:
+    prompt = text(length, seed=5)
+    wanted = fresh(warm, prompt).token_ids
+    for _ in range(2):
+        assert warm.generate(prompt, max_tokens=16).token_ids == wanted
+
+
+def test_p13_rejected_drafts_after_a_restore_leave_nothing(warm: Engine) -> None:
+    prompt = text(2 * CHUNK + 3, seed=6)
+    plain = fresh(warm, prompt, speculative=False, max_tokens=30).token_ids
+    warm.generate(prompt, max_tokens=1)
+    drafted = warm.generate(prompt, max_tokens=30)
+    assert drafted.stats.cached_tokens == 2 * CHUNK
+    assert drafted.token_ids == plain
+    assert warm.generate(prompt, speculative=False, max_tokens=30).token_ids == plain
+
+
+def test_p14_p15_a_row_reused_by_a_shorter_prompt_shows_nothing_of_the_last(warm: Engine) -> None:
+    short, long = text(CHUNK + 2, seed=8), text(6 * CHUNK, seed=9)
+    wanted = fresh(warm, short)
+    warm.generate(short, max_tokens=1)
+    for _ in range(2):
+        warm.generate_many([long, long], max_tokens=20)
+        got = warm.generate(short, max_tokens=16)
+        assert got.token_ids == wanted.token_ids
+        assert got.stats.acceptance_lengths == wanted.stats.acceptance_lengths
+
+
+def test_p16_conversations_that_take_turns(warm: Engine) -> None:
+    """Every turn is the turn before, its answer and more; rows and cache are shared."""
+    prompts, answers = [text(11, seed=1), text(19, seed=2)], [[], []]
+    for turn in range(3):
+        results = warm.generate_many(prompts, max_tokens=6)
+        for i, result in enumerate(results):
+            answers[i].append((list(prompts[i]), result.token_ids))
+            assert (result.stats.cached_tokens > 0) == (turn > 0)
+            prompts[i] = [*prompts[i], *result.token_ids, *text(5, seed=turn)]
+    for prompt, said in answers[0] + answers[1]:
+        assert fresh(warm, prompt, max_tokens=6).token_ids == said
+
+
+def test_p20_keeping_prefixes_changes_no_bit_of_a_first_run(warm: Engine) -> None:
+    prompt = text(4 * CHUNK + 1, seed=10)
+    warm.generate(prompt, max_tokens=1)
+    kept = visible(warm, 0)
+    without = Engine(
+        warm.target, warm.drafter, warm.params, dataclasses.replace(warm.plan, prefix_cache=0)
+    )
+    without.executables = {n: p for n, p in warm.executables.items() if n in without.programs}
+    assert "put_segment" not in without.executables
+    without.generate(prompt, max_tokens=1)
+    for got, wanted in zip(visible(without, 0), kept, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_p21_a_shared_beginning_with_other_endings(warm: Engine) -> None:
+    system = text(2 * CHUNK + 3, seed=11)
+    for user in range(4):
+        prompt = [*system, *text(7, seed=20 + user)]
+        got = warm.generate(prompt, max_tokens=12)
+        assert got.stats.cached_tokens == (2 * CHUNK if user else 0)
+        assert warm.prefix_cache
+        kept = warm.prefix_cache.root.children
+        assert len(kept) == 1
+        state = {n: vars(x).copy() for n, x in kept.items()}
+        wanted = fresh(warm, prompt, max_tokens=12)
+        assert got.token_ids == wanted.token_ids
+        assert state
+        warm.generate([*system, *text(7, seed=20 + user)], max_tokens=1)
+
+
+def test_rows_with_the_same_prompt_share_what_another_row_fed(warm: Engine) -> None:
+    """A row that is behind catches up from what its neighbour has fed meanwhile."""
+    prompt = text(5 * CHUNK + 1, seed=12)
+    wanted = fresh(warm, prompt, max_tokens=8).token_ids
+    first = warm.submit(prompt, max_tokens=8)
+    warm.advance()
+    warm.advance()
+    second = warm.submit(prompt, max_tokens=8)
+    while not (first.done and second.done):
+        warm.advance()
+    assert first.ids == second.ids == wanted
+    assert second.stats.cached_tokens >= CHUNK
+
+
+def test_p4_p29_p37_segments_of_another_make_are_refused_by_name(warm: Engine) -> None:
+    prompt = text(CHUNK + 3, seed=13)
+    wanted = fresh(warm, prompt).token_ids
+    warm.generate(prompt, max_tokens=1)
+    snapshots = warm._snapshots
+    assert snapshots
+    (node,) = snapshots.cache.root.children.values()
+    segment, before = node.segment, snapshots.cache.counters.refused
+    spoiled = [
+        (segment.replace(draft=()), "lacks the arrays of a layer"),  # no features
+        (segment.replace(target=((), *segment.target[1:])), "lacks the arrays of a layer"),
+        (jax.tree.map(lambda x: x.astype("bfloat16"), segment), "a segment holds bfloat16"),
+        (jax.tree.map(lambda x: x[:1], segment), r"expected float32\["),
+    ]
+    for i, (bad, says) in enumerate(spoiled):
+        with pytest.raises(SnapshotError, match=says):
+            snapshots.check(bad, 0)
+        snapshots.cache.clear()  # P32: the engine handles the error and feeds the prompt
+        warm.generate(prompt, max_tokens=1)
+        (node,) = snapshots.cache.root.children.values()
+        node.segment = bad
+        result = warm.generate(prompt, max_tokens=16)
+        assert result.stats.cached_tokens == 0
+        assert result.token_ids == wanted
+        assert snapshots.cache.counters.refused == before + i + 1
+
+
+def test_p35_a_segment_past_the_last_slot_is_refused_not_clamped(warm: Engine) -> None:
+    snapshots = warm._snapshots
+    assert snapshots
+    segment = snapshots._expected
+    snapshots.check(segment, warm.plan.slots - CHUNK)
+    for start in (-1, warm.plan.slots - CHUNK + 1):
+        with pytest.raises(SnapshotError, match=f"at position {start} does not fit"):
+            snapshots.check(segment, start)
+
+
+def test_p25_closed_streams_leave_rows_and_prefixes_whole(warm: Engine) -> None:
+    prompt = text(4 * CHUNK + 2, seed=14)
+    wanted = fresh(warm, prompt).token_ids
+    for _ in range(10):
+        stream = warm.stream(prompt, max_tokens=16)
+        next(iter(stream))
+        stream.close()
+        assert warm.active == 0
+    assert warm.generate(prompt, max_tokens=16).token_ids == wanted
+
+
+def test_a_small_budget_evicts_and_stays_exact() -> None:
+    big = make(SLIDING)
+    assert big.prefix_cache
+    small = Engine(
+        big.target,
+        big.drafter,
+        big.params,
+        dataclasses.replace(big.plan, prefix_cache=3 * big.prefix_cache.segment_bytes),
+    )
+    prompts = [[*text(10, seed=i % 3), *text(20, seed=30 + i)] for i in range(9)]
+    wanted = [r.token_ids for r in big.generate_many(prompts, max_tokens=6)]
+    small.executables = big.executables
+    got = small.generate_many(prompts, max_tokens=6)
+    assert [r.token_ids for r in got] == wanted
+    assert small.prefix_cache
+    assert small.prefix_cache.counters.evictions > 0
+    assert len(small.prefix_cache) <= 3
+
+
+def test_a_budget_below_one_segment_is_refused() -> None:
+    with pytest.raises(PlanError, match="prefix_cache is 10 bytes, but one chunk of 8 tokens take"):
+        make(SLIDING, prefix_cache=10)
+
+
+def test_a_prompt_that_broke_the_numbers_is_forgotten(warm: Engine) -> None:
+    prompt = [*text(CHUNK, seed=15), 77, *text(CHUNK, seed=16)]
+    table = np.array(warm.params["target"]["embed"])
+    table[77] = np.nan
+    target = warm.params["target"] | {"embed": jax.device_put(table)}
+    broken = Engine(warm.target, warm.drafter, warm.params | {"target": target}, warm.plan)
+    broken.executables = warm.executables
+    live = broken.submit(prompt, max_tokens=4)
+    while not live.done:
+        broken.advance()
+    assert broken.prefix_cache is not None
+    assert len(broken.prefix_cache) == 0
+
+
+def test_p12_random_cuts_speak_as_plain_decoding_after_a_hit(warm: Engine) -> None:
+    rng = np.random.default_rng(3)
+    scripted = scripted_engine(warm)
+    for turn in range(3):
+        prompt = text(2 * CHUNK + 5, seed=40 + turn)
+        truth = scripted.generate(prompt, max_tokens=30, speculative=False).token_ids
+        noisy = [int(t) if rng.random() < 0.7 else int(t + 1) % 97 for t in [*prompt, *truth]]
+        set_script(scripted, noisy)
+        got = scripted.generate(prompt, max_tokens=30)
+        assert got.stats.cached_tokens == 2 * CHUNK
+        assert got.token_ids == truth
+
+
+@pytest.mark.soak
+def test_p8_chunk_sizes_say_the_same() -> None:
+    prompt, said = text(600, seed=17), []
+    for chunk in (1, 7, 64, 512):
+        target = SLIDING
+        plan = Plan(max_length=700, chunk=chunk, block=4, prefix_cache=BUDGET)
+        engine = random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
+        said.append(engine.generate(prompt, max_tokens=20).token_ids)
+        assert engine.generate(prompt, max_tokens=20).token_ids == said[0]
+    assert all(ids == said[0] for ids in said)

@@ -1,0 +1,157 @@
+"""Penalties, biases, log-probabilities and several answers: as if each token came alone."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import RequestError
+from dflash_jax.loading import TargetModel
+from dflash_jax.testing import force_acceptance, set_script
+
+PROMPT = [5, 4, 3, 2, 1, 5, 5]
+SHAPES = [
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.7, "frequency_penalty": -0.4},
+    {"frequency_penalty": 0.8, "presence_penalty": 0.5},
+    {"logit_bias": {7: 4.0, "9": 3.5, 2: -100}, "presence_penalty": 1.0},
+]
+
+
+def shape_by_hand(logits: np.ndarray, said: list[int], options: dict[str, Any]) -> np.ndarray:
+    """The definition, for one row of logits after PROMPT and what was said."""
+    x = logits.astype(np.float32).copy()
+    for token, value in options.get("logit_bias", {}).items():
+        x[int(token)] += value
+    for token in {*PROMPT, *said}:
+        r = options.get("repetition_penalty", 1.0)
+        x[token] = x[token] / r if x[token] > 0 else x[token] * r
+    for token in set(said):
+        x[token] -= options.get("frequency_penalty", 0.0) * said.count(token)
+        x[token] -= options.get("presence_penalty", 0.0)
+    return x
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Engine) -> TargetModel:
+    return TargetModel(tiny.target, tiny.params["target"], "float32")
+
+
+def logits_after(model: TargetModel, said: list[int]) -> np.ndarray:
+    """Logits of every place of an output, from one whole pass."""
+    ids = np.zeros((1, 64), np.int32)
+    whole = [*PROMPT, *said]
+    ids[0, : len(whole)] = whole
+    return np.asarray(model.forward(ids).logits)[0, len(PROMPT) - 1 : len(whole)]
+
+
+@pytest.mark.parametrize("options", SHAPES)
+def test_shaped_greedy_output_is_its_definition_in_both_lanes(
+    tiny: Engine, model: TargetModel, options: dict[str, Any]
+) -> None:
+    plain = tiny.generate(PROMPT, max_tokens=40, speculative=False, **options).token_ids
+    assert tiny.generate(PROMPT, max_tokens=40, **options).token_ids == plain
+    rows = logits_after(model, plain)
+    for i, token in enumerate(plain):
+        shaped = shape_by_hand(rows[i], plain[:i], options)
+        assert shaped[token] >= shaped.max() - 1e-4, i
+    assert plain != tiny.generate(PROMPT, max_tokens=40).token_ids
+
+
+@pytest.mark.parametrize("pattern", [[3], [2, 0, 3, 1]])
+def test_penalties_count_the_drafts_of_their_own_block(
+    scripted: Engine, tiny: Engine, pattern: list[int]
+) -> None:
+    options = {"repetition_penalty": 1.3, "frequency_penalty": 0.6}
+    truth = tiny.generate(PROMPT, max_tokens=40, speculative=False, **options).token_ids
+    set_script(scripted, force_acceptance([*PROMPT, *truth], len(PROMPT), pattern, 251))
+    result = scripted.generate(PROMPT, max_tokens=40, **options)
+    assert result.token_ids == truth
+    assert result.stats.acceptance_lengths[:4] == [n + 1 for n in (pattern * 4)[:4]]
+
+
+def test_neighbours_and_earlier_requests_leave_no_trace(tiny3: Engine) -> None:
+    alone = tiny3.generate(PROMPT, max_tokens=25).token_ids
+    drawn = tiny3.generate(PROMPT, max_tokens=25, temperature=1.0, seed=5).token_ids
+    shaped = tiny3.generate(PROMPT, max_tokens=25, **SHAPES[2]).token_ids
+    lives = [
+        tiny3.submit(PROMPT, max_tokens=25, **SHAPES[2]),
+        tiny3.submit(PROMPT, max_tokens=25),
+        tiny3.submit(PROMPT, max_tokens=25, temperature=1.0, seed=5),
+        tiny3.submit(PROMPT, max_tokens=25, **SHAPES[3]),  # inherits a row
+        tiny3.submit(PROMPT, max_tokens=25),
+    ]
+    while not all(live.done for live in lives):
+        tiny3.advance()
+    assert [live.ids for live in (lives[1], lives[4])] == [alone, alone]
+    assert lives[2].ids == drawn
+    assert lives[0].ids == shaped
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_log_probabilities_are_the_targets_own(
+    tiny: Engine, model: TargetModel, speculative: bool
+) -> None:
+    options = {"speculative": speculative, "frequency_penalty": 1.0}
+    stream = tiny.stream(PROMPT, max_tokens=20, logprobs=3, **options)
+    given = [x for piece in stream for x in piece.logprobs]
+    result = stream.result
+    assert given == result.logprobs
+    assert [x.token_id for x in given] == result.token_ids
+    rows = np.asarray(jax.nn.log_softmax(logits_after(model, result.token_ids)))
+    for row, x in zip(rows, given, strict=False):
+        np.testing.assert_allclose(x.logprob, row[x.token_id], atol=1e-4)
+        np.testing.assert_allclose([p for _, p in x.top], np.sort(row)[::-1][:3], atol=1e-4)
+        assert x.top[0][0] == row.argmax()
+    assert tiny.generate(PROMPT, max_tokens=3).logprobs is None
+    none = tiny.generate(PROMPT, max_tokens=3, logprobs=0).logprobs
+    assert none
+    assert [x.top for x in none] == [(), (), ()]
+
+
+def test_log_probabilities_alone_change_no_token(tiny: Engine) -> None:
+    plain = tiny.generate(PROMPT, max_tokens=40)
+    assert tiny.generate(PROMPT, max_tokens=40, logprobs=5).token_ids == plain.token_ids
+
+
+def test_several_answers_share_the_calls_of_one_prefill(tiny3: Engine) -> None:
+    """n answers run side by side: their prompts go through the device in the same calls."""
+    prompt = list(range(40))
+    options = {"max_tokens": 8, "temperature": 1.0, "seed": 7}
+    calls = []
+    run = tiny3.executables["prefill_sampled"]
+    tiny3.executables["prefill_sampled"] = lambda *a: (calls.append(1), run(*a))[1]  # type: ignore[assignment]
+    try:
+        results = tiny3.generate_many([prompt], n=3, **options)
+    finally:
+        tiny3.executables["prefill_sampled"] = run
+    assert len(calls) == 3  # chunks of 16
+    assert len({tuple(r.token_ids) for r in results}) == 3
+    for i, result in enumerate(results):  # answer i is what seed + i says alone
+        alone = tiny3.generate(prompt, **options | {"seed": 7 + i})
+        assert alone.token_ids == result.token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"min_p": 1.5}, "min_p is 1.5; expected a number from 0"),
+        ({"min_p": True}, "min_p is True"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; expected a positive number"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty is 2.1; expected a number from -2 to 2"),
+        ({"presence_penalty": float("nan")}, "presence_penalty is nan; expected"),
+        ({"logit_bias": {3: 101}}, r"logit_bias is \{3: 101\}; expected token ids with numbers"),
+        ({"logit_bias": {999: 1}}, r"logit_bias names \[999\]; the target knows 0 to 250"),
+        ({"logit_bias": {"a": 1}}, "expected a mapping of token ids to numbers"),
+        ({"logit_bias": 3}, "expected a mapping of token ids"),
+        ({"logprobs": 21}, "logprobs is 21; expected None, or how many"),
+        ({"logprobs": True}, "logprobs is True; expected None"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(tiny: Engine, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        tiny.generate(PROMPT, max_tokens=4, **options)
+    with pytest.raises(RequestError, match="n is 0; expected an integer of at least 1"):
+        tiny.generate_many([PROMPT], n=0)
