@@ -17,9 +17,11 @@ from dflash_jax.decode.steps import Pair, Params
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
 from dflash_jax.state import DecodeState, RowRules
 
-# Lanes, the suffixes of their programs' names: greedy; drawn; either, from shaped logits.
-GREEDY, SAMPLED, SHAPED = "", "_sampled", "_shaped"
+# Lanes, the suffixes of their programs' names: greedy; drawn; either, from logits the request
+# shapes; likewise, and from masks the host makes. Each serves the requests of those before it.
+GREEDY, SAMPLED, SHAPED, MASKED = "", "_sampled", "_shaped", "_masked"
 LANES = (GREEDY, SAMPLED)
+ALL_LANES = (*LANES, SHAPED, MASKED)  # the last two are compiled when first asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Program:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct
     donated: tuple[int, ...] = ()
-    lane: str = GREEDY
+    lanes: tuple[str, ...] = ALL_LANES  # that need it
 
 
 def build_pair(
@@ -102,6 +104,11 @@ def idle_rules(plan: Plan) -> RowRules:
     )
 
 
+def words(target: TargetConfig) -> int:
+    """Words of 32 bits that hold a bit for every token."""
+    return -(-target.vocab_size // 32)
+
+
 def shaping_row(vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What `set_row` is given: row, biases, prompt's tokens, counts of said ones, penalties."""
     shapes = (((), "int32"), ((vocab,), "float32"), ((vocab,), "bool"), ((vocab,), "int32"))
@@ -130,11 +137,16 @@ def declare(
         name: str, step: Callable[..., Any], *rest: Any, lane: str = GREEDY, **static: Any
     ) -> Program:
         arguments, donated = (params, state, *rest), (1,)
+        if lane == MASKED:
+            step = functools.partial(steps.masked, step)
+            places = {"prefill": 1, "verify": plan.block}.get(name, width)
+            mask = jax.ShapeDtypeStruct((plan.rows, places, words(target)), jnp.uint32)
+            arguments, donated = (params, state, shaping, mask, *rest), (1, 2)
         if lane == SHAPED:
             step = functools.partial(steps.shaped, step)
             arguments, donated = (params, state, shaping, *rest), (1, 2)
         run = functools.partial(step, pair, **static)
-        return Program(name + lane, run, arguments, donated, lane)
+        return Program(name + lane, run, arguments, donated, (lane,))
 
     width = plan.block if plan.exact else 1
     plain = "plain" if plan.exact else "plain1"
@@ -149,9 +161,9 @@ def declare(
         segment = jax.eval_shape(take, state, one, one)
         programs.append(Program("take_segment", take, (state, one, one)))
         programs.append(Program("put_segment", put, (state, one, one, segment), (0,)))
-    if SHAPED in lanes:
+    if not {SHAPED, MASKED}.isdisjoint(lanes):
         row = shaping_row(target.vocab_size)
-        programs.append(Program("shape", set_row, (shaping, *row), (0,), SHAPED))
+        programs.append(Program("shape", set_row, (shaping, *row), (0,), (SHAPED, MASKED)))
     for lane in lanes:
         static = {"sampled": lane != GREEDY, "lane": lane}
         chunk = tokens(plan.chunk)
@@ -159,7 +171,13 @@ def declare(
             program("prefill", steps.prefill, chunk, count, flag, rules, **static),
             program(plain, steps.plain, rules, width=width, **static),
         ]
-        if drafter is not None:
+        if drafter is not None and lane == MASKED:
+            static = {"width": plan.block, "min_survival": plan.min_survival}
+            run = functools.partial(steps.draft, pair, **static)
+            drafting = Program("draft_masked", run, (params, state, rules), (1,), (MASKED,))
+            drafted = jax.eval_shape(run, *drafting.arguments)[1]
+            programs += [drafting, program("verify", steps.verify, drafted, rules, lane=lane)]
+        elif drafter is not None:
             static |= {"width": plan.block, "min_survival": plan.min_survival}
             programs.append(program("speculative", steps.speculative, rules, **static))
     return {p.name: p for p in programs}

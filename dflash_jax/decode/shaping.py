@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.state import Logprobs, StepOutput
 
@@ -27,6 +27,7 @@ class Shaping:
     repetition: Float[Array, " B"]  # 1 is off
     frequency: Float[Array, " B"]
     presence: Float[Array, " B"]
+    masks: UInt32[Array, "B T W"] | None = None  # a bit for every token a place may say
 
     def applied(
         self, logits: Float[Array, "B T V"], drafts: Int[Array, "B R"]
@@ -34,7 +35,8 @@ class Shaping:
         """Logits of R + 1 places, of which place i follows the first i drafts.
 
         Bias first; then tokens seen anywhere lose by `repetition` (positive logits are divided
-        by it, others multiplied), then said ones `frequency` for each time and `presence` once.
+        by it, others multiplied), then said ones `frequency` for each time and `presence` once;
+        masks last.
         """
         vocab = logits.shape[-1]
         new = jax.nn.one_hot(drafts, vocab, dtype=jnp.int32)  # [B, R, V]
@@ -46,7 +48,12 @@ class Shaping:
         scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
         logits = jnp.where(self.prompted[:, None] | (said > 0), scaled, logits)
         logits = logits - frequency * said.astype(logits.dtype)
-        return logits - presence * (said > 0).astype(logits.dtype)
+        logits = logits - presence * (said > 0).astype(logits.dtype)
+        if self.masks is None:
+            return logits
+        allowed = self.masks[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1  # [B, T, W, 32]
+        allowed = allowed.reshape(*allowed.shape[:2], -1)[:, :, :vocab]
+        return jnp.where(allowed > 0, logits, -jnp.inf)
 
     def after(self, out: StepOutput) -> "Shaping":
         """The same once a step's tokens are said."""
@@ -66,7 +73,7 @@ def set_row(
 ) -> Shaping:
     """The shaping with one row made anew; penalties are repetition, frequency, presence."""
     values = (bias, prompted, said, *penalties)
-    fields = [field.name for field in dataclasses.fields(Shaping)]
+    fields = [field.name for field in dataclasses.fields(Shaping)][: len(values)]
     return Shaping(
         **{
             name: getattr(shaping, name).at[row].set(value)

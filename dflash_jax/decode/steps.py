@@ -19,7 +19,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.config import LATE
 from dflash_jax.decode.sampling import ACCEPT, TOKEN, Drafting, draw, probabilities, row_keys
@@ -79,6 +79,7 @@ class Draft:
     finite: Bool[Array, " B"]
     caches: tuple[LayerCache, ...]
     count: Int[Array, " B"] | None = None  # drafts worth verifying; None is all
+    drafted: bool = True  # False: only the anchor counts
 
 
 def prefill(
@@ -182,6 +183,60 @@ def speculative(
     return state, out
 
 
+Drafted = tuple[
+    Int[Array, "B T"], Float[Array, "B R V"], Bool[Array, " B"], Int[Array, " B"] | None
+]
+
+
+def draft(
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    rules: RowRules,
+    *,
+    width: int,
+    min_survival: float = 0.0,
+) -> tuple[DecodeState, Drafted]:
+    """The first half of a speculative step, for masks that the host makes from the drafts."""
+    static: dict[str, Any] = {"width": width, "sampled": True, "min_survival": min_survival}
+    found = _draft(pair, params, state, rules, **static)
+    assert found.q is not None
+    state = dataclasses.replace(state, draft=found.caches)
+    return state, (found.block, found.q, found.finite, found.count)
+
+
+def verify(
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    drafted: Drafted,
+    rules: RowRules,
+    *,
+    shaping: Shaping,
+) -> tuple[DecodeState, StepOutput]:
+    """The second half of a speculative step."""
+    block, q, finite, count = drafted
+    found = Draft(block=block, q=q, finite=finite, caches=state.draft, count=count)
+    _, state, out = _verify(pair, params, state, found, rules, sampled=True, shaping=shaping)
+    return state, out
+
+
+def masked(
+    step: Callable[..., tuple[DecodeState, StepOutput]],
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    shaping: Shaping,
+    masks: UInt32[Array, "B T W"],
+    *rest: Any,
+    **static: Any,
+) -> tuple[DecodeState, Shaping, StepOutput]:
+    """As `shaped`, and every place says only what its mask allows."""
+    masking = dataclasses.replace(shaping, masks=masks)
+    state, out = step(pair, params, state, *rest, shaping=masking, **static)
+    return state, shaping.after(out), out
+
+
 def shaped(
     step: Callable[..., tuple[DecodeState, StepOutput]],
     pair: Pair,
@@ -197,7 +252,8 @@ def shaped(
 
 
 def _undrafted(block: Int[Array, "B T"], state: DecodeState) -> Draft:
-    return Draft(block=block, q=None, finite=jnp.ones_like(state.anchor, bool), caches=state.draft)
+    finite = jnp.ones_like(state.anchor, bool)
+    return Draft(block=block, q=None, finite=finite, caches=state.draft, drafted=False)
 
 
 def _draft(
@@ -251,7 +307,6 @@ def _verify(
     shaping: Shaping | None = None,
 ) -> tuple[Float[Array, "B T V"], DecodeState, StepOutput]:
     """The target's pass over a block, the cut, the commit. The heart of every decode lane."""
-    drafting = draft.caches is not state.draft
     state = dataclasses.replace(state, draft=draft.caches)
     chunked = not pair.exact
     target, context, hidden = _forward(pair, params, state, draft.block, chunked=chunked)
@@ -261,7 +316,7 @@ def _verify(
         n = jnp.ones_like(state.anchor)
         if not sampled:
             best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            n = accept_greedy(draft.block, best, draft.count) if drafting else n
+            n = accept_greedy(draft.block, best, draft.count) if draft.drafted else n
             token = jnp.take_along_axis(best, n[:, None] - 1, axis=1)[:, 0]
         elif draft.q is not None:
             uniforms = jax.vmap(lambda k: jax.random.uniform(k, (draft.block.shape[1] - 1,)))(

@@ -23,13 +23,15 @@ import numpy as np
 from dflash_jax.compiler.build import Executable, compile_programs
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import (
+    ALL_LANES,
     GREEDY,
-    LANES,
+    MASKED,
     SAMPLED,
     SHAPED,
     Params,
     declare,
     empty_state,
+    words,
 )
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine import controller
@@ -38,6 +40,7 @@ from dflash_jax.engine.request import Live, Request, as_biases, as_texts, pick_s
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.engine.shaper import Shaper, likely_tokens
 from dflash_jax.engine.snapshots import Snapshots
+from dflash_jax.engine.structured import Grammars, Structure
 from dflash_jax.errors import QueueFullError, RequestError
 from dflash_jax.state import RowRules, RowStep, StepOutput, read_output
 from dflash_jax.tokenizer import Tokenizer
@@ -47,6 +50,8 @@ Prompt = str | Sequence[int]
 
 def lane_of(request: Request) -> str:
     """The lane a request needs; rows share the last of theirs, in which all can run."""
+    if request.structured is not None:
+        return MASKED
     return SHAPED if request.shaped else SAMPLED if request.temperature > 0 else GREEDY
 
 
@@ -106,7 +111,7 @@ class Engine:
     ):
         self.target, self.drafter, self.params, self.plan = target, drafter, params, plan
         self.tokenizer = tokenizer
-        self.programs = declare(plan, target, drafter, lanes=(*LANES, SHAPED))
+        self.programs = declare(plan, target, drafter, lanes=ALL_LANES)
         self.executables: dict[str, Executable] = {}
         self.compile_s = 0.0  # seconds spent compiling so far
         self._state = jax.device_put(
@@ -123,6 +128,7 @@ class Engine:
         self._lock = threading.RLock()  # over queue, rows and requests; never held while waiting
         self._driving, self._compiling = threading.Lock(), threading.Lock()
         self._shaper = Shaper(plan.rows, target.vocab_size)
+        self._grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
         self._snapshots = Snapshots(plan, self.programs) if plan.prefix_cache else None
 
     # -- what a caller uses -------------------------------------------------------------------
@@ -168,6 +174,8 @@ class Engine:
             for each time and once; 0 is off. Greedy requests are penalised as well.
           logit_bias: numbers to add to the logits of token ids.
           logprobs: report the log-probability of every token, and of this many alternatives.
+          structured: what the text must follow: {"json": a schema}, {"regex": a pattern},
+            {"choice": texts} or {"grammar": a Lark grammar}. Needs the extra `structured`.
           stop: text or texts that end the output; they are not part of it.
           stop_token_ids: ids that end the output, besides the model's own end tokens.
           ignore_eos: let the model's end tokens pass.
@@ -186,14 +194,17 @@ class Engine:
             raise RequestError("this model ships no tokenizer; give token ids instead of messages")
         return self.tokenizer.chat(messages, **variables)
 
-    def warm_up(self, *, sampled: bool = False, shaped: bool = False) -> float:
+    def warm_up(
+        self, *, sampled: bool = False, shaped: bool = False, masked: bool = False
+    ) -> float:
         """Compiles the greedy programs, and the others if asked; returns the seconds.
 
         Args:
           sampled: also those that draw tokens.
           shaped: also those with penalties, biases and log-probabilities.
+          masked: also those of structured output.
         """
-        lanes = {GREEDY: True, SAMPLED: sampled, SHAPED: shaped}
+        lanes = {GREEDY: True, SAMPLED: sampled, SHAPED: shaped, MASKED: masked}
         return sum(self._compile(lane) for lane, wanted in lanes.items() if wanted)
 
     # -- the loop -----------------------------------------------------------------------------
@@ -249,7 +260,9 @@ class Engine:
             )
 
     def _enqueue(self, request: Request) -> Live:
-        live = Live(request, self.tokenizer)
+        structure = request.structured
+        grammar = None if structure is None else self._grammars.make(structure)
+        live = Live(request, self.tokenizer, grammar)
         with self._lock:
             self._check_room(1)
             self._waiting.append(live)
@@ -269,6 +282,7 @@ class Engine:
         presence_penalty: float = 0.0,
         logit_bias: Mapping[int, float] = MappingProxyType({}),
         logprobs: int | None = None,
+        structured: Structure | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
@@ -288,6 +302,7 @@ class Engine:
             presence_penalty=presence_penalty,
             logit_bias=as_biases(logit_bias, self.target.vocab_size),
             logprobs=logprobs,
+            structured=structured,
             seed=pick_seed(seed),
             stop=as_texts(stop),
             stop_ids=frozenset((*eos, *stop_token_ids)),
@@ -310,7 +325,7 @@ class Engine:
             with self._lock:
                 self._admit()
                 dispatched = self._dispatch_prefill() or self._dispatch_decode()
-            ahead = self.plan.lookahead if dispatched else 0
+            ahead = self.plan.lookahead if dispatched and self._lane != MASKED else 0
             while len(self._flights) > ahead:
                 flight = self._flights.popleft()
                 steps = read_output(flight.output) if flight.readers else []
@@ -357,7 +372,7 @@ class Engine:
     def _lane(self) -> str:
         """The lane of the next step: the least that serves every row."""
         needed = [lane_of(live.request) for live in self._rows if live]
-        return max(needed, key=(GREEDY, SAMPLED, SHAPED).index, default=GREEDY)
+        return max(needed, key=ALL_LANES.index, default=GREEDY)
 
     def _dispatch_decode(self) -> bool:
         decoding = self._decoding()
@@ -394,17 +409,37 @@ class Engine:
         decode: bool = False,
     ) -> None:
         """Dispatches a program; its answer is read later."""
-        lane = self._lane
-        program = self.executables[name + lane]
+        lane, carried = self._lane, ()
         self._rules = self._rules or self._make_rules()
-        if lane == SHAPED:
-            shaping, rest = self._shaper.shaping, (*arguments, self._rules)
-            self._state, shaping, output = program(self.params, self._state, shaping, *rest)
-            self._shaper.keep(shaping)
-        else:
-            self._state, output = program(self.params, self._state, *arguments, self._rules)
+        if lane == MASKED:
+            name, arguments, masks = self._make_masks(name, arguments, readers)
+            carried = (self._shaper.shaping, masks)
+        elif lane == SHAPED:
+            carried = (self._shaper.shaping,)
+        program = self.executables[name + lane]
+        made = program(self.params, self._state, *carried, *arguments, self._rules)
+        self._state, output = made[0], made[-1]
+        if carried:
+            self._shaper.keep(made[1])
         output.packed.copy_to_host_async()
         self._flights.append(_Flight(output, dict(readers), drafts, decode))
+
+    def _make_masks(
+        self, name: str, arguments: tuple[Any, ...], readers: Mapping[int, Live]
+    ) -> tuple[str, tuple[Any, ...], np.ndarray]:
+        """A step's masks [B, T, W]; of a speculative one the drafts are made, and waited for."""
+        drafts = np.zeros((self.plan.rows, 0), np.int32)
+        if name == "speculative":
+            draft = self.executables["draft" + MASKED]
+            self._state, drafted = draft(self.params, self._state, self._rules)
+            name, arguments, drafts = "verify", (drafted,), np.asarray(drafted[0])[:, 1:]
+        places = 1 if name in ("prefill", "plain1") else self.plan.block
+        shape = (self.plan.rows, places, words(self.target))
+        masks = np.full(shape, 2**32 - 1, np.uint32)
+        for row, live in readers.items():
+            if live.grammar:
+                live.grammar.fill(masks[row], drafts[row].tolist())
+        return name, arguments, masks
 
     def _read(self, flight: _Flight, steps: list[RowStep]) -> None:
         broken = []
@@ -484,8 +519,8 @@ class Engine:
 
     def _compile_alone(self, lane: str) -> float:
         started = time.perf_counter()
-        names = {name for name, program in self.programs.items() if program.lane == lane}
-        names = (names | {"wipe"}) - {"forced"} - set(self.executables)
+        names = {name for name, program in self.programs.items() if lane in program.lanes}
+        names -= {"forced"} | set(self.executables)
         if not names:
             return 0.0
         self.executables |= compile_programs(self.programs[name] for name in sorted(names))

@@ -63,7 +63,9 @@ class PrefixCache:
         """Bytes of all segments held."""
         return len(self._recent) * self.segment_bytes
 
-    def __len__(self) -> int:
+    @property
+    def segments(self) -> int:
+        """Segments held."""
         return len(self._recent)
 
     def find(self, node: Node | None, prompt: Sequence[int], fed: int) -> Node | None:

@@ -12,6 +12,7 @@ from dflash_jax.decode.shaping import TOP
 from dflash_jax.engine import controller
 from dflash_jax.engine.prefix_cache import Node
 from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
+from dflash_jax.engine.structured import Grammar, Structure
 from dflash_jax.engine.text import OutputText
 from dflash_jax.errors import ComputeError, RequestError
 from dflash_jax.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ class Request:
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    structured: Structure | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
@@ -174,7 +176,9 @@ def as_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
 class Live:
     """A request in the engine: its controller state, its output so far, its clock."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None):
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, grammar: Grammar | None = None
+    ):
         self.request = request
         self.policy = controller.Policy(
             max_tokens=request.max_tokens,
@@ -182,6 +186,7 @@ class Live:
             speculative=request.speculative,
         )
         self.state = controller.State()
+        self.grammar = grammar  # what the output must follow
         self.fed = 0  # prompt tokens given to the device
         self.node: Node | None = None  # how far the prompt is in the prefix cache
         self.ids: list[int] = []
@@ -220,6 +225,9 @@ class Live:
             self._end(controller.Finish.STOP)
         elif effects.finish:
             self._end(effects.finish)
+        elif self.grammar and self.grammar.finished:
+            self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
+            self._end(controller.Finish.STOP)
 
     def result(self) -> Result:
         """The finished request; ComputeError if the target's numbers broke."""
@@ -246,6 +254,8 @@ class Live:
             text += self._text.push(ids[used : used + 1])
             used += 1
         self.ids += ids[:used]
+        if self.grammar:
+            self.grammar.accept(ids[:used])
         self.stats.output_tokens = len(self.ids)
         likely = self._name_likely(ids[:used])
         self.logprobs += likely

@@ -267,7 +267,7 @@ def test_a_small_budget_evicts_and_stays_exact() -> None:
     assert [r.token_ids for r in got] == wanted
     assert small.prefix_cache
     assert small.prefix_cache.counters.evictions > 0
-    assert len(small.prefix_cache) <= 3
+    assert small.prefix_cache.segments <= 3
 
 
 def test_a_budget_below_one_segment_is_refused() -> None:
@@ -286,7 +286,7 @@ def test_a_prompt_that_broke_the_numbers_is_forgotten(warm: Engine) -> None:
     while not live.done:
         broken.advance()
     assert broken.prefix_cache is not None
-    assert len(broken.prefix_cache) == 0
+    assert broken.prefix_cache.segments == 0
 
 
 def test_p12_random_cuts_speak_as_plain_decoding_after_a_hit(warm: Engine) -> None:

@@ -1,0 +1,108 @@
+"""Output that follows a JSON schema, a regular expression, a grammar or a list of choices.
+
+The grammar says which tokens may come at each place, as a bit for every token. After a draft the
+host walks the grammar along the drafted tokens and gives the device one mask for each place, so
+that the verifier says what masked decoding, one token after the other, would have said.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.errors import RequestError
+from dflash_jax.tokenizer import Tokenizer
+
+KINDS = ("json", "regex", "choice", "grammar")
+Structure = Mapping[str, Any]
+
+
+class Grammars:
+    """Makes the grammars of requests for one tokenizer; keeps what they share."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]):
+        self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
+        self._shared: Any = None  # llguidance's view of the tokenizer
+
+    def make(self, structure: Structure) -> "Grammar":
+        """A grammar at its beginning.
+
+        Args:
+          structure: one of {"json": a schema}, {"regex": a pattern}, {"choice": texts} or
+            {"grammar": a Lark grammar}.
+
+        Raises:
+          RequestError: no tokenizer, no llguidance, or a structure that is not understood.
+        """
+        if self._tokenizer is None:
+            raise RequestError("structured output needs a tokenizer, and this model ships none")
+        if not self._eos:
+            raise RequestError("structured output needs an end token, and this model names none")
+        try:
+            import llguidance
+        except ImportError as error:
+            raise RequestError(
+                "structured output needs the extra: pip install 'dflash-jax[structured]'"
+            ) from error
+        source = _source(structure, llguidance.LLMatcher)
+        if self._shared is None:
+            text = self._tokenizer.core.to_str()
+            self._shared = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)
+        matcher = llguidance.LLMatcher(self._shared, source, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"the structure is not understood: {matcher.get_error()}")
+        return Grammar(matcher)
+
+
+class Grammar:
+    """Where one request's output stands in its grammar."""
+
+    def __init__(self, matcher: Any):
+        self._matcher = matcher
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return self._matcher.is_stopped()
+
+    def accept(self, ids: Sequence[int]) -> None:
+        """Goes on by tokens that were said."""
+        self._matcher.consume_tokens(list(ids))
+
+    def fill(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
+        """Writes a row's masks uint32 [T, W]: place i follows the first i drafts.
+
+        Places behind a draft the grammar forbids are left as they are; nothing reaches them.
+        """
+        walked = 0
+        for place in range(len(masks)):
+            row = masks[place]
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if place >= len(drafts) or not self._matcher.try_consume_tokens([drafts[place]]):
+                break
+            walked += 1
+        if walked:
+            self._matcher.rollback(walked)
+
+
+def _source(structure: Any, matcher: Any) -> str:
+    """The structure in llguidance's own words."""
+    if not isinstance(structure, Mapping) or len(structure) != 1 or set(structure) - set(KINDS):
+        raise RequestError(
+            f"structured is {structure!r}; expected a mapping with one of {', '.join(KINDS)}"
+        )
+    ((kind, value),) = structure.items()
+    if kind == "json" and isinstance(value, str | Mapping):
+        try:
+            return matcher.grammar_from_json_schema(value if isinstance(value, str) else {**value})
+        except ValueError as error:
+            raise RequestError(f"the JSON schema is not understood: {error}") from error
+    if kind == "regex" and isinstance(value, str):
+        return matcher.grammar_from_regex(value)
+    if kind == "grammar" and isinstance(value, str):
+        return matcher.grammar_from_lark(value)
+    if kind == "choice" and not isinstance(value, str) and all(isinstance(x, str) for x in value):
+        return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
+    expected = {"json": "a schema", "choice": "a list of texts"}.get(kind, "a text")
+    raise RequestError(f"structured {kind} is {value!r}; expected {expected}")
