@@ -19,6 +19,7 @@ from dflash_jax.allocator import tune_allocator
 from dflash_jax.compiler import Plan, jit, resolve
 from dflash_jax.compiler.plan import Dtype
 from dflash_jax.compiler.programs import build_pair, empty_state
+from dflash_jax.compiler.sharding import device_mesh, param_shardings
 from dflash_jax.config import (
     DrafterConfig,
     TargetConfig,
@@ -96,7 +97,10 @@ class OpenPair:
         params = {"target": self.target.load(plan.dtype)}
         if self.drafter:
             params["drafter"] = self.drafter.load(plan.dtype)
-        return Engine(target, drafter, jax.device_put(params), plan, tokenizer=self.tokenizer)
+        mesh = device_mesh(plan)
+        where = None if mesh is None else param_shardings(mesh, params)
+        params = jax.device_put(params, where)
+        return Engine(target, drafter, params, plan, tokenizer=self.tokenizer)
 
 
 def open_pair(

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -60,11 +61,12 @@ def compile_programs(programs: Iterable[Program]) -> dict[str, Executable]:
 
 def _compile(program: Program) -> Executable:
     started = time.perf_counter()
-    jitted = jax.jit(program.function, donate_argnums=program.donated)
+    options = {} if program.placement is None else {"out_shardings": program.placement}
+    jitted = jax.jit(program.function, donate_argnums=program.donated, **options)
     lowered = jitted.lower(*program.arguments)
     compiled = lowered.compile()
     donated = sum(
-        leaf.size * leaf.dtype.itemsize
+        _bytes_per_device(leaf)
         for i in program.donated
         for leaf in jax.tree.leaves(program.arguments[i])
     )
@@ -76,6 +78,11 @@ def _compile(program: Program) -> Executable:
             " bytes of its state in every call; this is a defect, please report it with the plan"
         )
     return built
+
+
+def _bytes_per_device(leaf: Any) -> int:
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
 
 
 def enable_compilation_cache(directory: Path) -> None:

@@ -37,6 +37,7 @@ class Plan:
       lookahead: steps the host stays ahead of what it has read, 0 or 1.
       prefix_cache: bytes for prefixes of prompts, kept so that they need not be fed again; 0
         keeps none.
+      mesh: devices as (data, model): rows are split over `data`, heads and widths over `model`.
       queue: most requests that wait for a row; more are refused with QueueFullError.
       stop_slots: most stop tokens a request may name.
       min_survival: drafts that a drafter with a confidence head gives less than this chance to
@@ -54,6 +55,7 @@ class Plan:
     taps_at: TapsAt = "auto"
     lookahead: int = 1
     prefix_cache: int = 0
+    mesh: tuple[int, int] = (1, 1)
     queue: int = 1024
     stop_slots: int = 8
     min_survival: float = 0.0
@@ -68,6 +70,15 @@ class Plan:
                 raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}")
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
+        mesh = self.mesh
+        if not isinstance(mesh, tuple | list) or [type(n) for n in mesh] != [int, int]:
+            raise PlanError(f"mesh is {mesh!r}; expected two integers, (data, model)")
+        object.__setattr__(self, "mesh", tuple(mesh))  # JSON has lists
+        if min(mesh) < 1 or self.rows % mesh[0]:
+            raise PlanError(
+                f"mesh is {mesh!r} for {self.rows} rows; expected integers of at least 1, the"
+                " first a divisor of the rows"
+            )
         survival = self.min_survival
         if type(survival) not in (int, float) or not 0 <= survival <= 1:
             raise PlanError(f"min_survival is {survival!r}; expected a number from 0 to 1")

@@ -7,8 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.sharding import (
+    device_mesh,
+    param_shardings,
+    placed,
+    row_shardings,
+    whole,
+)
 from dflash_jax.config import AUTO, LATE, DrafterConfig, TargetConfig, paired
 from dflash_jax.decode import steps
 from dflash_jax.decode.shaping import neutral_shaping, set_row
@@ -33,6 +41,7 @@ class Program:
     arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct
     donated: tuple[int, ...] = ()
     lanes: tuple[str, ...] = ALL_LANES  # that need it
+    placement: Any = None  # shardings of the results, where there are several devices
 
 
 def build_pair(
@@ -180,4 +189,24 @@ def declare(
         elif drafter is not None:
             static |= {"width": plan.block, "min_survival": plan.min_survival}
             programs.append(program("speculative", steps.speculative, rules, **static))
-    return {p.name: p for p in programs}
+    mesh = device_mesh(plan)
+    return {p.name: p if mesh is None else over_devices(p, mesh) for p in programs}
+
+
+def over_devices(program: Program, mesh: Mesh) -> Program:
+    """The program with every argument and result placed on a mesh."""
+
+    def shardings(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return param_shardings(mesh, tree)
+        if isinstance(tree, DecodeState):
+            return row_shardings(mesh, tree)
+        return whole(mesh, tree)
+
+    made = jax.eval_shape(program.function, *program.arguments)
+    several = isinstance(made, tuple)
+    return dataclasses.replace(
+        program,
+        arguments=tuple(placed(x, shardings(x)) for x in program.arguments),
+        placement=tuple(map(shardings, made)) if several else shardings(made),
+    )

@@ -51,7 +51,8 @@ class Shaping:
         logits = logits - presence * (said > 0).astype(logits.dtype)
         if self.masks is None:
             return logits
-        allowed = self.masks[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1  # [B, T, W, 32]
+        bits = jnp.arange(32, dtype=jnp.uint32)[None, None, None]
+        allowed = jnp.right_shift(self.masks[..., None], bits) & jnp.uint32(1)  # [B, T, W, 32]
         allowed = allowed.reshape(*allowed.shape[:2], -1)[:, :, :vocab]
         return jnp.where(allowed > 0, logits, -jnp.inf)
 

@@ -33,6 +33,7 @@ from dflash_jax.compiler.programs import (
     empty_state,
     words,
 )
+from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine import controller
 from dflash_jax.engine.prefix_cache import PrefixCache
@@ -114,12 +115,14 @@ class Engine:
         self.programs = declare(plan, target, drafter, lanes=ALL_LANES)
         self.executables: dict[str, Executable] = {}
         self.compile_s = 0.0  # seconds spent compiling so far
-        self._state = jax.device_put(
-            jax.tree.map(
-                lambda x: np.zeros(x.shape, x.dtype),
-                jax.eval_shape(lambda: empty_state(plan, target, drafter)),
-            )
+        empty = jax.tree.map(
+            lambda x: np.zeros(x.shape, x.dtype),
+            jax.eval_shape(lambda: empty_state(plan, target, drafter)),
         )
+        mesh = device_mesh(plan)
+        if mesh is not None:
+            self.params = jax.device_put(params, param_shardings(mesh, params))
+        self._state = jax.device_put(empty, None if mesh is None else row_shardings(mesh, empty))
         self._waiting: collections.deque[Live] = collections.deque()
         self._rows: list[Live | None] = [None] * plan.rows
         self._flights: collections.deque[_Flight] = collections.deque()
@@ -149,11 +152,10 @@ class Engine:
         lives: list[Live] = []
         try:
             for request in [r for p in prompts for r in self._requests(p, n, **options)]:
-                seconds = self._compile(lane_of(request))
+                live = self._live(request)
                 while self.queued >= self.plan.queue:
                     self.advance()
-                lives.append(self._enqueue(request))
-                lives[-1].stats.compile_s = seconds
+                lives += self._enqueue([live])
             while not all(live.done for live in lives):
                 self.advance()
         finally:
@@ -216,12 +218,7 @@ class Engine:
     def submit_several(self, prompt: Prompt, n: int, **options: Any) -> list[Live]:
         """Queues n requests for one prompt, all of them or none; answer i draws with seed + i."""
         requests = self._requests(prompt, n, **options)
-        seconds = self._compile(lane_of(requests[0]))
-        with self._lock:
-            self._check_room(n)
-            lives = [self._enqueue(request) for request in requests]
-        lives[0].stats.compile_s = seconds
-        return lives
+        return self._enqueue([self._live(request) for request in requests])
 
     @property
     def prefix_cache(self) -> PrefixCache | None:
@@ -252,21 +249,25 @@ class Engine:
         seeds = [(first.seed + i) % 2**32 for i in range(n)]
         return [dataclasses.replace(first, seed=seed) for seed in seeds]
 
-    def _check_room(self, n: int) -> None:
-        if len(self._waiting) + n > self.plan.queue:
-            raise QueueFullError(
-                f"{len(self._waiting)} requests wait already and {n} more were given, but the"
-                f" plan lets {self.plan.queue} wait; try again later, or load with a larger queue"
-            )
-
-    def _enqueue(self, request: Request) -> Live:
+    def _live(self, request: Request) -> Live:
+        """A request ready to run: its grammar made, its programs compiled."""
         structure = request.structured
         grammar = None if structure is None else self._grammars.make(structure)
         live = Live(request, self.tokenizer, grammar)
-        with self._lock:
-            self._check_room(1)
-            self._waiting.append(live)
+        live.stats.compile_s = self._compile(lane_of(request))
         return live
+
+    def _enqueue(self, lives: list[Live]) -> list[Live]:
+        """Queues requests, all of them or none."""
+        with self._lock:
+            if len(self._waiting) + len(lives) > self.plan.queue:
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests wait already and {len(lives)} more were given,"
+                    f" but the plan lets {self.plan.queue} wait; try again later, or load with a"
+                    " larger queue"
+                )
+            self._waiting += lives
+        return lives
 
     def _request(
         self,

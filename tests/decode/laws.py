@@ -1,6 +1,7 @@
 """The exact law of what an engine over a small vocabulary says, and how well samples fit it."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,15 @@ VOCAB, ROWS, SAID = 6, 256, 4
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def filtered(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """The definition, for a row of logits: temperature, top-k, then top-p on what remains."""
+def filtered(
+    logits: np.ndarray, *, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> np.ndarray:
+    """The definition, for a row of logits: temperature, min-p, top-k, then top-p on the rest."""
     if temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
     scaled = logits.astype(np.float64) / temperature
     order = np.argsort(-scaled, kind="stable")
+    order = order[np.exp(scaled[order] - scaled[order[0]]) >= min_p]
     kept = order[: top_k or None]
     p = np.exp(scaled[kept] - scaled[kept].max())
     p /= p.sum()
@@ -29,7 +33,11 @@ def filtered(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float
 
 
 def said(engine: Engine, seeds: range, **options: Any) -> tuple[np.ndarray, Any]:
-    lives = [engine.submit(PROMPT, max_tokens=SAID, seed=seed, **options) for seed in seeds]
+    lives = []
+    for seed in seeds:
+        while engine.queued == engine.plan.queue:
+            engine.advance()
+        lives.append(engine.submit(PROMPT, max_tokens=SAID, seed=seed, **options))
     while not all(live.done for live in lives):
         engine.advance()
     return np.array([live.result().token_ids for live in lives]), [live.stats for live in lives]
@@ -44,11 +52,19 @@ def all_logits(engine: Engine) -> dict[tuple[int, ...], np.ndarray]:
     return dict(zip(map(tuple, said.tolist()), places, strict=True))
 
 
-def law(next_logits: dict[tuple[int, ...], np.ndarray], **filters: Any) -> np.ndarray:
-    """Exact probability of every continuation of SAID tokens."""
+def law(
+    next_logits: dict[tuple[int, ...], np.ndarray],
+    shape: Callable[[np.ndarray, tuple[int, ...]], np.ndarray] = lambda row, said: row,
+    **filters: Any,
+) -> np.ndarray:
+    """Exact probability of every continuation of SAID tokens.
+
+    `shape` is what a request adds to a row of logits, given what was said before.
+    """
     p = []
     for prefix, rows in next_logits.items():  # in the order of `product`
-        steps = np.stack([filtered(row, **filters) for row in rows])
+        shaped = [shape(row, prefix[:i]) for i, row in enumerate(rows)]
+        steps = np.stack([filtered(row, **filters) for row in shaped])
         p.append(np.prod(steps[range(SAID - 1), prefix]) * steps[-1])
     return np.concatenate(p)
 

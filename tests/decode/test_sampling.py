@@ -51,15 +51,16 @@ def test_filters_follow_the_official_vectors_row_by_row(oracle: Path) -> None:
     st.sampled_from([0.0, 0.3, 1.0, 4.0]),
     st.integers(0, 12),
     st.sampled_from([0.01, 0.3, 0.5, 0.8, 0.95, 1.0]),
+    st.sampled_from([0.0, 0.02, 0.31, 1.0]),
     st.booleans(),
 )
 def test_filters_are_their_definition(
-    seed: int, temperature: float, top_k: int, top_p: float, ties: bool
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, ties: bool
 ) -> None:
     logits = np.random.default_rng(seed).standard_normal((1, 2, 9)).astype(np.float32) * 3
     if ties:
         logits = np.round(logits)
-    settings_ = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    settings_ = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     p = np.asarray(probabilities(jnp.asarray(logits), rules(**settings_)))[0]
     for got, row in zip(p, logits[0], strict=True):
         sorted_mass = np.cumsum(np.sort(filtered(row, **settings_ | {"top_p": 1.0}))[::-1])
@@ -132,6 +133,28 @@ def test_sampled_speculative_output_has_the_distribution_of_the_target(
     assert likelihood(tokens, sharper / sharper.sum()) < 1e-6, "the test could not tell"
     accepted, drafted = sum(s.accepted for s in stats), sum(s.drafted for s in stats)
     assert 0.05 < accepted / drafted < 0.95  # both branches were taken
+
+
+def test_sampled_output_under_penalties_and_biases_has_its_law(
+    many: Engine, next_logits: dict[tuple[int, ...], np.ndarray]
+) -> None:
+    """Penalties count what was said before each place, drafts of the same block included."""
+    filters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.03}
+    shapes = {"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.4}
+
+    def shape(row: np.ndarray, said: tuple[int, ...]) -> np.ndarray:
+        row = row + np.array([0.0, 0.5, 0.0, -1.0, 0.0, 0.0])
+        seen = np.isin(np.arange(VOCAB), [*PROMPT, *said])
+        row = np.where(seen, np.where(row > 0, row / 1.5, row * 1.5), row)
+        counts = np.bincount(np.array(said, int), minlength=VOCAB)
+        return row - 0.7 * counts - 0.4 * (counts > 0)
+
+    tokens, stats = said(many, range(6 * ROWS), **filters, **shapes, logit_bias={1: 0.5, 3: -1})
+    p, unshaped = law(next_logits, shape, **filters), law(next_logits, **filters)
+    assert likelihood(tokens, p / p.sum()) > 1e-3
+    with pytest.raises(AssertionError):  # it says what the target alone would not, or otherwise
+        assert likelihood(tokens, unshaped / unshaped.sum()) > 1e-6
+    assert sum(s.accepted for s in stats) > 0.03 * sum(s.drafted for s in stats)
 
 
 def test_seeds_reproduce_and_do_not_depend_on_companions(many: Engine) -> None:

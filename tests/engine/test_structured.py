@@ -6,14 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
-import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.loading import TargetModel
+from dflash_jax.testing import force_acceptance, scripted_engine, set_script
+from dflash_jax.tokenizer import Tokenizer
 
-llguidance = pytest.importorskip("llguidance")
+pytest.importorskip("llguidance")
 
+PROMPT, EOS = [5, 4, 3, 2, 1], 250
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -23,57 +27,65 @@ SCHEMA = {
     },
     "required": ["name", "size", "kind"],
     "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # random weights like nothing but spaces
 }
 DATE = r"[0-9]{4}-[01][0-9]-[0-3][0-9]"
 
 
 @pytest.fixture(scope="module")
-def shipped() -> Engine:
-    return dj.load(plan=dj.Plan(rows=3, max_length=160, chunk=32, block=5))
-
-
-@pytest.fixture(scope="module")
-def prompt(shipped: Engine) -> list[int]:
-    return shipped.chat_ids([{"role": "user", "content": "List three colours."}])
+def speaking(tiny3: Engine) -> Engine:
+    """Three rows, a token for each of 250 bytes, an end token, and a drafter that is told."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (ord(c) > 126, c))
+    vocab = {letter: i for i, letter in enumerate(letters[:EOS])}
+    core = tokenizers.Tokenizer(models.BPE(vocab=vocab | {"<end>": EOS}, merges=[]))
+    core.add_special_tokens(["<end>"])
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    made = scripted_engine(tiny3)
+    target = type(made.target)(**vars(made.target) | {"eos_token_ids": (EOS,)})
+    return Engine(target, made.drafter, made.params, made.plan, tokenizer=Tokenizer(core, None, {}))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_follows_its_structure(
-    shipped: Engine, prompt: list[int], temperature: float
-) -> None:
+def test_output_follows_its_structure(speaking: Engine, temperature: float) -> None:
     options: dict[str, Any] = {"max_tokens": 90, "temperature": temperature, "seed": 3}
     structures = [{"json": SCHEMA}, {"regex": DATE}, {"choice": ['say "a"', "no"]}]
     structures += [{"grammar": 'start: "x" /[0-9]+/ "y"'}]
-    results = [shipped.generate(prompt, structured=s, **options) for s in structures]
-    for result in results[:3]:
-        assert result.finish_reason == "stop"
-    value = json.loads(results[0].text)
+    results = [speaking.generate(PROMPT, structured=s, **options) for s in structures]
+    assert [r.finish_reason for r in results[:3]] == ["stop"] * 3
+    texts = [str(r.text) for r in results]
+    value = json.loads(texts[0])
     assert set(value) == {"name", "size", "kind"}
     assert value["kind"] in ("red", "green")
     assert 0 <= value["size"] <= 99
-    assert re.fullmatch(DATE, results[1].text)
-    assert results[2].text in ('say "a"', "no")
-    assert re.fullmatch("x[0-9]+y?", results[3].text)
+    assert re.fullmatch(DATE, texts[1])
+    assert texts[2] in ('say "a"', "no")
+    assert re.fullmatch("x[0-9]+y?", texts[3])
 
 
-def test_drafting_changes_no_token_of_structured_output(shipped: Engine, prompt: list[int]) -> None:
-    for structure in ({"json": SCHEMA}, {"regex": "(colour|red|green|,| ){9,}"}):
-        options: dict[str, Any] = {"max_tokens": 60, "structured": structure}
-        plain = shipped.generate(prompt, speculative=False, **options)
-        fast = shipped.generate(prompt, **options)
+@pytest.mark.parametrize("pattern", [[3], [0], [2, 0, 3, 1]])
+def test_drafting_changes_no_token_of_structured_output(
+    speaking: Engine, pattern: list[int]
+) -> None:
+    for structure in ({"json": SCHEMA}, {"regex": "([a-f]{3}[0-9],){9,}"}):
+        options: dict[str, Any] = {"max_tokens": 50, "structured": structure}
+        plain = speaking.generate(PROMPT, speculative=False, **options)
+        script = [*PROMPT, *plain.token_ids]
+        set_script(speaking, force_acceptance(script, len(PROMPT), pattern, 251))
+        fast = speaking.generate(PROMPT, **options)
         assert fast.token_ids == plain.token_ids
-        assert plain.stats.rounds == 0 < fast.stats.rounds
-        assert plain.token_ids != shipped.generate(prompt, max_tokens=60).token_ids
-    assert fast.stats.accepted > 0
+        assert fast.text == plain.text
+        assert fast.stats.acceptance_lengths[:3] == [n + 1 for n in (pattern * 3)[:3]]
+        assert plain.stats.rounds == 0
 
 
 def test_greedy_structured_output_takes_the_best_token_allowed(
-    shipped: Engine, prompt: list[int]
+    speaking: Engine,
 ) -> None:
-    ids = shipped.generate(prompt, max_tokens=60, structured={"json": SCHEMA}).token_ids
-    model = TargetModel(shipped.target, shipped.params["target"], "float32")
-    logits = np.asarray(model.forward([[*prompt, *ids]]).logits)[0, len(prompt) - 1 :]
-    grammar = shipped._grammars.make({"json": SCHEMA})
+    ids = speaking.generate(PROMPT, max_tokens=60, structured={"json": SCHEMA}).token_ids
+    model = TargetModel(speaking.target, speaking.params["target"], "float32")
+    logits = np.asarray(model.forward([[*PROMPT, *ids]]).logits)[0, len(PROMPT) - 1 :]
+    grammar = speaking._grammars.make({"json": SCHEMA})
     for token, row in zip(ids, logits, strict=False):
         words = np.zeros((1, -(-len(row) // 32)), np.uint32)
         grammar.fill(words, [])
@@ -84,18 +96,18 @@ def test_greedy_structured_output_takes_the_best_token_allowed(
 
 
 def test_neighbours_of_structured_rows_say_what_they_say_alone(
-    shipped: Engine, prompt: list[int]
+    speaking: Engine,
 ) -> None:
-    alone = shipped.generate(prompt, max_tokens=30).token_ids
-    drawn = shipped.generate(prompt, max_tokens=30, temperature=1.0, seed=9).token_ids
-    wanted = shipped.generate(prompt, max_tokens=90, structured={"json": SCHEMA}).token_ids
+    alone = speaking.generate(PROMPT, max_tokens=30).token_ids
+    drawn = speaking.generate(PROMPT, max_tokens=30, temperature=1.0, seed=9).token_ids
+    wanted = speaking.generate(PROMPT, max_tokens=90, structured={"json": SCHEMA}).token_ids
     lives = [
-        shipped.submit(prompt, max_tokens=90, structured={"json": SCHEMA}),
-        shipped.submit(prompt, max_tokens=30),
-        shipped.submit(prompt, max_tokens=30, temperature=1.0, seed=9),
+        speaking.submit(PROMPT, max_tokens=90, structured={"json": SCHEMA}),
+        speaking.submit(PROMPT, max_tokens=30),
+        speaking.submit(PROMPT, max_tokens=30, temperature=1.0, seed=9),
     ]
-    while not all(live.done for live in lives):
-        shipped.advance()
+    while speaking.busy:
+        speaking.advance()
     assert [live.ids for live in lives] == [wanted, alone, drawn]
 
 
@@ -112,12 +124,10 @@ def test_neighbours_of_structured_rows_say_what_they_say_alone(
         ({"json": [1]}, r"structured json is \[1\]; expected a schema"),
     ],
 )
-def test_bad_structures_are_refused_by_name(
-    shipped: Engine, prompt: list[int], structure: Any, says: str
-) -> None:
+def test_bad_structures_are_refused_by_name(speaking: Engine, structure: Any, says: str) -> None:
     with pytest.raises(RequestError, match=says):
-        shipped.submit(prompt, max_tokens=4, structured=structure)
-    assert not shipped.busy
+        speaking.submit(PROMPT, max_tokens=4, structured=structure)
+    assert not speaking.busy
 
 
 def test_a_model_without_tokenizer_refuses_structures(tiny: Engine) -> None:

@@ -1,0 +1,93 @@
+"""Where arrays live when a plan spans several devices; XLA inserts the communication.
+
+A mesh is (data, model). Rows are split over `data`. Over `model` go kv heads with the query heads
+they serve, the width of MLPs and experts, and the vocabulary of the head; an axis the number of
+devices does not divide stays whole, and so does everything without an entry here: results are
+the same either way, only memory and time differ.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dflash_jax.compiler.plan import Plan
+from dflash_jax.errors import PlanError
+from dflash_jax.state import DecodeState, LayerCache
+
+# Axis of each parameter that is split over `model`, by the last part of its name.
+MODEL_AXIS = {
+    "qkv": 1,
+    "qkv_bias": 0,
+    "sinks": 0,
+    "q": 1,
+    "kv": 1,
+    "o": 0,
+    "gate_up": 2,
+    "down": 0,
+    "experts_gate_up": 3,
+    "experts_gate_up_bias": 2,
+    "experts_down": 1,
+    "head": 1,
+}
+
+
+def device_mesh(plan: Plan) -> Mesh | None:
+    """The plan's mesh over the first devices; None for a plan of one device.
+
+    Raises:
+      PlanError: there are fewer devices.
+    """
+    data, model = plan.mesh
+    if data * model == 1:
+        return None
+    if data * model > len(jax.devices()):
+        raise PlanError(
+            f"mesh is {data} x {model}, but there are {len(jax.devices())} devices; make it"
+            " smaller (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes more)"
+        )
+    devices = np.asarray(jax.devices()[: data * model]).reshape(data, model)
+    return Mesh(devices, ("data", "model"))
+
+
+def param_shardings(mesh: Mesh, params: Any) -> Any:
+    """A sharding for every parameter of a tree of arrays or of their shapes."""
+
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        axis = MODEL_AXIS.get(path[-1].key)
+        axes: list[str | None] = [None] * len(leaf.shape)
+        if axis is not None and axis < len(axes) and leaf.shape[axis] % mesh.shape["model"] == 0:
+            axes[axis] = "model"
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def row_shardings(mesh: Mesh, tree: Any) -> Any:
+    """A sharding for every array [B, ...] of states, rules and calls, rows over `data`.
+
+    Whatever has another first axis (or none) stays whole.
+    """
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    if isinstance(tree, DecodeState):
+        parts = {name: row_shardings(mesh, getattr(tree, name)) for name in vars(tree)}
+        return DecodeState(**parts)
+    if isinstance(tree, tuple):
+        return tuple(row_shardings(mesh, part) for part in tree)
+    if isinstance(tree, LayerCache) and tree.k.shape[1] % mesh.shape["model"] == 0:
+        heads = NamedSharding(mesh, PartitionSpec("data", "model"))
+        return jax.tree.map(lambda _: heads, tree)
+    return jax.tree.map(lambda _: rows, tree)
+
+
+def whole(mesh: Mesh, tree: Any) -> Any:
+    """The sharding of arrays every device holds."""
+    return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """Shapes that say where their arrays live."""
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
+    )

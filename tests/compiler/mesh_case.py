@@ -1,0 +1,60 @@
+"""Run by test_sharding in a process of its own, with virtual devices: prints JSON."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+
+from dflash_jax import Plan
+from dflash_jax.testing import (
+    random_engine,
+    tiny_drafter,
+    tiny_gemma,
+    tiny_gpt_oss,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_target,
+)
+
+HEADS = {"num_heads": 8, "num_kv_heads": 4}
+FAMILIES = {
+    "dense": lambda: tiny_target(num_layers=2, windows=(12, None), vocab_size=96, **HEADS),
+    "moe": lambda: tiny_moe(num_layers=2, windows=(None, None), sparse=(True, True), **HEADS),
+    "gpt_oss": lambda: tiny_gpt_oss(num_layers=2, windows=(12, None), **HEADS),
+    "hybrid": lambda: tiny_hybrid(num_layers=2, recurrent=(True, False), **HEADS),
+    "gemma": lambda: tiny_gemma(**HEADS),
+}
+
+
+def main() -> None:
+    """Arguments: family, then meshes like 1x4."""
+    family, *meshes = sys.argv[1:]
+    target = FAMILIES[family]()
+    drafter = tiny_drafter(target, target_layer_ids=(0,), **HEADS)
+    prompts = [np.random.default_rng(i).integers(0, 96, 5 + 9 * i).tolist() for i in range(4)]
+    said, shares = {}, {}
+    for mesh in ["1x1", *meshes]:
+        data, model = map(int, mesh.split("x"))
+        plan = Plan(
+            rows=4,
+            max_length=64,
+            chunk=16,
+            block=4,
+            mesh=(data, model),
+            prefix_cache=1 << 20,
+            dtype="float32",
+        )
+        engine = random_engine(target, drafter, plan)
+        results = engine.generate_many([*prompts, prompts[-1]], max_tokens=12)
+        said[mesh] = [r.token_ids for r in results]
+        assert results[-1].stats.cached_tokens == 16
+        if mesh != "1x1":
+            leaves = jax.tree.leaves((engine.params, engine._state))
+            held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+            shares[mesh] = held / sum(x.nbytes for x in leaves)
+    print(json.dumps({"said": said, "shares": shares, "devices": len(jax.devices())}))
+
+
+if __name__ == "__main__":
+    main()

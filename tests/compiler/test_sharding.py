@@ -1,0 +1,59 @@
+"""Plans over several devices, as virtual devices of processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_jax import Plan
+from dflash_jax.compiler.sharding import device_mesh
+from dflash_jax.errors import PlanError
+
+CASE = Path(__file__).with_name("mesh_case.py")
+DEVICES = "--xla_force_host_platform_device_count="
+
+
+@pytest.mark.parametrize(
+    ("family", "devices", "meshes"),
+    [
+        ("dense", 8, ["1x4", "4x2"]),
+        *(
+            pytest.param(family, 8, ["1x4", "2x2", "4x2"], marks=pytest.mark.soak)
+            for family in ("moe", "gpt_oss", "hybrid", "gemma")
+        ),
+    ],
+)
+def test_several_devices_say_what_one_says(family: str, devices: int, meshes: list[str]) -> None:
+    """Prompts of one to three chunks, a prefix found again, rows and heads split."""
+    run = subprocess.run(
+        [sys.executable, str(CASE), family, *meshes],
+        env=os.environ | {"XLA_FLAGS": DEVICES + str(devices), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["devices"] == devices
+    for mesh in meshes:
+        assert found["said"][mesh] == found["said"]["1x1"], mesh
+        assert found["shares"][mesh] < 0.8  # of the bytes, on one device
+
+
+def test_meshes_that_cannot_be_are_refused_by_name() -> None:
+    for mesh in ((0, 1), (3, 1), (1,), "2x2", (1, 2.0)):
+        with pytest.raises(PlanError, match="mesh is "):
+            Plan(rows=4, mesh=mesh)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="mesh is 64 x 64, but there are 1 devices; make it smal"):
+        device_mesh(Plan(rows=64, mesh=(64, 64)))
+    assert device_mesh(Plan(rows=4)) is None
+
+
+def test_a_plan_with_a_mesh_survives_json() -> None:
+    plan = Plan(rows=4, mesh=(2, 2))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert hash(plan) == hash(Plan.from_json(plan.to_json()))

@@ -1,0 +1,131 @@
+"""Many callers: a queue with an end, turns in order, threads that submit and cancel at will."""
+
+import dataclasses
+import threading
+
+import pytest
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import QueueFullError
+
+PROMPT = [5, 4, 3, 2, 1]
+
+
+@pytest.fixture
+def short(tiny3: Engine) -> Engine:
+    """`tiny3` with room for four that wait."""
+    plan = dataclasses.replace(tiny3.plan, queue=4)
+    engine = Engine(tiny3.target, tiny3.drafter, tiny3.params, plan)
+    engine.executables = tiny3.executables
+    return engine
+
+
+def test_a_full_queue_refuses_by_name_and_serves_on(short: Engine) -> None:
+    lives = [short.submit([i], max_tokens=5) for i in range(4)]
+    with pytest.raises(QueueFullError, match="4 requests wait already and 1 more were given, but"):
+        short.submit([9], max_tokens=5)
+    assert short.queued == 4
+    short.advance()
+    assert (short.active, short.queued) == (3, 1)
+    with pytest.raises(QueueFullError, match="1 requests wait already and 4 more"):
+        short.submit_several([9], 4, max_tokens=5)
+    assert short.queued == 1  # all of them or none
+    lives.append(short.submit([9], max_tokens=5))
+    while short.busy:
+        short.advance()
+    assert all(live.finish is not None for live in lives)
+
+
+def test_a_list_of_prompts_may_be_longer_than_the_queue(short: Engine, tiny: Engine) -> None:
+    prompts = [[i, i + 1] for i in range(12)]
+    got = [r.token_ids for r in short.generate_many(prompts, max_tokens=6)]
+    assert got == [tiny.generate(p, max_tokens=6).token_ids for p in prompts]
+
+
+def test_rows_are_given_in_the_order_of_the_queue(tiny3: Engine) -> None:
+    lives = [tiny3.submit([i] * (1 + 7 * (i % 3)), max_tokens=3 + i % 5) for i in range(20)]
+    started: list[int] = []
+    while tiny3.busy:
+        tiny3.advance()
+        fresh = [i for i, live in enumerate(lives) if live in tiny3._rows and i not in started]
+        started += fresh
+        gone = [i for i, live in enumerate(lives) if live.done and i not in started]
+        started += gone
+        assert started == sorted(started)
+
+
+def test_a_long_prompt_does_not_hold_up_rows_that_decode(tiny3: Engine) -> None:
+    """Chunks of a prompt take turns with the others' steps."""
+    quick = tiny3.submit(PROMPT, max_tokens=60)
+    while not quick.ids:
+        tiny3.advance()
+    slow = tiny3.submit([1] * 100, max_tokens=2)
+    before, waits, wait = len(quick.ids), [], 0
+    while not slow.ids and not quick.done:
+        tiny3.advance()
+        wait = 0 if len(quick.ids) > before else wait + 1
+        before = len(quick.ids)
+        waits.append(wait)
+    assert slow.fed == 100
+    assert max(waits) <= 2  # one chunk, and the answer is one step behind
+    while tiny3.busy:
+        tiny3.advance()
+
+
+def test_threads_may_submit_stream_and_cancel(tiny3: Engine, tiny: Engine) -> None:
+    """Streams of several threads drive the engine together; one thread cancels at random."""
+    wanted = {i: tiny.generate([i, 7], max_tokens=20).token_ids for i in range(6)}
+    said: dict[int, list[int]] = {}
+    errors: list[BaseException] = []
+
+    def talk(i: int) -> None:
+        try:
+            for turn in range(3):
+                stream = tiny3.stream([i, 7], max_tokens=20)
+                got: list[int] = []
+                for piece in stream:
+                    got += piece.token_ids
+                    if turn == 1 and len(got) > i:
+                        stream.close()
+                        break
+                assert got == wanted[i][: len(got)]
+                said[i] = got
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=talk, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not errors
+    assert said == wanted
+    assert not tiny3.busy or not any(tiny3._rows)
+
+
+def test_one_thread_may_serve_all_others(short: Engine, tiny: Engine) -> None:
+    """As a server does it: a thread of the engine's own, and callers that only look."""
+    halt = threading.Event()
+
+    def serve() -> None:
+        while not halt.is_set():
+            if short.busy:
+                short.advance()
+            else:
+                halt.wait(0.001)
+
+    worker = threading.Thread(target=serve)
+    worker.start()
+    try:
+        live, other = short.submit(PROMPT, max_tokens=30), short.submit([3], max_tokens=60)
+        short.cancel(other)
+        assert other.done
+        deadline = threading.Event()
+        for _ in range(20000):
+            if live.done:
+                break
+            deadline.wait(0.005)
+        assert live.ids == tiny.generate(PROMPT, max_tokens=30).token_ids
+    finally:
+        halt.set()
+        worker.join()
