@@ -26,6 +26,7 @@ fix: .venv/installed-dev
 # The full counts behind the reduced ones of `make test`; writes benchmarks/results.
 soak: .venv/installed-dev
 	$(BIN)/python -m benchmarks.soak
+	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m pytest -n 2 -m soak
 
 bench: .venv/installed-dev

@@ -1,0 +1,97 @@
+"""Throughput of the engine over many rows, with and without prompts it has seen before.
+
+    python -m benchmarks.engine [--rows 1,4,16,32] [--json OUT]
+
+Every sample serves the same requests: several users of one system prompt, four for each row.
+`cold` forgets all prefixes before each sample, `warm` keeps them; samples are taken in turn.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paired import interleaved, ratio, spread
+
+
+def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Output tokens per second of one plan, and the seconds to a first token."""
+    import dflash_jax as dj
+    from benchmarks.soak import heldout_prompts
+
+    plan = dj.Plan(rows=rows, max_length=512, chunk=options.chunk, prefix_cache=1 << 27)
+    engine = dj.load(plan=plan)
+    cache = engine.prefix_cache
+    assert cache is not None
+    texts = heldout_prompts(engine, 40)
+    system = [token for text in texts for token in text][: options.shared]
+    prompts = [[*system, *texts[i % len(texts)][-40:]] for i in range(4 * rows)]
+    seen: dict[str, Any] = {"first": {"cold": [], "warm": []}, "cached": {}, "tokens": {}}
+
+    def serve(name: str) -> float:
+        if name == "cold":
+            cache.clear()
+        started = time.perf_counter()
+        results = engine.generate_many(prompts, max_tokens=options.max_tokens, ignore_eos=True)
+        seconds = time.perf_counter() - started
+        firsts = sorted(result.stats.prefill_s for result in results)
+        seen["first"][name].append(firsts[len(firsts) // 2])
+        seen["cached"][name] = sum(result.stats.cached_tokens for result in results)
+        seen["tokens"][name] = [result.token_ids for result in results]
+        return sum(len(result.token_ids) for result in results) / seconds
+
+    samples = interleaved({name: lambda name=name: serve(name) for name in ("cold", "warm")}, pairs)
+    if seen["tokens"]["cold"] != seen["tokens"]["warm"]:
+        raise SystemExit(f"{rows} rows: kept prefixes changed the output")
+    return {
+        "rows": rows,
+        "requests": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "cached_tokens": seen["cached"],
+        "tokens_per_s": {name: spread(x).to_json() for name, x in samples.items()},
+        "prefill_s": {name: spread(x[1:]).to_json() for name, x in seen["first"].items()},
+        "warm_over_cold": ratio(samples, "warm", "cold").to_json(),
+    }
+
+
+def main() -> int:
+    """Measures every number of rows and prints one line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="1,4,16,32")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--shared", type=int, default=256, help="tokens of the system prompt")
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    options = parser.parse_args()
+    import os
+
+    from benchmarks.environment import environment
+    from dflash_jax.allocator import tune_allocator
+
+    tune_allocator()
+    reports = []
+    print("rows  cold tok/s  warm tok/s  warm/cold  cold prefill s  warm prefill s")
+    for rows in map(int, options.rows.split(",")):
+        report = measure(rows, options.pairs, options)
+        reports.append(report | {"load": os.getloadavg()[0]})
+        speed, first = report["tokens_per_s"], report["prefill_s"]
+        numbers = (
+            speed["cold"]["median"],
+            speed["warm"]["median"],
+            report["warm_over_cold"]["median"],
+            first["cold"]["median"],
+            first["warm"]["median"],
+        )
+        print(f"{rows:4}  {numbers[0]:10.1f}  {numbers[1]:10.1f}  {numbers[2]:9.2f}", end="")
+        print(f"  {numbers[3]:14.3f}  {numbers[4]:14.3f}", flush=True)
+    if options.json:
+        text = {"suite": "engine", "environment": environment(), "cases": reports}
+        options.json.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""A day of traffic in minutes: many requests of every kind, and nothing left behind.
+
+    python -m benchmarks.load [--requests 2000] [--out benchmarks/results/soak_load.json]
+
+Random lengths, settings and cancellations over a fixed number of rows. Every greedy output must
+be what the request says alone, a cancelled one a beginning of it; no row, request or prefix may
+leak, nothing may compile after the warm-up, and host memory must stay flat over the second
+half. Exits with 1 if any of it fails.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.request import Live
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {},
+    {"speculative": False},
+    {"frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"logprobs": 2},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.02, "presence_penalty": 0.3},
+)
+CANCELLED = 0.15  # share of the requests
+
+
+@dataclasses.dataclass
+class Traffic:
+    """What ran, and what was wrong with it."""
+
+    requests: int = 0
+    greedy: int = 0
+    cancelled: int = 0
+    tokens: int = 0
+    different: int = 0
+    leaked: int = 0
+    compiled: int = 0
+    hit_tokens: int = 0
+    seconds: float = 0.0
+    memory: tuple[int, int] = (0, 0)  # resident bytes after the first half, and at the end
+
+    @property
+    def growth(self) -> float:
+        """Of host memory over the second half, as a share."""
+        return self.memory[1] / self.memory[0] - 1 if self.memory[0] else 0.0
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing but perhaps memory is wrong."""
+        return not (self.different or self.leaked or self.compiled)
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures."""
+        return dataclasses.asdict(self) | {"growth": self.growth}
+
+
+@dataclasses.dataclass
+class _Running:
+    live: Live
+    prompt: int
+    kind: int
+    cancel_at: int | None  # turns from now
+
+
+def alone(engine: Engine, prompts: Sequence[Sequence[int]], most: int) -> dict[Any, list[int]]:
+    """What every greedy request says alone, by prompt and kind, at full length."""
+    greedy = [k for k, options in enumerate(KINDS) if not options.get("temperature")]
+    return {
+        (p, k): engine.generate(prompt, max_tokens=most, ignore_eos=True, **KINDS[k]).token_ids
+        for p, prompt in enumerate(prompts)
+        for k in greedy
+    }
+
+
+def drive(
+    engine: Engine, prompts: Sequence[Sequence[int]], *, requests: int, most: int, seed: int = 0
+) -> Traffic:
+    """Runs the traffic; about as many requests wait as have rows."""
+    rng, traffic, started = np.random.default_rng(seed), Traffic(), time.perf_counter()
+    engine.warm_up(sampled=True, shaped=True)
+    truth, programs = alone(engine, prompts, most), dict(engine.executables)
+    running: list[_Running] = []
+    while traffic.requests < requests or running:
+        while traffic.requests < requests and len(running) < 2 * engine.plan.rows:
+            running.append(_submit(engine, prompts, rng, most))
+            traffic.requests += 1
+            if traffic.requests == requests // 2:
+                traffic.memory = (resident(), 0)
+        engine.advance()
+        for one in running:
+            if one.cancel_at is not None and not one.live.done:
+                one.cancel_at -= 1
+                if one.cancel_at < 0:
+                    engine.cancel(one.live)
+        for one in [one for one in running if one.live.done]:
+            running.remove(one)
+            _judge(one, truth, traffic)
+    while engine.busy:
+        engine.advance()
+    traffic.memory = (traffic.memory[0], resident())
+    traffic.leaked = engine.active + engine.queued
+    traffic.compiled = len(engine.executables.keys() ^ programs.keys())
+    if engine.prefix_cache is not None:
+        traffic.hit_tokens = engine.prefix_cache.counters.hit_tokens
+    traffic.seconds = time.perf_counter() - started
+    return traffic
+
+
+def _submit(
+    engine: Engine, prompts: Sequence[Sequence[int]], rng: np.random.Generator, most: int
+) -> _Running:
+    prompt, kind = int(rng.integers(len(prompts))), int(rng.integers(len(KINDS)))
+    live = engine.submit(
+        prompts[prompt],
+        max_tokens=int(rng.integers(1, most + 1)),
+        seed=int(rng.integers(2**32)),
+        ignore_eos=True,
+        **KINDS[kind],
+    )
+    cancel_at = int(rng.integers(12)) if rng.random() < CANCELLED else None
+    return _Running(live, prompt, kind, cancel_at)
+
+
+def _judge(one: _Running, truth: dict[Any, list[int]], traffic: Traffic) -> None:
+    result = one.live.result()
+    traffic.tokens += len(result.token_ids)
+    traffic.cancelled += result.finish_reason == "cancelled"
+    wanted = truth.get((one.prompt, one.kind))
+    if wanted is None:
+        return
+    traffic.greedy += 1
+    length = one.live.request.max_tokens
+    whole = result.finish_reason == "cancelled" or len(result.token_ids) == length
+    traffic.different += not whole or result.token_ids != wanted[: len(result.token_ids)]
+
+
+def resident() -> int:
+    """Bytes of host memory this process holds."""
+    gc.collect()
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> int:
+    """Drives the shipped pair and writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_load.json"))
+    options = parser.parse_args()
+    import dflash_jax as dj
+    from benchmarks.environment import environment
+    from benchmarks.soak import heldout_prompts
+
+    plan = dj.Plan(rows=options.rows, max_length=320, chunk=64, prefix_cache=1 << 26)
+    engine = dj.load(plan=plan)
+    rng = np.random.default_rng(1)
+    texts = heldout_prompts(engine, options.prompts)
+    prompts = [ids[: int(rng.integers(1, 260))] for ids in texts]
+    traffic = drive(engine, prompts, requests=options.requests, most=options.max_tokens)
+    report = {"suite": "soak_load", "plan": json.loads(engine.plan.to_json())}
+    report |= {"traffic": traffic.to_json(), "environment": environment()}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(traffic.to_json(), indent=1))
+    return 0 if traffic.good and traffic.growth < 0.01 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""Traffic of every kind at once; `benchmarks.load` runs it at length on the shipped pair."""
+
+import dataclasses
+
+import numpy as np
+
+from benchmarks.load import KINDS, drive
+from dflash_jax.engine.engine import Engine
+from dflash_jax.testing import random_engine
+
+
+def test_traffic_leaves_nothing_behind_and_says_what_each_request_says_alone(
+    tiny3: Engine,
+) -> None:
+    plan = dataclasses.replace(tiny3.plan, prefix_cache=1 << 20)
+    engine = random_engine(tiny3.target, tiny3.drafter, plan)
+    engine.executables = tiny3.executables  # the prefix programs come on top
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 251, 40).tolist()
+    prompts = [[*shared[: 16 * i], *rng.integers(0, 251, 3 + 7 * i).tolist()] for i in range(3)]
+    traffic = drive(engine, prompts, requests=120, most=20)
+    assert traffic.good, traffic
+    assert traffic.requests == 120
+    assert traffic.greedy > 120 * 0.5
+    assert traffic.cancelled > 3
+    assert traffic.hit_tokens > 0
+    assert len(KINDS) == 8
