@@ -48,6 +48,28 @@ def model_options(verb: argparse.ArgumentParser) -> None:
         help="where the drafter's taps are taken: early, late or upstream (research; see Plan)",
     )
     models.add_argument("--memory-limit", type=int, default=0, metavar="BYTES")
+    models.add_argument(
+        "--prefix-cache",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="keep prefixes of prompts, so that they need not be fed again",
+    )
+    models.add_argument(
+        "--mesh",
+        type=mesh,
+        default=(1, 1),
+        metavar="DATAxMODEL",
+        help="devices: rows split over the first number, heads and widths over the second",
+    )
+
+
+def mesh(text: str) -> tuple[int, int]:
+    try:
+        data, model = map(int, text.split("x"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected two numbers like 1x4") from error
+    return data, model
 
 
 def prompt_options(verb: argparse.ArgumentParser) -> None:
@@ -72,6 +94,8 @@ def chosen_plan(options: argparse.Namespace) -> Any:
         exact=not options.inexact,
         taps_at=options.taps_at,
         memory_limit=options.memory_limit,
+        prefix_cache=options.prefix_cache,
+        mesh=options.mesh,
     )
 
 

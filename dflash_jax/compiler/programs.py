@@ -151,7 +151,7 @@ def declare(
             places = {"prefill": 1, "verify": plan.block}.get(name, width)
             mask = jax.ShapeDtypeStruct((plan.rows, places, words(target)), jnp.uint32)
             arguments, donated = (params, state, shaping, mask, *rest), (1, 2)
-        if lane == SHAPED:
+        elif lane == SHAPED:
             step = functools.partial(steps.shaped, step)
             arguments, donated = (params, state, shaping, *rest), (1, 2)
         run = functools.partial(step, pair, **static)
@@ -174,7 +174,7 @@ def declare(
         row = shaping_row(target.vocab_size)
         programs.append(Program("shape", set_row, (shaping, *row), (0,), (SHAPED, MASKED)))
     for lane in lanes:
-        static = {"sampled": lane != GREEDY, "lane": lane}
+        static: dict[str, Any] = {"sampled": lane != GREEDY, "lane": lane}
         chunk = tokens(plan.chunk)
         programs += [
             program("prefill", steps.prefill, chunk, count, flag, rules, **static),

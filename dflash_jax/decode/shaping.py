@@ -5,6 +5,7 @@ so that a block says what one token after the other would have said.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,14 +86,15 @@ def set_row(
 
 def neutral_shaping(rows: int, vocab: int) -> Shaping:
     """Shaping that leaves all logits as they are, on the host."""
-    return Shaping(
-        bias=np.zeros((rows, vocab), np.float32),
-        prompted=np.zeros((rows, vocab), np.bool_),
-        said=np.zeros((rows, vocab), np.int32),
-        repetition=np.ones((rows,), np.float32),
-        frequency=np.zeros((rows,), np.float32),
-        presence=np.zeros((rows,), np.float32),
-    )
+    tables: dict[str, Any] = {
+        "bias": np.zeros((rows, vocab), np.float32),
+        "prompted": np.zeros((rows, vocab), np.bool_),
+        "said": np.zeros((rows, vocab), np.int32),
+        "repetition": np.ones((rows,), np.float32),
+        "frequency": np.zeros((rows,), np.float32),
+        "presence": np.zeros((rows,), np.float32),
+    }
+    return Shaping(**tables)
 
 
 def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logprobs:

@@ -6,6 +6,7 @@ is as if it had been fed that prefix: same position, same visible bits.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def put_segment(
 ) -> DecodeState:
     """The state with a segment in a row, which then stands right behind it."""
 
-    def put(cache: Cache, held: Held) -> Cache:
+    def put(cache: Any, held: Held) -> Any:
         if isinstance(cache, RecurrentCache):
             inputs = cache.inputs.at[row].set(held[1])
             return RecurrentCache(cache.state.at[row].set(held[0]), inputs)

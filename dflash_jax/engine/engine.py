@@ -223,7 +223,7 @@ class Engine:
     @property
     def prefix_cache(self) -> PrefixCache | None:
         """Kept prefixes and their counters; None where the plan keeps none."""
-        return self._snapshots and self._snapshots.cache
+        return None if self._snapshots is None else self._snapshots.cache
 
     @property
     def queued(self) -> int:
@@ -365,8 +365,9 @@ class Engine:
                 if "shape" in self.executables:
                     self._shaper.set_row(self.executables["shape"], row, live)
         self._run("prefill", tokens, count, fresh, readers=finished)
-        for row, live in feeding.items() if self._snapshots else ():
-            self._snapshots.keep(self.executables, self._state, row, live, starts[row])
+        if self._snapshots:
+            for row, live in feeding.items():
+                self._snapshots.keep(self.executables, self._state, row, live, starts[row])
         return True
 
     @property

@@ -100,7 +100,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """The object `dflash-jax generate --json` prints."""
-        fields = {
+        fields: dict[str, Any] = {
             "token_ids": self.token_ids,
             "text": self.text,
             "finish_reason": self.finish_reason,
