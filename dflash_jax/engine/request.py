@@ -204,6 +204,11 @@ class Live:
         return self.finish is not None
 
     @property
+    def _over(self) -> bool:
+        """Whether a stop string came, or the end of what the output must follow."""
+        return self._text.stopped or (self.grammar is not None and self.grammar.finished)
+
+    @property
     def speculates(self) -> bool:
         return controller.speculates(self.state, self.policy)
 
@@ -220,14 +225,11 @@ class Live:
             self._emit(effects.emit)
         if self.done:
             return
-        if self._text.stopped:  # whatever else was decided after the stop string never was
+        if self._over:  # whatever else was decided after the stop string never was
             self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
             self._end(controller.Finish.STOP)
         elif effects.finish:
             self._end(effects.finish)
-        elif self.grammar and self.grammar.finished:
-            self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
-            self._end(controller.Finish.STOP)
 
     def result(self) -> Result:
         """The finished request; ComputeError if the target's numbers broke."""
@@ -250,12 +252,12 @@ class Live:
             self.stats.prefill_s = now - self._started
         self.stats.decode_s = now - self._first
         text, used = "", 0
-        while used < len(ids) and not self._text.stopped:
+        while used < len(ids) and not self._over:
             text += self._text.push(ids[used : used + 1])
+            if self.grammar:
+                self.grammar.accept(ids[used : used + 1])
             used += 1
         self.ids += ids[:used]
-        if self.grammar:
-            self.grammar.accept(ids[:used])
         self.stats.output_tokens = len(self.ids)
         likely = self._name_likely(ids[:used])
         self.logprobs += likely

@@ -99,12 +99,13 @@ def test_neighbours_of_structured_rows_say_what_they_say_alone(
     speaking: Engine,
 ) -> None:
     alone = speaking.generate(PROMPT, max_tokens=30).token_ids
-    drawn = speaking.generate(PROMPT, max_tokens=30, temperature=1.0, seed=9).token_ids
+    drawing: dict[str, Any] = {"temperature": 1.0, "seed": 9, "structured": {"regex": "[a-z]{40}"}}
+    drawn = speaking.generate(PROMPT, max_tokens=30, **drawing).token_ids
     wanted = speaking.generate(PROMPT, max_tokens=90, structured={"json": SCHEMA}).token_ids
     lives = [
         speaking.submit(PROMPT, max_tokens=90, structured={"json": SCHEMA}),
         speaking.submit(PROMPT, max_tokens=30),
-        speaking.submit(PROMPT, max_tokens=30, temperature=1.0, seed=9),
+        speaking.submit(PROMPT, max_tokens=30, **drawing),
     ]
     while speaking.busy:
         speaking.advance()
