@@ -19,10 +19,10 @@ DEVICES = "--xla_force_host_platform_device_count="
 @pytest.mark.parametrize(
     ("family", "devices", "meshes"),
     [
-        ("dense", 8, ["1x4", "4x2"]),
+        ("dense", 4, ["2x2"]),
         *(
             pytest.param(family, 8, ["1x4", "2x2", "4x2"], marks=pytest.mark.soak)
-            for family in ("moe", "gpt_oss", "hybrid", "gemma")
+            for family in ("dense", "moe", "gpt_oss", "hybrid", "gemma")
         ),
     ],
 )
