@@ -1,5 +1,6 @@
 """C5, C6 and R1 on the compiled programs: which there are, and what they copy."""
 
+import dataclasses
 import re
 
 import pytest
@@ -77,6 +78,19 @@ def test_temporaries_stay_under_the_budget_of_the_plan(
     for (rows, name), program in built.items():
         allowed = budget(plan(rows), TARGET, DRAFTER).temporaries
         assert program.temporary_bytes <= allowed, (rows, name)
+
+
+def test_prefixes_are_copied_a_chunk_at_a_time() -> None:
+    """Taking and putting back a chunk of one row moves neither rows nor caches."""
+    kept = dataclasses.replace(plan(3), prefix_cache=1 << 30)
+    programs = declare(kept, TARGET, DRAFTER)
+    built = compile_programs(programs[name] for name in ("take_segment", "put_segment"))
+    chunk = 2 * CHUNK * 2 * 64 * 4  # keys and values of a layer
+    for program in built.values():
+        assert program.temporary_bytes <= 3 * 2 * chunk, program.name
+        assert program.temporary_bytes < kept.slots * 2 * 64 * 4 / 10, program.name
+    assert built["put_segment"].aliased_bytes == built["put_segment"].donated_bytes > 0
+    assert built["take_segment"].donated_bytes == 0
 
 
 def test_no_program_calls_back_to_the_host(built: dict[tuple[int, str], Executable]) -> None:
