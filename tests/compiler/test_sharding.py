@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,28 @@ def test_a_plan_with_a_mesh_survives_json() -> None:
     plan = Plan(rows=4, mesh=(2, 2))
     assert Plan.from_json(plan.to_json()) == plan
     assert hash(plan) == hash(Plan.from_json(plan.to_json()))
+
+
+@pytest.mark.soak
+def test_two_hosts_say_the_same() -> None:
+    """Two processes with a device each, over the loopback interface."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    case = CASE.with_name("host_case.py")
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, str(case), address, str(host)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in range(2)
+    ]
+    outputs = [host.communicate(timeout=600) for host in hosts]
+    assert all(host.returncode == 0 for host in hosts), [err[-2000:] for _, err in outputs]
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    assert first == second
+    assert first["devices"] == 2
+    assert first["said"][0] == first["said"][1]
