@@ -1,13 +1,13 @@
 """A weight file seen through canonical names: what each tensor is called and how it is read."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from converters.names.slots import Slot
-from converters.source import Rows, TensorSource
+from converters.source import Rows, TensorSource, as_rows
 from dflash_jax.errors import CheckpointError
 
 MOST_LINES = 60
@@ -23,6 +23,83 @@ class Origin:
     name: str
     rows: np.ndarray | range | None = None  # a range has step 1
     change: str = ""  # what is done to it, in words, for the report
+    columns: np.ndarray | None = None  # the order of its last axis
+    values: Callable[[np.ndarray], np.ndarray] | None = None  # what is done to each value
+    reshaped: tuple[int, ...] | None = None  # small tensors only: they are read whole
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stored tensors it is made of."""
+        return (self.name,)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a stored tensor as it stands."""
+        changes = (self.rows, self.columns, self.values, self.reshaped)
+        return all(change is None for change in changes)
+
+    def shape(self, source: TensorSource) -> tuple[int, ...]:
+        """The canonical shape."""
+        shape = source.shape(self.name)
+        if self.reshaped is not None:
+            fits = math.prod(self.reshaped) == math.prod(shape)
+            return self.reshaped if fits else shape
+        return shape if self.rows is None else (len(self.rows), *shape[1:][-1:])
+
+    def dtype(self, source: TensorSource) -> np.dtype:
+        """What `read_rows` gives."""
+        stored = source.dtype(self.name)
+        plain = self.values is None or stored.kind in "iu"
+        return stored if plain else np.dtype(np.float32)
+
+    def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        """Chosen canonical rows as [rows, last axis]."""
+        if self.reshaped is not None:
+            everything = self._changed(source, slice(None))
+            return as_rows(everything.reshape(self.shape(source)))[rows]
+        return self._changed(source, rows)
+
+    def _changed(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        array = source.read_rows(self.name, _stored_rows(self.rows, rows))
+        if self.columns is not None:
+            array = array[:, self.columns]
+        return array if self.values is None else self.values(array.astype(self.dtype(source)))
+
+
+@dataclass(frozen=True)
+class Alternating(Origin):
+    """Stacked experts [E, out, in] seen as [E, in, parts x out]: the parts' outputs alternate.
+
+    Vectors [E, out] become [E, parts x out].
+    """
+
+    others: tuple[str, ...] = ()  # the stored parts after the first
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.others)
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    def shape(self, source: TensorSource) -> tuple[int, ...]:
+        experts, out, *into = source.shape(self.name)
+        return (experts, *into, len(self.names) * out)
+
+    def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        experts, *into, width = self.shape(source)
+        chosen = np.arange(math.prod((experts, *into)))[rows]
+        if not len(chosen):
+            return np.empty((0, width), self.dtype(source))
+        step, out = math.prod(into), width // len(self.names)
+        first, last = int(chosen.min()) // step, int(chosen.max()) // step + 1
+        stored = slice(first * out, last * out) if into else slice(first, last)
+        shape = (last - first, out, step)
+        parts = [source.read_rows(name, stored).reshape(shape) for name in self.names]
+        together = np.stack(parts, axis=-1)  # [e, out, in, parts]
+        by_row = together.transpose(0, 2, 1, 3).reshape(-1, width)
+        return by_row[chosen - first * step]
 
 
 class Canonical:
@@ -39,30 +116,28 @@ class Canonical:
         return tuple(self.origins)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        origin = self.origins[name]
-        shape = self.source.shape(origin.name)
-        return shape if origin.rows is None else (len(origin.rows), *shape[1:][-1:])
+        return self.origins[name].shape(self.source)
 
     def dtype(self, name: str) -> np.dtype:
-        return self.source.dtype(self.origins[name].name)
+        return self.origins[name].dtype(self.source)
 
     def kind(self, name: str) -> str:
         return self.source.kind(self.origins[name].name)
 
     def nbytes(self, name: str) -> int:
-        stored = self.origins[name].name
-        whole, shape = self.source.nbytes(stored), self.source.shape(stored)
-        return whole * math.prod(self.shape(name)) // max(math.prod(shape), 1)
+        stored = self.origins[name].names
+        whole = sum(self.source.nbytes(n) for n in stored)
+        weights = sum(math.prod(self.source.shape(n)) for n in stored)
+        return whole * math.prod(self.shape(name)) // max(weights, 1)
 
     def read(self, name: str) -> np.ndarray:
         origin = self.origins[name]
-        if origin.rows is None:
+        if origin.whole:
             return self.source.read(origin.name)
         return self.read_rows(name, slice(None)).reshape(self.shape(name))
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
-        origin = self.origins[name]
-        return self.source.read_rows(origin.name, _stored_rows(origin.rows, rows))
+        return self.origins[name].read_rows(self.source, rows)
 
 
 def _stored_rows(kept: np.ndarray | range | None, rows: Rows) -> Rows:

@@ -55,6 +55,7 @@ class Comparison:
 
 # Config fields that layouts keep differently without the model being another one.
 _INCIDENTAL = frozenset({"dtype", "eos_token_ids", "max_length", "num_target_layers"})
+_SAME_TYPES = {"gemma4_unified_text": "gemma4_text"}  # computed alike
 
 
 def compare(first: Model, second: Model) -> Comparison:
@@ -93,8 +94,11 @@ def _config_differences(first: Model, second: Model) -> tuple[str, ...]:
     a, b = first.config.to_json(), second.config.to_json()
     if first.role != second.role:
         return (f"a {first.role} against a {second.role}",)
-    keys = [k for k in a if a[k] != b[k] and k not in _INCIDENTAL]
-    return tuple(f"{k}: {a[k]} against {b[k]}" for k in keys)
+    for fields in (a, b):
+        if (kind := fields.get("model_type")) in _SAME_TYPES:
+            fields["model_type"] = _SAME_TYPES[kind]
+    keys = [k for k in a if a[k] != b.get(k) and k not in _INCIDENTAL]
+    return tuple(f"{k}: {a[k]} against {b.get(k)}" for k in keys)
 
 
 def difference(name: str, first: TensorSource, second: TensorSource) -> Difference:

@@ -34,7 +34,7 @@ def inventory(model: Model, dtype: str) -> dict[str, Any]:
         {
             "parameter": "/".join(slot.path),
             "tensor": part.name,
-            "stored": origins[part.name].name,
+            "stored": " + ".join(origins[part.name].names),
             "type": model.tensors.kind(part.name),
             "shape": list(part.shape),
             "change": origins[part.name].change,
@@ -51,7 +51,7 @@ def inventory(model: Model, dtype: str) -> dict[str, Any]:
         "config": model.config.to_json(),
         "notes": list(model.notes),
         "stored_tensors": len(stored),
-        "used_tensors": len({row["stored"] for row in rows}),
+        "used_tensors": len({n for row in rows for n in origins[row["tensor"]].names}),
         "ignored": dict(model.tensors.ignored),
         "parameters": len(names.slots(model.config)),
         "types": dict(Counter(row["type"] for row in rows)),

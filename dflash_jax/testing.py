@@ -81,6 +81,7 @@ def tiny_gpt_oss(**changes: Any) -> GptOssConfig:
     """A gpt-oss target: sliding, full and sliding layers, all with experts."""
     own: dict[str, Any] = {
         "model_type": "gpt_oss",
+        "qk_norm": False,
         "windows": (12, None, 12),
         "attention_bias": True,
         "num_experts": 8,

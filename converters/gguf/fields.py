@@ -56,6 +56,10 @@ class Fields:
             )
         return value
 
+    def whole(self, key: str, limit: int) -> int:
+        """An integer from 0, the default, to `limit`."""
+        return self.count(key, limit) if self.get(key) else 0
+
     def number(self, key: str, default: float) -> float:
         """A finite float."""
         value = self.get(key)
@@ -100,26 +104,40 @@ def shortest(value: float) -> float:
     return float(str(narrow)) if float(narrow) == value else value
 
 
-def geometry(fields: Fields) -> dict[str, Any]:
-    """The Hugging Face fields for size and attention that all decoders share."""
+def geometry(
+    fields: Fields,
+    *,
+    inner: int | None = None,
+    kv_heads: int | None = None,
+    partial: bool = False,
+    scale: float | None = None,
+) -> dict[str, Any]:
+    """The Hugging Face fields for size and attention that all decoders share.
+
+    Args:
+      inner: the width of dense MLPs where no key gives one number.
+      kv_heads: likewise the number of key/value heads.
+      partial: whether only a part of each head may be rotated.
+      scale: of attention; None is 1 over the root of a key's width.
+    """
     hidden = fields.count("embedding_length", 131072)
     heads = fields.count("attention.head_count", 1024)
     width = fields.count("attention.key_length", 1024, hidden // heads)
     values = fields.count("attention.value_length", 1024, width)
     rotated = fields.count("rope.dimension_count", 1024, width)
-    if values != width or rotated != width:
+    if values != width or (rotated != width and not partial):
         raise ConfigError(
             f"{fields.where}: keys are {width} wide, values {values}, {rotated} of it rotated;"
             " this version needs all three equal"
         )
-    fields.refuse_unless(UNAPPLIED | {"attention.scale": width**-0.5})
+    fields.refuse_unless(UNAPPLIED | {"attention.scale": width**-0.5 if scale is None else scale})
     return {
         "hidden_size": hidden,
         "num_hidden_layers": fields.count("block_count", 1024),
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.count("attention.head_count_kv", 1024, heads),
+        "num_key_value_heads": kv_heads or fields.count("attention.head_count_kv", 1024, heads),
         "head_dim": width,
-        "intermediate_size": fields.count("feed_forward_length", 524288),
+        "intermediate_size": inner or fields.count("feed_forward_length", 524288),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-6),
         "max_position_embeddings": fields.count("context_length", 1 << 24, 4096),
         "rope_theta": fields.number("rope.freq_base", 10000.0),

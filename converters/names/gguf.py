@@ -26,11 +26,12 @@ _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def stored_name(canonical: str) -> str:
-    """The GGUF name of a canonical tensor of a dense decoder."""
-    if match := _IN_LAYER.fullmatch(canonical):
+    """The GGUF name of a canonical tensor of a dense decoder; of any other, its own."""
+    match = _IN_LAYER.fullmatch(canonical)
+    if match and match[2] in LAYER:
         layer, stem, suffix = match.groups()
         return f"blk.{layer}.{LAYER[stem]}.{suffix}"
-    return OUTER[canonical]
+    return OUTER.get(canonical, canonical)
 
 
 def fused_name(canonical: str) -> tuple[str, str] | None:

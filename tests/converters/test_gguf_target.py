@@ -105,7 +105,10 @@ def small(tmp_path, architecture="qwen3", **changes):
         ({"num_attention_heads": 0}, "head_count is 0"),
         ({"num_key_value_heads": 3}, "multiple"),
         ({"rms_norm_eps": float("nan")}, "expected a number"),
-        ({"architecture": "mamba"}, "'mamba'; as a target this version reads llama, qwen3"),
+        (
+            {"architecture": "mamba"},
+            "'mamba'; as a target this version reads gemma4",
+        ),
     ],
 )
 def test_hostile_metadata_is_refused_by_key(tmp_path, changes, message):

@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import pytest
 import safetensors.numpy
+from gguf_families import write_family
 from gguf_models import Q, write_target
 from weight_files import ORACLE
 
@@ -21,18 +22,28 @@ def logits(path, ids):
     )
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+DENSE = ("llama3", "qwen3")
+NAMES = [*DENSE, "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gemma4_moe", "gpt_oss"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_gguf_target_computes_the_oracle_logits(tmp_path, name):
     folder = ORACLE / "targets" / name
+    write = write_target if name in DENSE else write_family
     vectors = safetensors.numpy.load_file(folder / "vectors.safetensors")
     ids, expected = vectors["input_ids"], vectors["logits"]
-    exact = write_target(folder, tmp_path / "f32.gguf")
-    np.testing.assert_allclose(logits(exact, ids), expected, atol=TOLERANCE, rtol=0)
-    quantised = write_target(folder, tmp_path / "q8.gguf", Q.Q8_0)
-    errors = [d.rms for d in compare(open_model(folder), open_model(quantised)).tensors]
+    exact = open_model(write(folder, tmp_path / "f32.gguf"), role="target")
+    model = TargetModel(exact.config, exact.load("float32"), "float32")
+    ours = np.asarray(model.forward(ids).logits)
+    np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=0)
+    quantised = open_model(write(folder, tmp_path / "q8.gguf", Q.Q8_0), role="target")
+    model.params = quantised.load("float32")
+    errors = [d.rms for d in compare(open_model(folder), quantised).tensors]
     predicted = np.linalg.norm(errors)  # independent errors add in squares
-    apart = logits(quantised, ids) - expected
-    assert np.linalg.norm(apart) / np.linalg.norm(expected) < 2 * predicted
+    apart = np.asarray(model.forward(ids).logits) - expected
+    # To first order; states and routers amplify. A wrong transform gives an error above 1.
+    factor = 2 if name in DENSE else 5
+    assert np.linalg.norm(apart) / np.linalg.norm(expected) < factor * predicted < 0.35
 
 
 def test_quantised_weights_compute_what_their_decoded_values_do(tmp_path):

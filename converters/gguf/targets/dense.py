@@ -1,0 +1,38 @@
+"""What the decoders have in common: attention and MLPs under their usual names."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from converters.canonical import Origin
+from converters.names.gguf import fused_name, stored_name
+from dflash_jax.config import TargetConfig
+
+Shapes = Mapping[str, tuple[int, ...]]  # of every stored tensor
+
+
+def origin(name: str, config: TargetConfig, shapes: Shapes) -> Origin | None:
+    """A tensor that lies as Hugging Face has it, alone or in a fused query, key and value."""
+    if (stored := stored_name(name)) in shapes:
+        return Origin(stored)
+    if (fused := fused_name(name)) is None:
+        return None
+    within = rows_in_fused(config, fused[1])
+    whole = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    if fused[0] not in shapes or shapes[fused[0]][0] != whole:
+        return None
+    return Origin(fused[0], within, "from fused qkv")
+
+
+def rows_in_fused(config: TargetConfig, which: str) -> range:
+    """Where q, k or v lies in a tensor [q; k; v]."""
+    query, pair = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    start, count = {"q": (0, query), "k": (query, pair), "v": (query + pair, pair)}[which]
+    return range(start, start + count)
+
+
+def reordered(origin: Origin, order: np.ndarray, change: str) -> Origin:
+    """Rows of `origin` in another order."""
+    first = origin.rows.start if isinstance(origin.rows, range) else 0
+    said = f"{change}; {origin.change}" if origin.change else change
+    return Origin(origin.name, first + order, said)

@@ -1,0 +1,94 @@
+"""gpt-oss: biases, sinks, experts whose gates and ups lie apart and outputs first."""
+
+import re
+from typing import Any
+
+from converters.canonical import Alternating, Origin
+from converters.gguf.fields import Fields, geometry
+from converters.gguf.file import GgufFile
+from converters.gguf.header import GgufArray
+from converters.gguf.targets import dense, experts
+from converters.names.gguf import stored_name
+from dflash_jax.config import FULL, SLIDING
+from dflash_jax.config.gpt_oss import GptOssConfig
+from dflash_jax.errors import ConfigError
+
+CHOSEN_SOFTMAX = 3  # expert_gating_func: over the chosen experts only
+UNAPPLIED = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "embedding_scale": 1.0,
+    "nextn_predict_layers": None,
+}
+LAYER = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.router.weight": "ffn_gate_inp.weight",
+    "mlp.router.bias": "ffn_gate_inp.bias",
+    "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+}
+# Canonical stem: the stacks whose outputs alternate in it.
+STACKS = {
+    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "mlp.experts.down_proj": ("ffn_down_exps.weight",),
+}
+
+
+def hf_fields(fields: Fields, source: GgufFile) -> dict[str, Any]:
+    """The fields of config.json that are gpt-oss's own.
+
+    Files have no key for `truncate`; the published models do without it.
+    """
+    fields.refuse_unless(UNAPPLIED)
+    size = fields.count("expert_feed_forward_length", 524288, fields.get("feed_forward_length"))
+    found = geometry(fields, inner=size)
+    if (scaling := found["rope_scaling"]) is None or scaling["rope_type"] != "yarn":
+        raise ConfigError(f"{fields.where} has no yarn rotary scaling, which every gpt-oss has")
+    chosen = experts.counts(fields, gating=CHOSEN_SOFTMAX)
+    return found | {
+        "model_type": "gpt_oss",
+        "intermediate_size": size,
+        "attention_bias": True,
+        "rope_scaling": scaling | {"truncate": False},
+        "sliding_window": fields.count("attention.sliding_window", 1 << 24),
+        "layer_types": _kinds(fields, found["num_hidden_layers"]),
+        "num_local_experts": chosen["num_experts"],
+        "num_experts_per_tok": chosen["num_experts_per_tok"],
+    }
+
+
+def _kinds(fields: Fields, layers: int) -> list[str]:
+    """Which layers slide: listed, or the even ones."""
+    key = "attention.sliding_window_pattern"
+    if not isinstance(fields.get(key), GgufArray):
+        fields.refuse_unless({key: 2.0})
+        return [(SLIDING, FULL)[i % 2] for i in range(layers)]
+    listed = fields.ints(key)
+    if len(listed) != layers:
+        raise ConfigError(
+            f"{fields.where}: {fields.architecture}.{key} has {len(listed)} entries for {layers}"
+            " layers"
+        )
+    return [SLIDING if slides else FULL for slides in listed]
+
+
+def origin(name: str, config: GptOssConfig, shapes: dense.Shapes) -> Origin | None:
+    """Where a canonical tensor lies, and what turns it into Hugging Face's form."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    layer, stem = match.groups() if match else ("", name)
+    if stem in STACKS:
+        stored = [f"blk.{layer}.{part}" for part in STACKS[stem]]
+        axes = {len(shapes.get(part, ())) for part in stored}
+        if axes != {2 if stem.endswith("_bias") else 3}:
+            return None
+        words = "inputs first" if len(stored) == 1 else "gates and ups alternate, inputs first"
+        words = "gates and ups alternate" if stem.endswith("_bias") else words
+        return Alternating(stored[0], change=f"stacked experts: {words}", others=tuple(stored[1:]))
+    stored = f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name)
+    return Origin(stored) if stored in shapes else dense.origin(name, config, shapes)
+
+
+def ignored(name: str, config: GptOssConfig) -> str | None:
+    """No tensor is superfluous."""
+    return None
