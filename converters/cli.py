@@ -59,7 +59,7 @@ def _verb(
 
 
 def _output_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("source", type=Path, metavar="SRC", help="folder or .gguf file")
+    verb.add_argument("source", type=Path, metavar="SRC", help="folder, checkpoint or .gguf file")
     verb.add_argument("destination", type=Path, metavar="DST")
     verb.add_argument("--dtype", default=convert.AUTO, help="float32, bfloat16 or float16")
     verb.add_argument("--overwrite", action="store_true", help="replace what is at DST")
@@ -89,6 +89,12 @@ def _inspect(options: argparse.Namespace) -> int:
 def _convert_verb(verbs: Any) -> None:
     verb = _verb(verbs, "convert", _convert, "Turn any model into a folder of plain weights.")
     _output_options(verb)
+    verb.add_argument(
+        "--to",
+        choices=convert.FORMS,
+        default=convert.SAFETENSORS,
+        help="a Hugging Face folder (safetensors) or a checkpoint of ours (orbax)",
+    )
     verb.add_argument("--dry-run", action="store_true", help="only account for every tensor")
 
 
@@ -102,6 +108,7 @@ def _convert(options: argparse.Namespace) -> int:
         report = convert.convert(
             model,
             options.destination,
+            to=options.to,
             dtype=options.dtype,
             overwrite=options.overwrite,
             progress=progress,

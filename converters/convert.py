@@ -1,6 +1,8 @@
-"""Any model into a folder of plain weights, with an account of every tensor."""
+"""Any model into a folder of plain weights or a checkpoint, with an account of every tensor."""
 
+import dataclasses
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,13 @@ from converters.export import HUGGING_FACE, Weights, export
 from converters.gguf import GgufFile
 from converters.load import Progress, float_dtype
 from converters.models import Model
+from dflash_jax.checkpoint import new_path, write
 from dflash_jax.errors import CheckpointError
 
 AUTO = "auto"
 REPORT = "conversion.json"
+SAFETENSORS, ORBAX = "safetensors", "orbax"
+FORMS = (SAFETENSORS, ORBAX)
 
 
 def chosen_dtype(model: Model, dtype: str) -> str:
@@ -63,16 +68,29 @@ def convert(
     model: Model,
     path: Path,
     *,
+    to: str = SAFETENSORS,
     dtype: str = AUTO,
     overwrite: bool = False,
     progress: Progress = lambda name, weights: None,
 ) -> dict[str, Any]:
-    """Writes the model as a Hugging Face folder and returns the inventory, also kept in it."""
+    """Writes the model and returns the inventory, which is also kept in it.
+
+    Args:
+      to: "safetensors", a Hugging Face folder, or "orbax", a checkpoint of ours: larger models
+        must then fit into memory.
+    """
     _keep_apart(model, path)
     kind = chosen_dtype(model, dtype)
     report = inventory(model, kind)
     text = json.dumps(report, indent=1) + "\n"
-    weights = Weights(model.config, model.tensors, model.companions() | {REPORT: text})
+    files = model.companions() | {REPORT: text}
+    if to == ORBAX:
+        config = dataclasses.replace(model.config, dtype=kind)
+        needed = sum(math.prod(slot.shape) for slot in names.slots(config))
+        with new_path(path, overwrite=overwrite, needed=needed * float_dtype(kind).itemsize) as at:
+            write(at, config, model.load(kind, progress), files)
+        return report
+    weights = Weights(model.config, model.tensors, files)
     export(weights, path, layout=HUGGING_FACE, dtype=kind, overwrite=overwrite, progress=progress)
     return report
 

@@ -5,7 +5,6 @@ The same model gives the same bytes. Output appears whole or not at all.
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from converters import names
-from converters.atomic import new_path
 from converters.gguf import export as gguf_export
 from converters.gguf.writer import write_gguf
 from converters.load import Progress, float_dtype, read_as
 from converters.names import published, speculators
 from converters.safetensors_writer import Planned, write_safetensors
 from converters.source import TensorSource
+from dflash_jax.checkpoint import copy_companions, new_path
 from dflash_jax.config import AttentionConfig, DrafterConfig
 from dflash_jax.errors import ConfigError
 
@@ -128,11 +127,7 @@ def _write_speculators(output: _Output) -> None:
 def _write_folder(output: _Output, fields: dict[str, Any], rename: Callable[[str], str]) -> None:
     """Weights first, config.json last: a folder cut short does not load."""
     output.place.mkdir()
-    for name, content in output.weights.companions.items():
-        if isinstance(content, Path):
-            shutil.copyfile(content, output.place / name)
-        else:
-            (output.place / name).write_text(content, encoding="utf-8")
+    copy_companions(output.weights.companions, output.place)
     weights = output.place / "model.safetensors"
     output.write_tensors(rename, lambda planned, read: write_safetensors(weights, planned, read))
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"

@@ -13,17 +13,21 @@ from converters.models import Model, open_model
 from converters.safetensors import SafetensorsFile, open_safetensors
 from converters.source import TensorSource
 from converters.taps import AUTO
+from converters.tree_source import CheckpointSource
+from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
 from dflash_jax.errors import CheckpointError, DFlashError
 
 LONGEST = 60  # characters of a metadata value shown
 
 
 def open_any(path: Path) -> TensorSource:
-    """The tensors of a .gguf file, a .safetensors file or a Hugging Face folder."""
+    """The tensors of a .gguf or .safetensors file, a Hugging Face folder or a checkpoint."""
     if path.suffix == ".gguf":
         return open_gguf(path)
     if path.suffix == ".safetensors":
         return open_safetensors(path)
+    if is_checkpoint(path):
+        return CheckpointSource(open_checkpoint(path))
     if path.is_dir():
         return open_directory(path)
     raise CheckpointError(f"{path} is neither a folder nor a .gguf or .safetensors file")

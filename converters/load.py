@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from converters import names
@@ -17,15 +16,11 @@ from converters.hf_quantised import dequantised
 from converters.names import huggingface
 from converters.names.slots import Part, Slot, same
 from converters.source import TensorSource
+from dflash_jax.checkpoint import FLOATS
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig, read_json
 from dflash_jax.errors import CheckpointError, ConfigError
 
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
-_EXPONENTS = {DTYPES["float16"]: np.uint16(0x7C00), DTYPES["bfloat16"]: np.uint16(0x7F80)}
+_EXPONENTS = {FLOATS["float16"]: np.uint16(0x7C00), FLOATS["bfloat16"]: np.uint16(0x7F80)}
 CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: stays in a core's cache
 
 Params = dict[str, Any]
@@ -84,9 +79,9 @@ def read_as(source: TensorSource, name: str, dtype: np.dtype, pool: Executor) ->
 def float_dtype(name: str) -> np.dtype:
     """The NumPy dtype of a parameter dtype's name."""
     try:
-        return DTYPES[name]
+        return FLOATS[name]
     except (KeyError, TypeError):
-        raise ConfigError(f"dtype {name!r} is not one of {', '.join(DTYPES)}") from None
+        raise ConfigError(f"dtype {name!r} is not one of {', '.join(FLOATS)}") from None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from converters import names
-from converters.canonical import Canonical, check
+from converters.canonical import Canonical, Origin, check
 from converters.gguf import GgufFile, drafter, open_gguf, target
 from converters.gguf.tokenizer import stop_ids, tokenizer_files
 from converters.hf import ShardedSafetensors, open_directory
@@ -13,6 +13,8 @@ from converters.hf_quantised import dequantised
 from converters.load import Params, Progress, load
 from converters.names import huggingface, speculators
 from converters.taps import AUTO
+from converters.tree_source import CheckpointSource
+from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
 from dflash_jax.config import (
     DrafterConfig,
     TargetConfig,
@@ -49,6 +51,8 @@ class Model:
 
     def load(self, dtype: str, progress: Progress = lambda name, weights: None) -> Params:
         """The parameter tree as NumPy arrays of `dtype`."""
+        if isinstance(self.tensors.source, CheckpointSource):
+            return self.tensors.source.checkpoint.load(dtype)
         return load(self.tensors, self.config, dtype, where=str(self.path), progress=progress)
 
     def companions(self) -> dict[str, str | Path]:
@@ -59,7 +63,7 @@ class Model:
 
 
 def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) -> Model:
-    """A Hugging Face folder, a speculators folder or a .gguf file.
+    """A Hugging Face folder, a speculators folder, one of our checkpoints or a .gguf file.
 
     `taps` chooses the numbering of a drafter's tapped layers where the file leaves doubt.
     Raises ConfigError if it is not of the `role` asked for.
@@ -67,9 +71,12 @@ def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) 
     path = Path(path)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} has no configuration; give the folder it lies in")
-    model = (
-        _from_gguf(open_gguf(path), taps) if path.suffix == ".gguf" else _from_folder(path, taps)
-    )
+    if is_checkpoint(path):
+        model = _from_checkpoint(path)
+    elif path.suffix == ".gguf":
+        model = _from_gguf(open_gguf(path), taps)
+    else:
+        model = _from_folder(path, taps)
     if role not in (None, model.role):
         raise ConfigError(f"{path} is a {model.role}; a {role} is needed here")
     return model
@@ -86,6 +93,16 @@ def _from_gguf(source: GgufFile, taps: str) -> Model:
     found = target.read_config(source, stop_ids(source.metadata))
     tensors = target.canonical(source, found)
     return Model(source.path, "target", layout, found, tensors, source.notes)
+
+
+def _from_checkpoint(path: Path) -> Model:
+    source = CheckpointSource(open_checkpoint(path))
+    config = source.checkpoint.config
+    role: Role = "drafter" if isinstance(config, DrafterConfig) else "target"
+    if not isinstance(config, TargetConfig | DrafterConfig):
+        raise CheckpointError(f"{path} holds a {type(config).__name__}; expected a model")
+    tensors = Canonical(source, {name: Origin(name) for name in source.names()}, {})
+    return Model(path, role, "our checkpoint (orbax)", config, tensors, ())
 
 
 def _from_folder(path: Path, taps: str) -> Model:

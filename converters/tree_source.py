@@ -1,5 +1,8 @@
 """A parameter tree seen as canonical tensors, for export and comparison."""
 
+import functools
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -7,25 +10,39 @@ import numpy as np
 from converters import names
 from converters.names.slots import Part
 from converters.source import Rows, as_rows
+from dflash_jax.checkpoint import Checkpoint, Keys, Leaf, Params
 from dflash_jax.config import AttentionConfig
 from dflash_jax.errors import CheckpointError
 
-KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+KINDS = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float64": "F64",
+    "int32": "I32",
+}
 
 
 class TreeSource:
     """See `converters.source.TensorSource`; leaves are NumPy arrays or convert to them."""
 
-    def __init__(self, params: dict[str, Any], config: AttentionConfig):
-        self._parts: dict[str, tuple[Part, np.ndarray]] = {}
+    def __init__(self, params: Params, config: AttentionConfig):
+        self._params = params
+        slots = names.slots(config)
+        found = {slot.path: leaf(params, slot.path) for slot in slots}
+        self._describe({path: _described(x) for path, x in found.items() if x is not None}, config)
+
+    def _describe(self, leaves: Mapping[Keys, Leaf], config: AttentionConfig) -> None:
+        self._parts: dict[str, tuple[Part, Keys]] = {}
+        self._leaves = leaves
         lines = []
         for slot in names.slots(config):
-            leaf = _leaf(params, slot.path)
-            if leaf is None or leaf.shape != slot.shape:
-                found = "missing" if leaf is None else f"of shape {list(leaf.shape)}"
-                lines.append(f"{'/'.join(slot.path)} is {found}, expected {list(slot.shape)}")
+            found = leaves.get(slot.path)
+            if found is None or found.shape != slot.shape:
+                said = "missing" if found is None else f"of shape {list(found.shape)}"
+                lines.append(f"{'/'.join(slot.path)} is {said}, expected {list(slot.shape)}")
                 continue
-            self._parts.update({part.name: (part, leaf) for part in slot.parts})
+            self._parts.update({part.name: (part, slot.path) for part in slot.parts})
         if lines:
             raise CheckpointError(
                 "the parameters do not fit their configuration; give the two that belong"
@@ -39,25 +56,57 @@ class TreeSource:
         return self._parts[name][0].shape
 
     def dtype(self, name: str) -> np.dtype:
-        return self._parts[name][1].dtype
+        return self._leaves[self._parts[name][1]].dtype
 
     def kind(self, name: str) -> str:
         return KINDS.get(self.dtype(name).name, self.dtype(name).name)
 
     def nbytes(self, name: str) -> int:
-        return int(np.prod(self.shape(name))) * self.dtype(name).itemsize
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def read(self, name: str) -> np.ndarray:
-        part, leaf = self._parts[name]
-        return np.ascontiguousarray(part.view(leaf)).reshape(part.shape)
+        return np.ascontiguousarray(self._view(name)).reshape(self.shape(name))
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
-        return as_rows(self.read(name))[rows]
+        view, shape = self._view(name), self.shape(name)
+        width = shape[-1] if len(shape) > 1 else 1
+        each, rest = divmod(view.size // view.shape[0], width)
+        if not isinstance(rows, slice) or rest:
+            return as_rows(self.read(name))[rows]
+        first, last, _ = rows.indices(view.size // width)  # only what holds these rows is copied
+        part = np.ascontiguousarray(view[first // each : -(-last // each)]).reshape(-1, width)
+        start = first - first // each * each
+        return part[start : start + max(last - first, 0)]
+
+    def _view(self, name: str) -> np.ndarray:
+        part, path = self._parts[name]
+        return part.view(np.asarray(leaf(self._tree(), path)))
+
+    def _tree(self) -> Params:
+        return self._params
 
 
-def _leaf(params: Any, path: tuple[str, ...]) -> np.ndarray | None:
+class CheckpointSource(TreeSource):
+    """One of our checkpoints; all of it is read when the first tensor is."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.checkpoint = checkpoint
+        self._describe(checkpoint.leaves, checkpoint.config)
+        self._read = functools.cache(checkpoint.load)
+
+    def _tree(self) -> Params:
+        return self._read()
+
+
+def leaf(params: Any, path: Keys) -> Any:
+    """The leaf of a tree, or None."""
     for key in path:
         if not isinstance(params, dict) or key not in params:
             return None
         params = params[key]
-    return np.asarray(params)
+    return params
+
+
+def _described(array: Any) -> Leaf:
+    array = np.asarray(array)
+    return Leaf(array.shape, array.dtype)

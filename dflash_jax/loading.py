@@ -1,4 +1,4 @@
-"""From a name to models in memory: a directory, a hub id, or "tiny" for the shipped pair.
+"""From a name to models in memory: a directory, a file, a hub id, "tiny" for the shipped pair.
 
 With the command line the only place that imports `converters`, and only inside functions.
 """
@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.allocator import tune_allocator
+from dflash_jax.checkpoint import is_checkpoint
 from dflash_jax.compiler import Plan, jit, resolve
 from dflash_jax.compiler.plan import Dtype
 from dflash_jax.compiler.programs import build_pair, empty_state
@@ -48,7 +49,8 @@ def load(
     """A ready engine.
 
     Args:
-      target: a Hugging Face directory, a .gguf file, a hub id, or "tiny" for the shipped pair.
+      target: a Hugging Face directory, a checkpoint of ours, a .gguf file, a hub id, or "tiny"
+        for the shipped pair.
       drafter: likewise; "auto" is the shipped drafter for "tiny" and none otherwise, None
         decodes without one.
       plan: what to decide differently from the defaults.
@@ -149,7 +151,7 @@ def _paths(target: Source, drafter: Source | None) -> tuple[Path, Path | None]:
 
 def _config(path: Path, read: Callable[[Path], Config]) -> Config:
     """The config of a .gguf file, of a folder with weights, or of a bare config.json."""
-    if path.is_dir() and not list(path.glob("*.safetensors")):
+    if path.is_dir() and not is_checkpoint(path) and not list(path.glob("*.safetensors")):
         return read(path)
     from converters.models import open_model
 

@@ -1,0 +1,338 @@
+"""Our own checkpoints, and output that appears whole or not at all.
+
+    NAME/checkpoint.json   what the model is; shapes, dtypes, file sizes and checksums
+    NAME/weights/          the parameter tree, written by orbax
+    NAME/tokenizer.json    and other files that belong to the model
+
+A parameter tree is nested dicts of NumPy or JAX arrays. Orbax (and with it jax) is imported only
+when weights are written or read.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import importlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dflash_jax.config import AttentionConfig
+from dflash_jax.errors import CheckpointError, ConfigError
+
+Params = dict[str, Any]
+Keys = tuple[str, ...]  # the way to a leaf
+
+MANIFEST, WEIGHTS = "checkpoint.json", "weights"
+FORMAT, VERSION = "dflash_jax checkpoint", 1
+CONFIGS = {  # class of a configuration: its file in dflash_jax/config
+    "DFlash2Config": "dflash2",
+    "DSparkConfig": "dspark",
+    "DrafterConfig": "dflash",
+    "Gemma4Config": "gemma4",
+    "GptOssConfig": "gpt_oss",
+    "HybridConfig": "qwen3_5",
+    "Qwen3MoeConfig": "qwen3_moe",
+    "TargetConfig": "base",
+}
+FLOATS = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+DTYPES = FLOATS | {"int32": np.dtype(np.int32)}
+BLOCK = 1 << 24  # bytes read at a time for a checksum
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A stored parameter."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest was read and whose files have the sizes it says."""
+
+    path: Path
+    config: AttentionConfig
+    leaves: Mapping[Keys, Leaf]
+    checksums: Mapping[str, int]  # of the files below `weights`
+
+    def load(self, dtype: str | None = None) -> Params:
+        """The parameter tree as NumPy arrays; floating-point ones cast to `dtype` if given.
+
+        Raises:
+          CheckpointError: a file is not the one that was written, or does not hold its leaves.
+        """
+        self._verify()
+        wanted = {keys: _read_dtype(leaf, dtype) for keys, leaf in self.leaves.items()}
+        try:
+            params = _restore(self.path / WEIGHTS, wanted)
+        except Exception as error:  # orbax and tensorstore raise many kinds
+            reason = str(error).partition("\n")[0][:200]
+            raise CheckpointError(
+                f"{self.path / WEIGHTS} cannot be read ({reason}); convert the model again"
+            ) from error
+        found = dict(_flat(params))
+        for keys, leaf in self.leaves.items():
+            if found[keys].shape != leaf.shape or found[keys].dtype != wanted[keys]:
+                raise CheckpointError(
+                    f"{self.path}: {'/'.join(keys)} is {found[keys].dtype}"
+                    f" {list(found[keys].shape)}, its manifest says {list(leaf.shape)}; convert"
+                    " the model again"
+                )
+        return params
+
+    def _verify(self) -> None:
+        files = list(self.checksums)
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            sums = pool.map(_checksum, [self.path / WEIGHTS / name for name in files])
+            for name, found in zip(files, sums, strict=True):
+                if found != self.checksums[name]:
+                    raise CheckpointError(
+                        f"{self.path / WEIGHTS / name} is damaged (its checksum is wrong); copy"
+                        " the checkpoint again or convert the model again"
+                    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder claims to be one of our checkpoints."""
+    return (path / MANIFEST).is_file()
+
+
+def save(
+    path: Path,
+    config: AttentionConfig,
+    params: Params,
+    *,
+    companions: Mapping[str, str | Path] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes a checkpoint at `path`, whole or not at all.
+
+    Args:
+      params: the parameter tree of `config`.
+      companions: files to keep beside the weights by name, as texts or as paths to copy.
+
+    Raises:
+      CheckpointError: `path` exists and may not be overwritten, or the disk is full.
+    """
+    needed = sum(leaf.nbytes for _, leaf in _flat(params))
+    with new_path(path, overwrite=overwrite, needed=needed) as place:
+        write(place, config, params, companions or {})
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint, its weights unread.
+
+    Raises:
+      CheckpointError: it is none of ours, of a later version, incomplete or contradictory.
+    """
+    manifest = _manifest(path / MANIFEST)
+    try:
+        config = _config(manifest["config"])
+        leaves = {
+            tuple(entry["path"]): Leaf(tuple(entry["shape"]), DTYPES[entry["dtype"]])
+            for entry in manifest["parameters"]
+        }
+        sizes = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
+        checksums = {name: int(entry["crc32"]) for name, entry in manifest["files"].items()}
+    except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path / MANIFEST} cannot be understood ({type(error).__name__}: {error}); convert"
+            " the model again"
+        ) from error
+    _check_files(path / WEIGHTS, sizes)
+    return Checkpoint(path, config, leaves, checksums)
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); give a checkpoint folder"
+        ) from None
+    said = manifest.get("format") if isinstance(manifest, dict) else None
+    if said != FORMAT or type(manifest.get("version")) is not int:
+        raise CheckpointError(f"{path} says format {said!r}; expected {FORMAT!r}: not one of ours")
+    if manifest["version"] > VERSION:
+        raise CheckpointError(
+            f"{path} has version {manifest['version']}; this program reads up to {VERSION}: update"
+            " dflash_jax"
+        )
+    return manifest
+
+
+def _check_files(folder: Path, sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{folder.parent / MANIFEST} names the file {name!r} outside it")
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            state = "missing" if found is None else f"{found} bytes long"
+            raise CheckpointError(
+                f"{file} is {state}, expected {size} bytes; copy the checkpoint again"
+            )
+
+
+def write(
+    place: Path, config: AttentionConfig, params: Params, companions: Mapping[str, str | Path]
+) -> None:
+    """Makes the folder; weights first, the manifest last: one cut short is no checkpoint."""
+    import orbax.checkpoint as ocp
+
+    place.mkdir()
+    copy_companions(companions, place)
+    arrays = {keys: np.asarray(leaf) for keys, leaf in _flat(params)}
+    unknown = sorted({str(a.dtype) for a in arrays.values()} - set(DTYPES))
+    if unknown:
+        raise CheckpointError(f"parameters of {', '.join(unknown)}; expected {', '.join(DTYPES)}")
+    # Weights hardly compress, and trying takes longer than writing them.
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    with ocp.Checkpointer(handler) as writer:
+        writer.save((place / WEIGHTS).resolve(), args=ocp.args.PyTreeSave(_nested(arrays)))
+    files = sorted(p for p in (place / WEIGHTS).rglob("*") if p.is_file())
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": {"class": type(config).__name__, "fields": config.to_json()},
+        "parameters": [
+            {"path": list(keys), "shape": list(a.shape), "dtype": str(a.dtype)}
+            for keys, a in arrays.items()
+        ],
+        "files": {
+            file.relative_to(place / WEIGHTS).as_posix(): {
+                "bytes": file.stat().st_size,
+                "crc32": _checksum(file),
+            }
+            for file in files
+        },
+    }
+    (place / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _restore(path: Path, dtypes: Mapping[Keys, np.dtype]) -> Params:
+    import orbax.checkpoint as ocp
+
+    arguments = _nested(
+        {k: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype) for k, dtype in dtypes.items()}
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(path.resolve(), args=ocp.args.PyTreeRestore(restore_args=arguments))
+
+
+def _read_dtype(leaf: Leaf, dtype: str | None) -> np.dtype:
+    if dtype is None or leaf.dtype == DTYPES["int32"]:
+        return leaf.dtype
+    if dtype not in FLOATS:
+        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(FLOATS)}")
+    return FLOATS[dtype]
+
+
+def _config(written: Mapping[str, Any]) -> AttentionConfig:
+    name = written["class"]
+    module = importlib.import_module(f"dflash_jax.config.{CONFIGS[name]}")
+    return getattr(module, name).from_json(written["fields"])
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        for block in iter(functools.partial(file.read, BLOCK), b""):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def _flat(params: Params, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    for key, child in params.items():
+        if isinstance(child, dict):
+            yield from _flat(child, (*keys, key))
+        else:
+            yield (*keys, key), child
+
+
+def _nested(leaves: Mapping[Keys, Any]) -> Params:
+    root: Params = {}
+    for keys, leaf in leaves.items():
+        node = root
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+        node[keys[-1]] = leaf
+    return root
+
+
+def copy_companions(companions: Mapping[str, str | Path], place: Path) -> None:
+    """Puts files into a folder: paths are copied, texts written."""
+    for name, content in companions.items():
+        if isinstance(content, Path):
+            shutil.copyfile(content, place / name)
+        else:
+            (place / name).write_text(content, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_path(path: Path, *, overwrite: bool, needed: int = 0) -> Iterator[Path]:
+    """Yields a temporary path to write a file or folder at; it becomes `path` at the end.
+
+    Nothing is left behind on failure. Raises CheckpointError if `path` exists and may not be
+    overwritten, if fewer than `needed` bytes are free, or if the disk fills up.
+    """
+    if os.path.lexists(path) and not overwrite:
+        raise CheckpointError(f"{path} exists; choose another place or give --overwrite")
+    parent = path.resolve().parent
+    if not parent.is_dir():
+        raise CheckpointError(f"{parent} is not a folder; create it first")
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise CheckpointError(
+            f"{path} needs {needed / 1e9:.2f} GB and {parent} has {free / 1e9:.2f} GB free;"
+            " free some space or choose another place"
+        )
+    temporary = parent / f".{path.name}.partial-{os.getpid()}"
+    try:
+        yield temporary
+        _swap(temporary, path)
+    except OSError as error:
+        raise _explained(error, path) from error
+    finally:
+        _remove(temporary)
+
+
+def _swap(temporary: Path, path: Path) -> None:
+    if not os.path.lexists(path):
+        temporary.rename(path)
+        return
+    old = path.with_name(f".{path.name}.old-{os.getpid()}")
+    path.rename(old)
+    try:
+        temporary.rename(path)
+    except OSError:
+        old.rename(path)
+        raise
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _explained(error: OSError, path: Path) -> CheckpointError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CheckpointError(f"the disk is full; nothing was left at {path}: free some space")
+    return CheckpointError(f"{path} cannot be written ({error.strerror}); check the place")

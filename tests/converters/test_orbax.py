@@ -1,0 +1,84 @@
+"""Checkpoints among the other layouts: converted to, compared with, exported from, and run."""
+
+import json
+
+import numpy as np
+import pytest
+from gguf_models import Q, write_target
+from weight_files import ORACLE
+
+import dflash_jax as dj
+from converters.cli import main
+from converters.models import open_model
+from dflash_jax.errors import CheckpointError
+
+TARGET, DRAFTER = ORACLE / "targets" / "qwen3", ORACLE / "drafters" / "v2"
+
+
+def leaves(node, path=()):
+    if isinstance(node, dict):
+        return {k: v for key, child in node.items() for k, v in leaves(child, (*path, key)).items()}
+    return {"/".join(path): node}
+
+
+def test_a_checkpoint_stands_where_its_source_stood(tmp_path, capsys):
+    file = write_target(TARGET, tmp_path / "x.gguf", Q.Q8_0)
+    place = tmp_path / "ours"
+    arguments = ["--to", "orbax", "--dtype", "float32", "--json"]
+    assert main(["convert", str(file), str(place), *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert json.loads((place / "conversion.json").read_text()) == report
+    ours, theirs = open_model(place, role="target"), open_model(file)
+    assert (ours.layout, ours.config.dtype) == ("our checkpoint (orbax)", "float32")
+    params, expected = leaves(ours.load("float32")), leaves(theirs.load("float32"))
+    assert params.keys() == expected.keys()
+    for name, array in params.items():
+        np.testing.assert_array_equal(array, expected[name], name)
+    assert main(["compare", str(file), str(place)]) == 0
+    assert main(["compare", str(TARGET), str(place)]) == 1  # Q8_0's error in plain float32
+    assert main(["inspect", str(place), "--json"]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text[text.index("{\n") :])
+    assert (found["problem"], found["bytes_by_type"].keys()) == (None, {"F32"})
+    assert main(["export", str(place), str(tmp_path / "back")]) == 0
+    assert main(["compare", str(place), str(tmp_path / "back")]) == 0
+    ids = np.arange(8)[None]
+    logits = [np.asarray(dj.load_target(p).forward(ids).logits) for p in (file, place)]
+    np.testing.assert_array_equal(*logits)
+
+
+def test_a_drafter_becomes_a_checkpoint_and_comes_back(tmp_path):
+    place, back = tmp_path / "ours", tmp_path / "back"
+    assert main(["convert", str(DRAFTER), str(place), "--to", "orbax"]) == 0
+    assert main(["compare", str(DRAFTER), str(place)]) == 0
+    assert open_model(place, role="drafter").config == open_model(DRAFTER).config
+    assert main(["export", str(place), str(back)]) == 0
+    assert main(["compare", str(DRAFTER), str(back)]) == 0
+
+
+def test_a_damaged_checkpoint_is_one_line(tmp_path, capsys):
+    place = tmp_path / "ours"
+    assert main(["convert", str(DRAFTER), str(place), "--to", "orbax"]) == 0
+    assert main(["convert", str(DRAFTER), str(place), "--to", "orbax"]) == 1
+    assert "give --overwrite" in capsys.readouterr().err
+    (place / "weights" / "manifest.ocdbt").unlink()
+    assert main(["compare", str(DRAFTER), str(place)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("converters: CheckpointError: ")
+    assert error.count("\n") == 1
+    with pytest.raises(CheckpointError, match="is missing"):
+        open_model(place)
+
+
+def test_a_conversion_cut_short_leaves_no_checkpoint(tmp_path, monkeypatch):
+    from converters import convert
+    from dflash_jax import checkpoint
+
+    monkeypatch.setattr(checkpoint, "_remove", lambda path: None)  # as if killed
+    monkeypatch.setattr(checkpoint, "_checksum", lambda path: 1 / 0)  # once weights are written
+    with pytest.raises(ZeroDivisionError):
+        convert.convert(open_model(DRAFTER), tmp_path / "ours", to="orbax")
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".ours.partial")
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        open_model(left)

@@ -1,0 +1,150 @@
+"""Checkpoints of parameter trees: what is written is read, what is damaged is refused by name."""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dflash_jax import checkpoint
+from dflash_jax.checkpoint import open_checkpoint, save
+from dflash_jax.config import AttentionConfig, DrafterConfig
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.testing import (
+    tiny_drafter,
+    tiny_gemma,
+    tiny_gpt_oss,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_target,
+)
+
+CONFIGS = [tiny_target(), tiny_gemma(), tiny_gpt_oss(), tiny_hybrid(), tiny_moe()]
+CONFIGS += [tiny_drafter(tiny_target(), kind) for kind in ("dflash", "dflash2", "dspark")]
+PARAMS = {
+    "embed": np.arange(12, dtype=np.float32).reshape(3, 4) / 7,
+    "layers_0": {"attention": {"q": np.arange(8).astype(ml_dtypes.bfloat16).reshape(2, 4)}},
+    "d2t": np.array([3, 1, 2], np.int32),
+}
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    save(tmp_path / "x", tiny_target(), PARAMS, companions={"tokenizer.json": "{}"})
+    return tmp_path / "x"
+
+
+def test_what_is_saved_is_loaded_bit_for_bit(path):
+    found = open_checkpoint(path)
+    assert found.config == tiny_target()
+    params = found.load()
+    assert params.keys() == PARAMS.keys()
+    q = params["layers_0"]["attention"]["q"]
+    for ours, theirs in (
+        (params["embed"], PARAMS["embed"]),
+        (params["d2t"], PARAMS["d2t"]),
+        (q, PARAMS["layers_0"]["attention"]["q"]),
+    ):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+    narrow = found.load("bfloat16")
+    np.testing.assert_array_equal(narrow["embed"], PARAMS["embed"].astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(narrow["d2t"], PARAMS["d2t"])
+    assert (path / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(ConfigError, match="'int4' is not one of float32"):
+        found.load("int4")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+def test_every_configuration_survives(tmp_path, monkeypatch, config):
+    manifest = {"class": type(config).__name__, "fields": config.to_json()}
+    assert checkpoint._config(json.loads(json.dumps(manifest))) == config
+
+
+def test_no_configuration_class_is_forgotten():
+    for file in (Path(checkpoint.__file__).parent / "config").glob("[a-z]*.py"):
+        importlib.import_module(f"dflash_jax.config.{file.stem}")
+
+    def below(kind: type) -> set[type]:
+        return {kind}.union(*(below(child) for child in kind.__subclasses__()))
+
+    ours = {c for c in below(AttentionConfig) if c.__module__.startswith("dflash_jax.config")}
+    assert {c.__name__ for c in ours} == {*checkpoint.CONFIGS, "AttentionConfig"}
+
+
+def test_an_existing_place_is_kept_and_a_failure_leaves_nothing(path, monkeypatch):
+    with pytest.raises(CheckpointError, match="exists; choose another place"):
+        save(path, tiny_target(), PARAMS)
+    with pytest.raises(CheckpointError, match="parameters of float64"):
+        save(path, tiny_target(), {"x": np.zeros(2)}, overwrite=True)
+    assert open_checkpoint(path).load()["embed"].shape == (3, 4)
+    save(path, tiny_target(), {"x": np.ones(2, np.float32)}, overwrite=True)
+    assert open_checkpoint(path).load().keys() == {"x"}
+    assert [p.name for p in path.parent.iterdir()] == ["x"]
+
+
+def weight_files(path: Path) -> list[Path]:
+    return sorted(p for p in (path / "weights").rglob("*") if p.is_file() and p.stat().st_size)
+
+
+def test_every_damaged_byte_of_the_weights_is_noticed(path):
+    assert len(weight_files(path)) > 3
+    for file in weight_files(path):
+        whole = file.read_bytes()
+        middle = len(whole) // 2
+        file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        with pytest.raises(CheckpointError, match="is damaged"):
+            open_checkpoint(path).load()
+        file.write_bytes(whole[:middle])
+        with pytest.raises(CheckpointError, match=f"expected {len(whole)} bytes"):
+            open_checkpoint(path)
+        file.unlink()
+        with pytest.raises(CheckpointError, match="is missing"):
+            open_checkpoint(path)
+        file.write_bytes(whole)
+    open_checkpoint(path).load()
+
+
+def outside(manifest):
+    manifest["files"]["../x"] = {"bytes": 1, "crc32": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(format="other"), "says format 'other'; expected"),
+        (lambda m: m.update(version=2), "has version 2; this program reads up to 1"),
+        (lambda m: m["config"].update({"class": "Odd"}), "cannot be understood"),
+        (lambda m: m["config"]["fields"].update(num_heads="x"), "cannot be understood"),
+        (lambda m: m["config"]["fields"].pop("vocab_size"), "cannot be understood"),
+        (lambda m: m["parameters"][0].update(dtype="int4"), "cannot be understood"),
+        (lambda m: m.pop("files"), "cannot be understood"),
+        (outside, "names the file '../x' outside it"),
+        (lambda m: m["parameters"][0].update(shape=[4, 3]), "its manifest says"),
+        (lambda m: m["parameters"].append({"path": ["y"], "shape": [1], "dtype": "int32"}), "read"),
+    ],
+)
+def test_a_contradictory_manifest_is_refused(path, change, message):
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    change(manifest)
+    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(path).load()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"format": 3}'])
+def test_a_foreign_folder_is_refused(tmp_path, text):
+    (tmp_path / "checkpoint.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_drafters_keep_their_kind(tmp_path):
+    config = tiny_drafter(tiny_target(), "dspark")
+    save(tmp_path / "x", config, {"x": np.ones(2, np.float32)})
+    found = open_checkpoint(tmp_path / "x").config
+    assert isinstance(found, DrafterConfig)
+    assert dataclasses.asdict(found) == dataclasses.asdict(config)
