@@ -5,6 +5,7 @@ The same model gives the same bytes. Output appears whole or not at all.
 
 import json
 import os
+import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from dflash_jax.errors import ConfigError
 
 HUGGING_FACE, SPECULATORS, GGUF = "huggingface", "speculators", "gguf"
 LAYOUTS = (HUGGING_FACE, SPECULATORS, GGUF)
+WHOLE = np.dtype(np.int64)  # of token ids
 
 
 def _silent(name: str, weights: int) -> None:
@@ -70,8 +72,11 @@ def export(
 
 def plan(weights: Weights, dtype: np.dtype) -> list[Planned]:
     """Every canonical tensor of the model, in the order of its name table."""
-    parts = [part for slot in names.slots(weights.config) for part in slot.parts]
-    return [Planned(part.name, dtype, part.shape) for part in parts]
+    return [
+        Planned(part.name, WHOLE if slot.integer else dtype, part.shape)
+        for slot in names.slots(weights.config)
+        for part in slot.parts
+    ]
 
 
 @dataclass(frozen=True)
@@ -83,15 +88,24 @@ class _Output:
     progress: Progress
 
     def write_tensors(
-        self, rename: Callable[[str], str], write: Callable[[list[Planned], Any], None]
+        self,
+        rename: Callable[[str], str],
+        write: Callable[[list[Planned], Any], None],
+        made: Mapping[str, np.ndarray],
     ) -> None:
-        """Hands planned tensors under their new names to a writer, and reads them for it."""
+        """Hands planned tensors under their new names to a writer, and reads them for it.
+
+        `made` are tensors by their new names that the model does not store as they are written.
+        """
         listed = plan(self.weights, self.kind)
         canonical = {rename(planned.name): planned.name for planned in listed}
         renamed = [Planned(rename(p.name), p.dtype, p.shape) for p in listed]
+        renamed += [Planned(n, a.dtype, a.shape) for n, a in made.items() if n not in canonical]
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
 
             def read(planned: Planned) -> np.ndarray:
+                if planned.name in made:
+                    return made[planned.name]
                 name = canonical[planned.name]
                 array = read_as(self.weights.tensors, name, planned.dtype, pool)
                 self.progress(planned.name, array.size)
@@ -103,11 +117,6 @@ class _Output:
 def _drafter(config: AttentionConfig, layout: str) -> DrafterConfig:
     if not isinstance(config, DrafterConfig):
         raise ConfigError(f"the layout {layout!r} is for drafters; write targets as {HUGGING_FACE}")
-    if config.kind != "dflash" or config.own_embedding or config.own_head:
-        raise ConfigError(
-            f"the layout {layout!r} is for DFlash v1 drafters without tables of their own;"
-            f" write this {config.kind} drafter as {HUGGING_FACE}"
-        )
     return config
 
 
@@ -121,15 +130,33 @@ def _write_huggingface(output: _Output) -> None:
 def _write_speculators(output: _Output) -> None:
     config = _drafter(output.weights.config, SPECULATORS)
     fields = speculators.speculators_fields(config, output.dtype)
-    _write_folder(output, fields, lambda name: name)
+    made = {}
+    if config.draft_vocab_size:
+        chosen = np.zeros(config.vocab_size, np.bool_)
+        chosen[_ids(output.weights.tensors)] = True
+        made["t2d"] = chosen
+    _write_folder(output, fields, lambda name: name, made)
 
 
-def _write_folder(output: _Output, fields: dict[str, Any], rename: Callable[[str], str]) -> None:
+def _ids(tensors: TensorSource) -> np.ndarray:
+    """The token each row of a reduced head stands for."""
+    offsets = tensors.read("d2t").reshape(-1).astype(WHOLE)
+    return offsets + np.arange(len(offsets))
+
+
+def _write_folder(
+    output: _Output,
+    fields: dict[str, Any],
+    rename: Callable[[str], str],
+    made: Mapping[str, np.ndarray] = types.MappingProxyType({}),
+) -> None:
     """Weights first, config.json last: a folder cut short does not load."""
     output.place.mkdir()
     copy_companions(output.weights.companions, output.place)
     weights = output.place / "model.safetensors"
-    output.write_tensors(rename, lambda planned, read: write_safetensors(weights, planned, read))
+    output.write_tensors(
+        rename, lambda planned, read: write_safetensors(weights, planned, read), made
+    )
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     (output.place / "config.json").write_text(text, encoding="utf-8")
 
@@ -140,8 +167,15 @@ def _write_gguf(output: _Output) -> None:
 
     def write(planned: list[Planned], read: Callable[[Planned], np.ndarray]) -> None:
         exact = np.dtype(np.float32)  # llama.cpp wants vectors so
-        kept = [Planned(p.name, exact if len(p.shape) == 1 else p.dtype, p.shape) for p in planned]
+        kept = [Planned(p.name, exact if _exact(p) else p.dtype, p.shape) for p in planned]
         with output.place.open("wb") as file:
             write_gguf(file, keys, kept, read)
 
-    output.write_tensors(gguf_export.file_name, write)
+    ids = {"d2t": _ids(output.weights.tensors)} if config.draft_vocab_size else {}
+    output.write_tensors(gguf_export.file_name, write, ids)
+
+
+def _exact(planned: Planned) -> bool:
+    """What llama.cpp wants in float32: vectors, and tensors that are no weights of a product."""
+    bare = len(planned.shape) == 1 or not planned.name.endswith(".weight")
+    return bare and planned.dtype != WHOLE

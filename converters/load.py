@@ -64,7 +64,20 @@ def load(
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         for _ in pool.map(run, jobs):
             pass
+    for slot, array in zip(slots, arrays, strict=True):
+        if slot.integer and isinstance(config, DrafterConfig):
+            _check_ids(array, config, where)
     return tree({slot.path: array for slot, array in zip(slots, arrays, strict=True)})
+
+
+def _check_ids(offsets: np.ndarray, config: DrafterConfig, where: str) -> None:
+    """The tokens of a reduced vocabulary must be ascending ids of the whole one."""
+    ids = np.arange(len(offsets)) + offsets
+    if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) < 1).any():
+        raise CheckpointError(
+            f"{where}: d2t does not name {len(ids)} ascending tokens below {config.vocab_size};"
+            " fetch or export the drafter again"
+        )
 
 
 def read_as(source: TensorSource, name: str, dtype: np.dtype, pool: Executor) -> np.ndarray:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from converters.gguf.dialects import OUTER, UPSTREAM
+from converters.gguf.dialects import UPSTREAM
+from converters.gguf.drafter import SIZES, aliases
 from converters.gguf.header import STRING
 from converters.gguf.writer import BOOL, F32, I32, U32, Typed, typed
 from converters.names import published
-from converters.names.gguf import stored_name
 from dflash_jax.config import SLIDING, DrafterConfig
+from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.errors import ConfigError
 
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
@@ -16,7 +18,7 @@ FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 
 def file_name(canonical: str) -> str:
     """The upstream name of a canonical drafter tensor."""
-    return OUTER[canonical][0] if canonical in OUTER else stored_name(canonical)
+    return aliases(canonical)[0]
 
 
 def metadata(
@@ -40,7 +42,7 @@ def metadata(
         "block_size": Typed(U32, config.block_size),
         "target_layers": Typed(I32, [i + 1 for i in config.target_layer_ids]),
     }
-    own |= _rope(config) | _attention(config) | _scales(config)
+    own |= _rope(config) | _attention(config) | _scales(config) | _heads(config)
     general = {
         "general.architecture": Typed(STRING, UPSTREAM),
         "general.type": Typed(STRING, "model"),
@@ -77,7 +79,7 @@ def _rope(config: DrafterConfig) -> dict[str, Typed]:
 
 def _attention(config: DrafterConfig) -> dict[str, Typed]:
     """Windows, and causality only where the layers do not imply it, as upstream writes it."""
-    fields = published.fields(config, "float32")
+    fields = published.drafter_fields(config, "float32")
     found = {}
     if fields["sliding_window"] is not None:
         pattern = [kind == SLIDING for kind in fields["layer_types"]]
@@ -90,8 +92,25 @@ def _attention(config: DrafterConfig) -> dict[str, Typed]:
     return found
 
 
+def _heads(config: DrafterConfig) -> dict[str, Typed]:
+    """What DFlash 2 and DSpark add."""
+    if isinstance(config, DFlash2Config):
+        return {key: Typed(U32, getattr(config, key)) for key in SIZES}
+    found = {}
+    if isinstance(config, DSparkConfig):
+        if config.markov_rank and config.markov_head != "vanilla":
+            raise ConfigError(
+                f"a {config.markov_head} Markov head has no place in a drafter GGUF; export to the"
+                " Hugging Face layout instead"
+            )
+        found["has_confidence_head"] = Typed(BOOL, config.confidence_head)
+    if config.sample_from_anchor or config.kind == "dspark":
+        found["sample_from_anchor"] = Typed(BOOL, config.sample_from_anchor)
+    return found
+
+
 def _scales(config: DrafterConfig) -> dict[str, Typed]:
-    own = published.fields(config, "float32")["dflash_config"]
+    own = published.drafter_fields(config, "float32")["dflash_config"]
     keys = {
         "input_embedding_scale": "embedding_scale",
         "output_multiplier": "logit_scale",

@@ -34,7 +34,12 @@ ARCHITECTURES = {
 def fields(config: AttentionConfig, dtype: str) -> dict[str, Any]:
     """The config.json of a target or of a z-lab drafter whose weights are of `dtype`."""
     if isinstance(config, DrafterConfig):
-        return _drafter(config, dtype)
+        if config.kind not in DRAFTERS or config.draft_vocab_size:
+            raise ConfigError(
+                f"a {config.kind} drafter with a vocabulary of {config.choices} has no published"
+                f" form; {', '.join(DRAFTERS)} over the whole vocabulary have"
+            )
+        return drafter_fields(config, dtype)
     if isinstance(config, TargetConfig):
         return _target(config, dtype)
     raise ConfigError(f"{type(config).__name__} has no published form; targets and drafters do")
@@ -80,12 +85,8 @@ def _experts(config: TargetConfig) -> dict[str, Any]:
     return {}
 
 
-def _drafter(config: DrafterConfig, dtype: str) -> dict[str, Any]:
-    if config.kind not in DRAFTERS or config.draft_vocab_size:
-        raise ConfigError(
-            f"a {config.kind} drafter with a vocabulary of {config.choices} has no published"
-            f" form; {', '.join(DRAFTERS)} over the whole vocabulary have"
-        )
+def drafter_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of a z-lab drafter, but for its reduced vocabulary."""
     optional = {
         "input_embedding_scale": (config.input_embedding_scale, None),
         "output_multiplier": (config.output_multiplier, 1.0),

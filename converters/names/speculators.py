@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
 }
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
 MARKOV = (
     "markov_rank",
     "markov_head_type",
@@ -102,25 +103,30 @@ def _rope(layers: dict[str, Any]) -> dict[str, Any]:
 
 def speculators_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     """The config.json of a drafter in this layout; every field of the layers is spelt out."""
-    fields = published.fields(config, dtype)
+    if (kind := config.kind) not in ARCHITECTURES:
+        raise ConfigError(f"a {kind} drafter has no form in the speculators layout")
+    fields = published.drafter_fields(config, dtype)
     if fields.get("is_causal"):
         raise ConfigError("a drafter causal in every layer has no form in the speculators layout")
     own = fields["dflash_config"]
+    markov = {key: own.pop(key) for key in MARKOV if key in own}
+    own.pop("sample_from_anchor", None)
     if extra := sorted(set(own) - {"mask_token_id", "target_layer_ids"}):
         raise ConfigError(f"{', '.join(extra)} has no place in the speculators layout")
-    layers = {key: fields[key] for key in CARRIED if key in fields}
+    layers = DEFAULTS | {key: fields[key] for key in CARRIED if key in fields}
     layers |= {"model_type": "qwen3", "rope_parameters": _rope_parameters(fields)}
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": [SPECULATORS[kind]],
+        "speculators_model_type": kind,
         "transformer_layer_config": layers,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.choices,
         "block_size": config.block_size,
         "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
         "mask_token_id": config.mask_token_id,
         "sliding_window_non_causal": fields.get("is_causal") is False,
         "sample_from_anchor": config.sample_from_anchor,
         "dtype": dtype,
+        **markov,
     }
 
 

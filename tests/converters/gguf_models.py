@@ -146,6 +146,46 @@ NAMES = {
 }
 
 
+HEADS = {  # of DFlash 2 and DSpark, as llama.cpp names them
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
+    "embed_tokens.weight": "token_embd.weight",
+    "lm_head.weight": "output.weight",
+}
+CONVOLUTIONS = {
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
+}
+SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+def add_heads(writer: gguf.GGUFWriter, config: dict, tensors: dict[str, np.ndarray]) -> None:
+    """What DFlash 2 and DSpark have besides; a reduced vocabulary is listed by its ids."""
+    for key in SIZES:
+        if key in config["dflash_config"]:
+            writer.add_uint32(f"dflash.{key}", config["dflash_config"][key])
+    if "markov_head.markov_w1.weight" in tensors:
+        writer.add_bool("dflash.sample_from_anchor", True)
+        writer.add_bool("dflash.has_confidence_head", True)
+    for theirs, ours in HEADS.items():
+        if theirs in tensors:
+            add(writer, ours, tensors[theirs], Q.F32)
+    for i in range(config["num_hidden_layers"]):
+        for theirs, ours in CONVOLUTIONS.items():
+            if (array := tensors.get(f"layers.{i}.{theirs}")) is not None:
+                add(writer, f"blk.{i}.{ours}", array, Q.F32)
+    if "d2t" in tensors:
+        ids = tensors["d2t"] + np.arange(len(tensors["d2t"]))
+        writer.add_tensor("d2t", ids.astype(np.int64))
+
+
 def write_drafter(
     folder: Path, path: Path, dialect: str, kind: Q = Q.F32, *, taps: list[int] | None = None
 ) -> Path:
@@ -171,6 +211,7 @@ def write_drafter(
     add(writer, f"{spelt['fc']}.weight", tensors["fc.weight"], kind)
     add(writer, f"{spelt['hidden_norm']}.weight", tensors["hidden_norm.weight"], kind)
     add(writer, "output_norm.weight", tensors["norm.weight"], kind)
+    add_heads(writer, config, tensors)
     for i in range(config["num_hidden_layers"]):
         for theirs, ours in LAYER:
             name = spelt["post"] if ours == "ffn_norm" else ours

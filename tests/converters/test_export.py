@@ -23,8 +23,9 @@ from dflash_jax.config import (
     target_config,
 )
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 
-DRAFTERS = sorted(p for p in (ORACLE / "drafters").glob("v1_*"))
+DRAFTERS = sorted(p for p in (ORACLE / "drafters").glob("v[12]*"))
 DRAFTER = ORACLE / "drafters" / "v1_sliding"
 UNLIKE_SPECULATORS = ("v1_full_causal", "v1_gemma_target", "v1_sliding_bidirectional")
 
@@ -67,7 +68,8 @@ def test_a_folder_written_again_holds_the_same_tensors(tmp_path, name):
 def test_round_trips_are_byte_stable(tmp_path, folder, layout, dtype):
     first = write(folder, tmp_path / "first", dtype=dtype)
     other = tmp_path / ("x.gguf" if layout == "gguf" else "x")
-    if layout == "speculators" and folder.name in UNLIKE_SPECULATORS:
+    unlike = folder.name in UNLIKE_SPECULATORS or folder.name.startswith("v2")
+    if layout == "speculators" and unlike:
         with pytest.raises(ConfigError, match="has no"):
             write(first, other, layout, dtype)
         return
@@ -82,6 +84,34 @@ def test_round_trips_are_byte_stable(tmp_path, folder, layout, dtype):
     before = contents(again)
     write(other, again, dtype=dtype, overwrite=True)
     assert contents(again) == before
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "speculators", "gguf"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_dspark_round_trip_is_byte_stable(tmp_path, layout, dtype, own):
+    target = tiny_target()
+    config = tiny_drafter(target, "dspark", own_embedding=own, own_head=own, dtype=dtype)
+    tree = TreeSource(random_params(target, config)["drafter"], config)
+    name = "x.gguf" if layout == "gguf" else "x"
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    options = {"layout": layout, "dtype": dtype}
+    export.export(Weights(config, tree), tmp_path / "a" / name, **options)
+    again = write(tmp_path / "a" / name, tmp_path / "b" / name, **options)
+    first = tmp_path / "a" / name
+    if layout == "gguf":
+        assert again.read_bytes() == first.read_bytes()
+    else:
+        assert contents(again) == contents(first)
+
+
+def test_heads_that_a_layout_does_not_know_are_refused(tmp_path):
+    target = tiny_target()
+    config = tiny_drafter(target, "dspark", markov_head="rnn")
+    tree = TreeSource(random_params(target, config)["drafter"], config)
+    with pytest.raises(ConfigError, match="a rnn Markov head has no place in a drafter GGUF"):
+        export.export(Weights(config, tree), tmp_path / "x", layout="gguf", dtype="float32")
 
 
 def test_the_gguf_package_reads_what_we_write(tmp_path):

@@ -1,16 +1,23 @@
 import dataclasses
+import json
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from gguf_models import NAMES, write_drafter
 from weight_files import ORACLE
 
+from converters import export
+from converters.canonical import Canonical, Origin
 from converters.gguf import open_gguf
 from converters.gguf.drafter import canonical, read_config
 from converters.load import load, load_drafter
+from converters.models import open_model
 from converters.taps import read_taps
+from converters.tree_source import TreeSource
 from dflash_jax.config import read_drafter_config
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 
 FOLDER = ORACLE / "drafters" / "v1_full"
 
@@ -97,13 +104,101 @@ def test_two_spellings_of_one_tensor_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("selector_hidden.weight", "DFlash 2"), ("markov_w1.weight", "DSpark")]
+    ("name", "kind"), [("dflash.dspark.markov.w1", "DSpark in"), ("dflash.domino.start", "Domino")]
 )
 def test_relatives_are_named(tmp_path, name, kind):
     source = open_gguf(write_drafter(FOLDER, tmp_path / "x.gguf", "upstream"))
     source._tensors[name] = source._tensors["fc.weight"]
     with pytest.raises(ConfigError, match=f"so it is {kind}"):
         read_config(source)
+
+
+@pytest.mark.parametrize("name", ["v2", "v2_sliding"])
+def test_a_dflash_2_file_gives_the_parameters_of_its_folder(tmp_path, name):
+    folder = ORACLE / "drafters" / name
+    path = write_drafter(folder, tmp_path / "x.gguf", "upstream")
+    source = open_gguf(path)
+    for key, value in (("logit_scale", 0.7), ("final_logit_softcapping", 4.0)):
+        if name == "v2_sliding":
+            source.metadata[f"dflash.{key}"] = float(np.float32(value))
+    config, _ = read_config(source)
+    assert config == dataclasses.replace(read_drafter_config(folder), num_target_layers=0)
+    params = leaves(load(canonical(source, config), config, "float32", where=str(path)))
+    expected = leaves(load_drafter(folder, read_drafter_config(folder)))
+    assert params.keys() == expected.keys()
+    for at, array in params.items():
+        np.testing.assert_array_equal(array, expected[at], str(at))
+
+
+def dspark(folder, **changes):
+    """A DSpark drafter in a speculators folder (a reduced vocabulary has no other)."""
+    target = tiny_target()
+    config = tiny_drafter(target, "dspark", **changes)
+    params = random_params(target, config)["drafter"]
+    if config.draft_vocab_size:
+        ids = np.sort(np.random.default_rng(0).permutation(97)[: config.draft_vocab_size])
+        params["d2t"] = (ids - np.arange(len(ids))).astype(np.int32)
+    weights = export.Weights(config, TreeSource(params, config))
+    export.export(weights, folder, layout="speculators", dtype="float32")
+    return folder, config, params
+
+
+DSPARKS = {
+    "borrowed": {},
+    "own": {"own_embedding": True, "own_head": True},
+    "reduced": {"draft_vocab_size": 40, "own_head": True},
+    "alone": {"confidence_with_markov": False},
+}
+
+
+@pytest.mark.parametrize("name", DSPARKS)
+def test_a_dspark_drafter_keeps_its_heads_through_every_layout(tmp_path, name):
+    folder, config, params = dspark(tmp_path / "s", **DSPARKS[name])
+    stored = safetensors.numpy.load_file(folder / "model.safetensors")
+    if name == "reduced":
+        np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), stored["d2t"] + np.arange(40))
+    published = json.loads((folder / "config.json").read_text())
+    layers = published["transformer_layer_config"]
+    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": [0, 1]}
+    flat = layers | {"dflash_config": own, "block_size": 8, "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+    file = write_drafter(tmp_path, tmp_path / "x.gguf", "upstream")
+    expected = leaves(params)
+    for path in (folder, file):
+        model = open_model(path, role="drafter")
+        found = dataclasses.replace(model.config, rope=config.rope)
+        assert found == dataclasses.replace(config, num_target_layers=0)
+        loaded = leaves(model.load("float32"))
+        assert loaded.keys() == expected.keys()
+        for at, array in loaded.items():
+            np.testing.assert_array_equal(array, expected[at], str(at))
+
+
+def test_a_head_tied_to_the_drafters_table_is_found(tmp_path):
+    source = open_gguf(write_dspark(tmp_path, own_embedding=True))
+    config, _ = read_config(source)
+    assert config.own_head
+    params = load(canonical(source, config), config, "float32", where="x")
+    np.testing.assert_array_equal(params["head"], params["embed"].T)
+
+
+@pytest.mark.parametrize("ids", [[0, 3, 3], [0, 5, 2], [0, 5, 97], [-1, 2, 3]])
+def test_a_reduced_vocabulary_must_list_ascending_tokens(tmp_path, ids):
+    _, config, params = dspark(tmp_path / "s", draft_vocab_size=3, own_head=True)
+    params["d2t"] = (np.array(ids) - np.arange(3)).astype(np.int32)
+    found = Canonical(TreeSource(params, config), {}, {})
+    found.origins = {name: Origin(name) for name in found.source.names()}
+    with pytest.raises(CheckpointError, match="does not name 3 ascending tokens below 97"):
+        load(found, config, "float32", where="x")
+
+
+def write_dspark(tmp_path, **changes):
+    """The drafter as a GGUF file of ours, which the tests above compare with theirs."""
+    _, config, params = dspark(tmp_path / "s", **changes)
+    weights = export.Weights(config, TreeSource(params, config))
+    export.export(weights, tmp_path / "x.gguf", layout="gguf", dtype="float32")
+    return tmp_path / "x.gguf"
 
 
 @pytest.mark.parametrize(
