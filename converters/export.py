@@ -42,6 +42,7 @@ class Weights:
     tensors: TensorSource
     companions: Mapping[str, str | Path] = field(default_factory=dict)
     tokenizer: Mapping[str, Any] = field(default_factory=dict)  # GGUF metadata of the target
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of config.json, besides its own
 
 
 def export(
@@ -120,6 +121,11 @@ def _drafter(config: AttentionConfig, layout: str) -> DrafterConfig:
     return config
 
 
+def write_huggingface(weights: Weights, folder: Path, dtype: str) -> None:
+    """A Hugging Face folder at a place of the caller's, who keeps it whole."""
+    _write_huggingface(_Output(weights, folder, dtype, float_dtype(dtype), _silent))
+
+
 def _write_huggingface(output: _Output) -> None:
     drafter = isinstance(output.weights.config, DrafterConfig)
     fields = published.fields(output.weights.config, output.dtype)
@@ -151,13 +157,13 @@ def _write_folder(
     made: Mapping[str, np.ndarray] = types.MappingProxyType({}),
 ) -> None:
     """Weights first, config.json last: a folder cut short does not load."""
-    output.place.mkdir()
+    output.place.mkdir(exist_ok=True)
     copy_companions(output.weights.companions, output.place)
     weights = output.place / "model.safetensors"
     output.write_tensors(
         rename, lambda planned, read: write_safetensors(weights, planned, read), made
     )
-    text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+    text = json.dumps(fields | dict(output.weights.fields), indent=2, sort_keys=True) + "\n"
     (output.place / "config.json").write_text(text, encoding="utf-8")
 
 
