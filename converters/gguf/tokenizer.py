@@ -1,7 +1,7 @@
 """Tokenizer, chat template and stop tokens from GGUF metadata, as Hugging Face files.
 
-Byte-level BPE is rebuilt; other kinds are refused with the remedy. Facts from llama.cpp's
-vocabulary code and published tokenizer.json files.
+Byte-level BPE and Gemma 4's BPE over characters are rebuilt; other kinds are refused with the
+remedy. Facts from llama.cpp's vocabulary code and published tokenizer.json files.
 """
 
 import json
@@ -37,10 +37,19 @@ WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "gpt-4o"})  # a word in the vocabula
 STARTS_BY_DEFAULT = frozenset({"llama-bpe"})  # with the beginning-of-sequence token
 
 # A file names one end token; the families end a turn with any of these.
+_CHAT = ("<|im_end|>", "<|endoftext|>")
 STOP_TEXTS = {
-    "qwen3": ("<|im_end|>", "<|endoftext|>"),
+    "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
+    "gpt-oss": ("<|return|>", "<|endoftext|>", "<|call|>"),
     "llama": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    "qwen3": _CHAT,
+    "qwen35": _CHAT,
+    "qwen35moe": _CHAT,
+    "qwen3moe": _CHAT,
 }
+# Tokens that files name as ends though they only end a part: these end nothing in the family.
+PART_ENDS = {"gpt-oss": ("<|end|>",), "gemma4": ("</s>",)}
+SPACE = "\u2581"  # what Gemma's vocabulary has for a space
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -51,7 +60,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     if "tokenizer.ggml.model" not in metadata:
         return {}
     whole = metadata.get("tokenizer.huggingface.json")
-    core = whole if isinstance(whole, str) else json.dumps(_byte_level(metadata))
+    core = whole if isinstance(whole, str) else json.dumps(_rebuilt(metadata))
     return {
         "tokenizer.json": core,
         "tokenizer_config.json": json.dumps(_settings(metadata), indent=1),
@@ -62,12 +71,70 @@ def stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """Ids that end a generation: those the file names, then those its family is known to use."""
     named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     found = [i for i in named if type(i) is int]
-    texts = STOP_TEXTS.get(str(metadata.get("general.architecture")), ())
+    family = str(metadata.get("general.architecture"))
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if texts and isinstance(tokens, GgufArray):
-        wanted = set(texts)
-        found += [i for i, token in enumerate(tokens.tolist()) if token in wanted]
+    if family in STOP_TEXTS and isinstance(tokens, GgufArray):
+        texts = tokens.tolist()
+        wanted, parts = set(STOP_TEXTS[family]), PART_ENDS.get(family, ())
+        found += [i for i, token in enumerate(texts) if token in wanted]
+        found = [i for i in found if not (0 <= i < len(texts) and texts[i] in parts)]
     return tuple(dict.fromkeys(found))
+
+
+def _rebuilt(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    gemma = metadata["tokenizer.ggml.model"] == "gemma4"
+    return _characters(metadata) if gemma else _byte_level(metadata)
+
+
+def _characters(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma 4: characters are merged over whole texts, unknown ones fall back to bytes.
+
+    Runs of newlines that are tokens are taken whole, as llama.cpp does.
+    """
+    tokens, kinds = _tokens(metadata)
+    runs = [i for i, token in enumerate(tokens) if len(token) > 1 and not token.strip("\n")]
+    whole = [USER_DEFINED if i in set(runs) else kind for i, kind in enumerate(kinds)]
+    spelt = [token.replace(" ", SPACE) for token in tokens]  # files show added tokens as text
+    vocabulary = _vocabulary(spelt, kinds)
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    known = type(unknown) is int and 0 <= unknown < len(tokens)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(tokens, whole),
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+        "pre_tokenizer": None,
+        "post_processor": _post_processor(metadata, tokens, None),
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": tokens[unknown] if known else None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": _merges(metadata, vocabulary),
+        },
+    }
+
+
+def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
+    """Ids by text, padding left out."""
+    found = {t: i for i, (t, k) in enumerate(zip(tokens, kinds, strict=True)) if k != UNUSED}
+    if len(found) + kinds.count(UNUSED) != len(tokens):
+        raise CheckpointError("two tokens of the vocabulary are equal; fetch the file again")
+    return found
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,12 +142,11 @@ def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "gpt2" or pre not in PATTERNS:
         raise CheckpointError(
             f"the tokenizer {kind!r} with the word pattern {pre!r} cannot be rebuilt; known are"
-            f" 'gpt2' with {', '.join(PATTERNS)}. Give the folder of the original tokenizer"
+            f" 'gemma4', and 'gpt2' with {', '.join(PATTERNS)}. Give the folder of the original"
+            " tokenizer"
         )
     tokens, kinds = _tokens(metadata)
-    vocabulary = {t: i for i, (t, k) in enumerate(zip(tokens, kinds, strict=True)) if k != UNUSED}
-    if len(vocabulary) + kinds.count(UNUSED) != len(tokens):
-        raise CheckpointError("two tokens of the vocabulary are equal; fetch the file again")
+    vocabulary = _vocabulary(tokens, kinds)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     split = {"type": "Split", "pattern": {"Regex": PATTERNS[pre]}, "behavior": "Isolated"}
     return {
@@ -150,13 +216,15 @@ def _merges(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> list[lis
 
 
 def _starts(metadata: Mapping[str, Any]) -> bool:
+    if metadata.get("tokenizer.ggml.model") == "gemma4":
+        return True  # whatever the file says
     default = metadata.get("tokenizer.ggml.pre") in STARTS_BY_DEFAULT
     return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
 
 
 def _post_processor(
-    metadata: Mapping[str, Any], tokens: list[str], byte_level: dict[str, Any]
-) -> dict[str, Any]:
+    metadata: Mapping[str, Any], tokens: list[str], byte_level: dict[str, Any] | None
+) -> dict[str, Any] | None:
     start = metadata.get("tokenizer.ggml.bos_token_id")
     if not _starts(metadata) or type(start) is not int or not 0 <= start < len(tokens):
         return byte_level
@@ -169,7 +237,7 @@ def _post_processor(
         "pair": [token, first, second],
         "special_tokens": {tokens[start]: entry},
     }
-    return {"type": "Sequence", "processors": [byte_level, template]}
+    return {"type": "Sequence", "processors": [byte_level, template]} if byte_level else template
 
 
 def _settings(metadata: Mapping[str, Any]) -> dict[str, Any]:

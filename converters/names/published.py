@@ -66,7 +66,8 @@ def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
             "dtype": dtype,
         }
     )
-    return found | _windows(config.windows, [w is not None for w in config.windows])
+    windows = config.windows or (None,) * config.num_layers
+    return found | _windows(windows, [w is not None for w in windows])
 
 
 def _experts(config: TargetConfig) -> dict[str, Any]:

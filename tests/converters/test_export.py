@@ -52,6 +52,12 @@ def test_a_target_config_survives_being_written(name):
     assert target_config(published.fields(config, config.dtype)) == config
 
 
+def test_a_target_without_listed_windows_sees_everything():
+    config = dataclasses.replace(read_target_config(ORACLE / "targets" / "qwen3"), windows=())
+    again = target_config(published.fields(config, config.dtype))
+    assert again.windows == (None,) * config.num_layers
+
+
 @pytest.mark.parametrize("name", ["targets/llama3", "targets/qwen3", "drafters/v1_full"])
 def test_a_folder_written_again_holds_the_same_tensors(tmp_path, name):
     folder = ORACLE / name

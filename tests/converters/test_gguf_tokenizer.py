@@ -95,6 +95,87 @@ def test_end_tokens_are_completed_by_family(tmp_path):
     assert list(stop_ids(metadata)) == expected
 
 
+FAMILY_ENDS = [
+    ("qwen3moe", "<|im_end|>", {"<|im_end|>", "<|endoftext|>"}),
+    ("qwen35", "<|endoftext|>", {"<|im_end|>", "<|endoftext|>"}),
+    ("qwen35moe", "<|im_end|>", {"<|im_end|>", "<|endoftext|>"}),
+    ("gpt-oss", "<|return|>", {"<|return|>", "<|endoftext|>", "<|call|>"}),
+    ("gpt-oss", "<|end|>", {"<|return|>", "<|endoftext|>", "<|call|>"}),
+    ("gemma4", "<eos>", {"<eos>", "<turn|>", "<|tool_response>"}),
+    ("gemma4", "</s>", {"<eos>", "<turn|>", "<|tool_response>"}),
+    ("llama", "<|eot_id|>", {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "named", "expected"), FAMILY_ENDS)
+def test_every_family_ends_where_it_should(tmp_path, architecture, named, expected):
+    texts = ["a", "</s>", "<|end|>", "<|im_end|>", "<|endoftext|>", "<|return|>", "<|call|>"]
+    texts += ["<eos>", "<turn|>", "<|tool_response>", "<end_of_turn>"]
+    texts += ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
+    writer.add_token_list(texts)
+    writer.add_eos_token_id(texts.index(named))
+    finish(writer)
+    found = stop_ids(open_gguf(tmp_path / "x.gguf").metadata)
+    assert {texts[i] for i in found} == expected
+    assert len(found) == len(expected)
+
+
+def gemma() -> tokenizers.Tokenizer:
+    """A BPE over characters as Gemma ships it: spaces spelt, bytes for what is unknown."""
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=220, show_progress=False)
+    core.train_from_iterator([*(t for t in TEXTS if "ünï" not in t), "a  b\n\n\nc   d"], trainer)
+    fields = json.loads(core.to_str())
+    texts = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>", *(f"<0x{i:02X}>" for i in range(256))]
+    merges = [pair for pair in fields["model"]["merges"]]
+    ordered = [*texts, "\n\n", "\n\n\n", *sorted(fields["model"]["vocab"])]
+    vocabulary = {text: i for i, text in enumerate(dict.fromkeys(ordered))}
+    fields["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
+    fields["model"] |= {"vocab": vocabulary, "merges": merges}
+    fields["decoder"] = {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ],
+    }
+    core = tokenizers.Tokenizer.from_str(json.dumps(fields))
+    core.add_special_tokens(["<bos>", "<eos>", "<turn|>"])
+    core.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in ("\n\n", "\n\n\n")])
+    return core
+
+
+def test_gemmas_tokenizer_is_rebuilt(tmp_path):
+    core = gemma()
+    tokens = [core.id_to_token(i) for i in range(core.get_vocab_size())]
+    special = {"<bos>": 3, "<eos>": 3, "<turn|>": 3, "<pad>": 3, "<unk>": 2}
+    kinds = [special.get(t, 6 if t.startswith("<0x") else 1) for t in tokens]
+    merges = [" ".join(pair) for pair in json.loads(core.to_str())["model"]["merges"]]
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_add_bos_token(False)  # as some files say; the family starts with it all the same
+    for name in ("bos", "eos", "unk"):
+        getattr(writer, f"add_{name}_token_id")(tokens.index(f"<{name}>"))
+    finish(writer)
+    metadata = open_gguf(tmp_path / "x.gguf").metadata
+    rebuilt = tokenizers.Tokenizer.from_str(tokenizer_files(metadata)["tokenizer.json"])
+    start = tokens.index("<bos>")
+    for text in [*TEXTS, "a\n\nb\n", "x\n\n\ny", "<bos>hi<turn|>"]:
+        ids = core.encode(text).ids
+        assert rebuilt.encode(text).ids == [start, *ids]
+        assert rebuilt.encode(text, add_special_tokens=False).ids == ids
+        assert rebuilt.decode(ids) == core.decode(ids)
+        if "<" not in text:
+            assert rebuilt.decode(ids) == text
+    assert tokens.index("\n\n\n") in rebuilt.encode("x\n\n\ny").ids
+
+
 def test_chat_templates_are_carried_by_name(tmp_path):
     core = trained(PATTERNS["qwen2"], normalise=True, whole=False)
     templates = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
