@@ -17,7 +17,13 @@ from converters.names import huggingface
 from converters.names.slots import Part, Slot, same
 from converters.source import TensorSource
 from dflash_jax.checkpoint import FLOATS
-from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig, read_json
+from dflash_jax.config import (
+    ALWAYS_FLOAT32,
+    AttentionConfig,
+    DrafterConfig,
+    TargetConfig,
+    read_json,
+)
 from dflash_jax.errors import CheckpointError, ConfigError
 
 _EXPONENTS = {FLOATS["float16"]: np.uint16(0x7C00), FLOATS["bfloat16"]: np.uint16(0x7F80)}
@@ -50,11 +56,14 @@ def load(
     where: str,
     progress: Progress = lambda name, weights: None,
 ) -> Params:
-    """The parameter tree of `config`; CheckpointError names everything that does not fit it."""
+    """The parameter tree of `config`; CheckpointError names everything that does not fit it.
+
+    Integers stay integers, and what `ALWAYS_FLOAT32` names stays float32.
+    """
     slots = names.slots(config)
     check(slots, found, where=where)
     kind = float_dtype(dtype)
-    arrays = [np.empty(slot.shape, np.int32 if slot.integer else kind) for slot in slots]
+    arrays = [np.empty(slot.shape, _stored_as(slot, kind)) for slot in slots]
     jobs = [job for slot, array in zip(slots, arrays, strict=True) for job in _jobs(slot, array)]
 
     def run(job: "_Job") -> None:
@@ -78,6 +87,12 @@ def _check_ids(offsets: np.ndarray, config: DrafterConfig, where: str) -> None:
             f"{where}: d2t does not name {len(ids)} ascending tokens below {config.vocab_size};"
             " fetch or export the drafter again"
         )
+
+
+def _stored_as(slot: Slot, dtype: np.dtype) -> np.dtype:
+    if slot.integer:
+        return np.dtype(np.int32)
+    return FLOATS["float32"] if slot.path[-1] in ALWAYS_FLOAT32 else dtype
 
 
 def read_as(source: TensorSource, name: str, dtype: np.dtype, pool: Executor) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_jax.compiler import Plan, resolve
 from dflash_jax.compiler.programs import abstract_params
-from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.config import ALWAYS_FLOAT32, DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.config.gemma4 import Gemma4Config
@@ -168,7 +168,8 @@ def random_params(
             values = 1 + 0.3 * rng.standard_normal(leaf.shape)
         else:
             values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[stacked])
-        return values.astype(jax.numpy.dtype(dtype))
+        always = path[-1].key in ALWAYS_FLOAT32
+        return values.astype(np.float32 if always else jax.numpy.dtype(dtype))
 
     params = jax.tree_util.tree_map_with_path(draw, abstract_params(plan, target, drafter))
     for tree in params.values():

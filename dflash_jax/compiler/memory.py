@@ -68,10 +68,10 @@ def drafter_weights(target: TargetConfig, c: DrafterConfig) -> int:
 
 def budget(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Budget:
     """What a resolved plan needs for these models."""
-    weights = target_weights(target) + (drafter_weights(target, drafter) if drafter else 0)
+    weights = tree_bytes(abstract_params(plan, target, drafter))
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
     temporaries = _temporary_bytes(plan, target, drafter)
-    return Budget(weights * _item(plan), tree_bytes(state), temporaries, plan.prefix_cache)
+    return Budget(weights, tree_bytes(state), temporaries, plan.prefix_cache)
 
 
 def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, program: str) -> Work:
@@ -99,13 +99,6 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
         flops += 2 * tokens * (used + drafting * context)
         flops += drafting * _attention_flops(state.draft, tokens, drafter)
     return Work(moved, flops)
-
-
-def kept_states(plan: Plan, target: TargetConfig) -> int:
-    """Bytes of the states that exact blocks keep until they are committed (R3)."""
-    state = jax.eval_shape(lambda: empty_state(plan, target, None))
-    recurrent = [c.state for c in state.target if isinstance(c, RecurrentCache)]
-    return plan.block * tree_bytes(recurrent) if plan.exact else 0
 
 
 def tree_bytes(tree: Any) -> int:
@@ -150,16 +143,20 @@ def _temporary_bytes(plan: Plan, target: TargetConfig, drafter: DrafterConfig | 
     logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
     experts = 8 * wide * target.num_experts * target.expert_size  # all of them, gate and up
     taps = wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
-    recurrent = max(kept_states(plan, target), _factor_bytes(plan, target))
+    recurrent = _recurrent_bytes(plan, target)
     return scores + hidden + logits + experts + 2 * taps * _item(plan) + recurrent
 
 
-def _factor_bytes(plan: Plan, target: TargetConfig) -> int:
-    """What the recurrent layers keep of a prompt chunk: inputs, keys, corrections, decays."""
+def _recurrent_bytes(plan: Plan, target: TargetConfig) -> int:
+    """What all recurrent layers keep of a call, and what one of them needs while it runs.
+
+    Kept until the commit: convolution inputs, keys, corrections, decays.
+    """
     state = jax.eval_shape(lambda: empty_state(plan, target, None))
     recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
     wide = sum(c.inputs.shape[2] * (4 + _item(plan)) + c.state.shape[1] * 4 for c in recurrent)
-    return plan.rows * plan.chunk * wide
+    one = max((tree_bytes(c.state) for c in recurrent), default=0)
+    return plan.rows * plan.widest * wide + 4 * one
 
 
 def gibi(n: float) -> str:

@@ -17,7 +17,14 @@ from dflash_jax.compiler.sharding import (
     row_shardings,
     whole,
 )
-from dflash_jax.config import AUTO, LATE, DrafterConfig, TargetConfig, paired
+from dflash_jax.config import (
+    ALWAYS_FLOAT32,
+    AUTO,
+    LATE,
+    DrafterConfig,
+    TargetConfig,
+    paired,
+)
 from dflash_jax.decode import steps
 from dflash_jax.decode.shaping import neutral_shaping, set_row
 from dflash_jax.decode.snapshot import put_segment, take_segment
@@ -70,33 +77,54 @@ def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None)
 def abstract_params(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
 ) -> dict[str, Any]:
-    """Shapes and dtypes of all parameters; no memory is used. Token ids stay integers."""
+    """Shapes and dtypes of all parameters; no memory is used.
 
-    def planned(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        whole = jnp.issubdtype(x.dtype, jnp.integer)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype if whole else jnp.dtype(plan.dtype))
+    Token ids stay integers, and what `ALWAYS_FLOAT32` names stays float32.
+    """
 
-    return jax.tree.map(planned, _shapes(target, drafter))
+    def planned(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        kept = jnp.issubdtype(x.dtype, jnp.integer) or path[-1].key in ALWAYS_FLOAT32
+        return jax.ShapeDtypeStruct(x.shape, x.dtype if kept else jnp.dtype(plan.dtype))
+
+    shapes = {"target": _target_shapes(target)}
+    if drafter is not None:
+        shapes["drafter"] = _drafter_shapes(target, drafter)
+    return jax.tree_util.tree_map_with_path(planned, shapes)
 
 
 @functools.lru_cache(maxsize=16)
-def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Any]:
-    """Shapes of all parameters, weights as float32; tracing a large model takes seconds."""
-    return jax.eval_shape(lambda: init_params(target, drafter, seed=0))
+def _target_shapes(target: TargetConfig) -> dict[str, Any]:
+    """Shapes of a target's parameters, as float32; tracing a large model takes seconds."""
+    return jax.eval_shape(lambda: _init_target(target, jax.random.key(0)))
+
+
+@functools.lru_cache(maxsize=16)
+def _drafter_shapes(target: TargetConfig, drafter: DrafterConfig) -> dict[str, Any]:
+    return jax.eval_shape(lambda: _init_drafter(target, drafter, jax.random.key(0)))
 
 
 def init_params(target: TargetConfig, drafter: DrafterConfig | None, *, seed: int) -> Params:
     """Random float32 parameters, for tests, benchmarks and training."""
-    pair = build_pair(target, drafter)
-    plan = Plan(max_length=2, block=2, chunk=1, dtype="float32", rings=False)
-    state = empty_state(plan, target, drafter)
     keys = jax.random.split(jax.random.key(seed))
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    params = {"target": pair.target.init(keys[0], tokens, state.target, state.position)["params"]}
-    if pair.drafter is not None:
-        x = jnp.zeros((1, 1, target.hidden_size), jnp.float32)
-        params["drafter"] = pair.drafter.init(keys[1], x, state.draft, state.position)["params"]
+    params = {"target": _init_target(target, keys[0])}
+    if drafter is not None:
+        params["drafter"] = _init_drafter(target, drafter, keys[1])
     return params
+
+
+_LEAST = Plan(max_length=2, block=2, chunk=1, dtype="float32", rings=False)
+
+
+def _init_target(target: TargetConfig, key: jax.Array) -> Params:
+    caches, start = target_caches(target, _LEAST.cache), jnp.zeros((1,), jnp.int32)
+    module: Any = build_target(target)
+    return module.init(key, jnp.zeros((1, 1), jnp.int32), caches, start)["params"]
+
+
+def _init_drafter(target: TargetConfig, drafter: DrafterConfig, key: jax.Array) -> Params:
+    x, start = jnp.zeros((1, 1, target.hidden_size), jnp.float32), jnp.zeros((1,), jnp.int32)
+    caches = drafter_caches(drafter, _LEAST.cache)
+    return build_drafter(paired(target, drafter)).init(key, x, caches, start)["params"]
 
 
 def idle_rules(plan: Plan) -> RowRules:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.config.base import (
+    ALWAYS_FLOAT32,
     AUTO,
     EARLY,
     FULL,
@@ -30,6 +31,7 @@ from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
 
 __all__ = [
+    "ALWAYS_FLOAT32",
     "AUTO",
     "DRAFTER_TYPES",
     "EARLY",

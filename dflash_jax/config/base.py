@@ -12,6 +12,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
 OPT_IN = ("qwen3", "qwen3_moe")  # whose sliding_window counts only with use_sliding_window
 
+# Parameters, by the last part of their path, that are float32 whatever the dtype of the others:
+# an exponent's rounding would grow with every token a recurrent state remembers.
+ALWAYS_FLOAT32 = ("a_log",)
+
 # Where drafters take a layer's output: before what a family does after its residual adds
 # (per-layer inputs, layer scalars), after that, or as Hugging Face lists hidden states, which
 # is late, but the last layer's after the final norm. AUTO is late and knows no last layer.
@@ -100,6 +104,11 @@ class TargetConfig(AttentionConfig):
     def layer_kinds(self) -> tuple[str, ...]:
         """What each layer is, in words."""
         return window_kinds(self.windows or (None,) * self.num_layers)
+
+    @property
+    def conventions(self) -> tuple[str, ...]:
+        """What the family does its own way, in words."""
+        return ("queries and keys normed",) if self.qk_norm else ()
 
 
 def window_kinds(windows: tuple[int | None, ...]) -> tuple[str, ...]:

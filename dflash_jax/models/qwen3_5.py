@@ -14,9 +14,8 @@ from dflash_jax.models import MakeCache
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.nn.delta import (
-    ChunkedUpdate,
     DeltaInputs,
-    SteppedUpdate,
+    DeltaUpdate,
     by_chunk,
     by_token,
     causal_conv,
@@ -95,12 +94,8 @@ class GatedDelta(nn.Module):
             g=-rate[None, None] * step,
             beta=jax.nn.sigmoid(b.astype(jnp.float32)),
         )
-        if chunked:
-            o, d = by_chunk(cache.state, rule)
-            update = ChunkedUpdate(cache=cache, inputs=inputs, k=k, d=d, g=rule.g)
-        else:
-            o, states = by_token(cache.state, rule)
-            update = SteppedUpdate(cache=cache, inputs=inputs, states=states)
+        o, d = (by_chunk if chunked else by_token)(cache.state, rule)
+        update = DeltaUpdate(cache=cache, inputs=inputs, k=k, d=d, g=rule.g, chunked=chunked)
         return dot(self.gated(o.astype(x.dtype), z), self.out), update
 
     def heads(

@@ -4,10 +4,11 @@ Per token the state S [P, Q] of a head decays, is corrected towards the value at
 read at the query:  S = exp(g) S;  d = beta (v - S'k);  S = S + k d';  o = S'q.
 
 * Token by token: every step has the same bits wherever a block begins and ends, so this is what
-  exact decode steps run. All T states are kept until it is known which one stays.
+  exact decode steps run. The commit repeats the first n steps from their keys, corrections and
+  decays; only the state before the block is kept.
 * Chunked: the corrections d of a chunk solve one triangular system. Prefill, which always cuts
-  on the same grid, runs this; the state after any n tokens follows from keys, corrections and
-  decays alone.
+  on the same grid, runs this; the state after any n tokens follows from the same factors by
+  one product.
 
 All of it is float32. Key heads serve groups of value heads, as in grouped attention.
 """
@@ -35,48 +36,47 @@ class DeltaInputs:
 
 
 @struct.dataclass
-class SteppedUpdate:
-    """A block that ran token by token."""
+class DeltaUpdate:
+    """T tokens that ran, with the factors of the states after each of them."""
 
     cache: RecurrentCache
-    inputs: Float[Array, "B W+T C"]  # the cache's, then the block's
-    states: Float[Array, "T B N P Q"]  # after each token
-
-    def commit(self, n: Int[Array, " B"]) -> RecurrentCache:
-        """Selects the state after n tokens."""
-        last = jnp.maximum(n - 1, 0)[None, :, None, None, None]
-        state = jnp.take_along_axis(self.states, last, axis=0)[0]
-        return RecurrentCache(
-            state=jnp.where((n > 0)[:, None, None, None], state, self.cache.state),
-            inputs=window(self.inputs, n, self.cache.inputs.shape[1]),
-        )
-
-
-@struct.dataclass
-class ChunkedUpdate:
-    """A chunk that ran at once, with the factors of its states."""
-
-    cache: RecurrentCache
-    inputs: Float[Array, "B W+T C"]
+    inputs: Float[Array, "B W+T C"]  # the cache's, then the tokens'
     k: Float[Array, "B T K P"]  # per key head
     d: Float[Array, "B T N Q"]
     g: Float[Array, "B T N"]
+    chunked: bool = struct.field(pytree_node=False)
 
     def commit(self, n: Int[Array, " B"]) -> RecurrentCache:
-        """S_n = exp(g_1 + .. + g_n) S + sum over j <= n of exp(g_j+1 + .. + g_n) k_j d_j'."""
+        """The state after n tokens, in the form in which they ran.
+
+        Tokens past n become zeros, which neither decay nor correct.
+        """
         kept = (jnp.arange(self.g.shape[1])[None, :] < n[:, None])[:, :, None]
         g = jnp.where(kept, self.g, 0.0)
-        decay = jax.lax.cumsum(g, axis=1, reverse=True)  # from token j on, itself included
-        later = jnp.pad(decay[:, 1:], ((0, 0), (0, 1), (0, 0)))
-        k = spread(self.k, self.g.shape[2])
-        k = jnp.where(kept[..., None], k * jnp.exp(later)[..., None], 0.0)
+        k = jnp.where(kept[..., None], spread(self.k, g.shape[2]), 0.0)
         d = jnp.where(kept[..., None], self.d, 0.0)
-        state = jnp.exp(decay[:, 0])[:, :, None, None] * self.cache.state
-        state += jnp.einsum("btnp,btnq->bnpq", k, d, precision=HIGHEST)
+        after = (self._at_once if self.chunked else self._step_by_step)(k, d, g)
         return RecurrentCache(
-            state=jnp.where((n > 0)[:, None, None, None], state, self.cache.state),
+            state=jnp.where((n > 0)[:, None, None, None], after, self.cache.state),
             inputs=window(self.inputs, n, self.cache.inputs.shape[1]),
         )
+
+    def _step_by_step(
+        self, k: Float[Array, "B T N P"], d: Float[Array, "B T N Q"], g: Float[Array, "B T N"]
+    ) -> Float[Array, "B N P Q"]:
+        """The steps of `by_token` once more: the same bits."""
+        factors = tuple(jnp.moveaxis(x, 1, 0) for x in (k, d, g))
+        return jax.lax.scan(lambda state, x: (step(state, *x), None), self.cache.state, factors)[0]
+
+    def _at_once(
+        self, k: Float[Array, "B T N P"], d: Float[Array, "B T N Q"], g: Float[Array, "B T N"]
+    ) -> Float[Array, "B N P Q"]:
+        """S_n = exp(g_1 + .. + g_n) S + sum over j <= n of exp(g_j+1 + .. + g_n) k_j d_j'."""
+        decay = jax.lax.cumsum(g, axis=1, reverse=True)  # from token j on, itself included
+        later = jnp.pad(decay[:, 1:], ((0, 0), (0, 1), (0, 0)))
+        state = jnp.exp(decay[:, 0])[:, :, None, None] * self.cache.state
+        k = k * jnp.exp(later)[..., None]
+        return state + jnp.einsum("btnp,btnq->bnpq", k, d, precision=HIGHEST)
 
 
 def window(
@@ -111,24 +111,39 @@ def causal_conv(
     return jax.nn.silu(jnp.asarray(total)).astype(inputs.dtype)
 
 
+def step(
+    state: Float[Array, "B N P Q"],
+    k: Float[Array, "B N P"],
+    d: Float[Array, "B N Q"],
+    g: Float[Array, "B N"],
+) -> Float[Array, "B N P Q"]:
+    """The state after one token whose correction is known: exp(g) S + k d'.
+
+    Fenced in, and always the body of a loop: what stands beside it, an unrolled neighbour say,
+    would change how its products are rounded, and a commit has to round as the forward pass did.
+    """
+    state, k, d, g = jax.lax.optimization_barrier((state, k, d, g))
+    after = state * jnp.exp(g)[:, :, None, None] + k[..., None] * d[:, :, None]
+    return jax.lax.optimization_barrier(after)
+
+
 def by_token(
     state: Float[Array, "B N P Q"], x: DeltaInputs
-) -> tuple[Float[Array, "B T N Q"], Float[Array, "T B N P Q"]]:
-    """Outputs, and the state after every token.
+) -> tuple[Float[Array, "B T N Q"], Float[Array, "B T N Q"]]:
+    """Outputs and corrections d.
 
     Products and sums instead of contractions: the compiler then makes one pass over the state.
     """
 
-    def step(state: Array, x: DeltaInputs) -> tuple[Array, tuple[Array, Array]]:
-        state = state * jnp.exp(x.g)[:, :, None, None]
-        read = (state * x.k[..., None]).sum(axis=2)  # [B, N, Q]
+    def advance(state: Array, x: DeltaInputs) -> tuple[Array, tuple[Array, Array]]:
+        read = (state * jnp.exp(x.g)[:, :, None, None] * x.k[..., None]).sum(axis=2)  # [B, N, Q]
         d = x.beta[..., None] * (x.v - read)
-        state = state + x.k[..., None] * d[:, :, None]
-        return state, ((state * x.q[..., None]).sum(axis=2), state)
+        state = step(state, x.k, d, x.g)
+        return state, ((state * x.q[..., None]).sum(axis=2), d)
 
     tokens_first = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), x)
-    _, (out, states) = jax.lax.scan(step, state, tokens_first)
-    return jnp.moveaxis(out, 0, 1), states
+    _, (out, d) = jax.lax.scan(advance, state, tokens_first)
+    return jnp.moveaxis(out, 0, 1), jnp.moveaxis(d, 0, 1)
 
 
 def by_chunk(

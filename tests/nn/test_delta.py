@@ -9,9 +9,8 @@ import pytest
 
 from dflash_jax.compiler import jit
 from dflash_jax.nn.delta import (
-    ChunkedUpdate,
     DeltaInputs,
-    SteppedUpdate,
+    DeltaUpdate,
     by_chunk,
     by_token,
     causal_conv,
@@ -70,15 +69,14 @@ def test_both_forms_and_both_commits_are_the_recurrence(tokens: int) -> None:
 
     @jit
     def both(cache: RecurrentCache, x: DeltaInputs) -> Any:
-        o, stepped = by_token(cache.state, x)
-        one = SteppedUpdate(cache=cache, inputs=inputs, states=stepped)
-        o_chunked, d = by_chunk(cache.state, x)
-        other = ChunkedUpdate(cache=cache, inputs=inputs, k=k, d=d, g=x.g)
-        return stepped, ((o, one.commit(kept)), (o_chunked, other.commit(kept)))
+        found = []
+        for form in (by_token, by_chunk):
+            o, d = form(cache.state, x)
+            update = DeltaUpdate(cache, inputs, k, d, x.g, chunked=form is by_chunk)
+            found.append((o, update.commit(kept)))
+        return found
 
-    stepped, forms = both(cache, x)
-    np.testing.assert_allclose(stepped, states, **CLOSE)
-    for out, after in forms:
+    for out, after in both(cache, x):
         np.testing.assert_allclose(out, wanted, **CLOSE)
         for row in (0, 1):
             np.testing.assert_allclose(after.state[row], states[n[row] - 1, row], **CLOSE)
@@ -97,13 +95,12 @@ def test_tokens_past_n_never_reach_the_state_even_if_not_finite() -> None:
         return jnp.where(late.reshape(*late.shape[:2], *(1,) * (a.ndim - 2)), value, a)
 
     @jit
-    def commits(x: DeltaInputs, k: jax.Array) -> tuple[RecurrentCache, RecurrentCache]:
-        states = by_token(cache.state, x)[1]
-        d = by_chunk(cache.state, x)[1]
-        return (
-            SteppedUpdate(cache=cache, inputs=inputs, states=states).commit(jnp.asarray(n)),
-            ChunkedUpdate(cache=cache, inputs=inputs, k=k, d=d, g=x.g).commit(jnp.asarray(n)),
-        )
+    def commits(x: DeltaInputs, k: jax.Array) -> list[RecurrentCache]:
+        factors = (form(cache.state, x)[1] for form in (by_token, by_chunk))
+        return [
+            DeltaUpdate(cache, inputs, k, d, x.g, chunked=bool(i)).commit(jnp.asarray(n))
+            for i, d in enumerate(factors)
+        ]
 
     clean = commits(x, k)
     for value in (0.5, np.nan):
@@ -112,30 +109,30 @@ def test_tokens_past_n_never_reach_the_state_even_if_not_finite() -> None:
             np.testing.assert_array_equal(ours.state, theirs.state)
 
 
-def test_the_state_has_the_same_bits_whatever_the_cuts() -> None:
-    cache, x, _, inputs = rule(24)
+def test_outputs_and_states_have_the_same_bits_whatever_the_cuts() -> None:
+    cache, x, k, inputs = rule(24)
 
     @jit
-    def block(state: jax.Array, x: DeltaInputs, n: jax.Array) -> jax.Array:
-        states = by_token(state, x)[1]
-        update = SteppedUpdate(
-            cache=RecurrentCache(state=state, inputs=cache.inputs),
-            inputs=inputs[:, : KEPT + 8],
-            states=states,
-        )
-        return update.commit(n).state
+    def block(state: jax.Array, x: DeltaInputs, k: jax.Array, n: jax.Array) -> Any:
+        out, d = by_token(state, x)
+        before = RecurrentCache(state=state, inputs=cache.inputs)
+        update = DeltaUpdate(before, inputs[:, : KEPT + 8], k, d, x.g, chunked=False)
+        return out, update.commit(n).state
 
-    def run(cuts: list[int]) -> np.ndarray:
-        state, at = cache.state, 0
+    def run(cuts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        state, at, outs = cache.state, 0, []
         for n in cuts:
-            part = jax.tree.map(lambda a, at=at: np.asarray(a)[:, at : at + 8], x)
-            state = block(state, part, np.full(ROWS, n, np.int32))
+            here = slice(at, at + 8)
+            part = jax.tree.map(lambda a, here=here: np.asarray(a)[:, here], x)
+            out, state = block(state, part, k[:, here], np.full(ROWS, n, np.int32))
+            outs.append(np.asarray(out)[:, :n])
             at += n
-        return np.asarray(state)
+        return np.concatenate(outs, axis=1), np.asarray(state)
 
     whole = run([8, 8])
     for cuts in ([1] * 16, [3, 5, 1, 7], [8, 1, 2, 5], [2] * 8):
-        np.testing.assert_array_equal(run(cuts), whole)
+        for ours, theirs in zip(run(cuts), whole, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_convolution_sees_its_own_channel_and_the_past_only() -> None:
