@@ -106,7 +106,8 @@ class Logprobs:
 class StepOutput:
     """One small integer array, so that the host pays for one copy per step.
 
-    Columns: T tokens | count of valid ones | floor token | target finite | drafter finite.
+    Columns: T tokens | count of valid ones | floor token | target finite | drafts verified,
+    -1 where the drafter's numbers were not finite.
     """
 
     packed: Int[Array, "B T+4"]
@@ -118,11 +119,11 @@ def pack_output(
     count: Int[Array, " B"],
     floor: Int[Array, " B"],
     finite: Bool[Array, " B"],
-    draft_finite: Bool[Array, " B"],
+    drafts: Int[Array, " B"],
     logprobs: Logprobs | None = None,
 ) -> StepOutput:
     """The step's answer in one array; `read_output` takes it apart on the host."""
-    columns = (count, floor, finite.astype(jnp.int32), draft_finite.astype(jnp.int32))
+    columns = (count, floor, finite.astype(jnp.int32), drafts)
     packed = jnp.concatenate([tokens, jnp.stack(columns, axis=1)], axis=1)
     return StepOutput(packed, logprobs)
 
@@ -135,12 +136,13 @@ class RowStep:
     floor: int  # best token at the last decided place with stop tokens masked (R6)
     finite: bool  # target logits
     draft_finite: bool
+    drafts: int  # that were put to the target
 
 
 def read_output(out: StepOutput) -> list[RowStep]:
     """Waits for the step and takes its answer apart, one entry per row."""
     rows = np.asarray(out.packed).tolist()
-    return [RowStep(tuple(r[: r[-4]]), r[-3], bool(r[-2]), bool(r[-1])) for r in rows]
+    return [RowStep(tuple(r[: r[-4]]), r[-3], bool(r[-2]), r[-1] >= 0, max(r[-1], 0)) for r in rows]
 
 
 def empty_cache(

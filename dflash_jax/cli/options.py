@@ -43,6 +43,16 @@ def model_options(verb: argparse.ArgumentParser) -> None:
     models.add_argument("--rows", type=int, default=1, help="requests side by side")
     models.add_argument("--inexact", action="store_true", help="let plain steps run one token wide")
     models.add_argument(
+        "--no-rings", action="store_true", help="sliding layers keep whole caches, not rings"
+    )
+    models.add_argument(
+        "--min-survival",
+        type=float,
+        default=0.0,
+        metavar="CHANCE",
+        help="do not verify drafts that a drafter with a confidence head gives less than this",
+    )
+    models.add_argument(
         "--taps-at",
         default="auto",
         help="where the drafter's taps are taken: early, late or upstream (research; see Plan)",
@@ -92,7 +102,9 @@ def chosen_plan(options: argparse.Namespace) -> Any:
         chunk=options.chunk,
         dtype=options.dtype,
         exact=not options.inexact,
+        rings=not options.no_rings,
         taps_at=options.taps_at,
+        min_survival=options.min_survival,
         memory_limit=options.memory_limit,
         prefix_cache=options.prefix_cache,
         mesh=options.mesh,

@@ -114,7 +114,7 @@ def prefill(
     token = _choose(logits, zero, state.position + count, rules, sampled=sampled)
     floor = _floor(logits, zero, state.position + count, rules, sampled=sampled)
     likely = logprobs(raw, token[:, None]) if shaping else None
-    out = pack_output(token[:, None], n, floor, _finite(raw, n), jnp.ones_like(n, bool), likely)
+    out = pack_output(token[:, None], n, floor, _finite(raw, n), zero, likely)
     return commit(state, target, draft, count, token), out
 
 
@@ -335,8 +335,12 @@ def _verify(
         last = jnp.maximum(keep - 1, 0)
         anchor = jnp.take_along_axis(new, last[:, None], axis=1)[:, 0]
         floor = _floor(logits, last, state.position + keep, rules, sampled=sampled)
+        drafts = jnp.zeros_like(keep)
+        if draft.drafted:
+            most = jnp.full_like(keep, draft.block.shape[1] - 1)
+            drafts = jnp.where(draft.finite, most if draft.count is None else draft.count, -1)
         likely = logprobs(raw, new) if shaping else None
-        out = pack_output(new, keep, floor, finite, draft.finite, likely)
+        out = pack_output(new, keep, floor, finite, drafts, likely)
     with jax.named_scope("commit"):
         return logits, commit(state, target, context, keep, anchor), out
 

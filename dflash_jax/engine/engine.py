@@ -451,7 +451,7 @@ class Engine:
             step = steps[row]
             live.likely = likely_tokens(flight.output, row, live)
             if flight.drafts and live.request.speculative:
-                live.stats.count_round(len(step.tokens), flight.drafts)
+                live.stats.count_round(len(step.tokens), step.drafts, flight.drafts)
             elif flight.decode:
                 live.stats.plain_steps += bool(step.tokens)
             live.take(controller.Stepped(step.tokens, step.finite, step.draft_finite))

@@ -30,6 +30,7 @@ class Stats:
     Attributes:
       rounds: speculative steps that decided at least one token.
       plain_steps: steps without drafting that decided a token.
+      drafted: drafts that were verified; those a low chance to survive cut off are not.
       acceptance_lengths: tokens decided per round, bonus included.
       accepted_per_position: rounds in which the draft at each place was accepted.
       prefill_s: from the start of the prompt to the first token.
@@ -65,15 +66,20 @@ class Stats:
         """Decoding speed: tokens after the first over `decode_s`."""
         return (self.output_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
-    def count_round(self, decided: int, drafts: int) -> None:
-        """Books one speculative round that decided tokens, of which all but one were drafts."""
+    def count_round(self, decided: int, drafted: int, places: int) -> None:
+        """Books one speculative round that decided tokens, of which all but one were drafts.
+
+        Args:
+          drafted: drafts that were verified.
+          places: drafts of a whole block.
+        """
         if not decided:
             return
         self.rounds += 1
-        self.drafted += drafts
+        self.drafted += drafted
         self.accepted += decided - 1
         self.acceptance_lengths.append(decided)
-        self.accepted_per_position = self.accepted_per_position or [0] * drafts
+        self.accepted_per_position = self.accepted_per_position or [0] * places
         for place in range(decided - 1):
             self.accepted_per_position[place] += 1
 

@@ -63,7 +63,7 @@ def test_speculative_tokens_are_the_plain_ones(kind: str, dtype: str) -> None:
 
 
 def test_blocks_are_cut_where_the_drafter_loses_confidence() -> None:
-    """The same tokens, fewer drafts accepted, and with the bar at 1 none."""
+    """The same tokens, fewer drafts verified and accepted, and with the bar at 1 none."""
     target = tiny_target(num_layers=1)
     small = {"num_layers": 1, "windows": (None,), "causal": (False,)}
     drafter = tiny_drafter(target, "dspark", target_layer_ids=(0,), **small)
@@ -77,6 +77,7 @@ def test_blocks_are_cut_where_the_drafter_loses_confidence() -> None:
         result = scripted.generate(prompt, max_tokens=NEW)
         assert result.token_ids == plain
         rounds.append(result.stats.rounds)
+        assert result.stats.drafted == (0 if bar else 3 * result.stats.rounds)
     assert rounds == [-(-(NEW - 1) // 4), NEW - 1]
 
 
