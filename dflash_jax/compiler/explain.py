@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from dflash_jax.compiler.build import Executable, compile_programs
-from dflash_jax.compiler.memory import Budget, Work, budget, gibi, kept_states, work
+from dflash_jax.compiler.memory import Budget, Work, budget, gibi, work
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import Program, abstract_params, declare
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
@@ -88,6 +88,9 @@ class Explanation:
             f"device   {self.device.name}: {self.device.bytes_per_s / 1e9:,.0f} GB/s,"
             f" {self.device.flops_per_s[p.dtype] / 1e12:,.1f} TFLOP/s {p.dtype} (assumed)"
         )
+        ends = [f"ends at {' '.join(map(str, t.eos_token_ids))}"] if t.eos_token_ids else []
+        if said := [*t.conventions, *ends]:
+            yield f"family   {'; '.join(said)}"
         yield from (f"note     {note}" for note in self.notes)
 
     def _table(self) -> Iterable[str]:
@@ -128,11 +131,6 @@ def explain(
         notes.append(
             f"block {plan.block} is wider than the {drafter.step_width} the drafter was trained"
             " with: drafts past that will hardly be accepted"
-        )
-    if kept := kept_states(plan, target):
-        notes.append(
-            f"recurrent layers take a block token by token and keep the state after each until it"
-            f" is known how many stay: {gibi(kept)}; with exact=False they need not"
         )
     return Explanation(
         target=target,

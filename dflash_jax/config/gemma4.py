@@ -75,6 +75,22 @@ class Gemma4Config(TargetConfig):
                     " earlier layer of their kind that keeps keys"
                 )
 
+    @property
+    def conventions(self) -> tuple[str, ...]:
+        """What the family does its own way, in words."""
+        shared = f"the last {self.shared_layers} layers read earlier keys"
+        said = {
+            "embedding times sqrt(width)": True,
+            "scores unscaled": True,
+            "layer scalars": True,
+            "keys as values in full layers": self.key_is_value,
+            shared: self.shared_layers,
+            f"per-layer inputs of {self.per_layer_size}": self.per_layer_size,
+            f"softcap {self.final_softcap}": self.final_softcap,
+            "text only": True,
+        }
+        return tuple(text for text, true in said.items() if true)
+
     def source(self, layer: int) -> int:
         """The layer whose keys and values a layer reads: itself, or the last owner of its kind."""
         owners = self.num_layers - self.shared_layers

@@ -13,6 +13,11 @@ class GptOssConfig(TargetConfig):
 
     swiglu_limit: float = 7.0
 
+    @property
+    def conventions(self) -> tuple[str, ...]:
+        """What the family does its own way, in words."""
+        return ("biases", "attention sinks", f"experts clamped at {self.swiglu_limit:g}")
+
 
 def from_hf(f: Fields) -> GptOssConfig:
     """The config of a gpt-oss; without `layer_types`, the even layers slide."""

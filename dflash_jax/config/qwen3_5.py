@@ -78,6 +78,16 @@ class HybridConfig(TargetConfig):
         """In words, per layer."""
         return tuple("gated delta net" if r else "gated attention" for r in self.recurrent)
 
+    @property
+    def conventions(self) -> tuple[str, ...]:
+        """What the family does its own way, in words."""
+        return (
+            "norms times 1 + w",
+            f"{self.rotary_dim} of {self.head_dim} dimensions rotated",
+            "recurrent states float32, committed token by token in exact plans",
+            "text only",
+        )
+
 
 def from_hf(f: Fields) -> HybridConfig:
     """The text part of a Qwen3.5 config, bare or inside the published multimodal one."""

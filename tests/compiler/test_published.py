@@ -1,169 +1,173 @@
 """Configs of public models, as published: totals, and what `explain` says, with no weights."""
 
-import tracemalloc
+import json
+import math
+import resource
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
 from dflash_jax import Plan
+from dflash_jax.cli import main
 from dflash_jax.compiler import resolve
-from dflash_jax.compiler.explain import explain
-from dflash_jax.compiler.memory import drafter_weights, parameters, target_weights, work
+from dflash_jax.compiler.memory import drafter_weights, parameters, work
+from dflash_jax.compiler.programs import empty_state
 from dflash_jax.compiler.roofline import DEVICES
-from dflash_jax.config import DrafterConfig, TargetConfig, check_pair, drafter_config, target_config
+from dflash_jax.config import (
+    check_pair,
+    drafter_config,
+    read_drafter_config,
+    read_target_config,
+)
+from dflash_jax.state import RecurrentCache
+from dflash_jax.testing import tiny_target
 
 H200 = DEVICES["H200"]
-QWEN3: dict[str, Any] = {
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_attention_heads": 32,
+FOLDER = Path(__file__).parent.parent / "published"
+CODER = "Qwen3-Coder-30B-A3B-Instruct"
+
+# target -> its drafter, weights of both, what `explain` says of the pair
+PAIRS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
+    "Qwen3-8B": (
+        "Qwen3-8B-DFlash-b16",
+        8_190_735_360,
+        1_048_626_432,
+        ("36 layers  full attention  taps 1 9 17 25 33", "queries and keys normed; ends at 151645"),
+    ),
+    "Qwen3.6-27B": (
+        "Qwen3.6-27B-DFlash",
+        26_895_998_464,
+        1_730_213_120,
+        (
+            "48 gated delta net, 16 gated attention",
+            "64 of 256 dimensions rotated; recurrent states float32",
+            "window 2048 on 0-3, full attention on 4  causal on 0-3, bidirectional on 4",
+        ),
+    ),
+    "Qwen3.5-35B-A3B": (
+        "none",
+        34_660_610_688,
+        0,
+        (
+            "30 gated delta net, 10 gated attention  8 of 256 experts  taps none",
+            "norms times 1 + w",
+        ),
+    ),
+    "gemma-4-31B-it": (
+        "gemma-4-31B-it-DFlash",
+        30_697_345_340,
+        1_535_967_488,
+        (
+            "embedding x73.5 (the target's)  softcap 30",
+            "keys as values in full layers; softcap 30.0; text only; ends at 1 106",
+        ),
+    ),
+    "gemma-4-26B-A4B-it": (
+        "gemma-4-26B-A4B-it-DFlash",
+        25_233_141_790,
+        429_689_088,
+        ("embedding x53 (the target's)  softcap 30", "8 of 128 experts", "scores unscaled"),
+    ),
+    "gpt-oss-20b": (
+        "gpt-oss-20b-DFlash",
+        20_914_757_184,
+        784_767_104,
+        ("12 window 128, 12 full attention  4 of 32 experts", "attention sinks; experts clamped"),
+    ),
 }
-QWEN3_8B = QWEN3 | {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rope_theta": 1000000,
-}
-CODER_30B = QWEN3 | {
-    "model_type": "qwen3_moe",
-    "decoder_sparse_step": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 262144,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rope_theta": 10000000,
-    "router_aux_loss_coef": 0.001,
-}
-YARN = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "rope_type": "yarn",
-    "truncate": False,
-}
-OSS_20B: dict[str, Any] = {
-    "model_type": "gpt_oss",
-    "attention_bias": True,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": YARN,
-    "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
-}
-OSS_20B_DFLASH: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"],
-    "model_type": "qwen3",
-    "attention_bias": True,
-    "block_size": 8,
-    "dflash_config": {"mask_token_id": 200000, "target_layer_ids": [1, 6, 11, 16, 21]},
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "intermediate_size": 7680,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 8,
-    "num_key_value_heads": 8,
-    "num_target_layers": 24,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": YARN,
-    "rope_theta": 150000,
-    "vocab_size": 201088,
-}
-TARGETS = {"qwen3-8b": QWEN3_8B, "qwen3-coder-30b-a3b": CODER_30B, "gpt-oss-20b": OSS_20B}
 
 
-def drafter_for(name: str) -> DrafterConfig | None:
-    return drafter_config(OSS_20B_DFLASH) if name == "gpt-oss-20b" else None
+def peak_bytes() -> int:
+    """The most memory this process ever held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
-def config(name: str) -> TargetConfig:
-    return target_config(TARGETS[name])
-
-
-def test_totals_are_the_published_ones() -> None:
-    totals = {name: target_weights(config(name)) for name in TARGETS}
-    assert totals == {
-        "qwen3-8b": 8_190_735_360,
-        "qwen3-coder-30b-a3b": 30_532_122_624,
-        "gpt-oss-20b": 20_914_757_184,
-    }
-    target, drafter = config("gpt-oss-20b"), drafter_config(OSS_20B_DFLASH)
-    check_pair(target, drafter)
-    assert drafter.attention_bias
-    assert drafter_weights(target, drafter) == 784_767_104
-    biases = sum(n for p, n in parameters(target, drafter)["drafter"].items() if "bias" in p)
-    assert biases == 8 * (64 * 64 + 2 * 8 * 64 + 2880)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_explain_says_what_a_model_needs_without_allocating(name: str) -> None:
-    target, drafter = config(name), drafter_for(name)
+@pytest.mark.parametrize("name", PAIRS)
+def test_explain_says_what_a_pair_needs_without_allocating(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter, target_weights, drafting, said = PAIRS[name]
+    folders = [str(FOLDER / name), drafter if drafter == "none" else str(FOLDER / drafter)]
+    options = ["--target", folders[0], "--drafter", folders[1], "--device", "H200", "--no-compile"]
     before = len(jax.live_arrays())
-    tracemalloc.start()
-    plan = resolve(Plan(), target, drafter, platform="gpu", memory=H200.memory)
-    found = explain(target, drafter, plan, H200, compile=False)
-    lines = str(found).splitlines()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 100 << 20
+    most = peak_bytes()
+    assert main(["explain", *options]) == 0
+    assert peak_bytes() - most < 1 << 30
+    text = capsys.readouterr().out
+    for words in said:
+        assert words in text
+    assert main(["explain", *options, "--json"]) == 0
     assert len(jax.live_arrays()) == before
-    assert found.budget.weights == 2 * sum(
-        sum(role.values()) for role in parameters(target, drafter).values()
-    )
-    assert found.budget.total < H200.memory
-    rooflines = {p.name: p.roofline for p in found.programs if p.roofline}
+    found = json.loads(capsys.readouterr().out)
+    counts = {"target": 0, "drafter": 0}
+    for path, (shape, _) in found["parameters"].items():
+        counts[path.split("/")[0]] += math.prod(shape)
+    assert counts == {"target": target_weights, "drafter": drafting}
+    wide = sum(path.endswith("a_log") for path in found["parameters"])  # float32, one per head
+    heads = found["target"].get("value_heads", 0)
+    assert found["budget"]["weights"] == 2 * (target_weights + drafting + wide * heads)
+    assert sum(found["budget"].values()) < H200.memory
+    rooflines = {p["name"]: p["roofline"] for p in found["programs"] if p["roofline"]}
     assert {"prefill", "plain"} <= rooflines.keys()
-    assert all(0 < r.seconds < 0.1 for r in rooflines.values())
-    assert rooflines["plain"].bound == "memory"
-    assert any(line.startswith("plain ") for line in lines)
+    assert ("speculative" in rooflines) == bool(drafting)
+    assert all(0 < r["seconds"] < 0.1 for r in rooflines.values())
+    assert rooflines["plain"]["bound"] == "memory"
+    for program in rooflines:
+        assert f"\n{program} " in text
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("Qwen3-4B-DFlash-b16", 537_427_200),
+        ("Qwen3.8-27B-DFlash2", 1_924_404_480),
+        ("Muse-Glimmer-30B-DFlash2", 2_772_159_744),
+    ],
+)
+def test_totals_of_drafters_are_the_published_ones(name: str, total: int) -> None:
+    drafter = read_drafter_config(FOLDER / name)
+    width, vocab = drafter.hidden_size, drafter.vocab_size
+    layers = drafter.num_target_layers
+    target = tiny_target(hidden_size=width, vocab_size=vocab, num_layers=layers, windows=())
+    check_pair(target, drafter)
+    one_layer = tiny_target(hidden_size=width, vocab_size=vocab, num_layers=1)
+    assert drafter_weights(one_layer, drafter) == total
+
+
+def test_biases_of_a_drafter_are_counted() -> None:
+    fields: dict[str, Any] = json.loads((FOLDER / "gpt-oss-20b-DFlash/config.json").read_text())
+    drafter = drafter_config(fields)
+    assert drafter.attention_bias
+    target = tiny_target(hidden_size=2880, vocab_size=201088, num_layers=1)
+    counts = parameters(target, drafter)["drafter"]
+    assert sum(n for p, n in counts.items() if "bias" in p) == 8 * (64 * 64 + 2 * 8 * 64 + 2880)
+
+
+def test_recurrent_states_are_as_large_as_published_and_are_moved_twice() -> None:
+    """Qwen3.6-27B: 144 MiB of states, read and written; caches are read."""
+    target = read_target_config(FOLDER / "Qwen3.6-27B")
+    plan = Plan(max_length=32768, block=16)
+    plan = resolve(plan, target, None, platform="gpu", memory=H200.memory)
+    state = jax.eval_shape(lambda: empty_state(plan, target, None))
+    recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
+    assert sum(c.state.size * c.state.dtype.itemsize for c in recurrent) == 144 << 20
+    read = 2 * (PAIRS["Qwen3.6-27B"][1] - target.vocab_size * target.hidden_size)
+    arrays = jax.tree.leaves(state.target), jax.tree.leaves(recurrent)
+    moved = read + sum(x.size * x.dtype.itemsize for part in arrays for x in part)
+    assert work(plan, target, None, "plain").bytes == pytest.approx(moved, rel=1e-3)
 
 
 def test_work_counts_only_the_experts_that_are_used() -> None:
     """Qwen3-Coder-30B-A3B: 3.3 billion weights act on a token; the embedding is only looked up."""
-    target = config("qwen3-coder-30b-a3b")
+    target = read_target_config(FOLDER / CODER)
     plan = resolve(Plan(block=8), target, None, platform="gpu", memory=H200.memory)
     one, block, chunk = (work(plan, target, None, p) for p in ("plain1", "plain", "prefill"))
     expert = 3 * 2048 * 768 * 48  # of one number, in all layers
+    assert sum(parameters(target, None)["target"].values()) == 30_532_122_624
     rest = 30_532_122_624 - 151936 * 2048 - 128 * expert
     caches = one.bytes - 2 * (rest + 8 * expert)
     assert caches == 2 * 2 * 48 * 4 * 128 * plan.slots
