@@ -29,6 +29,7 @@ def rules(stops: list[set[int]], limit: Any = 1000) -> RowRules:
         temperature=jnp.zeros((B,), jnp.float32),
         top_k=jnp.zeros((B,), jnp.int32),
         top_p=jnp.ones((B,), jnp.float32),
+        min_p=jnp.zeros((B,), jnp.float32),
         seed=jnp.zeros((B,), jnp.uint32),
     )
 
