@@ -281,6 +281,8 @@ def test_states_are_updated_in_place(engine: Engine) -> None:
     for executable in engine.executables.values():
         assert executable.aliased_bytes == executable.donated_bytes > 0
         allowed = budget(engine.plan, engine.target, engine.drafter).temporaries
+        if engine.plan.dtype != "float32":  # a CPU widens the weights it multiplies with
+            allowed += 2 * budget(engine.plan, engine.target, engine.drafter).weights
         assert executable.temporary_bytes <= allowed, executable.name
 
 
