@@ -6,7 +6,7 @@ as keys and values: c = norm(fc(taps)) goes straight into the key and value proj
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
@@ -28,6 +28,9 @@ from dflash_jax.nn.layers import (
 from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.nn.rope import rope_tables, rotate
 from dflash_jax.state import LayerCache
+
+Kept = TypeVar("Kept")
+Attend = Callable[[Float[Array, "B T D"]], tuple[Float[Array, "B T D"], Kept]]
 
 
 class DrafterAttention(nn.Module):
@@ -116,12 +119,18 @@ class DrafterLayer(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        return self.around(x, lambda h: self.attention(h, cache, positions))
+
+    def around(
+        self, x: Float[Array, "B T D"], attend: Attend[Kept]
+    ) -> tuple[Float[Array, "B T D"], Kept]:
+        """The layer around any attention: x + attend(norm(x)), then x + mlp(norm(x))."""
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
-            h, cache = self.attention(rms_norm(x, self.input_norm, eps), cache, positions)
+            h, kept = attend(rms_norm(x, self.input_norm, eps))
             x = x + h
         with jax.named_scope("mlp"):
-            return x + self.mlp(rms_norm(x, self.post_attention_norm, eps)), cache
+            return x + self.mlp(rms_norm(x, self.post_attention_norm, eps)), kept
 
 
 class DFlash(nn.Module):

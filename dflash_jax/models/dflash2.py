@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config.dflash2 import DFlash2Config
-from dflash_jax.models.dflash import DFlash, DrafterAttention
+from dflash_jax.models.dflash import Attend, DFlash, DrafterAttention, Kept
 from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, precision, rms_norm, weight
 from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.state import LayerCache
@@ -76,17 +76,23 @@ class ConvolvedLayer(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        return self.around(x, lambda h: self.attention(h, cache, positions))
+
+    def around(
+        self, x: Float[Array, "B T D"], attend: Attend[Kept]
+    ) -> tuple[Float[Array, "B T D"], Kept]:
+        """As of `DrafterLayer`, with what attention and MLP take and give convolved."""
         eps, conv = self.config.rms_norm_eps, self.attention_conv
         with jax.named_scope("attention"):
             h = rms_norm(x, self.input_norm, eps)
             kernels = conv.kernels(h)
-            h, cache = self.attention(conv(h, kernels, 0), cache, positions)
+            h, kept = attend(conv(h, kernels, 0))
             x = x + conv(h, kernels, 1)
         conv = self.mlp_conv
         with jax.named_scope("mlp"):
             h = rms_norm(x, self.post_attention_norm, eps)
             kernels = conv.kernels(h)
-            return x + conv(self.mlp(conv(h, kernels, 0)), kernels, 1), cache
+            return x + conv(self.mlp(conv(h, kernels, 0)), kernels, 1), kept
 
 
 class DFlash2(nn.Module):
@@ -158,8 +164,17 @@ class DFlash2(nn.Module):
         The place before the first has the anchor for every candidate.
         """
         first = jnp.broadcast_to(anchor[:, None, None], (ids.shape[0], 1, ids.shape[2]))
-        before = jnp.concatenate([first, ids[:, :-1]], axis=1)
-        query = self.predecessor[before] * dot(hidden, self.hidden)[:, :, None]  # [B, R, C, r]
+        return self.scores(hidden, unary, ids, jnp.concatenate([first, ids[:, :-1]], axis=1))
+
+    def scores(
+        self,
+        hidden: Float[Array, "B R D"],
+        unary: Float[Array, "B R C"],
+        ids: Int[Array, "B R C"],
+        before: Int[Array, "B R P"],
+    ) -> Float[Array, "B R P C"]:
+        """Score of each candidate after each of P tokens at the place before, float32."""
+        query = self.predecessor[before] * dot(hidden, self.hidden)[:, :, None]  # [B, R, P, r]
         scores = jnp.einsum(
             "brpk,brck->brpc",
             query,

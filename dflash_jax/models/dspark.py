@@ -127,14 +127,20 @@ class DSpark(nn.Module):
 
     def _survival(self, read: list[Float[Array, "B E"]]) -> Float[Array, "B R"] | None:
         """Chance that each draft and all before it are kept, from what was known before it."""
-        c = self.config
-        if not c.confidence_head:
+        if not self.config.confidence_head:
             return None
-        inputs = jnp.stack(read, axis=1)
-        inputs = inputs if c.confidence_with_markov else inputs[:, :, : c.hidden_size]
+        return jnp.cumprod(nn.sigmoid(self.trust(jnp.stack(read, axis=1))), axis=1)
+
+    def trust(self, read: Float[Array, "B R E"]) -> Float[Array, "B R"]:
+        """Logit of each draft's chance to be kept if all before it are.
+
+        Args:
+          read: hidden states, and the previous tokens' Markov rows where there are any.
+        """
+        c = self.config
+        inputs = read if c.confidence_with_markov else read[:, :, : c.hidden_size]
         bias = self.confidence_bias.astype(jnp.float32)[None, None]
-        kept = nn.sigmoid(project(inputs, self.confidence) + bias)[:, :, 0]
-        return jnp.cumprod(kept, axis=1)
+        return (project(inputs, self.confidence) + bias)[:, :, 0]
 
 
 def build(config: DSparkConfig) -> DSpark:
