@@ -2,8 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
 
 def sample(
@@ -66,8 +65,3 @@ def gather(values: Array, places: Int[Array, "B N T"]) -> Array:
     """values[b, places[b, n, t]]."""
     rows, count, width = places.shape
     return jnp.take_along_axis(values, places.reshape(rows, -1), axis=1).reshape(rows, count, width)
-
-
-def decay_weights(block: int, decay: ArrayLike) -> Float[Array, " T-1"]:
-    """exp(-(k-1)/decay) for slots k = 1 .. T-1: early slots decide most (DFlash, eq. 4)."""
-    return jnp.exp(-jnp.arange(block - 1, dtype=jnp.float32) / decay)

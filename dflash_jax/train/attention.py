@@ -1,7 +1,8 @@
 """Attention of many drafted blocks over one shared context, without a dense mask.
 
 Context scores and in-block scores are computed apart and share one softmax, so that the cost
-grows with S + T columns for a query and not with S + N*T.
+grows with S + T columns for a query and not with S + N*T. A few blocks of every row are done at
+a time, and done again in the backward pass, so that the scores of all never exist at once.
 """
 
 import jax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.nn.layers import precision
+from dflash_jax.train.objective import fewest_parts
 
+SCORE_ELEMENTS = 1 << 23  # of one chunk: 32 MiB
 HIDDEN = -1e30  # finite: a block at position 0 has no context, and -inf would give NaN gradients
 
 
@@ -29,6 +32,33 @@ def split_attention(
       causal: whether a slot sees only slots up to itself.
       window: a query sees keys closer than this; None sees all.
     """
+    rows, count, width, kv, groups, head = queries.shape
+    columns = context[0].shape[1] + width
+    parts = fewest_parts(count, rows * count * width * kv * groups * columns, SCORE_ELEMENTS)
+
+    def cut(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(rows, parts, count // parts, *x.shape[2:]), 1, 0)
+
+    def some(chunk: tuple[Array, Array, Array, Array]) -> Array:
+        queries, keys, values, anchors = chunk
+        return _attend(queries, context, (keys, values), anchors, causal=causal, window=window)
+
+    chunks = (queries, *block, anchors)
+    if parts == 1:
+        return some(chunks)
+    found = jax.lax.map(jax.checkpoint(some), jax.tree.map(cut, chunks))
+    return jnp.moveaxis(found, 0, 1).reshape(rows, count, width, kv * groups * head)
+
+
+def _attend(
+    queries: Float[Array, "B N T K G H"],
+    context: tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]],
+    block: tuple[Float[Array, "B N T K H"], Float[Array, "B N T K H"]],
+    anchors: Int[Array, "B N"],
+    *,
+    causal: bool,
+    window: int | None,
+) -> Float[Array, "B N T K*G*H"]:
     rows, count, width, kv, groups, head = queries.shape
     scale = jnp.float32(head**-0.5)
     dtype = queries.dtype

@@ -24,7 +24,7 @@ def text(
 
 def head(preset: Preset) -> str:
     """What the pair is."""
-    t = preset.target
+    t, d = preset.target, preset.drafter
     return f"""# tiny: a target and its DFlash drafter
 
 A small language model and the drafter that speeds it up, trained from nothing by this
@@ -33,8 +33,8 @@ repository, so that every command, test and notebook works without a download.
 * Target: Qwen3 architecture, width {t.width}, {t.layers} layers, {t.heads} query and \
 {t.kv_heads} key/value heads of {t.head_dim}, MLP {t.inner}, vocabulary {preset.vocabulary}, \
 tied head, bfloat16.
-* Drafter: DFlash, {preset.drafter_layers} layers, blocks of {preset.block}, reads target layers \
-{", ".join(map(str, preset.taps))}, bfloat16; embedding and head are the target's.
+* Drafter: DFlash, {d.layers} layers, blocks of {d.block}, reads target layers \
+{", ".join(map(str, d.taps))}, bfloat16; embedding and head are the target's.
 * Both folders are laid out as Hugging Face expects them. Licence: Apache-2.0, as the repository."""
 
 
@@ -64,7 +64,7 @@ combinations, not new kinds of questions."""
 def recipe(preset: Preset, seconds: dict[str, float]) -> str:
     """How to make it again."""
     table = "\n".join(f"| {stage} | {value:.0f} |" for stage, value in seconds.items())
-    second = preset.drafter_schedule
+    made, second = preset.drafter, preset.drafter.schedule
     steps = " then ".join(str(phase.schedule.steps) for phase in preset.phases)
     return f"""## Recipe
 
@@ -75,12 +75,12 @@ Seed {preset.seed}. The command can be stopped and started again at any time.
 1. Byte-level BPE, ChatML markers, chat template.
 2. Target: {steps} steps of Muon (matrices) and AdamW (the rest), each phase with a cosine; the \
 first phase mixes chats, agents and code, the second is mostly chats.
-3. The target answers {preset.chat_prompts} training conversations and continues \
-{preset.code_prompts} pieces of training source, greedily; {preset.transcripts} longer \
+3. The target answers {made.prompts} training conversations and continues \
+{made.text_prompts} pieces of training source, greedily; {preset.transcripts} longer \
 transcripts are used as they are.
 4. Drafter: {second.steps} steps, peak rate \
-{second.rate:g}, about {preset.anchors} random anchors a row, cross entropy to the target's own best
-   token, slot k weighted exp(-(k-1)/{preset.decay:g}), context strictly before the anchor. A slot \
+{second.rate:g}, about {made.anchors} random anchors a row, cross entropy to the target's own best
+   token, slot k weighted exp(-(k-1)/{made.decay:g}), context strictly before the anchor. A slot \
 counts as long as the row so far is what the target itself would have written.
 
 | stage | seconds |

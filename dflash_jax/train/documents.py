@@ -15,7 +15,7 @@ def conversations(tokenizer: Tokenizer, texts: Iterable[str]) -> list[Document]:
     end = vocabulary.token_id(tokenizer, vocabulary.TURN_END)
     return [
         Document(ids, answers(ids, opening, end))
-        for ids in (np.asarray(e.ids, np.uint16) for e in tokenizer.encode_batch(list(texts)))
+        for ids in (np.asarray(e.ids, np.int32) for e in tokenizer.encode_batch(list(texts)))
     ]
 
 
@@ -37,7 +37,7 @@ def sources(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[Doc
     end = vocabulary.token_id(tokenizer, vocabulary.END_OF_TEXT)
     found = []
     for encoding in tokenizer.encode_batch(list(texts)):
-        found += pieces(np.asarray([*encoding.ids, end], np.uint16), length)
+        found += pieces(np.asarray([*encoding.ids, end], np.int32), length)
     return found
 
 

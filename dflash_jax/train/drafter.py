@@ -1,25 +1,26 @@
-"""Training of the drafter: the engine's own modules, called on many anchored blocks at once."""
+"""Training of drafters: the engine's own modules, called on many anchored blocks at once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.models.dflash import DFlash
+from dflash_jax.decode.steps import Pair
 from dflash_jax.nn.layers import rms_norm
 from dflash_jax.train import anchors as anchoring
+from dflash_jax.train import objective
 from dflash_jax.train.attention import split_attention
-from dflash_jax.train.target import TrainState, blank_caches
+from dflash_jax.train.features import Reading, reading
+from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.target import TrainState
 
 
 def anchored(
-    module: DFlash,
+    module: Any,
     taps: Sequence[Float[Array, "B S D"]],
     blocks: Float[Array, "B N T D"],
     anchors: Int[Array, "B N"],
@@ -27,179 +28,198 @@ def anchored(
     """The hidden states of N blocks, each as the cached call would draft it at its anchor.
 
     Args:
+      module: a drafter of any kind.
       taps: the target's hidden states of the whole row.
       blocks: target embeddings of [anchor, mask, mask, ...].
     """
-    c = module.config
+    backbone = getattr(module, "backbone", module)
+    c = backbone.config
     rows, count, width, depth = blocks.shape
-    context = module.fuse(taps)
+    context = backbone.fuse(taps)
     places = jnp.broadcast_to(jnp.arange(context.shape[1])[None, :], context.shape[:2])
-    positions = (anchors[:, :, None] + jnp.arange(width)[None, None, :]).reshape(
-        rows, count * width
-    )
-    x = module.scaled(blocks.reshape(rows, count * width, depth))
+    positions = anchors[:, :, None] + jnp.arange(width)[None, None, :]
+    positions = positions.reshape(rows * count, width)
 
-    def by_block(y: Array) -> Array:
-        return y.reshape(rows, count, width, *y.shape[2:])
+    def by_row(y: Array) -> Array:
+        return y.reshape(rows, count, *y.shape[1:])
 
-    for layer, window, causal in zip(module.layers, c.windows, c.causal, strict=True):
-        h = rms_norm(x, layer.input_norm, c.rms_norm_eps)
-        keys, values = layer.attention.keys_values(h, positions)
-        heads = split_attention(
-            by_block(layer.attention.queries(h, positions)),
-            layer.attention.keys_values(context, places),
-            (by_block(keys), by_block(values)),
-            anchors,
-            causal=causal,
-            window=window,
-        )
-        x = x + layer.attention.output(heads.reshape(rows, count * width, -1))
-        x = x + layer.mlp(rms_norm(x, layer.post_attention_norm, c.rms_norm_eps))
-    return by_block(rms_norm(x, module.norm, c.rms_norm_eps))
+    x = backbone.scaled(blocks.reshape(rows * count, width, depth))
+    for layer, window, causal in zip(backbone.layers, c.windows, c.causal, strict=True):
 
+        def attend(h: Array, layer: Any = layer, window=window, causal=causal) -> tuple:
+            attention = layer.attention
+            keys, values = attention.keys_values(h, positions)
+            heads = split_attention(
+                by_row(attention.queries(h, positions)),
+                attention.keys_values(context, places),
+                (by_row(keys), by_row(values)),
+                anchors,
+                causal=causal,
+                window=window,
+            )
+            return attention.output(heads.reshape(rows * count, width, -1)), None
 
-@struct.dataclass
-class Reading:
-    """What the frozen target says about rows: worth keeping, it is the same in every epoch."""
-
-    taps: tuple[Float[Array, "B S D"], ...]
-    best: Int[Array, "B S"]  # its greedy next token behind each place
-
-
-@struct.dataclass
-class Lesson:
-    """A reading with the embeddings that blocks are made of."""
-
-    taps: tuple[Float[Array, "B S D"], ...]
-    best: Int[Array, "B S"]
-    embedded: Float[Array, "B S D"]
-    mask: Float[Array, " D"]  # embedding of the mask token
+        x, _ = layer.around(x, attend)
+    return by_row(rms_norm(x, backbone.norm, c.rms_norm_eps))
 
 
 @struct.dataclass
 class Blocks:
-    """Anchors of a batch with the labels of their slots 1 .. T-1."""
+    """Anchors of a batch; labels of their drafted places, and which of them count."""
 
     anchors: Int[Array, "B N"]
-    labels: Int[Array, "B N T-1"]
-    counts: Bool[Array, "B N T-1"]
-
-
-def reading(
-    target: nn.Module, config: TargetConfig, drafter: DrafterConfig, params: dict, tokens: Array
-) -> Reading:
-    """One forward pass of the target over whole rows [B, S]."""
-    rows, length = tokens.shape
-    read = tuple(i + 1 for i in drafter.target_layer_ids)
-    variables = {"params": params}
-    caches = blank_caches(config, rows, length)
-    out: Any = target.apply(variables, tokens, caches, jnp.zeros(rows, jnp.int32), taps=read)
-    logits: Any = target.apply(variables, out.hidden, method=target.logits)
-    return Reading(taps=out.taps, best=jnp.argmax(logits, axis=-1).astype(jnp.int32))
-
-
-def lesson(
-    target: nn.Module, drafter: DrafterConfig, params: dict, tokens: Array, read: Reading
-) -> Lesson:
-    """A reading completed: its taps in float32, its rows and the mask token embedded."""
-    variables = {"params": params}
-    mask = jnp.full((1, 1), drafter.mask_token_id)
-    embedded: Any = target.apply(variables, tokens, method=target.embed)
-    masked: Any = target.apply(variables, mask, method=target.embed)
-    return Lesson(
-        taps=tuple(tap.astype(jnp.float32) for tap in read.taps),
-        best=read.best,
-        embedded=embedded,
-        mask=masked[0, 0],
-    )
+    labels: Int[Array, "B N R"]
+    counts: Bool[Array, "B N R"]
 
 
 def choose(
     key: Key[Array, ""],
-    drafter: DrafterConfig,
-    taught: Lesson,
+    pair: Pair,
+    best: Int[Array, "B S"],
     tokens: Int[Array, "B S"],
     wanted: Bool[Array, "B S"],
     count: int,
 ) -> Blocks:
     """Random blocks of a batch."""
-    block = drafter.block_size
+    assert pair.drafter is not None
+    width = pair.drafter.config.step_width
     anchors, alive = anchoring.sample(key, anchoring.startable(wanted), count)
-    labels, counts = anchoring.trained(tokens, wanted, taught.best, anchors, alive, block)
+    labels, counts = anchoring.trained(tokens, wanted, best, anchors, alive, width)
     return Blocks(anchors=anchors, labels=labels, counts=counts)
 
 
-def block_embeddings(
-    taught: Lesson, anchors: Int[Array, "B N"], block: int
-) -> Float[Array, "B N T D"]:
-    """[anchor, mask, mask, ...] of every block."""
-    first = jnp.take_along_axis(taught.embedded, anchors[:, :, None], axis=1)[:, :, None]
-    rest = (*first.shape[:2], block - 1, first.shape[3])
-    return jnp.concatenate(
-        [first, jnp.broadcast_to(taught.mask[None, None, None, :], rest)], axis=2
+def drafted(
+    pair: Pair,
+    params: dict[str, Any],
+    read: Reading,
+    tokens: Int[Array, "B S"],
+    anchors: Int[Array, "B N"],
+) -> Float[Array, "B N R D"]:
+    """Hidden states of the places that predict a token, of blocks that start at `anchors`.
+
+    Args:
+      params: "target" and "drafter".
+    """
+    assert pair.drafter is not None
+    config = pair.drafter.config
+    first = jnp.take_along_axis(tokens, anchors, axis=1)
+    masks = (*first.shape, config.block_size - 1)
+    block = jnp.concatenate(
+        [first[:, :, None], jnp.full(masks, config.mask_token_id, first.dtype)], axis=2
     )
+    flat = block.reshape(block.shape[0], -1)
+    x = pair.target_call(params, flat, method="embed").reshape(*block.shape, -1)
+    kind = jax.tree.leaves(params["drafter"])[0].dtype
+    taps = tuple(tap.astype(kind) for tap in read.taps)
+    hidden = pair.drafter_call(params, taps, x.astype(kind), anchors, method=anchored)
+    return hidden if config.sample_from_anchor else hidden[:, :, 1:]
 
 
-def objective(
-    logits: Float[Array, "B N T-1 V"], blocks: Blocks, decay: float
+def scores(
+    pair: Pair,
+    params: dict[str, Any],
+    recipe: Recipe,
+    read: Reading,
+    tokens: Int[Array, "B S"],
+    blocks: Blocks,
+) -> objective.Scores:
+    """Scores [B, N, R] of all drafted places."""
+    assert pair.drafter is not None
+    length, count = tokens.shape[1], blocks.labels.shape[2]
+    before = anchoring.slots(blocks.anchors, count, length)  # the place before each drafted one
+    teacher = None
+    if read.hidden is not None:
+        flat = before.reshape(len(tokens), -1, 1)
+        teacher = jnp.take_along_axis(read.hidden, flat, axis=1).reshape(*before.shape, -1)
+    places = objective.Places(
+        hidden=drafted(pair, params, read, tokens, blocks.anchors),
+        labels=blocks.labels,
+        previous=anchoring.gather(tokens, before),
+        teacher=teacher,
+    )
+    score = objective.scorer(
+        pair.drafter,
+        lambda x: pair.target_call(params, x, method=pair.head),
+        lambda x: pair.target_call(params, x, method="logits"),
+        recipe.loss,
+    )
+    return objective.in_chunks(score, params["drafter"], places, pair.target.config.vocab_size)
+
+
+def loss(
+    pair: Pair, recipe: Recipe, params: dict, frozen: dict, read: Reading, tokens: Array, at: Blocks
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Cross entropy, early slots first; divided by the sum of the weights of all slots."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, blocks.labels)
-    slots = anchoring.decay_weights(blocks.labels.shape[2] + 1, decay)
-    weights = jnp.where(blocks.counts, slots[None, None], 0.0)
-    right = (jnp.argmax(logits, axis=-1) == blocks.labels) & blocks.counts
-    run = jnp.cumprod(right.astype(jnp.int32), axis=2).sum(axis=2)  # [B, N]
-    whole = blocks.counts.all(axis=2)
-    simulated = 1.0 + jnp.where(whole, run, 0).sum() / jnp.maximum(whole.sum(), 1)
-    loss = (losses * weights).sum() / jnp.maximum(weights.sum(), 1e-6)
-    return loss, {"loss": loss, "simulated": simulated}
+    """The loss of a batch and what is logged; to be differentiated by `params`, the drafter's."""
+    found = scores(pair, {"target": frozen, "drafter": params}, recipe, read, tokens, at)
+    return objective.total(recipe, found, at.counts)
+
+
+def gradient(
+    pair: Pair,
+    recipe: Recipe,
+    params: dict,
+    frozen: dict,
+    rows: tuple[Array, Array],
+    read: Reading | None,
+    number: Array,
+    count: int,
+) -> tuple[dict, dict[str, Array]]:
+    """Gradient and metrics of one batch.
+
+    Args:
+      frozen: the target's parameters.
+      rows: tokens and what of them is wanted.
+      read: what the target says about them; None asks it now.
+      number: of the step; with the recipe's seed it decides the anchors.
+      count: anchors in a row.
+    """
+    tokens, wanted = rows[0].astype(jnp.int32), rows[1]
+    if read is None:
+        keep = objective.wants_distribution(recipe)
+        read = reading(pair, frozen, tokens, dtype=recipe.dtype, keep=keep)
+    if read.hidden is not None:
+        dtype = jax.tree.leaves(frozen)[0].dtype
+        read = read.replace(hidden=read.hidden.astype(dtype))  # pyrefly: ignore
+    key = jax.random.fold_in(jax.random.key(recipe.seed), number)
+    blocks = choose(key, pair, read.best, tokens, wanted, count)
+    differentiate = jax.grad(loss, argnums=2, has_aux=True)
+    return differentiate(pair, recipe, params, frozen, read, tokens, blocks)
 
 
 def step(
-    models: tuple[nn.Module, DFlash],
-    config: DrafterConfig,
-    optimizer: optax.GradientTransformation,
-    *,
-    decay: float,
-    seed: int,
+    pair: Pair, recipe: Recipe, optimizer: optax.GradientTransformation
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
-    """The function of one step: (state, target parameters, rows, reading, step, N) -> ..."""
-    target, drafter = models
-
-    def loss(params: dict, head: dict, taught: Lesson, blocks: Blocks) -> tuple[Array, dict]:
-        variables = {"params": params}
-        noise = block_embeddings(taught, blocks.anchors, config.block_size)
-        x: Any = drafter.apply(variables, taught.taps, noise, blocks.anchors, method=anchored)
-        plain: Any = target.apply({"params": head}, x[:, :, 1:], method=target.logits)
-        logits: Any = drafter.apply(variables, plain, method=drafter.adjust)
-        return objective(logits, blocks, decay)
+    """The function of one step: (state, frozen, rows, reading, number, count) -> ..., see
+    `gradient`.
+    """
 
     def advance(
         state: TrainState,
         frozen: dict,
-        rows: tuple[Array, Array],  # tokens, wanted
-        read: Reading,
+        rows: tuple[Array, Array],
+        read: Reading | None,
         number: Array,
         count: int,
     ) -> tuple[TrainState, dict[str, Array]]:
-        tokens, wanted = rows[0].astype(jnp.int32), rows[1]
-        taught = lesson(target, config, frozen, tokens, read)
-        key = jax.random.fold_in(jax.random.key(seed), number)
-        blocks = choose(key, config, taught, tokens, wanted, count)
-        grad = jax.value_and_grad(loss, has_aux=True)
-        (_, metrics), gradient = grad(state.params, frozen, taught, blocks)
-        updates, memory = optimizer.update(gradient, state.optimizer, state.params)
+        slope, metrics = gradient(pair, recipe, state.params, frozen, rows, read, number, count)
+        updates, memory = optimizer.update(slope, state.optimizer, state.params)
         params: Any = optax.apply_updates(state.params, updates)
+        metrics["gradient"] = optax.tree.norm(slope)
         return TrainState(params=params, optimizer=memory), metrics
 
     return advance
 
 
-def initial(model: DFlash, config: DrafterConfig, seed: int) -> dict:
-    """Fresh parameters."""
-    width = config.hidden_size
-    taps = [jnp.zeros((1, 1, width))] * len(config.target_layer_ids)
-    blocks = jnp.zeros((1, 1, config.block_size, width))
+def initial(pair: Pair, seed: int) -> dict[str, Any]:
+    """Fresh parameters; a DFlash 2 drafter starts as a DFlash one, its selector saying nothing."""
+    drafter = pair.drafter
+    assert drafter is not None
+    c = drafter.config
+    taps = [jnp.zeros((1, 1, c.hidden_size))] * len(c.target_layer_ids)
+    blocks = jnp.zeros((1, 1, c.block_size, c.hidden_size))
     where = jnp.zeros((1, 1), jnp.int32)
-    made: Any = model.init(jax.random.key(seed), taps, blocks, where, method=anchored)
-    return made["params"]
+    made: Any = drafter.init(jax.random.key(seed), taps, blocks, where, method=anchored)
+    params = made["params"]
+    if "successor" in params:
+        params["successor"] = jnp.zeros_like(params["successor"])
+    return params

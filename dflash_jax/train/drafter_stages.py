@@ -1,67 +1,49 @@
 """The later stages: on-policy answers, the drafter, held-out prompts, evaluation, the result."""
 
-import functools
 import json
 import random
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import flax.linen as nn
-import jax
 import numpy as np
 
-from dflash_jax.compiler import jit
-from dflash_jax.config import DrafterConfig, TargetConfig, read_target_config
 from dflash_jax.errors import ConfigError
-from dflash_jax.models import qwen3
-from dflash_jax.models.dflash import DFlash
+from dflash_jax.loading import TargetModel, load_target
 from dflash_jax.train import (
     card,
     documents,
-    drafter,
     evaluate,
     export,
-    loop,
-    optimizer,
+    fitting,
     regenerate,
     rows,
     vocabulary,
 )
 from dflash_jax.train.corpus import conversation, stdlib
 from dflash_jax.train.files import saved_as
+from dflash_jax.train.presets import LONGEST
 from dflash_jax.train.stages import Work, read_corpus
-from dflash_jax.train.target import TrainState
-
-CODE_PROMPT = 96  # tokens
-ANSWER_LIMIT = 128  # tokens of a held-out answer
-WEIGHT_DECAY = 0.01
-READ_TOKENS = 4096  # of the target at a time
 
 
-def trained_target(work: Work) -> tuple[TargetConfig, nn.Module, dict]:
+def trained_target(work: Work) -> TargetModel:
     """The exported target, read back as an engine would: bfloat16 weights, float32 arithmetic."""
-    from converters.load import load_target
-
-    config = read_target_config(work.path("target"))
-    params = load_target(work.path("target"), config, "float32")
-    return config, qwen3.build(config), jax.device_put(params)
+    return load_target(work.path("target"))
 
 
 def prompts(work: Work) -> list[regenerate.Prompt]:
     """Training conversations cut before one of their answers, and pieces of training sources."""
     preset, phases, made = work.preset, read_corpus(work), work.tokenizer()
+    recipe = preset.drafter
     rng = random.Random(f"prompts {preset.seed}")
-    share = preset.chat_prompts // len(phases)
+    share = recipe.prompts // len(phases)
     whole = [c for text in phases for c in text.conversations[:share]]
     cut = [conversation.opened(rng, c) for c in whole]
     chats = documents.conversations(made, map(vocabulary.prompt_text, cut))
-    pieces = documents.sources(made, phases[0].sources, CODE_PROMPT)
-    code = rng.sample(pieces, min(preset.code_prompts, len(pieces)))
+    pieces = documents.sources(made, phases[0].sources, recipe.text_prompt)
+    code = rng.sample(pieces, min(recipe.text_prompts, len(pieces)))
     given = [rows.Document(d.ids, np.zeros(len(d.ids), bool)) for d in code]
-    return [regenerate.Prompt(d, preset.chat_tokens) for d in chats] + [
-        regenerate.Prompt(d, preset.code_tokens) for d in given
+    return [regenerate.Prompt(d, recipe.new_tokens) for d in chats] + [
+        regenerate.Prompt(d, recipe.text_tokens) for d in given
     ]
 
 
@@ -72,91 +54,39 @@ def transcripts(work: Work) -> list[rows.Document]:
     """
     texts = map(vocabulary.training_text, read_corpus(work)[0].conversations)
     made = documents.conversations(work.tokenizer(), texts)
-    longest = work.preset.answer_buckets[-1].length
+    longest = work.preset.drafter.answer_buckets[-1].length
     return [d for d in made if len(d.ids) > longest][: work.preset.transcripts]
 
 
 def answers(work: Work) -> None:
     """The target's greedy answers to training prompts, one to a row."""
-    config, model, params = trained_target(work)
+    recipe = work.preset.drafter
     fill = vocabulary.token_id(work.tokenizer(), vocabulary.END_OF_TEXT)
     found = regenerate.answer(
-        work.out / "answers.state.json",
-        model,
-        config,
-        params,
+        work.out / "answers.state.jsonl",
+        trained_target(work),
         prompts(work),
-        work.preset.answer_buckets,
-        fill=fill,
+        recipe.answer_buckets,
         tell=work.tell,
     )
     found += transcripts(work)
     random.Random(work.preset.seed).shuffle(found)
-    rows.save(work.path("answers"), rows.apart(found, work.preset.drafter_buckets, fill=fill))
-
-
-def read_rows(
-    work: Work, buckets: Sequence[rows.Rows], shape: DrafterConfig
-) -> list[drafter.Reading]:
-    """The target's reading of every row, in memory: taps as float16, half of a step's work."""
-    config, target, frozen = trained_target(work)
-    read = jit(functools.partial(drafter.reading, target, config, shape))
-    found = []
-    for bucket in buckets:
-        step = max(READ_TOKENS // bucket.tokens.shape[1], 1)
-        parts = []
-        for start in range(0, len(bucket.tokens), step):
-            tokens = bucket.tokens[start : start + step].astype(np.int32)
-            padded = np.pad(tokens, ((0, step - len(tokens)), (0, 0)))
-            part = jax.device_get(read(frozen, padded))
-            half = tuple(tap[: len(tokens)].astype(np.float16) for tap in part.taps)
-            parts.append((half, part.best[: len(tokens)]))
-        taps: Any = tuple(
-            np.concatenate(tap) for tap in zip(*(half for half, _ in parts), strict=True)
-        )
-        best: Any = np.concatenate([best for _, best in parts])
-        found.append(drafter.Reading(taps, best))
-    return found
+    rows.save(work.path("answers"), rows.apart(found, recipe.buckets, fill=fill))
 
 
 def drafter_model(work: Work) -> None:
     """The drafter, trained against the frozen target and exported."""
-    preset = work.preset
-    config, target, frozen = trained_target(work)
-    shape = preset.drafter_config()
-    model = DFlash(shape)
-    batches = rows.Batches(
-        preset.drafter_buckets, tuple(rows.load(work.path("answers"))), preset.seed
-    )
-    maker = optimizer.build(preset.drafter_schedule, decay=WEIGHT_DECAY)
-    step = drafter.step((target, model), shape, maker, decay=preset.decay, seed=preset.seed)
-    program = jit(step, donate=(0,), static_argnums=(5,))
-    first = preset.drafter_buckets[0].length
-    readings = read_rows(work, batches.rows, shape)
-
-    def advance(state: TrainState, number: int):
-        i, chosen = batches.chosen(number)
-        batch, read = batches.at(number)[1], readings[i]
-        kept = drafter.Reading(tuple(tap[chosen] for tap in read.taps), read.best[chosen])
-        count = preset.anchors * preset.drafter_buckets[i].length // first
-        return program(state, frozen, (batch.tokens, batch.wanted), kept, np.int32(number), count)
-
-    params = drafter.initial(model, shape, preset.seed)
-    schedule = preset.drafter_schedule
-    state = loop.fit(
-        loop.Run(
-            path=work.out / "drafter.state.safetensors",
-            steps=schedule.steps,
-            save_every=schedule.save_every,
-            identity=work.identity("drafter"),
-            label="drafter",
-        ),
-        TrainState(params=params, optimizer=maker.init(params)),
-        advance,
+    config, params = fitting.fit(
+        trained_target(work),
+        work.preset.drafter,
+        work.preset.mask_id,
+        rows.load(work.path("answers")),
+        work.out / "fit",
+        identity=work.identity("drafter"),
         tell=work.tell,
     )
     with saved_as(work.path("drafter"), folder=True) as partial:
-        export.drafter(partial, shape, jax.device_get(state.params), longest=config.max_length)
+        export.drafter(partial, config, params, longest=LONGEST)
 
 
 def held_out(work: Work) -> None:
@@ -193,7 +123,7 @@ def evaluation(work: Work) -> None:
         work.path("target"),
         work.path("drafter"),
         work.path("heldout"),
-        max_tokens=ANSWER_LIMIT,
+        max_tokens=work.preset.drafter.held_out_tokens,
         tell=work.tell,
     )
     with saved_as(work.path("evaluation")) as partial:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.compiler import Plan
+from dflash_jax.compiler.plan import Dtype
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
+from dflash_jax.errors import RequestError
 
-CHAT, CODE = "chat", "code"
+CHAT, CODE, IDS = KINDS = ("chat", "code", "ids")
+LENGTH = 2048  # of prompt and answer together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +35,14 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 
 def prompt_ids(engine: Engine, entry: dict[str, Any]) -> list[int]:
     """A held-out prompt as token ids: a conversation, or the opening of a source file."""
-    assert engine.tokenizer is not None
+    if "ids" in entry:
+        return entry["ids"]
+    if engine.tokenizer is None:
+        raise RequestError("the target ships no tokenizer; give held-out prompts as token ids")
     if entry["kind"] == CODE:
         return engine.tokenizer.encode(entry["text"], specials=False)
-    switch = {} if entry["thinking"] else {"enable_thinking": False}
-    return engine.chat_ids(entry["messages"], tools=entry["tools"] or None, **switch)
+    switch = {} if entry.get("thinking", True) else {"enable_thinking": False}
+    return engine.chat_ids(entry["messages"], tools=entry.get("tools") or None, **switch)
 
 
 def score(results: Sequence[Result], block: int) -> Score:
@@ -48,31 +54,34 @@ def score(results: Sequence[Result], block: int) -> Score:
         prompts=len(results),
         tokens=sum(len(result.token_ids) for result in results),
         rounds=rounds,
-        acceptance_length=round(sum(decided) / rounds, 3),
-        accepted_per_position=tuple(round(n / rounds, 3) for n in kept),
-        full_blocks=round(kept[-1] / rounds, 3),
+        acceptance_length=round(sum(decided) / max(rounds, 1), 3),
+        accepted_per_position=tuple(round(n / max(rounds, 1), 3) for n in kept),
+        full_blocks=round(kept[-1] / max(rounds, 1), 3),
     )
 
 
 def evaluate(
-    target: Path,
-    drafter: Path,
+    target: str | Path,
+    drafter: str | Path,
     prompts: Path,
     *,
     max_tokens: int,
     tell: Callable[[str], None],
+    dtype: Dtype = "float32",
 ) -> dict[str, Any]:
-    """Scores of chat and code prompts, greedy, float32; `max_tokens` for each answer."""
-    from dflash_jax.loading import load
+    """Scores of each kind of prompt, greedy; `max_tokens` for each answer."""
+    from dflash_jax.loading import open_pair
 
-    engine = load(target, drafter, plan=Plan(dtype="float32", max_length=2048))
+    pair = open_pair(target, drafter)
+    length = min(LENGTH, pair.configs[0].max_length)
+    engine = pair.engine(Plan(dtype=dtype, max_length=length))
     entries = read_prompts(prompts)
-    found: dict[str, Any] = {"max_tokens": max_tokens, "dtype": "float32", "temperature": 0}
-    for kind in (CHAT, CODE):
-        chosen = [entry for entry in entries if entry["kind"] == kind]
-        results = [
-            engine.generate(prompt_ids(engine, entry), max_tokens=max_tokens) for entry in chosen
-        ]
-        found[kind] = dataclasses.asdict(score(results, engine.plan.block))
-        tell(f"{kind}: acceptance length {found[kind]['acceptance_length']}")
+    found: dict[str, Any] = {"max_tokens": max_tokens, "dtype": dtype, "temperature": 0}
+    for kind in KINDS:
+        asked = [prompt_ids(engine, entry) for entry in entries if entry["kind"] == kind]
+        asked = [ids for ids in asked if len(ids) + max_tokens <= length]
+        if asked:
+            results = [engine.generate(ids, max_tokens=max_tokens) for ids in asked]
+            found[kind] = dataclasses.asdict(score(results, engine.plan.block))
+            tell(f"{kind}: acceptance length {found[kind]['acceptance_length']}")
     return found

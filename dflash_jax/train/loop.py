@@ -6,6 +6,7 @@ resumed equals one that was not, bit for bit on one machine.
 
 import contextlib
 import dataclasses
+import json
 import signal
 import sys
 import threading
@@ -17,14 +18,15 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, ComputeError
 from dflash_jax.train.files import saved_as
 
 State = TypeVar("State")
 Metrics = dict[str, jax.Array]
+WINDOW = 20  # steps between two lines
 
 
 class Stopped(Exception):
@@ -61,8 +63,11 @@ def stop_flag() -> Iterator[StopFlag]:
 class Run:
     """Where a training run stands: its saved state, its length, and what it was started with.
 
-    `identity` names everything that the result depends on; a saved state of another identity
-    is refused.
+    Attributes:
+      identity: names everything that the result depends on; a saved state of another identity
+        is refused.
+      log: one JSON object of metrics a step is written here.
+      batch: names the batch of a step, for error messages.
     """
 
     path: Path
@@ -70,6 +75,8 @@ class Run:
     save_every: int
     identity: str
     label: str
+    log: Path | None = None
+    batch: Callable[[int], str] = "batch {}".format
 
 
 def fit(
@@ -87,18 +94,20 @@ def fit(
 
     Raises:
       Stopped: a signal came; the state is saved and the same call goes on from there.
-      CheckpointError: the saved state belongs to another run.
+      ComputeError: a metric is not finite; the last good state stays saved.
+      CheckpointError: the saved state belongs to another run, or the disk is full.
     """
     first, state = restored(run, state)
-    window = Window(first)
+    window = Window(run, first)
     with stop_flag() as flag:
         for step in range(first, run.steps):
             state, metrics = advance(state, step)
             window.add(metrics)
             done = step + 1
-            if done % 20 == 0 or done == run.steps:
-                tell(f"{run.label} {done}/{run.steps}  {window.summary(done)}")
-            if flag.raised or done % run.save_every == 0 or done == run.steps:
+            saves = flag.raised or done % run.save_every == 0 or done == run.steps
+            if saves or done % WINDOW == 0:
+                tell(f"{run.label} {done}/{run.steps}  {window.close()}")
+            if saves:
                 store(run, done, state)
             if flag.raised and done < run.steps:
                 raise Stopped(f"{run.label} stopped at step {done} of {run.steps}; state saved")
@@ -106,33 +115,86 @@ def fit(
 
 
 class Window:
-    """Means of the metrics since the last line, and the speed."""
+    """The metrics of the steps since the last line: checked, logged and averaged together."""
 
-    def __init__(self, first: int):
-        self.seen: list[Metrics] = []
-        self.since, self.step = time.monotonic(), first
+    def __init__(self, run: Run, first: int):
+        self._run, self._step = run, first
+        self._seen: list[Metrics] = []
+        self._since = time.monotonic()
+        if run.log is not None:
+            run.log.parent.mkdir(parents=True, exist_ok=True)
+            cut_log(run.log, first)
 
     def add(self, metrics: Metrics) -> None:
         """Keeps one step's metrics without waiting for them."""
-        self.seen.append(metrics)
+        self._seen.append(metrics)
 
-    def summary(self, step: int) -> str:
-        """One line about the steps since the last call."""
-        means = {
-            name: float(np.mean([np.asarray(m[name]) for m in self.seen])) for name in self.seen[0]
-        }
+    def close(self) -> str:
+        """One line about the steps since the last call.
+
+        Raises:
+          ComputeError: a metric is not finite; names step and batch.
+        """
+        first, seen = self._step, [{k: float(v) for k, v in m.items()} for m in self._seen]
+        for number, metrics in enumerate(seen, first):
+            if not np.isfinite(list(metrics.values())).all():
+                raise ComputeError(self._complaint(number, metrics))
         now = time.monotonic()
-        pace = (now - self.since) / max(step - self.step, 1)
-        self.seen, self.since, self.step = [], now, step
+        pace = (now - self._since) / max(len(seen), 1)
+        if self._run.log is not None:
+            lines = [
+                json.dumps({"step": n + 1, **m, "seconds": round(pace, 4)})
+                for n, m in enumerate(seen, first)
+            ]
+            append_lines(self._run.log, lines)
+        self._seen, self._since, self._step = [], now, first + len(seen)
+        means = {name: np.mean([m[name] for m in seen]) for name in seen[0]}
         return "  ".join(f"{k} {v:.3f}" for k, v in means.items()) + f"  {pace:.2f} s/step"
+
+    def _complaint(self, number: int, metrics: dict[str, float]) -> str:
+        run = self._run
+        found = ", ".join(f"{k} {v}" for k, v in metrics.items())
+        kept, last = number // run.save_every * run.save_every, ""
+        last = f"the state after step {kept} is kept in {run.path}" if kept else "none is saved yet"
+        return (
+            f"{run.label}: step {number + 1} gave {found}, at {run.batch(number)}; training"
+            f" stopped, {last}. Look at that batch, or lower the rate and train into another folder"
+        )
+
+
+def cut_log(path: Path, steps: int) -> None:
+    """Drops lines of steps that were not saved, and half a line of a killed process."""
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:steps]
+        path.write_text("".join(lines), encoding="utf-8")
+
+
+def append_lines(path: Path, lines: list[str]) -> None:
+    """Adds lines to a file."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+    except OSError as error:
+        raise full(path, error) from error
+
+
+def full(path: Path, error: Exception) -> CheckpointError:
+    """What to say when a file cannot be written."""
+    return CheckpointError(
+        f"{path} could not be written ({error}); what was saved before is whole: free some space"
+        " and run the same command to go on from it"
+    )
 
 
 def store(run: Run, step: int, state: State) -> None:
     """Saves the state; the file is replaced whole."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-    with saved_as(run.path) as partial:
-        save_file(arrays, partial, {"step": str(step), "identity": run.identity})
+    try:
+        with saved_as(run.path) as partial:
+            save_file(arrays, partial, {"step": str(step), "identity": run.identity})
+    except (OSError, SafetensorError) as error:
+        raise full(run.path, error) from error
 
 
 def restored(run: Run, state: State) -> tuple[int, State]:

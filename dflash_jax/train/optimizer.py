@@ -10,7 +10,7 @@ import jax
 import optax
 from optax import contrib
 
-from dflash_jax.train.presets import Schedule
+from dflash_jax.train.recipe import ADAMW, MUON, Schedule
 
 WARM_UP_SHARE = 0.05
 LAST_RATE_SHARE = 0.05
@@ -18,9 +18,18 @@ MATRIX_FACTOR = 5.0  # Muon's rate over AdamW's
 UPDATE_RMS = 0.2
 
 
-def build(schedule: Schedule, *, decay: float) -> optax.GradientTransformation:
-    """The optimizer of both models: schedule.rate for tables and norms, 5x that for matrices."""
+TABLES = ("embed", "predecessor", "successor", "markov_w1")  # gathered by token
+KERNELS = ("base",)  # of convolutions
+
+
+def build(schedule: Schedule, *, decay: float, kind: str = MUON) -> optax.GradientTransformation:
+    """The optimizer: schedule.rate for tables and norms, 5x that for matrices; or plain AdamW."""
     rate = ramp(schedule, schedule.rate)
+    if kind == ADAMW:
+        return optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=decay),
+        )
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         contrib.muon(
@@ -47,10 +56,10 @@ def ramp(schedule: Schedule, peak: float) -> optax.Schedule:
 
 
 def matrices(params: Any) -> Any:
-    """Which weights are matrices, all as [in, out...]; None for norms and the embedding table."""
+    """Which weights are matrices, all as [in, out...]; None for norms, kernels and tables."""
 
     def axes(path: tuple, leaf: jax.Array) -> contrib.MuonDimensionNumbers | None:
-        if leaf.ndim < 2 or path[-1].key == "embed":
+        if leaf.ndim < 2 or path[-1].key in (*TABLES, *KERNELS):
             return None
         return contrib.MuonDimensionNumbers(0, tuple(range(1, leaf.ndim)))
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 
-from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.config import RopeConfig, TargetConfig
 from dflash_jax.errors import ConfigError
+from dflash_jax.train import recipe
+from dflash_jax.train.recipe import Bucket, Recipe, Schedule
 
 ROPE = RopeConfig(theta=10000.0)
 RMS_EPS = 1e-6
@@ -20,23 +22,6 @@ class Shape:
     kv_heads: int
     head_dim: int
     inner: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """Rows of one length, so many in a batch; every bucket is one compiled program."""
-
-    length: int
-    rows: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Steps, peak learning rate and how often the state is saved."""
-
-    steps: int
-    rate: float
-    save_every: int = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,19 +47,7 @@ class Preset:
     target: Shape
     phases: tuple[Phase, ...]  # formats and code first, then mostly chats, then new names
     transcripts: int  # training conversations too long to be answered anew, taken as they are
-    chat_prompts: int  # conversations whose answers the target writes anew
-    code_prompts: int
-    chat_tokens: int  # most tokens of one such answer
-    code_tokens: int
-    answer_buckets: tuple[Bucket, ...]
-    drafter_layers: int
-    drafter_inner: int
-    taps: tuple[int, ...]  # output of target layer i, counted from 0
-    block: int
-    decay: float
-    anchors: int  # in a row of the first bucket; longer rows have more in proportion
-    drafter_buckets: tuple[Bucket, ...]
-    drafter_schedule: Schedule
+    drafter: Recipe
     held_out_chat: int
     held_out_code: int
 
@@ -95,22 +68,6 @@ class Preset:
             dtype="bfloat16",
             num_layers=self.target.layers,
             intermediate_size=self.target.inner,
-            **self._attention(),
-        )
-
-    def drafter_config(self) -> DrafterConfig:
-        """The drafter: full bidirectional attention in every layer."""
-        return DrafterConfig(
-            vocab_size=self.vocabulary,
-            block_size=self.block,
-            mask_token_id=self.mask_id,
-            target_layer_ids=self.taps,
-            num_target_layers=self.target.layers,
-            windows=(None,) * self.drafter_layers,
-            causal=(False,) * self.drafter_layers,
-            dtype="bfloat16",
-            num_layers=self.drafter_layers,
-            intermediate_size=self.drafter_inner,
             **self._attention(),
         )
 
@@ -150,19 +107,7 @@ SMOKE = Preset(
         ),
     ),
     transcripts=2,
-    chat_prompts=12,
-    code_prompts=4,
-    chat_tokens=16,
-    code_tokens=16,
-    answer_buckets=(Bucket(length=256, rows=4),),
-    drafter_layers=1,
-    drafter_inner=64,
-    taps=(0, 1),
-    block=4,
-    decay=2.0,
-    anchors=4,
-    drafter_buckets=(Bucket(length=256, rows=4),),
-    drafter_schedule=Schedule(steps=6, rate=2e-3, save_every=3),
+    drafter=dataclasses.replace(recipe.SMOKE, taps=(0, 1)),
     held_out_chat=4,
     held_out_code=2,
 )
@@ -213,27 +158,17 @@ TINY_CPU = Preset(
         ),
     ),
     transcripts=200,
-    chat_prompts=9_000,
-    code_prompts=1_200,
-    chat_tokens=128,
-    code_tokens=64,
-    answer_buckets=(
-        Bucket(length=160, rows=64),
-        Bucket(length=256, rows=48),
-        Bucket(length=448, rows=24),
+    drafter=dataclasses.replace(
+        recipe.TINY_CPU,
+        schedule=Schedule(steps=3000, rate=2e-3),
+        prompts=9_000,
+        text_prompts=1_200,
+        answer_buckets=(
+            Bucket(length=160, rows=64),
+            Bucket(length=256, rows=48),
+            Bucket(length=448, rows=24),
+        ),
     ),
-    drafter_layers=3,
-    drafter_inner=512,
-    taps=(0, 1, 2),
-    block=8,
-    decay=4.0,
-    anchors=12,
-    drafter_buckets=(
-        Bucket(length=160, rows=16),
-        Bucket(length=448, rows=6),
-        Bucket(length=1280, rows=1),
-    ),
-    drafter_schedule=Schedule(steps=3000, rate=2e-3),
     held_out_chat=200,
     held_out_code=60,
 )
@@ -265,25 +200,7 @@ TINY_H200 = dataclasses.replace(
         ),
     ),
     transcripts=2_000,
-    chat_prompts=40_000,
-    code_prompts=8_000,
-    chat_tokens=160,
-    code_tokens=96,
-    answer_buckets=(
-        Bucket(length=256, rows=1024),
-        Bucket(length=512, rows=512),
-        Bucket(length=1280, rows=192),
-    ),
-    drafter_layers=4,
-    drafter_inner=1408,
-    taps=(1, 3, 5, 6),
-    anchors=32,
-    drafter_buckets=(
-        Bucket(length=256, rows=128),
-        Bucket(length=512, rows=64),
-        Bucket(length=1280, rows=24),
-    ),
-    drafter_schedule=Schedule(steps=2500, rate=1e-3),
+    drafter=recipe.TINY_H200,
 )
 
 PRESETS = {preset.name: preset for preset in (SMOKE, TINY_CPU, TINY_H200)}

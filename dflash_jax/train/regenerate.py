@@ -1,28 +1,21 @@
-"""The target's own greedy answers to training prompts, in batches: what a drafter learns from."""
+"""The target's own answers to training prompts, written by the engine, many side by side."""
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
 
-from dflash_jax.compiler import jit
-from dflash_jax.config import TargetConfig
-from dflash_jax.state import LayerCache
-from dflash_jax.train.files import saved_as
+from dflash_jax.compiler import Plan
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import ConfigError
+from dflash_jax.loading import TargetModel, resolve_here
 from dflash_jax.train.loop import Stopped, stop_flag
-from dflash_jax.train.presets import Bucket
+from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.rows import Document
-from dflash_jax.train.target import blank_caches
 
-SLACK = 8  # cache slots past the longest row: a write may be wider than one token
+TURNS = 4  # prompts of a group, in multiples of the rows; a finished group is saved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,87 +31,75 @@ class Prompt:
         return len(self.document.ids) + self.new_tokens
 
 
-def greedy(
-    model: nn.Module,
-    config: TargetConfig,
-    params: dict,
-    prompts: Int[Array, "B S"],
-    lengths: Int[Array, " B"],
-    limit: Int[Array, ""],
-) -> Int[Array, "B S"]:
-    """The rows with each prompt continued until an end token or `limit` new tokens.
-
-    Args:
-      prompts: right-padded; at least `limit` places of padding.
-    """
-    rows, slots = prompts.shape
-    variables = {"params": params}
-    ends = jnp.asarray(config.eos_token_ids)
-    index = jnp.arange(rows)
-
-    def best(hidden: Array) -> Int[Array, " B"]:
-        logits: Any = model.apply(variables, hidden, method=model.logits)
-        return jnp.argmax(logits, axis=-1)
-
-    start = jnp.zeros(rows, jnp.int32)
-    out: Any = model.apply(variables, prompts, blank_caches(config, rows, slots + SLACK), start)
-    first = best(out.hidden[index, lengths - 1])
-
-    def going(carry: tuple) -> Bool[Array, ""]:
-        _, _, step, done, _ = carry
-        return (step < limit) & ~done.all()
-
-    def turn(carry: tuple[Array, tuple[LayerCache, ...], Array, Array, Array]) -> tuple:
-        token, caches, step, done, tokens = carry
-        place = lengths + step
-        tokens = tokens.at[index, place].set(jnp.where(done, tokens[index, place], token))
-        done |= jnp.isin(token, ends)
-        out: Any = model.apply(variables, token[:, None], caches, place)
-        return best(out.hidden[:, 0]), out.caches, step + 1, done, tokens
-
-    carry = (first, out.caches, jnp.int32(0), jnp.zeros(rows, bool), prompts)
-    return jax.lax.while_loop(going, turn, carry)[4]
-
-
 def answer(
     path: Path,
-    model: nn.Module,
-    config: TargetConfig,
-    params: dict,
+    model: TargetModel,
     prompts: Sequence[Prompt],
     buckets: Sequence[Bucket],
     *,
-    fill: int,
     tell: Callable[[str], None],
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[Document]:
     """Every prompt with its answer, the answer wanted; kept in `path` as far as it got.
 
     Raises:
+      ConfigError: no prompt leaves room for its answer.
       Stopped: a signal came; what is done is saved and the same call goes on from there.
     """
-    program = jit(functools.partial(greedy, model, config))
-    batches = grouped(prompts, buckets)
-    done = json.loads(path.read_text()) if path.is_file() else []
-    found = [stored for batch in done for stored in batch]
-    with stop_flag() as flag:
-        for i in range(len(done), len(batches)):
-            bucket, chosen = batches[i]
-            done.append(continued(program, params, [prompts[j] for j in chosen], bucket, fill))
-            found += done[-1]
-            if flag.raised or i % 20 == 19:
-                write(path, done)
-                tell(f"answers {i + 1}/{len(batches)} batches")
-            if flag.raised:
-                raise Stopped(f"answers stopped at batch {i + 1} of {len(batches)}; state saved")
-    write(path, done)
-    order = [j for _, chosen in batches for j in chosen]
-    return [joined(prompts[j], ids) for j, ids in zip(order, found, strict=True)]
+    groups = grouped(prompts, buckets)
+    if not groups:
+        raise ConfigError(
+            f"none of {len(prompts)} prompts fits: the longest bucket holds"
+            f" {max(b.length for b in buckets)} tokens of prompt and answer; raise answer_buckets"
+            " or lower new_tokens"
+        )
+    done = stored(path)
+    engines: dict[Bucket, Engine] = {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with stop_flag() as flag, path.open("a", encoding="utf-8") as file:
+        for i in range(len(done), len(groups)):
+            bucket, members = groups[i]
+            if bucket not in engines:
+                engines = {bucket: opened(model, bucket)}
+            results = engines[bucket].generate_many(
+                [prompts[j].document.ids.tolist() for j in members],
+                max_tokens=prompts[members[0]].new_tokens,
+                temperature=temperature,
+                seed=seed + i,
+            )
+            done.append([result.token_ids for result in results])
+            file.write(json.dumps(done[-1]) + "\n")
+            file.flush()
+            tell(f"answers {i + 1}/{len(groups)} groups")
+            if flag.raised and i + 1 < len(groups):
+                raise Stopped(f"answers stopped at group {i + 1} of {len(groups)}; state saved")
+    order = [j for _, members in groups for j in members]
+    answers = [ids for group in done for ids in group]
+    return [joined(prompts[j], ids) for j, ids in zip(order, answers, strict=True)]
 
 
-def write(path: Path, batches: list[list[list[int]]]) -> None:
-    """Saves the answers so far."""
-    with saved_as(path) as partial:
-        partial.write_text(json.dumps(batches))
+def opened(model: TargetModel, bucket: Bucket) -> Engine:
+    """An engine without drafter for the prompts of a bucket."""
+    plan = Plan(
+        rows=bucket.rows,
+        max_length=min(bucket.length, model.config.max_length),
+        dtype=model.dtype,
+        exact=False,
+    )
+    plan = resolve_here(plan, model.config, None)
+    return Engine(model.config, None, {"target": model.params}, plan)
+
+
+def stored(path: Path) -> list[list[list[int]]]:
+    """The groups saved so far; half a last line, of a killed process, is dropped."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def grouped(prompts: Sequence[Prompt], buckets: Sequence[Bucket]) -> list[tuple[Bucket, list[int]]]:
@@ -136,35 +117,14 @@ def grouped(prompts: Sequence[Prompt], buckets: Sequence[Bucket]) -> list[tuple[
                 if shorter < prompts[i].room <= bucket.length
                 and prompts[i].new_tokens == new_tokens
             ]
-            for start in range(0, len(members), bucket.rows):
-                groups.append((bucket, members[start : start + bucket.rows]))
+            size = bucket.rows * TURNS
+            for start in range(0, len(members), size):
+                groups.append((bucket, members[start : start + size]))
     return groups
-
-
-def continued(
-    program: Callable[..., Array],
-    params: dict,
-    prompts: Sequence[Prompt],
-    bucket: Bucket,
-    fill: int,
-) -> list[list[int]]:
-    """The answers to one batch; a short batch is filled up with its first prompt."""
-    rows = np.full((bucket.rows, bucket.length), fill, np.int32)
-    lengths = np.zeros(bucket.rows, np.int32)
-    for i in range(bucket.rows):
-        ids = prompts[i if i < len(prompts) else 0].document.ids
-        rows[i, : len(ids)], lengths[i] = ids, len(ids)
-    limit = prompts[0].new_tokens
-    tokens = np.asarray(program(params, rows, lengths, np.int32(limit)))
-    answers = []
-    for i in range(len(prompts)):
-        ids = tokens[i, lengths[i] : lengths[i] + limit].tolist()
-        answers.append(ids[: ids.index(fill)] if fill in ids else ids)
-    return answers
 
 
 def joined(prompt: Prompt, answer: Sequence[int]) -> Document:
     """Prompt and answer as one document."""
-    ids = np.concatenate([prompt.document.ids, np.asarray(answer, np.uint16)])
+    ids = np.concatenate([prompt.document.ids, np.asarray(answer, np.int32)])
     wanted = np.concatenate([prompt.document.wanted, np.ones(len(answer), bool)])
     return Document(ids, wanted)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_jax.train.files import saved_as
-from dflash_jax.train.presets import Bucket
+from dflash_jax.train.recipe import Bucket
 
 OPEN_ROWS = 24
 
@@ -16,7 +16,7 @@ OPEN_ROWS = 24
 class Document:
     """Token ids, and for each whether a model has to produce it."""
 
-    ids: np.ndarray  # uint16 [n]
+    ids: np.ndarray  # int32 [n]
     wanted: np.ndarray  # bool [n]
 
 
@@ -24,7 +24,7 @@ class Document:
 class Rows:
     """Rows of one length; the tail of a row is padding, never wanted."""
 
-    tokens: np.ndarray  # uint16 [N, S]
+    tokens: np.ndarray  # int32 [N, S]
     wanted: np.ndarray  # bool [N, S]
     real: np.ndarray  # bool [N, S]; False marks padding
 
@@ -78,7 +78,7 @@ def shared(documents: Sequence[Document], length: int) -> list[list[Document]]:
 
 def laid_out(rows: Sequence[Sequence[Document]], length: int, fill: int) -> Rows:
     """Documents of each row side by side, padded to `length`."""
-    tokens = np.full((len(rows), length), fill, np.uint16)
+    tokens = np.full((len(rows), length), fill, np.int32)
     wanted = np.zeros((len(rows), length), bool)
     real = np.zeros((len(rows), length), bool)
     for i, row in enumerate(rows):

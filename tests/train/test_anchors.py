@@ -61,9 +61,3 @@ def test_slots_outside_the_answer_do_not_count():
         tokens, wanted, tokens + 1, jnp.asarray([[2]]), jnp.ones((1, 1), bool), 4
     )
     assert counts[0, 0].tolist() == [True, False, False]
-
-
-def test_decay_weights_match_their_closed_form():
-    expected = [np.exp(-(k - 1) / 4.0) for k in range(1, 8)]
-    np.testing.assert_allclose(anchors.decay_weights(8, 4.0), expected, rtol=1e-6)
-    assert abs(sum(expected) - 3.74) < 0.01

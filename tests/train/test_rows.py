@@ -3,13 +3,13 @@
 import numpy as np
 
 from dflash_jax.train import rows
-from dflash_jax.train.presets import Bucket
+from dflash_jax.train.recipe import Bucket
 
 BUCKETS = (Bucket(length=8, rows=2), Bucket(length=16, rows=1))
 
 
 def document(size: int, first: int) -> rows.Document:
-    return rows.Document(np.arange(first, first + size, dtype=np.uint16), np.ones(size, bool))
+    return rows.Document(np.arange(first, first + size, dtype=np.int32), np.ones(size, bool))
 
 
 def test_documents_stay_whole_and_share_rows():

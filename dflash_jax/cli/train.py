@@ -1,0 +1,125 @@
+"""`dflash-jax train`: a drafter of your own for a target of your own."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.cli.options import new_verb, use_compilation_cache
+from dflash_jax.errors import ConfigError
+
+STOPPED = 3  # a signal came, the state is saved
+
+
+def add_verb(verbs: Any) -> None:
+    """Adds `train` to the command line."""
+    verb = new_verb(
+        verbs,
+        "train",
+        run,
+        "Train a drafter: the target answers your prompts, the drafter learns to foresee it. The"
+        " same command goes on with a run that was stopped.",
+    )
+    verb.add_argument("--out", type=Path, required=True, help="folder of the run")
+    verb.add_argument("--target", default="tiny", help="directory, .gguf file, hub id or 'tiny'")
+    verb.add_argument(
+        "--data",
+        default="tiny",
+        help='JSONL of {"messages": [...]}, {"prompt": ...}, {"text": ...} or {"ids": [...]};'
+        " 'tiny' (default) is the corpus of the shipped pair",
+    )
+    verb.add_argument("--preset", default="tiny-cpu", help="smoke, tiny-cpu, tiny-h200, qwen3-8b")
+    verb.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="NAME=VALUE",
+        help="change a setting of the preset: kind=dflash2, steps=900, loss=kl, weights=dpace ...",
+    )
+    verb.add_argument("--mask-id", type=int, help="the mask token, where none can be found")
+    verb.add_argument("--from", dest="start", type=Path, help="a drafter to go on from")
+    verb.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`dflash-jax train`."""
+    try:
+        import optax  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "training needs optax; install the extra: pip install 'dflash-jax[train]'"
+        ) from error
+    use_compilation_cache()
+    from dflash_jax.train import fitting
+    from dflash_jax.train.loop import Stopped
+    from dflash_jax.train.recipe import recipe
+
+    chosen = recipe(options.preset, options.settings)
+    try:
+        with progress() as tell:
+            made = fitting.run(
+                options.target,
+                options.data,
+                options.out,
+                chosen,
+                tell=tell,
+                mask_id=options.mask_id,
+                start=options.start,
+            )
+    except Stopped as stop:
+        print(f"dflash-jax: {stop}; run the same command to go on", file=sys.stderr)
+        return STOPPED
+    plotted = draw(options.out)
+    if options.json:
+        found = {"drafter": str(made.drafter), "results": made.results, "plot": plotted}
+        print(json.dumps(found))
+        return 0
+    for kind, row in made.results.items():
+        if isinstance(row, dict):
+            print(f"{kind}: acceptance length {row['acceptance_length']:.2f} on held-out prompts")
+    print(f"written to {made.drafter}" + (f", curves to {plotted}" if plotted else ""))
+    return 0
+
+
+def draw(out: Path) -> str | None:
+    """Draws the run's curves if matplotlib is there; the picture's path."""
+    try:
+        from dflash_jax.train import plots
+    except ImportError:
+        return None
+    return str(plots.curves(out / "log.jsonl", out / "curves.png"))
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Takes lines of progress: one bar that is redrawn on a terminal, else plain lines."""
+    if not sys.stderr.isatty():
+        yield lambda line: print(line, file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(line: str) -> None:
+            words = line.split()
+            done, _, total = words[1].partition("/") if len(words) > 1 else ("", "", "")
+            counted = done.isdigit() and total.isdigit()
+            if counted:
+                bar.update(task, completed=int(done), total=int(total), description=line)
+            else:
+                bar.console.print(line)
+
+        yield tell

@@ -1,0 +1,245 @@
+"""Training data as a user has it: conversations, texts or token ids, one JSON object a line."""
+
+import dataclasses
+import hashlib
+import importlib.resources
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.errors import ConfigError
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.train import documents
+from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.regenerate import Prompt
+from dflash_jax.train.rows import Document
+
+SHIPPED = "tiny"  # the corpus of the shipped pair
+HELD_OUT_SHARE = 16  # one line in so many is never trained on
+CODE_CHARACTERS = 1_500_000  # of the shipped corpus
+FIRST_TURN_SHARE = 0.6  # of conversations answered at their first turn
+FORMS = '{"messages": [...]}, {"prompt": "..."}, {"text": "..."} or {"ids": [...]}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One line: a conversation, a plain text, or token ids to continue."""
+
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    thinking: bool = True
+    text: str = ""
+    ids: tuple[int, ...] = ()
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the hash of its first words keeps it out of training."""
+        asked = next((m.get("content") for m in self.messages if m.get("role") == "user"), None)
+        opening = json.dumps([asked, self.text[:200], self.ids[:64]], ensure_ascii=False)
+        return hashlib.sha256(opening.encode()).digest()[0] % HELD_OUT_SHARE == 0
+
+    def variables(self) -> dict[str, Any]:
+        """What the chat template is given besides the messages."""
+        switch = {} if self.thinking else {"enable_thinking": False}
+        return {"tools": list(self.tools) or None, **switch}
+
+    def entry(self) -> dict[str, Any]:
+        """As a line of held-out prompts."""
+        if self.ids:
+            return {"kind": "ids", "ids": list(self.ids)}
+        if self.text:
+            return {"kind": "code", "text": self.text}
+        chat = {"messages": list(self.messages), "tools": list(self.tools)}
+        return {"kind": "chat", **chat, "thinking": self.thinking}
+
+
+def read(path: Path) -> list[Example]:
+    """The lines of a file.
+
+    Raises:
+      ConfigError: the file is missing or empty, or a line is none of the known forms.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no data at {path}; give a file of lines like {FORMS}")
+    with path.open(encoding="utf-8") as file:
+        found = [_example(line, f"{path}:{i}") for i, line in enumerate(file, 1) if line.strip()]
+    if not found:
+        raise ConfigError(f"{path} has no lines; expected lines like {FORMS}")
+    return found
+
+
+def _example(line: str, where: str) -> Example:
+    try:
+        fields = json.loads(line)
+        match fields:
+            case {"messages": [_, *_] as messages}:
+                tools = tuple(fields.get("tools") or ())
+                if not all(isinstance(m, dict) and "role" in m for m in messages):
+                    raise ValueError("a message has no role")
+                return Example(tuple(messages), tools, fields.get("thinking", True))
+            case {"prompt": str(prompt)} if prompt:
+                return Example(({"role": "user", "content": prompt},))
+            case {"text": str(text)} if text:
+                return Example(text=text)
+            case {"ids": [_, *_] as ids} if all(type(i) is int and i >= 0 for i in ids):
+                return Example(ids=tuple(ids))
+            case _:
+                raise ValueError("none of the known forms")
+    except ValueError as error:
+        raise ConfigError(f"{where} cannot be used ({error}); expected {FORMS}") from error
+
+
+def shipped(recipe: Recipe) -> tuple[list[Example], list[Example]]:
+    """The seeded corpus of the shipped pair, and its held-out prompts."""
+    from dflash_jax.train.corpus import conversation, stdlib
+
+    made = conversation.training_conversations(recipe.seed, recipe.prompts, 0.2, 0.4)
+    training = [Example(c.messages, c.tools, c.thinking) for c in made]
+    if recipe.text_prompts:
+        training += [Example(text=text) for text in stdlib.training_sources(CODE_CHARACTERS)]
+    path = Path(str(importlib.resources.files("dflash_jax"))) / "data" / "tiny" / "heldout.jsonl"
+    return training, read(path)
+
+
+def load(source: str, recipe: Recipe) -> tuple[list[Example], list[Example]]:
+    """Training and held-out examples of a file, or of the shipped corpus ("tiny")."""
+    if source == SHIPPED:
+        return shipped(recipe)
+    examples = read(Path(source).expanduser())
+    training = [example for example in examples if not example.held_out]
+    held_out = [example for example in examples if example.held_out]
+    if not training:
+        raise ConfigError(
+            f"all {len(examples)} lines of {source} fell to the held-out side (1 in"
+            f" {HELD_OUT_SHARE} by hash); give more lines"
+        )
+    return training, held_out
+
+
+def fingerprint(examples: Sequence[Example]) -> str:
+    """A short hash of everything in the examples."""
+    whole = hashlib.sha256()
+    for example in examples:
+        whole.update(json.dumps(dataclasses.asdict(example), sort_keys=True).encode())
+    return whole.hexdigest()[:16]
+
+
+def opened(example: Example, rng: random.Random) -> list[Example]:
+    """A conversation cut before each of its assistant turns, one of them first: mostly the first.
+
+    As it is if it waits for the assistant.
+    """
+    turns = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and i]
+    if example.messages[-1]["role"] != "assistant":
+        turns.append(len(example.messages))
+    if not turns:
+        return []
+    rest = turns[1:]
+    rng.shuffle(rest)
+    turns = [turns[0], *rest]
+    if rng.random() > FIRST_TURN_SHARE:
+        rng.shuffle(turns)
+    return [dataclasses.replace(example, messages=example.messages[:i]) for i in turns]
+
+
+def prompts(
+    examples: Sequence[Example], tokenizer: Tokenizer | None, recipe: Recipe
+) -> list[Prompt]:
+    """What the target shall answer, at most as much as the recipe asks for.
+
+    Each conversation gives one turn before any gives two.
+    """
+    rng = random.Random(f"prompts {recipe.seed}")
+    examples = list(examples)
+    rng.shuffle(examples)
+    rounds: list[list[Example]] = []
+    texts: list[Document] = []
+    for example in examples:
+        if example.messages:
+            for i, cut in enumerate(opened(example, rng)):
+                if i == len(rounds):
+                    rounds.append([])
+                rounds[i].append(cut)
+        elif len(texts) < recipe.text_prompts:
+            ids = np.asarray(token_ids(example, tokenizer), np.int32)
+            texts += documents.pieces(ids, recipe.text_prompt)
+    chosen = [cut for one in rounds for cut in one][: recipe.prompts]
+    found = [Prompt(_given(token_ids(cut, tokenizer)), recipe.new_tokens) for cut in chosen]
+    return found + [
+        Prompt(_given(piece.ids), recipe.text_tokens) for piece in texts[: recipe.text_prompts]
+    ]
+
+
+def held_out(
+    examples: Sequence[Example], tokenizer: Tokenizer | None, recipe: Recipe
+) -> list[dict[str, Any]]:
+    """Lines of prompts for the final measurement."""
+    rng = random.Random(f"held out {recipe.seed}")
+    found = []
+    for example in list(examples)[: recipe.held_out]:
+        if example.messages:
+            found += [cut.entry() for cut in opened(example, rng)[:1]]
+        elif example.text and tokenizer is not None:
+            ids = tokenizer.encode(example.text, specials=False)
+            cut = ids[: max(len(ids) - recipe.text_tokens, recipe.text_prompt)]
+            text = example.text if len(ids) <= 4 * recipe.text_prompt else tokenizer.decode(cut)
+            found.append(dataclasses.replace(example, text=text).entry())
+        else:
+            found.append(example.entry())
+    return found
+
+
+def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """The prompt of an example as token ids.
+
+    Raises:
+      ConfigError: it is text, and the target ships no tokenizer.
+    """
+    if example.ids:
+        return example.ids
+    if tokenizer is None:
+        raise ConfigError('the target ships no tokenizer; give data as lines of {"ids": [...]}')
+    if example.text:
+        return tokenizer.encode(example.text, specials=False)
+    return tokenizer.chat(example.messages, **example.variables())
+
+
+def as_given(
+    examples: Sequence[Example], tokenizer: Tokenizer | None, ends: Sequence[int]
+) -> list[Document]:
+    """Conversations and texts as they stand, assistant turns wanted; one document a turn.
+
+    What the target would not have said itself costs places, it is never learnt.
+    """
+    found = []
+    for example in examples:
+        if not example.messages:
+            ids = np.asarray(token_ids(example, tokenizer), np.int32)
+            found.append(Document(ids, np.ones(len(ids), bool)))
+            continue
+        assert tokenizer is not None or token_ids(example, tokenizer)
+        for i, message in enumerate(example.messages):
+            if message["role"] == "assistant" and i and tokenizer is not None:
+                found += _turn(example, i, tokenizer, ends)
+    return found
+
+
+def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -> list[Document]:
+    """The conversation up to an assistant turn, by rendering it with and without that turn."""
+    before = tokenizer.chat(example.messages[:i], **example.variables())
+    whole = tokenizer.chat(
+        example.messages[: i + 1], add_generation_prompt=False, **example.variables()
+    )
+    if whole[: len(before)] != before:
+        return []  # the template rewrites history here
+    last = next((j for j in range(len(whole) - 1, 0, -1) if whole[j] in ends), len(whole) - 1)
+    ids = np.asarray(whole[: last + 1], np.int32)
+    return [Document(ids, np.arange(len(ids)) >= len(before))]
+
+
+def _given(ids: Sequence[int] | np.ndarray) -> Document:
+    return Document(np.asarray(ids, np.int32), np.zeros(len(ids), bool))

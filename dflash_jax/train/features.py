@@ -1,0 +1,182 @@
+"""What the frozen target says about token rows: read in every step, or once and kept on disk."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.compiler import Plan, jit
+from dflash_jax.decode.steps import Pair
+from dflash_jax.errors import CheckpointError
+from dflash_jax.models import target_caches
+from dflash_jax.train.files import remove, saved_as
+from dflash_jax.train.rows import Rows
+
+CHUNK = 512  # tokens of a row that the target reads at a time
+HEAD_TOKENS = 1024  # places whose logits exist at a time
+CACHED_TOKENS = 4096  # of all rows of one call, when the cache is filled
+
+
+@struct.dataclass
+class Reading:
+    """The target's view of rows; it is the same in every epoch."""
+
+    taps: tuple[Float[Array, "B S D"], ...]
+    best: Int[Array, "B S"]  # its greedy next token behind each place
+    hidden: Float[Array, "B S D"] | None = None  # after its final norm; for distributions
+
+
+def reading(
+    pair: Pair, params: dict[str, Any], tokens: Int[Array, "B S"], *, dtype: Any, keep: bool
+) -> Reading:
+    """One pass of the target over whole rows, cut into chunks as a prefill is.
+
+    Args:
+      params: of the target alone.
+      keep: whether `hidden` is wanted.
+    """
+    rows, length = tokens.shape
+    width = min(length, CHUNK)
+    count = -(-length // width)
+    plan = Plan(rows=rows, max_length=count * width, block=2, chunk=width, dtype=dtype, rings=False)
+    chunks = jnp.pad(tokens, ((0, 0), (0, count * width - length)))
+    chunks = jnp.moveaxis(chunks.reshape(rows, count, width), 1, 0)
+    caches = target_caches(pair.target.config, plan.cache)
+
+    def read(caches: Any, chunk: tuple[Array, Array]) -> Any:
+        start = jnp.full(rows, chunk[1] * width, jnp.int32)
+        where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": True}
+        out = pair.target_call({"target": params}, chunk[0], caches, start, **where)
+        every = jnp.full(rows, width, jnp.int32)
+        return tuple(update.commit(every) for update in out.caches), (out.taps, out.hidden)
+
+    numbers = jnp.arange(count, dtype=jnp.int32)
+    if count == 1:
+        found = jax.tree.map(lambda x: x[None], read(caches, (chunks[0], numbers[0]))[1])
+    else:
+        found = jax.lax.scan(read, caches, (chunks, numbers))[1]
+    taps, hidden = jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, count * width, -1)[:, :length], found
+    )
+    return Reading(taps, _best(pair, params, hidden), hidden if keep else None)
+
+
+def _best(pair: Pair, params: dict[str, Any], hidden: Float[Array, "B S D"]) -> Int[Array, "B S"]:
+    """The likeliest next token behind each place, a few places' logits at a time."""
+    rows, length, width = hidden.shape
+    count = math.ceil(rows * length / HEAD_TOKENS)
+    part = -(-length // count)
+    padded = jnp.pad(hidden, ((0, 0), (0, count * part - length), (0, 0)))
+    parts = jnp.moveaxis(padded.reshape(rows, count, part, width), 1, 0)
+
+    def best(x: Array) -> Array:
+        logits = pair.target_call({"target": params}, x, method="logits")
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    found = best(parts[0])[None] if count == 1 else jax.lax.map(best, parts)
+    return jnp.moveaxis(found, 0, 1).reshape(rows, -1)[:, :length]
+
+
+class Cache:
+    """Readings of all rows on disk, one array per bucket and tensor, mapped into memory.
+
+    Two bytes a number: bfloat16 of a bfloat16 target, else float16.
+    """
+
+    def __init__(self, folder: Path):
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        self._dtype = np.dtype(getattr(ml_dtypes, about["dtype"], about["dtype"]))
+        self._buckets = [
+            [self._open(folder / f"{i}.{name}.npy") for name in about["names"]]
+            for i in range(about["buckets"])
+        ]
+        self._names: list[str] = about["names"]
+
+    def _open(self, path: Path) -> np.ndarray:
+        return np.load(path, mmap_mode="r")
+
+    def at(self, bucket: int, rows: np.ndarray) -> Reading:
+        """The reading of some rows of a bucket."""
+        arrays = dict(zip(self._names, self._buckets[bucket], strict=True))
+        best = np.asarray(arrays.pop("best")[rows])
+        floats = {name: np.asarray(x[rows]).view(self._dtype) for name, x in arrays.items()}
+        hidden: Any = floats.pop("hidden", None)
+        taps: Any = tuple(floats[name] for name in sorted(floats, key=int))
+        return Reading(taps, best, hidden)  # pyrefly: ignore
+
+
+def fill_cache(
+    folder: Path,
+    pair: Pair,
+    params: dict[str, Any],
+    buckets: Sequence[Rows],
+    *,
+    dtype: Any,
+    keep: bool,
+) -> Cache:
+    """The cache in `folder`, made if it is not there; the folder appears whole.
+
+    Raises:
+      CheckpointError: the disk is full, or hidden states do not fit two bytes.
+    """
+    if folder.is_dir():
+        return Cache(folder)
+    stored = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(np.float16)
+    read = jit(lambda params, tokens: reading(pair, params, tokens, dtype=dtype, keep=keep))
+    names = [*map(str, range(len(pair.taps))), "best", *(["hidden"] if keep else [])]
+    try:
+        with saved_as(folder, folder=True) as partial:
+            for i, rows in enumerate(buckets):
+                _fill_bucket(partial, i, rows, lambda tokens: read(params, tokens), stored)
+            about = {"dtype": stored.name, "buckets": len(buckets), "names": names}
+            (partial / "about.json").write_text(json.dumps(about), encoding="utf-8")
+    except OSError as error:
+        remove(folder)
+        raise CheckpointError(
+            f"the feature cache {folder} could not be written ({error}); free some space, or"
+            " choose features=online, which needs none"
+        ) from error
+    return Cache(folder)
+
+
+def _fill_bucket(folder: Path, i: int, rows: Rows, read: Any, stored: np.dtype) -> None:
+    count, length = rows.tokens.shape
+    step = max(CACHED_TOKENS // length, 1)
+    files: dict[str, np.ndarray] = {}
+    for start in range(0, count, step):
+        tokens = rows.tokens[start : start + step].astype(np.int32)
+        padded = np.pad(tokens, ((0, step - len(tokens)), (0, 0)))
+        found: Reading = jax.device_get(read(padded))
+        arrays = {str(j): tap for j, tap in enumerate(found.taps)} | {"best": found.best}
+        arrays |= {} if found.hidden is None else {"hidden": found.hidden}
+        for name, array in arrays.items():
+            values = np.asarray(array)[: len(tokens)]
+            if name != "best":
+                values = _two_bytes(values, stored)
+            if name not in files:
+                shape = (count, *values.shape[1:])
+                path = folder / f"{i}.{name}.npy"
+                files[name] = np.lib.format.open_memmap(path, "w+", values.dtype, shape)
+            files[name][start : start + len(tokens)] = values
+    for name in (*map(str, range(len(files))), "best", "hidden"):
+        if name in files:
+            files[name].flush()  # pyrefly: ignore
+
+
+def _two_bytes(values: np.ndarray, stored: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        rounded = values.astype(stored)
+    if stored == np.float16 and not np.isfinite(rounded.astype(np.float32)).all():
+        raise CheckpointError(
+            "hidden states of this target do not fit float16; choose features=online, or"
+            " dtype=bfloat16"
+        )
+    return rounded.view(np.uint16)

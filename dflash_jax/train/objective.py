@@ -1,0 +1,236 @@
+"""What a drafter is trained on: scores of every trained place, and how they are weighted.
+
+Letters: M blocks, R drafted places of a block. Logits exist for a few blocks at a time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.train.recipe import DPACE, KL, MIX, UNIFORM, Recipe
+
+LOGIT_ELEMENTS = 1 << 25  # of one chunk: 128 MiB
+CE_SHARE = 0.1  # of the mixed loss; the rest is total variation
+
+
+@struct.dataclass
+class Places:
+    """What is known about the drafted places of M blocks."""
+
+    hidden: Float[Array, "M R D"]  # the drafter's
+    labels: Int[Array, "M R"]
+    previous: Int[Array, "M R"]  # the row's token before each place
+    teacher: Float[Array, "M R D"] | None  # the target's hidden state there, for distributions
+
+
+@struct.dataclass
+class Scores:
+    """Numbers of every place."""
+
+    loss: Float[Array, "M R"]
+    nll: Float[Array, "M R"]  # of the label
+    right: Bool[Array, "M R"]  # whether the label would be drafted, all before it being right
+    head: Float[Array, "M R"]  # loss of the selector or the confidence head
+    head_counts: Bool[Array, "M R"]
+
+
+def scorer(
+    drafter: Any, head: Callable[[Array], Array], teacher: Callable[[Array], Array], loss: str
+) -> Callable[[dict, Places], Scores]:
+    """(drafter parameters, places) -> scores, by the kind of the drafter.
+
+    Args:
+      head: the target's head without its softcap; `teacher` is with it.
+    """
+    kinds = {"dflash": _plain, "dflash2": _selected, "dspark": _walked}
+
+    def score(params: dict, places: Places) -> Scores:
+        plain = head(places.hidden)
+        p = None if places.teacher is None else jax.nn.softmax(teacher(places.teacher), axis=-1)
+        return drafter.apply(
+            {"params": params}, places, plain, p, loss, method=kinds[drafter.config.kind]
+        )
+
+    return score
+
+
+def _plain(module: Any, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
+    logits = module.adjust(plain)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, places.labels)
+    return Scores(
+        loss=_distance(loss, logits, nll, p),
+        nll=nll,
+        right=jnp.argmax(logits, axis=-1) == places.labels,
+        head=jnp.zeros_like(nll),
+        head_counts=jnp.zeros(nll.shape, bool),
+    )
+
+
+def _selected(module: Any, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
+    """DFlash 2: the selector learns to find the label among the candidates behind the true token.
+
+    Places whose label is no candidate teach it nothing.
+    """
+    logits = module.backbone.adjust(plain)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, places.labels)
+    unary, ids = jax.lax.top_k(logits, module.config.selector_top_k)
+    scores = module.scores(places.hidden, unary, ids, places.previous[:, :, None])[:, :, 0]
+    hit = ids == places.labels[:, :, None]
+    best = jnp.take_along_axis(ids, jnp.argmax(scores, axis=-1)[:, :, None], axis=-1)[:, :, 0]
+    found = jnp.where(hit, scores, 0.0).sum(axis=-1)
+    return Scores(
+        loss=_distance(loss, logits, nll, p),
+        nll=nll,
+        right=best == places.labels,
+        head=jax.nn.logsumexp(scores, axis=-1) - found,
+        head_counts=hit.any(axis=-1),
+    )
+
+
+def _walked(module: Any, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
+    """DSpark: the Markov head sees the true previous token; the confidence head learns how
+    much of p its own distribution covers.
+    """
+    base, c = module.backbone.adjust(plain), module.config
+    read, logits = [places.hidden], base
+    if c.markov_rank:
+        rows = module.w1[places.previous]  # [M, R, r]
+        state = jnp.zeros((base.shape[0], c.markov_rank), rows.dtype)
+        added = []
+        for i in range(base.shape[1]):
+            bias, state = module.bias(places.hidden[:, i], rows[:, i], state)
+            added.append(bias)
+        read, logits = [*read, rows], base + jnp.stack(added, axis=1)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, places.labels)
+    head, counts = jnp.zeros_like(nll), jnp.zeros(nll.shape, bool)
+    if c.confidence_head and p is not None:
+        covered = jax.lax.stop_gradient(1.0 - _variation(logits, p))
+        trust = module.trust(jnp.concatenate(read, axis=-1))
+        head, counts = optax.sigmoid_binary_cross_entropy(trust, covered), ~counts
+    return Scores(
+        loss=_distance(loss, logits, nll, p),
+        nll=nll,
+        right=jnp.argmax(logits, axis=-1) == places.labels,
+        head=head,
+        head_counts=counts,
+    )
+
+
+def _distance(loss: str, logits: Array, nll: Array, p: Array | None) -> Array:
+    """What the drafter's distribution lacks at each place."""
+    if loss == KL:
+        assert p is not None
+        entropy = (p * jnp.log(jnp.maximum(p, jnp.finfo(p.dtype).tiny))).sum(axis=-1)
+        return entropy - (p * jax.nn.log_softmax(logits, axis=-1)).sum(axis=-1)
+    if loss == MIX:
+        assert p is not None
+        return CE_SHARE * nll + (1 - CE_SHARE) * _variation(logits, p)
+    return nll
+
+
+def _variation(logits: Array, p: Array) -> Array:
+    """1 - sum of min(p, q): the chance that a draft from q is refused."""
+    return 1.0 - jnp.minimum(p, jax.nn.softmax(logits, axis=-1)).sum(axis=-1)
+
+
+def in_chunks(
+    score: Callable[[dict, Places], Scores], params: dict, places: Places, vocabulary: int
+) -> Scores:
+    """Scores of blocks [B, N, R, ...], so many blocks of every row at a time that logits stay
+    small; what a chunk computed is computed again in the backward pass.
+    """
+    rows, count, width = places.labels.shape
+    parts = fewest_parts(count, rows * count * width * vocabulary, LOGIT_ELEMENTS)
+    size = count // parts
+
+    def cut(x: Array) -> Array:
+        x = x.reshape(rows, parts, size, *x.shape[2:])
+        return jnp.moveaxis(x, 1, 0).reshape(parts, rows * size, *x.shape[3:])
+
+    def joined(x: Array) -> Array:
+        x = x.reshape(parts, rows, size, *x.shape[2:])
+        return jnp.moveaxis(x, 0, 1).reshape(rows, count, *x.shape[3:])
+
+    chunks = jax.tree.map(cut, places)
+    if parts == 1:
+        found = jax.tree.map(lambda x: x[None], score(params, jax.tree.map(lambda x: x[0], chunks)))
+    else:
+        again = jax.checkpoint(score)
+        found = jax.lax.map(lambda chunk: again(params, chunk), chunks)
+    return jax.tree.map(joined, found)
+
+
+def fewest_parts(count: int, elements: int, limit: int) -> int:
+    """The smallest divisor of `count` that cuts `elements` below `limit`."""
+    parts = (n for n in range(1, count + 1) if count % n == 0)
+    return next((n for n in parts if elements <= limit * n), count)
+
+
+def place_weights(
+    recipe: Recipe, nll: Float[Array, "B N R"], counts: Bool[Array, "B N R"]
+) -> Float[Array, "B N R"]:
+    """Weight of every place: 0 where it does not count. No gradient flows into it."""
+    if recipe.weights == UNIFORM:
+        return counts.astype(jnp.float32)
+    if recipe.weights == DPACE:
+        return jnp.where(counts, pace(nll, counts, recipe.smoothing), 0.0)
+    return jnp.where(counts, decay_weights(counts.shape[2], recipe.decay)[None, None], 0.0)
+
+
+def decay_weights(places: int, decay: float) -> Float[Array, " R"]:
+    """exp(-k/decay) for places k = 0 .. R-1: early ones decide most (DFlash, eq. 4)."""
+    return jnp.exp(-jnp.arange(places, dtype=jnp.float32) / decay)
+
+
+def pace(
+    nll: Float[Array, "B N R"], counts: Bool[Array, "B N R"], smoothing: float
+) -> Float[Array, "B N R"]:
+    """D-PACE: a place weighs as much as the tokens that hang on it are likely to be reached.
+
+    With c = (1 - a) q + a the smoothed chance of a label, the weight of place j is the sum over
+    m >= j of the product of c up to m (arXiv 2605.18810).
+    """
+    chance = (1 - smoothing) * jnp.exp(-jax.lax.stop_gradient(nll)) + smoothing
+    reached = jnp.cumprod(jnp.where(counts, chance, 1.0), axis=2)
+    reached = jnp.where(counts, reached, 0.0)
+    return jnp.flip(jnp.cumsum(jnp.flip(reached, axis=2), axis=2), axis=2)
+
+
+def total(
+    recipe: Recipe, scores: Scores, counts: Bool[Array, "B N R"]
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """The loss of a batch, sums divided once, and what is logged.
+
+    `simulated` is the acceptance length in blocks that lie wholly within an answer: 1 and the
+    leading run of right drafts.
+    """
+    weights = place_weights(recipe, scores.nll, counts)
+    loss = mean(scores.loss, weights)
+    right = scores.right & counts
+    run = jnp.cumprod(right.astype(jnp.float32), axis=2).sum(axis=2)  # [B, N]
+    logged = {
+        "simulated": 1.0 + mean(run, counts.all(axis=2).astype(jnp.float32)),
+        "accuracy": mean(right.astype(jnp.float32), counts.astype(jnp.float32)),
+        "places": counts.sum().astype(jnp.float32),
+    }
+    if recipe.kind != "dflash":
+        heads = jnp.where(scores.head_counts, weights, 0.0)
+        logged["head"] = mean(scores.head, heads)
+        loss += recipe.head_weight * logged["head"]
+    return loss, {"loss": loss, **logged}
+
+
+def mean(values: Array, weights: Array) -> Float[Array, ""]:
+    """The weighted mean; 0 where nothing has weight."""
+    some = weights.sum()
+    return jnp.where(some > 0, (values * weights).sum() / jnp.where(some > 0, some, 1.0), 0.0)
+
+
+def wants_distribution(recipe: Recipe) -> bool:
+    """Whether the target's hidden states are needed besides its taps."""
+    return recipe.loss in (KL, MIX) or recipe.kind == "dspark"

@@ -1,0 +1,350 @@
+"""How a drafter is made: its shape, its data, its objective, its steps; and the known recipes."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.errors import ConfigError
+from dflash_jax.tokenizer import Tokenizer
+
+DFLASH, DFLASH2, DSPARK = KINDS = ("dflash", "dflash2", "dspark")
+CE, KL, MIX = LOSSES = ("ce", "kl", "mix")
+DECAY, DPACE, UNIFORM = WEIGHTS = ("decay", "dpace", "uniform")
+ONLINE, CACHE = FEATURES = ("online", "cache")
+REGENERATED, GIVEN = ANSWERS = ("target", "given")
+MUON, ADAMW = OPTIMIZERS = ("muon", "adamw")
+MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Rows of one length, so many in a batch; every bucket is one compiled program."""
+
+    length: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Steps, peak learning rate and how often the state is saved."""
+
+    steps: int
+    rate: float
+    save_every: int = 100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides what a training run gives, besides the target and the data.
+
+    Attributes:
+      kind: dflash, dflash2 or dspark.
+      inner, heads, kv_heads, head_dim: 0 takes the target's.
+      taps: target layers read, output of layer i counted from 0; empty spreads `tap_count`.
+      block: places fed to the drafter, the anchor included.
+      rank, candidates: of DFlash 2's selector; rank also of DSpark's Markov head.
+      markov_head: vanilla, gated or rnn.
+      loss: ce (to the target's best token), kl (to its distribution), mix (0.1 ce + 0.9 total
+        variation; DSpark's own).
+      weights: of a block's places: decay (early ones first), dpace (by what the drafter has
+        already learnt), uniform.
+      decay: exp(-k / decay) is the weight of place k; with `decay` weights.
+      smoothing: share of certainty added to the drafter's own; with `dpace` weights.
+      head_weight: of the selector's or the confidence head's loss.
+      anchors: blocks in a row of the first bucket; longer rows have more in proportion.
+      features: the target runs in every step (online), or once over all rows (cache, on disk).
+      answers: assistant turns are written anew by the target, or taken as given.
+      prompts, text_prompts: most conversations and pieces of plain text to be answered.
+      new_tokens, text_tokens: most tokens of one answer, or of one continued text.
+      text_prompt: tokens of a piece of plain text.
+      answer_buckets: prompt and answer together, and how many are written side by side.
+      held_out: prompts kept aside, on which acceptance length is measured at the end.
+      devices: data-parallel devices; a bucket's rows must be a multiple.
+    """
+
+    name: str
+    seed: int = 0
+    kind: str = DFLASH
+    layers: int = 5
+    inner: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    taps: tuple[int, ...] = ()
+    tap_count: int = 5
+    block: int = 16
+    rank: int = 256
+    candidates: int = 16
+    markov_head: str = "vanilla"
+    loss: str = CE
+    weights: str = DECAY
+    decay: float = 7.0
+    smoothing: float = 0.5
+    head_weight: float = 1.0
+    optimizer: str = MUON
+    weight_decay: float = 0.01
+    schedule: Schedule
+    anchors: int
+    buckets: tuple[Bucket, ...]
+    features: str = ONLINE
+    dtype: str = "float32"
+    answers: str = REGENERATED
+    prompts: int
+    text_prompts: int = 0
+    new_tokens: int
+    text_tokens: int = 64
+    text_prompt: int = 96
+    temperature: float = 0.0
+    answer_buckets: tuple[Bucket, ...]
+    held_out: int = 100
+    held_out_tokens: int = 128
+    devices: int = 1
+
+    def __post_init__(self) -> None:
+        choices = {
+            "kind": KINDS,
+            "loss": LOSSES,
+            "weights": WEIGHTS,
+            "features": FEATURES,
+            "answers": ANSWERS,
+            "optimizer": OPTIMIZERS,
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}"
+                )
+        lowest = {"layers": 1, "block": 2, "anchors": 1, "devices": 1, "new_tokens": 1}
+        for name, low in lowest.items():
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least {low}")
+        uneven = [b.rows for b in self.buckets if b.rows % self.devices]
+        if uneven or not self.buckets:
+            raise ConfigError(
+                f"buckets have {[b.rows for b in self.buckets]} rows in a batch; every number must"
+                f" be a multiple of the {self.devices} devices"
+            )
+
+    def blocks(self, bucket: int) -> int:
+        """Anchors in each row of a bucket."""
+        return max(1, self.anchors * self.buckets[bucket].length // self.buckets[0].length)
+
+
+def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterConfig:
+    """The config of the drafter a recipe makes for a target: full attention, both ways."""
+    own: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
+        DFLASH: (DrafterConfig, {}),
+        DFLASH2: (
+            DFlash2Config,
+            {"selector_rank": recipe.rank, "selector_top_k": recipe.candidates},
+        ),
+        DSPARK: (
+            DSparkConfig,
+            {
+                "markov_rank": recipe.rank,
+                "markov_head": recipe.markov_head,
+                "confidence_head": True,
+            },
+        ),
+    }
+    cls, fields = own[recipe.kind]
+    return cls(
+        hidden_size=target.hidden_size,
+        num_layers=recipe.layers,
+        num_heads=recipe.heads or target.num_heads,
+        num_kv_heads=recipe.kv_heads or target.num_kv_heads,
+        head_dim=recipe.head_dim or target.head_dim,
+        intermediate_size=recipe.inner or target.intermediate_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=RopeConfig(theta=target.rope.theta),
+        vocab_size=target.vocab_size,
+        block_size=recipe.block,
+        mask_token_id=mask_id,
+        target_layer_ids=recipe.taps or spread_taps(target.num_layers, recipe.tap_count),
+        num_target_layers=target.num_layers,
+        windows=(None,) * recipe.layers,
+        causal=(False,) * recipe.layers,
+        dtype="bfloat16",
+        **fields,
+    )
+
+
+def spread_taps(layers: int, count: int) -> tuple[int, ...]:
+    """Layers from the second to the last but two, evenly: the spread of published drafters."""
+    first, last = (1, layers - 3) if layers >= 5 else (0, max(layers - 2, 0))
+    count = max(1, min(count, last - first + 1))
+    steps = max(count - 1, 1)
+    return tuple(first + round(i * (last - first) / steps) for i in range(count))
+
+
+def mask_token(tokenizer: Tokenizer | None, target: TargetConfig) -> tuple[int, str]:
+    """A token that no text contains, and where it comes from: the tokenizer's own mask token,
+    else a table row behind its last id.
+
+    Raises:
+      ConfigError: there is neither.
+    """
+    if tokenizer is not None:
+        named = (tokenizer.specials.get("mask_token"), *MASK_TOKENS)
+        for text in filter(None, named):
+            found = tokenizer.core.token_to_id(text)
+            if found is not None and found < target.vocab_size:
+                return found, f"the tokenizer's {text}"
+        if tokenizer.size < target.vocab_size:
+            return tokenizer.size, "the first unused row of the embedding table"
+    raise ConfigError(
+        "no mask token is known: the tokenizer has none and the embedding table has no unused"
+        " row; name a token that never occurs in text with --mask-id"
+    )
+
+
+SMOKE = Recipe(
+    name="smoke",
+    layers=1,
+    inner=64,
+    block=4,
+    rank=8,
+    candidates=4,
+    tap_count=2,
+    decay=2.0,
+    schedule=Schedule(steps=6, rate=2e-3, save_every=3),
+    anchors=4,
+    buckets=(Bucket(length=256, rows=4),),
+    prompts=12,
+    text_prompts=4,
+    new_tokens=16,
+    text_tokens=16,
+    answer_buckets=(Bucket(length=256, rows=4),),
+    held_out=6,
+    held_out_tokens=32,
+)
+
+TINY_CPU = Recipe(
+    name="tiny-cpu",
+    layers=3,
+    inner=512,
+    taps=(0, 1, 2),
+    block=8,
+    rank=64,
+    candidates=8,
+    decay=4.0,
+    schedule=Schedule(steps=1500, rate=2e-3),
+    anchors=12,
+    buckets=(
+        Bucket(length=160, rows=16),
+        Bucket(length=448, rows=6),
+        Bucket(length=1280, rows=1),
+    ),
+    features=CACHE,
+    prompts=5_000,
+    text_prompts=1_000,
+    new_tokens=128,
+    answer_buckets=(
+        Bucket(length=256, rows=48),
+        Bucket(length=448, rows=24),
+    ),
+    held_out=260,
+)
+
+TINY_H200 = dataclasses.replace(
+    TINY_CPU,
+    name="tiny-h200",
+    layers=4,
+    inner=1408,
+    taps=(1, 3, 5, 6),
+    schedule=Schedule(steps=2500, rate=1e-3),
+    anchors=32,
+    buckets=(
+        Bucket(length=256, rows=128),
+        Bucket(length=512, rows=64),
+        Bucket(length=1280, rows=24),
+    ),
+    prompts=40_000,
+    text_prompts=8_000,
+    new_tokens=160,
+    text_tokens=96,
+    answer_buckets=(
+        Bucket(length=256, rows=1024),
+        Bucket(length=512, rows=512),
+        Bucket(length=1280, rows=192),
+    ),
+)
+
+QWEN3_8B = Recipe(
+    name="qwen3-8b",
+    layers=5,
+    block=16,
+    weights=DPACE,
+    optimizer=ADAMW,
+    weight_decay=0.0,
+    schedule=Schedule(steps=20_000, rate=6e-4, save_every=500),
+    anchors=128,
+    buckets=(
+        Bucket(length=1024, rows=8),
+        Bucket(length=2048, rows=4),
+        Bucket(length=4096, rows=2),
+    ),
+    dtype="bfloat16",
+    prompts=100_000,
+    text_prompts=20_000,
+    new_tokens=2048,
+    text_tokens=512,
+    text_prompt=512,
+    answer_buckets=(
+        Bucket(length=1024, rows=128),
+        Bucket(length=4096, rows=32),
+    ),
+)
+
+RECIPES = {recipe.name: recipe for recipe in (SMOKE, TINY_CPU, TINY_H200, QWEN3_8B)}
+
+
+def recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
+    """A known recipe with settings like "steps=900" or "buckets=160x16,448x6" changed.
+
+    Raises:
+      ConfigError: an unknown name, or a setting that does not exist or cannot be read.
+    """
+    if name not in RECIPES:
+        raise ConfigError(f"preset {name!r} is not known; choose one of {', '.join(RECIPES)}")
+    found = RECIPES[name]
+    types = typing.get_type_hints(Recipe) | typing.get_type_hints(Schedule)
+    inner = {f.name for f in dataclasses.fields(Schedule)}
+    for setting in settings:
+        key, _, text = setting.partition("=")
+        if key not in types or key in ("schedule", "name") or not text:
+            known = sorted(set(types) - {"schedule", "name"})
+            raise ConfigError(
+                f"setting {setting!r} is not known; expected NAME=VALUE with one of"
+                f" {', '.join(known)}"
+            )
+        value = _read(key, text, types[key])
+        if key in inner:
+            schedule = dataclasses.replace(found.schedule, **{key: value})
+            found = dataclasses.replace(found, schedule=schedule)
+        else:
+            found = dataclasses.replace(found, **{key: value})
+    return found
+
+
+def _read(key: str, text: str, kind: Any) -> Any:
+    readers: dict[Any, Callable[[str], Any]] = {
+        tuple[int, ...]: lambda t: tuple(int(part) for part in t.split(",")),
+        tuple[Bucket, ...]: lambda t: tuple(map(_bucket, t.split(","))),
+    }
+    try:
+        return readers.get(kind, kind)(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{key}={text} cannot be read ({error}); numbers look like 900 or 1e-3, lists like"
+            " 1,9,17, buckets like 160x16,448x6 (length x rows)"
+        ) from error
+
+
+def _bucket(text: str) -> Bucket:
+    length, rows = text.split("x")
+    return Bucket(length=int(length), rows=int(rows))
