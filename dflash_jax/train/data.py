@@ -180,7 +180,7 @@ def held_out(
     """Lines of prompts for the final measurement."""
     rng = random.Random(f"held out {recipe.seed}")
     found = []
-    for example in list(examples)[: recipe.held_out]:
+    for example in examples[: recipe.held_out]:
         if example.messages:
             found += [cut.entry() for cut in opened(example, rng)[:1]]
         elif example.text and tokenizer is not None:

@@ -87,7 +87,7 @@ class Preset:
 SMOKE = Preset(
     name="smoke",
     vocabulary=320,
-    target=Shape(width=32, layers=3, heads=2, kv_heads=1, head_dim=16, inner=64),
+    target=Shape(width=32, layers=2, heads=2, kv_heads=1, head_dim=16, inner=64),
     phases=(
         Phase(
             conversations=80,
@@ -97,17 +97,9 @@ SMOKE = Preset(
             buckets=(Bucket(length=256, rows=4),),
             schedule=Schedule(steps=4, rate=3e-3, save_every=3),
         ),
-        Phase(
-            conversations=40,
-            agent_share=0.2,
-            code_characters=5_000,
-            given_weight=0.3,
-            buckets=(Bucket(length=256, rows=4),),
-            schedule=Schedule(steps=3, rate=3e-3, save_every=3),
-        ),
     ),
     transcripts=2,
-    drafter=dataclasses.replace(recipe.SMOKE, taps=(0, 1)),
+    drafter=dataclasses.replace(recipe.SMOKE, taps=(0,)),
     held_out_chat=4,
     held_out_code=2,
 )

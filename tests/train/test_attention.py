@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.train import attention
 from dflash_jax.train.attention import split_attention
 
 ROWS, COUNT, WIDTH, LENGTH, KV, GROUPS, HEAD = 2, 3, 4, 12, 2, 2, 8
@@ -49,8 +50,14 @@ def dense(q, ck, cv, bk, bv, seen):
     return out.reshape(ROWS, COUNT, WIDTH, KV * GROUPS * HEAD)
 
 
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3), (False, 3)])
-def test_split_equals_dense_in_values_and_gradients(causal, window):
+WHOLE, CHUNKED = 10_000, 300
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "limit"),
+    [(False, None, WHOLE), (False, None, CHUNKED), (True, 3, CHUNKED), (False, 3, WHOLE)],
+)
+def test_split_equals_dense_in_values_and_gradients(causal, window, limit, monkeypatch):
     anchors = np.asarray([[0, 3, 4], [2, 9, 11]])
     seen = dense_mask(anchors, causal, window)
     given = tensors(0)
@@ -60,14 +67,21 @@ def test_split_equals_dense_in_values_and_gradients(causal, window):
             q, (ck, cv), (bk, bv), jnp.asarray(anchors), causal=causal, window=window
         )
 
-    def loss(function):
-        return lambda *tensors: (jnp.sin(function(*tensors)) ** 2).sum()
+    def slopes(function):
+        @jax.jit
+        def run(*tensors):
+            def loss(*tensors):
+                out = function(*tensors)
+                return (jnp.sin(out) ** 2).sum(), out
+
+            return jax.grad(loss, argnums=range(5), has_aux=True)(*tensors)
+
+        return run(*given)
 
     def reference(*tensors):
         return dense(*tensors, seen)
 
-    np.testing.assert_allclose(split(*given), reference(*given), atol=2e-6)
-    ours = jax.grad(loss(split), argnums=range(5))(*given)
-    theirs = jax.grad(loss(reference), argnums=range(5))(*given)
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    expected = jax.tree.leaves(slopes(reference))
+    monkeypatch.setattr(attention, "SCORE_ELEMENTS", limit)
+    for ours, theirs in zip(jax.tree.leaves(slopes(split)), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -139,6 +139,7 @@ def test_no_gradient_reaches_features_at_or_after_the_anchor():
         assert not reached[anchor:].any()
 
 
+@pytest.mark.soak
 def test_a_reading_in_chunks_equals_one_in_one_piece(monkeypatch):
     pair, _, _, params = made("dflash", "hybrid")
     ids = tokens(5, rows=2)
@@ -158,10 +159,8 @@ def test_a_reading_in_chunks_equals_one_in_one_piece(monkeypatch):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-OTHERS = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("dflash", "dflash2")]
-
-
-@pytest.mark.parametrize("kind", [*OTHERS, "dspark"])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_sample_is_learnt(kind):
     pair, _, _, params = made(kind)
     ids = tokens(3)

@@ -1,15 +1,21 @@
 """The loop: exact resumption, clean stops, refusal of foreign states."""
 
 import dataclasses
+import json
 import os
+import random
+import resource
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, ComputeError
 from dflash_jax.train.loop import Run, Stopped, fit
 
 
@@ -54,3 +60,65 @@ def test_the_state_of_another_run_is_refused(tmp_path):
     other = dataclasses.replace(run(tmp_path), identity="another run")
     with pytest.raises(CheckpointError, match="another preset or seed"):
         fit(other, start(), advance)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+sys.path.insert(0, sys.argv[2])
+import test_loop
+from dflash_jax.train.loop import fit
+
+def killed(state, step):
+    if step == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return test_loop.advance(state, step)
+
+fit(test_loop.run(Path(sys.argv[1])), test_loop.start(), killed)
+"""
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+    step = random.randrange(9)
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", KILLED, str(tmp_path), here, str(step)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    resumed = fit(run(tmp_path), start(), advance)
+    straight = fit(run(tmp_path / "other"), start(), advance)
+    np.testing.assert_array_equal(resumed["x"], straight["x"], err_msg=f"killed at step {step}")
+
+
+def steps_logged(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(tmp_path):
+    def spoilt(state, step):
+        state, metrics = advance(state, step)
+        return state, metrics | {"x": metrics["x"] * (jnp.nan if step == 6 else 1.0)}
+
+    logged = dataclasses.replace(run(tmp_path), log=tmp_path / "log.jsonl", batch="rows {}".format)
+    with pytest.raises(ComputeError, match=r"step 7 gave x nan, at rows 6.*after step 4 is kept"):
+        fit(logged, start(), spoilt)
+    assert steps_logged(logged.log) == [1, 2, 3, 4]
+    assert fit(logged, start(), advance)["n"] == 9
+    assert steps_logged(logged.log) == list(range(1, 10))
+
+
+def test_a_full_disk_is_named_and_what_was_saved_stays(tmp_path):
+    def until_full(state, step):
+        if step == 5:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))
+        return advance(state, step)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(CheckpointError, match=r"could not be written.*free some space"):
+            fit(run(tmp_path), start(), until_full)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
+    resumed = fit(run(tmp_path), start(), advance)
+    np.testing.assert_array_equal(resumed["x"], fit(run(tmp_path / "o"), start(), advance)["x"])

@@ -95,12 +95,18 @@ def plain_score(params: dict, given: objective.Places) -> objective.Scores:
 def test_scores_in_chunks_equal_whole_ones_in_values_and_gradients(monkeypatch):
     given, params = places(4)
 
-    def loss(params, limit):
+    def at(limit):
         monkeypatch.setattr(objective, "LOGIT_ELEMENTS", limit)
-        found = objective.in_chunks(plain_score, params, given, 11)
-        return (found.loss * jnp.arange(36.0).reshape(2, 6, 3)).sum()
 
-    whole, cut = (jax.value_and_grad(loss)(params, limit) for limit in (10_000, 150))
+        @jax.jit
+        @jax.value_and_grad
+        def loss(params):
+            found = objective.in_chunks(plain_score, params, given, 11)
+            return (found.loss * jnp.arange(36.0).reshape(2, 6, 3)).sum()
+
+        return loss(params)
+
+    whole, cut = at(10_000), at(150)
     np.testing.assert_allclose(whole[0], cut[0], rtol=1e-6)
     np.testing.assert_allclose(whole[1]["head"], cut[1]["head"], rtol=1e-5)
 

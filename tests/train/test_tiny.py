@@ -1,14 +1,16 @@
-"""The command from end to end on the smoke preset: a stopped run equals a straight one."""
+"""The commands from end to end on the smoke preset."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from converters.load import load_drafter, load_target
+from converters.load import load_drafter
+from dflash_jax.cli import main
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
-from dflash_jax.train import loop, tiny
-from dflash_jax.train.files import remove
+from dflash_jax.loading import load_target
+from dflash_jax.train import rows, tiny
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,6 @@ def test_the_result_is_a_pair_that_fits(made):
     drafter = read_drafter_config(made / "tiny" / "drafter")
     check_pair(target, drafter)
     assert drafter.mask_token_id == target.vocab_size - 1
-    load_target(made / "tiny" / "target", target)
     load_drafter(made / "tiny" / "drafter", drafter)
 
 
@@ -44,25 +45,53 @@ def test_a_folder_of_another_preset_is_refused(made, capsys):
     assert "begun with other settings" in capsys.readouterr().err
 
 
-def test_a_stopped_drafter_run_ends_with_the_same_weights(made, monkeypatch):
-    weights = made / "tiny" / "drafter" / "model.safetensors"
-    before = weights.read_bytes()
-    loop_store = loop.store
+def test_answers_are_the_targets_own(made):
+    model = load_target(made / "target")
+    for part in rows.load(made / "answers.npz"):
+        if len(part.tokens):
+            best = np.asarray(model.forward(part.tokens[:4]).logits).argmax(axis=-1)
+            wanted = part.wanted[:4, 1:] & part.real[:4, 1:]
+            assert (best[:, :-1] == part.tokens[:4, 1:])[wanted].mean() > 0.9
 
-    class Full(Exception):
-        pass
 
-    def store_and_stop(run, step, state):
-        loop_store(run, step, state)
-        if step == 3:
-            raise Full
+def test_the_train_verb_makes_a_drafter_for_any_folder(made, tmp_path, capsys):
+    lines = [{"prompt": f"Say {i}."} for i in range(20)]
+    lines += [
+        {
+            "messages": [
+                {"role": "user", "content": f"Add {i}."},
+                {"role": "assistant", "content": t},
+            ]
+        }
+        for i, t in enumerate(["The answer is 12, and that is that."] * 20)
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    target = str(made / "target")
+    command = ["train", "--target", target, "--data", str(data), "--preset", "smoke"]
+    command += ["--out", str(tmp_path / "run"), "--set", "answers=given", "--set", "steps=2"]
+    command += ["--set", "held_out=0", "--set", "kind=dflash2", "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    config = read_drafter_config(Path(found["drafter"]))
+    check_pair(read_target_config(made / "target"), config)
+    assert config.kind == "dflash2"
+    params = load_drafter(found["drafter"], config)
+    assert np.abs(params["predecessor"]).max() > 0
+    assert main(command) == 0  # nothing is left to do
+    assert main([*command, "--set", "seed=1"]) == 1
+    assert "begun with other settings (recipe differ)" in capsys.readouterr().err
 
-    for name in ("drafter", "drafter.state.safetensors", "results.json", "tiny"):
-        remove(made / name)
-    monkeypatch.setattr(loop, "store", store_and_stop)
-    with pytest.raises(Full):
-        tiny.main(["--out", str(made), "--preset", "smoke", "--stage", "drafter"])
-    monkeypatch.undo()
-    assert tiny.main(["--out", str(made), "--preset", "smoke", "--stage", "drafter"]) == 0
-    after = (made / "drafter" / "model.safetensors").read_bytes()
-    assert np.array_equal(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8))
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_the_train_verb_answers_trains_and_measures(made, tmp_path, kind, capsys):
+    lines = [{"prompt": f"What is {i} and {i}?"} for i in range(60)]
+    lines += [{"text": f"def f{i}(x):\n    return x + {i}\n" * 20} for i in range(30)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["train", "--target", str(made / "target"), "--data", str(data), "--json"]
+    command += ["--preset", "smoke", "--out", str(tmp_path / "run"), "--set", f"kind={kind}"]
+    assert main(command) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert results["chat"]["acceptance_length"] >= 1

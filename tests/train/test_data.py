@@ -1,0 +1,134 @@
+"""Training data: every form of line, a stable hold-out, prompts and masks; errors by line."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_jax.errors import ConfigError
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.train import data, vocabulary
+from dflash_jax.train.recipe import SMOKE, mask_token, recipe, spread_taps
+
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "Three?"},
+        {"role": "assistant", "content": "Four."},
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    vocabulary.save(vocabulary.train(["One two three four"] * 4, 300), folder, 4096)
+    found = Tokenizer.from_directory(folder)
+    assert found is not None
+    return found
+
+
+def written(tmp_path, *lines) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_every_form_of_line_is_read(tmp_path):
+    path = written(tmp_path, CHAT, {"prompt": "Hi"}, {"text": "x = 1"}, {"ids": [1, 2]})
+    chat, prompt, text, ids = data.read(path)
+    assert len(chat.messages) == 4
+    assert prompt.messages == ({"role": "user", "content": "Hi"},)
+    assert (text.text, ids.ids) == ("x = 1", (1, 2))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{"message": []}, {"messages": []}, {"messages": [{"content": "x"}]}, {"ids": [-1]}, [1], "x"],
+)
+def test_a_bad_line_is_named(tmp_path, line):
+    with pytest.raises(ConfigError, match=r"data.jsonl:2 cannot be used .*expected"):
+        data.read(written(tmp_path, CHAT, line))
+
+
+def test_broken_json_and_missing_files_are_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": ')
+    with pytest.raises(ConfigError, match=r"data\.jsonl:1"):
+        data.read(path)
+    with pytest.raises(ConfigError, match="there is no data"):
+        data.read(tmp_path / "nowhere")
+
+
+def test_the_hold_out_hangs_on_the_question_alone(tmp_path):
+    lines = [{"prompt": f"Question {i}?"} for i in range(400)]
+    training, held_out = data.load(str(written(tmp_path, *lines)), SMOKE)
+    random.Random(0).shuffle(lines)
+    again = data.load(str(written(tmp_path, *lines)), SMOKE)[1]
+    assert {e.messages[0]["content"] for e in held_out} == {e.messages[0]["content"] for e in again}
+    assert len(training) + len(held_out) == 400
+    assert 10 < len(held_out) < 45
+
+
+def test_each_turn_of_a_conversation_is_a_prompt_that_waits_for_the_assistant(tokenizer, tmp_path):
+    examples = data.read(written(tmp_path, CHAT))
+    found = {bytes(p.document.ids) for p in data.prompts(examples, tokenizer, SMOKE)}
+    expected = [tokenizer.chat(CHAT["messages"][:i]) for i in (1, 3)]
+    assert found == {bytes(np.asarray(ids, np.int32)) for ids in expected}
+
+
+def test_given_answers_are_wanted_up_to_their_end(tokenizer, tmp_path):
+    ends = [tokenizer.core.token_to_id("<|im_end|>")]
+    examples = data.read(written(tmp_path, CHAT))
+    for document, answer in zip(
+        data.as_given(examples, tokenizer, ends), ("Two.", "Four."), strict=True
+    ):
+        text = tokenizer.core.decode(
+            document.ids[document.wanted].tolist(), skip_special_tokens=False
+        )
+        assert text == answer + "<|im_end|>"
+
+
+def test_settings_change_a_preset_and_nonsense_is_refused():
+    changed = recipe("smoke", ["steps=9", "kind=dflash2", "taps=0,2", "buckets=64x2,128x1"])
+    assert (changed.schedule.steps, changed.kind, changed.taps) == (9, "dflash2", (0, 2))
+    assert [(b.length, b.rows) for b in changed.buckets] == [(64, 2), (128, 1)]
+    for bad, why in {
+        "stepz=9": "not known",
+        "steps=many": "cannot be read",
+        "kind=eagle": "expected one of dflash",
+        "devices=3": "multiple of the 3 devices",
+    }.items():
+        with pytest.raises(ConfigError, match=why):
+            recipe("smoke", [bad])
+    with pytest.raises(ConfigError, match="choose one of smoke"):
+        recipe("huge")
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "taps"),
+    [
+        (36, 5, (1, 9, 17, 25, 33)),
+        (24, 5, (1, 6, 11, 16, 21)),
+        (64, 5, (1, 16, 31, 46, 61)),
+        (4, 5, (0, 1, 2)),
+        (2, 2, (0,)),
+    ],
+)
+def test_taps_are_spread_as_published_drafters_have_them(layers, count, taps):
+    assert spread_taps(layers, count) == taps
+
+
+def test_the_mask_token_is_the_tokenizers_or_an_unused_row(tokenizer):
+    from dflash_jax.testing import tiny_target
+
+    assert mask_token(tokenizer, tiny_target(vocab_size=300))[0] == 299
+    del tokenizer.specials["mask_token"]
+    core = tokenizer.core
+    plain = Tokenizer(core.from_str(core.to_str().replace("<|mask|>", "<|other|>")), None, {})
+    assert mask_token(plain, tiny_target(vocab_size=310))[0] == 300
+    with pytest.raises(ConfigError, match="--mask-id"):
+        mask_token(plain, tiny_target(vocab_size=300))
