@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.errors import ConfigError
+from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import data, vocabulary
 from dflash_jax.train.recipe import SMOKE, mask_token, recipe, spread_taps
@@ -123,12 +124,13 @@ def test_taps_are_spread_as_published_drafters_have_them(layers, count, taps):
 
 
 def test_the_mask_token_is_the_tokenizers_or_an_unused_row(tokenizer):
-    from dflash_jax.testing import tiny_target
-
-    assert mask_token(tokenizer, tiny_target(vocab_size=300))[0] == 299
-    del tokenizer.specials["mask_token"]
+    size = tokenizer.size
+    assert mask_token(tokenizer, tiny_target(vocab_size=size)) == (
+        size - 1,
+        "the tokenizer's <|mask|>",
+    )
     core = tokenizer.core
     plain = Tokenizer(core.from_str(core.to_str().replace("<|mask|>", "<|other|>")), None, {})
-    assert mask_token(plain, tiny_target(vocab_size=310))[0] == 300
+    assert mask_token(plain, tiny_target(vocab_size=size + 10))[0] == size
     with pytest.raises(ConfigError, match="--mask-id"):
-        mask_token(plain, tiny_target(vocab_size=300))
+        mask_token(plain, tiny_target(vocab_size=size))
