@@ -152,9 +152,9 @@ TINY_CPU = Preset(
     transcripts=200,
     drafter=dataclasses.replace(
         recipe.TINY_CPU,
-        schedule=Schedule(steps=3000, rate=2e-3),
-        prompts=9_000,
-        text_prompts=1_200,
+        schedule=Schedule(steps=5500, rate=2e-3),
+        prompts=27_000,
+        text_prompts=2_400,
         answer_buckets=(
             Bucket(length=160, rows=64),
             Bucket(length=256, rows=48),
