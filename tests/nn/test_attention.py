@@ -1,12 +1,24 @@
 """Masks and cache writes against loops."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.compiler import jit
+from dflash_jax.nn.attention import (
+    PIECE,
+    attend,
+    attend_pieces,
+    attend_whole,
+    slot_positions,
+    visible,
+    write_rows,
+)
 from dflash_jax.state import LayerCache, empty_cache
 
 B, T, S, K, H = 2, 3, 8, 2, 4
@@ -98,3 +110,62 @@ def test_attention_is_softmax_over_the_visible_keys_of_the_right_head(seed: int)
         weights = np.exp(scores[seen[b, t]] - scores[seen[b, t]].max())
         wanted = weights / weights.sum() @ v[b, head // groups][seen[b, t]]
         np.testing.assert_allclose(out[b, t, head], wanted, atol=1e-5)
+
+
+def random_attention(slots: int, seed: int = 0) -> tuple[jax.Array, LayerCache]:
+    rng = np.random.default_rng(seed)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in ((B, T, K, 3, H), (B, K, slots, H), (B, K, slots, H))
+    )
+    return q, LayerCache(k, v)
+
+
+def seen_by(ends: list[int], slots: int, window: int | None = None) -> jax.Array:
+    """The mask of blocks that end at these positions, one per row."""
+    query = jnp.asarray(ends)[:, None] - T + jnp.arange(T)[None, :]
+    return visible(query, slot_positions(jnp.asarray(ends), slots), causal=True, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("ends", [[4, 9], [2 * PIECE, 300], [2 * PIECE + 90, 3]])
+def test_attention_in_pieces_is_attention(ends: list[int], sinks: bool, window: int | None) -> None:
+    slots = 2 * PIECE + 96  # the last piece is not whole
+    q, cache = random_attention(slots)
+    logits = jnp.asarray([[0.5, 2.0, -1.0]] * K) if sinks else None
+    seen = seen_by(ends, slots, window)
+    whole = attend_whole(q, cache, seen, logits, scale=0.7)
+    pieces = attend_pieces(q, cache, seen, logits, scale=0.7)
+    np.testing.assert_allclose(pieces, whole, atol=2e-6)
+
+
+def test_a_call_that_fills_its_buffer_can_be_differentiated() -> None:
+    slots = 2 * PIECE + 16
+    k = jnp.ones((1, 1, slots, 2))
+    seen = visible(*(jnp.arange(slots)[None],) * 2, causal=True, window=None)
+
+    def total(q: jax.Array) -> jax.Array:
+        return attend(q, LayerCache(k, k), seen).sum()
+
+    assert jnp.isfinite(jax.grad(total)(jnp.ones((1, slots, 1, 1, 2)))).all()
+
+
+def test_a_rows_bits_do_not_depend_on_how_far_the_others_are() -> None:
+    """R9: the pieces behind a row's own last one leave no trace."""
+    slots = 4 * PIECE
+    q, cache = random_attention(slots)
+    attention = jit(functools.partial(attend_pieces, sinks=None, scale=0.7))
+    alone = attention(q, cache, seen_by([40, 40], slots))
+    for other in (41, PIECE + 1, 3 * PIECE, 4 * PIECE):
+        beside = attention(q, cache, seen_by([40, other], slots))
+        np.testing.assert_array_equal(alone[0], beside[0])
+
+
+def test_dead_pieces_are_not_read() -> None:
+    slots = 3 * PIECE
+    q, cache = random_attention(slots)
+    seen = seen_by([PIECE, 40], slots)
+    spoilt = LayerCache(cache.k.at[:, :, PIECE:].set(jnp.nan), cache.v.at[:, :, PIECE:].set(jnp.nan))
+    wanted = attend_pieces(q, cache, seen, None, scale=0.7)
+    np.testing.assert_array_equal(attend_pieces(q, spoilt, seen, None, scale=0.7), wanted)
