@@ -1,0 +1,1 @@
+"""Weights of a few bits each: how they lie in memory (`layouts`), and products with them."""

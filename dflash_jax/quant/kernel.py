@@ -1,0 +1,109 @@
+"""The product with a packed weight as a Pallas kernel for NVIDIA GPUs (Triton).
+
+A program makes one tile of the result. It walks down its columns run by run, 32 weights deep:
+bytes are loaded once, taken apart and scaled in registers, and multiplied on the tensor cores
+with float32 sums. Nothing unpacked is ever written to memory.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float
+
+from dflash_jax.quant.layouts import KINDS, RUN, Arrays, Kind
+
+COLUMNS = 64  # of a tile
+ROWS = 64  # at most, a power of two from 16
+
+
+def multiply(
+    x: Float[Array, "M D"], arrays: Arrays, *, kind: str, interpret: bool = False
+) -> Float[Array, "M N"]:
+    """x · w, float32; N must be a multiple of `COLUMNS`.
+
+    Args:
+      interpret: run it as ordinary JAX operations, for tests without a GPU.
+    """
+    k, (count, depth), columns = KINDS[kind], x.shape, arrays["codes"].shape[1]
+    assert columns % COLUMNS == 0, columns
+    assert depth % k.unit == 0, (kind, depth)
+    rows = min(ROWS, max(16, 1 << (count - 1).bit_length()))
+    padded = -(-count // rows) * rows
+    x = jnp.pad(x, ((0, padded - count), (0, 0)))
+    names = sorted(arrays)
+    operands = [arrays[name] for name in names]
+    out = pl.pallas_call(
+        functools.partial(_tile, kind=k, names=tuple(names), depth=depth),
+        grid=(padded // rows, columns // COLUMNS),
+        in_specs=[
+            pl.BlockSpec((rows, depth), lambda i, j: (i, 0)),
+            *(pl.BlockSpec((a.shape[0], COLUMNS), lambda i, j: (0, j)) for a in operands),
+        ],
+        out_specs=pl.BlockSpec((rows, COLUMNS), lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((padded, columns), jnp.float32),
+        interpret=interpret,
+        compiler_params=None if interpret else triton.CompilerParams(num_warps=4, num_stages=3),
+        name=f"packed_{kind}",
+    )(x, *operands)
+    return out[:count]
+
+
+def _tile(x: Any, *refs: Any, kind: Kind, names: tuple[str, ...], depth: int) -> None:
+    """One tile; refs are the packed arrays in the order of `names`, then the result."""
+    arrays, out = dict(zip(names, refs, strict=False)), refs[-1]
+    runs = kind.unit // RUN  # in a step
+
+    def step(i: Array, total: Float[Array, "M C"]) -> Float[Array, "M C"]:
+        for pair in range(runs // kind.spread):
+            at = (i * (runs // kind.spread) + pair) * RUN
+            loaded = arrays["codes"][pl.ds(at, RUN), :]
+            for nibble in range(kind.spread):
+                run = i * runs + pair * kind.spread + nibble
+                codes = _codes(loaded, arrays, kind, nibble, i, pair * kind.spread + nibble)
+                w = _scaled(codes, arrays, kind, i, run)
+                left = x[:, pl.ds(run * RUN, RUN)]
+                total += _dot(left, w.astype(left.dtype))
+        return total
+
+    zero = jnp.zeros(out.shape, jnp.float32)
+    out[...] = jax.lax.fori_loop(0, depth // kind.unit, step, zero)
+
+
+def _codes(
+    loaded: Array, arrays: dict[str, Any], kind: Kind, nibble: int, step: Array, run: int
+) -> Float[Array, "R C"]:
+    """The codes of one run less their zero; `run` counts within the step."""
+    codes = loaded.astype(jnp.int32)
+    if kind.spread == 2:
+        codes = codes >> (4 * nibble) & 15
+    if kind.high:
+        at = (step * (kind.unit // RUN // 4) + run // 4) * RUN
+        high = arrays["high"][pl.ds(at, RUN), :].astype(jnp.int32)
+        codes = codes | (high >> (2 * (run % 4)) & 3) << 4
+    return (codes - kind.zero).astype(jnp.float32)
+
+
+def _scaled(
+    codes: Float[Array, "R C"], arrays: dict[str, Any], kind: Kind, step: Array, run: Array
+) -> Float[Array, "R C"]:
+    """Codes times their scales, less what they are offset by."""
+
+    def one(name: str, at: Array) -> Float[Array, "1 C"]:
+        return arrays[name][pl.ds(at, 1), :].astype(jnp.float32)
+
+    if not kind.sub:
+        return codes * one("scale", run)
+    scale, per_run = one("scale", step), RUN // kind.sub
+    sub = arrays["sub"][pl.ds(run * per_run, per_run), :].astype(jnp.float32)
+    sub = jnp.broadcast_to((scale * sub)[:, None], (per_run, kind.sub, sub.shape[1]))
+    w = codes * sub.reshape(codes.shape)
+    return w - one("low", step) * one("sub_low", run) if "low" in arrays else w
+
+
+def _dot(x: Float[Array, "M R"], w: Float[Array, "R C"]) -> Float[Array, "M C"]:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)

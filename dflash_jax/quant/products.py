@@ -1,0 +1,154 @@
+"""Products with packed weights that never hold the unpacked weight in memory.
+
+On a CPU a few columns are unpacked at a time. On a GPU the Pallas kernel unpacks in registers;
+without it XLA is given the whole expression to fuse, as it is for int8, whose scale follows the
+product. All three multiply the same rounded weights, so they differ in the order of sums only.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.quant.kernel import COLUMNS, multiply
+from dflash_jax.quant.layouts import KINDS, RUN, Arrays, Joined, Packed, Spec
+
+jax.tree_util.register_dataclass(
+    Packed, data_fields=["arrays"], meta_fields=["kind", "shape", "kernel"]
+)
+jax.tree_util.register_dataclass(Joined, data_fields=["parts"], meta_fields=["axis", "shape"])
+
+TILE = 1 << 19  # weights unpacked at a time on a CPU
+Weight = Array | Packed | Joined
+
+
+def contract(x: Float[Array, "... D"], w: Packed | Joined) -> Float[Array, "..."]:
+    """x · w over the last axis of x and the first of w, float32."""
+    if isinstance(w, Joined):
+        parts = [
+            contract(x, part) if isinstance(part, Packed | Joined) else _plain(x, part)
+            for part in w.parts
+        ]
+        return jnp.concatenate(parts, axis=x.ndim - 2 + w.axis)
+    rows = x.reshape(-1, x.shape[-1])
+    tiles, whole = (functools.partial(f, kind=w.kind) for f in (by_tile, at_once))
+    if w.kernel and w.kind != "int8" and w.arrays["codes"].shape[1] % COLUMNS == 0:
+        kernel = functools.partial(multiply, kind=w.kind)
+        out = jax.lax.platform_dependent(rows, w.arrays, cpu=tiles, cuda=kernel, default=whole)
+    else:
+        out = jax.lax.platform_dependent(rows, w.arrays, cpu=tiles, default=whole)
+    return out.reshape(*x.shape[:-1], *w.shape[1:])
+
+
+def gather(w: Packed | Joined, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
+    """Columns of w [D, V]: rows of the embedding table it is the transpose of, [*places, D]."""
+    assert isinstance(w, Packed), "a table has one part"
+    columns = {name: jnp.take(a, ids.ravel(), axis=1, mode="clip") for name, a in w.arrays.items()}
+    table = unpack(columns, w.kind)
+    if w.kind == "int8":
+        table *= columns["scale"]
+    return table.T.astype(dtype).reshape(*ids.shape, w.shape[0])
+
+
+def abstract(
+    shape: tuple[int, ...], spec: Spec, dtype: jnp.dtype, *, kernel: bool = False
+) -> Packed | Joined:
+    """The shapes of a weight [D, ...] packed by a specification; other parts are of `dtype`."""
+    axis, parts = spec
+    made: list[Any] = []
+    for kind, width in parts:
+        part = (*shape[:axis], width, *shape[axis + 1 :])
+        columns = part[1:]
+        if not kind:
+            made.append(jax.ShapeDtypeStruct(part, dtype))
+            continue
+        count = functools.reduce(int.__mul__, columns, 1)
+        arrays = {
+            name: jax.ShapeDtypeStruct((rows, count), jnp.dtype(stored))
+            for name, (rows, stored) in KINDS[kind].arrays(shape[0]).items()
+        }
+        made.append(Packed(arrays, kind, part, kernel))
+    return made[0] if len(made) == 1 else Joined(tuple(made), axis, shape)
+
+
+def at_once(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array, "M N"]:
+    """The product as one expression, float32."""
+    if kind == "int8":  # by way of float32 XLA would write the unpacked weight to memory
+        return _plain(x, arrays["codes"].astype(x.dtype)) * arrays["scale"]
+    return _plain(x, unpack(arrays, kind).astype(x.dtype))
+
+
+def by_tile(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array, "M N"]:
+    """A few columns after the other; the last ones may be done twice."""
+    depth, columns = x.shape[1], arrays["codes"].shape[1]
+    width = max(64, TILE // depth // 64 * 64)
+    if columns <= width:
+        return at_once(x, arrays, kind=kind)
+
+    def tile(i: Int[Array, ""], out: Float[Array, "M N"]) -> Float[Array, "M N"]:
+        start = jnp.minimum(i * width, columns - width)
+        part = {
+            name: jax.lax.dynamic_slice_in_dim(a, start, width, axis=1)
+            for name, a in arrays.items()
+        }
+        return jax.lax.dynamic_update_slice_in_dim(out, at_once(x, part, kind=kind), start, axis=1)
+
+    out = jnp.zeros((x.shape[0], columns), jnp.float32)
+    return jax.lax.fori_loop(0, -(-columns // width), tile, out)
+
+
+def unpack(arrays: Arrays, kind: str) -> Float[Array, "D N"]:
+    """Float32 weights; those of int8 before their scale."""
+    k, codes = KINDS[kind], arrays["codes"]
+    codes = _split(codes, k.spread)
+    if k.high:
+        codes = codes | _split(arrays["high"], 4) << jnp.uint8(4)
+    w = codes.astype(jnp.float32) - jnp.float32(k.zero)
+    if kind == "int8":
+        return w
+    scale = _spread(arrays["scale"], len(w))
+    if k.sub:
+        scale *= _spread(arrays["sub"], len(w))
+    w *= scale
+    if "low" in arrays:
+        w -= _spread(arrays["low"], len(w)) * _spread(arrays["sub_low"], len(w))
+    return w
+
+
+def _plain(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
+    wide = x.dtype == jnp.float32
+    return jax.lax.dot_general(
+        x,
+        w,
+        (((x.ndim - 1,), (0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if wide else jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _split(packed: Array, classes: int) -> Array:
+    """As `layouts.split`."""
+    if classes == 1:
+        return packed
+    parts, bits = packed.reshape(-1, RUN, packed.shape[1]), 8 // classes
+    mask = jnp.uint8((1 << bits) - 1)
+    found = [parts >> jnp.uint8(bits * i) & mask for i in range(classes)]
+    return jnp.stack(found, axis=1).reshape(-1, packed.shape[1])
+
+
+def _spread(groups: Array, depth: int) -> Float[Array, "D N"]:
+    count, columns = groups.shape
+    each = jnp.broadcast_to(groups.astype(jnp.float32)[:, None], (count, depth // count, columns))
+    return each.reshape(depth, columns)
+
+
+def with_kernel(params: Any, kernel: bool) -> Any:
+    """A parameter tree whose packed weights are multiplied by the kernel, or are not."""
+
+    def choose(leaf: Any) -> Any:
+        return dataclasses.replace(leaf, kernel=kernel) if isinstance(leaf, Packed) else leaf
+
+    return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, Packed))

@@ -1,0 +1,82 @@
+"""Packed layouts hold exactly what the ggml decoders read, and quantise as well as they can."""
+
+import numpy as np
+import pytest
+
+from converters import quants
+from converters.quants.types import BY_NAME
+from dflash_jax.quant import layouts
+from dflash_jax.quant.layouts import KINDS, STORED
+
+
+def random_blocks(kind: str, rows: int, depth: int, seed: int = 0) -> np.ndarray:
+    """Random bytes as blocks whose float16 scales are finite."""
+    size, width = BY_NAME[kind].block_bytes, BY_NAME[kind].block_size
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows, depth // width, size), np.uint8)
+    for at in {"Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
+        scale = rng.standard_normal((rows, depth // width, 1)).astype(np.float16) / 64
+        blocks[..., at : at + 2] = scale.astype("<f2").view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def decoded(kind: str, blocks: np.ndarray, depth: int) -> np.ndarray:
+    out = np.empty((len(blocks), depth), np.float32)
+    quants.decode(BY_NAME[kind], blocks, out)
+    return out
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_blocks_keep_their_numbers_bit_for_bit(kind: str) -> None:
+    blocks = random_blocks(kind, 7, 512)
+    arrays = layouts.unpack_blocks(blocks, kind)
+    ours = layouts.dequantise(arrays, kind)
+    np.testing.assert_array_equal(ours.view(np.uint32), decoded(kind, blocks, 512).T.view("u4"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_have_the_declared_rows_dtypes_and_bytes(kind: str) -> None:
+    w = np.random.default_rng(1).standard_normal((512, 3)).astype(np.float32)
+    stored = kind in STORED
+    arrays = (
+        layouts.unpack_blocks(random_blocks(kind, 3, 512), kind)
+        if stored
+        else layouts.quantise(w, kind)
+    )
+    declared = KINDS[kind].arrays(512)
+    found = {name: (len(a), str(a.dtype)) for name, a in arrays.items()}
+    assert found == declared
+    total = sum(a.nbytes for a in arrays.values())
+    assert layouts.packed_bytes(kind, (512, 3)) == total
+    bits = {"int8": 8, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_K": 4.625, "Q6_K": 6.5625}
+    scales = 3 * 4 if kind == "int8" else 0
+    assert total == 512 * 3 * bits[kind] / 8 + scales
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.012), ("Q4_0", 0.09)])
+def test_quantised_weights_are_near_and_not_nearer_than_can_be(kind: str, most: float) -> None:
+    w = np.random.default_rng(2).standard_normal((512, 5, 4)).astype(np.float32)
+    w[:, 0, 0] = 0
+    arrays = layouts.quantise(w, kind)
+    found = layouts.dequantise(arrays, kind)
+    error = float(np.linalg.norm(found - w) / np.linalg.norm(w))
+    assert most / 4 < error < most
+    np.testing.assert_array_equal(found[:, 0, 0], 0)
+    step = np.abs(w).reshape(-1, 32, 5, 4).max(axis=1, keepdims=True) / 8
+    limit = step if kind == "Q4_0" else np.abs(w).max(axis=0, keepdims=True)[None] / 127 / 2
+    apart = np.abs(found - w).reshape(-1, 32, 5, 4)
+    assert (apart <= limit * 1.002 + 1e-7).all()
+
+
+def test_what_is_not_packed_and_what_is_int8_either_way() -> None:
+    def spec(weights: str, path: str, shape: tuple[int, ...], tied: bool = False):
+        return layouts.spec(weights, path, shape, tied=tied)
+
+    assert spec("float", "target/layers_0/mlp/down", (64, 32)) is None
+    assert spec("int4", "target/layers_0/input_norm", (64,)) is None
+    assert spec("int4", "target/embed", (97, 64)) is None
+    assert spec("int4", "target/embed", (97, 64), tied=True) == (1, (("int8", 97),))
+    assert spec("int4", "target/head", (64, 97)) == (1, (("int8", 97),))
+    assert spec("int4", "target/layers_0/mlp/down", (64, 32)) == (1, (("Q4_0", 32),))
+    assert spec("int4", "target/layers_0/mlp/down", (48, 32)) == (1, (("int8", 32),))
+    assert spec("int4", "drafter/fc", (64, 32)) == (1, (("int8", 32),))

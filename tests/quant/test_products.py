@@ -1,0 +1,128 @@
+"""Products with packed weights against those with unpacked ones, in memory and in numbers."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.compiler import jit
+from dflash_jax.quant import layouts, products
+from dflash_jax.quant.kernel import COLUMNS, multiply
+from dflash_jax.quant.layouts import KINDS, Joined, Packed
+
+D, N = 512, 2 * COLUMNS
+
+
+def packed(kind: str, depth: int = D, columns: int = N) -> Packed:
+    """Random codes and scales; weights of about unit size over the root of D."""
+    rng = np.random.default_rng(3)
+    arrays = {}
+    for name, (rows, dtype) in KINDS[kind].arrays(depth).items():
+        if np.dtype(dtype).kind in "iu":
+            low, high = (-60, 60) if dtype == "int8" else (0, 64 if "sub" in name else 256)
+            arrays[name] = rng.integers(low, high, (rows, columns)).astype(dtype)
+        else:
+            size = 0.002 / (30 if KINDS[kind].sub else 1)
+            arrays[name] = (size * rng.standard_normal((rows, columns))).astype(dtype)
+    return Packed(arrays, kind, (depth, columns))
+
+
+def inputs(rows: int, dtype: str, depth: int = D) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(4).standard_normal((rows, depth)), dtype)
+
+
+def expected(x: jax.Array, w: Packed) -> np.ndarray:
+    """In float64, with the weights rounded as the product rounds them."""
+    full = layouts.dequantise(w.arrays, w.kind)
+    if w.kind != "int8":
+        full = np.asarray(jnp.asarray(full).astype(x.dtype).astype(jnp.float32))
+    return np.asarray(x.astype(jnp.float32), np.float64) @ full.astype(np.float64)
+
+
+def assert_near(found: jax.Array, wanted: np.ndarray) -> None:
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, wanted, atol=3e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_product_is_that_of_the_unpacked_weights(kind: str, dtype: str) -> None:
+    w, x = packed(kind), inputs(5, dtype)
+    wanted = expected(x, w)
+    assert_near(products.at_once(x, w.arrays, kind=kind), wanted)
+    assert_near(products.contract(x.reshape(1, 5, D), w)[0], wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_column_tiles_give_what_the_whole_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "TILE", 64 * D)
+    w, x = packed(kind, columns=64 * 3 - 8), inputs(5, "float32")
+    assert_near(products.by_tile(x, w.arrays, kind=kind), expected(x, w))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "int8"])
+def test_the_kernel_gives_what_the_whole_gives(kind: str, dtype: str) -> None:
+    w = packed(kind)
+    for rows in (3, 70):  # one tile of rows, and two
+        x = inputs(rows, dtype)
+        assert_near(multiply(x, w.arrays, kind=kind, interpret=True), expected(x, w))
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "int8"])
+def test_the_kernel_lowers_for_a_gpu(kind: str) -> None:
+    """As far as that goes without one: it becomes one Triton call, and nothing unpacks outside."""
+    w, x = packed(kind), inputs(16, "bfloat16")
+    kernel = Packed(w.arrays, kind, w.shape, kernel=True)
+    traced = jit(products.contract).trace(x, kernel)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 1
+    assert not re.search(rf"tensor<{D}x{N}x(bf16|f32|f16)>", text)
+
+
+def test_joined_parts_stand_side_by_side() -> None:
+    first, second = packed("Q4_K", columns=64), packed("Q6_K", columns=32)
+    third = np.random.default_rng(5).standard_normal((D, 2, 16)).astype(np.float32) / 16
+    parts = (
+        Packed(first.arrays, "Q4_K", (D, 2, 32)),
+        Packed(second.arrays, "Q6_K", (D, 2, 16)),
+        jnp.asarray(third),
+    )
+    x = inputs(4, "float32")
+    found = products.contract(x, Joined(parts, 2, (D, 2, 64)))
+    full = [layouts.dequantise(w.arrays, w.kind).reshape(D, 2, -1) for w in (first, second)]
+    whole = np.concatenate([*full, third], axis=2)
+    assert_near(found, np.einsum("md,dgn->mgn", np.asarray(x, np.float64), whole))
+
+
+@pytest.mark.parametrize("kind", ["int8", "Q8_0", "Q4_K", "Q6_K"])
+def test_a_table_gives_its_rows(kind: str) -> None:
+    w = packed(kind)
+    ids = jnp.asarray([[3, 0], [N - 1, 3]])
+    found = products.gather(w, ids, jnp.dtype("float32"))
+    np.testing.assert_array_equal(found, layouts.dequantise(w.arrays, kind).T[np.asarray(ids)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_no_unpacked_copy_of_a_weight_is_ever_in_memory(kind: str, rows: int) -> None:
+    depth, columns = 1024, 8192
+    abstract = products.abstract((depth, columns), (1, ((kind, columns),)), jnp.dtype("bfloat16"))
+    x = jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16)
+    compiled = jit(products.contract).lower(x, abstract).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < depth * columns  # a byte a weight
+    packed_size = layouts.packed_bytes(kind, (depth, columns))
+    inside = compiled.memory_analysis().argument_size_in_bytes - rows * depth * 2
+    assert inside == packed_size
+
+
+def test_a_rows_product_does_not_depend_on_the_rows_beside_it() -> None:
+    """R1, R9: what the lanes rest on, at block width."""
+    w = packed("Q4_K")
+    product = jit(functools.partial(products.by_tile, kind="Q4_K"))
+    x = inputs(8, "bfloat16")
+    other = x.at[1:].set(jnp.asarray(7, jnp.bfloat16))
+    np.testing.assert_array_equal(product(x, w.arrays)[0], product(other, w.arrays)[0])
