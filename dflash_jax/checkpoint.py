@@ -25,7 +25,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dflash_jax.config import AttentionConfig
+from dflash_jax.config import ALWAYS_FLOAT32, AttentionConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 
 Params = dict[str, Any]
@@ -72,11 +72,13 @@ class Checkpoint:
     def load(self, dtype: str | None = None) -> Params:
         """The parameter tree as NumPy arrays; floating-point ones cast to `dtype` if given.
 
+        What `ALWAYS_FLOAT32` names is float32 then.
+
         Raises:
           CheckpointError: a file is not the one that was written, or does not hold its leaves.
         """
         self._verify()
-        wanted = {keys: _read_dtype(leaf, dtype) for keys, leaf in self.leaves.items()}
+        wanted = {keys: _read_dtype(keys, leaf, dtype) for keys, leaf in self.leaves.items()}
         try:
             params = _restore(self.path / WEIGHTS, wanted)
         except Exception as error:  # orbax and tensorstore raise many kinds
@@ -234,12 +236,12 @@ def _restore(path: Path, dtypes: Mapping[Keys, np.dtype]) -> Params:
         return reader.restore(path.resolve(), args=ocp.args.PyTreeRestore(restore_args=arguments))
 
 
-def _read_dtype(leaf: Leaf, dtype: str | None) -> np.dtype:
+def _read_dtype(keys: Keys, leaf: Leaf, dtype: str | None) -> np.dtype:
     if dtype is None or leaf.dtype == DTYPES["int32"]:
         return leaf.dtype
     if dtype not in FLOATS:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(FLOATS)}")
-    return FLOATS[dtype]
+    return FLOATS["float32" if keys[-1] in ALWAYS_FLOAT32 else dtype]
 
 
 def _config(written: Mapping[str, Any]) -> AttentionConfig:

@@ -27,6 +27,7 @@ CONFIGS += [tiny_drafter(tiny_target(), kind) for kind in ("dflash", "dflash2", 
 PARAMS = {
     "embed": np.arange(12, dtype=np.float32).reshape(3, 4) / 7,
     "layers_0": {"attention": {"q": np.arange(8).astype(ml_dtypes.bfloat16).reshape(2, 4)}},
+    "layers_1": {"mixer": {"a_log": np.arange(3, dtype=np.float32) / 7}},
     "d2t": np.array([3, 1, 2], np.int32),
 }
 
@@ -53,6 +54,8 @@ def test_what_is_saved_is_loaded_bit_for_bit(path):
     narrow = found.load("bfloat16")
     np.testing.assert_array_equal(narrow["embed"], PARAMS["embed"].astype(ml_dtypes.bfloat16))
     np.testing.assert_array_equal(narrow["d2t"], PARAMS["d2t"])
+    decay = narrow["layers_1"]["mixer"]["a_log"]  # stays what it is
+    np.testing.assert_array_equal(decay, PARAMS["layers_1"]["mixer"]["a_log"])
     assert (path / "tokenizer.json").read_text() == "{}"
     with pytest.raises(ConfigError, match="'int4' is not one of float32"):
         found.load("int4")
