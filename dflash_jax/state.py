@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 
 @struct.dataclass
@@ -24,10 +24,13 @@ class LayerCache:
     A plain cache holds position p in slot p. A ring holds it in slot p mod S; S must be at
     least the window plus the widest call, so that rejected rows never hide visible keys.
     Slots at or past the row's position are garbage: always masked, later overwritten.
+    Keys and values in int8 have a scale for every slot and head.
     """
 
-    k: Float[Array, "B K S H"]
-    v: Float[Array, "B K S H"]
+    k: Num[Array, "B K S H"]
+    v: Num[Array, "B K S H"]
+    k_scale: Float[Array, "B K S"] | None = None
+    v_scale: Float[Array, "B K S"] | None = None
     ring: bool = struct.field(pytree_node=False, default=False)
 
     @property
@@ -150,7 +153,11 @@ def empty_cache(
 ) -> LayerCache:
     """A zeroed cache. Zeros, not noise: masked probabilities times non-finite values is NaN."""
     shape = (rows, kv_heads, slots, head_dim)
-    return LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), ring=ring)
+    cache = LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), ring=ring)
+    if cache.k.dtype != jnp.int8:
+        return cache
+    k_scale, v_scale = (jnp.zeros(shape[:3], jnp.float32) for _ in range(2))
+    return dataclasses.replace(cache, k_scale=k_scale, v_scale=v_scale)
 
 
 def empty_recurrent(

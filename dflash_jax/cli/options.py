@@ -37,6 +37,7 @@ def model_options(verb: argparse.ArgumentParser) -> None:
         help="how a drafter file numbers target layers: raw or plus1, where it leaves doubt",
     )
     models.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16")
+    models.add_argument("--kv-dtype", default="auto", help="of cached keys and values: int8")
     models.add_argument("--block", type=int, default=0, help="tokens per step, anchor included")
     models.add_argument("--max-length", type=int, default=0, help="prompt and output together")
     models.add_argument("--chunk", type=int, default=0, help="prompt tokens per prefill call")
@@ -101,6 +102,7 @@ def chosen_plan(options: argparse.Namespace) -> Any:
         block=options.block,
         chunk=options.chunk,
         dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
         exact=not options.inexact,
         rings=not options.no_rings,
         taps_at=options.taps_at,

@@ -79,7 +79,9 @@ class Explanation:
             )
         yield (
             f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"
-            f"  chunk {p.chunk}  {p.dtype}  {'exact' if p.exact else 'inexact'}"
+            f"  chunk {p.chunk}  {p.dtype}"
+            + f"  {p.kv_dtype} keys and values" * (p.kv_dtype != "auto")
+            + f"  {'exact' if p.exact else 'inexact'}"
             f"  lookahead {p.lookahead}"
             + (f"  min survival {p.min_survival:g}" * (p.min_survival > 0))
         )

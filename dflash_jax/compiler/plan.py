@@ -15,7 +15,13 @@ from dflash_jax.state import LayerCache, RecurrentCache, empty_cache, empty_recu
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
+KvDtype = Literal["auto", "int8"]
 TapsAt = Literal["auto", "early", "late", "upstream"]
+CHOICES = {
+    "dtype": DTYPES,
+    "kv_dtype": get_args(KvDtype),
+    "taps_at": TAPS_AT,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +34,7 @@ class Plan:
       block: tokens fed per decode step, the anchor included; the drafter's own size by default.
       chunk: prompt tokens per prefill call.
       dtype: of weights, activations and caches; float32 on a CPU, else bfloat16 by default.
+      kv_dtype: of cached keys and values; "auto" is dtype, "int8" scales every row by itself.
       exact: plain steps and fallbacks run at block width, so that speculative output equals
         plain output bit for bit. False lets plain steps run one token wide.
       rings: sliding-window layers keep only a ring of window + widest call slots.
@@ -50,6 +57,7 @@ class Plan:
     block: int = 0
     chunk: int = 0
     dtype: Dtype = "auto"
+    kv_dtype: KvDtype = "auto"
     exact: bool = True
     rings: bool = True
     taps_at: TapsAt = "auto"
@@ -82,7 +90,7 @@ class Plan:
         survival = self.min_survival
         if type(survival) not in (int, float) or not 0 <= survival <= 1:
             raise PlanError(f"min_survival is {survival!r}; expected a number from 0 to 1")
-        for name, known in (("dtype", DTYPES), ("taps_at", TAPS_AT)):
+        for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 raise PlanError(f"{name} is {value!r}; expected one of {', '.join(known)}")
 
@@ -136,7 +144,7 @@ class CacheMaker:
             kv_heads,
             ring or plan.slots,
             head_dim,
-            dtype=jnp.dtype(plan.dtype),
+            dtype=jnp.dtype(plan.dtype if plan.kv_dtype == "auto" else plan.kv_dtype),
             ring=ring is not None,
         )
 

@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Num
 
 from dflash_jax.state import Cache, DecodeState, LayerCache, RecurrentCache
 
-Held = tuple[Float[Array, "..."], Float[Array, "..."]]  # keys, values [K, C, H]; state, inputs
+# The arrays of a cache, of one row and chunk: keys, values [K, C, H] and scales [K, C] of int8
+# ones; state, inputs.
+Held = tuple[Num[Array, "..."], ...]
 
 
 @struct.dataclass
@@ -31,16 +33,17 @@ def take_segment(
 ) -> Segment:
     """The segment of positions start .. start+chunk-1, right after they were fed."""
 
+    def cut(x: Num[Array, "B K S ..."]) -> Num[Array, "K C ..."]:
+        size = (1, x.shape[1], chunk, *x.shape[3:])
+        return jax.lax.dynamic_slice(x, _corner(x, row, start), size)[0]
+
     def take(cache: Cache) -> Held:
         if isinstance(cache, RecurrentCache):
             return cache.state[row], cache.inputs[row]
         if cache.ring:
             at = _ring_slots(cache, start, chunk)
-            return cache.k[row, :, at].swapaxes(0, 1), cache.v[row, :, at].swapaxes(0, 1)
-        _, heads, _, dim = cache.k.shape
-        corner, shape = (row, 0, start, 0), (1, heads, chunk, dim)
-        k, v = (jax.lax.dynamic_slice(x, corner, shape)[0] for x in (cache.k, cache.v))
-        return k, v
+            return tuple(x[row, :, at].swapaxes(0, 1) for x in jax.tree.leaves(cache))
+        return tuple(map(cut, jax.tree.leaves(cache)))
 
     return Segment(tuple(map(take, state.target)), tuple(map(take, state.draft)))
 
@@ -59,18 +62,16 @@ def put_segment(
         if isinstance(cache, RecurrentCache):
             inputs = cache.inputs.at[row].set(held[1])
             return RecurrentCache(cache.state.at[row].set(held[0]), inputs)
+        arrays, tree = jax.tree.flatten(cache)
+        pairs = zip(arrays, held, strict=True)
         if cache.ring:
             at = _ring_slots(cache, start, chunk)
-            k, v = (
-                x.at[row, :, at].set(new.swapaxes(0, 1), unique_indices=True)
-                for x, new in ((cache.k, held[0]), (cache.v, held[1]))
+            return tree.unflatten(
+                x.at[row, :, at].set(new.swapaxes(0, 1), unique_indices=True) for x, new in pairs
             )
-        else:
-            k, v = (
-                jax.lax.dynamic_update_slice(x, new[None], (row, 0, start, 0))
-                for x, new in ((cache.k, held[0]), (cache.v, held[1]))
-            )
-        return dataclasses.replace(cache, k=k, v=v)
+        return tree.unflatten(
+            jax.lax.dynamic_update_slice(x, new[None], _corner(x, row, start)) for x, new in pairs
+        )
 
     return dataclasses.replace(
         state,
@@ -78,6 +79,10 @@ def put_segment(
         draft=tuple(map(put, state.draft, segment.draft)),
         position=state.position.at[row].set(start + chunk),
     )
+
+
+def _corner(x: Num[Array, "B K S ..."], row: Int[Array, ""], start: Int[Array, ""]) -> Any:
+    return (row, 0, start, *(0,) * (x.ndim - 3))
 
 
 def _ring_slots(cache: LayerCache, start: Int[Array, ""], chunk: int) -> Int[Array, " C"]:

@@ -6,10 +6,12 @@ reduces over the same slots in the same order, whichever call filled them.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Int8, Num
 
 from dflash_jax.nn.layers import precision
 from dflash_jax.state import LayerCache
@@ -24,24 +26,38 @@ def write_rows(
     start: Int[Array, " B"],
 ) -> LayerCache:
     """The cache with rows k, v at positions start .. start+T-1 of each batch row."""
-    k, v = (jnp.swapaxes(x, 1, 2).astype(cache.k.dtype) for x in (k, v))  # [B, K, T, H]
+    k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))  # [B, K, T, H]
+    names, arrays = ["k", "v"], [k.astype(cache.k.dtype), v.astype(cache.v.dtype)]
+    if cache.k_scale is not None:
+        names, arrays = ["k", "k_scale", "v", "v_scale"], [*to_int8(k), *to_int8(v)]
     if k.shape[2] == 1:
         # XLA copies the whole cache to write a single row; the twin lands in a garbage slot.
-        k, v = (jnp.concatenate([x, x], axis=2) for x in (k, v))
+        arrays = [jnp.concatenate([x, x], axis=2) for x in arrays]
     put = _put_ring if cache.ring else _put
-    return dataclasses.replace(cache, k=put(cache.k, k, start), v=put(cache.v, v, start))
+    written: dict[str, Any] = {
+        name: put(getattr(cache, name), x, start) for name, x in zip(names, arrays, strict=True)
+    }
+    return dataclasses.replace(cache, **written)
+
+
+def to_int8(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Array, "..."]]:
+    """Codes from -127 to 127, and what they are multiplied with; of each vector by itself."""
+    x32 = x.astype(jnp.float32)
+    scale = jnp.abs(x32).max(axis=-1) / jnp.float32(127)
+    codes = jnp.round(x32 / jnp.where(scale == 0, 1.0, scale)[..., None])
+    return codes.astype(jnp.int8), scale
 
 
 def _put(
-    buffer: Float[Array, "B K S H"], rows: Float[Array, "B K T H"], start: Int[Array, " B"]
-) -> Float[Array, "B K S H"]:
+    buffer: Num[Array, "B K S ..."], rows: Num[Array, "B K T ..."], start: Int[Array, " B"]
+) -> Num[Array, "B K S ..."]:
     update = jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice_in_dim(b, r, s, axis=1))
     return update(buffer, rows, start)
 
 
 def _put_ring(
-    buffer: Float[Array, "B K S H"], rows: Float[Array, "B K T H"], start: Int[Array, " B"]
-) -> Float[Array, "B K S H"]:
+    buffer: Num[Array, "B K S ..."], rows: Num[Array, "B K T ..."], start: Int[Array, " B"]
+) -> Num[Array, "B K S ..."]:
     at = (start[:, None] + jnp.arange(rows.shape[2])[None, :]) % buffer.shape[2]  # [B, T]
     return jax.vmap(lambda b, r, i: b.at[:, i].set(r, unique_indices=True))(buffer, rows, at)
 
@@ -105,14 +121,14 @@ def attend_whole(
     scale: float,
 ) -> Float[Array, "B T N*H"]:
     """As `attend`, all slots at once: the form the others are checked against."""
-    b, t, kv, g, h = q.shape
-    scores = _scores(_by_head(q), cache.k, seen, g, scale).reshape(b, kv, g, t, cache.slots)
+    b, t, kv, g, _h = q.shape
+    scores = _scores(_by_head(q), cache, seen, g, scale)
     if sinks is None:
-        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        weights = jax.nn.softmax(scores, axis=-1)
     else:
-        weights = _softmax_with_sinks(scores, sinks).astype(q.dtype)
-    out = _sums(weights.reshape(b, kv, g * t, cache.slots), cache.v).astype(q.dtype)
-    return _by_token(out, t)
+        weights = _softmax_with_sinks(scores, sinks)
+    out = _sums(weights.reshape(b, kv, g * t, cache.slots), cache, q.dtype)
+    return _by_token(out.astype(q.dtype), t)
 
 
 def attend_pieces(
@@ -136,17 +152,17 @@ def attend_pieces(
     def add(i: Int[Array, ""], sums: Sums) -> Sums:
         top, total, out = sums
         start = jnp.minimum(i * PIECE, slots - PIECE)  # the last piece may overlap
-        piece = jax.lax.dynamic_slice_in_dim
+        cut = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=PIECE, axis=2
+        )
         fresh = start + jnp.arange(PIECE) >= i * PIECE
-        part = piece(seen, start, PIECE, axis=2) & fresh[None, None]
-        scores = _scores(heads, piece(cache.k, start, PIECE, axis=2), part, g, scale)
-        scores = scores.reshape(b, kv, g * t, PIECE)
+        piece, part = jax.tree.map(cut, cache), cut(seen) & fresh[None, None]
+        scores = _scores(heads, piece, part, g, scale).reshape(b, kv, g * t, PIECE)
         higher = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
         base = jnp.where(jnp.isfinite(higher), higher, 0.0)  # nothing was seen yet
         e, keep = jnp.exp(scores - base), jnp.exp(top - base)
         total = total * keep + e.sum(axis=-1, keepdims=True)
-        more = _sums(e.astype(q.dtype), piece(cache.v, start, PIECE, axis=2))
-        return higher, total, out * keep + more
+        return higher, total, out * keep + _sums(e, piece, q.dtype)
 
     one = (b, kv, g * t, 1)
     sums = (jnp.full(one, -jnp.inf), jnp.zeros(one), jnp.zeros((*one[:3], h)))
@@ -171,7 +187,7 @@ def _by_token(out: Float[Array, "B K G*T H"], t: int) -> Float[Array, "B T N*H"]
 
 def _scores(
     q: Float[Array, "B K G*T H"],
-    k: Float[Array, "B K S H"],
+    cache: LayerCache,
     seen: Bool[Array, "B T S"],
     groups: int,
     scale: float,
@@ -179,19 +195,28 @@ def _scores(
     """Scaled float32 scores, minus infinity where a query does not see a key."""
     b, kv, rows, _ = q.shape
     scores = jnp.einsum(
-        "bkqh,bksh->bkqs", q, k, precision=precision(q), preferred_element_type=jnp.float32
-    ).reshape(b, kv, groups, rows // groups, k.shape[2])
+        "bkqh,bksh->bkqs",
+        q,
+        cache.k if cache.k_scale is None else cache.k.astype(q.dtype),
+        precision=precision(q),
+        preferred_element_type=jnp.float32,
+    ).reshape(b, kv, groups, rows // groups, cache.slots)
+    if cache.k_scale is not None:
+        scores *= cache.k_scale[:, :, None, None]
     return jnp.where(seen[:, None, None], scores * jnp.float32(scale), -jnp.inf)
 
 
 def _sums(
-    weights: Float[Array, "B K Q S"], v: Float[Array, "B K S H"]
+    weights: Float[Array, "B K Q S"], cache: LayerCache, dtype: DTypeLike
 ) -> Float[Array, "B K Q H"]:
-    """Weighted sums of values, float32."""
+    """Sums of values, float32; weights are rounded to `dtype` for the product."""
+    if cache.v_scale is not None:
+        weights *= cache.v_scale[:, :, None]
+    weights = weights.astype(dtype)
     return jnp.einsum(
         "bkqs,bksh->bkqh",
         weights,
-        v,
+        cache.v if cache.v_scale is None else cache.v.astype(dtype),
         precision=precision(weights),
         preferred_element_type=jnp.float32,
     )

@@ -25,9 +25,12 @@ MIXED = tiny_hybrid(num_layers=2, recurrent=(True, False))
 SLIDING = tiny_target(num_layers=2, windows=(12, None))
 
 
-def make(target: TargetConfig, *, rows: int = 2, prefix_cache: int = BUDGET) -> Engine:
+def make(
+    target: TargetConfig, *, rows: int = 2, prefix_cache: int = BUDGET, **fields: Any
+) -> Engine:
     drafter = tiny_drafter(target, target_layer_ids=(0,))  # one sliding layer, window 12
-    plan = Plan(rows=rows, max_length=96, chunk=CHUNK, block=4, prefix_cache=prefix_cache)
+    fields |= {"max_length": 96, "chunk": CHUNK, "block": 4, "prefix_cache": prefix_cache}
+    plan = Plan(rows=rows, **fields)
     return random_engine(target, drafter, plan)
 
 
@@ -71,7 +74,7 @@ def visible(engine: Engine, row: int) -> list[np.ndarray]:
     for cache in (*engine._state.target, *engine._state.draft):
         if hasattr(cache, "k"):
             last = np.arange(max(0, position - 12 if cache.ring else 0), position)
-            seen += [np.asarray(x)[row][:, last % cache.slots] for x in (cache.k, cache.v)]
+            seen += [np.asarray(x)[row][:, last % cache.slots] for x in jax.tree.leaves(cache)]
         else:
             seen += [np.asarray(cache.state)[row], np.asarray(cache.inputs)[row]]
     return [np.asarray(position), *seen]
@@ -92,6 +95,23 @@ def test_p1_p3_p26_a_seen_prompt_says_the_same_and_leaves_the_same_bits(warm: En
         assert hit.stats.cached_tokens == (length - 1) // CHUNK * CHUNK
         assert hit.token_ids == long.token_ids
         assert hit.stats.acceptance_lengths == long.stats.acceptance_lengths
+
+
+def test_int8_keys_and_values_are_restored_with_their_scales() -> None:
+    engine = make(SLIDING, rows=1, kv_dtype="int8")
+    prompt = text(5 * CHUNK + 3, seed=2)
+    wanted = fresh(engine, prompt, speculative=False)
+    first = fresh(engine, prompt)
+    assert first.token_ids == wanted.token_ids
+    fresh(engine, prompt, max_tokens=1)
+    state = visible(engine, 0)
+    engine.generate(prompt, max_tokens=1)
+    engine.generate(prompt, max_tokens=1)
+    for got, kept in zip(visible(engine, 0), state, strict=True):
+        np.testing.assert_array_equal(got, kept)
+    hit = engine.generate(prompt, max_tokens=16)
+    assert hit.stats.cached_tokens == 5 * CHUNK
+    assert hit.token_ids == first.token_ids
 
 
 def test_p2_five_identical_prompts_in_a_row(scripted: Engine) -> None:

@@ -16,6 +16,7 @@ from dflash_jax.nn.attention import (
     attend_pieces,
     attend_whole,
     slot_positions,
+    to_int8,
     visible,
     write_rows,
 )
@@ -166,6 +167,40 @@ def test_dead_pieces_are_not_read() -> None:
     slots = 3 * PIECE
     q, cache = random_attention(slots)
     seen = seen_by([PIECE, 40], slots)
-    spoilt = LayerCache(cache.k.at[:, :, PIECE:].set(jnp.nan), cache.v.at[:, :, PIECE:].set(jnp.nan))
+    spoilt = LayerCache(
+        cache.k.at[:, :, PIECE:].set(jnp.nan), cache.v.at[:, :, PIECE:].set(jnp.nan)
+    )
     wanted = attend_pieces(q, cache, seen, None, scale=0.7)
     np.testing.assert_array_equal(attend_pieces(q, spoilt, seen, None, scale=0.7), wanted)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_an_int8_cache_holds_each_row_to_half_a_step(ring: bool) -> None:
+    rng = np.random.default_rng(6)
+    k, v = (jnp.asarray(rng.standard_normal((B, T, K, H)), jnp.float32) for _ in range(2))
+    k = k.at[0, 1].set(0)  # nothing to scale
+    cache = write_rows(empty_cache(B, K, S, H, dtype=jnp.int8, ring=ring), k, v, jnp.array([1, 4]))
+    for name, rows in (("k", k), ("v", v)):
+        codes, scale = getattr(cache, name), getattr(cache, f"{name}_scale")
+        assert codes.dtype == jnp.int8
+        for b, start in enumerate((1, 4)):
+            held = np.asarray(codes[b]) * np.asarray(scale[b])[..., None]
+            held = held[:, start : start + T]
+            apart = np.abs(np.swapaxes(held, 0, 1) - rows[b])
+            assert (apart <= np.abs(rows[b]).max(axis=-1, keepdims=True) / 253).all()
+
+
+def test_attention_reads_int8_rows_as_what_they_stand_for() -> None:
+    slots = 2 * PIECE + 96
+    q, cache = random_attention(slots)
+    packed = {}
+    for name in ("k", "v"):
+        packed[name], packed[f"{name}_scale"] = to_int8(getattr(cache, name))
+    k, v = (
+        packed[name].astype(jnp.float32) * packed[f"{name}_scale"][..., None] for name in ("k", "v")
+    )
+    seen = seen_by([300, 40], slots)
+    for attention in (attend_whole, attend_pieces):
+        found = attention(q, LayerCache(**packed), seen, None, scale=0.7)
+        wanted = attention(q, LayerCache(k, v), seen, None, scale=0.7)
+        np.testing.assert_allclose(found, wanted, atol=3e-6)
