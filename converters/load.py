@@ -1,7 +1,7 @@
 """Weight files into parameter trees: checked first, then filled tensor by tensor, in parallel."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from converters import names
+from converters import names, packed
 from converters.canonical import Canonical, check
 from converters.hf import open_directory
 from converters.hf_quantised import dequantised
@@ -25,6 +25,7 @@ from dflash_jax.config import (
     read_json,
 )
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.quant.layouts import Spec
 
 _EXPONENTS = {FLOATS["float16"]: np.uint16(0x7C00), FLOATS["bfloat16"]: np.uint16(0x7F80)}
 CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: stays in a core's cache
@@ -54,15 +55,21 @@ def load(
     dtype: str,
     *,
     where: str,
+    specs: Mapping[str, Spec] | None = None,
     progress: Progress = lambda name, weights: None,
 ) -> Params:
     """The parameter tree of `config`; CheckpointError names everything that does not fit it.
 
     Integers stay integers, and what `ALWAYS_FLOAT32` names stays float32.
+
+    Args:
+      specs: how parameters are packed, by path; their parts that stay float are of `dtype`.
     """
-    slots = names.slots(config)
+    slots, specs = names.slots(config), specs or {}
     check(slots, found, where=where)
     kind = float_dtype(dtype)
+    packing = [slot for slot in slots if "/".join(slot.path) in specs]
+    slots = [slot for slot in slots if "/".join(slot.path) not in specs]
     arrays = [np.empty(slot.shape, _stored_as(slot, kind)) for slot in slots]
     jobs = [job for slot, array in zip(slots, arrays, strict=True) for job in _jobs(slot, array)]
 
@@ -76,7 +83,15 @@ def load(
     for slot, array in zip(slots, arrays, strict=True):
         if slot.integer and isinstance(config, DrafterConfig):
             _check_ids(array, config, where)
-    return tree({slot.path: array for slot, array in zip(slots, arrays, strict=True)})
+
+    def fill(slot: Slot, dtype: Any) -> np.ndarray:
+        array = np.empty(slot.shape, dtype or kind)
+        for job in _jobs(slot, array):
+            run(job)
+        return array
+
+    leaves: dict[tuple[str, ...], Any] = dict(packed.read(found, packing, specs, fill))
+    return tree(leaves | {slot.path: a for slot, a in zip(slots, arrays, strict=True)})
 
 
 def _check_ids(offsets: np.ndarray, config: DrafterConfig, where: str) -> None:

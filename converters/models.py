@@ -1,5 +1,6 @@
 """Any model on disk, opened: what it is, its configuration, its tensors under our names."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from converters.hf import ShardedSafetensors, open_directory
 from converters.hf_quantised import dequantised
 from converters.load import Params, Progress, load
 from converters.names import huggingface, speculators
+from converters.packed import stored_specs
 from converters.taps import AUTO
 from converters.tree_source import CheckpointSource
 from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
@@ -23,6 +25,7 @@ from dflash_jax.config import (
     target_config,
 )
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.quant.layouts import Spec
 
 COMPANIONS = (
     "tokenizer.json",
@@ -49,11 +52,22 @@ class Model:
         """Raises CheckpointError unless the tensors are exactly those of the configuration."""
         check(names.slots(self.config), self.tensors, where=str(self.path))
 
-    def load(self, dtype: str, progress: Progress = lambda name, weights: None) -> Params:
-        """The parameter tree as NumPy arrays of `dtype`."""
-        if isinstance(self.tensors.source, CheckpointSource):
+    def load(
+        self,
+        dtype: str,
+        progress: Progress = lambda name, weights: None,
+        *,
+        specs: Mapping[str, Spec] | None = None,
+    ) -> Params:
+        """The parameter tree as NumPy arrays of `dtype`; some of it packed, by path."""
+        if isinstance(self.tensors.source, CheckpointSource) and not specs:
             return self.tensors.source.checkpoint.load(dtype)
-        return load(self.tensors, self.config, dtype, where=str(self.path), progress=progress)
+        where = str(self.path)
+        return load(self.tensors, self.config, dtype, where=where, specs=specs, progress=progress)
+
+    def stored(self) -> dict[str, Spec]:
+        """How matrices are packed in the file, by path: those that can stay as they are."""
+        return stored_specs(self.tensors, self.config)
 
     def companions(self) -> dict[str, str | Path]:
         """Tokenizer and generation files by name: texts where rebuilt, paths where they exist."""

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib.resources
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from dflash_jax.allocator import tune_allocator
 from dflash_jax.checkpoint import is_checkpoint
 from dflash_jax.compiler import Plan, jit, resolve
 from dflash_jax.compiler.plan import Dtype
-from dflash_jax.compiler.programs import build_pair, empty_state
+from dflash_jax.compiler.programs import build_pair, empty_state, weight_specs
 from dflash_jax.compiler.sharding import device_mesh, param_shardings
 from dflash_jax.config import (
     DrafterConfig,
@@ -30,6 +30,8 @@ from dflash_jax.config import (
 )
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, RequestError
+from dflash_jax.quant.layouts import Spec
+from dflash_jax.quant.products import with_kernel
 from dflash_jax.tokenizer import Tokenizer
 
 Source = str | os.PathLike[str]
@@ -73,8 +75,12 @@ class OpenModel(Protocol):
         """What it is."""
         ...
 
-    def load(self, dtype: str) -> dict[str, Any]:
-        """Its parameters as NumPy arrays."""
+    def load(self, dtype: str, *, specs: Mapping[str, Spec] | None = None) -> dict[str, Any]:
+        """Its parameters as NumPy arrays; some of them packed, by path."""
+        ...
+
+    def stored(self) -> dict[str, Spec]:
+        """How its matrices are packed on disk, by path."""
         ...
 
 
@@ -95,14 +101,37 @@ class OpenPair:
     def engine(self, plan: Plan | None = None) -> Engine:
         """Completes the plan, reads the weights, and gives a ready engine."""
         target, drafter = self.configs
-        plan = resolve_here(plan or Plan(), target, drafter)
-        params = {"target": self.target.load(plan.dtype)}
-        if self.drafter:
-            params["drafter"] = self.drafter.load(plan.dtype)
+        plan = resolve_here(self.with_stored(plan or Plan()), target, drafter)
+        specs = weight_specs(plan, target, drafter)
+        params = {}
+        for role, model in self._models.items():
+            start = role + "/"
+            own = {
+                path.removeprefix(start): how
+                for path, how in specs.items()
+                if path.startswith(start)
+            }
+            params[role] = model.load(plan.dtype, specs=own)
+        params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
         where = None if mesh is None else param_shardings(mesh, params)
         params = jax.device_put(params, where)
         return Engine(target, drafter, params, plan, tokenizer=self.tokenizer)
+
+    def with_stored(self, plan: Plan) -> Plan:
+        """The plan, told how the files pack their matrices if it keeps them so."""
+        if plan.weights != "packed":
+            return plan
+        found = {
+            f"{role}/{path}": how
+            for role, model in self._models.items()
+            for path, how in model.stored().items()
+        }
+        return dataclasses.replace(plan, stored=tuple(sorted(found.items())))
+
+    @property
+    def _models(self) -> dict[str, OpenModel]:
+        return {"target": self.target} | ({"drafter": self.drafter} if self.drafter else {})
 
 
 def open_pair(

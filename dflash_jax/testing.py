@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from dflash_jax.compiler import Plan, resolve
-from dflash_jax.compiler.programs import abstract_params
+from dflash_jax.compiler.programs import abstract_params, weight_specs
 from dflash_jax.config import ALWAYS_FLOAT32, DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.config.dspark import DSparkConfig
@@ -18,6 +18,8 @@ from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models.scripted import ScriptedConfig
+from dflash_jax.quant.layouts import pack_tree
+from dflash_jax.quant.products import with_kernel
 
 AMPLE = 1 << 40  # bytes; random models are small
 
@@ -188,6 +190,9 @@ def random_engine(
     """An engine over random weights, planned for the CPU."""
     plan = resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
     params = random_params(target, drafter, dtype=plan.dtype, seed=seed)
+    params = with_kernel(
+        pack_tree(params, weight_specs(plan, target, drafter)), plan.kernels != "xla"
+    )
     return Engine(target, drafter, jax.device_put(params), plan)
 
 

@@ -42,15 +42,19 @@ def run(options: argparse.Namespace) -> int:
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
     device = DEVICES.get(options.device or "") or find_device(jax.local_devices()[0].device_kind)
+    plan = chosen_plan(options)
+    if plan.weights == "packed":
+        pair = loading.open_pair(
+            options.target, chosen_drafter(options), taps=options.taps, taps_at=options.taps_at
+        )
+        plan = pair.with_stored(plan)
     if options.device:
         from dflash_jax.compiler import resolve
 
         platform = "cpu" if device.name == "CPU" else "gpu"
-        plan = resolve(
-            chosen_plan(options), target, drafter, platform=platform, memory=device.memory
-        )
+        plan = resolve(plan, target, drafter, platform=platform, memory=device.memory)
     else:
-        plan = loading.resolve_here(chosen_plan(options), target, drafter)
+        plan = loading.resolve_here(plan, target, drafter)
     if name := options.stablehlo or options.hlo:
         programs = declare(plan, target, drafter)
         if name not in programs:

@@ -37,6 +37,11 @@ def model_options(verb: argparse.ArgumentParser) -> None:
         help="how a drafter file numbers target layers: raw or plus1, where it leaves doubt",
     )
     models.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16")
+    models.add_argument(
+        "--weights",
+        default="float",
+        help="float (default), int8 or int4 quantised on loading, or packed as in a .gguf file",
+    )
     models.add_argument("--kv-dtype", default="auto", help="of cached keys and values: int8")
     models.add_argument("--block", type=int, default=0, help="tokens per step, anchor included")
     models.add_argument("--max-length", type=int, default=0, help="prompt and output together")
@@ -102,6 +107,7 @@ def chosen_plan(options: argparse.Namespace) -> Any:
         block=options.block,
         chunk=options.chunk,
         dtype=options.dtype,
+        weights=options.weights,
         kv_dtype=options.kv_dtype,
         exact=not options.inexact,
         rings=not options.no_rings,

@@ -14,6 +14,7 @@ from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import Program, abstract_params, declare
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
+from dflash_jax.quant.layouts import Joined, Packed
 
 MOST_RUNS = 8
 _KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
@@ -80,6 +81,7 @@ class Explanation:
         yield (
             f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"
             f"  chunk {p.chunk}  {p.dtype}"
+            + f"  {p.weights} weights" * (p.weights != "float")
             + f"  {p.kv_dtype} keys and values" * (p.kv_dtype != "auto")
             + f"  {'exact' if p.exact else 'inexact'}"
             f"  lookahead {p.lookahead}"
@@ -127,7 +129,9 @@ def explain(
     reports = tuple(
         _report(p, built.get(p.name), plan, target, drafter, device) for p in programs.values()
     )
-    params = jax.tree_util.tree_leaves_with_path(abstract_params(plan, target, drafter))
+    params = jax.tree_util.tree_leaves_with_path(
+        abstract_params(plan, target, drafter), is_leaf=lambda x: isinstance(x, Packed | Joined)
+    )
     notes = []
     if drafter and plan.block > drafter.step_width:
         notes.append(
@@ -142,7 +146,7 @@ def explain(
         budget=budget(plan, target, drafter),
         programs=reports,
         parameters={
-            "/".join(str(key.key) for key in path): (leaf.shape, str(leaf.dtype))
+            "/".join(str(key.key) for key in path): (leaf.shape, _stored_as(leaf))
             for path, leaf in params
         },
         notes=tuple(notes),
@@ -175,6 +179,13 @@ def _report(
         compile_s=round(built.seconds, 3),
         stablehlo=hashlib.sha256(built.stablehlo.encode()).hexdigest()[:8],
     )
+
+
+def _stored_as(leaf: Any) -> str:
+    """A dtype, or the kinds of a packed weight's parts."""
+    if isinstance(leaf, Joined):
+        return "+".join(dict.fromkeys(_stored_as(part) for part in leaf.parts))
+    return leaf.kind if isinstance(leaf, Packed) else str(leaf.dtype)
 
 
 def _borrowed(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> str:

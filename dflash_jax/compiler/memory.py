@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import abstract_params, empty_state
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.quant.layouts import Joined, Packed
 from dflash_jax.state import LayerCache, RecurrentCache
 
 
@@ -56,6 +57,22 @@ def parameters(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str,
     }
 
 
+def weight_bytes(
+    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
+) -> dict[str, dict[str, int]]:
+    """Bytes of every parameter as the plan keeps it, by role and by path."""
+    tree = abstract_params(plan, target, drafter)
+    return {
+        role: {
+            jax.tree_util.keystr(path, simple=True, separator="/"): tree_bytes(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(
+                tree[role], is_leaf=lambda x: isinstance(x, Packed | Joined)
+            )
+        }
+        for role in tree
+    }
+
+
 def target_weights(c: TargetConfig) -> int:
     """Parameters of a target."""
     return sum(parameters(c, None)["target"].values())
@@ -68,7 +85,7 @@ def drafter_weights(target: TargetConfig, c: DrafterConfig) -> int:
 
 def budget(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Budget:
     """What a resolved plan needs for these models."""
-    weights = tree_bytes(abstract_params(plan, target, drafter))
+    weights = sum(sum(sizes.values()) for sizes in weight_bytes(plan, target, drafter).values())
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
     temporaries = _temporary_bytes(plan, target, drafter)
     return Budget(weights, tree_bytes(state), temporaries, plan.prefix_cache)
@@ -80,22 +97,27 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
     name = program.removesuffix("_sampled")
     width = {"prefill": plan.chunk, "plain1": 1}.get(name, plan.block)
     tokens, head_rows = plan.rows * width, plan.rows * (1 if name == "prefill" else width)
-    counts = parameters(target, drafter)
-    head = target.vocab_size * target.hidden_size
+    counts, sizes = parameters(target, drafter), weight_bytes(plan, target, drafter)
+    head, table = target.vocab_size * target.hidden_size, _head(target, sizes["target"])
     body = _multiplied(counts["target"])
-    idle, asleep = _idle_experts(target, counts["target"], tokens)
+    idle, _ = _idle_experts(target, counts["target"], tokens)
+    _, asleep = _idle_experts(target, sizes["target"], tokens)
     recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
-    moved = (body - asleep + head) * _item(plan)
+    moved = _multiplied(sizes["target"]) - asleep + table
     moved += tree_bytes(state.target) + tree_bytes(recurrent)
     flops = 2 * ((body - idle) * tokens + head * head_rows)
     flops += _attention_flops(state.target, tokens, target)
     flops += 7 * width * sum(c.state.size for c in recurrent)  # decay, read, correct, read out
     if drafter is not None:
         drafting = name == "speculative"
-        layers = _multiplied(counts["drafter"])
-        context = sum(n for path, n in counts["drafter"].items() if path.endswith(("fc", "kv")))
-        used = layers + counts["drafter"].get("head", head) if drafting else context
-        moved += used * _item(plan) + drafting * tree_bytes(state.draft)
+
+        def used_of(of: dict[str, int], head: int) -> tuple[int, int]:
+            """What the program uses of the drafter, and what the context alone does."""
+            context = sum(n for path, n in of.items() if path.endswith(("fc", "kv")))
+            return _multiplied(of) + of.get("head", head) if drafting else context, context
+
+        used, context = used_of(counts["drafter"], head)
+        moved += used_of(sizes["drafter"], table)[0] + drafting * tree_bytes(state.draft)
         flops += 2 * tokens * (used + drafting * context)
         flops += drafting * _attention_flops(state.draft, tokens, drafter)
     return Work(moved, flops)
@@ -108,6 +130,11 @@ def tree_bytes(tree: Any) -> int:
 
 def _item(plan: Plan) -> int:
     return jnp.dtype(plan.dtype).itemsize
+
+
+def _head(target: TargetConfig, sizes: dict[str, int]) -> int:
+    """Bytes of the head, be it a matrix of its own or the embedding table."""
+    return sizes["embed" if target.tie_embeddings else "head"]
 
 
 def _multiplied(counts: dict[str, int]) -> int:

@@ -11,15 +11,20 @@ import jax.numpy as jnp
 
 from dflash_jax.config import TAPS_AT
 from dflash_jax.errors import PlanError
+from dflash_jax.quant.layouts import Stored
 from dflash_jax.state import LayerCache, RecurrentCache, empty_cache, empty_recurrent
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
+Weights = Literal["float", "int8", "int4", "packed"]
+Kernels = Literal["auto", "xla", "pallas"]
 KvDtype = Literal["auto", "int8"]
 TapsAt = Literal["auto", "early", "late", "upstream"]
 CHOICES = {
     "dtype": DTYPES,
+    "weights": get_args(Weights),
     "kv_dtype": get_args(KvDtype),
+    "kernels": get_args(Kernels),
     "taps_at": TAPS_AT,
 }
 
@@ -34,7 +39,13 @@ class Plan:
       block: tokens fed per decode step, the anchor included; the drafter's own size by default.
       chunk: prompt tokens per prefill call.
       dtype: of weights, activations and caches; float32 on a CPU, else bfloat16 by default.
+      weights: "float" keeps matrices in dtype; "int8" and "int4" quantise them on loading, head
+        and drafter to int8 either way; "packed" keeps Q8_0, Q4_0, Q4_K and Q6_K blocks of .gguf
+        files as they are. Packed weights are multiplied without being unpacked in memory.
+      stored: which kinds a file keeps its matrices in, for "packed"; filled in on loading.
       kv_dtype: of cached keys and values; "auto" is dtype, "int8" scales every row by itself.
+      kernels: whether packed weights are multiplied by Pallas kernels on a GPU, "auto" and
+        "pallas", or by "xla" alone, which unpacks those with groups in memory.
       exact: plain steps and fallbacks run at block width, so that speculative output equals
         plain output bit for bit. False lets plain steps run one token wide.
       rings: sliding-window layers keep only a ring of window + widest call slots.
@@ -57,7 +68,10 @@ class Plan:
     block: int = 0
     chunk: int = 0
     dtype: Dtype = "auto"
+    weights: Weights = "float"
+    stored: Stored = ()
     kv_dtype: KvDtype = "auto"
+    kernels: Kernels = "auto"
     exact: bool = True
     rings: bool = True
     taps_at: TapsAt = "auto"
@@ -105,7 +119,7 @@ class Plan:
         known = {f.name for f in dataclasses.fields(cls)}
         if extra := sorted(set(fields) - known):
             raise PlanError(f"unknown plan fields {extra}; known are {sorted(known)}")
-        return cls(**fields)
+        return cls(**fields | {"stored": _tuples(fields.get("stored", ()))})
 
     @property
     def widest(self) -> int:
@@ -128,6 +142,10 @@ class Plan:
     def cache(self) -> "CacheMaker":
         """Makes this plan's empty caches."""
         return CacheMaker(self)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclasses.dataclass(frozen=True)

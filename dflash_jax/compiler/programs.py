@@ -30,6 +30,8 @@ from dflash_jax.decode.shaping import neutral_shaping, set_row
 from dflash_jax.decode.snapshot import put_segment, take_segment
 from dflash_jax.decode.steps import Pair, Params
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
+from dflash_jax.quant.layouts import TABLE, Spec, spec
+from dflash_jax.quant.products import abstract
 from dflash_jax.state import DecodeState, RowRules
 
 # Lanes, the suffixes of their programs' names: greedy; drawn; either, from logits the request
@@ -81,15 +83,39 @@ def abstract_params(
 
     Token ids stay integers, and what `ALWAYS_FLOAT32` names stays float32.
     """
+    dtype, kernel = jnp.dtype(plan.dtype), plan.kernels != "xla"
+    specs = weight_specs(plan, target, drafter)
 
-    def planned(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def planned(path: Any, x: jax.ShapeDtypeStruct) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in specs:
+            shape = x.shape[::-1] if name.endswith("/" + TABLE) else x.shape
+            return abstract(shape, specs[name], dtype, kernel=kernel)
         kept = jnp.issubdtype(x.dtype, jnp.integer) or path[-1].key in ALWAYS_FLOAT32
-        return jax.ShapeDtypeStruct(x.shape, x.dtype if kept else jnp.dtype(plan.dtype))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype if kept else dtype)
 
-    shapes = {"target": _target_shapes(target)}
-    if drafter is not None:
-        shapes["drafter"] = _drafter_shapes(target, drafter)
-    return jax.tree_util.tree_map_with_path(planned, shapes)
+    return jax.tree_util.tree_map_with_path(planned, _shapes(target, drafter))
+
+
+def weight_specs(
+    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
+) -> dict[str, Spec]:
+    """How each packed parameter is packed, by its path with the role in front."""
+    if plan.weights == "packed":
+        return dict(plan.stored)
+    if plan.weights == "float":
+        return {}
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(target, drafter)):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if chosen := spec(plan.weights, name, leaf.shape, tied=target.tie_embeddings):
+            found[name] = chosen
+    return found
+
+
+def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Any]:
+    found = {"target": _target_shapes(target)}
+    return found | ({"drafter": _drafter_shapes(target, drafter)} if drafter else {})
 
 
 @functools.lru_cache(maxsize=16)

@@ -41,6 +41,16 @@ def resolve(
             f"min_survival is {plan.min_survival}, but the drafter has no confidence head;"
             " leave it at 0"
         )
+    if plan.weights == "packed" and not plan.stored:
+        raise PlanError(
+            "weights='packed' keeps the blocks of a .gguf file, but neither model comes from one"
+            " with Q8_0, Q4_0, Q4_K or Q6_K matrices; ask for 'int8' or 'int4'"
+        )
+    if plan.weights != "float" and plan.mesh != (1, 1):
+        raise PlanError(
+            f"weights={plan.weights!r} cannot be split over a mesh of {plan.mesh}; use one device,"
+            " or weights='float'"
+        )
     need = budget(plan, target, drafter)
     if need.total > plan.memory_limit:
         raise PlanError(_does_not_fit(plan, target, drafter, need))

@@ -11,8 +11,19 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LATE, UPSTREAM, TargetConfig
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
-from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, precision, rms_norm, softcap, weight
+from dflash_jax.nn.layers import (
+    GatedMLP,
+    dot,
+    norm_weight,
+    precision,
+    rms_norm,
+    rows_of,
+    softcap,
+    weight,
+)
 from dflash_jax.nn.rope import rope_tables, rotate
+from dflash_jax.quant.layouts import Joined, Packed
+from dflash_jax.quant.products import Weight, contract
 from dflash_jax.state import Cache, LayerCache, Update
 
 
@@ -162,7 +173,7 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Raw rows of the embedding table."""
-        return jnp.take(self.embedding, tokens, axis=0, mode="clip")
+        return rows_of(self.embedding, tokens, self.norm)
 
     def first(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The embeddings, scaled where the family does so: the input of layer 0."""
@@ -181,15 +192,18 @@ class Decoder(nn.Module):
 
 
 def head_logits(
-    hidden: Float[Array, "B T D"], table: Float[Array, "..."], *, tied: bool
+    hidden: Float[Array, "B T D"], table: Weight, *, tied: bool
 ) -> Float[Array, "B T V"]:
     """Float32 logits by a head [D, V], or by the embedding table [V, D] if they are tied."""
-    contract = (((hidden.ndim - 1,), (int(tied),)), ((), ()))
+    if isinstance(table, Packed | Joined):
+        with jax.named_scope("head"):
+            return contract(hidden, table)
+    axes = (((hidden.ndim - 1,), (int(tied),)), ((), ()))
     with jax.named_scope("head"):
         return jax.lax.dot_general(
             hidden,
             table,
-            contract,
+            axes,
             precision=precision(hidden),
             preferred_element_type=jnp.float32,
         )

@@ -1,19 +1,30 @@
 """Weights, norms and the gated MLP.
 
 Contractions and norms accumulate in float32 whatever the dtype of weights and activations;
-results return to the activations' dtype.
+results return to the activations' dtype. Weights may be packed (`dflash_jax.quant`).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.quant.layouts import Joined, Packed
+from dflash_jax.quant.products import Weight, contract, gather
 
 
-def weight(module: nn.Module, name: str, shape: tuple[int, ...], scale: float = 0.02) -> Array:
-    """Declares a weight of a module, normally distributed at initialisation."""
+def weight(module: nn.Module, name: str, shape: tuple[int, ...], scale: float = 0.02) -> Any:
+    """Declares a weight of a module, normally distributed at initialisation.
+
+    Gives the packed weight where the parameters hold one.
+    """
+    if module.has_variable("params", name):
+        stored = module.get_variable("params", name)
+        if isinstance(stored, Packed | Joined):
+            return stored
     return module.param(name, nn.initializers.normal(scale), shape, jnp.float32)
 
 
@@ -22,17 +33,26 @@ def norm_weight(module: nn.Module, name: str, width: int) -> Float[Array, " D"]:
     return module.param(name, nn.initializers.ones, (width,), jnp.float32)
 
 
-def dot(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
+def dot(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
     """x · w over the last axis of x and the first of w, accumulated in float32."""
     return project(x, w).astype(x.dtype)
 
 
-def project(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
+def project(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
     """As `dot`, in float32: for logits."""
-    contract = (((x.ndim - 1,), (0,)), ((), ()))
+    if isinstance(w, Packed | Joined):
+        return contract(x, w)
+    axes = (((x.ndim - 1,), (0,)), ((), ()))
     return jax.lax.dot_general(
-        x, w, contract, precision=precision(x), preferred_element_type=jnp.float32
+        x, w, axes, precision=precision(x), preferred_element_type=jnp.float32
     )
+
+
+def rows_of(table: Weight, ids: Int[Array, "*places"], like: Array) -> Float[Array, "*places D"]:
+    """Rows of an embedding table [V, D]; those of a packed one, which is [D, V], as `like` is."""
+    if isinstance(table, Packed | Joined):
+        return gather(table, ids, like.dtype)
+    return jnp.take(table, ids, axis=0, mode="clip")
 
 
 def precision(x: Array) -> jax.lax.Precision:

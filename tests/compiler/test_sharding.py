@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from dflash_jax import Plan
+from dflash_jax.compiler import resolve
 from dflash_jax.compiler.sharding import device_mesh
 from dflash_jax.errors import PlanError
+from dflash_jax.testing import AMPLE, tiny_target
 
 CASE = Path(__file__).with_name("mesh_case.py")
 DEVICES = "--xla_force_host_platform_device_count="
@@ -52,6 +54,14 @@ def test_meshes_that_cannot_be_are_refused_by_name() -> None:
     with pytest.raises(PlanError, match="mesh is 64 x 64, but there are 1 devices; make it smal"):
         device_mesh(Plan(rows=64, mesh=(64, 64)))
     assert device_mesh(Plan(rows=4)) is None
+
+
+def test_packed_weights_are_not_split() -> None:
+    target = tiny_target()
+    for mesh in ((2, 1), (1, 2)):
+        plan = Plan(rows=2, mesh=mesh, weights="int8")
+        with pytest.raises(PlanError, match=r"weights='int8' cannot be split.*weights='float'"):
+            resolve(plan, target, None, platform="cpu", memory=AMPLE)
 
 
 def test_a_plan_with_a_mesh_survives_json() -> None:

@@ -80,26 +80,34 @@ DENSE = tiny_target(num_layers=2, windows=(None, 20))
 RECURRENT = tiny_hybrid(num_layers=2, recurrent=(True, False))
 MIXED = tiny_moe(num_layers=2, windows=(None, None), sparse=(True, True))
 SINKS = tiny_gpt_oss(num_layers=2, windows=(12, None))
+WIDE = tiny_target(num_layers=1, hidden_size=64, intermediate_size=64, windows=(None,))
+INT4: dict[str, Any] = {"weights": "int4", "kv_dtype": "int8"}
+INT8: dict[str, Any] = {"weights": "int8"}
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype", "rows"),
+    ("target", "dtype", "rows", "packing"),
     [
-        *itertools.product([DENSE], ["float32", "bfloat16"], [1, 3]),
-        (RECURRENT, "bfloat16", 2),
-        (MIXED, "bfloat16", 2),
-        (SINKS, "bfloat16", 1),
-        pytest.param(RECURRENT, "float32", 1, marks=pytest.mark.soak),
-        pytest.param(MIXED, "float32", 1, marks=pytest.mark.soak),
-        pytest.param(SINKS, "float32", 2, marks=pytest.mark.soak),
+        *itertools.product([DENSE], ["float32", "bfloat16"], [1, 3], [{}]),
+        (RECURRENT, "bfloat16", 2, {}),
+        (MIXED, "bfloat16", 2, {}),
+        (SINKS, "bfloat16", 1, {}),
+        (WIDE, "bfloat16", 2, INT4),
+        pytest.param(WIDE, "bfloat16", 3, INT4, marks=pytest.mark.soak),
+        pytest.param(WIDE, "float32", 1, INT4, marks=pytest.mark.soak),
+        pytest.param(WIDE, "bfloat16", 1, INT8, marks=pytest.mark.soak),
+        pytest.param(RECURRENT, "float32", 1, {}, marks=pytest.mark.soak),
+        pytest.param(RECURRENT, "bfloat16", 2, INT8, marks=pytest.mark.soak),
+        pytest.param(MIXED, "float32", 1, {}, marks=pytest.mark.soak),
+        pytest.param(SINKS, "float32", 2, {}, marks=pytest.mark.soak),
     ],
 )
 def test_verify_rows_equal_plain_rows_bit_for_bit(
-    target: TargetConfig, dtype: str, rows: int
+    target: TargetConfig, dtype: str, rows: int, packing: dict[str, Any]
 ) -> None:
     drafter = tiny_drafter(target, target_layer_ids=(0,))
-    length = 640 if rows > 1 else 128  # attention in pieces, and at once
-    plan = Plan(rows=rows, max_length=length, chunk=CHUNK, block=BLOCK, dtype=dtype)
+    length = 640 if rows == 3 else 128  # attention in pieces, and at once
+    plan = Plan(rows=rows, max_length=length, chunk=CHUNK, block=BLOCK, dtype=dtype, **packing)
     lanes = Lanes(random_engine(target, drafter, plan))
     prompt = np.random.default_rng(1).integers(0, VOCAB, 19).tolist()
     truth, text = lanes.plain_logits(prompt, np.random.default_rng(2))

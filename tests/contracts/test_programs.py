@@ -106,3 +106,15 @@ def test_programs_read_their_parts_by_name(built: dict[tuple[int, str], Executab
     hlo = built[3, "speculative"].compiled.as_text()
     for scope in ("draft", "target", "verify", "attention", "mlp", "head", "context"):
         assert re.search(rf'op_name="[^"]*/{scope}/', hlo), scope
+
+
+@pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.soak), "int4"])
+def test_no_step_has_room_for_an_unpacked_matrix(weights: str) -> None:
+    target = tiny_target(num_layers=1, hidden_size=256, intermediate_size=4096)
+    made = Plan(max_length=64, block=4, chunk=16, dtype="bfloat16", weights=weights)
+    made = resolve(made, target, None, platform="cpu", memory=AMPLE)
+    programs = declare(made, target, None)
+    largest = 256 * 2 * 4096 * 2  # bytes of gate and up in bfloat16
+    program = compile_programs([programs["plain"]])["plain"]
+    assert program.temporary_bytes < largest * 0.75
+    assert program.argument_bytes < 1.2 * budget(made, target, None).weights

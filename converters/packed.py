@@ -1,0 +1,141 @@
+"""Matrices that stay packed: ggml blocks rearranged, or floats quantised while they are read."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from converters import names
+from converters.canonical import Canonical
+from converters.gguf.file import GgufFile
+from converters.names.slots import Part, Path, Slot
+from dflash_jax.config import AttentionConfig, DrafterConfig
+from dflash_jax.errors import CheckpointError
+from dflash_jax.quant.layouts import (
+    FLOAT,
+    KINDS,
+    MATRICES,
+    STORED,
+    TABLE,
+    Arrays,
+    Joined,
+    Packed,
+    Spec,
+    fits,
+    pack,
+    unpack_blocks,
+)
+
+Fill = Callable[[Slot, Any], np.ndarray]  # reads a parameter in a dtype; None is the usual one
+
+
+def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
+    """How the file keeps each matrix that can stay as it is, by path; empty but for GGUF."""
+    if not isinstance(found.source, GgufFile):
+        return {}
+    table = not isinstance(config, DrafterConfig)
+    chosen = {}
+    for slot in names.slots(config):
+        name = slot.path[-1]
+        if name in MATRICES or (name == TABLE and table):
+            kinds = [_kind(found, part) for part in slot.parts]
+            if any(kinds):
+                chosen["/".join(slot.path)] = _spec(slot, kinds)
+    return chosen
+
+
+def read(
+    found: Canonical, slots: list[Slot], specs: Mapping[str, Spec], fill: Fill
+) -> dict[Path, Packed | Joined]:
+    """Packed parameters by path. `fill` reads what is quantised here or stays float."""
+
+    def one(slot: Slot) -> Packed | Joined:
+        how = specs["/".join(slot.path)]
+        kinds = [kind for kind, _ in how[1]]
+        turned = slot.path[-1] == TABLE
+        if not _as_stored(found, slot, kinds):
+            array = fill(slot, np.float32)
+            return pack(array.T if turned else array, how)
+        if len(kinds) == 1:
+            return _uniform(found, slot, kinds[0])
+        parts = zip(slot.parts, how[1], strict=True)
+        made = tuple(_alone(found, slot, part, how[0], *kept, fill) for part, kept in parts)
+        return Joined(made, how[0], slot.shape)
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        return dict(zip((s.path for s in slots), pool.map(one, slots), strict=True))
+
+
+def _kind(found: Canonical, part: Part) -> str:
+    kind = found.kind(part.name) if part.name in found.names() else FLOAT
+    return kind if kind in STORED and fits(kind, part.shape[-1]) else FLOAT
+
+
+def _as_stored(found: Canonical, slot: Slot, kinds: list[str]) -> bool:
+    """Whether blocks of the file are kept, rather than floats quantised."""
+    return isinstance(found.source, GgufFile) and {_kind(found, p) for p in slot.parts} == {*kinds}
+
+
+def _spec(slot: Slot, kinds: list[str]) -> Spec:
+    if len({*kinds}) == 1:
+        return 1, ((kinds[0], slot.shape[0] if slot.path[-1] == TABLE else slot.shape[1]),)
+    axes, widths = zip(*(_place(slot, part) for part in slot.parts), strict=True)
+    assert len({*axes}) == 1, slot
+    return axes[0], tuple(zip(kinds, widths, strict=True))
+
+
+def _place(slot: Slot, part: Part) -> tuple[int, int]:
+    """The axis of the parameter that its parts divide, and the width of one."""
+    for axis, chosen in zip(part.axes, part.select, strict=False):
+        if isinstance(chosen, int):
+            return axis, 1
+        if chosen != slice(None):
+            return axis, len(range(*chosen.indices(slot.shape[axis])))
+    raise CheckpointError(f"{part.name} fills all of {'/'.join(slot.path)}")
+
+
+def _uniform(found: Canonical, slot: Slot, kind: str) -> Packed:
+    """All parts in one array, in the order of the parameter's columns."""
+    if slot.path[-1] == TABLE:
+        shape = slot.shape[::-1]
+        return Packed(_blocks(found, slot.parts[0], kind), kind, shape)
+    columns = slot.shape[1:]
+    arrays = {
+        name: np.empty((rows, *columns), dtype)
+        for name, (rows, dtype) in KINDS[kind].arrays(slot.shape[0]).items()
+    }
+    for part in slot.parts:
+        for name, values in _blocks(found, part, kind).items():
+            view = part.view(arrays[name])
+            view[...] = values.T.reshape(view.shape)
+    flat = {name: a.reshape(len(a), -1) for name, a in arrays.items()}
+    return Packed(flat, kind, slot.shape)
+
+
+def _alone(
+    found: Canonical, slot: Slot, part: Part, axis: int, kind: str, width: int, fill: Fill
+) -> Any:
+    """One part of a parameter as a weight of its own."""
+    shape = (*slot.shape[:axis], width, *slot.shape[axis + 1 :])
+    select = tuple(0 if isinstance(s, int) else slice(None) for s in part.select)
+    own = Slot(slot.path, shape, (dataclasses.replace(part, select=select),))
+    return _uniform(found, own, kind) if kind else fill(own, None)
+
+
+def _blocks(found: Canonical, part: Part, kind: str) -> Arrays:
+    origin, source = found.origins[part.name], found.source
+    assert isinstance(source, GgufFile)
+    raw = source.raw(origin.name)
+    rows = origin.rows
+    if rows is not None:
+        raw = raw[slice(rows.start, rows.stop) if isinstance(rows, range) else rows]
+    arrays = unpack_blocks(raw, kind)
+    for name in ("scale", "low"):
+        if name in arrays and not np.isfinite(arrays[name]).all():
+            raise CheckpointError(
+                f"{part.name} holds scales that are NaN or infinite; fetch the file again"
+            )
+    return arrays

@@ -1,0 +1,189 @@
+"""Blocks of a file that stay packed: the same numbers, the same tokens, fewer bytes."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from gguf_models import finish, hyperparameters
+
+import dflash_jax as dj
+from converters.models import open_model
+from converters.quants.types import BY_NAME
+from dflash_jax.errors import CheckpointError, PlanError
+from dflash_jax.loading import open_pair
+from dflash_jax.quant import layouts
+from dflash_jax.quant.layouts import Joined, Packed
+
+Q = gguf.GGMLQuantizationType
+CONFIG = {
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+VOCAB = 96
+SHAPES = {
+    "attn_q": (256, 256),
+    "attn_k": (128, 256),
+    "attn_v": (128, 256),
+    "attn_output": (256, 256),
+    "ffn_gate": (512, 256),
+    "ffn_up": (512, 256),
+    "ffn_down": (256, 512),
+}
+MIXED = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "ffn_gate": "Q4_0", "ffn_up": "Q4_0"}
+MIXED |= {"attn_output": "Q8_0", "ffn_down": "Q6_K", "token_embd": "Q4_K", "output": "Q6_K"}
+PARTLY = MIXED | {"attn_v": "F16", "attn_k": "Q5_0", "ffn_up": "F32", "token_embd": "F16"}
+
+
+def blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Random bytes with scales that make weights of about 1 / sqrt(D), and signs of both kinds."""
+    size, width = BY_NAME[kind].block_bytes, BY_NAME[kind].block_size
+    found = rng.integers(0, 256, (shape[0], shape[1] // width, size), np.uint8)
+    spans = {"Q8_0": 74, "Q4_0": 4.6, "Q4_K": 170, "Q6_K": 1370}
+    scale = np.full((*found.shape[:2], 1), shape[1] ** -0.5 / spans[kind], np.float16)
+    at = 208 if kind == "Q6_K" else 0
+    found[..., at : at + 2] = scale.view(np.uint8)
+    if kind == "Q4_K":
+        found[..., 2:4] = (scale * np.float16(7)).view(np.uint8)
+    return found.reshape(shape[0], -1)
+
+
+def write(path: Path, kinds: dict[str, str], architecture: str = "llama") -> Path:
+    rng = np.random.default_rng(7)
+    writer = gguf.GGUFWriter(path, architecture)
+    hyperparameters(writer, CONFIG)
+    shapes = {"token_embd": (VOCAB, 256), "output": (VOCAB, 256)}
+    for i in range(CONFIG["num_hidden_layers"]):
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in SHAPES.items()}
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{i}.{norm}.weight", np.ones(256, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(256, np.float32))
+    for name, shape in shapes.items():
+        kind = kinds[name.split(".")[-1]]
+        if kind in layouts.STORED:
+            writer.add_tensor(f"{name}.weight", blocks(kind, shape, rng), raw_dtype=Q[kind])
+            continue
+        values = (rng.standard_normal(shape) / 16).astype(np.float32)
+        values = gguf.quants.quantize(values, Q[kind])
+        writer.add_tensor(f"{name}.weight", values, raw_dtype=Q[kind])
+    finish(writer)
+    return path
+
+
+def leaves(node: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(node, dict):
+        return {
+            k: v for key, child in node.items() for k, v in leaves(child, f"{path}/{key}").items()
+        }
+    return {path[1:]: node}
+
+
+def unpacked(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, Joined):
+        return np.concatenate([unpacked(part) for part in leaf.parts], axis=leaf.axis)
+    if isinstance(leaf, Packed):
+        return layouts.dequantise(leaf.arrays, leaf.kind).reshape(leaf.shape)
+    return leaf
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("packed") / "mixed.gguf", MIXED)
+
+
+@pytest.mark.parametrize("kinds", [MIXED, PARTLY], ids=["mixed", "partly"])
+def test_packed_parameters_are_the_float_ones_bit_for_bit(
+    tmp_path: Path, kinds: dict[str, str]
+) -> None:
+    """Rotary rows in order, heads interleaved, parts of several kinds: all as in the floats."""
+    model = open_model(write(tmp_path / "x.gguf", kinds))
+    floats, specs = leaves(model.load("float32")), model.stored()
+    found = leaves(model.load("float32", specs=specs))
+    assert floats.keys() == found.keys()
+    kept = {path for path, leaf in found.items() if isinstance(leaf, Packed | Joined)}
+    assert kept == specs.keys()
+    assert ("embed" in kept) == (kinds is MIXED)
+    assert all(f"layers_1/{x}" in kept for x in ("attention/qkv", "attention/o", "mlp/gate_up"))
+    for path, leaf in found.items():
+        wanted = floats[path].T if path == "embed" and path in kept else floats[path]
+        np.testing.assert_array_equal(unpacked(leaf), wanted, path)
+    qkv = found["layers_0/attention/qkv"]
+    assert isinstance(qkv, Joined)
+    assert [getattr(part, "kind", "float") for part in qkv.parts] == (
+        ["Q4_K", "Q4_K", "Q6_K"] if kinds is MIXED else ["Q4_K", "float", "float"]
+    )
+
+
+def test_decoding_from_packed_blocks_is_decoding_from_their_floats(mixed: Path) -> None:
+    plan = dj.Plan(max_length=64, chunk=16, block=4, dtype="float32")
+    packed = dj.load(mixed, None, plan=dataclasses.replace(plan, weights="packed"))
+    floats = dj.load(mixed, None, plan=plan)
+    prompt = [5, 9, 2, 44]
+    said = packed.generate(prompt, max_tokens=24).token_ids
+    assert said == floats.generate(prompt, max_tokens=24).token_ids
+    assert len(set(said)) > 3
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(packed.params))
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(floats.params))
+    assert size < whole / 4
+
+
+def test_a_plan_for_packed_weights_is_json_and_counts_their_bytes(mixed: Path) -> None:
+    from dflash_jax.compiler.memory import budget, weight_bytes
+
+    pair = open_pair(mixed, None)
+    plan = pair.with_stored(
+        dj.Plan(weights="packed", dtype="float32", max_length=64, block=4, chunk=16)
+    )
+    assert dj.Plan.from_json(plan.to_json()) == plan
+    assert len({plan, dataclasses.replace(plan)}) == 1
+    target, _ = pair.configs
+    sizes = weight_bytes(plan, target, None)["target"]
+    assert sizes["head"] == VOCAB * 256 * 6.5625 / 8
+    assert sizes["layers_0/mlp/gate_up"] == 2 * 512 * 256 * 4.5 / 8
+    found = pair.engine(plan).params
+    assert budget(plan, target, None).weights == sum(x.nbytes for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_floats_are_quantised_while_they_are_read(mixed: Path, weights: str) -> None:
+    from dflash_jax.compiler.programs import weight_specs
+
+    model = open_model(mixed)
+    plan = dj.Plan(weights=weights)
+    specs = {
+        p.removeprefix("target/"): s for p, s in weight_specs(plan, model.config, None).items()
+    }
+    found = leaves(model.load("bfloat16", specs=specs))
+    floats = leaves(model.load("float32"))
+    assert isinstance(found["head"], Packed)
+    assert found["head"].kind == "int8"
+    for path in specs:
+        error = np.linalg.norm(unpacked(found[path]) - floats[path]) / np.linalg.norm(floats[path])
+        assert error < (0.02 if found[path].kind == "int8" else 0.12), path
+    assert found["embed"].dtype.name == "bfloat16"
+
+
+def test_what_cannot_stay_packed_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"blocks of a \.gguf file.*'int8' or 'int4'"):
+        dj.load("tiny", plan=dj.Plan(weights="packed"))
+    path = write(tmp_path / "x.gguf", MIXED)
+    model = open_model(path)
+    source = model.tensors.source
+    raw = source.raw("output.weight")
+    at = path.read_bytes().find(raw[3].tobytes())
+    with path.open("r+b") as file:
+        file.seek(at + 208)
+        file.write(np.float16(np.nan).tobytes())
+    model = open_model(path)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight.*NaN"):
+        model.load("float32", specs=model.stored())
