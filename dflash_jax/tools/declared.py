@@ -1,0 +1,101 @@
+"""Tools and tool choices of every API's shape, made one; and which call recovery would begin.
+
+Chat completions nest a `function`, Responses are flat, Anthropic says `input_schema`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from dflash_jax.errors import RequestError
+from dflash_jax.tools.syntax import Syntax
+
+SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+PREFERRED = "terminal"  # of several tools, the one an agent can do anything with
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A declared tool; `parameters` is its JSON schema."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+    @property
+    def first_parameter(self) -> str | None:
+        """The first required parameter, else the first declared one."""
+        required = self.parameters.get("required")
+        names = [n for n in required if isinstance(n, str)] if isinstance(required, list) else []
+        properties = self.parameters.get("properties")
+        return next(iter(names or (properties if isinstance(properties, Mapping) else ())), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A normalised `tool_choice`; `name` is the tool a "named" one demands."""
+
+    kind: Literal["auto", "none", "required", "named"]
+    name: str | None = None
+
+
+WORDS = {
+    "auto": Choice("auto"),
+    "none": Choice("none"),
+    "required": Choice("required"),
+    "any": Choice("required"),
+}
+
+
+def tools_of(declared: Any) -> tuple[Tool, ...]:
+    """The tools of a request's `tools`; what is no function is left out, first names win."""
+    found: dict[str, Tool] = {}
+    for entry in declared if isinstance(declared, Sequence) else ():
+        if not isinstance(entry, Mapping):
+            continue
+        body = entry["function"] if isinstance(entry.get("function"), Mapping) else entry
+        name = body.get("name")
+        schema = body.get("parameters", body.get("input_schema"))
+        if isinstance(name, str) and name:
+            found.setdefault(name, Tool(name, schema if isinstance(schema, Mapping) else {}))
+    return tuple(found.values())
+
+
+def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> Choice:
+    """A request's `tool_choice`; absent and unknown words are "auto".
+
+    Raises:
+      RequestError: it names a tool that was not declared.
+    """
+    if not isinstance(tool_choice, Mapping):
+        return WORDS.get(str(tool_choice), Choice("auto"))
+    function = tool_choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else tool_choice.get("name")
+    if name is None and tool_choice.get("type") in WORDS:
+        return WORDS[tool_choice["type"]]
+    if name not in [tool.name for tool in tools]:
+        known = ", ".join(tool.name for tool in tools) or "none"
+        raise RequestError(
+            f"tool_choice names the tool {name!r}, but the declared tools are: {known};"
+            " declare it, or choose one of those"
+        )
+    return Choice("named", name)
+
+
+def call_beginning(tools: Sequence[Tool], choice: Choice, syntax: Syntax) -> str | None:
+    """The text that begins the call a stalled answer was about to make.
+
+    One tool that is demanded, preferred or alone is named, with its first parameter; of several
+    the model has to choose. None where no call may be begun.
+    """
+    if not tools or choice.kind == "none":
+        return None
+    by_name = {tool.name: tool for tool in tools}
+    chosen = by_name.get(choice.name or PREFERRED)
+    if chosen is None and len(tools) > 1:
+        return syntax.opening
+    chosen = chosen or tools[0]
+    parameter = chosen.first_parameter
+    if not all(SAFE.fullmatch(n) for n in (chosen.name, parameter) if n is not None):
+        return None
+    return syntax.begin(chosen.name, parameter)
