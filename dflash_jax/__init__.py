@@ -7,6 +7,7 @@ print(engine.generate("Hello", max_tokens=32).text)
 
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.engine.engine import Engine, Stream
+from dflash_jax.engine.recovery import CancelCell, Recovery
 from dflash_jax.engine.result import Piece, Result, Stats
 from dflash_jax.errors import (
     CheckpointError,
@@ -20,6 +21,7 @@ from dflash_jax.loading import TargetModel, load, load_target
 from dflash_jax.version import __version__
 
 __all__ = [
+    "CancelCell",
     "CheckpointError",
     "ComputeError",
     "ConfigError",
@@ -28,6 +30,7 @@ __all__ = [
     "Piece",
     "Plan",
     "PlanError",
+    "Recovery",
     "RequestError",
     "Result",
     "Stats",

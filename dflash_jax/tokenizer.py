@@ -68,6 +68,10 @@ class Tokenizer:
         """Text of ids, special tokens left out."""
         return self.core.decode(list(ids), skip_special_tokens=True)
 
+    def raw(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens written out."""
+        return self.core.decode(list(ids), skip_special_tokens=False)
+
     def stream(self) -> "TextStream":
         """A decoder that is fed ids as they come."""
         return TextStream(self)

@@ -211,10 +211,12 @@ def declare(
         run = functools.partial(step, pair, **static)
         return Program(name + lane, run, arguments, donated, (lane,))
 
+    dictated = (params, state, tokens(plan.block), count, count)
     width = plan.block if plan.exact else 1
     plain = "plain" if plan.exact else "plain1"
     programs = [
-        program("forced", steps.forced, tokens(plan.block), count, count),
+        Program("forced", functools.partial(steps.forced, pair), dictated, (1,)),
+        Program("replace", steps.replace, (state, flag, count), (0,)),
         Program("wipe", steps.wipe, (state, flag), (0,)),
     ]
     if plan.prefix_cache:

@@ -136,6 +136,11 @@ def forced(
     return commit(state, target, draft, count, anchor)
 
 
+def replace(state: DecodeState, rows: Bool[Array, " B"], anchor: Int[Array, " B"]) -> DecodeState:
+    """Puts another token in the place of some rows' pending ones; no cache holds those (R6)."""
+    return dataclasses.replace(state, anchor=jnp.where(rows, anchor, state.anchor))
+
+
 def wipe(state: DecodeState, rows: Bool[Array, " B"]) -> DecodeState:
     """Zeroes rows whose caches may hold non-finite numbers; masks alone do not stop those."""
     return clear_rows(state, rows)

@@ -2,26 +2,39 @@
 
     advance(state, event, policy) -> (state, effects)
 
-No clock, no arrays, no I/O: time and failures arrive as events, and a whole history can be
-replayed in microseconds. The device has already cut every step at stop tokens and at the
-length limit; this machine never shortens what it is told, it emits it and decides whether the
-request goes on, and in which lane.
+No clock, no arrays, no I/O: time, disconnects and failures arrive as events, and a whole history
+can be replayed in microseconds. The device has already cut every step at stop tokens and at the
+row's limit (`room`), and a row that reached either is frozen until the host speaks. This machine
+plans which of the decided tokens count, then says what to emit, to dictate or to end:
 
-    WAITING --Prefilled--> DECODING --Stepped--> ... --> DONE
+    WAITING --Prefilled--> SPECULATIVE <-> PLAIN --> DONE
+                              |  RETRY: everything once more, without drafting
+                              `- dictated tokens (a call's beginning, a thought's end) go on
 
-Exactly one `Finish` leaves every request, after its last `Emit`; nothing follows it.
+Exactly one `Finish` leaves every request, after its last `emit`; nothing follows it. A token that
+was emitted stays emitted. Between events exactly one decided token, the last, is not yet fed.
 """
 
 import dataclasses
 import enum
-from typing import assert_never
+from typing import Any, assert_never
+
+from dflash_jax.engine.recovery import floor, guards, speculation
+from dflash_jax.engine.recovery.floor import Verdict
+from dflash_jax.engine.recovery.settings import OFF, Recovery
+from dflash_jax.engine.recovery.speculation import UNTRIED, Lane
+from dflash_jax.engine.recovery.words import SILENT, Words
+
+Ids = tuple[int, ...]
 
 
 class Phase(enum.Enum):
     """Where a request stands."""
 
     WAITING = "waiting"
-    DECODING = "decoding"
+    SPECULATIVE = "speculative"
+    PLAIN = "plain"
+    RETRY = "retry"  # plain for the rest of the request
     DONE = "done"
 
 
@@ -34,51 +47,128 @@ class Finish(enum.Enum):
     ERROR = "error"
 
 
+class Restart(enum.Enum):
+    """From where a request is decoded once more."""
+
+    SAVED = "saved"  # the state behind its prompt
+    FRESH = "fresh"  # its prompt, without any cache; a snapshot it came from is to be dropped
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """What the caller asked for."""
+    """What the caller asked for, and what the engine knows of the model."""
 
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     speculative: bool = True
-    bad_drafts: int = 3  # non-finite drafts after which a request goes on without drafting
+    break_even: float = 0.0  # tokens a drafted round must decide to pay; 0 if not known
+    recovery: Recovery = OFF
+    words: Words = SILENT
+
+    @property
+    def close_at(self) -> int | None:
+        """Output place where a thought that is still open gets closed."""
+        reserve = self.recovery.answer_reserve
+        if not reserve or not self.words.close:
+            return None
+        return self.max_tokens - (reserve if reserve < self.max_tokens else self.max_tokens // 2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class State:
-    """What is remembered of a request."""
+    """What is remembered of a request.
+
+    Attributes:
+      ids: decided output, append-only but for a retry of what nobody saw.
+      held: how many of them were not emitted yet.
+      fed: how many of them are in the caches.
+      guard: the loop the last token ran into; the next token ends the output.
+      injected: a tool call was begun.
+      closed: a thought was closed at its limit.
+      past_close: the place where a thought would be closed lies behind.
+      ran: drafting was on when tokens were decided.
+      retried: decodings so far that showed nothing.
+      restored: the prompt's state came from a cache.
+      kind: the loop that ended the output.
+    """
 
     phase: Phase = Phase.WAITING
-    emitted: int = 0
-    bad_drafts: int = 0
+    ids: Ids = ()
+    held: int = 0
+    fed: int = 0
+    lane: Lane = UNTRIED
+    guard: str | None = None
+    injected: bool = False
+    closed: bool = False
+    past_close: bool = False
+    ran: bool = False
+    retried: int = 0
+    restored: bool = False
+    kind: str | None = None
+
+    @property
+    def emitted(self) -> int:
+        """Tokens decided so far, held ones included."""
+        return len(self.ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt was fed; its last row decided the first token."""
+
+    token: int
+    floor: int = -1
+    finite: bool = True
+    restored: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stepped:
-    """The device decided tokens for this row; none if the row was frozen."""
+    """The device decided tokens for this row; none if the row was frozen.
 
-    tokens: tuple[int, ...]
+    Attributes:
+      floor: what the last place says with the stop tokens masked.
+      drafts: tokens that were drafted for the row; 0 in a plain step.
+    """
+
+    tokens: Ids
     finite: bool = True
     draft_finite: bool = True
+    floor: int = -1
+    drafts: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The caller went away, or a stop string was completed."""
+    """The caller went away, time ran out, or a stop string was completed."""
 
     reason: Finish = Finish.CANCELLED
 
 
-Event = Stepped | Cancelled
+Event = Prefilled | Stepped | Cancelled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Effects:
-    """What the engine must do now."""
+    """What the engine must do now, in this order.
 
-    emit: tuple[int, ...] = ()
+    Attributes:
+      emit: give these tokens to the caller.
+      replace: the pending token becomes this one.
+      force: then feed the pending token and these but the last, which is pending afterwards.
+      restart: decode once more from there.
+      finish: the request ended.
+      fallback: why this round was, or later ones will be, plain.
+      notes: recovery events, to be counted and logged.
+    """
+
+    emit: Ids = ()
+    replace: int | None = None
+    force: Ids = ()
+    restart: Restart | None = None
     finish: Finish | None = None
-    fallback: str | None = None  # why this round was, or later ones will be, plain
+    fallback: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]:
@@ -87,31 +177,216 @@ def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]
         return state, Effects()
     match event:
         case Cancelled(reason):
-            return dataclasses.replace(state, phase=Phase.DONE), Effects(finish=reason)
+            rest = state.ids[len(state.ids) - state.held :]
+            done = dataclasses.replace(state, phase=Phase.DONE, held=0)
+            return done, Effects(emit=rest, finish=reason)
+        case Prefilled():
+            restored = state.restored if state.retried else event.restored
+            state = dataclasses.replace(state, restored=restored, fed=-1)
+            step = Stepped((event.token,), finite=event.finite, floor=event.floor)
+            return _stepped(state, step, policy)
         case Stepped():
             return _stepped(state, event, policy)
         case _:
             assert_never(event)
 
 
+def speculates(state: State, policy: Policy) -> bool:
+    """Whether the next step of this request should draft."""
+    return policy.speculative and not state.retried and state.lane.drafts
+
+
+def is_visible(state: State, policy: Policy) -> bool:
+    """Whether a caller sees anything of the output."""
+    return _is_visible(state.ids, policy)
+
+
+def _is_visible(ids: Ids, policy: Policy) -> bool:
+    ended = bool(ids) and ids[-1] in policy.stop_ids
+    return policy.words.is_visible(ids[:-1] if ended else ids)
+
+
+def room(state: State, policy: Policy) -> int:
+    """Output tokens the device may decide in all before the host has to speak."""
+    if policy.close_at is None or state.past_close or state.emitted > policy.close_at:
+        return policy.max_tokens
+    return min(policy.close_at + 1, policy.max_tokens)
+
+
 def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effects]:
     if not event.finite:
         return dataclasses.replace(state, phase=Phase.DONE), Effects(finish=Finish.ERROR)
-    emitted = state.emitted + len(event.tokens)
-    finish = None
-    if event.tokens and event.tokens[-1] in policy.stop_ids:
-        finish = Finish.STOP
-    elif emitted >= policy.max_tokens:
-        finish = Finish.LENGTH
-    state = State(
-        phase=Phase.DONE if finish else Phase.DECODING,
-        emitted=emitted,
-        bad_drafts=state.bad_drafts + (not event.draft_finite),
+    decided = len(event.tokens)
+    ran = state.ran or speculates(state, policy)
+    lane, fallback = speculation.heard(
+        state.lane,
+        decided,
+        event.drafts,
+        finite=event.draft_finite,
+        break_even=policy.break_even,
     )
-    fallback = None if event.draft_finite else "draft_not_finite"
-    return state, Effects(emit=event.tokens, finish=finish, fallback=fallback)
+    died = fallback == speculation.DEAD
+    fallback = None if died and lane.drafts else fallback  # where lanes are fixed it drafts on
+    state = dataclasses.replace(state, lane=lane, ran=ran, fed=state.fed + decided)
+    if not decided:
+        return state, Effects(fallback=fallback)
+    plan = _Plan(state)
+    tail = guards.tail(state.ids, policy.recovery)
+    if policy.max_tokens <= 0:
+        plan.finish = Finish.LENGTH
+    elif died:
+        plan.notes.append(speculation.DEAD)
+    for token in event.tokens:
+        if plan.finish or _judge(plan, token, event.floor, tail, policy):
+            break
+    return _settle(plan, policy, fallback)
 
 
-def speculates(state: State, policy: Policy) -> bool:
-    """Whether the next step of this request should draft."""
-    return policy.speculative and state.bad_drafts < policy.bad_drafts
+@dataclasses.dataclass(slots=True)
+class _Plan:
+    """The cut in the making: nothing of it has happened yet."""
+
+    state: State
+    new: list[int] = dataclasses.field(default_factory=list)
+    replace: int | None = None
+    force: Ids = ()
+    finish: Finish | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ids(self) -> Ids:
+        return (*self.state.ids, *self.new)
+
+    @property
+    def length(self) -> int:
+        return len(self.state.ids) + len(self.new)
+
+    def mark(self, **changes: Any) -> None:
+        self.state = dataclasses.replace(self.state, **changes)
+
+    def dictate(self, ids: Ids, note: str) -> None:
+        """Puts ids in the place of the pending token and behind it."""
+        self.new += ids
+        self.replace, self.force = ids[0], ids[1:]
+        self.notes.append(note)
+
+    def end(self, finish: Finish) -> None:
+        """Ends the output; a loop it ran into is why, unless it ended by itself."""
+        self.finish = finish
+        if finish is Finish.LENGTH and self.state.guard is not None:
+            self.notes.append(self.state.guard)
+            self.mark(kind=self.state.guard)
+
+
+def _judge(
+    plan: _Plan, token: int, floor_token: int, tail: list[int] | None, policy: Policy
+) -> bool:
+    """Takes one decided token into the plan, or what stands in its place; True at the cut.
+
+    Tokens are judged one by one, by the output so far alone: then every lane cuts alike (S6).
+    """
+    stop = token in policy.stop_ids
+    if plan.state.guard is not None and not stop:
+        plan.end(Finish.LENGTH)
+        return True
+    if not plan.state.past_close and policy.close_at is not None and plan.length >= policy.close_at:
+        plan.mark(past_close=True)
+        if policy.words.thinking(plan.ids):
+            _close(plan, token, policy)
+            return True
+    if stop:
+        verdict = _at_end_token(plan, policy)
+        if verdict is Verdict.INJECT:
+            plan.mark(injected=True)
+            plan.dictate(policy.words.prefix, "tool_prefix")
+            return True
+        if verdict is not Verdict.REPLACE:
+            plan.notes += ["floor_waived"] if verdict is Verdict.WAIVE else []
+            plan.new.append(token)
+            plan.end(Finish.STOP)
+            return True
+        token = plan.replace = floor_token
+        plan.notes.append("floor")
+    plan.new.append(token)
+    if tail is not None:
+        tail.append(token)
+        if kind := guards.looping(tail, policy.recovery, closed=plan.state.closed):
+            plan.mark(guard=kind)
+    if plan.length >= policy.max_tokens:
+        plan.end(Finish.LENGTH)
+    return plan.finish is not None
+
+
+def _at_end_token(plan: _Plan, policy: Policy) -> Verdict:
+    if not policy.recovery.floor or plan.state.guard is not None:
+        return Verdict.HONOUR
+    return floor.judge(
+        plan.ids,
+        injected=plan.state.injected,
+        max_tokens=policy.max_tokens,
+        recovery=policy.recovery,
+        words=policy.words,
+    )
+
+
+def _close(plan: _Plan, token: int, policy: Policy) -> None:
+    """Ends an open thought in the place of the token, with the whole closing sequence."""
+    close = policy.words.close[: policy.max_tokens - plan.length]
+    plan.mark(closed=True)
+    plan.dictate(close, "thought_closed" if token == close[0] else "thought_closed_by_force")
+    if plan.length >= policy.max_tokens:
+        plan.end(Finish.LENGTH)
+
+
+def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, Effects]:
+    """Turns the plan into the new state and its effects: hold, retry, emit, finish."""
+    state, ids, finish = plan.state, plan.ids, plan.finish
+    nothing = not _is_visible(ids, policy)
+    may_retry = policy.recovery.empty_retry and _may_retry(state, policy)
+    if finish and nothing and may_retry:
+        return _retry(plan, fallback)
+    if finish and state.retried:
+        plan.notes.append("empty_retry_confirmed_eos" if nothing else "empty_retry_recovered")
+    hold = nothing and may_retry
+    shown = len(state.ids) - state.held
+    if finish:
+        phase = Phase.DONE
+    elif state.retried:
+        phase = Phase.RETRY
+    else:
+        phase = Phase.SPECULATIVE if speculates(state, policy) else Phase.PLAIN
+    fed = state.fed + len(plan.force)
+    held = len(ids) - shown if hold else 0
+    after = dataclasses.replace(state, phase=phase, ids=ids, held=held, fed=fed)
+    assert finish or fed == len(ids) - 1, "one decided token, the last, is pending (S1, S2)"
+    effects = Effects(
+        emit=() if hold else ids[shown:],
+        replace=None if finish else plan.replace,
+        force=() if finish else plan.force,
+        finish=finish,
+        fallback=fallback,
+        notes=tuple(plan.notes),
+    )
+    return after, effects
+
+
+def _retry(plan: _Plan, fallback: str | None) -> tuple[State, Effects]:
+    """Nothing visible came out, nothing was emitted: decode once more without drafting."""
+    state = plan.state
+    again = Restart.FRESH if state.retried else Restart.SAVED
+    fresh = State(
+        phase=Phase.RETRY,
+        lane=state.lane,
+        ran=True,
+        retried=state.retried + 1,
+        restored=state.restored,
+        kind=state.kind,
+    )
+    notes = (*plan.notes, "empty_retry")
+    return fresh, Effects(restart=again, fallback=fallback, notes=notes)
+
+
+def _may_retry(state: State, policy: Policy) -> bool:
+    """Once, where drafting was on; once more where the prompt's state came from a cache."""
+    left = state.retried == 0 or (state.retried == 1 and state.restored)
+    return left and state.ran and policy.max_tokens > 0

@@ -13,8 +13,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,24 +35,27 @@ from dflash_jax.compiler.programs import (
 from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine import controller
+from dflash_jax.engine.controller import Restart
+from dflash_jax.engine.dictation import Dictated, dictate
+from dflash_jax.engine.events import EventLog
+from dflash_jax.engine.lanes import break_even, lane_of, make_rules
+from dflash_jax.engine.live import Live
 from dflash_jax.engine.prefix_cache import PrefixCache
-from dflash_jax.engine.request import Live, Request, as_biases, as_texts, pick_seed, token_ids
-from dflash_jax.engine.result import Piece, Result
+from dflash_jax.engine.recovery import OFF, CancelCell
+from dflash_jax.engine.request import Request, check_fits, request_of
+from dflash_jax.engine.result import Result, TokenLogprob
 from dflash_jax.engine.shaper import Shaper, likely_tokens
 from dflash_jax.engine.snapshots import Snapshots
-from dflash_jax.engine.structured import Grammars, Structure
+from dflash_jax.engine.stream import Stream
+from dflash_jax.engine.structured import Grammars
 from dflash_jax.errors import QueueFullError, RequestError
-from dflash_jax.state import RowRules, RowStep, StepOutput, read_output
+from dflash_jax.state import DecodeState, RowRules, RowStep, StepOutput, read_output
 from dflash_jax.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
 
-def lane_of(request: Request) -> str:
-    """The lane a request needs; rows share the last of theirs, in which all can run."""
-    if request.structured is not None:
-        return MASKED
-    return SHAPED if request.shaped else SAMPLED if request.temperature > 0 else GREEDY
+DICTATING = {"forced", "replace"}  # programs that requests without recovery never need
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,38 +66,6 @@ class _Flight:
     readers: dict[int, Live]  # by row: who was in it, and hears the answer
     drafts: int  # drafted tokens per row; 0 in prefill and plain steps
     decode: bool
-
-
-class Stream:
-    """A running request: iterate for pieces, then read `result`. Closing it cancels it."""
-
-    def __init__(self, engine: "Engine", live: Live):
-        self._engine, self._live = engine, live
-
-    def __iter__(self) -> Iterator[Piece]:
-        given = 0
-        try:
-            while True:
-                while given < len(self._live.pieces):
-                    given += 1
-                    yield self._live.pieces[given - 1]
-                if self._live.done:
-                    self._live.result()
-                    return
-                self._engine.advance()
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Ends the request if it still runs; what it produced so far stays in `result`."""
-        self._engine.cancel(self._live)
-
-    @property
-    def result(self) -> Result:
-        """The result so far; final once iteration ended."""
-        if not self._live.done:
-            raise RequestError("the stream still runs; iterate it to its end, or close it first")
-        return self._live.result()
 
 
 class Engine:
@@ -115,14 +85,10 @@ class Engine:
         self.programs = declare(plan, target, drafter, lanes=ALL_LANES)
         self.executables: dict[str, Executable] = {}
         self.compile_s = 0.0  # seconds spent compiling so far
-        empty = jax.tree.map(
-            lambda x: np.zeros(x.shape, x.dtype),
-            jax.eval_shape(lambda: empty_state(plan, target, drafter)),
-        )
-        mesh = device_mesh(plan)
-        if mesh is not None:
-            self.params = jax.device_put(params, param_shardings(mesh, params))
-        self._state = jax.device_put(empty, None if mesh is None else row_shardings(mesh, empty))
+        self._mesh = device_mesh(plan)
+        if self._mesh is not None:
+            self.params = jax.device_put(params, param_shardings(self._mesh, params))
+        self._state = self._empty_state()
         self._waiting: collections.deque[Live] = collections.deque()
         self._rows: list[Live | None] = [None] * plan.rows
         self._flights: collections.deque[_Flight] = collections.deque()
@@ -133,6 +99,8 @@ class Engine:
         self._shaper = Shaper(plan.rows, target.vocab_size)
         self._grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
         self._snapshots = Snapshots(plan, self.programs) if plan.prefix_cache else None
+        self.break_even = 0.0  # tokens a drafted round must decide to pay; 0 until measured
+        self.events = EventLog()
 
     # -- what a caller uses -------------------------------------------------------------------
 
@@ -141,7 +109,12 @@ class Engine:
         return self.generate_many([prompt], **options)[0]
 
     def generate_many(
-        self, prompts: Sequence[Prompt], *, n: int = 1, **options: Any
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n: int = 1,
+        cancel: CancelCell | None = None,
+        **options: Any,
     ) -> list[Result]:
         """Generates for several prompts, as many side by side as the plan has rows.
 
@@ -152,7 +125,7 @@ class Engine:
         lives: list[Live] = []
         try:
             for request in [r for p in prompts for r in self._requests(p, n, **options)]:
-                live = self._live(request)
+                live = self._live(request, cancel)
                 while self.queued >= self.plan.queue:
                     self.advance()
                 lives += self._enqueue([live])
@@ -182,13 +155,20 @@ class Engine:
           stop_token_ids: ids that end the output, besides the model's own end tokens.
           ignore_eos: let the model's end tokens pass.
           speculative: False decodes without drafting; the tokens are the same.
+          recovery: rules that act when the model goes silent, stalls or loops; None is off.
+            Where output is structured, those that dictate tokens or overrule ends are off.
+          tools, tool_choice: the tools the prompt offers, in any API's shape; recovery may
+            begin a call of one of them.
+          cancel: a cell by which anyone, from any thread, may end the request. Unlike `close`,
+            it also keeps what the request added out of the prefix cache.
 
         Raises:
           RequestError: the arguments cannot be served; says why.
           QueueFullError: as many requests wait as the plan allows.
-          ComputeError: while iterating, if the target's logits stop being finite.
+          ComputeError: while iterating, if the target's logits stop being finite, or if the
+            device fails twice.
         """
-        return Stream(self, self.submit(prompt, **options))
+        return Stream(self.submit(prompt, **options), self.advance, self.cancel)
 
     def chat_ids(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
         """Prompt ids of a conversation, by the model's chat template."""
@@ -197,7 +177,13 @@ class Engine:
         return self.tokenizer.chat(messages, **variables)
 
     def warm_up(
-        self, *, sampled: bool = False, shaped: bool = False, masked: bool = False
+        self,
+        *,
+        sampled: bool = False,
+        shaped: bool = False,
+        masked: bool = False,
+        recovery: bool = False,
+        measure: bool = False,
     ) -> float:
         """Compiles the greedy programs, and the others if asked; returns the seconds.
 
@@ -205,9 +191,24 @@ class Engine:
           sampled: also those that draw tokens.
           shaped: also those with penalties, biases and log-probabilities.
           masked: also those of structured output.
+          recovery: also those that `recovery` needs.
+          measure: time drafted against plain steps, so that greedy requests of an exact plan
+            leave drafting alone while it does not pay; changes speed, never a token.
         """
         lanes = {GREEDY: True, SAMPLED: sampled, SHAPED: shaped, MASKED: masked}
-        return sum(self._compile(lane) for lane, wanted in lanes.items() if wanted)
+        needed = [lane for lane, wanted in lanes.items() if wanted]
+        seconds = sum(self._compile(lane, dictating=recovery) for lane in needed)
+        if measure and self.drafter is not None and self.plan.exact:
+            self._measure()
+        return seconds
+
+    def _measure(self) -> None:
+        with self._driving, self._lock, jax.no_tracing():
+            if self.busy:
+                raise RequestError("requests are running; measure before the first of them")
+            rules = make_rules(self.plan, self._rows, ())
+            measured = break_even(self.executables, self.params, self._state, rules)
+            self._state, self.break_even = measured
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -215,10 +216,12 @@ class Engine:
         """Queues a request; `advance` runs it. Arguments and errors as for `stream`."""
         return self.submit_several(prompt, 1, **options)[0]
 
-    def submit_several(self, prompt: Prompt, n: int, **options: Any) -> list[Live]:
+    def submit_several(
+        self, prompt: Prompt, n: int, *, cancel: CancelCell | None = None, **options: Any
+    ) -> list[Live]:
         """Queues n requests for one prompt, all of them or none; answer i draws with seed + i."""
         requests = self._requests(prompt, n, **options)
-        return self._enqueue([self._live(request) for request in requests])
+        return self._enqueue([self._live(request, cancel) for request in requests])
 
     @property
     def prefix_cache(self) -> PrefixCache | None:
@@ -244,17 +247,21 @@ class Engine:
         """The checked requests of n answers."""
         if type(n) is not int or n < 1:
             raise RequestError(f"n is {n!r}; expected an integer of at least 1")
-        first = self._request(prompt, **options)
-        self._check_fits(first)
+        options["speculative"] = options.get("speculative", True) and self.drafter is not None
+        first = request_of(prompt, self.target, self.tokenizer, **options)
+        check_fits(first, self.plan, self.target)
         seeds = [(first.seed + i) % 2**32 for i in range(n)]
         return [dataclasses.replace(first, seed=seed) for seed in seeds]
 
-    def _live(self, request: Request) -> Live:
+    def _live(self, request: Request, cancel: CancelCell | None) -> Live:
         """A request ready to run: its grammar made, its programs compiled."""
         structure = request.structured
         grammar = None if structure is None else self._grammars.make(structure)
-        live = Live(request, self.tokenizer, grammar)
-        live.stats.compile_s = self._compile(lane_of(request))
+        free = self.plan.exact and request.temperature == 0  # to change lanes by the clock (R11)
+        cost = self.break_even if free else 0.0
+        live = Live(request, self.tokenizer, grammar, cancel=cancel, break_even=cost)
+        dictating = request.recovery != OFF
+        live.stats.compile_s = self._compile(lane_of(request), dictating=dictating)
         return live
 
     def _enqueue(self, lives: list[Live]) -> list[Live]:
@@ -269,69 +276,67 @@ class Engine:
             self._waiting += lives
         return lives
 
-    def _request(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] = MappingProxyType({}),
-        logprobs: int | None = None,
-        structured: Structure | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        speculative: bool = True,
-    ) -> Request:
-        eos = () if ignore_eos else self.target.eos_token_ids
-        return Request(
-            prompt=token_ids(prompt, self.tokenizer, self.target.vocab_size),
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            logit_bias=as_biases(logit_bias, self.target.vocab_size),
-            logprobs=logprobs,
-            structured=structured,
-            seed=pick_seed(seed),
-            stop=as_texts(stop),
-            stop_ids=frozenset((*eos, *stop_token_ids)),
-            speculative=speculative and self.drafter is not None,
-        )
-
     def cancel(self, live: Live) -> None:
         """Ends a request wherever it stands; does nothing if it already ended."""
         with self._lock:
-            if live.done:
-                return
-            live.take(controller.Cancelled())
-            if live in self._waiting:
-                self._waiting.remove(live)
-            self._release(live)
+            if not live.done:
+                live.take(controller.Cancelled())
+                self._release(live)
 
     def advance(self) -> None:
         """One turn: dispatch a step if any row can use one, then read what is due."""
-        with self._driving, jax.no_tracing():
-            with self._lock:
-                self._admit()
-                dispatched = self._dispatch_prefill() or self._dispatch_decode()
-            ahead = self.plan.lookahead if dispatched and self._lane != MASKED else 0
-            while len(self._flights) > ahead:
-                flight = self._flights.popleft()
-                steps = read_output(flight.output) if flight.readers else []
+        with self._driving:
+            try:
+                with jax.no_tracing():
+                    self._turn()
+            except jax.errors.JaxRuntimeError as error:
                 with self._lock:
-                    self._read(flight, steps)
+                    self._rebuild(error)
+
+    def _turn(self) -> None:
+        with self._lock:
+            self._end_what_nobody_waits_for()
+            self._admit()
+            dispatched = self._dispatch_prefill() or self._dispatch_decode()
+        ahead = self.plan.lookahead if dispatched and self._lane != MASKED else 0
+        while len(self._flights) > ahead:
+            flight = self._flights.popleft()
+            steps = read_output(flight.output) if flight.readers else []
+            with self._lock:
+                self._read(flight, steps)
+
+    def _empty_state(self) -> DecodeState:
+        shapes = jax.eval_shape(lambda: empty_state(self.plan, self.target, self.drafter))
+        empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        return jax.device_put(empty, self._mesh and row_shardings(self._mesh, empty))
+
+    def _rebuild(self, error: Exception) -> None:
+        """After a failed step its donated state is lost: prompts and outputs are fed anew (R12).
+
+        A request that saw two failures ends, whoever caused them.
+        """
+        self._flights.clear()
+        self._state, self._rules = self._empty_state(), None
+        self._shaper.reset()
+        if self._snapshots:
+            self._snapshots.cache.clear()  # segments may have been cut from what is lost
+        for live in filter(None, list(self._rows)):
+            if live.fail(error):
+                self._release(live)
+            elif live.rebuilding:
+                self._compile(lane_of(live.request), dictating=True)
+
+    def _end_what_nobody_waits_for(self) -> None:
+        """Cancelled requests and those whose time is up, queued ones included."""
+        for live in [*self._waiting, *filter(None, self._rows)]:
+            if live.handle.should_cancel():
+                live.leave()
+            elif live.overdue:
+                live.stats.recovery["deadline"] += 1
+                self._report(live, ("deadline",))
+                live.take(controller.Cancelled(controller.Finish.LENGTH))
+            if live.done:
+                self._release(live)
 
     def _admit(self) -> None:
         for row, live in enumerate(self._rows):
@@ -390,7 +395,7 @@ class Engine:
         return {
             row: live
             for row, live in enumerate(self._rows)
-            if live and live.fed == len(live.request.prompt)
+            if live and live.fed == len(live.request.prompt) and not live.rebuilding
         }
 
     def _may_all_end(self) -> bool:
@@ -398,7 +403,8 @@ class Engine:
         unread = [live for flight in self._flights for live in flight.readers.values()]
         steps = collections.Counter(map(id, unread))
         return bool(self._flights) and all(
-            live.state.emitted + steps[id(live)] * self.plan.block >= live.request.max_tokens
+            len(live.request.prompt) + live.state.emitted + steps[id(live)] * self.plan.block
+            >= live.limit
             for live in self._decoding().values()
         )
 
@@ -412,7 +418,7 @@ class Engine:
     ) -> None:
         """Dispatches a program; its answer is read later."""
         lane, carried = self._lane, ()
-        self._rules = self._rules or self._make_rules()
+        self._rules = self._rules or make_rules(self.plan, self._rows, self._decoding())
         if lane == MASKED:
             name, arguments, masks = self._make_masks(name, arguments, readers)
             carried = (self._shaper.shaping, masks)
@@ -445,16 +451,22 @@ class Engine:
 
     def _read(self, flight: _Flight, steps: list[RowStep]) -> None:
         broken = []
+        dictated: dict[int, Dictated] = {}
         for row, live in flight.readers.items():
             if live.done:
                 continue
             step = steps[row]
-            live.likely = likely_tokens(flight.output, row, live)
+            if live.rebuilding and step.finite:
+                dictated[row] = live.rebuilt()
+                self._rules = None
+                continue
             if flight.drafts and live.request.speculative:
                 live.stats.count_round(len(step.tokens), step.drafts, flight.drafts)
             elif flight.decode:
                 live.stats.plain_steps += bool(step.tokens)
-            live.take(controller.Stepped(step.tokens, step.finite, step.draft_finite))
+            likely = likely_tokens(flight.output, row, live)[: len(step.tokens)]
+            if told := self._hear(live, _event(flight, step, live), likely):
+                dictated[row] = told
             if live.done:
                 self._release(live)
             if not step.finite:
@@ -463,69 +475,93 @@ class Engine:
                     self._snapshots.cache.forget(live.request.prompt)
         if broken:
             self._wipe(broken)
+        if dictated:
+            self._dictate(dictated)
+
+    def _hear(
+        self,
+        live: Live,
+        event: controller.Prefilled | controller.Stepped,
+        likely: list[TokenLogprob],
+    ) -> Dictated | None:
+        """Lets a request judge a step; what it dictates in return."""
+        limit = live.limit
+        effects = live.hear(event, likely)
+        self._report(live, effects.notes)
+        if live.limit != limit:
+            self._rules = None
+        if effects.restart is Restart.SAVED and isinstance(event, controller.Prefilled):
+            return self._hear(live, event, likely)  # nothing was fed since: this is the saved state
+        if effects.restart:
+            self._feed_again(live, effects.restart)
+        elif effects.replace is not None or effects.force:
+            ids = live.state.ids
+            pending = ids[len(ids) - len(effects.force) - 1]
+            return Dictated(pending, effects.replace is not None, effects.force)
+        return None
+
+    def _feed_again(self, live: Live, restart: Restart) -> None:
+        """Has a prompt fed once more; what its row says meanwhile is heard by nobody."""
+        fresh = restart is Restart.FRESH
+        if fresh and self._snapshots:
+            self._snapshots.cache.forget(live.request.prompt)
+        live.feed_again(uncached=fresh)
+        self._rules = None
+        for flight in self._flights:
+            for row in [row for row, reader in flight.readers.items() if reader is live]:
+                del flight.readers[row]
+
+    def _dictate(self, dictated: dict[int, Dictated]) -> None:
+        """Has rows go on behind tokens the host decided."""
+        size = {"rows": self.plan.rows, "block": self.plan.block}
+        self._state = dictate(self.executables, self.params, self._state, dictated, **size)
+        for row in dictated:
+            live = self._rows[row]
+            if live and live.request.shaped:
+                self._shaper.set_row(self.executables["shape"], row, live)
+
+    def _report(self, live: Live, notes: Sequence[str]) -> None:
+        for note in notes:
+            self.events.report(
+                note,
+                live.number,
+                directory=live.request.recovery.log_directory,
+                prompt_tokens=len(live.request.prompt),
+                output_tokens=live.state.emitted,
+            )
 
     def _release(self, live: Live) -> None:
+        """Lets go of a request that ended, wherever it was."""
+        if live in self._waiting:
+            self._waiting.remove(live)
         self._rows = [None if x is live else x for x in self._rows]
         self._rules = None
+        if self._snapshots:
+            self._snapshots.settle(live)
 
     def _wipe(self, rows: list[int]) -> None:
         """Clears rows whose caches may hold non-finite numbers, before anyone else gets them."""
         mask = np.isin(np.arange(self.plan.rows), rows)
         self._state = self.executables["wipe"](self._state, mask)
 
-    def _make_rules(self) -> RowRules:
-        """Per-row rules for the device; rows without a finished prompt are frozen by limit 0."""
-        rows, ready = self.plan.rows, self._decoding()
-        stop = np.full((rows, self.plan.stop_slots), -1, np.int32)
-        limit, top_k = np.zeros((2, rows), np.int32)
-        temperature, min_p = np.zeros((2, rows), np.float32)
-        top_p = np.ones((rows,), np.float32)
-        seed = np.zeros((rows,), np.uint32)
-        for row, live in enumerate(self._rows):
-            if live is None:
-                continue
-            request = live.request
-            stop[row, : len(request.stop_ids)] = sorted(request.stop_ids)
-            limit[row] = request.limit if row in ready else 0
-            temperature[row], top_p[row] = request.temperature, request.top_p
-            min_p[row], top_k[row], seed[row] = request.min_p, request.top_k, request.seed
-        columns = {
-            "stop_ids": stop,
-            "limit": limit,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "seed": seed,
-        }
-        return RowRules(**jax.device_put(columns))
-
-    def _check_fits(self, request: Request) -> None:
-        if request.limit > self.plan.max_length:
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens and max_tokens is"
-                f" {request.max_tokens}: together {request.limit}, but the plan holds"
-                f" {self.plan.max_length}. Lower max_tokens, shorten the prompt, or load with a"
-                f" larger max_length (the target allows {self.target.max_length})"
-            )
-        if len(request.stop_ids) > self.plan.stop_slots:
-            raise RequestError(
-                f"{len(request.stop_ids)} stop tokens were given, but the plan has room for"
-                f" {self.plan.stop_slots}; load with a larger stop_slots"
-            )
-
-    def _compile(self, lane: str) -> float:
+    def _compile(self, lane: str, *, dictating: bool = False) -> float:
         """Compiles what a lane still lacks; returns the seconds it took."""
         with self._compiling:
-            return self._compile_alone(lane)
+            started = time.perf_counter()
+            names = {name for name, program in self.programs.items() if lane in program.lanes}
+            names -= set(self.executables) if dictating else DICTATING | set(self.executables)
+            if not names:
+                return 0.0
+            self.executables |= compile_programs(self.programs[name] for name in sorted(names))
+            seconds = time.perf_counter() - started
+            self.compile_s += seconds
+            return seconds
 
-    def _compile_alone(self, lane: str) -> float:
-        started = time.perf_counter()
-        names = {name for name, program in self.programs.items() if lane in program.lanes}
-        names -= {"forced"} | set(self.executables)
-        if not names:
-            return 0.0
-        self.executables |= compile_programs(self.programs[name] for name in sorted(names))
-        seconds = time.perf_counter() - started
-        self.compile_s += seconds
-        return seconds
+
+def _event(flight: _Flight, step: RowStep, live: Live) -> controller.Prefilled | controller.Stepped:
+    """What a step's answer means to a request."""
+    if not flight.decode:
+        restored = live.stats.cached_tokens > 0
+        return controller.Prefilled(step.tokens[0], step.floor, step.finite, restored)
+    drafts = step.drafts if flight.drafts and live.request.speculative else 0
+    return controller.Stepped(step.tokens, step.finite, step.draft_finite, step.floor, drafts)

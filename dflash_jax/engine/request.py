@@ -1,20 +1,21 @@
-"""A request as the engine sees it: checked arguments, and what is collected while it runs."""
+"""A request as the engine sees it: what was asked for, checked."""
 
 import dataclasses
 import operator
 import secrets
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any
 
+from dflash_jax.compiler.plan import Plan
+from dflash_jax.config import TargetConfig
 from dflash_jax.decode.shaping import TOP
-from dflash_jax.engine import controller
-from dflash_jax.engine.prefix_cache import Node
-from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
-from dflash_jax.engine.structured import Grammar, Structure
-from dflash_jax.engine.text import OutputText
-from dflash_jax.errors import ComputeError, RequestError
+from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery.words import SILENT, Words
+from dflash_jax.engine.structured import Structure
+from dflash_jax.engine.vocabulary import words_of
+from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
 
 
@@ -38,6 +39,8 @@ class Request:
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     speculative: bool = True
+    recovery: Recovery = OFF
+    words: Words = SILENT
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -113,7 +116,56 @@ class Request:
         return len(self.prompt) + self.max_tokens
 
 
-_STOPPED = controller.Cancelled(controller.Finish.STOP)
+def request_of(
+    prompt: str | Sequence[int],
+    target: TargetConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] = MappingProxyType({}),
+    logprobs: int | None = None,
+    structured: Structure | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    speculative: bool = True,
+    recovery: Recovery | None = None,
+    tools: Sequence[Any] | None = None,
+    tool_choice: Any = None,
+) -> Request:
+    """The request that arguments of `Engine.stream` describe; raises RequestError."""
+    ids, eos = token_ids(prompt, tokenizer, target.vocab_size), target.eos_token_ids
+    recovery = recovery or OFF
+    if structured is not None:
+        recovery = recovery.for_structure()
+    return Request(
+        prompt=ids,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        logit_bias=as_biases(logit_bias, target.vocab_size),
+        logprobs=logprobs,
+        structured=structured,
+        seed=pick_seed(seed),
+        stop=as_texts(stop),
+        stop_ids=frozenset((*(() if ignore_eos else eos), *stop_token_ids)),
+        speculative=speculative,
+        recovery=recovery,
+        words=words_of(tokenizer, ids, recovery, tools, tool_choice),
+    )
 
 
 def _check(good: bool, name: str, value: Any, expected: str) -> None:
@@ -127,6 +179,22 @@ def _is_number(value: Any) -> bool:
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, Integral) and 0 <= int(value) < 2**31
+
+
+def check_fits(request: Request, plan: Plan, target: TargetConfig) -> None:
+    """Refuses, by RequestError, what the plan has no room for."""
+    if request.limit > plan.max_length:
+        raise RequestError(
+            f"the prompt has {len(request.prompt)} tokens and max_tokens is"
+            f" {request.max_tokens}: together {request.limit}, but the plan holds"
+            f" {plan.max_length}. Lower max_tokens, shorten the prompt, or load with a"
+            f" larger max_length (the target allows {target.max_length})"
+        )
+    if len(request.stop_ids) > plan.stop_slots:
+        raise RequestError(
+            f"{len(request.stop_ids)} stop tokens were given, but the plan has room for"
+            f" {plan.stop_slots}; load with a larger stop_slots"
+        )
 
 
 def token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
@@ -171,107 +239,3 @@ def as_biases(biases: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
 def as_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
     """One stop string or several, as several."""
     return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-class Live:
-    """A request in the engine: its controller state, its output so far, its clock."""
-
-    def __init__(
-        self, request: Request, tokenizer: Tokenizer | None, grammar: Grammar | None = None
-    ):
-        self.request = request
-        self.policy = controller.Policy(
-            max_tokens=request.max_tokens,
-            stop_ids=request.stop_ids,
-            speculative=request.speculative,
-        )
-        self.state = controller.State()
-        self.grammar = grammar  # what the output must follow
-        self.fed = 0  # prompt tokens given to the device
-        self.node: Node | None = None  # how far the prompt is in the prefix cache
-        self.ids: list[int] = []
-        self.pieces: list[Piece] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.likely: list[TokenLogprob] = []  # of the tokens of the step that is taken next
-        self.stats = Stats(prompt_tokens=len(request.prompt))
-        self.finish: controller.Finish | None = None
-        self._text = OutputText(tokenizer, request.stop)
-        self._has_text = tokenizer is not None
-        self._submitted = self._started = self._first = time.perf_counter()
-
-    @property
-    def done(self) -> bool:
-        return self.finish is not None
-
-    @property
-    def _over(self) -> bool:
-        """Whether a stop string came, or the end of what the output must follow."""
-        return self._text.stopped or (self.grammar is not None and self.grammar.finished)
-
-    @property
-    def speculates(self) -> bool:
-        return controller.speculates(self.state, self.policy)
-
-    def start(self) -> None:
-        """The first chunk of the prompt goes to the device."""
-        self._started = time.perf_counter()
-
-    def take(self, event: controller.Event) -> None:
-        """Lets the controller judge an event and does what it says."""
-        self.state, effects = controller.advance(self.state, event, self.policy)
-        if effects.fallback:
-            self.stats.fallbacks[effects.fallback] += 1
-        if effects.emit:
-            self._emit(effects.emit)
-        if self.done:
-            return
-        if self._over:  # whatever else was decided after the stop string never was
-            self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
-            self._end(controller.Finish.STOP)
-        elif effects.finish:
-            self._end(effects.finish)
-
-    def result(self) -> Result:
-        """The finished request; ComputeError if the target's numbers broke."""
-        if self.finish is controller.Finish.ERROR:
-            raise ComputeError(
-                f"the target's logits are not finite after {len(self.ids)} output tokens;"
-                " the weights are damaged or the dtype is too narrow: check the weights with"
-                " `dflash-jax probe`, or load with dtype='float32'"
-            )
-        assert self.finish is not None
-        text = self._text.text if self._has_text else None
-        likely = None if self.request.logprobs is None else self.logprobs
-        return Result(self.ids, text, self.finish.value, self.stats, likely)
-
-    def _emit(self, ids: tuple[int, ...]) -> None:
-        now = time.perf_counter()
-        if not self.ids:
-            self._first = now
-            self.stats.first_token_s = now - self._submitted
-            self.stats.prefill_s = now - self._started
-        self.stats.decode_s = now - self._first
-        text, used = "", 0
-        while used < len(ids) and not self._over:
-            text += self._text.push(ids[used : used + 1])
-            if self.grammar:
-                self.grammar.accept(ids[used : used + 1])
-            used += 1
-        self.ids += ids[:used]
-        self.stats.output_tokens = len(self.ids)
-        likely = self._name_likely(ids[:used])
-        self.logprobs += likely
-        self.pieces.append(Piece(ids[:used], text, likely))
-
-    def _name_likely(self, ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
-        """The step's log-probabilities of what is given; None where a token was dictated."""
-        if self.request.logprobs is None:
-            return ()
-        known = [*self.likely, *[None] * len(ids)]
-        pairs = zip(ids, known, strict=False)
-        return tuple(x if x and x.token_id == i else TokenLogprob(i, None, ()) for i, x in pairs)
-
-    def _end(self, reason: controller.Finish) -> None:
-        self.finish = reason
-        if rest := self._text.finish():
-            self.pieces.append(Piece((), rest))

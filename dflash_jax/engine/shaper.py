@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dflash_jax.decode.shaping import Shaping, neutral_shaping
-from dflash_jax.engine.request import Live
+from dflash_jax.engine.live import Live
 from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.state import StepOutput
 
@@ -15,8 +15,8 @@ from dflash_jax.state import StepOutput
 class Shaper:
     """Holds what the shaped lane carries from step to step; takes no memory until it is used.
 
-    A row is set when the last chunk of its prompt is about to be fed: what the device counted
-    before that was not said.
+    A row is set when the last chunk of its prompt is about to be fed, as what the device counted
+    before that was not said; and when tokens were dictated to it, which the device did not count.
     """
 
     def __init__(self, rows: int, vocab: int):
@@ -35,6 +35,11 @@ class Shaper:
         """Takes back what a step made of the shaping."""
         self._shaping = shaping
 
+    def reset(self) -> None:
+        """Forgets what a failed step took with it; rows are set anew as their prompts are fed."""
+        self._shaping = None
+        self._marked.clear()
+
     def set_row(self, program: Callable[..., Any], row: int, live: Live) -> None:
         """Makes a row's shaping that of a request as far as it has come."""
         request = live.request
@@ -45,7 +50,7 @@ class Shaper:
         for token, value in request.logit_bias:
             bias[token] = value
         prompted[list(request.prompt)] = True
-        said = np.bincount(live.ids, minlength=self._vocab).astype(np.int32)
+        said = np.bincount(live.state.ids, minlength=self._vocab).astype(np.int32)
         penalties = (
             request.repetition_penalty,
             request.frequency_penalty,

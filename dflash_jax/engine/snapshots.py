@@ -9,8 +9,8 @@ import numpy as np
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import Program
 from dflash_jax.decode.snapshot import Segment
-from dflash_jax.engine.prefix_cache import PrefixCache
-from dflash_jax.engine.request import Live
+from dflash_jax.engine.live import Live
+from dflash_jax.engine.prefix_cache import Node, PrefixCache
 from dflash_jax.errors import PlanError, SnapshotError
 from dflash_jax.state import DecodeState
 
@@ -43,7 +43,7 @@ class Snapshots:
         """The state after every kept chunk that continues what the row was fed was put into it."""
         cache, fresh = self.cache, live.fed == 0
         live.node = cache.root if fresh else live.node
-        while node := cache.find(live.node, live.request.prompt, live.fed):
+        while node := self._next(live):
             try:
                 self.check(node.segment, live.fed)
             except SnapshotError:
@@ -67,6 +67,19 @@ class Snapshots:
         known = live.node.children.get(chunk)
         segment = known or run["take_segment"](state, np.int32(row), np.int32(start))
         live.node = self.cache.add(live.node, chunk, segment, position=live.fed)
+        if live.node and not known:
+            live.added.append(live.node)
+
+    def settle(self, live: Live) -> None:
+        """A request ended: what it added stays, unless its end makes one doubt its prompt."""
+        for node in live.added:
+            if node.kept and live.doubtful:
+                self.cache.drop(node)
+        live.added.clear()
+
+    def _next(self, live: Live) -> Node | None:
+        """The kept chunk that goes on where the row stands."""
+        return None if live.uncached else self.cache.find(live.node, live.request.prompt, live.fed)
 
     def check(self, segment: Any, start: int) -> None:
         """Refuses a segment that is not made as this engine's are; nothing is ever clamped.

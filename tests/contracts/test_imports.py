@@ -47,11 +47,14 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def test_the_controller_knows_nothing_but_the_standard_library() -> None:
-    names = imports(ROOT / "dflash_jax/engine/controller.py")
-    assert names
-    assert {n.split(".")[0] for n in names} <= sys.stdlib_module_names
-    assert not any(under(n, "time", "random", "os", "logging", "threading") for n in names)
+def test_the_request_machine_knows_nothing_but_the_standard_library() -> None:
+    pure = ("dflash_jax.engine.recovery", "dflash_jax.tools", "dflash_jax.errors")
+    banned = ("time", "random", "os", "logging", "threading", "io", "pathlib", "socket")
+    controller = ROOT / "dflash_jax/engine/controller.py"
+    for path in [controller, *files("dflash_jax/engine/recovery", "dflash_jax/tools")]:
+        names = {n for n in imports(path) if not under(n, *pure)}
+        assert {n.split(".")[0] for n in names} <= sys.stdlib_module_names, path
+        assert not any(under(n, *banned) for n in names), path
 
 
 @pytest.mark.parametrize("folder", TRACED)

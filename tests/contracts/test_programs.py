@@ -39,7 +39,9 @@ def build(rows: int, *names: str, exact: bool = True) -> dict[str, Executable]:
 @pytest.fixture(scope="module")
 def built() -> dict[tuple[int, str], Executable]:
     """Every kind of program over three rows; over one row a block and the one-token lane."""
-    three = build(3, "prefill", "plain", "speculative", "speculative_sampled", "forced", "wipe")
+    three = build(
+        3, "prefill", "plain", "speculative", "speculative_sampled", "forced", "replace", "wipe"
+    )
     one = build(1, "speculative") | build(1, "plain1", exact=False)
     found = {(3, name): program for name, program in three.items()}
     return found | {(1, name): program for name, program in one.items()}
@@ -47,12 +49,20 @@ def built() -> dict[tuple[int, str], Executable]:
 
 def test_the_programs_are_few_and_known_from_the_plan() -> None:
     both = {*GREEDY, *(f"{name}_sampled" for name in GREEDY)}
-    assert declare(plan(3), TARGET, DRAFTER).keys() == both | {"forced", "wipe"}
+    assert declare(plan(3), TARGET, DRAFTER).keys() == both | {"forced", "replace", "wipe"}
     single = declare(plan(3, exact=False), TARGET, DRAFTER).keys()
-    assert single - both == {"plain1", "plain1_sampled", "forced", "wipe"}
+    assert single - both == {"plain1", "plain1_sampled", "forced", "replace", "wipe"}
     assert "plain" not in single
     alone = declare(plan(1), TARGET, None).keys()
-    assert alone == {"prefill", "plain", "prefill_sampled", "plain_sampled", "forced", "wipe"}
+    assert alone == {
+        "prefill",
+        "plain",
+        "prefill_sampled",
+        "plain_sampled",
+        "forced",
+        "replace",
+        "wipe",
+    }
 
 
 def test_all_of_the_donated_state_is_updated_in_place(
@@ -70,6 +80,7 @@ def test_no_program_has_room_to_copy_a_cache(built: dict[tuple[int, str], Execut
         keys = rows * plan(rows).slots * 2 * 64 * 4  # of one layer: half a cache
         assert program.temporary_bytes < keys, (rows, name)
     assert built[3, "wipe"].temporary_bytes < 1000
+    assert built[3, "replace"].temporary_bytes < 1000
 
 
 def test_temporaries_stay_under_the_budget_of_the_plan(

@@ -10,13 +10,14 @@ from dflash_jax.engine.controller import (
     Finish,
     Phase,
     Policy,
+    Prefilled,
     State,
     Stepped,
     advance,
     speculates,
 )
 
-STOP = 9
+FIRST, STOP = 0, 9
 
 
 def device(history: list[tuple[str, list[int], bool]], policy: Policy) -> list[Event]:
@@ -24,8 +25,8 @@ def device(history: list[tuple[str, list[int], bool]], policy: Policy) -> list[E
 
     It does not know about cancellations, so steps go on after one, cut as if it never came.
     """
-    events: list[Event] = []
-    room, stopped = policy.max_tokens, False
+    events: list[Event] = [Prefilled(FIRST)]
+    room, stopped = policy.max_tokens - 1, False
     for kind, tokens, draft_finite in history:
         if kind == "cancel":
             events.append(Cancelled())
@@ -84,7 +85,8 @@ def test_every_history_ends_at_most_once_and_emits_nothing_after(
         assert STOP not in emitted
         return
     assert all(effects == Effects() for effects in seen[ends[0] + 1 :])
-    said = [t for e in events[: ends[0] + 1] if isinstance(e, Stepped) for t in e.tokens]
+    steps = [e for e in events[: ends[0] + 1] if isinstance(e, Stepped)]
+    said = [FIRST, *(t for e in steps for t in e.tokens)]
     assert emitted == said  # nothing the device decided before the end is lost
     finish = seen[ends[0]].finish
     assert (finish is Finish.STOP) == (emitted[-1:] == [STOP])
@@ -113,15 +115,15 @@ def test_drafting_ends_for_good_after_three_bad_drafts(
 
 def test_a_stop_token_that_is_also_the_last_allowed_one_ends_as_a_stop() -> None:
     policy = Policy(max_tokens=2, stop_ids=frozenset({STOP}))
-    _, seen = run([Stepped((1,)), Stepped((STOP,))], policy)
+    _, seen = run([Prefilled(1), Stepped((STOP,))], policy)
     assert [e.finish for e in seen] == [None, Finish.STOP]
 
 
 def test_a_frozen_row_neither_emits_nor_ends() -> None:
     policy = Policy(max_tokens=5)
-    state, seen = run([Stepped((1, 2)), Stepped(()), Stepped(())], policy)
-    assert state.phase is Phase.DECODING
-    assert seen[1:] == [Effects(), Effects()]
+    state, seen = run([Prefilled(1), Stepped((1, 2)), Stepped(()), Stepped(())], policy)
+    assert state.phase is Phase.SPECULATIVE
+    assert seen[2:] == [Effects(), Effects()]
 
 
 def test_a_stop_string_is_a_cancellation_with_its_own_reason() -> None:

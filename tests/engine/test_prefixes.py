@@ -7,9 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax import Plan
+from dflash_jax import CancelCell, Plan
 from dflash_jax.config import TargetConfig
+from dflash_jax.engine import request as request_module
+from dflash_jax.engine.controller import Cancelled, Finish
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery import OFF, guards
+from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import PlanError, SnapshotError
 from dflash_jax.testing import (
     random_engine,
@@ -272,6 +276,64 @@ def test_p25_closed_streams_leave_rows_and_prefixes_whole(warm: Engine) -> None:
     assert warm.generate(prompt, max_tokens=16).token_ids == wanted
 
 
+def test_C5_C8_what_a_vanished_caller_added_leaves_again(warm: Engine) -> None:
+    prompt, other = text(5 * CHUNK + 2, seed=18), text(2 * CHUNK + 1, seed=19)
+    wanted = fresh(warm, prompt).token_ids
+    warm.generate(other, max_tokens=1)
+    assert warm.prefix_cache
+    for turns in (2, 9):  # within the prompt, and within the answer
+        cell = CancelCell()
+        live = warm.submit(prompt, max_tokens=30, cancel=cell)
+        for _ in range(turns):
+            warm.advance()
+        assert warm.prefix_cache.segments > 2
+        cell.cancel("disconnect")
+        warm.advance()
+        assert live.result().finish_reason == "cancelled"
+        assert bool(live.ids) == (turns == 9)
+        assert warm.prefix_cache.segments == 2  # the other's
+        got = warm.generate(prompt, max_tokens=16)
+        assert (got.token_ids, got.stats.cached_tokens) == (wanted, 0)
+        warm.prefix_cache.forget(prompt)
+
+
+def test_C11_C16_what_a_request_with_visible_output_added_stays(warm: Engine) -> None:
+    """Whoever has seen enough may close a stream; so may a stop string, or a reader of thoughts."""
+    prompt = text(2 * CHUNK + 1, seed=20)
+    assert warm.prefix_cache
+    stream = warm.stream(prompt, max_tokens=16)
+    next(iter(stream))
+    stream.close()
+    assert warm.prefix_cache.segments == 2
+    warm.prefix_cache.clear()
+    live = warm.submit(prompt, max_tokens=16)
+    while not live.ids:
+        warm.advance()
+    live.take(Cancelled(Finish.STOP))  # as a stop string does
+    warm._release(live)
+    assert live.result().finish_reason == "stop"
+    assert warm.prefix_cache.segments == 2
+
+
+def test_C17_E14_E19_an_empty_answer_is_doubted_down_to_its_prompt(
+    warm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restored and empty twice: the prefix goes, the prompt is fed whole, and nothing stays."""
+    prompt = text(3 * CHUNK + 1, seed=21)
+    wanted = fresh(warm, prompt).token_ids
+    warm.generate(prompt, max_tokens=1)
+    words = Words(hidden=frozenset(wanted))
+    monkeypatch.setattr(request_module, "words_of", lambda *_: words)
+    settings = dataclasses.replace(OFF, empty_retry=True)
+    stream = warm.stream(prompt, max_tokens=16, recovery=settings)
+    assert [i for piece in stream for i in piece.token_ids] == wanted
+    stats = stream.result.stats
+    assert stats.recovery == {"empty_retry": 2, "empty_retry_confirmed_eos": 1}
+    assert stats.cached_tokens == 0
+    assert warm.prefix_cache
+    assert warm.prefix_cache.segments == 0
+
+
 def test_a_small_budget_evicts_and_stays_exact() -> None:
     big = make(SLIDING)
     assert big.prefix_cache
@@ -296,7 +358,7 @@ def test_a_budget_below_one_segment_is_refused() -> None:
         make(SLIDING, prefix_cache=10)
 
 
-def test_a_prompt_that_broke_the_numbers_is_forgotten(warm: Engine) -> None:
+def test_C15_a_prompt_that_broke_the_numbers_is_forgotten(warm: Engine) -> None:
     prompt = [*text(CHUNK, seed=15), 77, *text(CHUNK, seed=16)]
     table = np.array(warm.params["target"]["embed"])
     table[77] = np.nan
@@ -308,6 +370,115 @@ def test_a_prompt_that_broke_the_numbers_is_forgotten(warm: Engine) -> None:
         broken.advance()
     assert broken.prefix_cache is not None
     assert broken.prefix_cache.segments == 0
+
+
+def test_P9_P10_features_gather_over_many_calls_whoever_begins_meanwhile(warm: Engine) -> None:
+    """A long prompt, its chunks in turns with a neighbour's steps and a neighbour's beginning."""
+    prompt, other = text(6 * CHUNK + 3, seed=22), text(CHUNK, seed=23)
+    fresh(warm, prompt, max_tokens=1)
+    alone = visible(warm, 0)
+    assert warm.prefix_cache
+    warm.prefix_cache.clear()
+    live = warm.submit(prompt, max_tokens=1)
+    warm.advance()
+    assert warm.prefix_cache.segments == 1
+    beside = warm.submit(other, max_tokens=20)
+    turns = 0
+    while not live.done:
+        warm.advance()
+        turns += 1
+    assert turns > 7  # chunks alone would have taken six: the neighbour began and spoke between
+    for got, wanted in zip(visible(warm, 0), alone, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    warm.cancel(beside)
+
+
+def test_P11_features_stand_where_keys_stand_whatever_is_accepted(scripted: Engine) -> None:
+    """Context keys of every position fed, and of none besides: those a plain run leaves."""
+    prompt = text(CHUNK + 3, seed=24)
+    truth = scripted.generate(prompt, max_tokens=40, speculative=False).token_ids
+    plain = visible(scripted, 0)
+    for pattern in ([0], [3, 0, 1, 0, 2]):
+        wrong = [(i + 1) % 97 for i in truth]
+        kept = [i for n in pattern * 40 for i in [*[True] * n, False]][: len(truth)]
+        told = [t if keep else w for t, w, keep in zip(truth, wrong, kept, strict=True)]
+        set_script(scripted, [*prompt, *told])
+        stream = scripted.stream(prompt, max_tokens=40)
+        for piece in stream:
+            assert piece.token_ids
+            live = stream._live
+            fed = len(prompt) + live.state.fed
+            assert int(scripted._state.position[0]) >= fed  # a step ahead of what was read
+        assert stream.result.token_ids == truth
+        for got, wanted in zip(visible(scripted, 0), plain, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_P32_a_restore_that_fails_is_handled_not_ignored(warm: Engine) -> None:
+    prompt = text(3 * CHUNK + 1, seed=25)
+    wanted = fresh(warm, prompt).token_ids
+    warm.generate(prompt, max_tokens=1)
+    assert warm.prefix_cache
+    (first,) = warm.prefix_cache.root.children.values()
+    (second,) = first.children.values()
+    second.segment = jax.tree.map(lambda x: x[..., :1], second.segment)
+    found = warm.generate(prompt, max_tokens=16)
+    assert found.token_ids == wanted
+    assert found.stats.cached_tokens == CHUNK  # what still fits is used, the rest is fed
+    assert warm.generate(prompt, max_tokens=16).stats.cached_tokens == 3 * CHUNK
+
+
+def test_P34_what_is_left_to_feed_behind_a_kept_prefix(warm: Engine) -> None:
+    prompt = text(2 * CHUNK + 1, seed=26)
+    assert warm.prefix_cache
+    assert warm._snapshots
+    for kept, hit in ((CHUNK, CHUNK), (2 * CHUNK, 2 * CHUNK)):
+        warm.prefix_cache.clear()
+        warm.generate(prompt[:kept], max_tokens=1)
+        stats = warm.generate(prompt, max_tokens=1).stats
+        assert stats.prompt_tokens - stats.cached_tokens == len(prompt) - hit
+    whole = warm.generate(prompt[: 2 * CHUNK], max_tokens=1).stats
+    assert whole.cached_tokens == CHUNK  # a prefix as long as the prompt would leave nothing
+    assert warm.generate(prompt[:5], max_tokens=1).stats.cached_tokens == 0  # a longer one
+    with pytest.raises(SnapshotError, match="at position -1 does not fit"):
+        warm._snapshots.check(warm._snapshots._expected, -1)
+
+
+def test_R21_P36_no_output_is_ever_kept(warm: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it ended, in a block or in a loop: what is kept ends on the prompt's grid."""
+    prompt = text(2 * CHUNK + 5, seed=27)
+    truth = fresh(warm, prompt, max_tokens=20).token_ids
+    looped = dataclasses.replace(OFF, runaway=True)
+    monkeypatch.setattr(guards, "runaway_drop", lambda ids: 3 if len(ids) > 9 else 0)
+    for options in ({}, {"stop_token_ids": [truth[6]]}, {"recovery": looped}):
+        assert warm.prefix_cache
+        warm.prefix_cache.clear()
+        result = warm.generate(prompt, max_tokens=20, **options)
+        assert warm.prefix_cache.segments == 2
+        again = warm.generate([*prompt, *result.token_ids, 1], max_tokens=4)
+        assert again.stats.cached_tokens == 2 * CHUNK
+        assert fresh(warm, [*prompt, *result.token_ids, 1], max_tokens=4).token_ids == (
+            again.token_ids
+        )
+    assert result.stats.recovery["runaway"] == 1
+
+
+def test_E22_an_empty_turn_disturbs_no_later_one(warm: Engine) -> None:
+    retry = dataclasses.replace(OFF, empty_retry=True)
+    prompt, turns, empty = text(5, seed=28), [], 6
+    for turn in range(12):
+        stop = []
+        if turn == empty:
+            stop = warm.generate(prompt, max_tokens=1).token_ids
+        result = warm.generate(prompt, max_tokens=4, stop_token_ids=stop, recovery=retry)
+        assert bool(result.stats.recovery["empty_retry"]) == (turn == empty)
+        turns.append((prompt, result.token_ids))
+        prompt = [*prompt, *result.token_ids, *text(3, seed=turn)]
+    assert turns[empty][1] == turns[empty][1][:1]
+    for prompt, said in turns:
+        if len(said) > 1:
+            plain = fresh(warm, prompt, max_tokens=4, speculative=False)
+            assert plain.token_ids == said
 
 
 def test_p12_random_cuts_speak_as_plain_decoding_after_a_hit(scripted: Engine) -> None:

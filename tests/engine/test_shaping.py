@@ -1,12 +1,16 @@
 """Penalties, biases, log-probabilities and several answers: as if each token came alone."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from dflash_jax.engine import request as request_module
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery import OFF
+from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import RequestError
 from dflash_jax.loading import TargetModel
 from dflash_jax.testing import force_acceptance, set_script
@@ -70,6 +74,37 @@ def test_penalties_count_the_drafts_of_their_own_block(
     result = scripted.generate(PROMPT, max_tokens=40, **options)
     assert result.token_ids == truth
     assert result.stats.acceptance_lengths[:4] == [n + 1 for n in (pattern * 4)[:4]]
+
+
+@pytest.mark.parametrize("dictated", [(), (200, 201, 200, 203, 204, 205)], ids=["floor", "call"])
+def test_penalties_count_what_recovery_puts_in_the_place_of_an_end(
+    tiny: Engine,
+    model: TargetModel,
+    monkeypatch: pytest.MonkeyPatch,
+    dictated: tuple[int, ...],
+) -> None:
+    shape = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
+    free = tiny.generate(PROMPT, max_tokens=12, **shape).token_ids
+    end = free[6]
+    at = free.index(end)
+    words = Words(text=lambda ids: ":", prefix=dictated)
+    monkeypatch.setattr(request_module, "words_of", lambda *_: words)
+    settings = dataclasses.replace(OFF, floor=40, below_floor="replace", tool_prefix=True)
+    options = shape | {"max_tokens": 40, "stop_token_ids": [end], "recovery": settings}
+    plain = tiny.generate(PROMPT, speculative=False, logprobs=0, **options)
+    fast = tiny.generate(PROMPT, logprobs=0, **options)
+    assert fast.token_ids == plain.token_ids
+    assert fast.logprobs == plain.logprobs
+    assert plain.token_ids[at : at + len(dictated)] == list(dictated)
+    assert plain.stats.recovery["tool_prefix"] == bool(dictated)
+    rows = logits_after(model, plain.token_ids)
+    for i, said in enumerate(plain.logprobs or ()):
+        if at <= i < at + max(len(dictated), 1):
+            assert said.logprob is None, i  # dictated, or no choice of the model's own
+        if not at <= i < at + len(dictated):
+            shaped = shape_by_hand(rows[i], plain.token_ids[:i], shape)
+            shaped[end] = -np.inf
+            assert shaped[said.token_id] >= shaped.max() - 1e-4, i
 
 
 def test_neighbours_and_earlier_requests_leave_no_trace(tiny3: Engine) -> None:

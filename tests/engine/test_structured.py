@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from dflash_jax import Recovery
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.loading import TargetModel
@@ -61,6 +62,23 @@ def test_output_follows_its_structure(speaking: Engine, temperature: float) -> N
     assert re.fullmatch(DATE, texts[1])
     assert texts[2] in ('say "a"', "no")
     assert re.fullmatch("x[0-9]+y?", texts[3])
+
+
+def test_recovery_dictates_nothing_into_a_structure(speaking: Engine) -> None:
+    """The structure says how it may end, however early that is; loops still end it."""
+    settings = Recovery(floor=90, below_floor="replace", answer_reserve=80)
+    options: dict[str, Any] = {"max_tokens": 90, "tools": [{"name": "a"}]}
+    for structure in ({"regex": "[ab]{0,30}"}, {"choice": ["", "x:"]}, {"json": SCHEMA}):
+        free = speaking.generate(PROMPT, structured=structure, **options)
+        found = speaking.generate(PROMPT, structured=structure, recovery=settings, **options)
+        assert found.text == free.text[: len(found.text or "")]
+        assert set(found.stats.recovery) <= {"repeat", "runaway", "runaway_dropped_tokens"}
+        if not found.stats.recovery:
+            assert found.token_ids == free.token_ids
+    looping = {"regex": "a{90}"}
+    found = speaking.generate(PROMPT, structured=looping, recovery=settings, **options)
+    assert found.text == "a" * 12
+    assert found.finish_reason == "length"
 
 
 @pytest.mark.parametrize("pattern", [[3], [0], [2, 0, 3, 1]])

@@ -1,0 +1,72 @@
+"""Recovery events for logs: never a word of the prompt or the output, silent while all is well.
+
+Counters (`Stats.recovery`) come first; the logger `dflash_jax.recovery` and the optional capped
+file are for whoever wants to know when.
+"""
+
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+
+logger = logging.getLogger("dflash_jax.recovery")
+logger.addHandler(logging.NullHandler())
+
+NAME, OLD = "recovery.jsonl", "recovery.jsonl.1"
+CAP = 2**20  # bytes of one file; one older file is kept
+
+
+class EventLog:
+    """Reports events of one engine: to the logger, and to a file where a directory is given."""
+
+    def __init__(self) -> None:
+        self.failures = 0  # events that a file refused
+
+    def report(
+        self, kind: str, request: int, *, directory: str | None = None, **figures: int
+    ) -> None:
+        """One event. A file that cannot be written costs a count, never a request."""
+        record = {"event": kind, "request": request} | figures
+        logger.info("%s", kind, extra={"dflash": record})
+        if directory is not None:
+            try:
+                append(Path(directory), json.dumps(record) + "\n")
+            except OSError:
+                self.failures += 1
+
+
+def append(directory: Path, line: str) -> None:
+    """Adds a line to the directory's event file, which stays below its cap.
+
+    The file is judged by its descriptor, so nobody can swap it between look and use.
+
+    Raises:
+      OSError: the file is a link, a pipe, a folder, somebody else's, or cannot be written.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        file = _open(folder)
+        try:
+            if os.fstat(file).st_size + len(line.encode()) > CAP:
+                os.rename(NAME, OLD, src_dir_fd=folder, dst_dir_fd=folder)
+                os.close(file)
+                file = _open(folder)
+            os.write(file, line.encode())
+        finally:
+            os.close(file)
+    finally:
+        os.close(folder)
+
+
+def _open(folder: int) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe must not block
+    file = os.open(NAME, flags, 0o600, dir_fd=folder)
+    found = os.fstat(file)
+    ours = not hasattr(os, "getuid") or found.st_uid == os.getuid()
+    if not (stat.S_ISREG(found.st_mode) and ours and found.st_nlink == 1):
+        os.close(file)
+        raise OSError(f"{NAME} is not a plain file of ours")
+    return file

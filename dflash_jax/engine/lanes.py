@@ -1,0 +1,72 @@
+"""Which compiled lane a request needs, the rules its row runs by, and what drafting costs."""
+
+import statistics
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.programs import GREEDY, MASKED, SAMPLED, SHAPED
+from dflash_jax.engine.live import Live
+from dflash_jax.engine.request import Request
+from dflash_jax.state import DecodeState, RowRules, read_output
+
+
+def lane_of(request: Request) -> str:
+    """The lane a request needs; rows share the last of theirs, in which all can run."""
+    if request.structured is not None:
+        return MASKED
+    return SHAPED if request.shaped else SAMPLED if request.temperature > 0 else GREEDY
+
+
+def make_rules(plan: Plan, rows: Sequence[Live | None], ready: Container[int]) -> RowRules:
+    """Per-row rules for the device; rows that are not ready are frozen by limit 0."""
+    stop = np.full((len(rows), plan.stop_slots), -1, np.int32)
+    limit, top_k = np.zeros((2, len(rows)), np.int32)
+    temperature, min_p = np.zeros((2, len(rows)), np.float32)
+    top_p = np.ones((len(rows),), np.float32)
+    seed = np.zeros((len(rows),), np.uint32)
+    for row, live in enumerate(rows):
+        if live is None:
+            continue
+        request = live.request
+        stop[row, : len(request.stop_ids)] = sorted(request.stop_ids)
+        limit[row] = live.limit if row in ready else 0
+        temperature[row], top_p[row] = request.temperature, request.top_p
+        min_p[row], top_k[row], seed[row] = request.min_p, request.top_k, request.seed
+    columns = {
+        "stop_ids": stop,
+        "limit": limit,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    return RowRules(**jax.device_put(columns))
+
+
+def break_even(
+    run: Mapping[str, Callable[..., Any]],
+    params: Any,
+    state: DecodeState,
+    rules: RowRules,
+    *,
+    repeats: int = 5,
+) -> tuple[DecodeState, float]:
+    """Tokens a drafted round must decide to be worth its time: its time over a plain step's.
+
+    Every row stands still meanwhile.
+    """
+    times: dict[str, list[float]] = {"speculative": [], "plain": []}
+    for _ in range(repeats + 1):
+        for name, found in times.items():
+            started = time.perf_counter()
+            state, output = run[name](params, state, rules)
+            read_output(output)
+            found.append(time.perf_counter() - started)
+    medians = [statistics.median(found[1:]) for found in times.values()]
+    return state, medians[0] / medians[1]

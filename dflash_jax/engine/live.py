@@ -1,0 +1,224 @@
+"""A request while it runs: the controller's state, the output so far, the clock."""
+
+import itertools
+import time
+
+from dflash_jax.engine import controller
+from dflash_jax.engine.dictation import Dictated
+from dflash_jax.engine.prefix_cache import Node
+from dflash_jax.engine.recovery import CancelCell
+from dflash_jax.engine.recovery.cancellation import Compute, Handle, classify
+from dflash_jax.engine.recovery.guards import runaway_drop
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
+from dflash_jax.engine.structured import Grammar
+from dflash_jax.engine.text import OutputText
+from dflash_jax.errors import ComputeError
+from dflash_jax.tokenizer import Tokenizer
+
+_STOPPED = controller.Cancelled(controller.Finish.STOP)
+_numbers = itertools.count(1)
+
+
+class Live:
+    """A request in the engine: its controller state, its output so far, its clock.
+
+    Args:
+      cancel: a cell by which anyone may end it.
+      break_even: tokens a drafted round must decide to pay; 0 where lanes may not change.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        grammar: Grammar | None = None,
+        *,
+        cancel: CancelCell | None = None,
+        break_even: float = 0.0,
+    ):
+        self.request = request
+        self.number = next(_numbers)
+        self.handle = Handle(cancel)
+        self.policy = controller.Policy(
+            max_tokens=request.max_tokens,
+            stop_ids=request.stop_ids,
+            speculative=request.speculative,
+            break_even=break_even,
+            recovery=request.recovery,
+            words=request.words,
+        )
+        self.state = controller.State()
+        self.grammar = grammar  # what the output must follow
+        self.fed = 0  # prompt tokens given to the device
+        self.node: Node | None = None  # how far the prompt is in the prefix cache
+        self.added: list[Node] = []  # what the request put into it
+        self.uncached = False  # the prompt has to be fed whole
+        self.failures = 0  # of the device, while the request ran
+        self.rebuilding = False  # the output so far is to be fed anew, behind the prompt
+        self.error: str | None = None
+        self.ids: list[int] = []
+        self.pieces: list[Piece] = []
+        self.logprobs: list[TokenLogprob] = []
+        self._likely: list[TokenLogprob] = []  # of decided tokens that were not emitted yet
+        self.stats = Stats(prompt_tokens=len(request.prompt))
+        self.finish: controller.Finish | None = None
+        self._text = OutputText(tokenizer, request.stop)
+        self._has_text = tokenizer is not None
+        self._submitted = self._started = self._first = time.perf_counter()
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None
+
+    @property
+    def limit(self) -> int:
+        """Most tokens prompt and output may have before the host has to speak."""
+        return len(self.request.prompt) + controller.room(self.state, self.policy)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the request's time is up."""
+        allowed = self.request.recovery.deadline_s
+        return allowed is not None and time.perf_counter() - self._submitted > allowed
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether nothing the ended request left behind should serve another one."""
+        lost = self.finish is controller.Finish.ERROR or bool(self.handle.cell)
+        return lost or not controller.is_visible(self.state, self.policy)
+
+    @property
+    def _over(self) -> bool:
+        """Whether a stop string came, or the end of what the output must follow."""
+        return self._text.stopped or (self.grammar is not None and self.grammar.finished)
+
+    @property
+    def speculates(self) -> bool:
+        return controller.speculates(self.state, self.policy)
+
+    def start(self) -> None:
+        """The first chunk of the prompt goes to the device."""
+        self._started = time.perf_counter()
+
+    def hear(
+        self,
+        event: controller.Prefilled | controller.Stepped,
+        likely: list[TokenLogprob] | None = None,
+    ) -> controller.Effects:
+        """Takes a step's answer, unless the caller left; a failure outranks that.
+
+        Args:
+          likely: log-probabilities of the step's tokens, where the request asks for them.
+        """
+        if classify(event.finite, self.handle) is Compute.CANCELLED:
+            return self.leave()
+        self._likely += likely or []
+        return self.take(event)
+
+    def leave(self) -> controller.Effects:
+        """The caller left: ends the request, and counts why."""
+        self.stats.recovery[f"cancelled_{self.handle.cell.reason}"] += 1
+        return self.take(controller.Cancelled())
+
+    def take(self, event: controller.Event) -> controller.Effects:
+        """Lets the controller judge an event; the effects that are left are the engine's."""
+        if isinstance(event, controller.Prefilled):
+            now = time.perf_counter()
+            self.stats.prefill_s += now - self._started
+            self._first = now - self.stats.decode_s
+        self.state, effects = controller.advance(self.state, event, self.policy)
+        if effects.fallback:
+            self.stats.fallbacks[effects.fallback] += 1
+        self.stats.recovery.update(effects.notes)
+        if "runaway" in effects.notes:
+            self.stats.recovery["runaway_dropped_tokens"] += runaway_drop(self.state.ids)
+        if effects.restart:
+            now = time.perf_counter()
+            self.stats.decode_s, self._started = now - self._first, now
+            self._likely.clear()
+        if effects.emit:
+            self._emit(effects.emit)
+        if self.done:
+            return controller.Effects()
+        if self._over:  # whatever else was decided after the stop string never was
+            self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
+            self._end(controller.Finish.STOP)
+            return controller.Effects(notes=effects.notes)
+        if effects.finish:
+            self._end(effects.finish)
+        return effects
+
+    def feed_again(self, *, uncached: bool) -> None:
+        """The prompt is fed once more.
+
+        Args:
+          uncached: nothing of it comes from the prefix cache this time.
+        """
+        self.fed, self.uncached = 0, uncached
+        self.stats.cached_tokens = 0
+
+    def fail(self, error: Exception) -> bool:
+        """The device lost the request's state; True if that ends it, else it is fed anew."""
+        self.failures += 1
+        if self.failures > 1:
+            self.error = (
+                f"the device failed twice while the request ran ({error}); lower rows or"
+                " max_length if its memory is short, else look at the device's log"
+            )
+            self.take(controller.Stepped((), finite=False))
+            return True
+        self.stats.recovery["rebuilt"] += 1
+        self.fed, self.rebuilding = 0, bool(self.state.ids)
+        return False
+
+    def rebuilt(self) -> Dictated:
+        """The prompt was fed anew; what goes behind it now."""
+        self.rebuilding = False
+        return Dictated(self.state.ids[0], True, self.state.ids[1:])
+
+    def result(self) -> Result:
+        """The finished request; ComputeError if the device or the target's numbers broke."""
+        if self.error:
+            raise ComputeError(self.error)
+        if self.finish is controller.Finish.ERROR:
+            raise ComputeError(
+                f"the target's logits are not finite after {len(self.ids)} output tokens;"
+                " the weights are damaged or the dtype is too narrow: check the weights with"
+                " `dflash-jax probe`, or load with dtype='float32'"
+            )
+        assert self.finish is not None
+        text = self._text.text if self._has_text else None
+        likely = None if self.request.logprobs is None else self.logprobs
+        return Result(self.ids, text, self.finish.value, self.stats, likely)
+
+    def _emit(self, ids: tuple[int, ...]) -> None:
+        now = time.perf_counter()
+        if not self.ids:
+            self.stats.first_token_s = now - self._submitted
+        self.stats.decode_s = now - self._first
+        text, used = "", 0
+        while used < len(ids) and not self._over:
+            text += self._text.push(ids[used : used + 1])
+            if self.grammar:
+                self.grammar.accept(ids[used : used + 1])
+            used += 1
+        self.ids += ids[:used]
+        self.stats.output_tokens = len(self.ids)
+        likely = self._name_likely(ids[:used])
+        self.logprobs += likely
+        self.pieces.append(Piece(ids[:used], text, likely))
+
+    def _name_likely(self, ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
+        """The steps' log-probabilities of what is given; None where a token was dictated."""
+        if self.request.logprobs is None:
+            return ()
+        known = [*self._likely, *[None] * len(ids)]
+        self._likely.clear()
+        pairs = zip(ids, known, strict=False)
+        return tuple(x if x and x.token_id == i else TokenLogprob(i, None, ()) for i, x in pairs)
+
+    def _end(self, reason: controller.Finish) -> None:
+        self.finish = reason
+        if rest := self._text.finish():
+            self.pieces.append(Piece((), rest))

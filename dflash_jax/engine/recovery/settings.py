@@ -1,0 +1,147 @@
+"""What recovery may do, as a user says it; and the strict parsers for environment variables."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from dflash_jax.errors import ConfigError
+
+BelowFloor = Literal["rescue", "replace", "compat"]
+Watchdog = Literal["off", "on", "compat"]
+Detector = Literal["text", "ids"]
+REPEATS = 32  # of one token, once the floor is on
+ROOM_FOR_CALL = 16  # tokens a dictated call needs behind its beginning
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Rules that act when a model goes silent, stalls or loops. The defaults are for agents.
+
+    Without this object (`recovery=None`) every rule is off and nothing changes.
+
+    Attributes:
+      floor: output tokens below which an end token is looked at twice; 0 turns the floor off.
+      below_floor: what happens to such an end token. "rescue": one behind a stalled preamble
+        becomes the beginning of a tool call, one before anything visible becomes the next best
+        token, others are honoured. "replace": all that are no stall become the next best token.
+        "compat": stalls are recognised by token ids, all others are honoured.
+      tool_prefix: dictate the beginning of a tool call behind a preamble that ends in a colon;
+        needs a floor, and the request's `tools`.
+      skip_phrase: an output that has just said this is not stalled.
+      empty_retry: decode once more, plainly, when drafting yields nothing visible.
+      repeat_limit: end the output at this many equal tokens; 0 is off, None is 32 with a floor
+        and off without.
+      runaway: end the output at 12 copies of a unit of 1 to 8 tokens.
+      watchdog: after a thought that had to be closed, end the output when it becomes periodic:
+        "on" needs three copies and 48 tokens, "compat" two copies.
+      answer_reserve: a thought still open when only this many of `max_tokens` are left is closed;
+        0 lets it run. Where that is all of `max_tokens`, half is reserved.
+      close_text: what closes it; by default what the model's family writes.
+      floor_in_thought: let the floor act inside an open thought too.
+      deadline_s: seconds from submission after which the output ends.
+      log_directory: write recovery events to a capped file in this directory.
+    """
+
+    floor: int = 256
+    below_floor: BelowFloor = "rescue"
+    tool_prefix: bool = True
+    skip_phrase: str = " done"
+    empty_retry: bool = True
+    repeat_limit: int | None = None
+    runaway: bool = True
+    watchdog: Watchdog = "on"
+    answer_reserve: int = 0
+    close_text: str | None = None
+    floor_in_thought: bool = False
+    deadline_s: float | None = None
+    log_directory: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("floor", "answer_reserve"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"{name} is {value!r}; expected an integer from 0")
+        for name in ("tool_prefix", "empty_retry", "runaway", "floor_in_thought"):
+            if type(value := getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} is {value!r}; expected True or False")
+        for name, kind in (("below_floor", BelowFloor), ("watchdog", Watchdog)):
+            if (value := getattr(self, name)) not in get_args(kind):
+                known = ", ".join(get_args(kind))
+                raise ConfigError(f"{name} is {value!r}; expected one of {known}")
+        limit = self.repeat_limit
+        if limit is not None and (type(limit) is not int or limit == 1):
+            raise ConfigError(
+                f"repeat_limit is {limit!r}; expected 0 (off) or an integer of at least 2:"
+                " 1 would end every output at its first token"
+            )
+        deadline = self.deadline_s
+        if deadline is not None and not (type(deadline) in (int, float) and deadline > 0):
+            raise ConfigError(f"deadline_s is {deadline!r}; expected seconds above 0, or None")
+
+    @property
+    def repeats(self) -> int:
+        """Equal tokens that end an output; 0 is off. A negative limit counts as not given."""
+        if self.repeat_limit is None or self.repeat_limit < 0:
+            return REPEATS if self.floor else 0
+        return self.repeat_limit
+
+    def for_structure(self) -> "Recovery":
+        """What is left where output follows a structure, which says itself how it may end.
+
+        Nothing is dictated into it and no end is overruled; loops, time and failures still count.
+        """
+        return dataclasses.replace(
+            self,
+            floor=0,
+            tool_prefix=False,
+            empty_retry=False,
+            answer_reserve=0,
+            repeat_limit=self.repeats,
+        )
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "Recovery":
+        """The settings that the names of the original engines ask for; all off without them.
+
+        The library never reads the process's environment; a serving command passes it here.
+
+        Raises:
+          ConfigError: a value that is neither a clear yes or no, or not a whole number.
+        """
+        floor = integer(environment, "DFLASH_MIN_TOKENS", 0)
+        repeats = integer(environment, "DFLASH_DEGENERATE_RUN_TOKENS", -1)
+        prefix = flag(environment, "DFLASH_STALL_TOOL_PREFIX")
+        return dataclasses.replace(
+            OFF,
+            floor=floor,
+            below_floor="replace" if floor and not prefix else "rescue",
+            tool_prefix=prefix,
+            repeat_limit=repeats if repeats >= 0 else None if floor else 0,
+        )
+
+
+OFF = Recovery(
+    floor=0, tool_prefix=False, empty_retry=False, repeat_limit=0, runaway=False, watchdog="off"
+)
+
+NO = {"", "0", "false", "no", "off", "n", "f", "disable", "disabled", "none"}
+YES = {"1", "true", "yes", "on", "y", "t", "enable", "enabled"}
+
+
+def flag(environment: Mapping[str, str], name: str) -> bool:
+    """A yes or no; unset is no. Raises ConfigError for anything doubtful."""
+    word = environment.get(name, "").strip().lower()
+    if word not in NO | YES:
+        raise ConfigError(f"{name} is {word!r}; expected 1 or 0, true or false, yes or no, on, off")
+    return word in YES
+
+
+def integer(environment: Mapping[str, str], name: str, default: int) -> int:
+    """A whole number; unset or empty is the default. Raises ConfigError for anything else."""
+    text: Any = environment.get(name, "").strip()
+    if not text:
+        return default
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit()):
+        raise ConfigError(f"{name} is {text!r}; expected a whole number such as 64")
+    return int(text)

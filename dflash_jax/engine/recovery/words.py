@@ -1,0 +1,50 @@
+"""What the rules have to know of a model's words, settled once per request."""
+
+import dataclasses
+from collections.abc import Callable
+
+from dflash_jax.tools.syntax import CallState, Syntax
+
+Ids = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """The vocabulary as the rules see it; without a tokenizer all texts are empty.
+
+    Attributes:
+      text: raw text of ids, special tokens written out.
+      hidden: ids a caller never sees: special tokens but for those around thoughts.
+      prefix: the beginning of a tool call to dictate; empty where none may be dictated.
+      close: what ends a thought that has to end.
+      skip: ids of the phrase behind which an output is not stalled.
+      colons: ids that end a preamble, for the detector by ids.
+      inside_thought: whether the prompt ended inside an open thought.
+    """
+
+    text: Callable[[Ids], str] = lambda ids: ""
+    syntax: Syntax | None = None
+    hidden: frozenset[int] = frozenset()
+    prefix: Ids = ()
+    close: Ids = ()
+    skip: Ids = ()
+    colons: frozenset[int] = frozenset()
+    inside_thought: bool = False
+
+    def is_visible(self, ids: Ids) -> bool:
+        """Whether a caller sees anything of these ids; end tokens are for others to leave out."""
+        return any(i not in self.hidden for i in ids)
+
+    def thinking(self, ids: Ids) -> bool:
+        """Whether the output so far ends inside a thought."""
+        thought = self.syntax.thought if self.syntax else None
+        if thought is None:
+            return False
+        return thought.is_open(self.text(ids), inside=self.inside_thought)
+
+    def calls(self, ids: Ids) -> CallState:
+        """Where the output so far stands with its tool calls."""
+        return self.syntax.call_state(self.text(ids)) if self.syntax else CallState.NONE
+
+
+SILENT = Words()

@@ -1,0 +1,39 @@
+"""A running request as its caller holds it."""
+
+from collections.abc import Callable, Iterator
+
+from dflash_jax.engine.live import Live
+from dflash_jax.engine.result import Piece, Result
+from dflash_jax.errors import RequestError
+
+
+class Stream:
+    """A running request: iterate for pieces, then read `result`. Closing it cancels it."""
+
+    def __init__(self, live: Live, advance: Callable[[], None], cancel: Callable[[Live], None]):
+        self._live, self._advance, self._cancel = live, advance, cancel
+
+    def __iter__(self) -> Iterator[Piece]:
+        given = 0
+        try:
+            while True:
+                while given < len(self._live.pieces):
+                    given += 1
+                    yield self._live.pieces[given - 1]
+                if self._live.done:
+                    self._live.result()
+                    return
+                self._advance()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the request if it still runs; what it produced so far stays in `result`."""
+        self._cancel(self._live)
+
+    @property
+    def result(self) -> Result:
+        """The result so far; final once iteration ended."""
+        if not self._live.done:
+            raise RequestError("the stream still runs; iterate it to its end, or close it first")
+        return self._live.result()

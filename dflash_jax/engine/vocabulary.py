@@ -1,0 +1,69 @@
+"""What a tokenizer's vocabulary means to the recovery rules of one request."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery.words import SILENT, Ids, Words
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tools import Syntax, syntax_of
+from dflash_jax.tools.declared import call_beginning, choice_of, tools_of
+
+PROMPT_END = 64  # ids of the prompt that show whether it opened a thought
+COLON_ENDS = (":", "`:", "):", '":')  # a colon may be one token with what stands before it
+
+
+def words_of(
+    tokenizer: Tokenizer | None,
+    prompt: Ids,
+    recovery: Recovery,
+    tools: Sequence[Any] | None,
+    tool_choice: Any,
+) -> Words:
+    """The words of a request.
+
+    Raises:
+      RequestError: `tool_choice` names a tool that was not declared.
+    """
+    declared = tools_of(tools)
+    choice = choice_of(tool_choice, declared)
+    if tokenizer is None or recovery == OFF:
+        return SILENT
+    syntax = syntax_of(tokenizer.template)
+    beginning = syntax and call_beginning(declared, choice, syntax)
+    thought = syntax.thought if syntax else None
+    close = recovery.close_text or (thought.forced if thought else "")
+    ending = tokenizer.raw(prompt[-PROMPT_END:]).rstrip()
+    return Words(
+        text=tokenizer.raw,
+        syntax=syntax,
+        hidden=_hidden(tokenizer, syntax),
+        prefix=_ids(tokenizer, beginning or ""),
+        close=_ids(tokenizer, close),
+        skip=_ids(tokenizer, recovery.skip_phrase),
+        colons=_colons(tokenizer) if recovery.below_floor == "compat" else frozenset(),
+        inside_thought=thought is not None and ending.endswith(thought.opening.rstrip()),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _ids(tokenizer: Tokenizer, text: str) -> Ids:
+    """Ids of a text that continues another: nothing is put in front."""
+    return tuple(tokenizer.encode(text, specials=False)) if text else ()
+
+
+@functools.lru_cache(maxsize=16)
+def _hidden(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
+    """Special tokens, which texts leave out, but for those around a thought."""
+    thought = syntax.thought if syntax else None
+    shown = thought.opening + thought.closing if thought else ""
+    added = tokenizer.core.get_added_tokens_decoder()
+    return frozenset(i for i, t in added.items() if t.special and t.content not in shown)
+
+
+@functools.lru_cache(maxsize=16)
+def _colons(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids on which a text that ends in a colon can end, newlines behind it included."""
+    ends = {_ids(tokenizer, end + lines)[-1] for end in COLON_ENDS for lines in ("", "\n", "\n\n")}
+    return frozenset(i for i in ends if ":" in tokenizer.raw((i,)))

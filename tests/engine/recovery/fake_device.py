@@ -1,0 +1,213 @@
+"""A device of a few lines: a scripted target behind the rules by which the real one cuts."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dflash_jax.engine.controller import (
+    Effects,
+    Finish,
+    Policy,
+    Prefilled,
+    Restart,
+    State,
+    Stepped,
+    advance,
+    room,
+    speculates,
+)
+from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery.words import Words
+from dflash_jax.tools import SYNTAXES
+
+EOS, CHAT_EOS, COLON = 2, 3, 58
+STOPS = frozenset({EOS, CHAT_EOS})
+PREFIX = (900, 901, 902)
+BEST = 77  # what the target says where an end token is masked
+THINK, END_THINK, FUNCTION, END_FUNCTION = 60, 61, 62, 63
+SPECIAL = 70  # hidden from callers
+TEXTS = {
+    COLON: ":",
+    59: ":\n\n",
+    57: "\N{FULLWIDTH COLON}",
+    46: ".",
+    THINK: "<think>",
+    END_THINK: "</think>",
+    FUNCTION: "<function=",
+    END_FUNCTION: "</function>",
+    900: "\n<function=",
+}
+WORDS = Words(
+    text=lambda ids: "".join(TEXTS.get(i, "w") for i in ids),
+    syntax=SYNTAXES["qwen_xml"],
+    hidden=frozenset({SPECIAL}),
+    prefix=PREFIX,
+    skip=(50, 51),
+    colons=frozenset({COLON}),
+)
+STALL: dict[str, Any] = {"floor": 64, "tool_prefix": True, "repeat_limit": 0}
+
+DEAD = collections.Counter(drafter_dead=1)  # lanes may differ in what they think of the drafter
+
+Say = Callable[[tuple[int, ...]], int]
+
+
+def recovery(**changes: Any) -> Recovery:
+    """Everything off but for the changes."""
+    return dataclasses.replace(OFF, **changes)
+
+
+def says(script: Sequence[int], then: int = 0) -> Say:
+    """A target that says `script[i]` at output place i, and afterwards counts up from 1000."""
+    return lambda ids: script[len(ids)] if len(ids) < len(script) else then or 1000 + len(ids)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a caller, and an observer of the device, saw."""
+
+    emitted: list[int] = dataclasses.field(default_factory=list)
+    finish: Finish | None = None
+    notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    fallbacks: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    effects: list[Effects] = dataclasses.field(default_factory=list)
+    state: State = dataclasses.field(default_factory=State)
+    fed: list[int] = dataclasses.field(default_factory=list)  # tokens the device's caches hold
+    prefills: int = 0
+    attempts: int = 1
+    drafted_steps: int = 0
+    plain_steps: int = 0
+
+
+class Device:
+    """Runs one request: decides blocks, cuts them as the real device does, obeys the effects."""
+
+    def __init__(
+        self,
+        say: Say,
+        policy: Policy,
+        *,
+        accepts: Sequence[int] = (3,),
+        say_again: Say | None = None,
+        floor: Say = lambda ids: BEST,
+        restored: bool = False,
+        draft_finite: Callable[[int], bool] = lambda step: True,
+    ):
+        self.say, self.policy, self.accepts = say, policy, accepts
+        self.say_again, self.floor, self.restored = say_again, floor, restored
+        self.draft_finite = draft_finite
+        self.ids: list[int] = []  # decided, the last one pending
+        self.seen = Outcome()
+
+    def run(self, turns: int = 4000) -> Outcome:
+        """To the end of the request."""
+        self.seen.prefills += 1
+        self.hear_first()
+        for _ in range(turns):
+            if self.seen.finish:
+                return self.seen
+            self.step()
+        raise AssertionError(f"no end after {turns} turns: {self.seen}")
+
+    def hear_first(self) -> None:
+        token = self.say(())
+        self.ids, self.seen.fed = [token], []
+        self.hear(Prefilled(token, self.floor(()), restored=self.restored))
+
+    def step(self) -> None:
+        """One step of the real kind: a block, cut behind stop tokens and at the limit."""
+        drafting = speculates(self.seen.state, self.policy)
+        taken = self.seen.drafted_steps + self.seen.plain_steps
+        finite = self.draft_finite(taken) if drafting else True
+        accepted = self.accepts[taken % len(self.accepts)] if drafting and finite else 0
+        frozen = self.ids[-1] in self.policy.stop_ids
+        tokens: list[int] = []
+        while not frozen and len(tokens) <= accepted:
+            if len(self.ids) >= room(self.seen.state, self.policy):
+                break
+            tokens.append(self.say(tuple(self.ids)))
+            self.seen.fed.append(self.ids[-1])
+            self.ids.append(tokens[-1])
+            frozen = tokens[-1] in self.policy.stop_ids
+        assert tokens, "the host left a frozen row without a word"
+        self.seen.drafted_steps += drafting
+        self.seen.plain_steps += not drafting
+        self.hear(
+            Stepped(
+                tuple(tokens),
+                draft_finite=finite,
+                floor=self.floor(tuple(self.ids[:-1])),
+                drafts=7 if drafting and finite else 0,
+            )
+        )
+
+    def hear(self, event: Any) -> None:
+        """Lets the machine judge an event and does what it says."""
+        seen = self.seen
+        before = seen.state.emitted - seen.state.held
+        seen.state, effects = advance(seen.state, event, self.policy)
+        seen.effects.append(effects)
+        seen.emitted += effects.emit
+        seen.notes.update(effects.notes)
+        seen.fallbacks.update([effects.fallback] if effects.fallback else [])
+        assert effects.emit == seen.state.ids[before : before + len(effects.emit)]
+        if effects.finish:
+            assert seen.finish is None
+            seen.finish = effects.finish
+            return
+        if effects.restart:
+            assert not seen.emitted
+            seen.attempts += 1
+            self.say = self.say_again or self.say
+            self.restored &= effects.restart is Restart.SAVED
+            seen.prefills += effects.restart is Restart.FRESH
+            self.hear_first()
+            return
+        if effects.replace is not None:
+            self.ids[-1] = effects.replace
+        for token in effects.force:
+            seen.fed.append(self.ids[-1])
+            self.ids.append(token)
+        if seen.state.phase.value != "waiting":
+            assert tuple(self.ids) == seen.state.ids  # S1: both count alike
+            assert len(seen.fed) == seen.state.fed == len(self.ids) - 1  # S2: one is pending
+            assert seen.fed == self.ids[:-1]  # S7: fed once each, in order
+            late, nothing = advance(seen.state, Stepped(()), self.policy)
+            assert nothing == Effects()  # a step in the air while the row was frozen
+            assert dataclasses.replace(late, ran=seen.state.ran) == seen.state
+
+
+def run(
+    script: Sequence[int],
+    settings: Recovery = OFF,
+    *,
+    max_tokens: int = 200,
+    speculative: bool = True,
+    words: Words = WORDS,
+    stops: frozenset[int] = STOPS,
+    **device: Any,
+) -> Outcome:
+    """The outcome of one scripted request."""
+    policy = Policy(
+        max_tokens=max_tokens,
+        stop_ids=stops,
+        speculative=speculative,
+        recovery=settings,
+        words=words,
+    )
+    return Device(says(script), policy, **device).run()
+
+
+def both(script: Sequence[int], settings: Recovery, **options: Any) -> Outcome:
+    """The outcome, after it proved to be the same in plain decoding and for any blocks (S6)."""
+    found = run(script, settings, **options)
+    for accepts in ((0,), (7,), (2, 0, 5, 1)):
+        other = run(script, settings, **options | {"accepts": accepts})
+        assert (other.emitted, other.finish) == (found.emitted, found.finish)
+        assert other.notes - DEAD == found.notes - DEAD
+    plain = run(
+        script, settings, **{k: v for k, v in options.items() if k != "accepts"}, speculative=False
+    )
+    assert (plain.emitted, plain.finish) == (found.emitted, found.finish)
+    return found

@@ -1,0 +1,68 @@
+"""P18, P19, P38 and the lanes: when drafting stops, why, and when it is tried again."""
+
+from fake_device import Device, run, says
+
+from dflash_jax.engine.controller import Policy
+from dflash_jax.engine.recovery.speculation import PAUSE, PROBE, TRIAL
+
+SCRIPT = range(10, 700)
+
+
+def test_P18_a_draft_that_broke_costs_a_step_and_a_count() -> None:
+    seen = run(SCRIPT, max_tokens=100, draft_finite=lambda step: step != 2)
+    assert seen.fallbacks == {"draft_not_finite": 1}
+    assert seen.emitted == list(SCRIPT[:100])
+    assert seen.plain_steps == 0
+
+
+def test_P19_a_drafter_that_always_breaks_is_given_up_after_three() -> None:
+    seen = run(SCRIPT, max_tokens=100, draft_finite=lambda step: False)
+    assert seen.fallbacks == {"draft_not_finite": 3}
+    assert seen.drafted_steps == 3
+    assert seen.emitted == run(SCRIPT, max_tokens=100, speculative=False).emitted
+    assert seen.state.lane.off == "draft_not_finite"
+
+
+def test_P38_a_drafter_that_is_never_right_is_reported() -> None:
+    seen = run(SCRIPT, max_tokens=300, accepts=[0])
+    assert seen.notes == {"drafter_dead": 1}
+    assert seen.emitted == list(SCRIPT[:300])
+    assert seen.plain_steps == 0  # lanes are fixed where the cost of drafting is not known
+
+
+def test_a_drafter_that_is_never_right_is_given_up_where_lanes_may_change() -> None:
+    seen = lanes([0], 0.5).seen
+    assert seen.notes == {"drafter_dead": 1}
+    assert seen.fallbacks == {"drafter_dead": 1}
+    assert seen.drafted_steps == -(-256 // 7)
+    assert seen.emitted == list(SCRIPT[:600])
+
+
+def lanes(accepts: list[int], break_even: float, max_tokens: int = 600) -> Device:
+    policy = Policy(max_tokens=max_tokens, break_even=break_even)
+    device = Device(says(SCRIPT), policy, accepts=accepts)
+    device.run()
+    return device
+
+
+def test_drafting_that_pays_goes_on() -> None:
+    seen = lanes([1, 3], 2.5).seen
+    assert seen.plain_steps == 0
+    assert not seen.fallbacks
+
+
+def test_drafting_that_does_not_pay_pauses_and_is_probed_again() -> None:
+    seen = lanes([1, 0], 2.5).seen
+    assert seen.fallbacks == {"below_break_even": 4}  # for 64, 128, 256 tokens and the rest
+    assert seen.drafted_steps == TRIAL + 3 * PROBE
+    assert seen.plain_steps >= PAUSE * (1 + 2 + 4)
+    assert seen.emitted == list(SCRIPT[:600])
+
+
+def test_a_drafter_that_recovers_is_used_again() -> None:
+    policy = Policy(max_tokens=600, break_even=2.5)
+    device = Device(says(SCRIPT), policy, accepts=[0] * (TRIAL + PAUSE) + [5] * 1000)
+    seen = device.run()
+    assert seen.fallbacks == {"below_break_even": 1}
+    assert seen.plain_steps == PAUSE
+    assert seen.state.lane.drafts

@@ -1,0 +1,217 @@
+"""S: end tokens below the floor, stalls, and the tool call that is begun in their place."""
+
+import random
+from typing import Any
+
+import pytest
+from fake_device import (
+    BEST,
+    CHAT_EOS,
+    COLON,
+    END_FUNCTION,
+    EOS,
+    FUNCTION,
+    PREFIX,
+    SPECIAL,
+    STALL,
+    STOPS,
+    THINK,
+    WORDS,
+    Device,
+    both,
+    recovery,
+    run,
+    says,
+)
+
+from dflash_jax.engine.controller import Finish, Policy, Prefilled, State, Stepped, advance
+from dflash_jax.engine.recovery import OFF, Recovery
+
+RESCUE = recovery(**STALL)
+REPLACE = recovery(**STALL, below_floor="replace")
+COMPAT = recovery(**STALL, below_floor="compat")
+
+
+def injected(emitted: list[int]) -> bool:
+    return any(tuple(emitted[i : i + 3]) == PREFIX for i in range(len(emitted)))
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "expected"),
+    [
+        pytest.param([10, COLON, EOS], COMPAT, True, id="S1"),
+        pytest.param([COLON, *[10] * 16, EOS], COMPAT, True, id="S2"),
+        pytest.param([COLON, *[10] * 17, EOS], COMPAT, False, id="S3"),
+        pytest.param([EOS], COMPAT, False, id="S4"),
+        pytest.param([50, 10, COLON, EOS], COMPAT, True, id="S8"),
+        pytest.param([10, COLON, EOS], recovery(**STALL | {"floor": 0}), False, id="S9"),
+        pytest.param([10, COLON, EOS], recovery(floor=64), False, id="S10"),
+        pytest.param([10, COLON, CHAT_EOS], COMPAT, True, id="S13"),
+        pytest.param([THINK, COLON, EOS], RESCUE, False, id="S19"),
+        pytest.param([FUNCTION, COLON, EOS], RESCUE, False, id="S20"),
+        pytest.param([FUNCTION, 10, END_FUNCTION, COLON, EOS], RESCUE, False, id="S21"),
+        pytest.param([10, 59, EOS], RESCUE, True, id="S22"),
+        pytest.param([10, COLON, 10, 46, EOS], RESCUE, False, id="S23"),
+        pytest.param([10, COLON, 10, 46, EOS], COMPAT, True, id="S23-compat"),
+        pytest.param([10, 57, EOS], RESCUE, True, id="S24"),
+    ],
+)
+def test_which_ends_are_stalls(script: list[int], settings: Recovery, expected: bool) -> None:
+    seen = both(script, settings)
+    assert injected(seen.emitted) is expected
+    assert seen.notes["tool_prefix"] == expected
+    said = script[:-1]
+    assert seen.emitted[: len(said)] == said
+    if expected:
+        assert tuple(seen.emitted[len(said) : len(said) + 3]) == PREFIX
+    else:
+        assert seen.emitted[len(said) :] in ([EOS], [CHAT_EOS])
+        assert seen.finish is Finish.STOP
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"), [pytest.param(62, False, id="S5"), pytest.param(63, True, id="S6")]
+)
+def test_an_output_that_just_said_the_skip_phrase_is_not_stalled(
+    between: int, expected: bool
+) -> None:
+    """The phrase ends `between + 2` ids before the end: a colon and its neighbour included."""
+    settings = recovery(**STALL | {"floor": 200}, below_floor="compat")
+    seen = run([50, 51, *[10] * between, COLON, 11, EOS], settings)
+    assert injected(seen.emitted) is expected
+
+
+def test_S7_a_skip_phrase_in_the_prompt_does_not_count() -> None:
+    """The machine hears of output only: there is nothing by which it could see a prompt."""
+    seen = run([10, COLON, EOS], RESCUE)
+    assert injected(seen.emitted)
+
+
+@pytest.mark.parametrize(
+    ("length", "replaced"), [pytest.param(5, False, id="S11"), pytest.param(4, True, id="S12")]
+)
+def test_the_floor_is_a_number_of_tokens(length: int, replaced: bool) -> None:
+    script = [10] * length + [EOS, 11, EOS]
+    seen = both(script, recovery(floor=5, below_floor="replace"))
+    wanted = [10] * length + ([BEST, 11, EOS] if replaced else [EOS])
+    assert seen.emitted == wanted
+    assert seen.notes["floor"] == replaced
+
+
+def test_S14_what_follows_the_end_in_a_block_was_never_said() -> None:
+    seen = run([10, 11, COLON, EOS, 12], RESCUE, accepts=[7], max_tokens=40)
+    assert seen.emitted[:6] == [10, 11, COLON, *PREFIX]
+    assert seen.emitted.count(11) == 1
+    assert 12 not in seen.emitted
+
+
+def test_S15_the_position_counts_what_was_fed() -> None:
+    policy = Policy(max_tokens=40, stop_ids=STOPS, recovery=RESCUE, words=WORDS)
+    state, _ = advance(State(), Prefilled(10), policy)
+    state, effects = advance(state, Stepped((11, COLON, EOS)), policy)
+    assert (effects.emit, effects.replace, effects.force) == ((11, COLON, *PREFIX), 900, (901, 902))
+    assert state.fed == 3 + 2  # 10, 11 and the colon by the step, 900 and 901 by dictation
+    assert state.ids[state.fed :] == (902,)  # pending: what follows comes from its row
+
+
+def test_S17_a_call_needs_room_behind_its_beginning() -> None:
+    script = [10, COLON, EOS]
+    tight = both(script, REPLACE, max_tokens=2 + 3 + 15)
+    assert (tight.emitted, tight.finish) == (script, Finish.STOP)
+    assert tight.notes == {"floor_waived": 1}
+    assert injected(both(script, REPLACE, max_tokens=2 + 3 + 16).emitted)
+
+
+def test_S18_one_call_is_begun_per_request() -> None:
+    script = [10, COLON, EOS, 0, 0, COLON, EOS, 11]
+    seen = both(script, RESCUE)
+    assert seen.emitted == [10, COLON, *PREFIX, COLON, EOS]
+    replaced = both(script, REPLACE, max_tokens=30)
+    assert replaced.emitted[:8] == [10, COLON, *PREFIX, COLON, BEST, 11]
+
+
+def test_S25_S27_an_end_below_the_floor_is_replaced_alike_in_every_lane() -> None:
+    seen = both([10, 11, 12, EOS, 13, 14, EOS], recovery(floor=5, below_floor="replace"))
+    assert seen.emitted == [10, 11, 12, BEST, 13, 14, EOS]
+
+
+def test_S28_the_floor_knows_no_first_token() -> None:
+    assert both([EOS, 11, EOS], recovery(floor=2, below_floor="replace")).emitted == [BEST, 11, EOS]
+    assert both([EOS, 11, EOS], COMPAT).emitted == [EOS]
+
+
+def test_rescue_leaves_answers_alone_but_lets_no_output_be_empty() -> None:
+    assert both([10, EOS], RESCUE).emitted == [10, EOS]
+    assert both([EOS, 11, EOS], RESCUE).emitted == [BEST, 11, EOS]
+
+
+def test_S30_a_place_without_finite_numbers_fails() -> None:
+    policy = Policy(max_tokens=9, stop_ids=STOPS, recovery=recovery(floor=5))
+    _, effects = advance(State(), Prefilled(EOS, 0, finite=False), policy)
+    assert (effects.finish, effects.emit, effects.replace) == (Finish.ERROR, (), None)
+
+
+def test_S31_the_floor_ends_where_the_request_does() -> None:
+    settings = recovery(floor=50, below_floor="replace")
+    seen = both([EOS] * 60, settings, max_tokens=10)
+    assert (seen.emitted, seen.finish) == ([BEST] * 10, Finish.LENGTH)
+
+
+def test_S32_drafts_that_broke_lose_and_repeat_nothing() -> None:
+    script = [*range(10, 40), EOS]
+    seen = run(script, draft_finite=lambda step: step < 1)
+    assert seen.emitted == script
+    assert seen.fallbacks == {"draft_not_finite": 3}
+    assert seen.plain_steps > 20
+
+
+def test_S33_with_everything_off_the_machine_is_the_plain_rule() -> None:
+    """Emit what the device decides, end behind a stop token or at the limit, nothing else."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        script = [rng.choice([EOS, COLON, COLON, SPECIAL, *range(10, 16)]) for _ in range(60)]
+        limit = rng.randint(1, 50)
+        stops = [i for i, token in enumerate(script[:limit]) if token in STOPS]
+        wanted = script[: stops[0] + 1] if stops else script[:limit]
+        accepts = [rng.randrange(8) for _ in range(9)]
+        seen = run(script, OFF, max_tokens=limit, accepts=accepts)
+        assert seen.emitted == wanted
+        assert seen.finish is (Finish.STOP if stops else Finish.LENGTH)
+        assert not seen.notes
+        assert all(e.replace is None and not e.force and not e.restart for e in seen.effects)
+
+
+def test_S34_an_end_inside_an_accepted_block_leaves_the_device_before_it() -> None:
+    seen = run([10, 11, 12, 13, EOS, 14, 15, 16, 17], accepts=[7])
+    assert seen.emitted == [10, 11, 12, 13, EOS]
+    assert seen.fed == [10, 11, 12, 13]
+    assert seen.state.fed == 4
+
+
+def test_S36_behind_a_pending_end_nothing_is_computed() -> None:
+    seen = run([EOS])
+    assert (seen.drafted_steps, seen.plain_steps, seen.finish) == (0, 0, Finish.STOP)
+
+
+def test_S37_a_pending_end_can_begin_a_call_without_a_step() -> None:
+    colon_first = Device(
+        says([COLON, EOS]),
+        Policy(max_tokens=40, stop_ids=STOPS, recovery=RESCUE, words=WORDS),
+        accepts=[0],
+    )
+    seen = colon_first.run()
+    assert seen.effects[1].emit == PREFIX  # the step itself emitted none of its own
+    assert seen.effects[1].replace == PREFIX[0]
+
+
+def test_S38_dictated_tokens_count_towards_the_floor() -> None:
+    settings: dict[str, Any] = STALL | {"floor": 8}
+    script = [10, COLON, EOS, 0, 0, 20, 21, EOS, 22, EOS]
+    seen = both(script, recovery(**settings, below_floor="replace"))
+    assert seen.emitted == [10, COLON, *PREFIX, 20, 21, BEST, 22, EOS]
+
+
+def test_drafting_goes_on_behind_a_begun_call() -> None:
+    seen = run([10, COLON, EOS], RESCUE, max_tokens=60)
+    assert seen.plain_steps == 0
+    assert seen.drafted_steps > 10

@@ -1,0 +1,367 @@
+"""Recovery on the real engine: the device does what the machine asks for, bit for bit."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import dflash_jax as dj
+from dflash_jax.engine import request as request_module
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery import OFF
+from dflash_jax.engine.recovery.words import Words
+from dflash_jax.errors import RequestError
+from dflash_jax.tools import SYNTAXES
+
+PROMPT = [5, 4, 3, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def truth(tiny: Engine) -> list[int]:
+    """The target's own continuation of PROMPT."""
+    return tiny.generate(PROMPT, max_tokens=60, speculative=False).token_ids
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Lets a test say what the tokens mean, as there is no tokenizer."""
+
+    def use(**fields: Any) -> None:
+        monkeypatch.setattr(request_module, "words_of", lambda *_: Words(**fields))
+
+    return use
+
+
+def recovery(**changes: Any) -> dj.Recovery:
+    fields = {name: getattr(OFF, name) for name in OFF.__dataclass_fields__}
+    return dj.Recovery(**fields | changes)
+
+
+def continued(engine: Engine, ids: list[int], n: int) -> list[int]:
+    """What the engine says behind these ids, in blocks cut as they fall from a fresh prompt."""
+    return engine.generate(ids, max_tokens=n, speculative=False).token_ids
+
+
+def test_S33_recovery_that_finds_nothing_to_do_changes_nothing(
+    tiny: Engine, truth: list[int]
+) -> None:
+    for settings in (None, OFF, dj.Recovery()):
+        for options in ({}, {"temperature": 0.9, "seed": 3}):
+            plain = tiny.generate(PROMPT, max_tokens=20, **options)
+            found = tiny.generate(PROMPT, max_tokens=20, recovery=settings, **options)
+            assert found.token_ids == plain.token_ids
+            assert found.finish_reason == plain.finish_reason
+            assert not found.stats.recovery
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_S26_the_floor_takes_the_next_best_token_of_the_same_numbers(
+    tiny: Engine, truth: list[int], speculative: bool
+) -> None:
+    stop = truth[4]
+    first = truth.index(stop)
+    options = {"stop_token_ids": [stop], "max_tokens": 12, "speculative": speculative}
+    settings = recovery(floor=12, below_floor="replace")
+    found = tiny.generate(PROMPT, recovery=settings, **options)
+    assert found.finish_reason == "length"
+    assert stop not in found.token_ids
+    assert found.stats.recovery["floor"] >= 1
+    # By the logits of a forward pass of its own, not by another guess of the engine.
+    model = dj.TargetModel(tiny.target, tiny.params["target"], "float32")
+    ids = np.array([[*PROMPT, *truth[:first]]])
+    order = np.argsort(-np.asarray(model.forward(ids).logits)[0, -1]).tolist()
+    assert order[0] == stop
+    assert found.token_ids[: first + 1] == [*truth[:first], order[1]]
+
+
+def test_S27_the_floor_is_alike_in_every_lane_and_row(tiny3: Engine) -> None:
+    settings = recovery(floor=20, below_floor="replace")
+    prompts = [PROMPT, [7], list(range(20)), [9, 9]]
+    stops = [tiny3.generate(p, max_tokens=4).token_ids[-1] for p in prompts]
+    options = {"stop_token_ids": stops, "max_tokens": 25, "recovery": settings}
+    fast = tiny3.generate_many(prompts, **options)
+    slow = [tiny3.generate(p, **options, speculative=False) for p in prompts]
+    assert [r.token_ids for r in fast] == [r.token_ids for r in slow]
+    assert all(r.stats.recovery["floor"] for r in fast)
+
+
+def test_S29_a_replacement_is_drawn_by_the_same_key(tiny: Engine) -> None:
+    free = tiny.generate(PROMPT, max_tokens=16, temperature=0.8, seed=5).token_ids
+    settings = recovery(floor=16, below_floor="replace")
+    options = {"max_tokens": 16, "temperature": 0.8, "seed": 5, "recovery": settings}
+    once = tiny.generate(PROMPT, stop_token_ids=[free[3]], **options)
+    again = tiny.generate(PROMPT, stop_token_ids=[free[3]], **options)
+    at = free.index(free[3])
+    assert once.token_ids == again.token_ids
+    assert once.token_ids[:at] == free[:at]
+    assert free[3] not in once.token_ids
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("speculative", [True, False])
+def test_S16_a_dictated_call_leaves_the_state_as_if_the_prompt_had_held_it(
+    tiny: Engine, truth: list[int], words: Any, length: int, speculative: bool
+) -> None:
+    """Prefix lengths around the block's width of 4: what follows is what a prompt would say."""
+    stop = truth[6]
+    first = truth.index(stop)
+    prefix = tuple(range(200, 200 + length))
+    words(text=lambda ids: ":", prefix=prefix)
+    settings = recovery(floor=50, tool_prefix=True)
+    found = tiny.generate(
+        PROMPT, stop_token_ids=[stop], max_tokens=45, recovery=settings, speculative=speculative
+    )
+    said = [*truth[:first], *prefix]
+    assert found.token_ids[: len(said)] == said
+    assert found.stats.recovery["tool_prefix"] == 1
+    rest = found.token_ids[len(said) :]
+    assert rest
+    assert rest == continued(tiny, [*PROMPT, *said], 45)[: len(rest)]
+    if speculative:
+        assert found.stats.plain_steps == 0  # taps were captured: drafting goes on
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_K1_K2_a_thought_is_closed_where_its_budget_ends(
+    tiny: Engine, truth: list[int], words: Any, speculative: bool
+) -> None:
+    syntax = SYNTAXES["hermes"]
+    close = (210, 211, 212, 213, 214, 215)
+    words(text=lambda ids: "<think>", syntax=syntax, close=close)
+    settings = recovery(answer_reserve=20)
+    found = tiny.generate(PROMPT, max_tokens=31, recovery=settings, speculative=speculative)
+    said = [*truth[:11], *close]
+    assert found.token_ids[:17] == said
+    assert found.token_ids[17:] == continued(tiny, [*PROMPT, *said], 14)
+    assert found.finish_reason == "length"
+
+
+def test_E3_an_empty_answer_is_confirmed_without_a_step(tiny: Engine, truth: list[int]) -> None:
+    settings = recovery(empty_retry=True)
+    found = tiny.generate(PROMPT, max_tokens=9, stop_token_ids=truth[:1], recovery=settings)
+    assert found.token_ids == truth[:1]
+    assert found.stats.recovery == {"empty_retry": 1, "empty_retry_confirmed_eos": 1}
+    assert found.stats.rounds == found.stats.plain_steps == 0
+
+
+def test_E5_what_was_fed_meanwhile_is_undone_before_the_retry(
+    tiny: Engine, truth: list[int], words: Any
+) -> None:
+    words(hidden=frozenset(truth[:3]))
+    assert truth[3] not in truth[:3]
+    settings = recovery(empty_retry=True)
+    options = {"max_tokens": 9, "stop_token_ids": [truth[3]], "recovery": settings}
+    stream = tiny.stream(PROMPT, **options)
+    pieces = [piece.token_ids for piece in stream]
+    assert [i for ids in pieces for i in ids] == truth[:4]  # held, then given once
+    assert stream.result.stats.recovery == {"empty_retry": 1, "empty_retry_confirmed_eos": 1}
+    assert tiny.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
+
+
+def test_a_step_in_the_air_is_no_part_of_the_retry(
+    tiny: Engine, truth: list[int], words: Any
+) -> None:
+    """A loop of hidden tokens ends where the device goes on: what it says then is not heard."""
+    words(hidden=frozenset(truth))
+    twice = next(i for i in range(1, 60) if truth[i] == truth[i - 1])
+    settings = recovery(empty_retry=True, repeat_limit=2)
+    found = tiny.generate(PROMPT, max_tokens=60, recovery=settings)
+    assert found.token_ids == truth[: twice + 1]
+    assert found.stats.recovery == {"empty_retry": 1, "empty_retry_confirmed_eos": 1, "repeat": 2}
+
+
+def test_held_back_tokens_keep_their_log_probabilities(
+    tiny: Engine, truth: list[int], words: Any
+) -> None:
+    words(hidden=frozenset(truth[:3]))
+    options = {"max_tokens": 9, "logprobs": 2, "speculative": False}
+    free = tiny.generate(PROMPT, **options)
+    held = tiny.generate(PROMPT, recovery=recovery(empty_retry=True), **options | {"n": 1})
+    assert held.token_ids == free.token_ids == truth[:9]
+    fast = tiny.stream(PROMPT, max_tokens=9, logprobs=2, recovery=recovery(empty_retry=True))
+    first = next(iter(fast))
+    assert len(first.token_ids) > 3  # the hidden ones come with the first that is not
+    assert held.logprobs == free.logprobs
+    assert list(first.logprobs) == (free.logprobs or [])[: len(first.token_ids)]
+    fast.close()
+
+
+def test_answers_of_one_prompt_are_recovered_one_by_one(tiny3: Engine) -> None:
+    options: dict[str, Any] = {"max_tokens": 15, "temperature": 1.0, "seed": 6}
+    free = tiny3.generate_many([PROMPT], n=2, **options)
+    stop = free[0].token_ids[4]
+    options |= {"stop_token_ids": [stop], "recovery": recovery(floor=15, below_floor="replace")}
+    both = tiny3.generate_many([PROMPT], n=2, **options)
+    alone = [tiny3.generate(PROMPT, **options | {"seed": seed}) for seed in (6, 7)]
+    assert [r.token_ids for r in both] == [r.token_ids for r in alone]
+    assert both[0].stats.recovery["floor"]
+    cell = dj.CancelCell()
+    lives = tiny3.submit_several(PROMPT, 3, max_tokens=30, cancel=cell)
+    tiny3.advance()
+    cell.cancel("shutdown")
+    tiny3.advance()
+    assert [live.result().finish_reason for live in lives] == ["cancelled"] * 3
+    assert tiny3.active == 0
+
+
+def test_G2_a_run_of_equal_tokens_ends_at_its_limit(tiny: Engine, truth: list[int]) -> None:
+    twice = next((i for i in range(1, 60) if truth[i] == truth[i - 1]), None)
+    assert twice, "the random target repeats itself somewhere"
+    for speculative in (True, False):
+        found = tiny.generate(
+            PROMPT, max_tokens=60, recovery=recovery(repeat_limit=2), speculative=speculative
+        )
+        assert found.token_ids == truth[: twice + 1]
+        assert found.finish_reason == "length"
+        assert found.stats.recovery == {"repeat": 1}
+
+
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_C5_C7_a_cell_ends_a_request_wherever_it_stands(tiny: Engine, when: int) -> None:
+    cell = dj.CancelCell()
+    live = tiny.submit([i % 250 for i in range(100)], max_tokens=20, cancel=cell)
+    for _ in range(when):
+        tiny.advance()
+    cell.cancel("disconnect")
+    fed = live.fed
+    tiny.advance()
+    assert live.fed == fed <= 16 * when < 100
+    assert live.result().finish_reason == "cancelled"
+    assert live.result().token_ids == []
+    assert live.stats.recovery == {"cancelled_disconnect": 1}
+    assert not any(tiny._rows)
+    assert not tiny._waiting
+
+
+def test_C13_the_next_request_on_the_row_is_not_disturbed(tiny: Engine, truth: list[int]) -> None:
+    cell = dj.CancelCell()
+    live = tiny.submit([9] * 60, max_tokens=40, cancel=cell)
+    while len(live.ids) < 5:
+        tiny.advance()
+    cell.cancel()
+    assert tiny.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
+    assert live.done
+
+
+def test_C9_a_caller_of_generate_may_vanish_too(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell, turns, advance = dj.CancelCell(), iter(range(100)), tiny.advance
+
+    def counted() -> None:
+        if next(turns) == 5:
+            cell.cancel("disconnect")
+        advance()
+
+    monkeypatch.setattr(tiny, "advance", counted)
+    found = tiny.generate(PROMPT, max_tokens=100, cancel=cell)
+    assert found.finish_reason == "cancelled"
+    assert 0 < len(found.token_ids) <= 4 * tiny.plan.block
+    assert next(turns) == 6  # the turn in which it was noticed was the last
+
+
+def test_C19_a_hundred_cancellations_leave_nothing_behind(tiny3: Engine) -> None:
+    rng = random.Random(5)
+    lives = []
+    for _ in range(100):
+        prompt = [rng.randrange(251) for _ in range(rng.randint(1, 40))]
+        cell = dj.CancelCell()
+        lives.append(tiny3.submit(prompt, max_tokens=60, cancel=cell))
+        for _ in range(rng.randint(0, 3)):
+            tiny3.advance()
+        cell.cancel("disconnect") if rng.random() < 0.5 else tiny3.cancel(lives[-1])
+    while tiny3.busy:
+        tiny3.advance()
+    assert {live.result().finish_reason for live in lives} == {"cancelled"}
+    assert (tiny3.active, tiny3.queued, len(tiny3._flights)) == (0, 0, 0)
+    assert tiny3.generate(PROMPT, max_tokens=5).finish_reason == "length"
+
+
+def test_C18_time_that_is_up_ends_with_what_there_is(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = tiny.submit(PROMPT, max_tokens=40, recovery=recovery(deadline_s=5))
+    while len(live.ids) < 5:
+        tiny.advance()
+    monkeypatch.setattr(live, "_submitted", live._submitted - 6)
+    tiny.advance()
+    assert live.result().finish_reason == "length"
+    assert 5 <= len(live.ids) < 40
+    assert live.stats.recovery == {"deadline": 1}
+
+
+def test_L1_L2_events_are_silent_when_off_and_told_when_on(
+    tiny: Engine, truth: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="dflash_jax.recovery")
+    tiny.generate(PROMPT, max_tokens=5, stop_token_ids=truth[:1])
+    assert not caplog.records
+    settings = recovery(empty_retry=True, log_directory=str(tmp_path))
+    tiny.generate(PROMPT, max_tokens=5, stop_token_ids=truth[:1], recovery=settings)
+    assert [r.dflash["event"] for r in caplog.records] == [
+        "empty_retry",
+        "empty_retry_confirmed_eos",
+    ]
+    assert set(caplog.records[0].dflash) == {"event", "request", "prompt_tokens", "output_tokens"}
+    assert len((tmp_path / "recovery.jsonl").read_text().splitlines()) == 2
+
+
+def test_lanes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) -> None:
+    engine = Engine(tiny.target, tiny.drafter, tiny.params, tiny.plan)
+    engine.executables = tiny.executables
+    engine.warm_up(measure=True)
+    assert engine.break_even > 0
+    engine.break_even = 3.9  # a random drafter never decides that much
+    found = engine.generate(PROMPT, max_tokens=60)
+    assert found.token_ids == truth
+    assert found.stats.fallbacks["below_break_even"] >= 1
+    assert found.stats.plain_steps > 10
+    seeded = engine.generate(PROMPT, max_tokens=30, temperature=0.5, seed=1)
+    assert not seeded.stats.fallbacks
+
+
+def failing(engine: Engine, name: str, calls: set[int]) -> Engine:
+    """The same engine; some calls of one of its programs fail and take their state with them."""
+    made = Engine(engine.target, engine.drafter, engine.params, engine.plan)
+    number = iter(range(10_000))
+
+    def call(params: Any, state: Any, *rest: Any) -> Any:
+        if next(number) in calls:
+            engine.executables[name](params, state, *rest)  # the donated state is gone
+            raise jax.errors.JaxRuntimeError("INTERNAL: made to fail")
+        return engine.executables[name](params, state, *rest)
+
+    made.executables = engine.executables | {name: call}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"), [("speculative", {0}), ("speculative", {4}), ("prefill", {1})]
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_R12_after_a_failed_step_every_row_goes_on_where_it_was(
+    tiny3: Engine, name: str, calls: set[int], temperature: float
+) -> None:
+    prompts = [PROMPT, [7] * 30, list(range(20)), [9, 9]]
+    options = {"max_tokens": 25, "temperature": temperature, "seed": 4}
+    wanted = [r.token_ids for r in tiny3.generate_many(prompts, **options)]
+    lane = name + ("_sampled" if temperature else "")
+    found = failing(tiny3, lane, calls).generate_many(prompts, **options)
+    assert [r.token_ids for r in found] == wanted
+    assert sum(r.stats.recovery["rebuilt"] for r in found) == 3
+
+
+def test_a_device_that_keeps_failing_ends_requests_by_name(tiny: Engine) -> None:
+    engine = failing(tiny, "speculative", set(range(2, 100)))
+    with pytest.raises(dj.ComputeError, match=r"failed twice .*INTERNAL: made to fail"):
+        engine.generate(PROMPT, max_tokens=40)
+    assert not any(engine._rows)
+
+
+def test_a_demanded_tool_that_was_not_declared_is_refused(tiny: Engine) -> None:
+    with pytest.raises(RequestError, match="declared tools are: none"):
+        tiny.generate(PROMPT, tool_choice={"type": "function", "function": {"name": "zzz"}})
