@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.replay import Turn, play, read_turns
 
 FOLDER = Path(dj.__file__).parent / "data" / "tiny"
 CHATS, NEW = 6, 48
@@ -64,6 +66,40 @@ def test_streamed_text_is_the_whole_text(engine: Engine) -> None:
     assert len(pieces) < stream.result.stats.output_tokens  # several tokens a step
     assert stream.result.text
     assert "<|" not in stream.result.text
+
+
+def replayed(engine: Engine, turns: list[Turn]) -> None:
+    """Lanes are equal; stalls are real; with recovery on every turn ends as it should."""
+    failed: dict[str, int] = {}
+    for turn in turns:
+        off, on = play(engine, turn, None), play(engine, turn, dj.Recovery())
+        assert off.equal, turn.id
+        assert on.equal, turn.id
+        assert on.outcome != "empty", turn.id
+        assert not off.speculative.stats.recovery
+        if turn.kind == "stall":
+            assert off.outcome == "prose", turn.id
+            assert (off.speculative.text or "").rstrip().endswith(":")
+        else:
+            assert off.outcome == turn.expected, turn.id
+        if turn.kind == "runaway":
+            assert on.speculative.stats.recovery["runaway"] == 1
+            assert len(on.speculative.token_ids) < len(off.speculative.token_ids)
+        elif turn.kind != "stall":
+            assert on.speculative.token_ids == off.speculative.token_ids
+        failed[turn.kind] = failed.get(turn.kind, 0) + (on.outcome != turn.expected)
+    assert failed.pop("stall", 0) <= 1
+    assert not any(failed.values()), failed
+
+
+def test_stalled_agents_make_their_call_and_nobody_else_does(engine: Engine) -> None:
+    turns = {turn.kind: turn for turn in read_turns(SHIPPED)}  # the last one of each kind
+    replayed(engine, list(turns.values()))
+
+
+@pytest.mark.soak
+def test_all_shipped_turns_end_as_they_should(engine: Engine) -> None:
+    replayed(engine, read_turns(SHIPPED))
 
 
 def test_the_card_gives_the_figures_that_were_measured() -> None:

@@ -1,0 +1,156 @@
+"""Makes the turns that `dflash-jax replay` runs by default, for the shipped pair.
+
+    python -m benchmarks.turns
+
+Candidates come from the seeded corpus makers, from questions that training never saw. Each is
+answered once with recovery off, and the first ones that show the behaviour of their kind are
+kept: turns that stall must really stall, runaways must really run away. What recovery makes of
+them plays no part in the choice.
+"""
+
+import argparse
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import dflash_jax as dj
+from dflash_jax.cli.options import use_compilation_cache
+from dflash_jax.cli.replay import SHIPPED
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery.floor import ends_on_colon
+from dflash_jax.engine.recovery.guards import runaway_drop
+from dflash_jax.engine.replay import Turn, outcome_of, prompt_of
+from dflash_jax.train.corpus import agents, conversation
+from dflash_jax.train.corpus.exchange import is_held_out
+
+COUNTS = {"stall": 17, "control": 10, "chat": 12, "agent": 12, "runaway": 6}
+LONGEST = 760  # prompt tokens
+WORDS = ("yes", "one", "la", "red", "and", "go", "next", "to", "of", "0", "x", "ok", "we", "not")
+MOST_TRIED = 400  # candidates of a kind
+
+
+def transcripts(seed: str) -> Iterator[conversation.Conversation]:
+    """Agent transcripts that begin with a question no training text holds."""
+    rng = random.Random(seed)
+    while True:
+        made = agents.transcript(rng)
+        if is_held_out(conversation.questions(made)[0]):
+            yield made
+
+
+def agent_turns(kind: str) -> Iterator[Turn]:
+    """Turns of transcripts: behind cut-off outputs, before the last answer, before a call."""
+    for number, made in enumerate(transcripts(kind)):
+        for at, message in enumerate(made.messages):
+            if message["role"] != "assistant":
+                continue
+            before = made.messages[at - 1]
+            cut = before["role"] == "tool" and before["content"].endswith(agents.TRUNCATED)
+            calls = bool(message.get("tool_calls"))
+            found = "stall" if cut else "agent" if calls else "control"
+            if found == kind and before["content"] != "Please continue.":
+                yield turn(kind, f"{number}.{at}", made.messages[:at], made.tools)
+                break
+
+
+def chats() -> Iterator[Turn]:
+    """Questions without tools."""
+    for number, made in enumerate(conversation.held_out_conversations(5, MOST_TRIED)):
+        if not made.tools:
+            yield turn("chat", str(number), made.messages, ())
+
+
+def runaways(engine: Engine) -> Iterator[Turn]:
+    """Texts that repeat themselves, which a small model goes on with for ever."""
+    assert engine.tokenizer
+    for number, (word, mark) in enumerate(itertools.product(WORDS, (" ", ", ", "\n"))):
+        ids = engine.tokenizer.encode((word + mark) * 24)
+        yield Turn(id=f"runaway-{number}", kind="runaway", prompt_ids=tuple(ids))
+
+
+def turn(kind: str, number: str, messages: tuple, tools: tuple) -> Turn:
+    return Turn(id=f"{kind}-{number}", kind=kind, messages=tuple(messages), tools=tuple(tools))
+
+
+def behaves(engine: Engine, candidate: Turn) -> str | None:
+    """The class recovery has to reach, if the turn behaves as its kind says without it."""
+    prompt = prompt_of(candidate, engine)
+    if len(prompt) > LONGEST:
+        return None
+    result = engine.generate(prompt, max_tokens=candidate.max_tokens)
+    outcome, text = outcome_of(engine, candidate, result), result.text or ""
+    stopped = result.finish_reason == "stop"
+    match candidate.kind:
+        case "stall":
+            return "tool call" if outcome == "prose" and stopped and ends_on_colon(text) else None
+        case "control" | "chat":
+            fine = outcome == "prose" and stopped and not ends_on_colon(text)
+            return "prose" if fine else None
+        case "agent":
+            return outcome if outcome == "tool call" else None
+        case _:
+            ran_away = outcome == "bounded length" and runaway_drop(result.token_ids)
+            return "bounded length" if ran_away and says_something(engine, result) else None
+
+
+def says_something(engine: Engine, result: dj.Result) -> bool:
+    """Whether there is any text before an output repeats itself: blank lines are no answer."""
+    assert engine.tokenizer
+    ids = result.token_ids
+    first = next((n for n in range(1, len(ids)) if runaway_drop(ids[:n])), len(ids))
+    return bool(engine.tokenizer.raw(ids[:first]).strip())
+
+
+def made(engine: Engine) -> Iterator[dict]:
+    """The set, one JSON object a turn."""
+    sources = {
+        "stall": agent_turns("stall"),
+        "control": agent_turns("control"),
+        "chat": chats(),
+        "agent": agent_turns("agent"),
+        "runaway": runaways(engine),
+    }
+    for kind, source in sources.items():
+        kept, tried = 0, 0
+        for candidate in itertools.islice(source, MOST_TRIED):
+            tried += 1
+            if expected := behaves(engine, candidate):
+                kept += 1
+                yield fields(candidate, expected)
+            if kept == COUNTS[kind]:
+                break
+        print(f"{kind}: {kept} of {tried} candidates", flush=True)
+        if kept < COUNTS[kind]:
+            raise SystemExit(f"only {kept} {kind} turns were found, {COUNTS[kind]} are needed")
+
+
+def fields(candidate: Turn, expected: str) -> dict:
+    """A turn's fields, the empty ones left out."""
+    found = {
+        "id": candidate.id,
+        "kind": candidate.kind,
+        "messages": list(candidate.messages),
+        "prompt_ids": list(candidate.prompt_ids),
+        "tools": list(candidate.tools),
+        "expected": expected,
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def main() -> None:
+    """Writes the set."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--target", default="tiny")
+    options.add_argument("--drafter", default="auto")
+    options.add_argument("--out", type=Path, default=SHIPPED)
+    chosen = options.parse_args()
+    use_compilation_cache()
+    engine = dj.load(chosen.target, chosen.drafter, plan=dj.Plan(max_length=1024))
+    lines = [json.dumps(line, ensure_ascii=False) for line in made(engine)]
+    chosen.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

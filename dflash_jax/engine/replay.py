@@ -1,0 +1,181 @@
+"""Runs captured turns again, with and without drafting, and says what became of each."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery import Recovery
+from dflash_jax.engine.result import Result
+from dflash_jax.errors import RequestError
+from dflash_jax.tools import CallState, Syntax, syntax_of
+from dflash_jax.tools.declared import Tool, tools_of
+
+CLASSES = ("empty", "tool call", "prose", "bounded length")
+_HERMES_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn of a trace: a conversation up to the assistant's answer.
+
+    Attributes:
+      kind: what sort of turn it is; the table has one line for each.
+      expected: the class of the answer with recovery on; None where any will do.
+    """
+
+    id: str
+    kind: str
+    messages: tuple[dict[str, Any], ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: Any = None
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    max_tokens: int = 160
+    expected: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """A turn's answers by both lanes."""
+
+    turn: Turn
+    speculative: Result
+    plain: Result
+    outcome: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether drafting changed nothing."""
+        a, b = self.speculative, self.plain
+        return (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+
+    def to_json(self) -> dict[str, Any]:
+        """One line of a report."""
+        return {
+            "id": self.turn.id,
+            "kind": self.turn.kind,
+            "expected": self.turn.expected,
+            "outcome": self.outcome,
+            "equal_to_plain": self.equal,
+            "finish_reason": self.speculative.finish_reason,
+            "output_tokens": len(self.speculative.token_ids),
+            "recovery": dict(self.speculative.stats.recovery),
+            "token_ids": self.speculative.token_ids,
+        }
+
+
+def read_turns(path: Path) -> list[Turn]:
+    """The turns of a trace, one JSON object a line.
+
+    Raises:
+      RequestError: the file cannot be read, or a line is no turn; says which.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read: {error}") from error
+    turns = []
+    known = {field.name for field in dataclasses.fields(Turn)}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            fields: dict[str, Any] = json.loads(line)
+            if not isinstance(fields, dict) or set(fields) - known:
+                raise ValueError(f"a turn has only the fields {', '.join(sorted(known))}")
+            lists: dict[str, Any] = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
+            turns.append(turn := Turn(**(fields | lists)))
+            if bool(turn.messages) == bool(turn.prompt_ids):
+                raise ValueError("a turn has either messages or prompt_ids")
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"{path}, line {number}, is no turn: {error}") from error
+    if not turns:
+        raise RequestError(f"{path} holds no turn; write one JSON object a line")
+    return turns
+
+
+def prompt_of(turn: Turn, engine: Engine) -> list[int]:
+    """The prompt's ids."""
+    if turn.prompt_ids:
+        return list(turn.prompt_ids)
+    return engine.chat_ids(turn.messages, tools=list(turn.tools) or None, **turn.variables)
+
+
+def play(engine: Engine, turn: Turn, recovery: Recovery | None) -> Played:
+    """Answers one turn greedily, with and without drafting."""
+    options: dict[str, Any] = {
+        "max_tokens": turn.max_tokens,
+        "recovery": recovery,
+        "tools": turn.tools,
+        "tool_choice": turn.tool_choice,
+    }
+    prompt = prompt_of(turn, engine)
+    fast = engine.generate(prompt, **options)
+    slow = engine.generate(prompt, **options, speculative=False)
+    return Played(turn, fast, slow, outcome_of(engine, turn, fast))
+
+
+def outcome_of(engine: Engine, turn: Turn, result: Result) -> str:
+    """The class of an answer; a call counts if it is whole and fits its tool's schema."""
+    if not (result.text or "").strip() and engine.tokenizer is not None:
+        return "empty"
+    if engine.tokenizer is None:
+        return "bounded length" if result.finish_reason == "length" else "prose"
+    text, syntax = engine.tokenizer.raw(result.token_ids), syntax_of(engine.tokenizer.template)
+    if syntax and is_valid_call(text, syntax, tools_of(turn.tools)):
+        return "tool call"
+    return "bounded length" if result.finish_reason == "length" else "prose"
+
+
+def is_valid_call(text: str, syntax: Syntax, tools: Sequence[Tool]) -> bool:
+    """Whether the text holds calls, all whole, of declared tools with fitting arguments."""
+    if syntax.call_state(text) is not CallState.COMPLETE:
+        return False
+    if syntax.name != "hermes":
+        return any(tool.name in text for tool in tools)
+    try:
+        calls = [json.loads(body) for body in _HERMES_CALL.findall(text)]
+    except json.JSONDecodeError:
+        return False
+    return bool(calls) and all(_fits(call, tools) for call in calls)
+
+
+def _fits(call: dict[str, Any], tools: Sequence[Tool]) -> bool:
+    tool = next((t for t in tools if t.name == call.get("name")), None)
+    arguments = call.get("arguments")
+    if tool is None or not isinstance(arguments, dict):
+        return False
+    properties = tool.parameters.get("properties", {})
+    if not set(tool.parameters.get("required", ())) <= set(arguments) <= set(properties):
+        return False
+    return all(
+        isinstance(value, _TYPES.get(properties[key].get("type"), (object,)))
+        for key, value in arguments.items()
+    )
+
+
+def table(played: Iterable[Played]) -> list[dict[str, Any]]:
+    """How many turns of each kind became what; the last line is the total."""
+    rows: dict[str, dict[str, Any]] = {}
+    columns = ("turns", *CLASSES, "equal to plain", "as expected")
+    for one in played:
+        for kind in (one.turn.kind, "total"):
+            row = rows.setdefault(kind, {"kind": kind} | dict.fromkeys(columns, 0))
+            row["turns"] += 1
+            row[one.outcome] += 1
+            row["equal to plain"] += one.equal
+            row["as expected"] += one.turn.expected in (None, one.outcome)
+    total = rows.pop("total", None)
+    return [*rows.values(), *([total] if total else [])]
