@@ -1,7 +1,8 @@
 """Text to token ids and back, and the chat template of a model directory."""
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ class Tokenizer:
         self.core = core
         self.template = template
         self.specials = specials  # bos_token and the like, for templates
+        self.shown: frozenset[int] = frozenset()  # special ids whose text is part of the output
+        self._showing: dict[tuple[str, ...], Tokenizer] = {}
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
@@ -65,8 +68,8 @@ class Tokenizer:
         return self.core.encode(text, add_special_tokens=specials).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
-        return self.core.decode(list(ids), skip_special_tokens=True)
+        """Text of ids, special tokens left out but for those of `showing`."""
+        return self.core.decode(self.outward(ids), skip_special_tokens=not self.shown)
 
     def raw(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens written out."""
@@ -76,8 +79,36 @@ class Tokenizer:
         """A decoder that is fed ids as they come."""
         return TextStream(self)
 
+    def showing(self, texts: Iterable[str]) -> "Tokenizer":
+        """The same tokenizer, but these special tokens are not left out of decoded text.
+
+        Args:
+          texts: texts that contain them, such as the markers of a tool syntax.
+        """
+        key = tuple(texts)
+        if key not in self._showing:
+            shown = {i for i, text in self._special.items() if any(text in t for t in key)}
+            made = self._showing[key] = Tokenizer(self.core, self.template, self.specials)
+            made.shown, made._special = frozenset(shown), self._special
+        return self._showing[key]
+
+    def outward(self, ids: Sequence[int]) -> list[int]:
+        """The ids that have a text for the outside: all but special ones that are not shown."""
+        if not self.shown:
+            return list(ids)
+        return [i for i in ids if i not in self._special or i in self.shown]
+
+    @functools.cached_property
+    def _special(self) -> dict[int, str]:
+        known = self.core.get_added_tokens_decoder().items()
+        return {i: token.content for i, token in known if token.special}
+
     def chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Ids of a conversation, ready for the assistant's next turn.
+        """Ids of a conversation, ready for the assistant's next turn; arguments as `render`."""
+        return self.encode(self.render(messages, **variables), specials=False)
+
+    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Text of a conversation by the chat template, ready for the assistant's next turn.
 
         Args:
           messages: dicts with `role` and `content`, as in the OpenAI API.
@@ -95,10 +126,9 @@ class Tokenizer:
             template = _environment().from_string(
                 self.template, globals={"raise_exception": _raise_exception}
             )
-            text = template.render(messages=messages, **variables)
+            return template.render(messages=messages, **variables)
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise RequestError(f"the chat template refused the messages: {error}") from error
-        return self.encode(text, specials=False)
 
 
 class TextStream:
@@ -106,13 +136,14 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=not tokenizer.shown)
         self._ids: list[int] = []
         self.text = ""
 
     def push(self, ids: Sequence[int]) -> str:
         """The text these ids complete."""
-        pieces = [self._stream.step(self._tokenizer.core, i) or "" for i in ids]
+        outward = self._tokenizer.outward(ids)
+        pieces = [self._stream.step(self._tokenizer.core, i) or "" for i in outward]
         self._ids += ids
         self.text += (new := "".join(pieces))
         return new

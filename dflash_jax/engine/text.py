@@ -13,6 +13,7 @@ class OutputText:
         self._stop = tuple(stop)
         self._held = ""
         self.stopped = False
+        self.stopped_by: str | None = None  # the stop string that was completed
         self.text = ""
 
     def push(self, ids: Sequence[int]) -> str:
@@ -29,9 +30,10 @@ class OutputText:
 
     def _give(self, new: str, *, end: bool) -> str:
         pending = self._held + new
-        found = [at for s in self._stop if (at := pending.find(s)) >= 0]
+        found = [(at, s) for s in self._stop if (at := pending.find(s)) >= 0]
         if found:
-            self.stopped, pending, keep = True, pending[: min(found)], 0
+            at, self.stopped_by = min(found)
+            self.stopped, pending, keep = True, pending[:at], 0
         else:
             keep = 0 if end else max((_overlap(pending, s) for s in self._stop), default=0)
         given = pending[: len(pending) - keep]

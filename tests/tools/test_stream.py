@@ -1,0 +1,187 @@
+"""Outputs of every family, cut at every place: the same thoughts, content and calls."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_jax.tools import SYNTAXES
+from dflash_jax.tools.declared import Tool
+from dflash_jax.tools.stream import (
+    Arguments,
+    CallBegun,
+    CallDone,
+    Content,
+    Event,
+    OutputParser,
+    Thinking,
+)
+
+TOOLS = [
+    Tool("read", {"properties": {"path": {"type": "string"}, "count": {"type": "integer"}}}),
+    Tool("stop", {}),
+]
+READ = ("read", {"path": 'a"b\n<c>', "count": 3})
+Read = tuple[str, str, list[tuple[str, object, bool]], bool]
+
+
+def read(
+    family: str, pieces: Sequence[str], *, tools: Sequence[Tool] = TOOLS, thinking: bool = False
+) -> Read:
+    """Thoughts, content, calls (name, arguments, complete) and whether a call was left open."""
+    parser = OutputParser(SYNTAXES[family], tools, thinking=thinking)
+    events: list[Event] = []
+    for piece in pieces:
+        events += parser.push(piece)
+    events += parser.finish()
+    calls: list[list] = []
+    for event in events:
+        match event:
+            case CallBegun(index, name):
+                assert index == len(calls)
+                calls.append([name, "", False])
+            case Arguments(index, text):
+                assert not calls[index][2]
+                calls[index][1] += text
+            case CallDone(index):
+                calls[index] = [calls[index][0], json.loads(calls[index][1] or "{}"), True]
+    thoughts = "".join(e.text for e in events if isinstance(e, Thinking))
+    content = "".join(e.text for e in events if isinstance(e, Content))
+    return thoughts, content, [tuple(c) for c in calls], parser.unfinished
+
+
+def thought(family: str, text: str) -> str:
+    found = SYNTAXES[family].thought
+    return found.opening + text + found.closing if found else ""
+
+
+@pytest.mark.parametrize("family", sorted(SYNTAXES))
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+def test_a_thought_a_preamble_and_two_calls(family: str, step: int) -> None:
+    syntax = SYNTAXES[family]
+    calls = [READ, ("stop", {})]
+    preamble = "Let me look:"
+    if family == "harmony":
+        preamble = f"<|start|>assistant<|channel|>commentary<|message|>{preamble}<|end|>"
+    raw = thought(family, "hm") + preamble
+    raw += "".join("\n" + syntax.render(name, arguments) for name, arguments in calls)
+    raw = raw.replace("\n<|start|>", "<|start|>")
+    thoughts, content, found, unfinished = read(
+        family, [raw[i : i + step] for i in range(0, len(raw), step)]
+    )
+    assert thoughts == ("hm" if syntax.thought else "")
+    assert content == "Let me look:"
+    assert found == [(name, arguments, True) for name, arguments in calls]
+    assert not unfinished
+
+
+@pytest.mark.parametrize("family", sorted(SYNTAXES))
+def test_what_recovery_begins_is_a_call_once_the_model_ends_it(family: str) -> None:
+    syntax = SYNTAXES[family]
+    whole = syntax.render("read", {"path": "x"})
+    begun = syntax.begin("read", "path").strip()
+    if family == "harmony":
+        whole = "<|end|>" + whole
+    value = whole.split("x")[0][-8:]
+    rest = whole[whole.index(value) + len(value) :]
+    ending = {"qwen_xml": "x\n</parameter>\n</function>"}.get(family)
+    joint = {"qwen_xml": "\n", "hermes": ' "', "llama": ' "', "harmony": ' "', "gemma4": '<|"|>'}
+    raw = "Let me look:\n" + begun + joint[family] + (ending or rest)
+    _, content, found, _ = read(family, list(raw))
+    assert content == "Let me look:"
+    assert found == [("read", {"path": "x"}, True)]
+
+
+@pytest.mark.parametrize("family", sorted(SYNTAXES))
+def test_a_call_that_is_cut_off_is_not_complete_and_leaks_nothing(family: str) -> None:
+    raw = SYNTAXES[family].render(*READ)
+    for cut in range(1, raw.rindex("3") + 2):
+        _, content, found, unfinished = read(family, [raw[:cut]])
+        assert content in ("", raw[:cut])
+        assert content == "" or not found
+        assert not [c for c in found if c[2]], raw[:cut]
+        assert unfinished or not found
+
+
+@pytest.mark.parametrize("family", sorted(set(SYNTAXES) - {"llama"}))
+def test_an_undeclared_tool_is_neither_called_nor_shown(family: str) -> None:
+    raw = SYNTAXES[family].render("other", {"path": "x"}) + (
+        "" if family == "harmony" else "\n" + SYNTAXES[family].render("stop", {})
+    )
+    _, content, found, _ = read(family, [raw])
+    assert content == ""
+    assert [name for name, _, _ in found] == ([] if family == "harmony" else ["stop"])
+
+
+def test_json_that_is_no_call_is_content_where_calls_have_no_tags() -> None:
+    for raw in ('{"name": "Ann", "age": 3}', '{"name": 3}', '{"name": "read", x', 'a {"name"'):
+        assert read("llama", [raw])[1].replace(" ", "") in (raw.replace(" ", ""), "")
+    assert read("llama", ['{"name": 3}'])[1] == '{"name": 3}'
+
+
+def test_arguments_arrive_while_they_are_written() -> None:
+    parser = OutputParser(SYNTAXES["hermes"], TOOLS)
+    parser.push('<tool_call>\n{"name": "read", "arguments": {"pa')
+    assert parser.push('th": "ab') == [Arguments(0, 'th": "ab')]
+
+
+def test_arguments_before_the_name_and_arguments_in_a_string() -> None:
+    raw = '<tool_call>{"arguments": {"path": "x"}, "name": "read"}</tool_call>'
+    assert read("hermes", [raw])[2] == [("read", {"path": "x"}, True)]
+    raw = '<tool_call>{"name": "read", "arguments": "{\\"path\\": \\"x\\"}"}</tool_call>'
+    assert read("hermes", [raw])[2] == [("read", {"path": "x"}, True)]
+
+
+def test_without_tools_calls_are_text() -> None:
+    raw = SYNTAXES["hermes"].render("read", {})
+    assert read("hermes", [raw], tools=())[1] == raw
+
+
+def test_a_thought_the_prompt_opened_and_one_that_never_ends() -> None:
+    assert read("hermes", ["hm\n</think>\n\nYes "], thinking=True)[:2] == ("hm\n", "Yes ")
+    assert read("hermes", ["hm <tool_call>"], thinking=True) == ("hm <tool_call>", "", [], False)
+
+
+def test_values_of_parameters_have_the_declared_types() -> None:
+    raw = "<function=read>\n<parameter=path>\n12\n</parameter>\n<parameter=count>\n12\n"
+    raw += "</parameter>\n</function>\n</tool_call>"
+    assert read("qwen_xml", [raw]) == ("", "", [("read", {"path": "12", "count": 12}, True)], False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(sorted(SYNTAXES)))
+def test_any_mixture_of_markup_is_read_alike_however_it_is_cut(
+    data: st.DataObject, family: str
+) -> None:
+    syntax = SYNTAXES[family]
+    words = [
+        *syntax.opens,
+        *syntax.closes,
+        syntax.opening,
+        syntax.render(*READ),
+        "{",
+        '"',
+        "}",
+        "a",
+    ]
+    words += ["<|message|>", "<parameter=path>", "\n", " ", "\\", thought(family, "x")]
+    raw = "".join(data.draw(st.lists(st.sampled_from(words), max_size=12)))
+    whole = read_lenient(family, [raw])
+    assert read_lenient(family, list(raw)) == whole
+
+
+def read_lenient(family: str, pieces: Sequence[str]) -> list[Event]:
+    parser = OutputParser(SYNTAXES[family], TOOLS)
+    events = [e for piece in pieces for e in parser.push(piece)] + parser.finish()
+    merged: list[Event] = []
+    for event in events:
+        last = merged[-1] if merged else None
+        if isinstance(event, Thinking | Content) and type(last) is type(event):
+            merged[-1] = type(event)(last.text + event.text)
+        elif isinstance(event, Arguments) and isinstance(last, Arguments):
+            merged[-1] = Arguments(event.index, last.text + event.text)
+        else:
+            merged.append(event)
+    return merged
