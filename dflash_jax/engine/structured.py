@@ -13,6 +13,7 @@ import numpy as np
 
 from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tools.grammar import bounded
 
 KINDS = ("json", "regex", "choice", "grammar")
 Structure = Mapping[str, Any]
@@ -95,8 +96,10 @@ def _source(structure: Any, matcher: Any) -> str:
     ((kind, value),) = structure.items()
     if kind == "json" and isinstance(value, str | Mapping):
         try:
-            return matcher.grammar_from_json_schema(value if isinstance(value, str) else {**value})
-        except ValueError as error:
+            schema = json.loads(value) if isinstance(value, str) else value
+            schema = bounded(schema) if isinstance(schema, Mapping) else schema
+            return matcher.grammar_from_json_schema(json.dumps(schema))
+        except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(f"the JSON schema is not understood: {error}") from error
     if kind == "regex" and isinstance(value, str):
         return matcher.grammar_from_regex(value)

@@ -1,0 +1,77 @@
+"""Grammars of demanded calls: a real call matches, prose and undeclared tools do not."""
+
+import json
+
+import pytest
+
+from dflash_jax.errors import RequestError
+from dflash_jax.loading import locate
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tools import SYNTAXES
+from dflash_jax.tools.declared import Choice, Tool
+from dflash_jax.tools.grammar import call_grammar
+
+llguidance = pytest.importorskip("llguidance")
+
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+TOOLS = [Tool("read", SCHEMA), Tool("stop", {})]
+NAMES = sorted(set(SYNTAXES) - {"gemma4"})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = Tokenizer.from_directory(locate("tiny", "target"))
+    assert found is not None
+    return found
+
+
+def matches(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether the whole text is one that the grammar allows."""
+    known = llguidance.LLTokenizer(tokenizer.core.to_str(), eos_token=[2040])
+    source = llguidance.LLMatcher.grammar_from_lark(grammar)
+    matcher = llguidance.LLMatcher(known, source, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, specials=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_demanded_call_is_all_that_may_be_said(tokenizer: Tokenizer, family: str) -> None:
+    syntax = SYNTAXES[family]
+    specials = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"]
+    any_call = call_grammar(syntax, TOOLS, Choice("required"), specials)
+    read = syntax.render("read", {"path": "a b"})
+    stop = syntax.render("stop", {})
+    if family == "harmony":
+        read, stop = (
+            t.removeprefix("<|start|>assistant").removesuffix("<|call|>") for t in (read, stop)
+        )
+    assert matches(tokenizer, any_call, read)
+    assert matches(tokenizer, any_call, stop)
+    assert not matches(tokenizer, any_call, "Let me see.")
+    assert not matches(tokenizer, any_call, read.replace("read", "rm"))
+    named = call_grammar(syntax, TOOLS, Choice("named", "stop"), specials)
+    assert matches(tokenizer, named, stop)
+    assert not matches(tokenizer, named, read)
+
+
+def test_thoughts_may_come_before_and_several_calls_behind(tokenizer: Tokenizer) -> None:
+    syntax = SYNTAXES["hermes"]
+    specials = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"]
+    call = syntax.render("read", {"path": "x"})
+    free = call_grammar(syntax, TOOLS, Choice("required"), specials)
+    assert matches(tokenizer, free, f"<think>\nHm.\n</think>\n\n{call}\n{call}")
+    inside = call_grammar(syntax, TOOLS, Choice("required"), specials, thinking=True)
+    assert matches(tokenizer, inside, f"\nHm.\n</think>\n\n{call}")
+    assert not matches(tokenizer, inside, call)
+    silent = call_grammar(syntax, TOOLS, Choice("required"), specials, thoughts=False)
+    assert matches(tokenizer, silent, call)
+    assert not matches(tokenizer, silent, f"<think>\nHm.\n</think>\n\n{call}")
+    single = call_grammar(syntax, TOOLS, Choice("required"), specials, parallel=False)
+    assert not matches(tokenizer, single, f"{call}\n{call}")
+    assert json.dumps(SCHEMA)[1:] in free
+
+
+def test_what_cannot_be_demanded_says_so() -> None:
+    with pytest.raises(RequestError, match="gemma4"):
+        call_grammar(SYNTAXES["gemma4"], TOOLS, Choice("required"), [])
