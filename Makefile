@@ -28,6 +28,7 @@ soak: .venv/installed-dev
 	$(BIN)/python -m benchmarks.soak
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.soak_families
+	$(BIN)/python -m benchmarks.soak_serve
 	$(BIN)/python -m pytest -n 2 -m soak
 
 bench: .venv/installed-dev

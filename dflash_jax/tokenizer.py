@@ -98,6 +98,11 @@ class Tokenizer:
             return list(ids)
         return [i for i in ids if i not in self._special or i in self.shown]
 
+    @property
+    def special_texts(self) -> list[str]:
+        """Texts of the special tokens."""
+        return list(self._special.values())
+
     @functools.cached_property
     def _special(self) -> dict[int, str]:
         known = self.core.get_added_tokens_decoder().items()

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print()
         if not options.quiet:
-            print(_statistics(stream.result, engine.compile_s))
+            print(statistics(stream.result, engine.compile_s))
     return code
 
 
@@ -108,7 +108,7 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
     ):
         speeds = sorted(getattr(found, name))
         print(f"{label:18} {speeds[len(speeds) // 2]:9.1f} tok/s")
-    print(_statistics(result, engine.compile_s))
+    print(statistics(result, engine.compile_s))
     verdict = "equal" if found.check.equal else f"DIFFER at {found.check.first_difference}"
     print(
         f"tokens {verdict}; speculative is {found.speedup:.2f}x the faster plain lane"
@@ -122,7 +122,8 @@ def _as_ids(piece: Any, engine: Any) -> str:
     return "" if engine.tokenizer else "".join(f"{i} " for i in piece.token_ids)
 
 
-def _statistics(result: Any, compile_s: float) -> str:
+def statistics(result: Any, compile_s: float) -> str:
+    """One line about a finished request."""
     s = result.stats
     parts = [
         f"{s.output_tokens} tokens ({result.finish_reason})",

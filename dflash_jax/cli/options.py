@@ -13,6 +13,7 @@ from typing import Any
 from dflash_jax.errors import RequestError
 
 INTERRUPTED = 130  # the shell's code for a process ended by Ctrl-C
+LONGEST = 4096  # default capacity of conversations; a longer one costs time on a CPU
 
 
 def new_verb(
@@ -117,6 +118,13 @@ def chosen_plan(options: argparse.Namespace) -> Any:
         prefix_cache=options.prefix_cache,
         mesh=options.mesh,
     )
+
+
+def conversation_plan(options: argparse.Namespace, pair: Any) -> Any:
+    """The chosen plan with room for a conversation, where --max-length says nothing."""
+    plan = chosen_plan(options)
+    length = plan.max_length or min(LONGEST, pair.configs[0].max_length)
+    return dataclasses.replace(plan, max_length=length)
 
 
 def chosen_drafter(options: argparse.Namespace) -> str | None:

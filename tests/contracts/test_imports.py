@@ -57,6 +57,21 @@ def test_the_request_machine_knows_nothing_but_the_standard_library() -> None:
         assert not any(under(n, *banned) for n in names), path
 
 
+def test_what_clients_send_is_read_without_arrays_and_sockets() -> None:
+    names = imports(ROOT / "dflash_jax/server/protocol.py")
+    assert names
+    banned = ("jax", "numpy", "starlette", "uvicorn", "asyncio", "socket", "time")
+    assert not [n for n in names if under(n, *banned)]
+
+
+def test_the_package_itself_needs_no_server_libraries() -> None:
+    libraries = ("starlette", "uvicorn", "msgspec", "prometheus_client")
+    for path in files("dflash_jax"):
+        if "server" not in path.relative_to(ROOT).parts:
+            top = imports(path, inside_functions=False)
+            assert not [n for n in top if under(n, *libraries, "dflash_jax.server")], path
+
+
 @pytest.mark.parametrize("folder", TRACED)
 def test_traced_code_imports_neither_the_host_side_nor_input_and_output(folder: str) -> None:
     host = ("engine", "compiler", "cli", "loading", "tokenizer", "train", "testing", "allocator")

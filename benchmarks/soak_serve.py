@@ -1,0 +1,356 @@
+"""Everything a client may do to a server, and whether it still serves the next one.
+
+    python -m benchmarks.soak_serve [--minutes 10] [--out benchmarks/results/soak_serve.json]
+
+`dflash-jax serve` runs in a process of its own over the shipped pair. An agent works for twelve
+turns, clients leave in the middle of answers, two hundred come at once to a queue of 64, bodies
+that are no requests arrive, and random ones do for so many minutes. Exits with 1 if an answer is
+missing, wrong or a 5xx that is no refusal, or if the server does not end in order.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+ASK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+WAIT = 300.0  # seconds for an answer, on a machine that does other things too
+
+# -- an agent ----------------------------------------------------------------------------------
+
+CITIES = ("Paris", "Oslo", "Kyoto", "Quito", "Lisbon", "Sydney", "Athens", "Porto", "Cairo",
+          "Lima", "Delhi", "Rome")  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ABOUT = {"name": "get_weather", "description": "Get the current weather for a city."}
+TOOLS: Any = [{"type": "function", "function": {**ABOUT, "parameters": SCHEMA}}]
+
+
+def work(client: openai.OpenAI, turns: int) -> list[dict[str, Any]]:
+    """An agent that asks for the weather; what became of each turn."""
+    talk: list[Any] = [{"role": "system", "content": "You are a helpful assistant."}]
+    cities = iter(CITIES)
+    found = []
+    for _ in range(turns):
+        if talk[-1]["role"] != "tool":
+            talk.append({"role": "user", "content": f"Check the weather in {next(cities)}."})
+        answer: Any = client.chat.completions.create(
+            model="any",
+            messages=talk,
+            tools=TOOLS,
+            max_tokens=64,
+            extra_body={"return_token_ids": True, "timings_per_token": True},
+        )
+        [choice] = answer.choices
+        calls = choice.message.tool_calls or []
+        found.append(
+            {
+                "empty": not (choice.message.content or calls),
+                "calls": [call.function.name for call in calls],
+                "prompt_tokens": answer.usage.prompt_tokens,
+                "cached_tokens": answer.usage.prompt_tokens_details.cached_tokens,
+                "drafted": answer.timings["draft_n"],
+                "finish_reason": choice.finish_reason,
+                "asked": list(talk),
+                "token_ids": choice.token_ids,
+            }
+        )
+        talk.append(choice.message.model_dump(exclude_none=True))
+        for call in calls:
+            city = json.loads(call.function.arguments)["city"]
+            content = json.dumps({"city": city, "degrees": 21, "sky": "sunny"})
+            talk.append({"role": "tool", "tool_call_id": call.id, "content": content})
+    return found
+
+
+# -- bodies that are no requests ---------------------------------------------------------------
+
+BODIES = {
+    "empty": b"",
+    "no JSON": b"hello",
+    "half": b'{"messages": [',
+    "a list": b"[]",
+    "invalid UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    "a lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "deep nesting": b'{"messages":' + b"[" * 100_000,
+    "deep tools": b'{"messages":[{"role":"user","content":"x"}],"tools":[{"a":'
+    + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}]}",
+    "a deep schema": b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,"prompt":"x",'
+    b'"input":"x","text":{"format":{"type":"json_schema","schema":' + b'{"items":' * 400 + b"{}"
+    + b"}" * 400 + b'}},"response_format":{"type":"json_schema","json_schema":{"schema":'
+    + b'{"items":' * 400 + b"{}" + b"}" * 400 + b'}},"tools":[{}],"temperature":-1}',
+    "infinity": b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+    "a huge number": b'{"messages": [{"role": "user", "content": "x"}], "top_k": '
+    + b"9" * 400 + b"}",
+}  # fmt: skip
+
+CHANGES: list[dict] = [
+    {"messages": []},
+    {"messages": "hi"},
+    {"messages": [1]},
+    {"messages": [{"role": "wizard", "content": "x"}]},
+    {"messages": [{"role": "user"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+    {"max_tokens": "4"},
+    {"max_tokens": 0},
+    {"max_tokens": -1},
+    {"max_tokens": True},
+    {"temperature": -1},
+    {"temperature": "hot"},
+    {"top_p": 0},
+    {"top_p": 2},
+    {"top_k": -5},
+    {"min_p": 2},
+    {"min_tokens": 3},
+    {"presence_penalty": 9},
+    {"repetition_penalty": 0},
+    {"n": 0},
+    {"n": 10_000},
+    {"stop": 3},
+    {"stop_token_ids": [-1]},
+    {"stop_token_ids": list(range(100))},
+    {"logit_bias": {"a": 1}},
+    {"logit_bias": {"1": 1000}},
+    {"model": "gpt-17"},
+    {"model": 3},
+    {"stream": "yes"},
+    {"tools": [TOOL] * 10_000},
+    {"tools": [{"type": "function"}]},
+    {"tools": [{"type": "function", "function": {"name": "no spaces please"}}]},
+    {"tool_choice": "sometimes"},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+    {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+    {"tool_choice": "required"},
+    {"response_format": {"type": "yaml"}},
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
+    {"guided_regex": "("},
+    {"guided_regex": "a" * 2**19},
+    {"guided_grammar": "start: nowhere"},
+    {"reasoning_effort": "extreme"},
+    {"timeout": -1},
+    {"continue_final_message": True},
+    {"top_logprobs": 2},
+    {"logprobs": True, "top_logprobs": 50},
+    {"chat_template_kwargs": []},
+    {"speculative": {"enabled": 1}},
+    {"recovery": {"log_directory": "/"}},
+    {"recovery": {"floor": -1}},
+    {"recovery": "on"},
+]
+
+
+def is_error(response: httpx.Response) -> bool:
+    """A 4xx or 503 with OpenAI's error object."""
+    error = response.json()["error"]
+    well_formed = isinstance(error["message"], str) and {"type", "param", "code"} <= set(error)
+    return well_formed and (400 <= response.status_code < 500 or response.status_code == 503)
+
+
+numbers = st.integers(-3, 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+words = st.text(max_size=8)
+json_values = st.recursive(
+    st.none() | st.booleans() | numbers | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = sorted(
+    {"messages", "prompt", "input", "tools", "tool_choice", "max_tokens", "temperature", "top_p",
+     "top_k", "n", "seed", "stop", "stop_token_ids", "stream", "stream_options", "model",
+     "logprobs", "top_logprobs", "response_format", "system", "thinking", "reasoning", "text",
+     "min_p", "logit_bias", "chat_template_kwargs", "continue_final_message", "echo", "timeout",
+     "max_output_tokens", "instructions", "stop_sequences", "content", "tokens", "add_special",
+     "presence_penalty", "guided_json", "guided_choice", "guided_regex", "parallel_tool_calls"}
+)  # fmt: skip
+messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer"])},
+        optional={"content": st.text(max_size=8) | json_values, "tool_calls": json_values},
+    ),
+    max_size=3,
+)
+PATHS = (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    MESSAGES,
+    MESSAGES + "/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
+
+
+def fuzz(url: str, examples: int) -> collections.Counter[int]:
+    """Random bodies for every route; how often each status came. Asserts that none is a failure."""
+    statuses: collections.Counter[int] = collections.Counter()
+    with httpx.Client(base_url=url, timeout=WAIT) as client:
+
+        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(
+            st.sampled_from(PATHS),
+            messages,
+            st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=3),
+        )
+        def one(path: str, talk: list, change: dict) -> None:
+            base = {"messages": talk, "input": "x", "prompt": "x", "max_tokens": 2}
+            body = base | {"max_output_tokens": 2} | change
+            response = client.post(path, json=body)
+            statuses[response.status_code] += 1
+            assert response.status_code in (200, 400, 404), (path, body, response.text)
+
+        one()
+    return statuses
+
+
+# -- clients that leave, and clients that all come at once -------------------------------------
+
+
+def send(url: str, body: dict, path: str = CHAT) -> socket.socket:
+    """A connection on which a request was sent, and nothing read."""
+    parts = urllib.parse.urlsplit(url)
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    connection = socket.create_connection((parts.hostname, parts.port))
+    connection.sendall(head + raw)
+    return connection
+
+
+def leave(url: str, body: dict, times: int) -> None:
+    """Clients that close their connection: at once, or where a stream has begun."""
+    for i in range(times):
+        with contextlib.closing(send(url, body)) as connection:
+            if body.get("stream") and i % 2:
+                assert b"200 OK" in connection.recv(100)
+
+
+def crowd(url: str, count: int) -> list[httpx.Response]:
+    """The answers to so many requests at once, every second one streamed."""
+    limits = httpx.Limits(max_connections=count)
+    with (
+        httpx.Client(limits=limits, timeout=WAIT) as client,
+        concurrent.futures.ThreadPoolExecutor(count) as pool,
+    ):
+
+        def ask(i: int) -> httpx.Response:
+            return client.post(url + CHAT, json=ASK | {"stream": bool(i % 2)})
+
+        return list(pool.map(ask, range(count)))
+
+
+# -- all of it ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`dflash-jax serve` with these options in a process of its own, ready, and its URL."""
+    command = [sys.executable, "-m", "dflash_jax", "serve", "--port", "0", "--quiet", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().split()[-1]
+            while httpx.get(url + "/ready", timeout=WAIT).status_code == 503:
+                time.sleep(0.1)
+            yield process, url
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def soak(url: str, minutes: float) -> dict[str, Any]:
+    """What happened in each phase; `failures` says what should not have."""
+    found: dict[str, Any] = {}
+    failures: list[str] = []
+
+    def greedy() -> Any:
+        body = ASK | {"max_tokens": 16, "return_token_ids": True}
+        answer = httpx.post(url + CHAT, json=body, timeout=WAIT)
+        return answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else answer
+
+    wanted = greedy()
+
+    def check(name: str, good: bool) -> None:
+        if not good:
+            failures.append(name)
+        if greedy() != wanted:
+            failures.append(f"{name}: the next request was not served as the first one")
+
+    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=WAIT) as client:
+        turns = work(client, 12)
+    keys = ("empty", "calls", "prompt_tokens", "cached_tokens", "finish_reason")
+    found["agent"] = [{key: turn[key] for key in keys} for turn in turns]
+    check("an empty turn", not any(turn["empty"] for turn in turns))
+    check("no prefix hit", all(turn["cached_tokens"] for turn in turns[1:]))
+    check("no drafts", all(turn["drafted"] for turn in turns))
+
+    for stream in (True, False):
+        leave(url, ASK | {"max_tokens": 400, "ignore_eos": True, "stream": stream}, 10)
+        check(f"disconnects, stream={stream}", True)
+    found["disconnects"] = 20
+
+    answers = crowd(url, 200)
+    statuses = collections.Counter(answer.status_code for answer in answers)
+    found["crowd"] = {str(status): count for status, count in statuses.items()}
+    whole = [a for a in answers if a.status_code == 200]
+    check("a crowd", set(statuses) <= {200, 503} and len(whole) >= 64)
+    check("half answers", all(b'finish_reason":"' in a.content for a in whole))
+    check("no Retry-After", all("retry-after" in a.headers for a in answers if a not in whole))
+
+    for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES):
+        for name, body in BODIES.items():
+            refused = httpx.post(url + path, content=body, timeout=WAIT)
+            if not is_error(refused):
+                failures.append(f"{path} {name}: {refused.status_code}")
+    for change in CHANGES:
+        refused = httpx.post(url + CHAT, json=ASK | change, timeout=WAIT)
+        if not is_error(refused):
+            failures.append(f"{str(change)[:80]}: {refused.status_code}")
+    found["malformed"] = 4 * len(BODIES) + len(CHANGES)
+    check("malformed bodies", True)
+
+    end, total = time.monotonic() + 60 * minutes, collections.Counter[int]()
+    while time.monotonic() < end:
+        total += fuzz(url, 500)
+    found["fuzz"] = {"minutes": minutes, "statuses": {str(s): n for s, n in total.items()}}
+    check("fuzz", True)
+    return found | {"failures": failures}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    from benchmarks.environment import environment
+
+    with served("--queue", "64", "--rows", "4", "--max-length", "2048") as (process, url):
+        found = soak(url, options.minutes)
+        process.send_signal(signal.SIGTERM)
+        found["exit_code"] = process.wait(60)
+    found = {"environment": environment() | {"load": os.getloadavg()}} | found
+    print(json.dumps(found, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 1 if found["failures"] or found["exit_code"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

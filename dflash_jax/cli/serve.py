@@ -1,0 +1,150 @@
+"""`dflash-jax serve`: an OpenAI- and Anthropic-compatible server."""
+
+import argparse
+import dataclasses
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.cli.options import (
+    chosen_drafter,
+    conversation_plan,
+    model_options,
+    new_verb,
+    use_compilation_cache,
+)
+from dflash_jax.errors import RequestError
+
+KEYS = "DFLASH_API_KEY"
+PREFIX_CACHE = 2**28  # default bytes: conversations come back longer, again and again
+
+
+def add_verb(verbs: Any) -> None:
+    """Adds `serve` to the command line."""
+    verb = new_verb(verbs, "serve", run, "Serve the OpenAI and Anthropic APIs over HTTP.")
+    server = verb.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface")
+    server.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    server.add_argument("--name", help="the model's name; the target's by default")
+    server.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=TARGET[,DRAFTER]",
+        help="another pair to load; requests choose by name",
+    )
+    server.add_argument("--queue", type=int, default=64, help="answers that wait or run")
+    server.add_argument("--timeout", type=float, default=600.0, help="seconds per request")
+    server.add_argument("--drain", type=float, default=30.0, help="seconds given after SIGTERM")
+    server.add_argument("--max-body", type=int, default=32 * 2**20, metavar="BYTES")
+    server.add_argument("--max-tokens", type=int, default=0, help="of requests that name none")
+    server.add_argument(
+        "--temperature", type=float, default=0.0, help="of requests that name none (0: greedy)"
+    )
+    server.add_argument(
+        "--recovery",
+        choices=("off", "tools", "all"),
+        help="which requests that do not say get the rules of dj.Recovery(): by default those with"
+        " tools, or all by DFLASH_MIN_TOKENS, DFLASH_STALL_TOOL_PREFIX and"
+        " DFLASH_DEGENERATE_RUN_TOKENS where one of them is set",
+    )
+    server.add_argument(
+        "--api-key-file", type=Path, help=f"one key a line; or set {KEYS}, keys parted by commas"
+    )
+    server.add_argument("--cors", action="append", default=[], metavar="ORIGIN")
+    server.add_argument("--metrics", action="store_true", help="put figures into every answer")
+    server.add_argument("--quiet", action="store_true", help="no line per request")
+    model_options(verb)
+    verb.set_defaults(prefix_cache=PREFIX_CACHE)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`dflash-jax serve`."""
+    try:
+        import asyncio
+
+        from dflash_jax.server.app import Settings
+        from dflash_jax.server.run import Listening, Running, log_to_stderr, serve
+    except ImportError as error:
+        raise RequestError(
+            f"serving needs the extra: pip install 'dflash-jax[serve]' ({error})"
+        ) from error
+    from dflash_jax import loading
+
+    if options.queue < 1 or not 0 <= options.port < 2**16:
+        raise RequestError("--queue has to be at least 1 and --port from 0 to 65535")
+    opened = functools.partial(loading.open_pair, taps=options.taps, taps_at=options.taps_at)
+    pairs = {_name(options): opened(options.target, chosen_drafter(options))}
+    for text in options.model:
+        name, _, paths = text.partition("=")
+        target, _, drafter = paths.partition(",")
+        if not name or not target or name in pairs:
+            raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
+        pairs[name] = opened(target, drafter or "auto")
+    settings = Settings(
+        api_keys=_keys(options.api_key_file),
+        max_body=options.max_body,
+        timeout=options.timeout if options.timeout > 0 else None,
+        metrics=options.metrics,
+        cors=tuple(options.cors),
+    )
+    listening = Listening(
+        host=options.host,
+        port=options.port,
+        drain=options.drain,
+        defaults=_defaults(options),
+        settings=settings,
+    )
+    if options.host not in ("127.0.0.1", "::1", "localhost") and not settings.api_keys:
+        print(f"warning: open to the network without a key; set {KEYS}", file=sys.stderr)
+    use_compilation_cache()
+    log_to_stderr(quiet=options.quiet)
+
+    def make(pair: loading.OpenPair) -> Any:
+        plan = conversation_plan(options, pair)
+        engine = pair.engine(dataclasses.replace(plan, queue=options.queue))
+        engine.warm_up(sampled=True, recovery=options.recovery != "off")
+        return engine
+
+    engines = {name: functools.partial(make, pair) for name, pair in pairs.items()}
+
+    def started(running: Running) -> None:
+        print(f"listening on http://{options.host}:{running.port}", flush=True)
+
+    asyncio.run(serve(engines, listening, started=started))
+    return 0
+
+
+def _name(options: argparse.Namespace) -> str:
+    return options.name or Path(options.target).name or options.target
+
+
+def _defaults(options: argparse.Namespace) -> Any:
+    from dflash_jax.engine.recovery import OFF, Recovery
+    from dflash_jax.server.generation import Defaults
+
+    asked = Recovery.from_environment(os.environ)
+    chosen = {"off": (OFF, OFF), "tools": (OFF, Recovery()), "all": (Recovery(), Recovery())}
+    named = (asked, asked) if asked != OFF else chosen["tools"]
+    plain, with_tools = chosen[options.recovery] if options.recovery else named
+    return Defaults(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        recovery=plain,
+        with_tools=with_tools,
+    )
+
+
+def _keys(file: Path | None) -> tuple[str, ...]:
+    found = os.environ.get(KEYS, "").split(",")
+    if file is not None:
+        try:
+            found += file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"--api-key-file {file} cannot be read: {error}") from error
+    keys = tuple(key.strip() for key in found if key.strip())
+    if file is not None and not keys:
+        raise RequestError(f"--api-key-file {file} holds no key; write one a line")
+    return keys

@@ -1,0 +1,244 @@
+"""Anthropic's /v1/messages: requests read into an `Ask`, answers and stream events."""
+
+import json
+from typing import Any
+
+import msgspec
+
+from dflash_jax.server import figures
+from dflash_jax.server.chat import named
+from dflash_jax.server.generation import Generation
+from dflash_jax.server.protocol import (
+    Ask,
+    Message,
+    Problem,
+    budget_of,
+    conversation,
+    decode,
+    new_id,
+    offered,
+    texts,
+)
+from dflash_jax.server.reply import Reply
+from dflash_jax.tools.stream import Arguments, CallBegun, CallDone, Content, Event, Thinking
+
+
+class MessagesRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/messages, and its count_tokens."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    thinking: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: Any = None
+    service_tier: Any = None
+    output_config: Any = None
+    context_management: Any = None
+    betas: Any = None
+    container: Any = None
+
+
+def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
+    """The request as an `Ask`; `counting` asks for no max_tokens."""
+    found, unknown = decode(body, MessagesRequest)
+    if found.max_tokens is None and not counting:
+        raise Problem(400, "max_tokens is missing", param="max_tokens")
+    warnings = [f"the unknown field {name!r} was ignored" for name in unknown]
+    given = []
+    for tool in found.tools or []:
+        if tool.get("type") not in (None, "custom"):
+            warnings.append(f"the server tool {tool.get('name')!r} was ignored")
+            continue
+        inner = {"name": tool.get("name"), "description": tool.get("description", "")}
+        inner["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
+        given.append({"type": "function", "function": inner})
+    choice = found.tool_choice or {"type": "auto"}
+    kind = choice.get("type")
+    if kind not in ("auto", "any", "none", "tool"):
+        raise Problem(400, f"tool_choice type {kind!r}; expected auto, any, none or tool")
+    wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
+    tools, declared, chosen = offered(given, wanted)
+    template = dict(found.chat_template_kwargs or {})
+    thinking = found.thinking or {}
+    if found.thinking is not None:
+        template = {"enable_thinking": found.thinking.get("type") != "disabled"} | template
+    options = {name: getattr(found, name) for name in ("temperature", "top_p", "top_k")}
+    return Ask(
+        api="messages",
+        model=found.model,
+        messages=conversation(_messages(found)),
+        tools=tools,
+        declared=declared,
+        choice=chosen,
+        parallel=not choice.get("disable_parallel_tool_use"),
+        options={name: value for name, value in options.items() if value is not None},
+        template=template,
+        thinking_budget=budget_of(thinking.get("budget_tokens")),
+        stop=texts(found.stop_sequences),
+        max_tokens=found.max_tokens,
+        clamp=True,
+        stream=bool(found.stream),
+        warnings=tuple(warnings),
+    )
+
+
+def _messages(found: MessagesRequest) -> list[Message]:
+    """The conversation in the chat completions shape."""
+    made: list[Message] = []
+    if found.system:
+        made.append({"role": "system", "content": found.system})
+    for at, message in enumerate(found.messages):
+        role, content = message.get("role"), message.get("content")
+        where = f"messages[{at}]"
+        if role not in ("user", "assistant", "system"):
+            raise Problem(400, f"role {role!r}; expected user or assistant", param=f"{where}.role")
+        if isinstance(content, str):
+            made.append({"role": role, "content": content})
+            continue
+        if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
+            raise Problem(400, "content is no list of blocks", param=f"{where}.content")
+        made += _turn(role, content)
+    return made
+
+
+def _turn(role: str, blocks: list[dict[str, Any]]) -> list[Message]:
+    """Tool results, then the message with everything else."""
+    results: list[Message] = []
+    rest: Message = {"role": role, "content": []}
+    for block in blocks:
+        match block.get("type"):
+            case "tool_result":
+                content = block.get("content") or ""
+                result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
+                results.append(result | {"content": content})
+            case "tool_use":
+                arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+                function = {"name": block.get("name"), "arguments": arguments}
+                call = {"id": block.get("id"), "type": "function", "function": function}
+                rest.setdefault("tool_calls", []).append(call)
+            case "thinking":
+                rest["reasoning_content"] = block.get("thinking") or ""
+            case "redacted_thinking":
+                pass
+            case _:
+                rest["content"].append(block)
+    if not rest["content"] and len(rest) == 2:
+        return results
+    return [*results, rest]
+
+
+class MessagesWriter:
+    """Answers of /v1/messages."""
+
+    def __init__(self, generation: Generation):
+        self.generation = generation
+        self._id = new_id("msg_")
+        self._at = -1  # content block being written
+        self._open = ""  # its type, while it is open
+
+    def whole(self) -> dict[str, Any]:
+        [reply] = self.generation.replies
+        content: list[dict[str, Any]] = []
+        if reply.thoughts:
+            content.append({"type": "thinking", "thinking": reply.thoughts, "signature": ""})
+        if reply.content:
+            content.append({"type": "text", "text": reply.content})
+        for call in reply.done_calls:
+            try:
+                arguments = json.loads(call.arguments)
+            except ValueError:
+                arguments = {"raw": call.arguments}
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+            content.append(block)
+        return self._message(content, reply, self._usage())
+
+    def start(self) -> bytes:
+        prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
+        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
+        return named({"type": "message_start", "message": self._message([], None, usage)})
+
+    def events(self, reply: Reply, events: list[Event]) -> bytes:
+        out = b""
+        for event in events:
+            match event:
+                case Content(text):
+                    out += self._enter("text", {"text": ""})
+                    out += self._delta({"type": "text_delta", "text": text})
+                case Thinking(text):
+                    out += self._enter("thinking", {"thinking": "", "signature": ""})
+                    out += self._delta({"type": "thinking_delta", "thinking": text})
+                case CallBegun(index, name):
+                    block = {"id": reply.calls[index].id, "name": name, "input": {}}
+                    out += self._leave() + self._enter("tool_use", block)
+                case Arguments(_, text):
+                    out += self._delta({"type": "input_json_delta", "partial_json": text})
+                case CallDone():
+                    out += self._leave()
+        return out
+
+    def close(self) -> bytes:
+        [reply] = self.generation.replies
+        end = {"stop_reason": _reason(reply), "stop_sequence": reply.stop_string}
+        delta = {"type": "message_delta", "delta": end, "usage": self._usage()}
+        return self._leave() + named(delta) + named({"type": "message_stop"})
+
+    def problem(self, problem: Problem) -> bytes:
+        return named(problem.to_json())
+
+    def _enter(self, kind: str, block: dict[str, Any]) -> bytes:
+        if self._open == kind:
+            return b""
+        out = self._leave()
+        self._at, self._open = self._at + 1, kind
+        start = {"type": "content_block_start", "index": self._at}
+        return out + named(start | {"content_block": {"type": kind} | block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return named({"type": "content_block_delta", "index": self._at, "delta": delta})
+
+    def _leave(self) -> bytes:
+        if not self._open:
+            return b""
+        self._open = ""
+        return named({"type": "content_block_stop", "index": self._at})
+
+    def _usage(self) -> dict[str, Any]:
+        stats = [reply.result.stats for reply in self.generation.replies if reply.result]
+        prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
+        reused = figures.cached(stats)
+        return {
+            "input_tokens": prompt_tokens - reused,
+            "cache_read_input_tokens": reused,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": sum(s.output_tokens for s in stats),
+        }
+
+    def _message(
+        self, content: list[dict[str, Any]], reply: Reply | None, usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.generation.model.name,
+            "content": content,
+            "stop_reason": _reason(reply) if reply else None,
+            "stop_sequence": reply.stop_string if reply else None,
+            "usage": usage,
+        }
+
+
+def _reason(reply: Reply) -> str:
+    if reply.stop_string:
+        return "stop_sequence"
+    words = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    return words[reply.finish_reason]

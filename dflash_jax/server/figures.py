@@ -1,0 +1,94 @@
+"""Statistics of a finished request in the shapes that other engines' clients read."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_jax.engine.result import Stats
+
+
+def usage(prompt_tokens: int, stats: Sequence[Stats], thinking_tokens: int) -> dict[str, Any]:
+    """OpenAI's `usage` over all outputs of a request."""
+    completion = sum(s.output_tokens for s in stats)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": cached(stats)},
+        "completion_tokens_details": {"reasoning_tokens": thinking_tokens},
+    }
+
+
+def cached(stats: Sequence[Stats]) -> int:
+    """Prompt tokens that were not computed anew."""
+    return max((s.cached_tokens for s in stats), default=0)
+
+
+def timings(stats: Stats) -> dict[str, Any]:
+    """llama.cpp's `timings`, and ours: whether drafts ran at all, and why not."""
+    reused = cached([stats])
+    fresh = stats.prompt_tokens - reused
+    prompt_ms, predicted_ms = stats.prefill_s * 1e3, stats.decode_s * 1e3
+    return {
+        "cache_n": reused,
+        "prompt_n": fresh,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / max(fresh, 1),
+        "prompt_per_second": fresh / stats.prefill_s if stats.prefill_s > 0 else 0.0,
+        "predicted_n": stats.output_tokens,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / max(stats.output_tokens, 1),
+        "predicted_per_second": stats.tokens_per_s,
+        "draft_n": stats.drafted,
+        "draft_n_accepted": stats.accepted,
+        "spec_ran": stats.rounds > 0,
+        "fallback_reason": next(iter(stats.fallbacks), None),
+        "retries": stats.recovery.get("empty_retry", 0),
+    }
+
+
+def metrics(stats: Stats) -> dict[str, Any]:
+    """vLLM's `metrics`, with its `speculative_decoding`."""
+    drafts = len(stats.accepted_per_position)
+    histogram = collections.Counter(n - 1 for n in stats.acceptance_lengths)
+    found = None
+    if stats.rounds:
+        found = {
+            "mean_acceptance_length": stats.acceptance_length,
+            "draft_acceptance_rate": stats.accepted / max(stats.drafted, 1),
+            "acceptance_histogram": [histogram[k] for k in range(drafts + 1)],
+            "acceptance_histogram_by_draft_length": {
+                str(drafts): [histogram[k] for k in range(drafts + 1)]
+            },
+            "num_spec_steps": stats.rounds,
+            "num_accepted_draft_tokens": stats.accepted,
+            "num_draft_tokens": stats.drafted,
+            "num_spec_tokens": drafts,
+            "per_step_accepted": [n - 1 for n in stats.acceptance_lengths],
+        }
+    return {
+        "time_to_first_token_ms": stats.first_token_s * 1e3,
+        "generation_time_ms": stats.decode_s * 1e3,
+        "queue_time_ms": max(stats.first_token_s - stats.prefill_s - stats.compile_s, 0.0) * 1e3,
+        "tokens_per_second": stats.tokens_per_s,
+        "speculative_decoding": found,
+    }
+
+
+def meta_info(stats: Stats) -> dict[str, Any]:
+    """SGLang's `meta_info`, which z-lab's benchmark reads."""
+    found: dict[str, Any] = {
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.output_tokens,
+        "cached_tokens": cached([stats]),
+        "spec_verify_ct": stats.rounds,
+        "spec_num_correct_drafts": stats.accepted,
+        "spec_num_proposed_drafts": stats.drafted,
+    }
+    if stats.rounds:
+        found["spec_accept_length"] = stats.acceptance_length
+        found["spec_accept_rate"] = stats.accepted / max(stats.drafted, 1)
+        found["spec_correct_drafts_histogram"] = metrics(stats)["speculative_decoding"][
+            "acceptance_histogram"
+        ]
+    return found

@@ -1,0 +1,252 @@
+"""Runs what an `Ask` wants on a model, and hands out events as they come."""
+
+import asyncio
+import dataclasses
+import functools
+import hashlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery.cancellation import Reason
+from dflash_jax.engine.result import Piece, Result
+from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.server.prompt import Prompt, ToolTurns, chat_prompt, check_length
+from dflash_jax.server.protocol import Ask, Problem
+from dflash_jax.server.reply import Reply
+from dflash_jax.server.worker import Job, Worker
+from dflash_jax.tools import Syntax, syntax_of
+from dflash_jax.tools.grammar import call_grammar
+from dflash_jax.tools.stream import Event
+
+SLOW_PROMPT = 20_000  # characters from which a prompt is made outside the event loop
+MOST_GRAMMAR = 2**18  # characters: larger grammars take seconds, in which nothing else is served
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What requests get that do not say.
+
+    Attributes:
+      max_tokens: 0 is what fits.
+      recovery: rules of requests without tools; `with_tools`, of those that offer some.
+    """
+
+    max_tokens: int = 0
+    temperature: float = 0.0
+    recovery: Recovery = OFF
+    with_tools: Recovery = OFF
+
+
+@dataclasses.dataclass
+class Model:
+    """A loaded pair under its name."""
+
+    name: str
+    worker: Worker
+    defaults: Defaults = dataclasses.field(default_factory=Defaults)
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    last_used_ms: int = 0
+    turns: ToolTurns = dataclasses.field(default_factory=ToolTurns)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Problem 503 until it is ready, 500 once it failed."""
+        if self.worker.error is not None:
+            raise Problem(500, f"the engine stopped: {self.worker.error}", code="engine_failed")
+        if self.worker.engine is None or not self.worker.ready.is_set():
+            raise Problem(503, "the model is loading; try again soon", code="loading", retry_s=5)
+        return self.worker.engine
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Stands for weights, configurations and what the plan changes in the numbers."""
+        engine, plan = self.engine, self.engine.plan
+        numbers = plan.dtype, plan.block, plan.chunk, plan.exact
+        digest = hashlib.sha256(repr((engine.target, engine.drafter, numbers)).encode())
+        for leaf in jax.tree.leaves(engine.params):
+            if leaf.ndim == 1:  # norms tell models apart, and are small
+                digest.update(np.asarray(leaf).tobytes())
+        return f"fp_{digest.hexdigest()[:12]}"
+
+    @functools.cached_property
+    def syntax(self) -> Syntax | None:
+        """How this model writes calls and thoughts."""
+        tokenizer = self.engine.tokenizer
+        return syntax_of(tokenizer.template if tokenizer else None)
+
+
+News = tuple[int, list[Piece], Result | Exception | None]
+
+
+class Generation:
+    """All outputs of one request. Iterate `events` once; afterwards `replies` are complete."""
+
+    def __init__(self, model: Model, ask: Ask, prompts: list[Prompt], timeout: float | None):
+        self.model, self.ask, self.prompts = model, ask, prompts
+        self.started = time.perf_counter()
+        self.first_token: float | None = None
+        engine = model.engine
+        self.replies: list[Reply] = []
+        self._jobs: list[Job] = []
+        self._news: asyncio.Queue[News] = asyncio.Queue()
+        for prompt in prompts:
+            options = self._options(engine, prompt)
+            for copy in range(ask.n):
+                index = len(self.replies)
+                reply = Reply(index, ask, engine.tokenizer, model.syntax, thinking=prompt.thinking)
+                if "seed" in options:
+                    options = options | {"seed": (ask.options["seed"] + copy) % 2**32}
+                self.replies.append(reply)
+                self._jobs.append(Job(prompt.ids, options, index, self._hear))
+        if not model.worker.room(len(self._jobs)):
+            raise queue_full()
+        self._timer = None
+        if timeout is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(timeout, self.cancel, "deadline")
+        for job in self._jobs:
+            model.worker.submit(job)
+
+    def _options(self, engine: Engine, prompt: Prompt) -> dict[str, Any]:
+        """Arguments of `Engine.submit`."""
+        ask = self.ask
+        defaults = self.model.defaults
+        options = {"temperature": defaults.temperature} | ask.options
+        if ask.stop:
+            options["stop"] = ask.stop
+        if ask.logprobs is not None:
+            options["logprobs"] = ask.logprobs
+        if ask.grammar is not None:
+            kind, value = ask.grammar
+            options["structured"] = {kind: value}
+        if ask.choice.kind in ("required", "named"):
+            if "structured" in options:
+                raise Problem(
+                    400, "a demanded call leaves no room for another output grammar; give one of"
+                    " tool_choice and response_format", param="tool_choice",
+                )  # fmt: skip
+            options["structured"] = {"grammar": self._demanded(engine, prompt)}
+        if len(str(options.get("structured", ""))) > MOST_GRAMMAR:
+            raise Problem(
+                400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
+                code="grammar_too_large",
+            )  # fmt: skip
+        most = check_length(prompt.ids, ask, engine.plan.max_length, defaults.max_tokens)
+        recovery = ask.recovery or (defaults.with_tools if ask.declared else defaults.recovery)
+        if ask.thinking_budget is not None and ask.thinking_budget < most:
+            recovery = dataclasses.replace(recovery, answer_reserve=most - ask.thinking_budget)
+        if recovery != OFF:
+            choice = {"name": ask.choice.name} if ask.choice.name else ask.choice.kind
+            options |= {"recovery": recovery, "tools": ask.tools, "tool_choice": choice}
+        return options | {"max_tokens": most}
+
+    def _demanded(self, engine: Engine, prompt: Prompt) -> str:
+        """The grammar of a call that has to be made."""
+        ask, syntax = self.ask, self.model.syntax
+        if syntax is None or engine.tokenizer is None:
+            raise Problem(400, "this model's template knows no tool calls", param="tool_choice")
+        try:
+            return call_grammar(
+                syntax,
+                ask.declared,
+                ask.choice,
+                engine.tokenizer.special_texts,
+                thinking=prompt.thinking,
+                thoughts=ask.template.get("enable_thinking") is not False,
+                parallel=ask.parallel,
+            )
+        except RequestError as error:
+            raise Problem(400, str(error), param="tool_choice") from None
+
+    def _hear(self, index: int, pieces: list[Piece], end: Result | Exception | None) -> None:
+        self._news.put_nowait((index, pieces, end))
+
+    def cancel(self, reason: Reason) -> None:
+        """Ends all outputs; after a deadline they are answers, otherwise nobody wants them."""
+        for job, reply in zip(self._jobs, self.replies, strict=True):
+            if reply.result is None:
+                reply.cut = reply.cut or reason
+                self.model.worker.cancel(job, None if reason == "deadline" else reason)
+
+    async def events(self) -> AsyncGenerator[tuple[Reply, list[Event]]]:
+        """New events of an output; those of its end come with `reply.result` set.
+
+        The first, empty, says that the engine took the request.
+
+        Raises:
+          Problem: the engine refused it, or the computation failed.
+        """
+        left = len(self._jobs)
+        try:
+            while left:
+                index, pieces, end = await self._news.get()
+                reply = self.replies[index]
+                if isinstance(end, Exception):
+                    raise _problem(end)
+                if pieces and self.first_token is None:
+                    self.first_token = time.perf_counter()
+                events = [event for piece in pieces for event in reply.push(piece)]
+                if reply.enough and end is None:
+                    self.model.worker.cancel(self._jobs[index])
+                if end is not None:
+                    left -= 1
+                    events += reply.finish(end)
+                    self._remember(reply)
+                yield reply, events
+        finally:
+            if self._timer:
+                self._timer.cancel()
+            if left:
+                self.cancel("disconnect")
+            self.model.last_used_ms = int(time.time() * 1000)
+
+    def _remember(self, reply: Reply) -> None:
+        """Keeps a tool turn's ids for the next prompt of the conversation."""
+        if not reply.calls or reply.finish_reason != "tool_calls":
+            return
+        stop = set(self.model.engine.target.eos_token_ids)
+        ids = list(reply.ids)
+        while ids and ids[-1] in stop:
+            ids.pop()
+        prompt = self.prompts[reply.index // self.ask.n]
+        self.model.turns.remember([call.id for call in reply.calls], [*prompt.lead(), *ids])
+
+
+def queue_full() -> Problem:
+    """What a client is told when there is no room for its request."""
+    return Problem(503, "the queue is full; try again", code="queue_full", retry_s=1)
+
+
+async def prepare(model: Model, ask: Ask) -> list[Prompt]:
+    """The prompts of a request; long ones are made in a thread."""
+    engine = model.engine
+    tokenizer = engine.tokenizer
+    if ask.messages is not None:
+        thought = model.syntax.thought if model.syntax else None
+        size = sum(len(m.get("content") or "") for m in ask.messages) + 200 * len(ask.tools)
+        make = functools.partial(chat_prompt, ask, tokenizer, model.turns, thought)
+        return [await asyncio.to_thread(make) if size > SLOW_PROMPT else make()]
+    prompts = []
+    for given in ask.prompts:
+        if isinstance(given, str):
+            if tokenizer is None:
+                raise Problem(400, "this model ships no tokenizer; give token ids", param="prompt")
+            encode = functools.partial(tokenizer.encode, given)
+            given = await asyncio.to_thread(encode) if len(given) > SLOW_PROMPT else encode()
+        prompts.append(Prompt(list(given)))
+    return prompts
+
+
+def _problem(error: Exception) -> Problem:
+    """What a client is told of an error in the engine's thread."""
+    if isinstance(error, RequestError):
+        return Problem(400, str(error))
+    if isinstance(error, QueueFullError):
+        return queue_full()
+    return Problem(500, str(error), code="compute_failed")

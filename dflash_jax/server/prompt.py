@@ -1,0 +1,154 @@
+"""From a conversation to prompt ids, with past tool turns exactly as the model wrote them."""
+
+import collections
+import dataclasses
+import functools
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dflash_jax.errors import RequestError
+from dflash_jax.server.protocol import Ask, Message, Problem
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tools.syntax import Thought
+
+MARK = f"\ue000{secrets.token_hex(8)}\ue001"  # stands for a remembered turn; unknown to clients
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Ids of a prompt, and how its reply begins.
+
+    Attributes:
+      thinking: the prompt ends inside a thought.
+      lead: gives the ids that the template put behind the assistant's header, such as an empty
+        thought: a past turn has to begin with them again.
+    """
+
+    ids: list[int]
+    thinking: bool = False
+    lead: Callable[[], tuple[int, ...]] = tuple
+
+
+class ToolTurns:
+    """Ids of the assistant's past tool turns by call id, the oldest forgotten first."""
+
+    def __init__(self, most_ids: int = 8_000_000, most_turns: int = 50_000):
+        self._most_ids, self._most_turns = most_ids, most_turns
+        self._turns: collections.OrderedDict[tuple[str, ...], tuple[int, ...]]
+        self._turns = collections.OrderedDict()
+        self._size = 0
+
+    def remember(self, call_ids: Sequence[str], ids: Sequence[int]) -> None:
+        """Keeps what the model wrote in a turn with these calls."""
+        self._turns[tuple(call_ids)] = tuple(ids)
+        self._size += len(ids)
+        while self._size > self._most_ids or len(self._turns) > self._most_turns:
+            self._size -= len(self._turns.popitem(last=False)[1])
+
+    def recall(self, message: Message) -> tuple[int, ...] | None:
+        """What the model wrote, for an assistant's message that repeats all calls of a turn."""
+        key = tuple(str(call.get("id")) for call in message.get("tool_calls") or ())
+        if not key or key not in self._turns:
+            return None
+        self._turns.move_to_end(key)
+        return self._turns[key]
+
+
+def chat_prompt(
+    ask: Ask, tokenizer: Tokenizer | None, turns: ToolTurns, thought: Thought | None
+) -> Prompt:
+    """The prompt of a conversation.
+
+    Raises:
+      Problem: the model has no tokenizer or template, or the template refuses the messages.
+    """
+    if tokenizer is None:
+        raise Problem(400, "this model ships no tokenizer; use /v1/completions with token ids")
+    messages = list(ask.messages or ())
+    variables: dict[str, Any] = {"tools": ask.tools or None} | ask.template
+    if ask.continue_final:
+        return _continued(messages, tokenizer, variables)
+    recalled: list[tuple[int, ...]] = []
+    marked: list[Message] = []
+    for message in messages:
+        if message["role"] == "assistant" and (past := turns.recall(message)) is not None:
+            recalled.append(past)
+            message = {"role": "assistant", "content": MARK}
+        marked.append(message)
+    text = _render(tokenizer, marked, variables)
+    parts = text.split(MARK)
+    if len(parts) != len(recalled) + 1:  # this template treats contents in a way of its own
+        recalled, marked = [], messages
+        parts = [text := _render(tokenizer, messages, variables)]
+    ids = tokenizer.encode(parts[0], specials=False)
+    for turn, part in zip(recalled, parts[1:], strict=True):
+        ids += turn
+        ids += tokenizer.encode(part, specials=False)
+    opened = thought is not None and text.rstrip().endswith(thought.opening.rstrip())
+    return Prompt(ids, opened, functools.partial(_lead, marked, tokenizer, variables, text))
+
+
+def _continued(messages: list[Message], tokenizer: Tokenizer, variables: dict[str, Any]) -> Prompt:
+    """The prompt that ends inside the last message, so that it is continued."""
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        raise Problem(
+            400, "continue_final_message needs an assistant's text as the last message",
+            param="continue_final_message",
+        )  # fmt: skip
+    marked = [*messages[:-1], last | {"content": (last["content"] or "") + MARK}]
+    text = _render(tokenizer, marked, variables | {"add_generation_prompt": False})
+    before, mark, _ = text.rpartition(MARK)
+    if not mark:
+        raise Problem(400, "this model's chat template cannot continue a message")
+    return Prompt(tokenizer.encode(before, specials=False))
+
+
+def _lead(
+    marked: list[Message], tokenizer: Tokenizer, variables: dict[str, Any], text: str
+) -> tuple[int, ...]:
+    """Ids that the generation prompt has beyond the header of an assistant's past message."""
+    past = [*marked, {"role": "assistant", "content": MARK}, {"role": "tool", "content": "."}]
+    try:
+        later = _render(tokenizer, past, variables | {"add_generation_prompt": False})
+    except Problem:  # the template wants more of a tool's answer than we can invent
+        return ()
+    header = MARK.join(later.split(MARK)[: text.count(MARK) + 1])
+    tail = text.removeprefix(header)
+    return tuple(tokenizer.encode(tail, specials=False)) if tail not in ("", text) else ()
+
+
+def _render(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, Any]) -> str:
+    try:
+        return tokenizer.render(messages, **variables)
+    except RequestError as error:
+        raise Problem(400, str(error), param="messages") from None
+    except RecursionError:
+        raise Problem(400, "the messages are nested too deeply", param="messages") from None
+
+
+def check_length(prompt: Sequence[int], ask: Ask, most: int, default: int) -> int:
+    """The max_tokens to use for a prompt.
+
+    Args:
+      most: tokens the plan holds.
+      default: max_tokens of requests that name none; 0 for what fits.
+
+    Raises:
+      Problem: prompt and output do not fit together.
+    """
+    free = most - len(prompt)
+    asked = ask.max_tokens
+    if free < 1 or (asked is not None and asked > free and not ask.clamp):
+        output = "" if asked is None else f" and max_tokens is {asked}"
+        raise Problem(
+            400,
+            f"the prompt has {len(prompt)} tokens{output}, but this server's context is {most}"
+            " tokens for both; shorten the prompt or lower max_tokens",
+            param="messages" if ask.messages else "prompt",
+            code="context_length_exceeded",
+        )
+    if asked is None:
+        return min(default or free, free)
+    return min(asked, free)

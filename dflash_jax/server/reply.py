@@ -1,0 +1,166 @@
+"""One output as a client sees it: thoughts, content and calls, and why it ended."""
+
+import dataclasses
+from typing import Any
+
+from dflash_jax.engine.result import Piece, Result, TokenLogprob
+from dflash_jax.engine.text import OutputText
+from dflash_jax.server.protocol import Ask, new_id
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tools import Syntax
+from dflash_jax.tools.stream import (
+    Arguments,
+    CallBegun,
+    CallDone,
+    Content,
+    Event,
+    OutputParser,
+    Thinking,
+)
+
+LOOPS = ("repeat", "runaway", "period")  # what may end an output that goes round
+
+
+@dataclasses.dataclass
+class Call:
+    """A tool call; `arguments` is JSON text, whole once `done`."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    done: bool = False
+
+
+class Reply:
+    """Turns the pieces of one output into events, and keeps their sum.
+
+    Args:
+      index: which of the request's outputs it is.
+      thinking: the prompt opened a thought.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        ask: Ask,
+        tokenizer: Tokenizer | None,
+        syntax: Syntax | None,
+        *,
+        thinking: bool = False,
+    ):
+        self.index, self._ask = index, ask
+        chat = ask.api != "completions"
+        syntax = syntax if chat else None
+        if tokenizer and syntax:
+            tokenizer = tokenizer.showing(_markers(syntax, calls=bool(ask.declared)))
+        self._text = OutputText(tokenizer, ask.stop)
+        self._parser = OutputParser(syntax, ask.declared, thinking=thinking)
+        self.ids: list[int] = []
+        self.content = self.thoughts = ""
+        self.logprobs: list[TokenLogprob] = []  # of `ids`, where they were asked for
+        self.reported = 0  # of them, in chunks that were sent
+        self.calls: list[Call] = []
+        self.thinking_tokens = 0
+        self.enough = False  # nothing more is wanted: a stop string, or the only call is done
+        self.result: Result | None = None
+        self.cut = ""  # why the server ended it: "deadline", "call", ...
+
+    def push(self, piece: Piece) -> list[Event]:
+        """What a piece adds."""
+        events: list[Event] = []
+        for at, token in enumerate(piece.token_ids):
+            if self.enough:
+                break
+            self.ids.append(token)
+            self.logprobs += piece.logprobs[at : at + 1]
+            before = self._parser.thinking
+            events += self._take(self._parser.push(self._text.push([token])))
+            self.thinking_tokens += before or self._parser.thinking
+            if self._text.stopped:
+                self.enough = True
+        return events
+
+    def finish(self, result: Result) -> list[Event]:
+        """What was held back, once the engine is done."""
+        self.result = result
+        events = [] if self.cut == "call" else self._take(self._parser.push(self._text.finish()))
+        if self.cut != "call":
+            events += self._take(self._parser.finish())
+        return events
+
+    def _take(self, events: list[Event]) -> list[Event]:
+        for at, event in enumerate(events):
+            match event:
+                case Content(text):
+                    self.content += text
+                case Thinking(text):
+                    self.thoughts += text
+                case CallBegun(_, name):
+                    self.calls.append(Call(new_id("call_"), name))
+                case Arguments(index, text):
+                    self.calls[index].arguments += text
+                case CallDone(index):
+                    call = self.calls[index]
+                    call.done, call.arguments = True, call.arguments or "{}"
+                    if not self._ask.parallel:
+                        self.enough, self.cut = True, "call"
+                        return events[: at + 1]
+        return events
+
+    @property
+    def done_calls(self) -> list[Call]:
+        """Calls whose arguments are complete."""
+        return [call for call in self.calls if call.done]
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the output."""
+        return self._text.stopped_by
+
+    @property
+    def finish_reason(self) -> str:
+        """In OpenAI's words: stop, length or tool_calls."""
+        assert self.result is not None
+        open_call = self._parser.unfinished and self.cut != "call"
+        if self.done_calls and not open_call:
+            return "tool_calls"
+        if self.cut == "call" or self._text.stopped:
+            return "stop"
+        if self.result.finish_reason in ("length", "cancelled"):
+            return "length"
+        return "stop"
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """`finish_details`: the exact reason, and what the tokens were."""
+        assert self.result is not None
+        stats = self.result.stats
+        loop = next((kind for kind in LOOPS if stats.recovery[kind]), None)
+        reason = self.cut or ("stop_sequence" if self.stop_string else self.result.finish_reason)
+        total = stats.output_tokens
+        found: dict[str, Any] = {
+            "reason": {"stop": "end_of_turn", "call": "one_tool_call"}.get(reason, reason),
+            "thinking_tokens": self.thinking_tokens,
+            "content_tokens": total - self.thinking_tokens,
+            "total_tokens": total,
+        }
+        if self.stop_string:
+            found["stop_sequence"] = self.stop_string
+        if self.thinking_tokens:
+            forced = stats.recovery["thought_closed"] + stats.recovery["thought_closed_by_force"]
+            found["close_kind"] = "hard" if forced else "natural"
+        if loop:
+            found["degenerate_decode"] = loop
+        if stats.recovery:
+            found["recovery"] = {kind: n for kind, n in stats.recovery.items() if n}
+        return found
+
+
+def _markers(syntax: Syntax, *, calls: bool) -> list[str]:
+    """Texts whose special tokens the parser has to see."""
+    found = [syntax.thought.opening, syntax.thought.closing] if syntax.thought else []
+    if calls or syntax.name == "harmony":
+        found += [*syntax.opens, *syntax.closes, syntax.opening, syntax.render("f", {"k": "v"})]
+    if syntax.name == "harmony":
+        found += ["<|start|>assistant<|channel|>final<|message|><|end|><|call|>"]
+    return found

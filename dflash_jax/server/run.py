@@ -1,0 +1,162 @@
+"""Starts the server: models in their threads, sockets, signals, and an orderly end."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import uvicorn
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.server.app import Server, Settings
+from dflash_jax.server.generation import Defaults, Model
+from dflash_jax.server.worker import Worker
+
+log = logging.getLogger("dflash_jax.server")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listening:
+    """Where and how long a server listens.
+
+    Attributes:
+      port: 0 takes a free one.
+      drain: seconds that running requests get after SIGTERM.
+      defaults: what requests get that do not say.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain: float = 30.0
+    defaults: Defaults = dataclasses.field(default_factory=Defaults)
+    settings: Settings = dataclasses.field(default_factory=Settings)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Drains on the first signal, and ends the process normally; a second signal hurries it."""
+
+    def __init__(self, config: uvicorn.Config, routes: Server, drain: float):
+        super().__init__(config)
+        self._routes, self._drain = routes, drain
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if not _in_main_thread():
+            yield
+            return
+        loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self._routes.drain(self._drain)
+        self.should_exit = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A server that listens."""
+
+    port: int
+    server: Server
+    _stop: Callable[[], object]
+
+    def stop(self) -> None:
+        """What a signal does; callable from any thread."""
+        self._stop()
+
+
+async def serve(
+    engines: Mapping[str, Callable[[], Engine]],
+    listening: Listening,
+    *,
+    started: Callable[[Running], None] | None = None,
+) -> None:
+    """Serves until a signal comes.
+
+    Args:
+      engines: for each model's name, what opens it and compiles; runs in a thread of its own.
+      started: called once it listens.
+
+    Raises:
+      DFlashError: a model could not be loaded.
+    """
+    if hasattr(signal, "SIGPIPE") and _in_main_thread():
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a closed connection is an OSError
+    workers = {name: Worker(make) for name, make in engines.items()}
+    models = [Model(name, worker, listening.defaults) for name, worker in workers.items()]
+    server = Server(models, listening.settings)
+    config = uvicorn.Config(
+        server.app,
+        host=listening.host,
+        port=listening.port,
+        http="h11",  # its limit on headers is ours to set
+        h11_max_incomplete_event_size=64 * 1024,
+        loop="asyncio",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=round(listening.drain) + 5,
+    )
+    runner = _Uvicorn(config, server, listening.drain)
+    watch = asyncio.ensure_future(_watch(runner, workers))
+    announce = asyncio.ensure_future(_announce(runner, server, started))
+    try:
+        await runner.serve()
+    finally:
+        for task in (watch, announce):
+            task.cancel()
+        await asyncio.gather(*(worker.stop() for worker in workers.values()))
+    for worker in workers.values():
+        if worker.error is not None:
+            raise worker.error
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+async def _watch(runner: uvicorn.Server, workers: Mapping[str, Worker]) -> None:
+    """Ends the server when a model cannot be loaded, or its engine is given up."""
+    ends = [asyncio.ensure_future(worker.ended.wait()) for worker in workers.values()]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        runner.should_exit = True
+    finally:
+        for task in ends:
+            task.cancel()
+
+
+async def _announce(
+    runner: _Uvicorn, server: Server, started: Callable[[Running], None] | None
+) -> None:
+    while not runner.started:
+        await asyncio.sleep(0.01)
+    loop = asyncio.get_running_loop()
+    port = runner.servers[0].sockets[0].getsockname()[1]
+    log.info("listening on http://%s:%d", runner.config.host, port)
+    if started:
+        stop = functools.partial(runner.handle_exit, signal.SIGTERM, None)
+        started(Running(port, server, functools.partial(loop.call_soon_threadsafe, stop)))
+
+
+def log_to_stderr(*, quiet: bool) -> None:
+    """One line per request on standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
+    logger = logging.getLogger("dflash_jax")
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)

@@ -1,0 +1,108 @@
+"""A real server on a loopback port, over a random tiny engine with the shipped tokenizer."""
+
+import asyncio
+import dataclasses
+import functools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from dflash_jax import Plan
+from dflash_jax.engine.engine import Engine
+from dflash_jax.loading import locate
+from dflash_jax.server.app import Settings
+from dflash_jax.server.run import Listening, Running, serve
+from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
+from dflash_jax.tokenizer import Tokenizer
+
+ROWS, CONTEXT, QUEUE = 3, 512, 24
+PLAN = Plan(rows=ROWS, max_length=CONTEXT, chunk=64, block=4, queue=QUEUE, prefix_cache=2**20)
+
+
+@dataclasses.dataclass
+class Live:
+    """A server in a thread, and clients for it."""
+
+    running: Running
+    thread: threading.Thread
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.running.port}"
+
+    @property
+    def engine(self) -> Engine:
+        return self.running.server.models[0].engine
+
+    @functools.cached_property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
+
+    @functools.cached_property
+    def anthropic(self) -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0)
+
+    def is_idle(self, seconds: float = 20.0) -> bool:
+        """Whether no request is left, soon."""
+        worker = self.running.server.models[0].worker
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if not worker.active and not any(self.engine._rows) and not self.engine._waiting:
+                return True
+            time.sleep(0.01)
+        return False
+
+    def stop(self) -> None:
+        self.running.stop()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+
+def run_server(
+    make: Callable[[], Engine], listening: Listening, *, others: dict[str, Callable] | None = None
+) -> Live:
+    """A server in a thread, once it is ready; with others, once it listens."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # tests of the command line may have changed it
+    found: list[Running] = []
+    listens = threading.Event()
+
+    def started(running: Running) -> None:
+        found.append(running)
+        listens.set()
+
+    main = serve({"tiny": make} | (others or {}), listening, started=started)
+    thread = threading.Thread(target=asyncio.run, args=(main,), daemon=True)
+    thread.start()
+    assert listens.wait(30)
+    live = Live(found[0], thread)
+    while not others and httpx.get(live.url + "/ready").status_code == 503:
+        time.sleep(0.01)
+    return live
+
+
+@pytest.fixture(scope="session")
+def random_tiny() -> Engine:
+    """Random weights, three rows, the vocabulary of the shipped tokenizer; warm."""
+    target = tiny_target(num_layers=2, vocab_size=2048, eos_token_ids=(2040,))
+    drafter = tiny_drafter(target, target_layer_ids=(0,))
+    mute = random_engine(target, drafter, PLAN)
+    tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
+    engine = Engine(target, drafter, mute.params, mute.plan, tokenizer=tokenizer)
+    engine.warm_up(sampled=True)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def live(random_tiny: Engine) -> Iterator[Live]:
+    settings = Settings(max_body=2**20, keepalive=0.05)
+    running = run_server(lambda: random_tiny, Listening(port=0, drain=5, settings=settings))
+    yield running
+    running.openai.close()
+    running.anthropic.close()
+    running.stop()

@@ -1,0 +1,83 @@
+"""The shipped pair behind the server, used as agents use it: real clients, real tool calls."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+import dflash_jax as dj
+from benchmarks.soak_serve import ABOUT, SCHEMA, TOOLS, work
+from dflash_jax.server.run import Listening
+from tests.server.conftest import Live, run_server
+
+TURNS = 12
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Iterator[Live]:
+    def make() -> dj.Engine:
+        engine = dj.load("tiny", plan=dj.Plan(max_length=1024, prefix_cache=2**26))
+        engine.warm_up()
+        return engine
+
+    live = run_server(make, Listening(port=0, drain=1))
+    yield live
+    live.openai.close()
+    live.anthropic.close()
+    live.stop()
+
+
+def test_an_agent_of_twelve_turns_is_never_left_without_an_answer(shipped: Live) -> None:
+    turns = work(shipped.openai, TURNS)
+    assert len(turns) == TURNS
+    before: list[int] = []
+    for number, turn in enumerate(turns):
+        assert not turn["empty"]
+        assert turn["drafted"] > 0
+        assert number == 0 or turn["cached_tokens"] > 0
+        prompt = prompt_of(shipped, turn["asked"])
+        if turn["asked"][-1]["role"] == "tool":  # the turn before called: its ids are as they were
+            assert prompt[: len(before)] == before
+        end = shipped.engine.target.eos_token_ids
+        before = prompt + [i for i in turn["token_ids"] if i not in end]
+    assert sum(len(turn["calls"]) for turn in turns) >= TURNS // 3
+
+
+def prompt_of(live: Live, talk: list[Any]) -> list[int]:
+    body = {"messages": talk, "tools": TOOLS}
+    return httpx.post(live.url + "/tokenize", json=body).json()["tokens"]
+
+
+def test_streamed_calls_are_the_whole_ones(shipped: Live) -> None:
+    talk: Any = [{"role": "user", "content": "Check the weather in Paris."}]
+    create = shipped.openai.chat.completions.create
+    more: Any = {"model": "tiny", "messages": talk, "tools": TOOLS, "max_tokens": 64}
+    whole = create(**more).choices[0].message
+    with shipped.openai.chat.completions.stream(**more) as stream:
+        final = stream.get_final_completion().choices[0].message
+    assert (final.content or None) == whole.content
+    parts = [[c.function.name, c.function.arguments] for c in final.tool_calls or []]
+    assert parts == [[c.function.name, c.function.arguments] for c in whole.tool_calls or []]
+    assert parts
+
+    message = shipped.anthropic.messages.create(
+        model="tiny",
+        max_tokens=64,
+        messages=talk,
+        tools=[{**ABOUT, "input_schema": SCHEMA}],
+        extra_body={"temperature": 0},  # newer clients have no argument for it
+    )
+    used = [block.input for block in message.content if block.type == "tool_use"]
+    assert used == [json.loads(arguments) for _, arguments in parts]
+    assert message.stop_reason == "tool_use"
+
+    response = shipped.openai.responses.create(
+        model="tiny",
+        input=talk,
+        max_output_tokens=64,
+        tools=[{"type": "function", **ABOUT, "parameters": SCHEMA, "strict": False}],
+    )
+    items = [item for item in response.output if item.type == "function_call"]
+    assert [json.loads(item.arguments) for item in items] == used

@@ -1,0 +1,319 @@
+"""The official clients against a real server: every API, whole and streamed."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.conftest import CONTEXT, Live
+
+Nothing = SimpleNamespace(content=())
+ASK: Any = [{"role": "user", "content": "Hello"}]
+
+
+def test_a_chat_completion_says_what_the_engine_says(live: Live) -> None:
+    answer = live.openai.chat.completions.create(
+        model="tiny", messages=ASK, max_tokens=20, extra_body={"return_token_ids": True}
+    )
+    prompt = live.engine.chat_ids(ASK)
+    [choice] = answer.choices
+    assert choice.finish_reason == "length"
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == len(choice.token_ids) == 20
+    assert choice.message.role == "assistant"
+    assert answer.model == "tiny"
+    assert live.is_idle()
+    assert choice.token_ids == live.engine.generate(prompt, max_tokens=20).token_ids
+
+
+def test_a_streamed_chat_is_the_whole_one_in_pieces(live: Live) -> None:
+    whole = live.openai.chat.completions.create(model="tiny", messages=ASK, max_tokens=30)
+    stream = live.openai.chat.completions.create(
+        model="tiny",
+        messages=ASK,
+        max_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert len(chunks) > 4
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_without_stream_options_no_chunk_has_usage(live: Live) -> None:
+    stream = live.openai.chat.completions.create(
+        model="tiny", messages=ASK, max_tokens=5, stream=True
+    )
+    assert all(chunk.usage is None and chunk.choices for chunk in stream)
+
+
+def test_the_async_client_and_several_outputs_at_once(live: Live) -> None:
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=live.url + "/v1", api_key="x") as client:
+            asks = [
+                client.chat.completions.create(
+                    model="any", messages=ASK, max_tokens=12, seed=seed, temperature=1.0, n=2
+                )
+                for seed in (1, 2, 1)
+            ]
+            answers = await asyncio.gather(*asks)
+            return [json.dumps([c.message.content for c in a.choices]) for a in answers]
+
+    first, second, again = asyncio.run(main())
+    assert first == again != second
+    assert len(set(json.loads(first))) == 2
+
+
+def test_completions_take_texts_and_ids_and_echo(live: Live) -> None:
+    create = live.openai.completions.create
+    ids = live.engine.tokenizer.encode("def add(")
+    texts = create(model="tiny", prompt=["def add(", "b"], max_tokens=8, echo=True)
+    assert [c.index for c in texts.choices] == [0, 1]
+    assert texts.choices[0].text.startswith("def add(")
+    one = create(model="tiny", prompt=ids, max_tokens=8)
+    assert "def add(" + one.choices[0].text == texts.choices[0].text
+    chunks = list(create(model="tiny", prompt=ids, max_tokens=8, stream=True))
+    assert "".join(c.choices[0].text for c in chunks) == one.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_stop_string_ends_the_output_before_it(live: Live) -> None:
+    create = live.openai.completions.create
+    whole = create(model="tiny", prompt="abc", max_tokens=24).choices[0].text
+    stop = whole[len(whole) // 2 :][:3]
+    cut = create(model="tiny", prompt="abc", max_tokens=24, stop=[stop]).choices[0]
+    assert cut.text == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.finish_details["stop_sequence"] == stop
+
+
+def test_responses_whole_and_streamed(live: Live) -> None:
+    create = live.openai.responses.create
+    more = {"model": "tiny", "store": False, "include": [], "parallel_tool_calls": True}
+    whole = create(input="Hello", instructions="Be brief.", max_output_tokens=20, **more)
+    assert whole.status == "incomplete"
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.output_text
+    events = list(
+        create(
+            input=[{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}],
+            instructions="Be brief.",
+            max_output_tokens=20,
+            stream=True,
+            **more,
+        )
+    )
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.incomplete"
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text == events[-1].response.output_text
+    assert events[-1].response.usage.output_tokens == whole.usage.output_tokens == 20
+
+
+def test_anthropic_messages_whole_and_streamed(live: Live) -> None:
+    create = live.anthropic.messages.create
+    ask = {"model": "tiny", "max_tokens": 20, "messages": ASK, "system": "Be brief."}
+    whole = create(**ask)
+    assert whole.stop_reason == "max_tokens"
+    assert whole.usage.output_tokens == 20
+    with live.anthropic.messages.stream(**ask) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == "".join(b.text for b in whole.content if b.type == "text")
+    assert final.stop_reason == "max_tokens"
+    assert final.usage.output_tokens == 20
+    count = live.anthropic.messages.count_tokens(model="tiny", messages=ASK, system="Be brief.")
+    assert count.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+
+
+def test_max_tokens_beyond_the_context_are_cut_for_anthropic_and_refused_by_openai(
+    live: Live,
+) -> None:
+    whole = live.anthropic.messages.create(
+        model="tiny", max_tokens=8_000, messages=[{"role": "user", "content": "x" * 100}]
+    )
+    used = whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    assert whole.stop_reason == "end_turn" or used + whole.usage.output_tokens == CONTEXT
+    with pytest.raises(openai.BadRequestError, match="context is 512") as caught:
+        live.openai.chat.completions.create(model="tiny", messages=ASK, max_tokens=CONTEXT)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_figures_come_in_the_shapes_of_other_engines(live: Live) -> None:
+    body = {"return_meta_info": True, "return_metrics": True, "timings_per_token": True}
+    answer = live.openai.chat.completions.create(
+        model="tiny", messages=ASK, max_tokens=16, extra_body=body
+    )
+    rounds = answer.meta_info["spec_verify_ct"]
+    assert rounds > 0
+    speculative = answer.metrics["speculative_decoding"]
+    assert sum(speculative["acceptance_histogram"]) == speculative["num_spec_steps"] == rounds
+    assert answer.meta_info["spec_accept_length"] == speculative["mean_acceptance_length"]
+    assert answer.timings["draft_n"] == speculative["num_draft_tokens"] > 0
+    assert answer.timings["predicted_n"] == 16
+    plain = live.openai.chat.completions.create(
+        model="tiny", messages=ASK, max_tokens=16,
+        extra_body=body | {"speculative": {"enabled": False}},
+    )  # fmt: skip
+    assert plain.timings["draft_n"] == 0
+    assert plain.choices[0].message.content == answer.choices[0].message.content
+    assert not hasattr(
+        live.openai.chat.completions.create(model="tiny", messages=ASK, max_tokens=2), "timings"
+    )
+
+
+# -- what the engine's other lanes add -----------------------------------------------------------
+
+
+def test_log_probabilities_come_with_every_token_and_their_alternatives(live: Live) -> None:
+    create = live.openai.chat.completions.create
+    more: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 6, "logprobs": True}
+    whole = create(**more, top_logprobs=2).choices[0].logprobs.content
+    assert len(whole) == 6
+    for entry in whole:
+        assert [x.logprob for x in entry.top_logprobs] == sorted(
+            (x.logprob for x in entry.top_logprobs), reverse=True
+        )
+        assert entry.logprob == entry.top_logprobs[0].logprob < 0  # greedy: the likeliest
+    chunks = list(create(**more, stream=True))
+    streamed = [e for c in chunks for e in (c.choices[0].logprobs or Nothing).content]
+    assert [e.token for e in streamed] == [e.token for e in whole]
+    text = live.openai.completions.create(model="tiny", prompt="ab", max_tokens=3, logprobs=1)
+    found = text.choices[0].logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 3
+    assert "".join(found.tokens).startswith(text.choices[0].text)
+
+
+def test_penalties_and_biases_change_what_is_said_and_seeds_repeat_it(live: Live) -> None:
+    create = live.openai.chat.completions.create
+    more: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 8}
+    seen = {"return_token_ids": True}
+    [free] = create(**more, extra_body=seen).choices
+    banned = {str(i): -100 for i in set(free.token_ids)}
+    [biased] = create(**more, logit_bias=banned, extra_body=seen).choices
+    assert not set(biased.token_ids) & set(free.token_ids)
+    body = seen | {"min_p": 0.01, "top_k": 50, "repetition_penalty": 1.3}
+    more |= {"temperature": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0}
+    texts = [create(**more, seed=s, extra_body=body).choices[0].token_ids for s in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]
+
+
+MOOD = {
+    "type": "object",
+    "properties": {"mood": {"enum": ["good", "bad"]}, "fits": {"type": "boolean"}},
+    "required": ["mood", "fits"],
+    "additionalProperties": False,
+}
+
+
+def test_an_output_follows_the_schema_that_was_given(live: Live) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "mood", "schema": MOOD}}
+    answer = live.openai.chat.completions.create(
+        model="tiny", messages=ASK, max_tokens=100, response_format=form
+    )
+    found = json.loads(answer.choices[0].message.content)
+    assert found["mood"] in ("good", "bad")
+    assert isinstance(found["fits"], bool)
+    assert answer.choices[0].finish_reason == "stop"
+    response = live.openai.responses.create(
+        model="tiny",
+        input="Hello",
+        max_output_tokens=100,
+        text={"format": {"type": "json_schema", "name": "mood", "schema": MOOD}},
+    )
+    assert json.loads(response.output_text) == found
+    choice = live.openai.completions.create(
+        model="tiny", prompt="a", extra_body={"guided_choice": ["red", "blue"]}
+    )
+    assert choice.choices[0].text in ("red", "blue")
+
+
+def test_a_demanded_call_is_made_whatever_the_model_would_say(live: Live) -> None:
+    about: dict[str, Any] = {"name": "set_mood", "parameters": MOOD}
+    other = {"name": "stop", "parameters": {"type": "object", "additionalProperties": False}}
+    tools: Any = [{"type": "function", "function": f} for f in (other, about)]
+    quiet = {"chat_template_kwargs": {"enable_thinking": False}}
+    for choice in ({"type": "function", "function": {"name": "set_mood"}}, "required"):
+        answer = live.openai.chat.completions.create(
+            model="tiny",
+            messages=ASK,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_tokens=100,
+            extra_body=quiet,
+        )
+        [call] = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert choice == "required" or call.function.name == "set_mood"
+        assert call.function.name == "stop" or json.loads(call.function.arguments)["mood"]
+    message = live.anthropic.messages.create(
+        model="tiny",
+        max_tokens=100,
+        messages=ASK,
+        tools=[{"name": "set_mood", "input_schema": MOOD}],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        extra_body=quiet,
+    )
+    [block] = message.content
+    assert block.input["mood"] in ("good", "bad")
+    assert message.stop_reason == "tool_use"
+
+
+def test_a_prompt_that_was_seen_is_counted_as_cached(live: Live) -> None:
+    ask = [{"role": "user", "content": "A question with many words. " * 12}]
+    create = live.openai.chat.completions.create
+    first, second = (create(model="tiny", messages=ask, max_tokens=4) for _ in range(2))
+    assert second.choices[0].message.content == first.choices[0].message.content
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert 0 < cached < second.usage.prompt_tokens
+    assert cached % live.engine.plan.chunk == 0
+    message = live.anthropic.messages.create(model="tiny", max_tokens=4, messages=ask)
+    assert message.usage.cache_read_input_tokens == cached
+    assert message.usage.input_tokens == second.usage.prompt_tokens - cached
+
+
+def test_loops_and_long_thoughts_are_ended_and_said_so(live: Live) -> None:
+    create = live.openai.chat.completions.create
+    tokenizer = live.engine.tokenizer
+    assert tokenizer is not None
+
+    def always(text: str) -> dict[str, int]:
+        [token] = tokenizer.encode(text, specials=False)
+        return {str(token): 100}
+
+    answer = create(
+        model="tiny",
+        messages=ASK,
+        max_tokens=100,
+        logit_bias=always("a"),
+        extra_body={"recovery": {"repeat_limit": 8}},
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].finish_details["degenerate_decode"] == "repeat"
+    assert answer.usage.completion_tokens < 20
+
+    answer = create(
+        model="tiny",
+        messages=ASK,
+        max_tokens=20,
+        logit_bias=always("<think>"),
+        extra_body={"thinking_token_budget": 6},
+    )
+    assert answer.choices[0].finish_details["close_kind"] == "hard"
+    assert answer.usage.completion_tokens_details.reasoning_tokens >= 6
+    plain = create(
+        model="tiny", messages=ASK, max_tokens=100, extra_body={"recovery": {"runaway": True}}
+    )
+    assert plain.choices[0].finish_details["reason"]

@@ -1,0 +1,322 @@
+"""What the four APIs say about one and the same output: thoughts, calls, ends. No engine runs."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dflash_jax.engine.result import Piece, Result, Stats
+from dflash_jax.loading import locate
+from dflash_jax.server.anthropic import MessagesWriter, decode_messages
+from dflash_jax.server.chat import ChatWriter
+from dflash_jax.server.generation import Defaults, Generation
+from dflash_jax.server.prompt import Prompt, ToolTurns, chat_prompt
+from dflash_jax.server.protocol import Ask, Problem, conversation, decode_chat, new_id, offered
+from dflash_jax.server.reply import Reply
+from dflash_jax.server.responses import ResponsesWriter, decode_responses
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tools import SYNTAXES, syntax_of
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "read_file",
+            "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.txt"}}\n</tool_call>'
+TURN = f"<think>\nLook first.\n</think>\n\nLet me look:\n{CALL}<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = Tokenizer.from_directory(locate("tiny", "target"))
+    assert found is not None
+    return found
+
+
+def asked(api: str = "chat", **changes: Any) -> Ask:
+    tools, declared, choice = offered(TOOLS, None)
+    messages = conversation([{"role": "user", "content": "Read a.txt"}])
+    base = Ask(
+        api=api, model=None, messages=messages, tools=tools, declared=declared, choice=choice
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def replied(
+    tokenizer: Tokenizer, text: str, ask: Ask, *, end: str = "stop", width: int = 3
+) -> tuple[Reply, list[list]]:
+    """The reply to `ask` whose raw text is given, and its events by piece."""
+    ids = tokenizer.encode(text, specials=False)
+    reply = Reply(0, ask, tokenizer, SYNTAXES["hermes"])
+    events = []
+    for i in range(0, len(ids), width):
+        events.append(reply.push(Piece(tuple(ids[i : i + width]), "")))
+    stats = Stats(prompt_tokens=5, output_tokens=len(ids))
+    events.append(reply.finish(Result(ids, text, end, stats)))
+    return reply, events
+
+
+def generation(reply: Reply, ask: Ask) -> Generation:
+    model = SimpleNamespace(name="tiny", defaults=Defaults(), fingerprint="fp_0")
+    prompts = [Prompt([1] * 5)]
+    made = SimpleNamespace(model=model, ask=ask, replies=[reply], prompts=prompts)
+    return cast(Generation, made)
+
+
+def streamed(writer: Any, reply: Reply, events: list[list]) -> list[dict]:
+    result, reply.result = reply.result, None
+    raw = writer.start()
+    for i, new in enumerate(events):
+        if i == len(events) - 1:
+            reply.result = result
+        raw += writer.events(reply, new)
+    raw += writer.close()
+    lines = [line[6:] for line in raw.decode().splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_chat_splits_thought_content_and_call(tokenizer: Tokenizer) -> None:
+    ask = asked()
+    reply, events = replied(tokenizer, TURN, ask)
+    [choice] = ChatWriter(generation(reply, ask)).whole()["choices"]
+    message = choice["message"]
+    assert message["reasoning_content"].strip() == "Look first."
+    assert message["content"] == "Let me look:"
+    [call] = message["tool_calls"]
+    assert call["function"]["name"] == "read_file"
+    assert json.loads(call["function"]["arguments"]) == {"path": "a.txt"}
+    assert choice["finish_reason"] == "tool_calls"
+    details = choice["finish_details"]
+    assert 0 < details["thinking_tokens"] < details["total_tokens"]
+
+    chunks = streamed(ChatWriter(generation(reply, ask)), reply, events)
+    deltas = [c["choices"][0]["delta"] for c in chunks]
+    assert "".join(d.get("content") or "" for d in deltas) == "Let me look:"
+    assert "".join(d.get("reasoning_content", "") for d in deltas) == message["reasoning_content"]
+    calls = [d["tool_calls"][0] for d in deltas if "tool_calls" in d]
+    assert calls[0]["id"] == call["id"]
+    arguments = "".join(c["function"].get("arguments", "") for c in calls)
+    assert arguments == call["function"]["arguments"]
+    assert len(calls) > 3
+    assert [c["choices"][0]["finish_reason"] for c in chunks][-1] == "tool_calls"
+    assert all("<" not in json.dumps(d) for d in deltas)
+
+
+def test_anthropic_has_a_block_for_each(tokenizer: Tokenizer) -> None:
+    ask = asked("messages")
+    reply, events = replied(tokenizer, TURN, ask)
+    whole = MessagesWriter(generation(reply, ask)).whole()
+    assert [b["type"] for b in whole["content"]] == ["thinking", "text", "tool_use"]
+    assert whole["content"][2]["input"] == {"path": "a.txt"}
+    assert whole["stop_reason"] == "tool_use"
+
+    chunks = streamed(MessagesWriter(generation(reply, ask)), reply, events)
+    starts = [c for c in chunks if c["type"] == "content_block_start"]
+    stops = [c["index"] for c in chunks if c["type"] == "content_block_stop"]
+    assert [c["content_block"]["type"] for c in starts] == ["thinking", "text", "tool_use"]
+    assert stops == [0, 1, 2]
+    parts = [
+        c["delta"].get("partial_json", "") for c in chunks if c["type"] == "content_block_delta"
+    ]
+    assert json.loads("".join(parts)) == {"path": "a.txt"}
+    assert chunks[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_responses_have_an_item_for_each(tokenizer: Tokenizer) -> None:
+    ask = asked("responses")
+    reply, events = replied(tokenizer, TURN, ask)
+    whole = ResponsesWriter(generation(reply, ask)).whole()
+    kinds = ["reasoning", "message", "function_call"]
+    assert [item["type"] for item in whole["output"]] == kinds
+    assert whole["status"] == "completed"
+
+    chunks = streamed(ResponsesWriter(generation(reply, ask)), reply, events)
+    assert [c["sequence_number"] for c in chunks] == list(range(len(chunks)))
+    done = [c["item"] for c in chunks if c["type"] == "response.output_item.done"]
+    assert [item["type"] for item in done] == kinds
+    assert json.loads(done[2]["arguments"]) == {"path": "a.txt"}
+    assert done[2]["call_id"] == whole["output"][2]["call_id"]
+    assert chunks[-1]["response"]["output"] == done
+
+
+def test_a_call_that_was_cut_off_is_length_and_no_call(tokenizer: Tokenizer) -> None:
+    ask = asked()
+    reply, _ = replied(tokenizer, "Let me look:\n" + CALL[:50], ask, end="length")
+    [choice] = ChatWriter(generation(reply, ask)).whole()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == "Let me look:"
+
+
+def test_one_call_is_enough_where_parallel_calls_are_off(tokenizer: Tokenizer) -> None:
+    both = f"{CALL}\n{CALL}<|im_end|>"
+    assert len(replied(tokenizer, both, asked())[0].done_calls) == 2
+    reply, _ = replied(tokenizer, both, asked(parallel=False), end="cancelled")
+    assert len(reply.calls) == 1
+    assert reply.enough
+    assert reply.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("end", ["stop", "length"])
+def test_a_plain_text_ends_as_the_engine_says(tokenizer: Tokenizer, end: str) -> None:
+    reply, _ = replied(tokenizer, "Yes, it is.\n", asked(), end=end)
+    assert reply.finish_reason == end
+    assert reply.content == "Yes, it is.\n"
+
+
+def test_a_stop_string_of_markup_works_and_is_named(tokenizer: Tokenizer) -> None:
+    reply, _ = replied(tokenizer, TURN, asked(stop=("</think>",)))
+    assert reply.enough
+    assert reply.thoughts.strip() == "Look first."
+    assert reply.content == ""
+    assert reply.stop_string == "</think>"
+    assert reply.finish_reason == "stop"
+
+
+# -- prompts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_past_tool_turn_is_in_the_prompt_as_the_model_wrote_it(
+    tokenizer: Tokenizer, thinking: bool
+) -> None:
+    """The next prompt begins with the last one and its output: a prefix cache can hit."""
+    turns, thought = ToolTurns(), SYNTAXES["hermes"].thought
+    template = {} if thinking else {"enable_thinking": False}
+    talk: list[dict] = [{"role": "user", "content": "Read a.txt"}]
+    expected: list[int] = []
+    for turn in range(4):
+        ask = asked(messages=conversation(talk), template=template)
+        prompt = chat_prompt(ask, tokenizer, turns, thought)
+        assert prompt.ids[: len(expected)] == expected
+        raw = f" Odd  spacing {turn}:{CALL}"
+        ids = tokenizer.encode(raw, specials=False)
+        expected = prompt.ids + ids
+        call_id = new_id("call_")
+        turns.remember([call_id], [*prompt.lead(), *ids])
+        function = {"name": "read_file", "arguments": '{"path":"a.txt"}'}
+        call = {"id": call_id, "type": "function", "function": function}
+        talk.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        talk.append({"role": "tool", "tool_call_id": call_id, "content": "hello"})
+
+
+def test_unknown_calls_are_rendered_by_the_template(tokenizer: Tokenizer) -> None:
+    function = {"name": "read_file", "arguments": '{"path": "a.txt"}'}
+    talk = [
+        {"role": "user", "content": "Read a.txt"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "x", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "hello"}]},
+    ]
+    ask = asked(messages=conversation(talk))
+    ids = chat_prompt(ask, tokenizer, ToolTurns(), None).ids
+    assert '{"name": "read_file", "arguments": {"path": "a.txt"}}' in tokenizer.showing(
+        ["<tool_call>"]
+    ).decode(ids)
+
+
+def test_old_turns_are_forgotten_first() -> None:
+    turns = ToolTurns(most_ids=10)
+    for i in range(4):
+        turns.remember([str(i)], [i] * 4)
+    recalled = [turns.recall({"tool_calls": [{"id": str(i)}]}) for i in range(4)]
+    assert recalled == [None, None, (2,) * 4, (3,) * 4]
+
+
+def test_a_continued_message_ends_the_prompt(tokenizer: Tokenizer) -> None:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, I"}]
+    ask = asked(messages=conversation(talk), continue_final=True, tools=[])
+    assert tokenizer.decode(chat_prompt(ask, tokenizer, ToolTurns(), None).ids).endswith("Hello, I")
+
+
+def test_developer_is_system_and_neighbouring_system_messages_are_one() -> None:
+    talk = conversation(
+        [
+            {"role": "developer", "content": "A"},
+            {"role": "system", "content": [{"type": "text", "text": "B"}]},
+            {"role": "user", "content": "C"},
+        ]
+    )
+    assert [(m["role"], m["content"]) for m in talk] == [("system", "A\n\nB"), ("user", "C")]
+
+
+# -- three shapes, one request -----------------------------------------------------------------
+
+
+def test_the_apis_ask_for_the_same() -> None:
+    schema = TOOLS[0]["function"]["parameters"]
+    function = {"name": "read_file", "arguments": '{"path": "x"}'}
+    chat = {
+        "messages": [
+            {"role": "system", "content": "S"},
+            {"role": "user", "content": "U"},
+            {"role": "assistant", "content": None,
+             "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "1", "content": "T"},
+        ],
+        "tools": TOOLS,
+        "temperature": 0.5,
+        "max_tokens": 9,
+    }  # fmt: skip
+    anthropic = {
+        "system": "S",
+        "messages": [
+            {"role": "user", "content": "U"},
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "1", "name": "read_file", "input": {"path": "x"}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "1",
+                 "content": [{"type": "text", "text": "T"}]}]},
+        ],
+        "tools": [{"name": "read_file", "input_schema": schema}],
+        "temperature": 0.5,
+        "max_tokens": 9,
+    }  # fmt: skip
+    responses = {
+        "instructions": "S",
+        "input": [
+            {"role": "user", "content": "U"},
+            {"type": "function_call", "call_id": "1"} | function,
+            {"type": "function_call_output", "call_id": "1", "output": "T"},
+        ],
+        "tools": [{"type": "function", "name": "read_file", "parameters": schema}],
+        "temperature": 0.5,
+        "max_output_tokens": 9,
+    }
+    asks = [
+        decode_chat(json.dumps(chat).encode()),
+        decode_messages(json.dumps(anthropic).encode()),
+        decode_responses(json.dumps(responses).encode()),
+    ]
+    talks = [[(m["role"], m["content"] or "") for m in ask.messages or ()] for ask in asks]
+    assert talks[0] == talks[1] == talks[2]
+    calls = [ask.messages[2]["tool_calls"][0] for ask in asks]  # type: ignore[index]
+    assert calls[0] == calls[1] == calls[2]
+    assert calls[0]["function"]["arguments"] == {"path": "x"}
+    assert asks[0].declared == asks[1].declared == asks[2].declared
+    assert [a.options for a in asks] == [{"temperature": 0.5}] * 3
+    assert [a.max_tokens for a in asks] == [9] * 3
+
+
+def test_tool_choice_none_offers_no_tools_and_names_have_to_be_declared() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
+    ask = decode_chat(json.dumps(body | {"tool_choice": "none"}).encode())
+    assert not ask.tools
+    assert not ask.declared
+    named = {"type": "function", "function": {"name": "other"}}
+    with pytest.raises(Problem, match="read_file"):
+        decode_chat(json.dumps(body | {"tool_choice": named}).encode())
+
+
+def test_the_shipped_template_is_recognised(tokenizer: Tokenizer) -> None:
+    found = syntax_of(tokenizer.template)
+    assert found is not None
+    assert found.name == "hermes"

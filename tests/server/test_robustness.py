@@ -1,0 +1,258 @@
+"""What clients must not be able to do: crash the server, hang it, or leave work behind."""
+
+import asyncio
+import dataclasses
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.soak_serve import (
+    ASK,
+    BODIES,
+    CHANGES,
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    crowd,
+    fuzz,
+    is_error,
+    leave,
+)
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import CheckpointError
+from dflash_jax.server.app import Settings
+from dflash_jax.server.run import Listening, serve
+from tests.server.conftest import QUEUE, Live, run_server
+
+
+def serves(live: Live) -> bool:
+    return httpx.post(live.url + CHAT, json=ASK, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+def test_bodies_that_are_no_requests_are_refused(live: Live, path: str) -> None:
+    for name, body in BODIES.items():
+        response = httpx.post(live.url + path, content=body, timeout=60)
+        assert is_error(response), (name, response.text)
+    assert serves(live)
+
+
+def test_wrong_values_are_refused_and_named(live: Live) -> None:
+    for change in CHANGES:
+        response = httpx.post(live.url + CHAT, json=ASK | change, timeout=60)
+        assert is_error(response), (change, response.text)
+        param = response.json()["error"]["param"]
+        named = re.split(r"\W", param or "")[0]
+        assert response.status_code == 404 or param is None or named in change | ASK
+    assert serves(live)
+
+
+def test_what_is_not_there_or_too_large_is_refused(live: Live) -> None:
+    assert httpx.get(live.url + "/nothing").status_code == 404
+    assert httpx.get(live.url + CHAT).status_code == 405
+    assert is_error(httpx.get(live.url + "/v1/models/other"))
+    large = httpx.post(live.url + CHAT, content=b" " * (2**20 + 1))
+    assert large.status_code == 413
+    assert is_error(large)
+    chunked = httpx.post(live.url + CHAT, content=(b" " * 2**16 for _ in range(20)))
+    assert chunked.status_code == 413
+    headers = {"x-long": "a" * 100_000}
+    assert httpx.get(live.url + "/health", headers=headers).status_code in (400, 431)
+    long = httpx.post(
+        live.url + CHAT, json=ASK | {"messages": [{"role": "user", "content": "x " * 9999}]}
+    )
+    assert is_error(long)
+    assert long.json()["error"]["code"] == "context_length_exceeded"
+    assert serves(live)
+
+
+def test_unknown_fields_are_ignored_and_named(live: Live) -> None:
+    answer = httpx.post(live.url + CHAT, json=ASK | {"frobnicate": 1}, timeout=60).json()
+    assert "frobnicate" in answer["warnings"][0]
+
+
+def test_no_body_makes_the_server_fail(live: Live) -> None:
+    fuzz(live.url, 60)
+    assert live.is_idle()
+    assert serves(live)
+
+
+# -- clients that leave ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_ten_clients_leave_and_the_next_is_served(live: Live, stream: bool) -> None:
+    before = live.engine.generate(live.engine.chat_ids(ASK["messages"]), max_tokens=4)
+    leave(live.url, ASK | {"max_tokens": 400, "stream": stream}, 10)
+    assert live.is_idle()
+    answer = httpx.post(live.url + CHAT, json=ASK | {"return_token_ids": True}, timeout=60).json()
+    assert answer["choices"][0]["token_ids"] == before.token_ids
+    text = httpx.get(live.url + "/metrics").text
+    assert "dflash_jax:request_cancelled_total" in text
+
+
+def test_a_deadline_ends_a_request_with_what_it_has(live: Live) -> None:
+    answer = httpx.post(
+        live.url + CHAT, json=ASK | {"max_tokens": 450, "timeout": 0.05}, timeout=60
+    ).json()
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["finish_details"]["reason"] == "deadline"
+    assert answer["usage"]["completion_tokens"] < 450
+    assert live.is_idle()
+
+
+# -- many at once ------------------------------------------------------------------------------
+
+
+def test_more_than_the_queue_holds_are_served_or_told_to_come_back(live: Live) -> None:
+    answers = crowd(live.url, 2 * QUEUE)
+    served = [r for r in answers if r.status_code == 200]
+    refused = [r for r in answers if r.status_code == 503]
+    assert len(served) + len(refused) == len(answers)
+    assert len(served) >= QUEUE
+    assert all("retry-after" in r.headers and is_error(r) for r in refused)
+    texts = {r.json()["choices"][0]["message"]["content"] for r in served if "id" in r.text[:5]}
+    assert len(texts) <= 1
+    assert live.is_idle()
+
+
+def test_more_outputs_than_the_queue_holds_are_refused_together(live: Live) -> None:
+    refused = httpx.post(live.url + CHAT, json=ASK | {"n": QUEUE + 1}, timeout=60)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    assert live.is_idle()
+
+
+# -- other settings, over the same compiled programs -------------------------------------------
+
+
+def twin(engine: Engine, **changes: Any) -> Engine:
+    plan = dataclasses.replace(engine.plan, **changes)
+    made = Engine(engine.target, engine.drafter, engine.params, plan, tokenizer=engine.tokenizer)
+    made.executables = engine.executables
+    return made
+
+
+@pytest.fixture(scope="module")
+def gate() -> threading.Event:
+    """Opens when the second model may be loaded."""
+    return threading.Event()
+
+
+@pytest.fixture(scope="module")
+def locked(random_tiny: Engine, gate: threading.Event) -> Iterator[Live]:
+    """A server with keys and two models, of which one waits for the gate."""
+
+    def make() -> Engine:
+        assert gate.wait(60)
+        return twin(random_tiny)
+
+    settings = Settings(api_keys=("secret", "other"), cors=("http://page",), metrics=True)
+    listening = Listening(port=0, drain=20, settings=settings)
+    live = run_server(lambda: twin(random_tiny), listening, others={"second": make})
+    yield live
+    gate.set()
+    live.stop()
+
+
+def test_it_is_alive_before_it_is_ready(locked: Live, gate: threading.Event) -> None:
+    headers = {"Authorization": "Bearer secret"}
+    assert httpx.get(locked.url + "/health").status_code == 200
+    assert httpx.get(locked.url + "/ready").status_code == 503
+    early = httpx.post(locked.url + CHAT, json=ASK | {"model": "second"}, headers=headers)
+    assert early.status_code == 503
+    assert early.headers["retry-after"]
+    gate.set()
+    end = time.monotonic() + 30
+    while httpx.get(locked.url + "/ready").status_code == 503 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert httpx.get(locked.url + "/ready").status_code == 200
+
+
+def test_keys_are_needed_and_any_takes_the_model_that_was_used_last(locked: Live) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "secrets"}):
+        refused = httpx.post(locked.url + CHAT, json=ASK, headers=headers)
+        assert refused.status_code == 401
+        assert is_error(refused)
+    with httpx.Client(base_url=locked.url, headers={"x-api-key": "other"}, timeout=60) as client:
+        for name in ("second", "tiny"):
+            before = {m["id"]: m["last_used_ms"] for m in client.get("/v1/models").json()["data"]}
+            assert client.post(CHAT, json=ASK | {"model": name}).json()["model"] == name
+            answer = client.post(CHAT, json=ASK | {"model": "any"}).json()
+            assert answer["model"] == name
+            assert "timings" in answer
+            after = {m["id"]: m["last_used_ms"] for m in client.get("/v1/models").json()["data"]}
+            assert after[name] > before[name]
+        allowed = client.get("/health", headers={"Origin": "http://page"}).headers
+        assert allowed["access-control-allow-origin"] == "http://page"
+
+
+def test_a_failed_step_ends_its_requests_and_not_the_server(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = twin(random_tiny)
+    advance, failures = Engine.advance, [True]
+
+    def failing(self: Engine) -> None:
+        if failures and self is engine:
+            failures.pop()
+            raise RuntimeError("the device is on fire")
+        advance(self)
+
+    monkeypatch.setattr(Engine, "advance", failing)
+    live = run_server(lambda: engine, Listening(port=0))
+    failed = httpx.post(live.url + CHAT, json=ASK, timeout=60)
+    assert failed.status_code == 500
+    assert "on fire" in failed.json()["error"]["message"]
+    assert serves(live)
+    failures.append(True)
+    live.stop()
+
+
+def test_a_drain_lets_streams_end_and_refuses_the_rest(random_tiny: Engine) -> None:
+    live = run_server(lambda: twin(random_tiny), Listening(port=0, drain=20))
+    with httpx.stream(
+        "POST", live.url + CHAT, json=ASK | {"max_tokens": 200, "stream": True}, timeout=60
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        live.running.stop()
+        rest = list(lines)
+    assert rest[-2:] == ["data: [DONE]", ""]
+    live.thread.join(30)
+    assert not live.thread.is_alive()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error() -> None:
+    def make() -> Engine:
+        raise CheckpointError("no weights")
+
+    with pytest.raises(CheckpointError, match="no weights"):
+        asyncio.run(serve({"x": make}, Listening(port=0)))
+
+
+def test_small_routes(live: Live) -> None:
+    with httpx.Client(base_url=live.url, timeout=60) as client:
+        tokens = client.post("/tokenize", json={"content": "def add(a"}).json()
+        assert tokens["count"] == len(tokens["tokens"]) > 0
+        text = client.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["content"]
+        assert text == "def add(a"
+        chat = client.post("/tokenize", json={"messages": ASK["messages"]}).json()
+        assert chat["tokens"] == live.engine.chat_ids(ASK["messages"])
+        assert client.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+        props = client.get("/props").json()
+        assert props["models"][0]["plan"]["rows"] == live.engine.plan.rows
+        assert CHAT in props["endpoints"]
+        assert client.post(CHAT, json=ASK).status_code == 200
+        text = client.get("/metrics").text
+        for name in ("num_requests_running", "generation_tokens_total",
+                     "spec_decode_num_drafts_total", "time_to_first_token_seconds_bucket",
+                     'request_success_total{finished_reason="length"}', "build_info"):  # fmt: skip
+            assert f"dflash_jax:{name}" in text
