@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from dflash_jax.allocator import tune_allocator
-from dflash_jax.cli import explain, generate, probe, replay, serve, train, verify
+from dflash_jax.cli import bench, chat, explain, generate, probe, replay, serve, train, verify
 from dflash_jax.cli.options import INTERRUPTED
 from dflash_jax.errors import DFlashError
 from dflash_jax.version import __version__
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"dflash-jax {__version__}")
     verbs = top.add_subparsers(required=True, metavar="VERB")
-    for module in (generate, serve, explain, verify, replay, probe, train):
+    for module in (generate, chat, serve, explain, bench, verify, replay, probe, train):
         module.add_verb(verbs)
     from converters.cli import add_verbs
 

@@ -1,0 +1,107 @@
+"""Conversations to measure with: the shipped held-out ones, a JSONL file, or a public set."""
+
+import dataclasses
+import importlib.resources
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.errors import RequestError
+
+SHIPPED = "heldout"
+_ANSWER = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclasses.dataclass(frozen=True)
+class Talk:
+    """One conversation whose next turn is to be written."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Public:
+    """A public set: where it lies, and the question of one of its rows."""
+
+    path: str
+    name: str | None
+    split: str
+    question: Callable[[dict[str, Any]], str]
+
+
+PUBLIC = {
+    "gsm8k": _Public("openai/gsm8k", "main", "test", lambda row: row["question"] + _ANSWER),
+    "math500": _Public(
+        "HuggingFaceH4/MATH-500", None, "test", lambda row: row["problem"] + _ANSWER
+    ),
+    "humaneval": _Public(
+        "openai/openai_humaneval",
+        None,
+        "test",
+        lambda row: f"Complete this function.\n```python\n{row['prompt']}\n```",
+    ),
+    "mbpp": _Public(
+        "google-research-datasets/mbpp", "sanitized", "test", lambda row: row["prompt"]
+    ),
+    "mt-bench": _Public(
+        "HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: row["prompt"][0]
+    ),
+}
+
+
+def read_talks(source: str, count: int) -> list[Talk]:
+    """The first `count` conversations of a source, in an order that is always the same.
+
+    Args:
+      source: "heldout", the name of a public set, or a file with one JSON object a line: with
+        `messages` (and `tools`), or with `prompt`.
+
+    Raises:
+      RequestError: there is no such source, or it cannot be read.
+    """
+    if source in PUBLIC:
+        found = list(_public(PUBLIC[source]))
+    else:
+        root = Path(str(importlib.resources.files("dflash_jax"))) / "data" / "tiny"
+        found = list(_lines(root / "heldout.jsonl" if source == SHIPPED else Path(source)))
+    if not found:
+        raise RequestError(f"{source} holds no conversations")
+    random.Random(42).shuffle(found)
+    return found[:count]
+
+
+def _lines(path: Path) -> Iterator[Talk]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join([SHIPPED, *PUBLIC])
+        raise RequestError(f"{path} cannot be read ({error}); known sets are {known}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise RequestError(f"{path}, line {number}: {error}") from error
+        if isinstance(entry, dict) and isinstance(entry.get("messages"), list):
+            yield Talk(entry["messages"], entry.get("tools") or [])
+        elif isinstance(entry, dict) and isinstance(entry.get("prompt"), str):
+            yield Talk([{"role": "user", "content": entry["prompt"]}], [])
+        elif not (isinstance(entry, dict) and "text" in entry):
+            raise RequestError(f"{path}, line {number}: expected messages or prompt")
+
+
+def _public(source: _Public) -> Iterator[Talk]:
+    try:
+        import datasets  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise RequestError("public sets need the package: pip install datasets") from error
+    try:
+        rows = datasets.load_dataset(source.path, source.name, split=source.split)
+    except Exception as error:  # network, authorisation, a set that moved
+        raise RequestError(f"{source.path} could not be fetched: {error}") from error
+    for row in rows:
+        yield Talk([{"role": "user", "content": source.question(row)}], [])

@@ -1,0 +1,187 @@
+"""What a benchmark found: figures, a table, a plot."""
+
+import collections
+import dataclasses
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax.bench.prompts import Talk
+from dflash_jax.bench.runs import Runner, Sample
+from dflash_jax.errors import RequestError
+from dflash_jax.version import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One lane at one concurrency, every repeat."""
+
+    concurrency: int
+    lane: str
+    samples: list[Sample]  # of the last repeat
+    walls: list[float]  # seconds per repeat
+
+    @property
+    def tokens(self) -> int:
+        return sum(sample.tokens for sample in self.samples)
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second of all requests together, median of the repeats."""
+        return self.tokens / statistics.median(self.walls)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens decided in each round of each request."""
+        return [n for sample in self.samples for n in sample.acceptance_lengths]
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures; times in seconds."""
+        lengths, rounds = self.lengths, len(self.lengths)
+        drafts = max((s.drafts for s in self.samples), default=0)
+        histogram = collections.Counter(lengths)
+        first = sorted(sample.first_token_s for sample in self.samples)
+        speeds = [(s.tokens - 1) / s.decode_s for s in self.samples if s.decode_s > 0]
+        return {
+            "concurrency": self.concurrency,
+            "lane": self.lane,
+            "requests": len(self.samples),
+            "prompt_tokens": sum(s.prompt_tokens for s in self.samples),
+            "output_tokens": self.tokens,
+            "wall_s": self.walls,
+            "tokens_per_s": self.throughput,
+            "tokens_per_s_of_one_request": statistics.median(speeds) if speeds else None,
+            "first_token_s": {
+                "median": statistics.median(first),
+                "p95": first[min(len(first) - 1, int(0.95 * len(first)))],
+            },
+            "rounds": rounds,
+            "acceptance_length": sum(lengths) / rounds if rounds else None,
+            "draft_acceptance_rate": (sum(lengths) - rounds) / (rounds * drafts)
+            if drafts
+            else None,
+            "accepted_per_position": [
+                sum(n > place + 1 for n in lengths) / rounds for place in range(drafts)
+            ],
+            "acceptance_histogram": {str(n): histogram[n] for n in range(1, drafts + 2)},
+        }
+
+
+def measure(
+    runner: Runner, talks: Sequence[Talk], concurrencies: Sequence[int], repeats: int
+) -> list[Run]:
+    """Every lane at every concurrency; lanes take turns, after one answer that is not counted."""
+    for lane in runner.lanes:
+        runner.run(talks[:1], 1, lane)
+    runs = []
+    for concurrency in concurrencies:
+        walls: dict[str, list[float]] = {lane: [] for lane in runner.lanes}
+        samples: dict[str, list[Sample]] = {}
+        for _ in range(repeats):
+            for lane in runner.lanes:
+                started = time.perf_counter()
+                samples[lane] = runner.run(talks, concurrency, lane)
+                walls[lane].append(time.perf_counter() - started)
+        runs += [Run(concurrency, lane, samples[lane], walls[lane]) for lane in runner.lanes]
+    return runs
+
+
+def summary(runs: Sequence[Run], settings: dict[str, Any]) -> dict[str, Any]:
+    """Everything as one JSON value: where, what, each run, and each pair of lanes."""
+    pairs = []
+    for concurrency, (fast, slow) in _pairs(runs).items():
+        same = [a.ids == b.ids for a, b in zip(fast.samples, slow.samples, strict=True)]
+        pairs.append(
+            {
+                "concurrency": concurrency,
+                "speedup": fast.throughput / slow.throughput,
+                "equal_outputs": sum(same),
+                "outputs": len(same),
+            }
+        )
+    environment = {
+        "dflash_jax": __version__,
+        "jax": jax.__version__,
+        "device": jax.local_devices()[0].device_kind,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    found = {"environment": environment, "settings": settings, "pairs": pairs}
+    return found | {"runs": [run.to_json() for run in runs]}
+
+
+def _pairs(runs: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
+    by = {(run.concurrency, run.lane): run for run in runs}
+    levels = dict.fromkeys(run.concurrency for run in runs)
+    return {
+        c: (by[c, "speculative"], by[c, "plain"])
+        for c in levels
+        if (c, "speculative") in by and (c, "plain") in by
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """A summary for people."""
+    lines = [
+        f"{'requests':>8} {'lane':<12} {'tok/s':>9} {'one':>8} {'first ms':>9} {'p95 ms':>8}"
+        f" {'tau':>5} {'rate':>5}  per position"
+    ]
+    for run in found["runs"]:
+        tau, rate = run["acceptance_length"], run["draft_acceptance_rate"]
+        one = run["tokens_per_s_of_one_request"]
+        places = " ".join(f"{x:.2f}" for x in run["accepted_per_position"])
+        lines.append(
+            f"{run['concurrency']:>8} {run['lane']:<12} {run['tokens_per_s']:>9.1f}"
+            f" {one or 0:>8.1f} {run['first_token_s']['median'] * 1e3:>9.0f}"
+            f" {run['first_token_s']['p95'] * 1e3:>8.0f} {f'{tau:.2f}' if tau else '-':>5}"
+            f" {f'{rate:.2f}' if rate is not None else '-':>5}  {places}"
+        )
+    for pair in found["pairs"]:
+        lines.append(
+            f"at {pair['concurrency']}: speculative is {pair['speedup']:.2f}x plain;"
+            f" {pair['equal_outputs']} of {pair['outputs']} outputs equal"
+        )
+    return "\n".join(lines)
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Throughput, acceptance per position and the histogram of lengths, as one picture.
+
+    Raises:
+      RequestError: matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise RequestError("plots need the extra: pip install 'dflash-jax[plot]'") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (speed, places, lengths) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for lane in dict.fromkeys(run["lane"] for run in found["runs"]):
+        runs = [run for run in found["runs"] if run["lane"] == lane]
+        levels, values = [r["concurrency"] for r in runs], [r["tokens_per_s"] for r in runs]
+        speed.plot(levels, values, marker="o", label=lane)
+    speed.set(xlabel="requests at a time", ylabel="output tokens per second")
+    speed.legend()
+    drafted = next((run for run in found["runs"] if run["accepted_per_position"]), None)
+    if drafted:
+        shares, histogram = drafted["accepted_per_position"], drafted["acceptance_histogram"]
+        places.bar(range(1, len(shares) + 1), shares)
+        lengths.bar([int(n) for n in histogram], list(histogram.values()))
+    places.set(xlabel="place of the draft", ylabel="share of rounds that accept it")
+    lengths.set(xlabel="tokens decided in a round", ylabel="rounds")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"the plot cannot be written to {path}: {error}") from error
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,204 @@
+"""Runs conversations at a given concurrency, on an engine or against a URL."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import http.client
+import json
+import os
+import time
+import urllib.parse
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from dflash_jax.bench.prompts import Talk
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import RequestError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One answer. `ids` may be unknown over HTTP, acceptance of foreign servers too."""
+
+    text: str
+    tokens: int
+    prompt_tokens: int
+    first_token_s: float
+    seconds: float
+    decode_s: float = 0.0
+    ids: tuple[int, ...] = ()
+    acceptance_lengths: tuple[int, ...] = ()
+    drafts: int = 0  # drafted tokens per round
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """What every request of a benchmark asks for."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+class Runner(Protocol):
+    """Something that answers."""
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """ "speculative" and "plain", or "server" for a foreign one."""
+        ...
+
+    def run(self, talks: Sequence[Talk], concurrency: int, lane: str) -> list[Sample]:
+        """Answers in the order of the talks."""
+        ...
+
+
+class InProcess:
+    """An engine; concurrency is the number of requests it is given at a time."""
+
+    def __init__(self, engine: Engine, asking: Asking):
+        self._engine, self._asking = engine, asking
+        self.lanes = ("speculative", "plain") if engine.drafter else ("plain",)
+
+    def run(self, talks: Sequence[Talk], concurrency: int, lane: str) -> list[Sample]:
+        engine, asking = self._engine, self._asking
+        waiting = collections.deque(enumerate(talks))
+        running: dict[int, tuple[Any, float]] = {}
+        samples: dict[int, Sample] = {}
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                at, talk = waiting.popleft()
+                prompt = engine.chat_ids(talk.messages, tools=talk.tools or None)
+                room = engine.plan.max_length - len(prompt)
+                if room < 1:
+                    raise RequestError(f"a prompt has {len(prompt)} tokens; raise --max-length")
+                live = engine.submit(
+                    prompt,
+                    max_tokens=min(asking.max_tokens, room),
+                    temperature=asking.temperature,
+                    seed=asking.seed,
+                    speculative=lane == "speculative",
+                )
+                running[at] = live, time.perf_counter()
+            engine.advance()
+            for at, (live, started) in list(running.items()):
+                if live.done:
+                    del running[at]
+                    samples[at] = _sample(live.result(), time.perf_counter() - started)
+        return [samples[at] for at in range(len(talks))]
+
+
+def _sample(result: Any, seconds: float) -> Sample:
+    stats = result.stats
+    return Sample(
+        text=result.text or "",
+        tokens=stats.output_tokens,
+        prompt_tokens=stats.prompt_tokens,
+        first_token_s=stats.first_token_s,
+        seconds=seconds,
+        decode_s=stats.decode_s,
+        ids=tuple(result.token_ids),
+        acceptance_lengths=tuple(stats.acceptance_lengths),
+        drafts=len(stats.accepted_per_position),
+    )
+
+
+class OverHttp:
+    """An OpenAI-compatible server. Ours decodes plainly when asked to; others have one lane."""
+
+    def __init__(self, url: str, model: str, asking: Asking):
+        parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RequestError(f"{url!r} is no http URL; give one like http://127.0.0.1:8000")
+        self._parts, self._asking = parts, asking
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        key = os.environ.get("OPENAI_API_KEY") or os.environ.get("DFLASH_API_KEY") or "none"
+        self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        try:
+            status, body = self._request("GET", "/v1/models")
+            self._model = model or json.loads(body)["data"][0]["id"]
+            ours = b"dflash_jax" in body
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+            raise RequestError(f"{url} does not answer like an OpenAI server: {error}") from error
+        if status != 200:
+            raise RequestError(f"{url} answers {status}: {body[:200]!r}")
+        self.lanes = ("speculative", "plain") if ours else ("server",)
+
+    def run(self, talks: Sequence[Talk], concurrency: int, lane: str) -> list[Sample]:
+        with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(lambda talk: self._ask(talk, lane), talks))
+
+    def _connect(self) -> http.client.HTTPConnection:
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=600)
+
+    def _request(self, method: str, path: str) -> tuple[int, bytes]:
+        connection = self._connect()
+        try:
+            connection.request(method, self._base + path, headers=self._headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def _ask(self, talk: Talk, lane: str) -> Sample:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": talk.messages,
+            "max_tokens": self._asking.max_tokens,
+            "temperature": self._asking.temperature,
+            "seed": self._asking.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if talk.tools:
+            body["tools"] = talk.tools
+        if lane != "server":
+            body |= {"return_metrics": True, "return_token_ids": True}
+        if lane == "plain":
+            body["speculative"] = {"enabled": False}
+        started = time.perf_counter()
+        connection = self._connect()
+        try:
+            path = self._base + "/v1/chat/completions"
+            connection.request("POST", path, json.dumps(body), self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RequestError(f"the server answers {response.status}: {response.read()[:300]}")
+            return _read_stream(response, started)
+        finally:
+            connection.close()
+
+
+def _read_stream(response: http.client.HTTPResponse, started: float) -> Sample:
+    text, first, last = "", 0.0, {}
+    ids: tuple[int, ...] = ()
+    for line in response:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            raise RequestError(f"the server failed: {chunk['error']}")
+        last |= {k: chunk[k] for k in ("usage", "metrics") if chunk.get(k)}
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            new = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+            text += new
+            if not first and (new or delta.get("tool_calls")):
+                first = time.perf_counter() - started
+            ids = tuple(choice.get("token_ids") or ids)
+    seconds = time.perf_counter() - started
+    usage, metrics = last.get("usage") or {}, last.get("metrics") or {}
+    found = metrics.get("speculative_decoding") or {}
+    return Sample(
+        text=text,
+        tokens=usage.get("completion_tokens", 0),
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        first_token_s=first or seconds,
+        seconds=seconds,
+        decode_s=metrics.get("generation_time_ms", (seconds - first) * 1e3) / 1e3,
+        ids=ids,
+        acceptance_lengths=tuple(n + 1 for n in found.get("per_step_accepted", ())),
+        drafts=found.get("num_spec_tokens", 0),
+    )

@@ -1,0 +1,105 @@
+"""`dflash-jax bench`: speculative against plain decoding at several concurrencies."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.cli.options import (
+    chosen_drafter,
+    chosen_plan,
+    model_options,
+    new_verb,
+    telling,
+    use_compilation_cache,
+)
+from dflash_jax.errors import RequestError
+
+
+def add_verb(verbs: Any) -> None:
+    """Adds `bench` to the command line."""
+    verb = new_verb(verbs, "bench", run, "Time speculative against plain decoding.")
+    verb.add_argument(
+        "--data",
+        default="heldout",
+        help="heldout (shipped, default), a JSONL file of messages, or gsm8k, math500, humaneval,"
+        " mbpp, mt-bench with the package datasets",
+    )
+    verb.add_argument("--count", type=int, default=16, help="conversations")
+    verb.add_argument("-n", "--max-tokens", type=int, default=64)
+    verb.add_argument("--temperature", type=float, default=0.0)
+    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--concurrency", default="1", metavar="1,2,4", help="requests at a time")
+    verb.add_argument("--repeats", type=int, default=1, help="medians are reported")
+    verb.add_argument("--url", help="measure this OpenAI-compatible server instead of an engine")
+    verb.add_argument("--name", default="", help="with --url: the model; its first by default")
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verb.add_argument("--out", type=Path, help="write the JSON object to a file")
+    verb.add_argument("--plot", type=Path, help="write a picture (extra plot)")
+    model_options(verb)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`dflash-jax bench`."""
+    from dflash_jax.bench.prompts import read_talks
+    from dflash_jax.bench.report import measure, plot, summary, table
+    from dflash_jax.bench.runs import Asking, InProcess, OverHttp
+
+    levels = _levels(options.concurrency)
+    if options.count < 1 or options.repeats < 1:
+        raise RequestError("--count and --repeats have to be at least 1")
+    talks = read_talks(options.data, options.count)
+    asking = Asking(options.max_tokens, options.temperature, options.seed)
+    if options.url:
+        runner: Any = OverHttp(options.url, options.name, asking)
+        settings: dict[str, Any] = {"url": options.url}
+    else:
+        engine = _engine(options, max(levels))
+        runner = InProcess(engine, asking)
+        settings = {"target": options.target, "drafter": options.drafter}
+        settings["plan"] = dataclasses.asdict(engine.plan)
+    settings |= {"data": options.data, "count": len(talks)} | dataclasses.asdict(asking)
+    with telling("measuring", quiet=options.json):
+        found = summary(measure(runner, talks, levels, options.repeats), settings)
+    print(json.dumps(found) if options.json else table(found))
+    if options.out:
+        try:
+            options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"{options.out} cannot be written: {error}") from error
+    if options.plot:
+        plot(found, options.plot)
+    unequal = [p for p in found["pairs"] if p["equal_outputs"] < p["outputs"]]
+    if unequal and not options.temperature and not options.inexact:
+        print("speculative and plain outputs DIFFER", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _levels(text: str) -> list[int]:
+    try:
+        levels = [int(part) for part in text.split(",")]
+    except ValueError:
+        levels = []
+    if not levels or min(levels) < 1:
+        raise RequestError(f"--concurrency is {text!r}; expected numbers from 1, like 1,2,4")
+    return levels
+
+
+def _engine(options: argparse.Namespace, rows: int) -> Any:
+    with telling("loading", quiet=options.json):
+        use_compilation_cache()
+        from dflash_jax import loading
+
+        pair = loading.open_pair(
+            options.target, chosen_drafter(options), taps=options.taps, taps_at=options.taps_at
+        )
+        plan = dataclasses.replace(chosen_plan(options), rows=max(rows, options.rows))
+        if not plan.max_length:
+            plan = dataclasses.replace(plan, max_length=min(1024, pair.configs[0].max_length))
+        engine = pair.engine(plan)
+    with telling("compiling", quiet=options.json):
+        engine.warm_up(sampled=options.temperature > 0)
+    return engine

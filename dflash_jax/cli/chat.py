@@ -1,0 +1,178 @@
+"""`dflash-jax chat`: a conversation in the terminal; plain text, so that any terminal will do."""
+
+import argparse
+import contextlib
+import os
+import sys
+from typing import Any
+
+from dflash_jax.cli.options import (
+    chosen_drafter,
+    conversation_plan,
+    model_options,
+    new_verb,
+    telling,
+    use_compilation_cache,
+)
+from dflash_jax.errors import RequestError
+
+HELP = "/stats shows figures of the last answer, /reset forgets the conversation, /exit ends it"
+
+
+def add_verb(verbs: Any) -> None:
+    """Adds `chat` to the command line."""
+    verb = new_verb(verbs, "chat", run, "Chat with the model; reads lines until they end.")
+    verb.add_argument("--system", help="system message")
+    verb.add_argument("-n", "--max-tokens", type=int, default=512, help="per answer")
+    verb.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    verb.add_argument("--top-p", type=float, default=1.0)
+    verb.add_argument("--top-k", type=int, default=0)
+    verb.add_argument("--seed", type=int)
+    verb.add_argument("--no-thinking", action="store_true", help="ask for answers without thoughts")
+    verb.add_argument("--plain", action="store_true", help="decode without drafting")
+    model_options(verb)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`dflash-jax chat`."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history for input())
+    conversation = Conversation(_load(options), options)
+    talking = sys.stdin.isatty()
+    if talking:
+        print(HELP)
+    while True:
+        try:
+            line = input("> " if talking else "").strip()
+        except EOFError:
+            return 0
+        match line:
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return 0
+            case "/help":
+                print(HELP)
+            case "/reset":
+                conversation.reset()
+                print("[the conversation starts anew]")
+            case "/stats":
+                print(conversation.figures)
+            case _ if line.startswith("/"):
+                print(f"[unknown command {line.split()[0]}; {HELP}]")
+            case _:
+                try:
+                    conversation.say(line)
+                except RequestError as error:
+                    print(f"[{error}]")
+
+
+def _load(options: argparse.Namespace) -> Any:
+    with telling("loading", quiet=False):
+        use_compilation_cache()
+        from dflash_jax import loading
+
+        pair = loading.open_pair(
+            options.target, chosen_drafter(options), taps=options.taps, taps_at=options.taps_at
+        )
+        engine = pair.engine(conversation_plan(options, pair))
+    if engine.tokenizer is None or engine.tokenizer.template is None:
+        raise RequestError("this model ships no chat template; use `dflash-jax generate --raw`")
+    with telling("compiling", quiet=False):
+        engine.warm_up(sampled=options.temperature > 0)
+    return engine
+
+
+class Conversation:
+    """What was said, and an engine to go on."""
+
+    def __init__(self, engine: Any, options: argparse.Namespace):
+        from dflash_jax.tools import syntax_of
+
+        self.engine, self._options = engine, options
+        self._syntax = syntax_of(engine.tokenizer.template)
+        self._last: Any = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        system = self._options.system
+        self._talk = [{"role": "system", "content": system}] if system else []
+
+    def say(self, text: str) -> None:
+        """Prints the answer as it comes; Ctrl-C ends the answer and keeps what was said."""
+        from dflash_jax.engine.text import OutputText
+        from dflash_jax.tools.stream import OutputParser
+
+        options, tokenizer = self._options, self.engine.tokenizer
+        self._talk.append({"role": "user", "content": text})
+        prompt = self._prompt()
+        thought = self._syntax.thought if self._syntax else None
+        marks = [thought.opening, thought.closing] if thought else []
+        output = OutputText(tokenizer.showing(marks) if marks else tokenizer)
+        shown = tokenizer.showing(marks).decode(prompt).rstrip()
+        opened = thought is not None and shown.endswith(thought.opening.rstrip())
+        parser = OutputParser(self._syntax, thinking=opened)
+        room = self.engine.plan.max_length - len(prompt)
+        stream = self.engine.stream(
+            prompt,
+            max_tokens=max(1, min(options.max_tokens, room)),
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            seed=options.seed,
+            speculative=not options.plain,
+        )
+        answer = ""
+        try:
+            for piece in stream:
+                for event in parser.push(output.push(piece.token_ids)):
+                    answer += _print(event)
+            for event in parser.push(output.finish()) + parser.finish():
+                answer += _print(event)
+        except KeyboardInterrupt:
+            stream.close()
+            print(" [stopped]", end="")
+        print(flush=True)
+        self._last = stream.result
+        self._talk.append({"role": "assistant", "content": answer})
+
+    def _prompt(self) -> list[int]:
+        """Ids of the conversation; forgets its oldest exchanges when it gets too long."""
+        variables = {"enable_thinking": False} if self._options.no_thinking else {}
+        first = 1 if self._talk[0]["role"] == "system" else 0
+        wanted = min(self._options.max_tokens, self.engine.plan.max_length // 4)
+        while True:
+            ids = self.engine.chat_ids(self._talk, **variables)
+            if len(ids) + wanted <= self.engine.plan.max_length:
+                return ids
+            if len(self._talk) <= first + 2:
+                self._talk.pop()
+                raise RequestError(
+                    f"this message has {len(ids)} tokens, and {self.engine.plan.max_length} are"
+                    " the limit of the conversation; shorten it, or start with --max-length"
+                )
+            del self._talk[first : first + 2]
+            print("[the oldest exchange was forgotten: the conversation was too long]")
+
+    @property
+    def figures(self) -> str:
+        """One line about the last answer."""
+        if self._last is None:
+            return "[no answer yet]"
+        from dflash_jax.cli.generate import statistics
+
+        return statistics(self._last, self.engine.compile_s)
+
+
+def _print(event: Any) -> str:
+    """Prints an event; returns what belongs to the answer. Thoughts are dimmed on a terminal."""
+    from dflash_jax.tools.stream import Content, Thinking
+
+    if isinstance(event, Thinking):
+        colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        print(f"\033[2m{event.text}\033[0m" if colours else event.text, end="", flush=True)
+        return ""
+    assert isinstance(event, Content)
+    print(event.text, end="", flush=True)
+    return event.text

@@ -1,0 +1,220 @@
+"""serve, chat and bench as a user starts them."""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dflash_jax.bench.prompts import read_talks
+from dflash_jax.bench.runs import Asking, OverHttp
+from dflash_jax.cli import chat, main
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import RequestError
+from tests.server.conftest import Live
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("dflash_jax.cli.bench.use_compilation_cache", lambda: None)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return call
+
+
+# -- serve -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process(oracle: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`dflash-jax serve` in a process of its own, and its URL."""
+    folder = oracle / "drafters"
+    command = [sys.executable, "-m", "dflash_jax", "serve", "--port", "0", "--chunk", "16"]
+    command += ["--target", str(folder / "target_qwen3"), "--drafter", str(folder / "v1_trained")]
+    command += ["--max-length", "96", "--name", "small", "--drain", "20"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    ) as started:
+        assert started.stdout is not None
+        line = started.stdout.readline()
+        assert line.startswith("listening on http://127.0.0.1:"), line
+        yield started, line.split()[-1]
+        if started.poll() is None:
+            started.kill()
+
+
+def test_closed_connections_do_not_kill_it_and_sigterm_ends_it_in_order(
+    process: tuple[subprocess.Popen[str], str],
+) -> None:
+    server, url = process
+    for attempt in httpx_until_ready(url):
+        assert attempt < 1200
+    body = {"prompt": [1, 2, 3], "max_tokens": 60, "stream": True, "ignore_eos": True}
+    raw = json.dumps(body).encode()
+    host = httpx.URL(url)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    for _ in range(10):
+        with socket.create_connection((host.host, host.port or 0)) as connection:
+            connection.sendall(head.encode() + raw)
+            connection.recv(10)
+    with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.send_signal(signal.SIGTERM)
+        assert "data: [DONE]" in list(lines)
+    assert server.wait(60) == 0
+
+
+def httpx_until_ready(url: str) -> Iterator[int]:
+    attempt = 0
+    while httpx.get(url + "/ready").status_code != 200:
+        yield attempt
+        attempt += 1
+        time.sleep(0.1)
+
+
+def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
+    empty = tmp_path / "keys"
+    empty.write_text("\n", encoding="utf-8")
+    for arguments in (
+        ["--queue", "0"],
+        ["--port", "99999"],
+        ["--model", "nameless"],
+        ["--api-key-file", str(tmp_path / "none")],
+        ["--api-key-file", str(empty)],
+        ["--target", str(tmp_path / "none")],
+    ):
+        code, out, err = run("serve", *arguments)
+        assert code == 1, arguments
+        assert out == ""
+        assert "Error" in err
+
+
+# -- chat --------------------------------------------------------------------------------------
+
+
+def converse(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, run: Run, text: str, *arguments: object
+) -> tuple[int, str]:
+    monkeypatch.setattr(chat, "_load", lambda options: engine)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    code, out, _ = run("chat", *arguments)
+    return code, out
+
+
+def test_a_piped_chat_answers_every_line_and_remembers(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    code, out = converse(
+        random_tiny, monkeypatch, run, "Hello\n/stats\n/reset\nHello\n\n/what\n/exit\n", "-n", "8"
+    )
+    assert code == 0
+    first = random_tiny.chat_ids([{"role": "user", "content": "Hello"}])
+    answer = random_tiny.generate(first, max_tokens=8)
+    assert out.count((answer.text or "").strip()) == 2
+    assert "8 tokens (length)" in out
+    assert "starts anew" in out
+    assert "unknown command" in out
+    assert "> " not in out
+
+
+def test_a_long_chat_forgets_its_oldest_exchanges(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    lines = "".join(f"{'word ' * 40}{i}\n" for i in range(4)) + "word " * 2000 + "\n"
+    code, out = converse(random_tiny, monkeypatch, run, lines, "-n", "4")
+    assert code == 0
+    assert "forgotten" in out
+    assert "shorten it" in out
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    advance, left = Engine.advance, [3]
+
+    def interrupted(self: Engine) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        advance(self)
+
+    monkeypatch.setattr(Engine, "advance", interrupted)
+    code, out = converse(random_tiny, monkeypatch, run, "Hello\n/stats\nHi\n", "-n", "64")
+    assert code == 0
+    assert out.count("[stopped]") == 1
+    assert "cancelled" in out
+    assert not any(random_tiny._rows)
+
+
+# -- bench -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    path = tmp_path / "talks.jsonl"
+    lines = [{"messages": [{"role": "user", "content": "Hello"}]}, {"prompt": "Hi"}]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return path
+
+
+def test_bench_in_process_compares_the_lanes(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run, talks: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("dflash_jax.cli.bench._engine", lambda options, rows: random_tiny)
+    found = tmp_path / "found.json"
+    options = ("--data", talks, "-n", 12, "--concurrency", "1,2", "--out", found)
+    code, out, _ = run("bench", *options)
+    assert code == 0
+    assert "2 of 2 outputs equal" in out
+    runs = json.loads(found.read_text(encoding="utf-8"))["runs"]
+    lanes = [(r["concurrency"], r["lane"]) for r in runs]
+    assert lanes == [(1, "speculative"), (1, "plain"), (2, "speculative"), (2, "plain")]
+    drafted, plain = runs[0], runs[1]
+    assert plain["rounds"] == 0
+    assert drafted["rounds"] == sum(drafted["acceptance_histogram"].values()) > 0
+    tau = sum(int(n) * k for n, k in drafted["acceptance_histogram"].items()) / drafted["rounds"]
+    assert drafted["acceptance_length"] == pytest.approx(tau)
+    assert 1 + sum(drafted["accepted_per_position"]) == pytest.approx(tau)
+
+
+def test_bench_against_a_url_and_what_it_refuses(
+    live: Live, run: Run, talks: Path, tmp_path: Path
+) -> None:
+    code, out, _ = run("bench", "--url", live.url, "--data", talks, "-n", 12, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["pairs"][0]["equal_outputs"] == 2
+    assert found["runs"][0]["acceptance_length"] >= 1
+    assert found["runs"][1]["acceptance_length"] is None
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{", encoding="utf-8")
+    for arguments in (
+        ["--url", live.url, "--data", bad],
+        ["--url", live.url, "--data", tmp_path / "none"],
+        ["--url", live.url, "--concurrency", "0"],
+        ["--url", live.url, "--count", "0"],
+        ["--url", "http://127.0.0.1:9"],
+        ["--url", "ftp://x"],
+    ):
+        code, _, err = run("bench", *arguments)
+        assert code == 1, arguments
+        assert "RequestError" in err
+    with pytest.raises(RequestError, match="404"):
+        OverHttp(live.url, "other", Asking(4)).run(read_talks(str(talks), 1), 1, "plain")
