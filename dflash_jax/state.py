@@ -24,7 +24,8 @@ class LayerCache:
     A plain cache holds position p in slot p. A ring holds it in slot p mod S; S must be at
     least the window plus the widest call, so that rejected rows never hide visible keys.
     Slots at or past the row's position are garbage: always masked, later overwritten.
-    Keys and values in int8 have a scale for every slot and head.
+    Keys and values in int8 have a scale for every slot and head. `kernel`: GPUs attend to it by
+    the Pallas kernels.
     """
 
     k: Num[Array, "B K S H"]
@@ -32,6 +33,7 @@ class LayerCache:
     k_scale: Float[Array, "B K S"] | None = None
     v_scale: Float[Array, "B K S"] | None = None
     ring: bool = struct.field(pytree_node=False, default=False)
+    kernel: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def slots(self) -> int:
@@ -149,11 +151,19 @@ def read_output(out: StepOutput) -> list[RowStep]:
 
 
 def empty_cache(
-    rows: int, kv_heads: int, slots: int, head_dim: int, *, dtype: DTypeLike, ring: bool = False
+    rows: int,
+    kv_heads: int,
+    slots: int,
+    head_dim: int,
+    *,
+    dtype: DTypeLike,
+    ring: bool = False,
+    kernel: bool = False,
 ) -> LayerCache:
     """A zeroed cache. Zeros, not noise: masked probabilities times non-finite values is NaN."""
     shape = (rows, kv_heads, slots, head_dim)
-    cache = LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), ring=ring)
+    k, v = (jnp.zeros(shape, dtype) for _ in range(2))
+    cache = LayerCache(k, v, ring=ring, kernel=kernel)
     if cache.k.dtype != jnp.int8:
         return cache
     k_scale, v_scale = (jnp.zeros(shape[:3], jnp.float32) for _ in range(2))

@@ -44,8 +44,9 @@ class Plan:
         files as they are. Packed weights are multiplied without being unpacked in memory.
       stored: which kinds a file keeps its matrices in, for "packed"; filled in on loading.
       kv_dtype: of cached keys and values; "auto" is dtype, "int8" scales every row by itself.
-      kernels: whether packed weights are multiplied by Pallas kernels on a GPU, "auto" and
-        "pallas", or by "xla" alone, which unpacks those with groups in memory.
+      kernels: what GPUs run beside XLA's own kernels: "auto" multiplies packed weights by Pallas
+        kernels, "pallas" attends by them too, reading only what is live; with "xla" alone,
+        packed weights with groups are unpacked in memory.
       exact: plain steps and fallbacks run at block width, so that speculative output equals
         plain output bit for bit. False lets plain steps run one token wide.
       rings: sliding-window layers keep only a ring of window + widest call slots.
@@ -164,6 +165,7 @@ class CacheMaker:
             head_dim,
             dtype=jnp.dtype(plan.dtype if plan.kv_dtype == "auto" else plan.kv_dtype),
             ring=ring is not None,
+            kernel=plan.kernels == "pallas",
         )
 
     def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:

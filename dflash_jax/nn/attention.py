@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int8, Num
 
+from dflash_jax.nn.attention_kernel import attend_kernel, fits
 from dflash_jax.nn.layers import precision
 from dflash_jax.state import LayerCache
 
@@ -98,18 +99,23 @@ def attend(
     """softmax(scale q · k) · v over the live part of the buffer, grouped heads, float32 softmax.
 
     A CPU goes through a large buffer in pieces and stops after the last slot that any row sees;
-    other devices take it in one.
+    an NVIDIA GPU does likewise by kernels if the cache says so; otherwise it is taken in one.
 
     Args:
       scale: 1 / sqrt(H) by default.
       sinks: a logit per head that takes part in the softmax and carries no value (gpt-oss).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    whole, pieces = (functools.partial(f, scale=scale) for f in (attend_whole, attend_pieces))
+    whole, pieces, kernel = (
+        functools.partial(f, scale=scale) for f in (attend_whole, attend_pieces, attend_kernel)
+    )
+    forms = {"cuda": kernel} if cache.kernel and fits(q.shape[1], cache) else {}
     # A call that fills its buffer, as in training, has nothing to skip and may be differentiated.
-    if cache.ring or cache.slots <= max(2 * PIECE, 2 * q.shape[1]):
+    if not cache.ring and cache.slots > max(2 * PIECE, 2 * q.shape[1]):
+        forms["cpu"] = pieces
+    if not forms:
         return whole(q, cache, seen, sinks)
-    return jax.lax.platform_dependent(q, cache, seen, sinks, cpu=pieces, default=whole)
+    return jax.lax.platform_dependent(q, cache, seen, sinks, **forms, default=whole)
 
 
 def attend_whole(

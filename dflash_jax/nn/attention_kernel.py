@@ -1,0 +1,190 @@
+"""Attention of a block over a cache as two Pallas kernels for NVIDIA GPUs (Triton).
+
+The slots are cut into parts at fixed places. A program of the first kernel takes a kv head and
+a part, reads only the pieces that its row of the batch sees something of, and leaves a partial
+sum; the second adds the live parts in order. What a row gets depends on its own slots and on
+nothing else (R9), and scores are never written to memory.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Bool, Float
+
+from dflash_jax.state import LayerCache
+
+WIDEST = 32  # tokens of a block: each has one bit of what a slot is seen by
+PIECE = 64  # slots read at a time
+PARTS = 64  # at most, while a part has no more than MOST slots
+LEAST, MOST = 256, 1024
+TILE = 1 << 13  # numbers of a partial sum that a program keeps in registers
+
+
+def fits(tokens: int, cache: LayerCache) -> bool:
+    """Whether the kernels take calls of so many tokens over a cache like this one."""
+    dim = cache.k.shape[3]
+    powers = tokens & (tokens - 1) == 0 and dim & (dim - 1) == 0
+    return powers and tokens <= WIDEST and dim >= 16 and cache.slots >= PIECE
+
+
+def attend_kernel(
+    q: Float[Array, "B T K G H"],
+    cache: LayerCache,
+    seen: Bool[Array, "B T S"],
+    sinks: Float[Array, "K G"] | None,
+    *,
+    scale: float,
+    interpret: bool = False,
+) -> Float[Array, "B T N*H"]:
+    """As `attention.attend_whole`, to rounding.
+
+    Args:
+      interpret: run it as ordinary JAX operations, for tests without a GPU.
+    """
+    b, t, kv, g, h = q.shape
+    slots, part = cache.slots, _part(cache.slots)
+    parts = -(-slots // part)
+    rows = max(16, 1 << (g * t - 1).bit_length())  # of a kv head, group by group
+    tile = min(rows, max(16, TILE // h))
+    heads = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b * kv, g * t, h)
+    heads = jnp.pad(heads, ((0, 0), (0, rows - g * t), (0, 0)))
+    first, end = _pieces(seen)
+    token = jnp.arange(t, dtype=jnp.int32)[None, :, None]
+    bits = (seen.astype(jnp.int32) << token).sum(axis=1, dtype=jnp.int32)  # [B, S]
+    scales = [] if cache.k_scale is None else [cache.k_scale, cache.v_scale]
+    sinks = jnp.full((kv, g), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+
+    options: dict[str, Any] = {"interpret": interpret}
+    if not interpret:
+        options["compiler_params"] = triton.CompilerParams(num_warps=4, num_stages=2)
+    of_row = pl.BlockSpec((None,), lambda i, *_: (i // kv,))
+    of_head = pl.BlockSpec((None, None, slots, h), lambda i, *_: (i // kv, i % kv, 0, 0))
+    scaled = pl.BlockSpec((None, None, slots), lambda i, *_: (i // kv, i % kv, 0))
+    partial = pl.BlockSpec((None, None, tile), lambda i, j, p: (i, p, j))
+    one = jax.ShapeDtypeStruct((b * kv, parts, rows), jnp.float32)
+    sums = pl.pallas_call(
+        functools.partial(_sum_part, part=part, tokens=t, scale=scale),
+        grid=(b * kv, rows // tile, parts),
+        in_specs=[
+            of_row,
+            of_row,
+            pl.BlockSpec((None, tile, h), lambda i, j, p: (i, j, 0)),
+            pl.BlockSpec((None, slots), lambda i, *_: (i // kv, 0)),
+            of_head,
+            of_head,
+            *(scaled for _ in scales),
+        ],
+        out_specs=[
+            partial,
+            partial,
+            pl.BlockSpec((None, None, tile, h), lambda i, j, p: (i, p, j, 0)),
+        ],
+        out_shape=[one, one, jax.ShapeDtypeStruct((*one.shape, h), jnp.float32)],
+        name="attend_parts",
+        **options,
+    )(first, end, heads, bits, cache.k, cache.v, *scales)
+    of_group = pl.BlockSpec((None, parts, t), lambda i, j: (i, 0, j))
+    return pl.pallas_call(
+        functools.partial(_add_parts, pieces=part // PIECE),
+        grid=(b * kv, g),
+        in_specs=[
+            of_row,
+            of_row,
+            pl.BlockSpec((None, None), lambda i, j: (i % kv, j)),
+            of_group,
+            of_group,
+            pl.BlockSpec((None, parts, t, h), lambda i, j: (i, 0, j, 0)),
+        ],
+        out_specs=pl.BlockSpec((None, t, h), lambda i, j: (i // kv, 0, i % kv * g + j)),
+        out_shape=jax.ShapeDtypeStruct((b, t, kv * g * h), q.dtype),
+        name="attend_add",
+        **options,
+    )(first, end, sinks, *sums)
+
+
+def _part(slots: int) -> int:
+    """Slots of a part: known from the cache's size, so that sums keep their order."""
+    wanted = -(-slots // (PARTS * PIECE)) * PIECE
+    return min(max(wanted, LEAST), MOST)
+
+
+def _pieces(seen: Bool[Array, "B T S"]) -> tuple[Array, Array]:
+    """The first piece that any token of a row sees, and the one after the last."""
+    live, slot = seen.any(axis=1), jnp.arange(seen.shape[2], dtype=jnp.int32)
+    first = jnp.where(live, slot, seen.shape[2]).min(axis=1) // PIECE
+    end = jnp.where(live, slot + PIECE, 0).max(axis=1) // PIECE
+    return first.astype(jnp.int32), end.astype(jnp.int32)
+
+
+def _sum_part(
+    first: Any,
+    end: Any,
+    q_ref: Any,
+    bits: Any,
+    k_ref: Any,
+    v_ref: Any,
+    *rest: Any,
+    part: int,
+    tokens: int,
+    scale: float,
+) -> None:
+    """One part's greatest score, sum of exponentials and sum of values, for a tile of rows."""
+    *scales, top_ref, total_ref, out_ref = rest
+    tile, slots, at = q_ref.shape[0], k_ref.shape[0], pl.program_id(2) * (part // PIECE)
+    low, high = jnp.maximum(first[...], at), jnp.minimum(end[...], at + part // PIECE)
+    row = pl.program_id(1) * tile + jnp.arange(tile, dtype=jnp.int32)
+    Sums = tuple[Array, Array, Array]
+
+    def add(i: Array, sums: Sums) -> Sums:
+        top, total, out = sums
+        start = jnp.minimum(i * PIECE, slots - PIECE)  # the last piece may overlap
+        here = pl.ds(start, PIECE)
+        fresh = start + jnp.arange(PIECE, dtype=jnp.int32) >= i * PIECE
+        seen = (bits[here][None, :] >> (row % tokens)[:, None]) & 1
+        q, k, v = q_ref[...], k_ref[here, :], v_ref[here, :]
+        scores = _dot(q, k.astype(q.dtype).T) * jnp.float32(scale)
+        scores = scores * scales[0][here][None, :] if scales else scores
+        scores = jnp.where((seen == 1) & fresh[None, :], scores, -jnp.inf)
+        higher = jnp.maximum(top, scores.max(axis=1))
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing was seen yet
+        e, keep = jnp.exp(scores - base[:, None]), jnp.exp(top - base)
+        total = total * keep + e.sum(axis=1)
+        e = e * scales[1][here][None, :] if scales else e
+        return higher, total, out * keep[:, None] + _dot(e.astype(q.dtype), v.astype(q.dtype))
+
+    @pl.when(low < high)
+    def _() -> None:
+        zero = jnp.zeros((tile,), jnp.float32)
+        sums = zero - jnp.inf, zero, jnp.zeros(q_ref.shape, jnp.float32)
+        top_ref[...], total_ref[...], out_ref[...] = jax.lax.fori_loop(low, high, add, sums)
+
+
+def _add_parts(
+    first: Any, end: Any, sink: Any, tops: Any, totals: Any, outs: Any, out: Any, *, pieces: int
+) -> None:
+    """The live parts' sums as one, divided: the tokens of one query head."""
+    Sums = tuple[Array, Array, Array]
+
+    def add(i: Array, sums: Sums) -> Sums:
+        top, total, value = sums
+        higher = jnp.maximum(top, tops[i, :])
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)
+        keep, fresh = jnp.exp(top - base), jnp.exp(tops[i, :] - base)
+        total = total * keep + totals[i, :] * fresh
+        return higher, total, value * keep[:, None] + outs[i, :, :] * fresh[:, None]
+
+    zero = jnp.zeros((out.shape[0],), jnp.float32)
+    sums = zero - jnp.inf, zero, jnp.zeros(out.shape, jnp.float32)
+    low, high = first[...] // pieces, (end[...] + pieces - 1) // pieces
+    top, total, value = jax.lax.fori_loop(low, high, add, sums)
+    total += jnp.exp(sink[...] - top)
+    out[...] = (value / total[:, None]).astype(out.dtype)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

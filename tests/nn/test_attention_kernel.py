@@ -1,0 +1,77 @@
+"""The GPU kernels' sums, run as ordinary operations, and what they lower to."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.compiler import jit
+from dflash_jax.nn.attention import attend, attend_whole, slot_positions, to_int8, visible
+from dflash_jax.nn.attention_kernel import LEAST, attend_kernel, fits
+from dflash_jax.state import LayerCache
+
+K, G, H = 2, 3, 16
+
+
+def case(
+    ends: list[int], slots: int, tokens: int, *, window: int | None = None, int8: bool = False
+) -> tuple[jax.Array, LayerCache, jax.Array]:
+    """Random queries and keys, and what blocks see that end at these positions."""
+    rng, b = np.random.default_rng(1), len(ends)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in ((b, tokens, K, G, H), (b, K, slots, H), (b, K, slots, H))
+    )
+    cache = LayerCache(k, v)
+    if int8:
+        (k, k_scale), (v, v_scale) = to_int8(k), to_int8(v)
+        cache = LayerCache(k, v, k_scale, v_scale)
+    end = jnp.asarray(ends)
+    query = end[:, None] - tokens + jnp.arange(tokens)[None, :]
+    seen = visible(query, slot_positions(end, slots), causal=True, window=window)
+    return q, cache, seen
+
+
+@pytest.mark.parametrize(
+    ("ends", "slots", "tokens", "window", "int8"),
+    [
+        ([40, 2 * LEAST + 90], 2 * LEAST + 96, 4, None, False),  # a last piece that is not whole
+        ([LEAST, 700], 80, 8, 50, False),  # a ring, one of its rows wrapped
+        ([2 * LEAST], 3 * LEAST, 1, 30, True),  # parts before the window are not live
+    ],
+)
+def test_the_kernels_give_what_attention_is(
+    ends: list[int], slots: int, tokens: int, window: int | None, int8: bool
+) -> None:
+    q, cache, seen = case(ends, slots, tokens, window=window, int8=int8)
+    sinks = None if int8 else jnp.asarray([[0.5, 2.0, -1.0]] * K)
+    wanted = attend_whole(q, cache, seen, sinks, scale=0.7)
+    found = attend_kernel(q, cache, seen, sinks, scale=0.7, interpret=True)
+    np.testing.assert_allclose(found, wanted, atol=3e-6)
+
+
+def test_a_rows_bits_depend_on_its_own_slots_alone() -> None:
+    """R9: not on how far others are, nor on what stands in slots it does not see."""
+    slots = 4 * LEAST
+    run = jit(functools.partial(attend_kernel, sinks=None, scale=0.7, interpret=True))
+    q, cache, seen = case([300, 40], slots, 4)
+    alone = run(q, cache, seen)
+    for other in (LEAST + 1, slots):
+        beside = run(q, cache, case([300, other], slots, 4)[2])
+        np.testing.assert_array_equal(alone[0], beside[0])
+    spoilt = LayerCache(*(x.at[:, :, 320:].set(jnp.nan) for x in (cache.k, cache.v)))
+    np.testing.assert_array_equal(alone, run(q, spoilt, seen))
+
+
+def test_on_a_gpu_plans_with_kernels_attend_by_two_of_them() -> None:
+    q, cache, seen = case([300], 2 * LEAST, 4)
+    for kernel in (False, True):
+        asked = cache.replace(kernel=kernel)
+        lowered = jit(attend).trace(q, asked, seen).lower(lowering_platforms=("cuda",)).as_text()
+        assert lowered.count("__gpu$xla.gpu.triton") == 2 * kernel
+        assert bool(re.search(rf"stablehlo\.dot_general.*x{2 * LEAST}x", lowered)) != kernel
+    assert not fits(3, cache)
+    assert not fits(64, cache)
