@@ -101,6 +101,7 @@ def test_p1_p3_p26_a_seen_prompt_says_the_same_and_leaves_the_same_bits(warm: En
         assert hit.stats.acceptance_lengths == long.stats.acceptance_lengths
 
 
+@pytest.mark.soak
 def test_int8_keys_and_values_are_restored_with_their_scales() -> None:
     engine = make(SLIDING, rows=1, kv_dtype="int8")
     prompt = text(5 * CHUNK + 3, seed=2)
