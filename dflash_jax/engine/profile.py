@@ -1,0 +1,173 @@
+"""Where the time of a decode step goes: a trace of the device, summed by the parts of a step.
+
+Every operation of a compiled step carries the path of the code it came from, in which the
+stages (draft, target, verify, commit, context) and the layers' parts (attention, mlp, head, ...)
+are named. On a GPU with command buffers the kernels of a graph may come without their names;
+XLA_FLAGS=--xla_gpu_enable_command_buffer= (empty) turns them off for a profile.
+"""
+
+import collections
+import dataclasses
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import RequestError
+
+STAGES = ("draft", "context", "target", "verify", "commit")
+PARTS = ("attention", "delta", "experts", "mlp", "head", "selector", "markov")
+REST = "rest"
+_CONTAINERS = ("while", "call", "conditional")  # their operations have times of their own
+_LINE = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = .*?[\])}] ([\w-]+)\(", re.M)
+_CALLS = re.compile(r"calls=%([\w.-]+)")
+_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An operation of a step; the times are means over steps."""
+
+    name: str
+    part: str
+    seconds: float  # of one step
+    calls: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """A step's time on the device by parts. Threads of a CPU are added up."""
+
+    program: str
+    steps: int
+    wall_s: float  # of one step, as the host sees it
+    parts: dict[str, float]  # seconds of one step by stage and part, largest first
+    kernels: tuple[Kernel, ...]  # largest first
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of all operations of one step."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        busy = max(self.busy_s, 1e-12)
+        head = (
+            f"{self.program}: {self.wall_s * 1e3:.3f} ms a step over {self.steps} steps,"
+            f" operations {busy * 1e3:.3f} ms, {len(self.kernels)} of them"
+        )
+        lines = [
+            f"  {name:20} {seconds * 1e3:9.3f} ms {100 * seconds / busy:5.1f} %"
+            for name, seconds in self.parts.items()
+        ]
+        return "\n".join([head, *lines])
+
+
+def profile(
+    engine: Engine,
+    prompt: Sequence[int],
+    *,
+    steps: int = 8,
+    speculative: bool = True,
+    keep: Path | None = None,
+) -> Profile:
+    """Decodes a few steps of one greedy request under the profiler.
+
+    Args:
+      keep: a folder for the trace itself, which xprof and Perfetto read.
+
+    Raises:
+      RequestError: prompt and steps do not fit the plan.
+    """
+    plan, count = engine.plan, steps + 3  # two to warm up, one that lookahead reads late
+    longest = 1 + count * (plan.block if speculative else 1)
+    if steps < 1 or len(prompt) + longest > plan.max_length:
+        raise RequestError(
+            f"{steps} steps after {len(prompt)} tokens may take {longest}; max_length is"
+            f" {plan.max_length}, and at least one step is needed"
+        )
+    engine.warm_up()
+    options: dict[str, Any] = {"ignore_eos": True, "speculative": speculative}
+    live = engine.submit(list(prompt), max_tokens=longest, **options)
+    while live.fed < len(prompt):
+        engine.advance()
+    for _ in range(2):
+        engine.advance()
+    jax.block_until_ready(engine._state)
+    with tempfile.TemporaryDirectory() as folder:
+        where = keep or Path(folder)
+        with jax.profiler.trace(str(where)):
+            started = time.perf_counter()
+            for _ in range(steps):
+                engine.advance()
+            jax.block_until_ready(engine._state)
+            wall = time.perf_counter() - started
+        newest = max(where.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
+        trace = jax.profiler.ProfileData.from_file(str(newest))
+    engine.cancel(live)
+    name = "speculative" if speculative and engine.drafter else "plain" if plan.exact else "plain1"
+    found = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
+    return Profile(name, steps, wall / steps, _parts(found), found)
+
+
+def part_of(op_name: str) -> str:
+    """The stage and part that a path of scopes names, as target/attention."""
+    scopes = op_name.split("/")
+    stage = next((s for s in scopes if s in STAGES), "")
+    part = next((s for s in reversed(scopes) if s in PARTS), "")
+    return "/".join(filter(None, (stage, part))) or REST
+
+
+def _kernels(trace: Any, hlo: str, steps: int) -> tuple[Kernel, ...]:
+    """What ran of one program, by the operation's name in it."""
+    parts, bodies = {}, {}
+    for text in re.split(r"\n(?=%|ENTRY)", hlo):  # computations, those that are called first
+        for line in _LINE.finditer(text):
+            rest = text[line.end() : text.find("\n", line.end())]
+            called = _CALLS.search(rest)
+            part = _named(rest)
+            if part == REST and called:
+                part = bodies.get(called[1], REST)
+            if line[2] not in _CONTAINERS:
+                parts[line[1]] = part
+        if body := re.match(r"%([\w.-]+)", text):
+            bodies[body[1]] = _named(text)
+    found = re.match(r"HloModule ([\w.-]+)", hlo)
+    module = found[1] if found else ""
+    seconds: dict[str, float] = collections.defaultdict(float)
+    calls: collections.Counter[str] = collections.Counter()
+    for name, spent in _events(trace, module):
+        if name in parts:
+            seconds[name] += spent
+            calls[name] += 1
+    kernels = [Kernel(n, parts[n], s / steps, calls[n] / steps) for n, s in seconds.items()]
+    return tuple(sorted(kernels, key=lambda k: -k.seconds))
+
+
+def _named(text: str) -> str:
+    """The part of the first path that names one."""
+    parts = (part_of(path) for path in _NAME.findall(text))
+    return next((part for part in parts if part != REST), REST)
+
+
+def _events(trace: Any, module: str) -> Iterator[tuple[str, float]]:
+    """Operations of a module and their seconds, from whatever ran them."""
+    for plane in trace.planes:
+        for line in plane.lines:
+            for event in line.events:
+                if event.name.startswith("end: "):
+                    continue
+                stats = dict(event.stats)
+                if stats.get("hlo_module") == module and "hlo_op" in stats:
+                    yield stats["hlo_op"], event.duration_ns * 1e-9
+
+
+def _parts(kernels: Sequence[Kernel]) -> dict[str, float]:
+    sums: dict[str, float] = collections.defaultdict(float)
+    for kernel in kernels:
+        sums[kernel.part] += kernel.seconds
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))

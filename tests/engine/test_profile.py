@@ -1,0 +1,29 @@
+"""A step's time by its named parts."""
+
+import pytest
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.profile import part_of, profile
+from dflash_jax.errors import RequestError
+
+
+def test_a_path_of_scopes_names_stage_and_part() -> None:
+    assert part_of("jit(speculative)/target/Decoder/layers_3/attention/dot") == "target/attention"
+    assert part_of("jit(speculative)/draft/DFlash.propose/head/dot_general") == "draft/head"
+    assert part_of("jit(plain)/Decoder.logits/head/dot_general") == "head"
+    assert part_of("jit(plain)/verify/argmax") == "verify"
+    assert part_of("") == "rest"
+
+
+def test_a_traced_step_is_mostly_of_named_parts(tiny: Engine) -> None:
+    found = profile(tiny, [1, 2, 3], steps=4)
+    assert (found.program, found.steps) == ("speculative", 4)
+    wanted = {"target/mlp", "target/attention", "draft/mlp", "draft/attention", "context", "head"}
+    assert wanted <= found.parts.keys()
+    assert found.parts.get("rest", 0.0) < 0.5 * found.busy_s
+    assert sum(k.seconds for k in found.kernels) == pytest.approx(found.busy_s)
+    assert "target/mlp" in str(found)
+    assert profile(tiny, [1, 2, 3], steps=1, speculative=False).program == "plain"
+    assert len(tiny.generate([5, 6], max_tokens=3).token_ids) == 3  # the engine is as it was
+    with pytest.raises(RequestError, match="max_length is 128"):
+        profile(tiny, [1] * 100, steps=8)
