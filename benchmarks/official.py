@@ -23,16 +23,20 @@ SURE = 1e4  # added to the logit of a scripted token
 
 
 class Official:
-    """Target and drafter of an engine as PyTorch modules, float32."""
+    """Target and drafter of an engine as PyTorch modules, float32 on a CPU unless said."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, *, device: str = "cpu", dtype: str = "float32"):
         torch.set_num_threads(1)
+        self.device, kind = device, getattr(torch, dtype)
         package._cuda_time = self._clock
         self._busy: list[float] = []
         config = _config(engine.target)
-        self.target = Qwen3ForCausalLM(config).to(torch.float32).eval()
+        torch.set_default_dtype(kind)
+        with torch.device(device):
+            self.target = Qwen3ForCausalLM(config).to(kind).eval()
+            self.drafter = _Forced(_config(engine.drafter)).to(kind).eval()
+        torch.set_default_dtype(torch.float32)
         _fill(self.target, engine.params["target"], engine.target, prefix="model.")
-        self.drafter = _Forced(_config(engine.drafter)).to(torch.float32).eval()
         _fill(self.drafter, engine.params["drafter"], engine.drafter, prefix="")
 
     def generate(
@@ -46,11 +50,11 @@ class Official:
     ) -> Run:
         """Greedy `dflash_generate`; a block of 1 is its plain decoding."""
         self._busy.clear()
-        self.drafter.script = None if script is None else torch.tensor(script)
+        self.drafter.script = None if script is None else torch.tensor(script, device=self.device)
         out = package.dflash_generate(
             self.drafter,
             self.target,
-            torch.tensor([prompt]),
+            torch.tensor([prompt], device=self.device),
             max_tokens,
             list(stop_ids) or None,
             block_size=block,
@@ -66,6 +70,8 @@ class Official:
 
     def _clock(self) -> float:
         """What the package asks for the time; CPU seconds are noted beside it."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
         self._busy.append(time.process_time())
         return time.perf_counter()
 
@@ -82,9 +88,10 @@ class _Forced(package.DFlashDraftModel):
     def compute_logits(self, hidden: torch.Tensor, output_head: Any) -> torch.Tensor:
         logits = super().compute_logits(hidden, output_head)
         if self.script is not None:
-            places = torch.arange(self._end - logits.shape[1], self._end)
+            places = torch.arange(self._end - logits.shape[1], self._end, device=logits.device)
             said = self.script[places.clamp(max=len(self.script) - 1)]
-            logits[0, torch.arange(logits.shape[1]), said] += SURE
+            every = torch.arange(logits.shape[1], device=logits.device)
+            logits[0, every, said] += SURE
         return logits
 
 

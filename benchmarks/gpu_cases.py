@@ -1,0 +1,190 @@
+"""Public models at full size with random weights made on the device, and steps to time alone."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax import Plan
+from dflash_jax.compiler import Program, compile_programs, declare, jit, resolve
+from dflash_jax.compiler.programs import abstract_params, build_pair, empty_state, idle_rules
+from dflash_jax.config import (
+    DrafterConfig,
+    TargetConfig,
+    read_drafter_config,
+    read_target_config,
+)
+from dflash_jax.decode import steps
+from dflash_jax.decode.steps import Draft, Pair
+from dflash_jax.state import DecodeState, RowRules
+from dflash_jax.testing import tiny_drafter, tiny_gemma, tiny_gpt_oss, tiny_hybrid, tiny_target
+
+PUBLISHED = Path(__file__).parents[1] / "tests" / "published"
+Configs = tuple[TargetConfig, DrafterConfig]
+
+
+# by name: the folders of target and drafter
+FULL = {
+    "qwen3-8b": ("Qwen3-8B", "Qwen3-8B-DFlash-b16"),
+    "qwen3.6-27b": ("Qwen3.6-27B", "Qwen3.6-27B-DFlash"),
+    "gemma-4-31b": ("gemma-4-31B-it", "gemma-4-31B-it-DFlash"),
+    "gpt-oss-20b": ("gpt-oss-20b", "gpt-oss-20b-DFlash"),
+}
+
+
+def full(name: str) -> Configs:
+    """A public target and its drafter, from their published configs."""
+    target, drafter = (PUBLISHED / folder for folder in FULL[name])
+    return read_target_config(target), read_drafter_config(drafter)
+
+
+def smoke(name: str) -> Configs:
+    """A model of the same family with a few thousand weights."""
+    made = {"qwen3.6-27b": tiny_hybrid, "gemma-4-31b": tiny_gemma, "gpt-oss-20b": tiny_gpt_oss}
+    wide = {"num_layers": 1, "windows": (None,), "hidden_size": 64, "intermediate_size": 64}
+    target = made[name]() if name in made else tiny_target(**wide)
+    return target, tiny_drafter(target, block_size=4, target_layer_ids=(0,))
+
+
+def random_params(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Any:
+    """Parameters as the plan keeps them, never on the host; none of them zeros."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_params(plan, target, drafter))
+    made = []
+    for i, (path, leaf) in enumerate(leaves):
+        name = str(getattr(path[-1], "key", ""))
+        made.append(_draw(leaf.shape, str(leaf.dtype), name == "a_log")(jax.random.key(i)))
+    return jax.tree.unflatten(tree, made)
+
+
+@functools.lru_cache(maxsize=256)
+def _draw(shape: tuple[int, ...], dtype: str, rates: bool) -> Callable[[jax.Array], jax.Array]:
+    """A compiled draw of one leaf; scales of packed weights come small, norms near one."""
+
+    def draw(key: jax.Array) -> jax.Array:
+        if dtype in ("int8", "uint8"):
+            return jax.random.randint(key, shape, -100 if dtype == "int8" else 0, 100, dtype)
+        if dtype == "int32":
+            return jnp.zeros(shape, dtype)
+        noise = jax.random.normal(key, shape, jnp.bfloat16)
+        if rates:
+            return (noise * 0.5 - 2).astype(dtype)
+        if len(shape) == 1:
+            return (1 + 0.1 * noise).astype(dtype)
+        packed = dtype == "float16" or (dtype == "float32" and shape[0] == 1)
+        size = 1e-4 if packed else shape[int(len(shape) > 3 and shape[0] < 512)] ** -0.5
+        return (noise * size).astype(dtype)
+
+    return jit(draw)
+
+
+def planned(
+    target: TargetConfig, drafter: DrafterConfig | None, *, memory: int, **fields: Any
+) -> Plan:
+    """A resolved plan for this device."""
+    platform = jax.local_devices()[0].platform
+    return resolve(Plan(**fields), target, drafter, platform=platform, memory=memory)
+
+
+def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Program]:
+    """plain and plain1, verify, draft, and the whole fused step, of an exact plan."""
+    pair = build_pair(target, drafter)
+    declared = declare(plan, target, drafter)
+    ahead = declare(dataclasses.replace(plan, exact=False), target, drafter)["plain1"]
+    params, state, rules = declared["plain"].arguments
+    block = jax.ShapeDtypeStruct((plan.rows, plan.block), jnp.int32)
+    verify = functools.partial(verify_step, pair)
+    draft = functools.partial(draft_step, pair, width=plan.block)
+    return {
+        "plain1": ahead,
+        "plain": declared["plain"],
+        "verify": Program("verify", verify, (params, state, rules, block), (1,)),
+        "draft": Program("draft", draft, (params, state, rules), (1,)),
+        "fused": dataclasses.replace(declared["speculative"], name="fused"),
+    }
+
+
+@dataclasses.dataclass
+class Bench:
+    """The parts of a decode step as executables over one state that stands at `context`."""
+
+    plan: Plan
+    target: TargetConfig
+    drafter: DrafterConfig
+    params: Any
+    context: int
+
+    def __post_init__(self) -> None:
+        self.pair = build_pair(self.target, self.drafter, exact=self.plan.exact)
+        free = idle_rules(self.plan)
+        self.rules = dataclasses.replace(free, limit=jnp.full_like(free.limit, 1 << 30))
+        self.state = self._filled()
+
+    def compile(self, *names: str) -> dict[str, Any]:
+        """Some of the programs."""
+        programs = part_programs(self.plan, self.target, self.drafter)
+        return compile_programs(programs[name] for name in names)
+
+    def run(self, executable: Any) -> Any:
+        """Dispatches one step and keeps its state."""
+        extra = (self.block,) if executable.name == "verify" else ()
+        self.state, out = executable(self.params, self.state, self.rules, *extra)
+        return out
+
+    @property
+    def block(self) -> jax.Array:
+        shape = (self.plan.rows, self.plan.block)
+        return jnp.ones(shape, jnp.int32)
+
+    def _filled(self) -> DecodeState:
+        """Caches full of noise, every row at the same position."""
+        shapes = jax.eval_shape(lambda: empty_state(self.plan, self.target, self.drafter))
+        leaves, tree = jax.tree.flatten(shapes)
+        made = [_cached(x.shape, str(x.dtype))(jax.random.key(i)) for i, x in enumerate(leaves)]
+        state: DecodeState = jax.tree.unflatten(tree, made)
+        at = jnp.full((self.plan.rows,), self.context, jnp.int32)
+        return dataclasses.replace(state, position=at, anchor=jnp.full_like(at, 3))
+
+
+@functools.lru_cache(maxsize=256)
+def _cached(shape: tuple[int, ...], dtype: str) -> Callable[[jax.Array], jax.Array]:
+    def draw(key: jax.Array) -> jax.Array:
+        if dtype in ("int8", "int32"):
+            return jax.random.randint(key, shape, 0, 100, dtype)
+        return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype) * 0.1
+
+    return jit(draw)
+
+
+def verify_step(
+    pair: Pair, params: Any, state: DecodeState, rules: RowRules, block: jax.Array
+) -> tuple[DecodeState, Any]:
+    """The target's pass over a dictated block, the cut, the commit: a step without its draft."""
+    draft = _dictated(state, block, drafted=True)
+    _, state, out = steps._verify(pair, params, state, draft, rules, sampled=False)
+    return state, out
+
+
+def logits_step(
+    pair: Pair, params: Any, state: DecodeState, rules: RowRules, block: jax.Array, drafted: bool
+) -> Any:
+    """As `verify_step` over a block, or as a plain step with its rest for junk; with logits."""
+    draft = _dictated(state, block, drafted=drafted)
+    return steps._verify(pair, params, state, draft, rules, sampled=False)
+
+
+def _dictated(state: DecodeState, block: jax.Array, *, drafted: bool) -> Draft:
+    block = block.at[:, 0].set(state.anchor)
+    alive = jnp.ones_like(state.anchor, bool)
+    return Draft(block=block, q=None, finite=alive, caches=state.draft, drafted=drafted)
+
+
+def draft_step(
+    pair: Pair, params: Any, state: DecodeState, rules: RowRules, *, width: int
+) -> tuple[DecodeState, Any]:
+    """The drafter's part of a step."""
+    drafted = steps._draft(pair, params, state, rules, width=width, sampled=False)
+    return dataclasses.replace(state, draft=drafted.caches), drafted.block

@@ -1,0 +1,444 @@
+"""How near decoding comes to what a GPU's memory allows, in one command and under ten minutes.
+
+    python -m benchmarks.gpu_suite [--budget 560] [--stages lanes,steps,forced]
+        [--json benchmarks/results/gpu.json]
+
+Nothing is downloaded: models have their full size and random weights made on the device. First
+the lanes are compared bit for bit; then come ceilings, single steps over a grid of rows and
+contexts, decoding at forced acceptance, packed weights, and, where torch, transformers and the
+dflash package are installed, the official package on the same weights. A stage whose
+estimate exceeds the rest of the budget is left out and said so; the JSON is rewritten after every
+measurement. --smoke runs every stage over tiny models on a CPU: it proves that the script works,
+its times mean nothing.
+"""
+
+import argparse
+import dataclasses
+import functools
+import gc
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.environment import environment
+from benchmarks.gpu_cases import FULL, Bench, full, logits_step, planned, random_params, smoke
+from benchmarks.lanes import DeviceLoop, generate
+from dflash_jax import Plan
+from dflash_jax.compiler import jit
+from dflash_jax.compiler.memory import Work, work
+from dflash_jax.compiler.roofline import Device, find_device, roofline
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.engine.compare import one_token_lane
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import PlanError
+from dflash_jax.loading import free_memory
+from dflash_jax.testing import force_acceptance, scripted_engine, set_script
+
+TAUS = (1, 3, 5, 7)
+GRID = [(1, 1024), (1, 8192), (4, 1024), (16, 1024), (1, 32768), (4, 8192), (16, 8192)]
+GRID += [(4, 32768), (16, 32768)]  # rows and context, the most wanted first
+CELLS = {False: GRID, True: [(2, 24)]}  # the latter to try the script
+ESTIMATES = {  # seconds of a cell of the grid; corrected as they run
+    "qwen3-8b": 40.0,
+    "qwen3.6-27b": 70.0,
+    "gemma-4-31b": 70.0,
+    "gpt-oss-20b": 50.0,
+}
+ROOM = 256  # slots past the context: steps that are timed move on
+STAGES = ("ceilings", "lanes", "steps", "forced", "official", "packed")
+STEPS = ("plain1", "plain", "verify", "draft", "fused")
+
+
+class Suite:
+    """Budget, results and ceilings of one run."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.started = options, time.perf_counter()
+        self.smoke: bool = options.smoke
+        self.device: Device = find_device(jax.local_devices()[0].device_kind)
+        self.took: dict[str, float] = {}  # seconds of the last stage of a kind
+        self.result: dict[str, Any] = {
+            "suite": "gpu",
+            "smoke": self.smoke,
+            "environment": environment(),
+            "measurements": [],
+            "left_out": [],
+        }
+
+    @property
+    def left(self) -> float:
+        return self.options.budget - (time.perf_counter() - self.started)
+
+    def configs(self, name: str) -> tuple[TargetConfig, DrafterConfig]:
+        return smoke(name) if self.smoke else full(name)
+
+    def plan(self, name: str, rows: int, context: int, **fields: Any) -> Plan:
+        target, drafter = self.configs(name)
+        fields = {"rows": rows, "max_length": context + ROOM} | fields
+        if not self.smoke:
+            fields = {"dtype": "bfloat16"} | fields
+        memory = free_memory(jax.local_devices()[0])
+        return planned(target, drafter, memory=memory, **fields)
+
+    def add(self, name: str, **values: Any) -> None:
+        """Keeps a measurement, prints it, and rewrites the file."""
+        at = round(time.perf_counter() - self.started, 1)
+        self.result["measurements"].append({"name": name, "at_s": at} | values)
+        shown = {k: v for k, v in values.items() if k not in ("plan", "samples")}
+        print(f"{at:6.1f} s  {name}  {json.dumps(shown)}", flush=True)
+        self.save()
+
+    def save(self) -> None:
+        if path := self.options.json:
+            path.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+
+    def wants(self, stage: str) -> bool:
+        """Whether a stage was asked for."""
+        return stage in self.options.stages.split(",")
+
+    def stage(self, kind: str, name: str, estimate: float, run: Callable[[], None]) -> None:
+        """Runs a stage if it fits what is left; a failure costs the stage, not the suite."""
+        wanted = max(estimate, 1.1 * self.took.get(kind, 0.0)) if not self.smoke else 0.0
+        if wanted > self.left:
+            reason = f"needs about {wanted:.0f} s, {self.left:.0f} s are left"
+            self.result["left_out"].append({"stage": name, "reason": reason})
+            print(f"        {name}: left out, {reason}", flush=True)
+            return self.save()
+        started = time.perf_counter()
+        try:
+            run()
+        except (PlanError, jax.errors.JaxRuntimeError) as error:
+            if self.smoke:
+                raise
+            reason = f"{type(error).__name__}: {str(error)[:400]}"
+            self.result["left_out"].append({"stage": name, "reason": reason})
+            print(f"        {name}: failed, {reason}", flush=True)
+            self.save()
+        self.took[kind] = time.perf_counter() - started
+        gc.collect()
+
+
+def timed(call: Callable[[], Any], *, times: int, repeats: int = 5, warm: int = 3) -> list[float]:
+    """Milliseconds a call, of `repeats` runs of `times` calls enqueued at once and waited for."""
+    for _ in range(warm):
+        jax.block_until_ready(call())
+    samples = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        for _ in range(times):
+            out = call()
+        jax.block_until_ready(out)
+        samples.append((time.perf_counter() - started) / times * 1e3)
+    return samples
+
+
+def ceilings(suite: Suite) -> None:
+    """What the device reaches: copying, reading, and products of 1 to 512 rows."""
+    size = 1 << (20 if suite.smoke else 30)
+    block = jax.random.normal(jax.random.key(0), (size // 2,), jnp.bfloat16)
+    copied = timed(_bound(jit(lambda x: x + jnp.bfloat16(1)), block), times=4)
+    summed = timed(_bound(jit(lambda x: jnp.sum(x, dtype=jnp.float32)), block), times=4)
+    rate = 2 * size / min(copied) * 1e3
+    suite.add("copy", tb_s=rate / 1e12, samples=copied)
+    suite.add("read", tb_s=size / min(summed) * 1e3 / 1e12, samples=summed)
+    if not suite.smoke:
+        suite.device = dataclasses.replace(suite.device, bytes_per_s=rate)
+    depth, columns = (64, 128) if suite.smoke else (4096, 24576)
+    w = jax.random.normal(jax.random.key(1), (depth, columns), jnp.bfloat16)
+    dot = jit(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32))
+    for rows in (1, 8, 15, 16, 32, 64, 128, 256, 512, 4096):
+        x = jax.random.normal(jax.random.key(2), (rows, depth), jnp.bfloat16)
+        ms = timed(_bound(dot, x, w), times=10)
+        flops = 2 * rows * depth * columns / min(ms) * 1e3
+        suite.add("gemm", rows=rows, ms=min(ms), tb_s=w.nbytes / min(ms) / 1e9, tflops=flops / 1e12)
+
+
+def _bound(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    return lambda: function(*args)
+
+
+def lanes(suite: Suite, name: str, params: Any, plan: Plan, context: int) -> None:
+    """R1, R2, R9: a token's logits have the same bits in the plain lane and in any block."""
+    target, drafter = suite.configs(name)
+    bench = Bench(plan, target, drafter, params, context)
+    start, width = bench.state, plan.block
+    plain, verify = (
+        jit(lambda p, s, r, b, d=d: logits_step(bench.pair, p, s, r, b, d)) for d in (False, True)
+    )
+    rng, truth, text, state = np.random.default_rng(0), [], [], start
+    count = 3 * width
+    for _ in range(count):  # plain, with junk behind the anchor
+        text.append(np.asarray(state.anchor))
+        junk = rng.integers(0, target.vocab_size, (plan.rows, width)).astype(np.int32)
+        logits, state, _ = plain(params, state, bench.rules, junk)
+        truth.append(np.asarray(logits[:, 0]))
+    equal = compared = 0
+    for accepted in (width - 1, 2, 0, 5 % width):  # blocks right up to a place, wrong behind it
+        state, at = start, 0
+        while at + width <= count:
+            block = np.stack(text[at : at + width], axis=1)
+            block[:, 1 + accepted :] = (block[:, 1 + accepted :] + 1) % target.vocab_size
+            logits, state, out = verify(params, state, bench.rules, block)
+            kept = int(np.asarray(out.packed)[0, -4])
+            for i in range(min(kept, accepted + 1)):
+                equal += int((np.asarray(logits[:, i]) == truth[at + i]).all())
+                compared += 1
+            at += max(kept, 1)
+    suite.add("lanes_bitwise", model=name, context=context, compared=compared, equal=equal)
+
+
+def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields: Any) -> None:
+    """Every part of a step alone, against the roofline of what it must move."""
+    target, drafter = suite.configs(name)
+    plan = suite.plan(name, rows, context, **fields)
+    bench = Bench(plan, target, drafter, params, context)
+    started = time.perf_counter()
+    built = bench.compile(*suite.options.steps.split(","))
+    compile_s = time.perf_counter() - started
+    found: dict[str, list[float]] = {}
+    for step, executable in built.items():
+        found[step] = timed(lambda run=executable: bench.run(run), times=2 if suite.smoke else 8)
+    best = min(found.keys() & {"plain1", "plain"} or found, key=lambda lane: min(found[lane]))
+    least = _least_work(plan, target, drafter)
+    for step, samples in found.items():
+        ideal = roofline(least[step], suite.device, plan.dtype)
+        suite.add(
+            "step",
+            model=name,
+            step=step,
+            rows=rows,
+            context=context,
+            slots=plan.slots,
+            block=plan.block,
+            weights=plan.weights,
+            kernels=plan.kernels,
+            median_ms=statistics.median(samples),
+            min_ms=min(samples),
+            roofline_ms=ideal.seconds * 1e3,
+            roofline_percent=100 * ideal.seconds * 1e3 / min(samples),
+            bound=ideal.bound,
+            gb_s=least[step].bytes / min(samples) / 1e6,
+            over_faster_plain=min(samples) / min(found[best]),
+            faster_plain=best,
+            temporary_bytes=built[step].temporary_bytes,
+            compile_s=round(built[step].seconds, 1),
+            all_compiled_s=round(compile_s, 1),
+            samples=samples,
+            plan=json.loads(plan.to_json()),
+        )
+
+
+def _least_work(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Work]:
+    """Least bytes and operations of each part; a draft is a fused step less its plain one."""
+    single = dataclasses.replace(plan, exact=False)
+    fused, plain = (work(plan, target, drafter, n) for n in ("speculative", "plain"))
+    return {
+        "plain1": work(single, target, drafter, "plain1"),
+        "plain": plain,
+        "verify": plain,
+        "draft": Work(fused.bytes - plain.bytes, fused.flops - plain.flops),
+        "fused": fused,
+    }
+
+
+def forced(suite: Suite, name: str, params: Any) -> None:
+    """Tokens a second at forced acceptance lengths, over the faster plain lane, same tokens."""
+    target, drafter = suite.configs(name)
+    count, length = (24, 20) if suite.smoke else (128, 1024)
+    plan = suite.plan(name, 1, length + count)
+    engine = Engine(target, drafter, params, plan)
+    prompt = np.random.default_rng(3).integers(0, target.vocab_size - 1, length).tolist()
+    options: dict[str, Any] = {"max_tokens": count, "ignore_eos": True}
+    single = one_token_lane(engine)
+    runs = {}
+    for lane, of in (("plain", engine), ("plain1", single)):
+        generate(of, prompt, **options, speculative=False)
+        runs[lane] = [generate(of, prompt, **options, speculative=False) for _ in range(3)]
+    plain_s = {lane: min(run.decode_s for run in found) for lane, found in runs.items()}
+    best = min(plain_s, key=lambda lane: plain_s[lane])
+    said = runs["plain"][0].token_ids
+    same = runs["plain1"][0].token_ids == said
+    suite.add("plain_lanes", model=name, decode_s=plain_s, plain1_says_the_same=same)
+    script = scripted_engine(engine)
+    loop = DeviceLoop(script)
+    for tau in TAUS:
+        if tau > plan.block:
+            continue
+        text = force_acceptance([*prompt, *said], length, (tau - 1,), target.vocab_size)
+        set_script(script, text)
+        generate(script, prompt, **options)
+        found = [generate(script, prompt, **options) for _ in range(3)]
+        run = min(found, key=lambda r: r.decode_s)
+        rounds = len(run.acceptance_lengths)
+        looped = min(
+            loop.generate(prompt, max_tokens=count, stop_ids=(), rounds=rounds).decode_s
+            for _ in range(3)
+        )
+        suite.add(
+            "forced",
+            model=name,
+            tau=sum(run.acceptance_lengths) / rounds,
+            tokens_per_s=(count - 1) / run.decode_s,
+            over_plain=plain_s[best] / run.decode_s,
+            faster_plain=best,
+            same_tokens=run.token_ids == said,
+            host_us_per_step=(run.decode_s - looped) / rounds * 1e6,
+            over_device_loop=looped / run.decode_s,
+        )
+
+
+def official(suite: Suite, name: str, params: Any) -> None:
+    """The official package on the same weights, at the same forced acceptance, in turn."""
+    from benchmarks.official import Official
+
+    target, drafter = suite.configs(name)
+    count, length = 96, 512
+    plan = suite.plan(name, 1, length + count)
+    engine = Engine(target, drafter, params, plan)
+    prompt = np.random.default_rng(3).integers(0, target.vocab_size - 1, length).tolist()
+    options: dict[str, Any] = {"max_tokens": count}
+    said = generate(engine, prompt, **options, ignore_eos=True, speculative=False).token_ids
+    script = scripted_engine(engine)
+    text = force_acceptance([*prompt, *said], length, (4,), target.vocab_size)
+    set_script(script, text)
+    theirs = Official(engine, device="cuda", dtype="bfloat16")
+    ours_s, theirs_s = [], []
+    for _ in range(4):
+        ours = generate(script, prompt, **options, ignore_eos=True)
+        other = theirs.generate(prompt, script=text, **options)
+        ours_s.append((len(ours.token_ids) - 1) / ours.decode_s)
+        theirs_s.append((len(other.token_ids) - 1) / other.decode_s)
+    ratios = [a / b for a, b in zip(ours_s[1:], theirs_s[1:], strict=True)]
+    suite.add(
+        "official",
+        model=name,
+        tokens_per_s=ours_s[1:],
+        official_tokens_per_s=theirs_s[1:],
+        ratio_median=statistics.median(ratios),
+        acceptance=[sum(r.acceptance_lengths) / len(r.acceptance_lengths) for r in (ours, other)],
+    )
+
+
+Stage = tuple[str, str, float, Callable[[], None]]  # kind, name, estimate in seconds, call
+
+
+def first(suite: Suite, name: str) -> Iterator[Stage]:
+    """One row at the shortest context, and what is done with the first model alone."""
+    params = _weights(suite, name)
+    rows, context = CELLS[suite.smoke][0]
+    if name == "qwen3-8b" and suite.wants("lanes"):
+        plan = suite.plan(name, 1, context)
+        yield "lanes", "lanes", 40, lambda: lanes(suite, name, params, plan, context)
+    if suite.wants("steps"):
+        yield _cell(suite, name, params, rows, context)
+    if name == "qwen3-8b" and suite.wants("forced"):
+        yield "forced", "forced", 60, lambda: forced(suite, name, params)
+    if name == "qwen3-8b" and suite.wants("official") and importlib.util.find_spec("dflash"):
+        yield "official", "official", 120, lambda: official(suite, name, params)
+
+
+def others(suite: Suite, name: str) -> Iterator[Stage]:
+    """The rest of the grid of rows and contexts."""
+    params, (target, _) = _weights(suite, name), suite.configs(name)
+    for rows, context in CELLS[suite.smoke][1:] if suite.wants("steps") else ():
+        if context + ROOM <= target.max_length:
+            yield _cell(suite, name, params, rows, context)
+
+
+def _cell(suite: Suite, name: str, params: Any, rows: int, context: int) -> Stage:
+    label = f"steps {name} rows {rows} context {context}"
+    run = functools.partial(grid, suite, name, params, rows, context)
+    return f"steps {name}", label, ESTIMATES[name], run
+
+
+def _weights(suite: Suite, name: str) -> Any:
+    context = CELLS[suite.smoke][0][1]
+    params = random_params(suite.plan(name, 1, context), *suite.configs(name))
+    return jax.block_until_ready(params)
+
+
+def packed(suite: Suite, name: str) -> Iterator[Stage]:
+    """Kernels for attention; int8 and int4 weights, these by the kernel and by XLA alone."""
+    target, drafter = suite.configs(name)
+    context = CELLS[suite.smoke][0][1]
+    kinds = [("float", "pallas"), ("int8", "auto"), ("int4", "auto"), ("int4", "pallas")]
+    for weights, kernels in [*kinds, ("int4", "xla")]:
+        fields = {"weights": weights, "kernels": kernels}
+
+        def run(fields: dict[str, Any] = fields) -> None:
+            params = random_params(suite.plan(name, 1, context, **fields), target, drafter)
+            grid(suite, name, params, 1, context, **fields)
+
+        yield "packed", f"steps {name} {weights} by {kernels}", 30, run
+
+
+def summary(suite: Suite) -> str:
+    """The steps as a table."""
+    heading = f"{'model':14}{'weights':13}{'rows':>5}{'context':>9}  "
+    lines = [heading + "".join(f"{step:>18}" for step in STEPS)]
+    cells: dict[tuple[Any, ...], dict[str, str]] = {}
+    for m in suite.result["measurements"]:
+        if m["name"] == "step":
+            key = (m["model"], f"{m['weights']}/{m['kernels']}", m["rows"], m["context"])
+            text = f"{m['min_ms']:.2f} ms {m['roofline_percent']:.0f} %"
+            cells.setdefault(key, {})[m["step"]] = text
+    for (name, weights, rows, context), found in cells.items():
+        row = "".join(f"{found.get(step, '-'):>18}" for step in STEPS)
+        lines.append(f"{name:14}{weights:13}{rows:>5}{context:>9}  {row}")
+    return "\n".join([*lines, "(least of the samples, and the roofline's share of it)"])
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--budget", type=float, default=560, help="seconds, compiling included")
+    parser.add_argument("--models", default=",".join(FULL), help="some of these, in this order")
+    parser.add_argument("--stages", default=",".join(STAGES), help="some of these")
+    parser.add_argument("--steps", default=",".join(STEPS), help="some of these")
+    parser.add_argument("--smoke", action="store_true", help="tiny models, a minute on a CPU")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    options = parser.parse_args(given)
+    for name, known in (("models", FULL), ("stages", STAGES), ("steps", STEPS)):
+        if unknown := sorted(set(getattr(options, name).split(",")) - set(known)):
+            parser.error(f"unknown {name} {unknown}; known: {', '.join(known)}")
+    if not options.smoke and jax.local_devices()[0].platform != "gpu":
+        parser.error("there is no GPU here; --smoke runs the script over tiny models")
+    return options
+
+
+def run_all(suite: Suite, stages: Iterator[Stage]) -> None:
+    """Runs stages in turn; the weights they share are freed at the end."""
+    for kind, name, estimate, run in stages:
+        suite.stage(kind, name, estimate, run)
+
+
+def main(given: list[str] | None = None) -> int:
+    """Runs the stages that fit the budget; 1 if the lanes were not equal bit for bit."""
+    suite = Suite(arguments(given))
+    names = suite.options.models.split(",")
+    if suite.wants("ceilings"):
+        suite.stage("ceilings", "ceilings", 15, lambda: ceilings(suite))
+    for name in names:
+        run_all(suite, first(suite, name))
+    if suite.wants("packed"):
+        run_all(suite, packed(suite, names[0]))
+    for name in names:
+        run_all(suite, others(suite, name))
+    suite.result["seconds"] = round(time.perf_counter() - suite.started, 1)
+    suite.save()
+    print(summary(suite))
+    checks = [m for m in suite.result["measurements"] if m["name"] == "lanes_bitwise"]
+    return int(any(m["equal"] != m["compared"] for m in checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

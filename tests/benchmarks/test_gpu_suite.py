@@ -1,0 +1,55 @@
+"""The GPU suite end to end, over tiny models on a CPU: that it runs, not how fast."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_suite import FULL, STEPS, main
+
+
+def run(tmp_path: Path, *options: str) -> dict:
+    out = tmp_path / "result.json"
+    assert main(["--smoke", "--json", str(out), *options]) == 0
+    return json.loads(out.read_text())
+
+
+def test_lanes_and_steps_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = ("--models", "qwen3-8b", "--stages", "lanes,steps", "--steps", "plain,fused")
+    found = run(tmp_path, *only)
+    assert found["left_out"] == []
+    lanes, *steps = found["measurements"]
+    assert lanes["equal"] == lanes["compared"] > 20
+    assert [m["step"] for m in steps] == ["plain", "fused"]
+    assert all(m["roofline_ms"] > 0 and len(m["samples"]) == 5 for m in steps)
+    assert steps[0]["plan"]["rows"] == 2
+    assert "qwen3-8b" in capsys.readouterr().out.splitlines()[-2]
+
+
+@pytest.mark.soak
+def test_every_stage_of_every_model(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    assert found["left_out"] == []
+    names = {m["name"] for m in found["measurements"]}
+    assert {"copy", "gemm", "lanes_bitwise", "step", "plain_lanes", "forced"} <= names
+    steps = [m for m in found["measurements"] if m["name"] == "step"]
+    assert {m["step"] for m in steps} == set(STEPS)
+    assert {m["model"] for m in steps} == set(FULL)
+    assert {m["weights"] for m in steps} == {"float", "int8", "int4"}
+    assert all(m["same_tokens"] for m in found["measurements"] if m["name"] == "forced")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--stages", "lanes,x"], "unknown stages ['x']; known: ceilings, lanes"),
+        (["--models", "qwen"], "unknown models ['qwen']; known: qwen3-8b"),
+        ([], "there is no GPU here; --smoke"),
+    ],
+)
+def test_what_it_cannot_do_is_said(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(options)
+    assert said in capsys.readouterr().err
