@@ -1,0 +1,220 @@
+"""What XLA makes of our steps for a GPU, without one: programs are compiled for it, not run.
+
+    pip install --no-deps --target PLUGIN jax-cuda12-plugin==J jax-cuda12-pjrt==J \\
+        nvidia-cuda-nvcc-cu12                               # J is the version of jax here
+    python -m benchmarks.gpu_compile PLUGIN [--models qwen3-8b] [--weights float,int8,int4]
+        [--json OUT]
+
+For each program of a full-size model: bytes updated in place, bytes of temporaries, kernels, and
+the largest arrays that are written to memory, where an unpacked weight, a copied cache or scores
+over the whole buffer would show. Kernels are not tuned by timing here, so a real device may
+choose others; nothing here is a time.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+ITEM = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+LINE = re.compile(r"\s+(?:ROOT )?%([\w.-]+) = \(?(\w+)\[([\d,]*)\].*?[\])}] ([\w-]+)\(")
+CALLED = re.compile(r"(?:to_apply|body|condition|branch_computations)=\{?%([\w.-]+)")
+NAMES = re.compile(r"metadata=\{[^}]*\}|%[\w.-]+|(?:params|state|parameter|param)[\w.-]*")
+FREE = {"parameter", "bitcast", "get-tuple-element", "constant", "tuple", "iota"}
+
+
+def h200(plugin: Path) -> Any:
+    """A device to compile for."""
+    from jax._src.lib import xla_client
+
+    library = plugin / "jax_plugins" / "xla_cuda12" / "xla_cuda_plugin.so"
+    api = xla_client.load_pjrt_plugin_dynamically("cuda", str(library))
+    xla_client.initialize_pjrt_plugin("cuda")
+    options = {"target_config": TARGET, "topology": "1x1x1"}
+    topology = xla_client.make_c_api_device_topology(api, "", **options)
+    return topology._make_compile_only_devices()[0]
+
+
+def launched(hlo: str) -> Iterator[tuple[str, str, int, str]]:
+    """Every operation that runs by itself: name, kind, bytes it writes, the line."""
+    named = {}
+    for text in re.split(r"\n(?=%|ENTRY)", hlo):
+        if found := re.match(r"(?:ENTRY )?%([\w.-]+)", text):
+            named[found[1]] = text
+            entry = found[1] if text.startswith("ENTRY") else None
+            if entry:
+                waiting = [entry]
+    done = set()
+    while waiting:
+        text = named.get(name := waiting.pop(), "")
+        if name in done:
+            continue
+        done.add(name)
+        for line in text.splitlines():
+            if not (found := LINE.match(line)) or found[4] in FREE:
+                continue
+            if found[4] in ("while", "call", "conditional"):
+                waiting += CALLED.findall(line)
+                continue
+            size = math.prod(int(d) for d in found[3].split(",") if d)
+            yield found[1], found[4], size * ITEM.get(found[2], 4), line
+
+
+def target_kernels(hlo: str) -> collections.Counter[str]:
+    """The target's products as they will run, free of names: alike in every lane (R1)."""
+    bodies = {}
+    for text in re.split(r"\n(?=%|ENTRY)", hlo):
+        if found := re.match(r"%([\w.-]+)", text):
+            bodies[found[1]] = text
+    made = collections.Counter()
+    for _, kind, _, line in launched(hlo):
+        if ("/target/" in line or "/head/" in line) and "/draft/" not in line and "dot" in line:
+            body = bodies.get(next(iter(re.findall(r"calls=%([\w.-]+)", line)), ""), "")
+            config = re.findall(r"backend_config=(.*)", line)
+            made[f"{kind} {NAMES.sub('', body)} {config}"] += 1
+    return made
+
+
+def parts() -> Iterator[Any]:
+    """A product with each kind of weight, and attention over a cache, in all their forms."""
+    import jax
+    import jax.numpy as jnp
+
+    from dflash_jax.compiler import Program
+    from dflash_jax.nn.attention import attend_whole
+    from dflash_jax.nn.attention_kernel import attend_kernel
+    from dflash_jax.quant.layouts import KINDS
+    from dflash_jax.quant.products import abstract, contract
+    from dflash_jax.state import empty_cache
+
+    half = jnp.dtype("bfloat16")
+    depth, columns = 4096, 24576
+    x = jax.ShapeDtypeStruct((16, depth), half)
+    for kind in KINDS:
+        for kernel in (True, False) if kind != "int8" else (False,):
+            w = abstract((depth, columns), (1, ((kind, columns),)), half, kernel=kernel)
+            how = "pallas" if kernel else "xla"
+            yield Program(f"product 16 x {depth} x {columns}, {kind} by {how}", contract, (x, w))
+    for dtype in (half, jnp.dtype("int8")):
+        for slots in (1280, 8448, 33024):
+            q = jax.ShapeDtypeStruct((1, 16, 8, 4, 128), half)
+            cache = jax.eval_shape(lambda n=slots, d=dtype: empty_cache(1, 8, n, 128, dtype=d))
+            seen = jax.ShapeDtypeStruct((1, 16, slots), jnp.bool_)
+            for how, form in (("pallas", attend_kernel), ("xla", attend_whole)):
+                run = functools.partial(form, sinks=None, scale=0.1)
+                name = f"attention over {slots} slots, {dtype.name} by {how}"
+                yield Program(name, run, (q, cache, seen))
+
+
+def report(executable: Any) -> dict[str, Any]:
+    """What a compiled program keeps in place, writes and launches."""
+    found = list(launched(executable.compiled.as_text()))
+    largest = sorted(found, key=lambda k: -k[2])[:6]
+    return {
+        "program": executable.name,
+        "argument_bytes": executable.argument_bytes,
+        "donated_bytes": executable.donated_bytes,
+        "aliased_bytes": executable.aliased_bytes,
+        "temporary_bytes": executable.temporary_bytes,
+        "operations": len(found),
+        "by_kind": dict(collections.Counter(kind for _, kind, _, _ in found)),
+        "largest_written": [f"{name} {size}" for name, _, size, _ in largest],
+        "compile_s": round(executable.seconds, 1),
+    }
+
+
+def main(given: list[str] | None = None) -> int:
+    """Compiles and reports."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("plugin", type=Path)
+    parser.add_argument("--models", default="qwen3-8b")
+    parser.add_argument("--weights", default="float,int8,int4")
+    parser.add_argument("--programs", default="plain1,plain,verify,draft,fused")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--parts", action="store_true", help="single products and attention too")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="keep what was compiled")
+    options = parser.parse_args(given)
+    nvcc = options.plugin / "nvidia" / "cuda_nvcc"
+    os.environ["PATH"] = f"{nvcc / 'bin'}:{os.environ['PATH']}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    flags = f" --xla_gpu_cuda_data_dir={nvcc} --xla_gpu_autotune_level=0"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flags
+
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    from benchmarks.environment import environment
+    from benchmarks.gpu_cases import full, part_programs
+    from dflash_jax import Plan
+    from dflash_jax.compiler import compile_programs, resolve
+
+    where = SingleDeviceSharding(h200(options.plugin))
+
+    def placed(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    found: list[dict[str, Any]] = []
+
+    def compiled(program: Any) -> Any:
+        arguments = jax.tree.map(placed, program.arguments)
+        program = dataclasses.replace(program, arguments=arguments)
+        return compile_programs([program])[program.name]
+
+    def add(row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+        found.append(row)
+        if options.json:
+            here = environment() | {"xla_flags": "--xla_gpu_autotune_level=0"}  # no paths
+            result = {"suite": "gpu_compile", "device": "H200", "environment": here}
+            result |= {"context": options.context, "programs": found}
+            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    for program in parts() if options.parts else ():
+        add(report(compiled(program)))
+    for name in filter(None, options.models.split(",")):
+        target, drafter = full(name)
+        for weights in options.weights.split(","):
+            plan = Plan(max_length=options.context + 256, weights=weights, kernels=options.kernels)
+            plan = resolve(plan, target, drafter, platform="gpu", memory=139 * 2**30)
+            products: dict[str, Any] = {}
+            for key, program in part_programs(plan, target, drafter).items():
+                if key not in options.programs.split(","):
+                    continue
+                built = compiled(program)
+                if options.hlo:
+                    file = options.hlo / f"{name}-{weights}-{key}.txt"
+                    file.write_text(built.compiled.as_text(), encoding="utf-8")
+                row = {"model": name, "weights": weights, "kernels": plan.kernels} | report(built)
+                products[key] = target_kernels(built.compiled.as_text())
+                if "plain" in products:
+                    row["target_as_in_plain"] = products[key] == products["plain"]
+                add(row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
