@@ -1,5 +1,6 @@
 """Configs of public models, as published: totals, and what `explain` says, with no weights."""
 
+import dataclasses
 import json
 import math
 import resource
@@ -22,6 +23,7 @@ from dflash_jax.config import (
     read_drafter_config,
     read_target_config,
 )
+from dflash_jax.errors import PlanError
 from dflash_jax.state import RecurrentCache
 from dflash_jax.testing import tiny_target
 
@@ -176,3 +178,13 @@ def test_work_counts_only_the_experts_that_are_used() -> None:
     scores = 4 * 32 * 128 * 48 * plan.slots
     assert one.flops == 2 * (rest + 8 * expert) + scores
     assert block.flops == 8 * one.flops
+
+
+def test_qwen36_27b_and_its_drafter_decode_in_24_gb_with_int4_weights() -> None:
+    target = read_target_config(FOLDER / "Qwen3.6-27B")
+    drafter = read_drafter_config(FOLDER / "Qwen3.6-27B-DFlash")
+    plan = Plan(max_length=8192, dtype="bfloat16")
+    small = dataclasses.replace(plan, weights="int4", kv_dtype="int8")
+    resolve(small, target, drafter, platform="gpu", memory=24 * 10**9)
+    with pytest.raises(PlanError, match=r"only 22\.4 GiB are allowed"):
+        resolve(plan, target, drafter, platform="gpu", memory=24 * 10**9)
