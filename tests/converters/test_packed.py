@@ -1,6 +1,7 @@
 """Blocks of a file that stay packed: the same numbers, the same tokens, fewer bytes."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from gguf_models import finish, hyperparameters
 import dflash_jax as dj
 from converters.models import open_model
 from converters.quants.types import BY_NAME
+from dflash_jax.checkpoint import save
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.loading import open_pair
 from dflash_jax.quant import layouts
@@ -155,7 +157,9 @@ def test_a_plan_for_packed_weights_is_json_and_counts_their_bytes(mixed: Path) -
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_floats_are_quantised_while_they_are_read(mixed: Path, weights: str) -> None:
+def test_floats_are_quantised_while_they_are_read(
+    mixed: Path, weights: str, tmp_path: Path
+) -> None:
     from dflash_jax.compiler.programs import weight_specs
 
     model = open_model(mixed)
@@ -167,10 +171,13 @@ def test_floats_are_quantised_while_they_are_read(mixed: Path, weights: str) -> 
     floats = leaves(model.load("float32"))
     assert isinstance(found["head"], Packed)
     assert found["head"].kind == "int8"
-    for path in specs:
-        error = np.linalg.norm(unpacked(found[path]) - floats[path]) / np.linalg.norm(floats[path])
-        assert error < (0.02 if found[path].kind == "int8" else 0.12), path
-    assert found["embed"].dtype.name == "bfloat16"
+    save(tmp_path / "ours", model.config, model.load("float32"))
+    again = leaves(open_model(tmp_path / "ours").load("bfloat16", specs=specs))
+    for path, source in itertools.product(specs, (found, again)):
+        wanted, got = floats[path], source[path]
+        error = np.linalg.norm(unpacked(got) - wanted) / np.linalg.norm(wanted)
+        assert error < (0.02 if got.kind == "int8" else 0.12), path
+    assert found["embed"].dtype.name == again["embed"].dtype.name == "bfloat16"
 
 
 def test_what_cannot_stay_packed_is_refused_with_the_remedy(tmp_path: Path) -> None:
