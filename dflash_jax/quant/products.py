@@ -7,6 +7,7 @@ product. All three multiply the same rounded weights, so they differ in the orde
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -78,7 +79,12 @@ def at_once(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array
     """The product as one expression, float32."""
     if kind == "int8":  # by way of float32 XLA would write the unpacked weight to memory
         return _plain(x, arrays["codes"].astype(x.dtype)) * arrays["scale"]
-    return _plain(x, unpack(arrays, kind).astype(x.dtype))
+    runs = x.reshape(len(x), -1, KINDS[kind].classes, RUN)
+    parts = [
+        _plain(runs[:, :, i].reshape(len(x), -1), w.astype(x.dtype).reshape(-1, w.shape[2]))
+        for i, w in enumerate(_planes(arrays, kind))
+    ]
+    return functools.reduce(jnp.add, parts)
 
 
 def by_tile(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array, "M N"]:
@@ -102,20 +108,50 @@ def by_tile(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array
 
 def unpack(arrays: Arrays, kind: str) -> Float[Array, "D N"]:
     """Float32 weights; those of int8 before their scale."""
-    k, codes = KINDS[kind], arrays["codes"]
-    codes = _split(codes, k.spread)
-    if k.high:
-        codes = codes | _split(arrays["high"], 4) << jnp.uint8(4)
-    w = codes.astype(jnp.float32) - jnp.float32(k.zero)
     if kind == "int8":
-        return w
-    scale = _spread(arrays["scale"], len(w))
-    if k.sub:
-        scale *= _spread(arrays["sub"], len(w))
-    w *= scale
-    if "low" in arrays:
-        w -= _spread(arrays["low"], len(w)) * _spread(arrays["sub_low"], len(w))
-    return w
+        return arrays["codes"].astype(jnp.float32)
+    planes = jnp.stack(list(_planes(arrays, kind)), axis=1)  # [Q, classes, RUN, N]
+    return planes.reshape(-1, planes.shape[3])
+
+
+def _planes(arrays: Arrays, kind: str) -> Iterator[Float[Array, "Q R N"]]:
+    """Float32 weights of every first, second, ... of the runs that share bytes.
+
+    Weights that are not put in order need no copy: the product takes its inputs in theirs.
+    """
+    k, codes = KINDS[kind], arrays["codes"]
+    n, columns = k.classes, codes.shape[1]
+    shared = codes.reshape(-1, n // k.spread, RUN, columns)
+    for run in range(n):
+        code = shared[:, run // k.spread]
+        if k.spread == 2:
+            code = code >> jnp.uint8(4 * (run % 2)) & jnp.uint8(15)
+        if k.high:
+            high = arrays["high"].reshape(-1, RUN, columns)
+            code = code | (high >> jnp.uint8(2 * run) & jnp.uint8(3)) << jnp.uint8(4)
+        w = code.astype(jnp.float32) - jnp.float32(k.zero)
+        w *= _of_run(arrays, "scale", "sub", len(w), run, n)
+        if "low" in arrays:
+            w -= _of_run(arrays, "low", "sub_low", len(w), run, n)
+        yield w
+
+
+def _of_run(
+    arrays: Arrays, scale: str, sub: str, count: int, run: int, classes: int
+) -> Float[Array, "Q R N"]:
+    """What each weight of one plane is multiplied with."""
+
+    def spread(name: str) -> Float[Array, "Q R N"]:
+        groups = arrays[name].astype(jnp.float32)
+        columns = groups.shape[1]
+        if len(groups) >= count * classes:  # one or more for each run
+            mine = groups.reshape(count, classes, -1, 1, columns)[:, run]
+            each = (count, mine.shape[1], RUN // mine.shape[1], columns)
+            return jnp.broadcast_to(mine, each).reshape(count, RUN, columns)
+        each = (len(groups), count // len(groups), RUN, columns)
+        return jnp.broadcast_to(groups[:, None, None], each).reshape(count, RUN, columns)
+
+    return spread(scale) * spread(sub) if sub in arrays else spread(scale)
 
 
 def _plain(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
@@ -127,22 +163,6 @@ def _plain(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "
         precision=jax.lax.Precision.HIGHEST if wide else jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
-
-
-def _split(packed: Array, classes: int) -> Array:
-    """As `layouts.split`."""
-    if classes == 1:
-        return packed
-    parts, bits = packed.reshape(-1, RUN, packed.shape[1]), 8 // classes
-    mask = jnp.uint8((1 << bits) - 1)
-    found = [parts >> jnp.uint8(bits * i) & mask for i in range(classes)]
-    return jnp.stack(found, axis=1).reshape(-1, packed.shape[1])
-
-
-def _spread(groups: Array, depth: int) -> Float[Array, "D N"]:
-    count, columns = groups.shape
-    each = jnp.broadcast_to(groups.astype(jnp.float32)[:, None], (count, depth // count, columns))
-    return each.reshape(depth, columns)
 
 
 def with_kernel(params: Any, kernel: bool) -> Any:
