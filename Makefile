@@ -10,8 +10,11 @@ demo: .venv/installed
 	$(BIN)/dflash-jax generate "What can you do for me?" --max-tokens 128 --compare
 
 # Lints, type-checks and runs every test.
+# What is claimed of bits is tested as it is compiled for users; the rest compiles faster.
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "optimised and not soak"
+	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" \
+		$(BIN)/python -m pytest -n 2 -m "not optimised and not soak"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check

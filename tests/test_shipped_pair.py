@@ -10,6 +10,8 @@ from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.replay import Turn, play, read_turns
 
+pytestmark = pytest.mark.optimised
+
 FOLDER = Path(dj.__file__).parent / "data" / "tiny"
 CHATS, NEW = 6, 48
 

@@ -27,6 +27,8 @@ from dflash_jax.testing import (
     tiny_target,
 )
 
+pytestmark = pytest.mark.optimised
+
 BLOCK, CHUNK, NEW, VOCAB = 6, 16, 36, 97
 
 
@@ -88,11 +90,14 @@ INT8: dict[str, Any] = {"weights": "int8"}
 @pytest.mark.parametrize(
     ("target", "dtype", "rows", "packing"),
     [
-        *itertools.product([DENSE], ["float32", "bfloat16"], [1, 3], [{}]),
+        (DENSE, "float32", 1, {}),
+        (DENSE, "bfloat16", 3, {}),
         (RECURRENT, "bfloat16", 2, {}),
         (MIXED, "bfloat16", 2, {}),
         (SINKS, "bfloat16", 1, {}),
         (WIDE, "bfloat16", 2, INT4),
+        pytest.param(DENSE, "float32", 3, {}, marks=pytest.mark.soak),
+        pytest.param(DENSE, "bfloat16", 1, {}, marks=pytest.mark.soak),
         pytest.param(WIDE, "bfloat16", 3, INT4, marks=pytest.mark.soak),
         pytest.param(WIDE, "float32", 1, INT4, marks=pytest.mark.soak),
         pytest.param(WIDE, "bfloat16", 1, INT8, marks=pytest.mark.soak),

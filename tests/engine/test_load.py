@@ -18,10 +18,10 @@ def test_traffic_leaves_nothing_behind_and_says_what_each_request_says_alone(
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 251, 40).tolist()
     prompts = [[*shared[: 16 * i], *rng.integers(0, 251, 3 + 7 * i).tolist()] for i in range(3)]
-    traffic = drive(engine, prompts, requests=120, most=20)
+    traffic = drive(engine, prompts, requests=60, most=20)
     assert traffic.good, traffic
-    assert traffic.requests == 120
-    assert traffic.greedy > 120 * 0.5
+    assert traffic.requests == 60
+    assert traffic.greedy > 60 * 0.5
     assert traffic.cancelled > 3
     assert traffic.hit_tokens > 0
     assert len(KINDS) == 8

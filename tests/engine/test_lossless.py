@@ -14,6 +14,8 @@ from dflash_jax.testing import (
     tiny_target,
 )
 
+pytestmark = pytest.mark.optimised
+
 CHUNK = 16
 LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 50)
 NEW = 40
@@ -30,8 +32,17 @@ def prompts(engine: Engine, lengths=LENGTHS) -> list[list[int]]:
     return [rng.integers(0, engine.target.vocab_size, n).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("block", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("dtype", "block"),
+    [
+        ("bfloat16", 2),
+        ("float32", 4),
+        ("bfloat16", 8),
+        pytest.param("float32", 2, marks=pytest.mark.soak),
+        pytest.param("bfloat16", 4, marks=pytest.mark.soak),
+        pytest.param("float32", 8, marks=pytest.mark.soak),
+    ],
+)
 def test_every_drafter_and_prompt_length_gives_plain_tokens(dtype: str, block: int) -> None:
     real = make(dtype, block)
     scripted = scripted_engine(real)
@@ -69,7 +80,7 @@ def test_forced_patterns_are_accepted_as_written() -> None:
     assert stats.acceptance_lengths[:16] == [n + 1 for n in pattern] * 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
 def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
     """R4: windows below the chunk, ring caches wrapped several times, short last chunks."""
     changes = {"windows": (10, None, 24)}
@@ -85,7 +96,7 @@ def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
             assert whole.generate(prompt, max_tokens=100).token_ids == plain
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_a_row_does_not_depend_on_its_neighbours_or_its_past(dtype: str) -> None:
     """R8, R9, R10: same plan, other rows idle or busy, row fresh or used."""
     target = tiny_target()

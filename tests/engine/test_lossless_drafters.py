@@ -17,6 +17,8 @@ from dflash_jax.testing import (
     tiny_target,
 )
 
+pytestmark = pytest.mark.optimised
+
 CHUNK, NEW = 16, 40
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 70)
 KINDS: dict[str, dict[str, Any]] = {

@@ -1,5 +1,6 @@
 """DFlash 2 against what the official package computes, and its losslessness."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -95,15 +96,16 @@ def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> No
 def _check_q_along_the_sampled_path(case: Case, turn: str, hidden: jax.Array) -> None:
     """A walk forced along the reference's path has the reference's q at temperature 0.8."""
     v, config = case.vectors, case.drafter
-    logits = np.asarray(
-        case.drafter_apply(case.lender().head(hidden), method=lambda m, x: m.backbone.adjust(x))
-    )[:, 1:]
+
+    def scores(hidden: jax.Array, anchor: jax.Array) -> tuple[jax.Array, ...]:
+        head = case.lender().head(hidden)
+        logits = case.drafter_apply(head, method=lambda m, x: m.backbone.adjust(x))[:, 1:]
+        unary, ids = jax.lax.top_k(logits, config.selector_top_k)
+        args = (hidden[:, 1:], unary, ids, anchor)
+        return logits, ids, case.drafter_apply(*args, method="pair_scores")[0]
+
+    logits, ids, pairs = jit(scores)(hidden, v[f"{turn}.block_ids"][:, 0])
     np.testing.assert_allclose(logits, v[f"{turn}.logits"], atol=TOLERANCE)
-    unary, ids = jax.lax.top_k(jnp.asarray(logits), config.selector_top_k)
-    anchor = v[f"{turn}.block_ids"][:, 0]
-    pairs = np.asarray(case.drafter_apply(hidden[:, 1:], unary, ids, anchor, method="pair_scores"))[
-        0
-    ]
     at = 0
     for i, token in enumerate(v[f"{turn}.sampled_path"][0]):
         q = np.zeros(config.vocab_size, np.float32)
@@ -172,9 +174,10 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
     said = []
     for config, tree in ((v1, plain), (v2, params)):
         caches = empty_state(plan, target, config).draft
-        args = (block, caches, start, lender, Drafting(idle_rules(plan), start, False))
-        variables = {"params": jax.device_put(tree)}
-        said.append(build_drafter(config).apply(variables, *args, method="propose").tokens)
+        model, greedy = build_drafter(config), Drafting(idle_rules(plan), start, False)
+        args = (block, caches, start, lender, greedy)
+        propose = functools.partial(model.apply, {"params": tree}, *args, method="propose")
+        said.append(jit(propose)().tokens)
     np.testing.assert_array_equal(*said)
 
 
