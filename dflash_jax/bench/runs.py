@@ -57,11 +57,11 @@ class InProcess:
     """An engine; concurrency is the number of requests it is given at a time."""
 
     def __init__(self, engine: Engine, asking: Asking):
-        self._engine, self._asking = engine, asking
+        self.engine, self._asking = engine, asking
         self.lanes = ("speculative", "plain") if engine.drafter else ("plain",)
 
     def run(self, talks: Sequence[Talk], concurrency: int, lane: str) -> list[Sample]:
-        engine, asking = self._engine, self._asking
+        engine, asking = self.engine, self._asking
         waiting = collections.deque(enumerate(talks))
         running: dict[int, tuple[Any, float]] = {}
         samples: dict[int, Sample] = {}

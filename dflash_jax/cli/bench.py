@@ -35,6 +35,13 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument("--repeats", type=int, default=1, help="medians are reported")
     verb.add_argument("--url", help="measure this OpenAI-compatible server instead of an engine")
     verb.add_argument("--name", default="", help="with --url: the model; its first by default")
+    verb.add_argument(
+        "--profile",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="say where a step's time goes, part by part; with a folder, keep the trace there",
+    )
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.add_argument("--out", type=Path, help="write the JSON object to a file")
     verb.add_argument("--plot", type=Path, help="write a picture (extra plot)")
@@ -52,6 +59,8 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError("--count and --repeats have to be at least 1")
     talks = read_talks(options.data, options.count)
     asking = Asking(options.max_tokens, options.temperature, options.seed)
+    if options.url and options.profile is not None:
+        raise RequestError("--profile looks into an engine of this process; leave --url out")
     if options.url:
         runner: Any = OverHttp(options.url, options.name, asking)
         settings: dict[str, Any] = {"url": options.url}
@@ -63,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
     settings |= {"data": options.data, "count": len(talks)} | dataclasses.asdict(asking)
     with telling("measuring", quiet=options.json):
         found = summary(measure(runner, talks, levels, options.repeats), settings)
+    if options.profile is not None:
+        found["profile"] = _profiles(runner.engine, talks[0], options)
     print(json.dumps(found) if options.json else table(found))
     if options.out:
         try:
@@ -76,6 +87,20 @@ def run(options: argparse.Namespace) -> int:
         print("speculative and plain outputs DIFFER", file=sys.stderr)
         return 1
     return 0
+
+
+def _profiles(engine: Any, talk: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The parts of a speculative step, if there is a drafter, and of a plain one."""
+    from dflash_jax.engine.profile import profile
+
+    ids, keep = engine.chat_ids(talk.messages, tools=talk.tools or None), options.profile
+    found = [
+        profile(engine, ids, speculative=lane, keep=Path(keep) if keep else None)
+        for lane in ((True, False) if engine.drafter else (False,))
+    ]
+    if not options.json:
+        print(*found, sep="\n")
+    return [dataclasses.asdict(each) for each in found]
 
 
 def _levels(text: str) -> list[int]:

@@ -180,10 +180,14 @@ def test_bench_in_process_compares_the_lanes(
     monkeypatch.setattr("dflash_jax.cli.bench._engine", lambda options, rows: random_tiny)
     found = tmp_path / "found.json"
     options = ("--data", talks, "-n", 12, "--concurrency", "1,2", "--out", found)
-    code, out, _ = run("bench", *options)
+    code, out, _ = run("bench", *options, "--profile", tmp_path / "trace")
     assert code == 0
     assert "2 of 2 outputs equal" in out
-    runs = json.loads(found.read_text(encoding="utf-8"))["runs"]
+    assert "target/mlp" in out
+    assert len(list((tmp_path / "trace").rglob("*.xplane.pb"))) == 2
+    written = json.loads(found.read_text(encoding="utf-8"))
+    assert [each["program"] for each in written["profile"]] == ["speculative", "plain"]
+    runs = written["runs"]
     lanes = [(r["concurrency"], r["lane"]) for r in runs]
     assert lanes == [(1, "speculative"), (1, "plain"), (2, "speculative"), (2, "plain")]
     drafted, plain = runs[0], runs[1]
