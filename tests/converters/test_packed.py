@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import dflash_jax as dj
 from converters.models import open_model
 from converters.quants.types import BY_NAME
 from dflash_jax.checkpoint import save
+from dflash_jax.cli import main
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.loading import open_pair
 from dflash_jax.quant import layouts
@@ -154,6 +156,18 @@ def test_a_plan_for_packed_weights_is_json_and_counts_their_bytes(mixed: Path) -
     assert sizes["layers_0/mlp/gate_up"] == 2 * 512 * 256 * 4.5 / 8
     found = pair.engine(plan).params
     assert budget(plan, target, None).weights == sum(x.nbytes for x in jax.tree.leaves(found))
+
+
+def test_explain_counts_packed_weights(mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--target", str(mixed), "--max-length", "64", "--chunk", "16", "--json"]
+    sizes = {}
+    for weights in ("float", "packed", "int4"):
+        assert main(["explain", *options, "--dtype", "float32", "--weights", weights]) == 0
+        sizes[weights] = json.loads(capsys.readouterr().out)["budget"]["weights"]
+    assert sizes["packed"] < sizes["float"] / 4
+    assert sizes["int4"] < sizes["float"] / 4
+    assert main(["explain", *options[:-1], "--weights", "packed", "--kv-dtype", "int8"]) == 0
+    assert "packed weights  int8 keys and values" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
