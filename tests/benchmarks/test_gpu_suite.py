@@ -28,7 +28,7 @@ def test_lanes_and_steps_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.soak
 def test_every_stage_of_every_model(tmp_path: Path) -> None:
-    found = run(tmp_path)
+    found = run(tmp_path, "--budget", "100000")
     assert found["left_out"] == []
     names = {m["name"] for m in found["measurements"]}
     assert {"copy", "gemm", "lanes_bitwise", "step", "plain_lanes", "forced"} <= names
