@@ -1,0 +1,140 @@
+"""What was tried: the forms a step could take, timed against each other on this device.
+
+    python -m benchmarks.choices [--pairs 15] [--json benchmarks/results/choices.json]
+
+Attention over the whole of a large cache and over its live pieces; products with packed weights
+and with float ones, a few columns at a time and all at once; the engine with and without
+lookahead. Samples are taken in turn; a ratio is over the first form of its group. Temporaries
+are those of the compiled program.
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dflash_jax as dj
+from benchmarks.environment import environment
+from benchmarks.paired import interleaved, ratio, spread
+from dflash_jax.compiler import jit
+from dflash_jax.nn.attention import attend_pieces, attend_whole, slot_positions, visible
+from dflash_jax.quant import products
+from dflash_jax.quant.layouts import KINDS
+from dflash_jax.state import LayerCache
+
+Forms = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
+    """Random numbers of a dtype; small where they are scales."""
+    rng, dtype = np.random.default_rng(seed), jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.asarray(rng.integers(0, 60, shape), dtype)
+    return jnp.asarray(rng.standard_normal(shape, np.float32) * 0.01, dtype)
+
+
+def attention(live: int, *, slots: int = 8192, kv: int = 8, groups: int = 4) -> Forms:
+    """A block of 16 at the end of `live` tokens in a cache of 8192 slots, float32."""
+    q = noise((1, 16, kv, groups, 128), jnp.float32)
+    cache = LayerCache(*(noise((1, kv, slots, 128), jnp.float32, seed) for seed in (1, 2)))
+    end = jnp.asarray([live])
+    query = end[:, None] - 16 + jnp.arange(16)[None, :]
+    seen = visible(query, slot_positions(end, slots), causal=True, window=None)
+    forms = {"whole": attend_whole, "pieces": attend_pieces}
+    return {
+        name: (functools.partial(form, sinks=None, scale=0.1), (q, cache, seen))
+        for name, form in forms.items()
+    }
+
+
+def product(rows: int, *, depth: int = 4096, columns: int = 12288) -> Forms:
+    """x · w by a float32 weight, by its packed kinds, and by int4 unpacked at once."""
+    x = noise((rows, depth), jnp.float32)
+    float32 = jnp.dot, (x, noise((depth, columns), jnp.float32, 1))
+    forms: Forms = {"float32": float32}
+    for kind in KINDS:
+        arrays = {
+            name: noise((count, columns), dtype, 3)
+            for name, (count, dtype) in KINDS[kind].arrays(depth).items()
+        }
+        forms[kind] = (functools.partial(products.by_tile, kind=kind), (x, arrays))
+        if kind == "Q4_0":
+            forms["Q4_0 at once"] = (functools.partial(products.at_once, kind=kind), (x, arrays))
+    return forms
+
+
+def compare(name: str, forms: Forms, pairs: int) -> dict[str, Any]:
+    """Milliseconds and temporaries of each form, and ratios over the first."""
+    lanes, temporary = {}, {}
+    for form, (function, args) in forms.items():
+        compiled = jit(function).lower(*args).compile()
+        temporary[form] = compiled.memory_analysis().temp_size_in_bytes
+
+        def lane(compiled: Any = compiled, args: tuple[Any, ...] = args) -> float:
+            started = time.perf_counter()
+            jax.block_until_ready(compiled(*args))
+            return (time.perf_counter() - started) * 1e3
+
+        lanes[form] = lane
+    return {"name": name, "temporary_bytes": temporary} | _figures(lanes, pairs)
+
+
+def lookahead(pairs: int) -> dict[str, Any]:
+    """Milliseconds of a decoded token of the shipped pair, one step ahead and not."""
+    engines = {f"lookahead {n}": dj.load(plan=dj.Plan(max_length=512, lookahead=n)) for n in (1, 0)}
+    prompt = next(iter(engines.values())).chat_ids([{"role": "user", "content": "Count to ten."}])
+
+    def lane(engine: Any) -> float:
+        result = engine.generate(prompt, max_tokens=96, ignore_eos=True)
+        return result.stats.decode_s / len(result.token_ids) * 1e3
+
+    lanes = {name: functools.partial(lane, engine) for name, engine in engines.items()}
+    return {"name": "lookahead, shipped pair, a token"} | _figures(lanes, pairs)
+
+
+def _figures(lanes: dict[str, Callable[[], float]], pairs: int) -> dict[str, Any]:
+    samples = interleaved(lanes, pairs)
+    first = next(iter(lanes))
+    return {
+        "ms": {form: spread(x).to_json() for form, x in samples.items()},
+        "ratio": {form: ratio(samples, form, first).to_json() for form in list(lanes)[1:]},
+    }
+
+
+def main() -> int:
+    """Measures every group and prints a line for each form."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    options, load = parser.parse_args(), os.getloadavg()[0]  # others' work slows both forms
+    groups = [
+        *((f"attention, {live} of 8192 slots live", attention(live)) for live in (256, 2048, 8000)),
+        *((f"product 4096 x 12288, {rows} rows", product(rows)) for rows in (1, 16)),
+    ]
+    found = [compare(name, forms, options.pairs) for name, forms in groups]
+    found.append(lookahead(options.pairs))
+    for group in found:
+        print(group["name"])
+        for form, ms in group["ms"].items():
+            over = group["ratio"].get(form, {"median": 1.0})["median"]
+            temporary = group.get("temporary_bytes", {}).get(form)
+            room = "" if temporary is None else f"  temporaries {temporary / 1e6:.1f} MB"
+            print(f"  {form:14} {ms['median']:9.3f} ms  x {over:.2f}{room}")
+    if options.json:
+        result = {"suite": "choices", "environment": environment(), "pairs": options.pairs}
+        result |= {"load_average": [load, os.getloadavg()[0]], "groups": found}
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
