@@ -152,7 +152,7 @@ TINY_CPU = Preset(
     transcripts=200,
     drafter=dataclasses.replace(
         recipe.TINY_CPU,
-        schedule=Schedule(steps=5500, rate=2e-3),
+        schedule=Schedule(steps=5000, rate=2e-3),
         prompts=27_000,
         text_prompts=2_400,
         answer_buckets=(
