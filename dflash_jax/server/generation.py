@@ -151,18 +151,15 @@ class Generation:
         ask, syntax = self.ask, self.model.syntax
         if syntax is None or engine.tokenizer is None:
             raise Problem(400, "this model's template knows no tool calls", param="tool_choice")
-        try:
-            return call_grammar(
-                syntax,
-                ask.declared,
-                ask.choice,
-                engine.tokenizer.special_texts,
-                thinking=prompt.thinking,
-                thoughts=ask.template.get("enable_thinking") is not False,
-                parallel=ask.parallel,
-            )
-        except RequestError as error:
-            raise Problem(400, str(error), param="tool_choice") from None
+        return call_grammar(
+            syntax,
+            ask.declared,
+            ask.choice,
+            engine.tokenizer.special_texts,
+            thinking=prompt.thinking,
+            thoughts=ask.template.get("enable_thinking") is not False,
+            parallel=ask.parallel,
+        )
 
     def _hear(self, index: int, pieces: list[Piece], end: Result | Exception | None) -> None:
         self._news.put_nowait((index, pieces, end))

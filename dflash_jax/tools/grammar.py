@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from dflash_jax.errors import RequestError
 from dflash_jax.tools.declared import Choice, Tool
+from dflash_jax.tools.gemma4 import QUOTE
 from dflash_jax.tools.syntax import Syntax
 
 Quote = Callable[[str], str]
@@ -38,11 +38,7 @@ def call_grammar(
       thinking: the prompt opened a thought, which has to be closed first.
       thoughts: the output may begin with a thought.
 
-    Raises:
-      RequestError: calls of this family cannot be demanded.
     """
-    if syntax.name not in _CALLS:
-        raise RequestError(f"calls cannot be demanded in the syntax {syntax.name}; use auto")
     allowed = [tool for tool in tools if choice.kind != "named" or tool.name == choice.name]
 
     def quote(text: str) -> str:
@@ -58,7 +54,7 @@ def call_grammar(
         opened = body if thinking else f"({quote(thought.opening)} {body})?" if thoughts else ""
         start = f"{opened} {start}"
         lines += ["TEXT: /(.|\\n)*/", "BLANK: /\\n*/"]
-    return "\n".join([f"start: {start}", *lines, "VALUE: /[^<]*/"])
+    return "\n".join([f"start: {start}", *lines, *_rules(syntax, quote)])
 
 
 def _symbols(text: str, specials: Collection[str]) -> str:
@@ -91,14 +87,76 @@ def _harmony(tool: Tool, quote: Quote) -> str:
 
 
 def _xml(tool: Tool, quote: Quote) -> str:
-    properties = tool.parameters.get("properties")
-    required = tool.parameters.get("required") or ()
+    def value(schema: Any) -> str:
+        if texts := _choices(schema):
+            return "(" + " | ".join(map(quote, texts)) + ") " + quote("\n</parameter>\n")
+        if isinstance(schema, Mapping) and schema.get("type", "string") != "string":
+            return (
+                f"%json {json.dumps(bounded(schema))} {quote(chr(10) + '</parameter>' + chr(10))}"
+            )
+        return "parameter"
+
     blocks = []
-    for name in properties if isinstance(properties, dict) else ():
-        block = f"{quote(f'<parameter={name}>' + chr(10))} VALUE {quote('</parameter>' + chr(10))}"
-        blocks.append(block if name in required else f"({block})?")
+    for name, schema, required in _parameters(tool):
+        block = f"{quote(f'<parameter={name}>' + chr(10))} {value(schema)}"
+        blocks.append(block if required else f"({block})?")
     head = f"<tool_call>\n<function={tool.name}>\n"
     return " ".join([quote(head), *blocks, quote("</function>\n</tool_call>")])
+
+
+def _gemma4(tool: Tool, quote: Quote) -> str:
+    def value(schema: Any) -> str:
+        if texts := _choices(schema):
+            return "(" + " | ".join(quote(QUOTE + text + QUOTE) for text in texts) + ")"
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        kinds = {"string": "quoted", "integer": "INTEGER", "number": "NUMBER", "boolean": "truth"}
+        return kinds.get(kind, "value") if isinstance(kind, str) else "value"
+
+    pairs = [(f"{quote(name + ':')} {value(x)}", needed) for name, x, needed in _parameters(tool)]
+    needed = ' "," '.join(pair for pair, required in pairs if required)
+    others = [pair for pair, required in pairs if not required]
+    if needed:
+        inner = " ".join([needed, *(f'("," {pair})?' for pair in others)])
+    else:  # one of them, or none: their commas would depend on each other
+        inner = "(" + " | ".join(others) + ")?" if others else ""
+    head = quote(f"<|tool_call>call:{tool.name}{{")
+    return f"{head} {inner} {quote('}<tool_call|>')}"
+
+
+def _parameters(tool: Tool) -> list[tuple[str, Any, bool]]:
+    """Names, schemas and whether they are required, in the order of declaration."""
+    properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
+    required = required if isinstance(required, list) else []
+    found = properties.items() if isinstance(properties, Mapping) else ()
+    return [(name, schema, name in required) for name, schema in found]
+
+
+def _choices(schema: Any) -> list[str]:
+    """The texts a parameter may have, where its schema lists them."""
+    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    return values if isinstance(values, list) and all(isinstance(v, str) for v in values) else []
+
+
+def _rules(syntax: Syntax, quote: Quote) -> list[str]:
+    """What the calls of a family refer to."""
+    if syntax.name == "qwen_xml":
+        return ['parameter[suffix="\\n</parameter>\\n"]: /(.|\\n)*/']
+    if syntax.name != "gemma4":
+        return []
+    mark = quote(QUOTE)
+    return [
+        f"quoted: {mark} TEXT {mark}"
+        if not mark.startswith('"')
+        else f"quoted: {mark} BARE {mark}",
+        'value: quoted | NUMBER | truth | "null" | list | object',
+        'truth: "true" | "false"',
+        'list: "[" (value ("," value)*)? "]"',
+        'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"',
+        "KEY: /[A-Za-z0-9_]+/",
+        "BARE: /[^<]*/",
+        "INTEGER: /-?(0|[1-9][0-9]{0,17})/",
+        "NUMBER: /-?(0|[1-9][0-9]{0,17})([.][0-9]{1,17})?/",
+    ]
 
 
 _CALLS: dict[str, Callable[[Tool, Quote], str]] = {
@@ -106,4 +164,5 @@ _CALLS: dict[str, Callable[[Tool, Quote], str]] = {
     "llama": _llama,
     "harmony": _harmony,
     "qwen_xml": _xml,
+    "gemma4": _gemma4,
 }

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import SYNTAXES
@@ -15,7 +14,8 @@ llguidance = pytest.importorskip("llguidance")
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 TOOLS = [Tool("read", SCHEMA), Tool("stop", {})]
-NAMES = sorted(set(SYNTAXES) - {"gemma4"})
+NAMES = sorted(SYNTAXES)
+SPECIALS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,7 @@ def matches(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
 @pytest.mark.parametrize("family", NAMES)
 def test_a_demanded_call_is_all_that_may_be_said(tokenizer: Tokenizer, family: str) -> None:
     syntax = SYNTAXES[family]
-    specials = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"]
-    any_call = call_grammar(syntax, TOOLS, Choice("required"), specials)
+    any_call = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS)
     read = syntax.render("read", {"path": "a b"})
     stop = syntax.render("stop", {})
     if family == "harmony":
@@ -50,28 +49,57 @@ def test_a_demanded_call_is_all_that_may_be_said(tokenizer: Tokenizer, family: s
     assert matches(tokenizer, any_call, stop)
     assert not matches(tokenizer, any_call, "Let me see.")
     assert not matches(tokenizer, any_call, read.replace("read", "rm"))
-    named = call_grammar(syntax, TOOLS, Choice("named", "stop"), specials)
+    named = call_grammar(syntax, TOOLS, Choice("named", "stop"), SPECIALS)
     assert matches(tokenizer, named, stop)
     assert not matches(tokenizer, named, read)
 
 
 def test_thoughts_may_come_before_and_several_calls_behind(tokenizer: Tokenizer) -> None:
     syntax = SYNTAXES["hermes"]
-    specials = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"]
     call = syntax.render("read", {"path": "x"})
-    free = call_grammar(syntax, TOOLS, Choice("required"), specials)
+    free = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS)
     assert matches(tokenizer, free, f"<think>\nHm.\n</think>\n\n{call}\n{call}")
-    inside = call_grammar(syntax, TOOLS, Choice("required"), specials, thinking=True)
+    inside = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS, thinking=True)
     assert matches(tokenizer, inside, f"\nHm.\n</think>\n\n{call}")
     assert not matches(tokenizer, inside, call)
-    silent = call_grammar(syntax, TOOLS, Choice("required"), specials, thoughts=False)
+    silent = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS, thoughts=False)
     assert matches(tokenizer, silent, call)
     assert not matches(tokenizer, silent, f"<think>\nHm.\n</think>\n\n{call}")
-    single = call_grammar(syntax, TOOLS, Choice("required"), specials, parallel=False)
+    single = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS, parallel=False)
     assert not matches(tokenizer, single, f"{call}\n{call}")
     assert json.dumps(SCHEMA)[1:] in free
 
 
-def test_what_cannot_be_demanded_says_so() -> None:
-    with pytest.raises(RequestError, match="gemma4"):
-        call_grammar(SYNTAXES["gemma4"], TOOLS, Choice("required"), [])
+RICH = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "mode": {"enum": ["r", "w"]},
+        "lines": {"type": "integer"},
+        "deep": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["path", "lines"],
+}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_arguments_have_the_declared_types(tokenizer: Tokenizer, family: str) -> None:
+    syntax = SYNTAXES[family]
+    grammar = call_grammar(syntax, [Tool("read", RICH)], Choice("required"), SPECIALS)
+    good = {"path": "a > b\nc", "lines": 12}
+    for more in ({}, {"mode": "w"}, {"deep": True, "tags": ["x", "y"]}):
+        inside = [k for k in RICH["properties"] if k in good | more]
+        arguments = {k: (good | more)[k] for k in inside}
+        if family == "gemma4":  # required ones first
+            arguments = good | {k: v for k, v in arguments.items() if k not in good}
+        text = said(family, arguments)
+        assert matches(tokenizer, grammar, text), text
+    for wrong in ({"lines": 12}, good | {"lines": "x"}, good | {"mode": "q"}):
+        assert not matches(tokenizer, grammar, said(family, wrong)), wrong
+
+
+def said(family: str, arguments: dict) -> str:
+    text = SYNTAXES[family].render("read", arguments)
+    ends = ("<|start|>assistant", "<|call|>") if family == "harmony" else ("", "")
+    return text.removeprefix(ends[0]).removesuffix(ends[1])
