@@ -16,8 +16,9 @@ import pytest
 
 from dflash_jax.bench.prompts import read_talks
 from dflash_jax.bench.runs import Asking, OverHttp
-from dflash_jax.cli import chat, main
+from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.errors import RequestError
 from tests.server.conftest import Live
 
@@ -44,10 +45,10 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 @pytest.fixture
 def process(oracle: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`dflash-jax serve` in a process of its own, and its URL."""
-    folder = oracle / "drafters"
     command = [sys.executable, "-m", "dflash_jax", "serve", "--port", "0", "--chunk", "16"]
-    command += ["--target", str(folder / "target_qwen3"), "--drafter", str(folder / "v1_trained")]
+    command += ["--target", str(oracle / "drafters" / "target_qwen3"), "--drafter", "none"]
     command += ["--max-length", "96", "--name", "small", "--drain", "20"]
+    command += ["--recovery", "off", "--prefix-cache", "0"]  # less to compile
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
     ) as started:
@@ -104,6 +105,28 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
         assert code == 1, arguments
         assert out == ""
         assert "Error" in err
+
+
+def test_rules_for_agents_are_on_and_the_environment_has_its_say(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    def chosen(*words: str) -> tuple[Recovery, Recovery]:
+        found = serve._defaults(parser().parse_args(["serve", *words]))
+        return found.recovery, found.with_tools
+
+    assert chosen() == (OFF, Recovery())
+    assert chosen("--recovery", "all") == (Recovery(), Recovery())
+    monkeypatch.setenv("DFLASH_MIN_TOKENS", "64")
+    monkeypatch.setenv("DFLASH_STALL_TOOL_PREFIX", "1")
+    for settings in chosen():
+        assert settings.floor == 64
+        assert settings.tool_prefix
+        assert not settings.runaway
+    assert chosen("--recovery", "off") == (OFF, OFF)
+    monkeypatch.setenv("DFLASH_MIN_TOKENS", "many")
+    code, _, err = run("serve")
+    assert code == 1
+    assert "DFLASH_MIN_TOKENS" in err
 
 
 # -- chat --------------------------------------------------------------------------------------
