@@ -128,10 +128,7 @@ class Tokenizer:
             )
         variables = {"add_generation_prompt": True, "tools": None} | self.specials | variables
         try:
-            template = _environment().from_string(
-                self.template, globals={"raise_exception": _raise_exception}
-            )
-            return template.render(messages=messages, **variables)
+            return _compiled(self.template).render(messages=messages, **variables)
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
@@ -163,6 +160,13 @@ class TextStream:
 
 def _text(file: str | Path) -> str:
     return file.read_text(encoding="utf-8") if isinstance(file, Path) else file
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(template: str) -> jinja2.Template:
+    """A template ready to render; compiling one takes longer than answering a short request."""
+    names = {"raise_exception": _raise_exception}
+    return _environment().from_string(template, globals=names)
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
