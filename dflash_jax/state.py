@@ -91,6 +91,7 @@ class RowRules:
 
     stop_ids: Int[Array, "B E"]  # padded with -1
     limit: Int[Array, " B"]  # most tokens prompt and output may have together; 0 idles a row
+    drafts: Int[Array, " B"]  # most drafts to verify; with 0 a row decodes plainly in any step
     temperature: Float[Array, " B"]  # 0 is greedy
     top_k: Int[Array, " B"]  # 0 is off
     top_p: Float[Array, " B"]  # 1 is off

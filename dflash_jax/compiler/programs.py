@@ -159,6 +159,7 @@ def idle_rules(plan: Plan) -> RowRules:
     return RowRules(
         stop_ids=jnp.full((b, plan.stop_slots), -1, jnp.int32),
         limit=jnp.zeros((b,), jnp.int32),
+        drafts=jnp.full((b,), plan.block - 1, jnp.int32),
         temperature=jnp.zeros((b,), jnp.float32),
         top_k=jnp.zeros((b,), jnp.int32),
         top_p=jnp.ones((b,), jnp.float32),

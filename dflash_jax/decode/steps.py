@@ -188,9 +188,7 @@ def speculative(
     return state, out
 
 
-Drafted = tuple[
-    Int[Array, "B T"], Float[Array, "B R V"], Bool[Array, " B"], Int[Array, " B"] | None
-]
+Drafted = tuple[Int[Array, "B T"], Float[Array, "B R V"], Bool[Array, " B"], Int[Array, " B"]]
 
 
 def draft(
@@ -206,6 +204,7 @@ def draft(
     static: dict[str, Any] = {"width": width, "sampled": True, "min_survival": min_survival}
     found = _draft(pair, params, state, rules, **static)
     assert found.q is not None
+    assert found.count is not None
     state = dataclasses.replace(state, draft=found.caches)
     return state, (found.block, found.q, found.finite, found.count)
 
@@ -291,12 +290,13 @@ def _draft(
             method="propose",
         )
     drafts = jnp.where(found.finite[:, None], found.tokens, masks)
-    q, count = found.q_over(config.vocab_size), None
+    q, count = found.q_over(config.vocab_size), rules.drafts
     if q is not None:
         sure = jax.nn.one_hot(masks, config.vocab_size, dtype=q.dtype)
         q = jnp.where(found.finite[:, None, None], q, sure)
     if found.survival is not None and min_survival > 0:
-        count = (found.survival >= min_survival).sum(axis=1, dtype=jnp.int32)
+        likely = (found.survival >= min_survival).sum(axis=1, dtype=jnp.int32)
+        count = jnp.minimum(count, likely)
     block = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
     return Draft(block=block, q=q, finite=found.finite, caches=found.caches, count=count)
 
@@ -343,7 +343,8 @@ def _verify(
         drafts = jnp.zeros_like(keep)
         if draft.drafted:
             most = jnp.full_like(keep, draft.block.shape[1] - 1)
-            drafts = jnp.where(draft.finite, most if draft.count is None else draft.count, -1)
+            drafts = most if draft.count is None else draft.count
+            drafts = jnp.where(draft.finite | (rules.drafts == 0), drafts, -1)
         likely = logprobs(raw, new) if shaping else None
         out = pack_output(new, keep, floor, finite, drafts, likely)
     with jax.named_scope("commit"):

@@ -55,11 +55,13 @@ def accept_sampled(
         q = jnp.where((jnp.arange(q.shape[1])[None, :] < count[:, None])[:, :, None], q, 0.0)
     at = (n - 1)[:, None, None]
     p_next = jnp.take_along_axis(p, at, axis=1)[:, 0]
-    # The row after the last draft that counts has no proposal: q = 0, the residual is p itself.
+    # The row after the last draft that counts has no proposal: q = 0, and the residual is p
+    # itself, to the bit, so that a row without drafts draws what plain decoding draws.
     q_next = jnp.take_along_axis(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), at, axis=1)[:, 0]
     residual = jnp.maximum(p_next - q_next, 0.0)
     mass = residual.sum(axis=-1, keepdims=True)
-    some = jnp.broadcast_to(mass > 0, residual.shape)
+    some = (mass > 0) & (q_next > 0).any(axis=-1, keepdims=True)
+    some = jnp.broadcast_to(some, residual.shape)
     return n, jnp.where(some, residual / jnp.where(mass > 0, mass, 1.0), p_next)
 
 

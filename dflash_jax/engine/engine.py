@@ -64,8 +64,8 @@ class _Flight:
 
     output: StepOutput
     readers: dict[int, Live]  # by row: who was in it, and hears the answer
-    drafts: int  # drafted tokens per row; 0 in prefill and plain steps
     decode: bool
+    drafting: frozenset[int] = frozenset()  # rows that drafted
 
 
 class Engine:
@@ -385,10 +385,9 @@ class Engine:
         decoding = self._decoding()
         if not decoding or self._may_all_end():
             return False
-        speculative = any(live.speculates for live in decoding.values())
-        name = "speculative" if speculative else "plain" if self.plan.exact else "plain1"
-        drafts = self.plan.block - 1 if speculative else 0
-        self._run(name, readers=decoding, drafts=drafts, decode=True)
+        drafting = frozenset(row for row, live in decoding.items() if live.speculates)
+        name = "speculative" if drafting else "plain" if self.plan.exact else "plain1"
+        self._run(name, readers=decoding, drafting=drafting, decode=True)
         return True
 
     def _decoding(self) -> dict[int, Live]:
@@ -413,7 +412,7 @@ class Engine:
         name: str,
         *arguments: Any,
         readers: dict[int, Live],
-        drafts: int = 0,
+        drafting: frozenset[int] = frozenset(),
         decode: bool = False,
     ) -> None:
         """Dispatches a program; its answer is read later."""
@@ -430,7 +429,7 @@ class Engine:
         if carried:
             self._shaper.keep(made[1])
         output.packed.copy_to_host_async()
-        self._flights.append(_Flight(output, dict(readers), drafts, decode))
+        self._flights.append(_Flight(output, dict(readers), decode, drafting))
 
     def _make_masks(
         self, name: str, arguments: tuple[Any, ...], readers: Mapping[int, Live]
@@ -460,12 +459,12 @@ class Engine:
                 dictated[row] = live.rebuilt()
                 self._rules = None
                 continue
-            if flight.drafts and live.request.speculative:
-                live.stats.count_round(len(step.tokens), step.drafts, flight.drafts)
+            if row in flight.drafting:
+                live.stats.count_round(len(step.tokens), step.drafts, self.plan.block - 1)
             elif flight.decode:
                 live.stats.plain_steps += bool(step.tokens)
             likely = likely_tokens(flight.output, row, live)[: len(step.tokens)]
-            if told := self._hear(live, _event(flight, step, live), likely):
+            if told := self._hear(live, _event(flight, row, step), likely):
                 dictated[row] = told
             if live.done:
                 self._release(live)
@@ -485,10 +484,10 @@ class Engine:
         likely: list[TokenLogprob],
     ) -> Dictated | None:
         """Lets a request judge a step; what it dictates in return."""
-        limit = live.limit
+        before = live.limit, live.speculates
         effects = live.hear(event, likely)
         self._report(live, effects.notes)
-        if live.limit != limit:
+        if before != (live.limit, live.speculates):
             self._rules = None
         if effects.restart is Restart.SAVED and isinstance(event, controller.Prefilled):
             return self._hear(live, event, likely)  # nothing was fed since: this is the saved state
@@ -558,10 +557,10 @@ class Engine:
             return seconds
 
 
-def _event(flight: _Flight, step: RowStep, live: Live) -> controller.Prefilled | controller.Stepped:
-    """What a step's answer means to a request."""
+def _event(flight: _Flight, row: int, step: RowStep) -> controller.Prefilled | controller.Stepped:
+    """What a step's answer means to the request in a row."""
     if not flight.decode:
-        restored = live.stats.cached_tokens > 0
+        restored = flight.readers[row].stats.cached_tokens > 0
         return controller.Prefilled(step.tokens[0], step.floor, step.finite, restored)
-    drafts = step.drafts if flight.drafts and live.request.speculative else 0
+    drafts = step.drafts if row in flight.drafting else 0
     return controller.Stepped(step.tokens, step.finite, step.draft_finite, step.floor, drafts)

@@ -25,7 +25,7 @@ def lane_of(request: Request) -> str:
 def make_rules(plan: Plan, rows: Sequence[Live | None], ready: Container[int]) -> RowRules:
     """Per-row rules for the device; rows that are not ready are frozen by limit 0."""
     stop = np.full((len(rows), plan.stop_slots), -1, np.int32)
-    limit, top_k = np.zeros((2, len(rows)), np.int32)
+    limit, drafts, top_k = np.zeros((3, len(rows)), np.int32)
     temperature, min_p = np.zeros((2, len(rows)), np.float32)
     top_p = np.ones((len(rows),), np.float32)
     seed = np.zeros((len(rows),), np.uint32)
@@ -35,11 +35,13 @@ def make_rules(plan: Plan, rows: Sequence[Live | None], ready: Container[int]) -
         request = live.request
         stop[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         limit[row] = live.limit if row in ready else 0
+        drafts[row] = plan.block - 1 if live.speculates else 0
         temperature[row], top_p[row] = request.temperature, request.top_p
         min_p[row], top_k[row], seed[row] = request.min_p, request.top_k, request.seed
     columns = {
         "stop_ids": stop,
         "limit": limit,
+        "drafts": drafts,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,

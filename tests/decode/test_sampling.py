@@ -24,7 +24,7 @@ from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
 def rules(rows: int = 1, **columns: Any) -> RowRules:
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    values |= {"seed": 0, "limit": 99} | columns
+    values |= {"seed": 0, "limit": 99, "drafts": 99} | columns
     kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint32}
     arrays = {
         k: jnp.asarray(np.broadcast_to(np.asarray(v, kinds.get(k, np.int32)), (rows,)))

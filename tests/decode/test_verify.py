@@ -26,6 +26,7 @@ def rules(stops: list[set[int]], limit: Any = 1000) -> RowRules:
     return RowRules(
         stop_ids=jnp.asarray(ids),
         limit=jnp.broadcast_to(jnp.asarray(limit, jnp.int32), (B,)),
+        drafts=jnp.full((B,), T - 1, jnp.int32),
         temperature=jnp.zeros((B,), jnp.float32),
         top_k=jnp.zeros((B,), jnp.int32),
         top_p=jnp.ones((B,), jnp.float32),

@@ -221,6 +221,21 @@ def test_a_refused_prompt_among_many_leaves_nothing_behind(tiny3: Engine) -> Non
     assert not any(tiny3._rows)
 
 
+def test_a_row_that_does_not_draft_decodes_plainly_beside_one_that_does(tiny3: Engine) -> None:
+    """Drawn tokens hang on the lane, so the lane must not hang on the neighbours."""
+    options: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "seed": 8}
+    alone = tiny3.generate([3, 1, 4], speculative=False, **options)
+    drafting = tiny3.submit([2, 7], max_tokens=60)
+    beside = tiny3.submit([3, 1, 4], speculative=False, **options)
+    while not beside.done:
+        tiny3.advance()
+    assert drafting.stats.rounds > 5
+    assert beside.ids == alone.token_ids
+    assert (beside.stats.rounds, beside.stats.drafted) == (0, 0)
+    assert beside.stats.plain_steps == alone.stats.plain_steps == 23
+    tiny3.cancel(drafting)
+
+
 def test_cancelling_one_request_does_not_disturb_its_neighbours(tiny3: Engine) -> None:
     alone = tiny3.generate([7, 7], max_tokens=30).token_ids
     keep, drop = tiny3.submit([7, 7], max_tokens=30), tiny3.submit(PROMPT, max_tokens=30)

@@ -1,0 +1,119 @@
+"""Recovery of any kind, in any lane, beside any neighbours: each answer is the one given alone."""
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from dflash_jax.engine import request as request_module
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery.words import Words
+from dflash_jax.testing import random_engine
+from dflash_jax.tools import SYNTAXES
+
+VOCAB = 251
+
+
+@pytest.fixture(scope="module")
+def engine(tiny3: Engine) -> Engine:
+    """Three rows that keep prefixes."""
+    made = random_engine(
+        tiny3.target, tiny3.drafter, dataclasses.replace(tiny3.plan, prefix_cache=1 << 20)
+    )
+    made.executables = tiny3.executables  # the prefix programs come on top
+    return made
+
+
+def meaning(rng: random.Random) -> Words:
+    """Random tokens that mean a colon, a thought's beginning and end, or nothing visible."""
+    marks = {rng.randrange(VOCAB): m for m in [":"] * 60 + ["<think>"] * 9 + ["</think>"] * 9}
+    return Words(
+        text=lambda ids: "".join(marks.get(i, "w") for i in ids),
+        syntax=SYNTAXES["qwen_xml"],
+        hidden=frozenset(rng.sample(range(VOCAB), rng.choice([0, 100, 251]))),
+        prefix=tuple(rng.sample(range(VOCAB), rng.choice([0, 1, 4, 5, 9]))),
+        close=tuple(rng.sample(range(VOCAB), rng.choice([1, 2, 7]))),
+    )
+
+
+def settings(rng: random.Random) -> Recovery:
+    return dataclasses.replace(
+        OFF,
+        floor=rng.choice([0, 4, 40]),
+        below_floor=rng.choice(["rescue", "replace"]),
+        tool_prefix=rng.random() < 0.6,
+        empty_retry=rng.random() < 0.6,
+        repeat_limit=rng.choice([0, 2, 3]),
+        runaway=rng.random() < 0.5,
+        answer_reserve=rng.choice([0, 10, 60]),
+    )
+
+
+def asked(rng: random.Random, engine: Engine) -> dict[str, Any]:
+    """One request; its prompt may begin as others do, its end tokens are likely ones."""
+    shared = [rng.randrange(3)] * rng.choice([0, 16, 33])
+    prompt = [*shared, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 20)))]
+    free = engine.generate(prompt, max_tokens=8).token_ids
+    options: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": rng.randint(1, 50),
+        "stop_token_ids": sorted({*rng.sample(free, 2), *rng.sample(range(VOCAB), 5)}),
+        "recovery": settings(rng),
+        "speculative": rng.random() < 0.7,
+    }
+    if rng.random() < 0.4:
+        options |= {"temperature": 0.9, "seed": rng.randrange(99)}
+    if rng.random() < 0.3:
+        options |= {"frequency_penalty": 0.7, "logprobs": 2}
+    return options
+
+
+def alike_alone_and_in_company(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, seeds: range
+) -> set[str]:
+    """What happened, after every answer of a mixed crowd was compared with the same one alone."""
+    happened: set[str] = set()
+    for seed in seeds:
+        rng = random.Random(seed)
+        words = meaning(rng)
+        monkeypatch.setattr(request_module, "words_of", lambda *_, words=words: words)
+        crowd = [asked(rng, engine) for _ in range(5)]
+        lives = []
+        for options in crowd:
+            lives.append(engine.submit(**options))
+            for _ in range(rng.randint(0, 4)):
+                engine.advance()
+        while engine.busy:
+            engine.advance()
+        assert engine.prefix_cache
+        engine.prefix_cache.clear()
+        for live, options in zip(lives, crowd, strict=True):
+            alone = engine.generate(**options)
+            got = live.result()
+            assert got.token_ids == alone.token_ids == list(live.state.ids), options
+            assert got.finish_reason == alone.finish_reason
+            assert [x.token_id for x in got.logprobs or ()] == (
+                got.token_ids if "logprobs" in options else []
+            )
+            if "temperature" not in options:
+                other = engine.generate(**options | {"speculative": not options["speculative"]})
+                assert other.token_ids == alone.token_ids, options
+            happened |= set(got.stats.recovery)
+    return happened
+
+
+def test_recovered_answers_do_not_depend_on_company_or_lane(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = alike_alone_and_in_company(engine, monkeypatch, range(4))
+    assert happened >= {"floor", "empty_retry", "thought_closed_by_force"}
+
+
+@pytest.mark.soak
+def test_many_recovered_answers_do_not_depend_on_company_or_lane(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = alike_alone_and_in_company(engine, monkeypatch, range(100, 200))
+    assert happened >= {"floor", "tool_prefix", "empty_retry", "repeat", "thought_closed_by_force"}
