@@ -255,6 +255,7 @@ def test_cancelling_one_request_does_not_disturb_its_neighbours(tiny3: Engine) -
 
 
 def test_statistics_add_up(scripted: Engine, truth: list[int]) -> None:
+    scripted.warm_up()
     set_script(scripted, force_acceptance([*PROMPT, *truth], len(PROMPT), [2, 0, 3, 1], 251))
     stats = scripted.generate(PROMPT, max_tokens=21).stats
     assert stats.acceptance_lengths == [3, 1, 4, 2, 3, 1, 4, 2]

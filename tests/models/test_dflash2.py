@@ -175,8 +175,8 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
     for config, tree in ((v1, plain), (v2, params)):
         caches = empty_state(plan, target, config).draft
         model, greedy = build_drafter(config), Drafting(idle_rules(plan), start, False)
-        args = (block, caches, start, lender, greedy)
-        propose = functools.partial(model.apply, {"params": tree}, *args, method="propose")
+        args, variables = (block, caches, start, lender, greedy), {"params": jax.device_put(tree)}
+        propose = functools.partial(model.apply, variables, *args, method="propose")
         said.append(jit(propose)().tokens)
     np.testing.assert_array_equal(*said)
 
