@@ -17,9 +17,11 @@ from converters import compare, convert, export, inspect
 from converters.instruct import REFUSE
 from converters.models import Model, open_model
 from converters.taps import AUTO, CHOICES
-from dflash_jax.errors import DFlashError
+from dflash_jax.config import DrafterConfig
+from dflash_jax.errors import ConfigError, DFlashError
 
 CHECK_FAILED = 1
+ZLAB = "zlab"  # a drafter as its authors publish it, which is a Hugging Face folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,21 +139,35 @@ def _compare(options: argparse.Namespace) -> int:
 def _export_verb(verbs: Any) -> None:
     verb = _verb(verbs, "export", _export, "Write a model in a layout that others read.")
     _output_options(verb)
-    verb.add_argument("--layout", choices=export.LAYOUTS, default=export.HUGGING_FACE)
+    verb.add_argument(
+        "--format",
+        "--layout",
+        dest="layout",
+        choices=(*export.LAYOUTS, ZLAB),
+        default=export.HUGGING_FACE,
+        help="a Hugging Face folder (default), for drafters also called zlab; a drafter as"
+        " speculators or GGUF file",
+    )
     verb.add_argument(
         "--tokenizer",
         type=Path,
         metavar="TARGET.gguf",
-        help="for --layout gguf: the target file whose tokenizer is copied (llama.cpp needs one)",
+        help="for --format gguf: the target file whose tokenizer is copied (llama.cpp needs one)",
     )
 
 
 def _export(options: argparse.Namespace) -> int:
     model = open_model(options.source, taps=options.target_layer_shift)
+    if options.layout == ZLAB and not isinstance(model.config, DrafterConfig):
+        raise ConfigError(
+            f"{options.source} is a target; the format zlab is for drafters, write it as"
+            f" {export.HUGGING_FACE}"
+        )
     dtype = convert.chosen_dtype(model, options.dtype)
     tokenizer = open_model(options.tokenizer, role="target") if options.tokenizer else None
     file = convert.sources(tokenizer) if tokenizer else None
-    folder = options.layout != export.GGUF
+    layout = export.HUGGING_FACE if options.layout == ZLAB else options.layout
+    folder = layout != export.GGUF
     weights = export.Weights(
         model.config,
         model.tensors,
@@ -162,7 +178,7 @@ def _export(options: argparse.Namespace) -> int:
         export.export(
             weights,
             options.destination,
-            layout=options.layout,
+            layout=layout,
             dtype=dtype,
             overwrite=options.overwrite,
             progress=progress,

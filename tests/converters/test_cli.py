@@ -178,11 +178,20 @@ def test_values_that_are_not_finite_are_counted(capsys, tmp_path):
     assert (report["tensors"][0]["name"], report["tensors"][0]["not_finite"]) == ("norm.weight", 2)
 
 
-def test_export_writes_every_layout(capsys, tmp_path):
-    for layout, name in (("huggingface", "h"), ("speculators", "s"), ("gguf", "x.gguf")):
+def test_export_writes_every_format(capsys, tmp_path):
+    for layout, name in (("zlab", "z"), ("speculators", "s"), ("gguf", "x.gguf")):
         path = tmp_path / name
-        assert main(["export", str(DRAFTER), str(path), "--layout", layout]) == 0
+        assert main(["export", str(DRAFTER), str(path), "--format", layout]) == 0
         assert main(["compare", str(DRAFTER), str(path)]) == 0
+    assert main(["export", str(DRAFTER), str(tmp_path / "h")]) == 0
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "h" / file).read_bytes() == (tmp_path / "z" / file).read_bytes()
+
+
+def test_a_target_is_no_drafter_folder(capsys, tmp_path):
+    assert main(["export", str(TARGET), str(tmp_path / "z"), "--format", "zlab"]) == 1
+    assert "is a target; the format zlab is for drafters" in capsys.readouterr().err
+    assert not (tmp_path / "z").exists()
 
 
 def test_export_copies_a_targets_tokenizer(tmp_path):
