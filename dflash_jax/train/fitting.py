@@ -235,7 +235,7 @@ def fit(
     state = TrainState(params=params, optimizer=place.everywhere(maker.init(params)))
     found = loop.fit(
         loop.Run(
-            path=out / "state.safetensors",
+            path=out / "state",
             steps=recipe.schedule.steps,
             save_every=recipe.schedule.save_every,
             identity=identity,

@@ -18,11 +18,9 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from dflash_jax.errors import CheckpointError, ComputeError
-from dflash_jax.train.files import saved_as
+from dflash_jax.errors import ComputeError
+from dflash_jax.train import saved
 
 State = TypeVar("State")
 Metrics = dict[str, jax.Array]
@@ -61,9 +59,10 @@ def stop_flag() -> Iterator[StopFlag]:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Where a training run stands: its saved state, its length, and what it was started with.
+    """Where a training run stands: its saved states, its length, and what it was started with.
 
     Attributes:
+      path: folder of the saved states.
       identity: names everything that the result depends on; a saved state of another identity
         is refused.
       log: one JSON object of metrics a step is written here.
@@ -97,7 +96,7 @@ def fit(
       ComputeError: a metric is not finite; the last good state stays saved.
       CheckpointError: the saved state belongs to another run, or the disk is full.
     """
-    first, state = restored(run, state)
+    first, state = saved.newest(run.path, state, run.identity)
     window = Window(run, first)
     with stop_flag() as flag:
         for step in range(first, run.steps):
@@ -108,7 +107,7 @@ def fit(
             if saves or done % WINDOW == 0:
                 tell(f"{run.label} {done}/{run.steps}  {window.close()}")
             if saves:
-                store(run, done, state)
+                saved.save(run.path, done, state, run.identity)
             if flag.raised and done < run.steps:
                 raise Stopped(f"{run.label} stopped at step {done} of {run.steps}; state saved")
     return state
@@ -175,47 +174,12 @@ def append_lines(path: Path, lines: list[str]) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in lines)
     except OSError as error:
-        raise full(path, error) from error
-
-
-def full(path: Path, error: Exception) -> CheckpointError:
-    """What to say when a file cannot be written."""
-    return CheckpointError(
-        f"{path} could not be written ({error}); what was saved before is whole: free some space"
-        " and run the same command to go on from it"
-    )
-
-
-def store(run: Run, step: int, state: State) -> None:
-    """Saves the state; the file is replaced whole."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-    try:
-        with saved_as(run.path) as partial:
-            save_file(arrays, partial, {"step": str(step), "identity": run.identity})
-    except (OSError, SafetensorError) as error:
-        raise full(run.path, error) from error
-
-
-def restored(run: Run, state: State) -> tuple[int, State]:
-    """Step and state of the saved file, or 0 and the given state if there is none."""
-    if not run.path.is_file():
-        return 0, state
-    paths, structure = jax.tree_util.tree_flatten_with_path(state)
-    with safe_open(run.path, framework="numpy") as file:
-        about = file.metadata() or {}
-        if about.get("identity") != run.identity:
-            raise CheckpointError(
-                f"{run.path} was saved by another preset or seed; remove it, or train into"
-                " another folder"
-            )
-        leaves = [file.get_tensor(jax.tree_util.keystr(path)) for path, _ in paths]
-    return int(about["step"]), jax.tree.unflatten(structure, leaves)
+        raise saved.full(path, error) from error
 
 
 def finished(run: Run, state: State) -> State | None:
     """The saved state if the run had come to its end, else None."""
-    step, state = restored(run, state)
+    step, state = saved.newest(run.path, state, run.identity)
     return state if step == run.steps else None
 
 

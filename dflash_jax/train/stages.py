@@ -126,7 +126,7 @@ def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
     phase, model = work.preset.phases[i], qwen3.build(config)
     maker = optimizer.build(phase.schedule, decay=WEIGHT_DECAY)
     run = loop.Run(
-        path=work.out / f"target.{i}.safetensors",
+        path=work.out / f"target.{i}",
         steps=phase.schedule.steps,
         save_every=phase.schedule.save_every,
         identity=work.identity(f"target {i}"),

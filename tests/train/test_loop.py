@@ -5,6 +5,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from dflash_jax.train.loop import Run, Stopped, fit
 
 
 def run(tmp_path, steps: int = 9) -> Run:
-    return Run(tmp_path / "state.safetensors", steps, 4, "a run", "test")
+    return Run(tmp_path / "state", steps, 4, "a run", "test")
 
 
 def advance(state, step):
@@ -60,6 +61,17 @@ def test_the_state_of_another_run_is_refused(tmp_path):
     other = dataclasses.replace(run(tmp_path), identity="another run")
     with pytest.raises(CheckpointError, match="another preset or seed"):
         fit(other, start(), advance)
+
+
+def test_a_damaged_state_is_named_and_the_one_before_it_serves(tmp_path):
+    straight = fit(run(tmp_path), start(), advance)
+    for file in (tmp_path / "state" / "9" / "arrays").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"9 cannot be read .*remove it"):
+        fit(run(tmp_path), start(), advance)
+    shutil.rmtree(tmp_path / "state" / "9")
+    np.testing.assert_array_equal(fit(run(tmp_path), start(), advance)["x"], straight["x"])
 
 
 KILLED = """
@@ -119,6 +131,6 @@ def test_a_full_disk_is_named_and_what_was_saved_stays(tmp_path):
             fit(run(tmp_path), start(), until_full)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["4"]
     resumed = fit(run(tmp_path), start(), advance)
     np.testing.assert_array_equal(resumed["x"], fit(run(tmp_path / "o"), start(), advance)["x"])
