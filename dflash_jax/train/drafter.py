@@ -1,5 +1,6 @@
 """Training of drafters: the engine's own modules, called on many anchored blocks at once."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decode.steps import Pair
 from dflash_jax.nn.layers import rms_norm
@@ -15,7 +16,7 @@ from dflash_jax.train import anchors as anchoring
 from dflash_jax.train import objective
 from dflash_jax.train.attention import split_attention
 from dflash_jax.train.features import Reading, reading
-from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.recipe import DFLASH, Recipe
 from dflash_jax.train.target import TrainState
 
 
@@ -70,22 +71,6 @@ class Blocks:
     anchors: Int[Array, "B N"]
     labels: Int[Array, "B N R"]
     counts: Bool[Array, "B N R"]
-
-
-def choose(
-    key: Key[Array, ""],
-    pair: Pair,
-    best: Int[Array, "B S"],
-    tokens: Int[Array, "B S"],
-    wanted: Bool[Array, "B S"],
-    count: int,
-) -> Blocks:
-    """Random blocks of a batch."""
-    assert pair.drafter is not None
-    width = pair.drafter.config.step_width
-    anchors, alive = anchoring.sample(key, anchoring.startable(wanted), count)
-    labels, counts = anchoring.trained(tokens, wanted, best, anchors, alive, width)
-    return Blocks(anchors=anchors, labels=labels, counts=counts)
 
 
 def drafted(
@@ -146,12 +131,39 @@ def scores(
     return objective.in_chunks(score, params["drafter"], places, pair.target.config.vocab_size)
 
 
-def loss(
-    pair: Pair, recipe: Recipe, params: dict, frozen: dict, read: Reading, tokens: Array, at: Blocks
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The loss of a batch and what is logged; to be differentiated by `params`, the drafter's."""
-    found = scores(pair, {"target": frozen, "drafter": params}, recipe, read, tokens, at)
-    return objective.total(recipe, found, at.counts)
+@struct.dataclass
+class Part:
+    """Some rows of a batch; what the target says of them, if it was asked before."""
+
+    tokens: Int[Array, "B S"]
+    wanted: Bool[Array, "B S"]
+    anchors: Int[Array, "B N"]
+    alive: Bool[Array, "B N"]
+    read: Reading | None
+
+
+def sums(
+    pair: Pair, recipe: Recipe, params: dict[str, Any], frozen: dict[str, Any], part: Part
+) -> objective.Sums:
+    """What some rows add to the loss and the log of a batch.
+
+    Args:
+      params: the drafter's; `frozen` are the target's.
+    """
+    assert pair.drafter is not None
+    read, dtype = part.read, jax.tree.leaves(frozen)[0].dtype
+    if read is None:
+        keep = objective.wants_distribution(recipe)
+        read = reading(pair, frozen, part.tokens, dtype=recipe.dtype, keep=keep)
+    if read.hidden is not None:
+        read = read.replace(hidden=read.hidden.astype(dtype))  # pyrefly: ignore
+    width = pair.drafter.config.step_width
+    labels, counts = anchoring.trained(
+        part.tokens, part.wanted, read.best, part.anchors, part.alive, width
+    )
+    blocks = Blocks(anchors=part.anchors, labels=labels, counts=counts)
+    both = {"target": frozen, "drafter": params}
+    return objective.sums(recipe, scores(pair, both, recipe, read, part.tokens, blocks), counts)
 
 
 def gradient(
@@ -164,7 +176,7 @@ def gradient(
     number: Array,
     count: int,
 ) -> tuple[dict, dict[str, Array]]:
-    """Gradient and metrics of one batch.
+    """Gradient and metrics of one batch, its rows taken in `recipe.parts` parts.
 
     Args:
       frozen: the target's parameters.
@@ -173,17 +185,40 @@ def gradient(
       number: of the step; with the recipe's seed it decides the anchors.
       count: anchors in a row.
     """
-    tokens, wanted = rows[0].astype(jnp.int32), rows[1]
-    if read is None:
-        keep = objective.wants_distribution(recipe)
-        read = reading(pair, frozen, tokens, dtype=recipe.dtype, keep=keep)
-    if read.hidden is not None:
-        dtype = jax.tree.leaves(frozen)[0].dtype
-        read = read.replace(hidden=read.hidden.astype(dtype))  # pyrefly: ignore
     key = jax.random.fold_in(jax.random.key(recipe.seed), number)
-    blocks = choose(key, pair, read.best, tokens, wanted, count)
-    differentiate = jax.grad(loss, argnums=2, has_aux=True)
-    return differentiate(pair, recipe, params, frozen, read, tokens, blocks)
+    anchors, alive = anchoring.sample(key, anchoring.startable(rows[1]), count)
+    whole = Part(rows[0].astype(jnp.int32), rows[1], anchors, alive, read)
+    if recipe.parts == 1:
+
+        def loss(params: dict) -> tuple[Array, dict[str, Array]]:
+            return objective.total(recipe, sums(pair, recipe, params, frozen, whole))
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    def added(params: dict, part: Part) -> tuple[Array, objective.Sums]:
+        found = sums(pair, recipe, params, frozen, part)
+        return jnp.stack([found.loss, found.head]), found
+
+    def one(carry: Any, part: Part) -> tuple[Any, None]:
+        _, pull, found = jax.vjp(lambda p: added(p, part), params, has_aux=True)
+        slopes = [pull(unit)[0] for unit in jnp.eye(len(carry[0]), 2)]
+        return jax.tree.map(jnp.add, carry, (slopes, found)), None
+
+    # The parts' loss and head are sums with a divisor each, known only at the end.
+    slopes = [jax.tree.map(jnp.zeros_like, params)] * (1 if recipe.kind == DFLASH else 2)
+    carry = (slopes, objective.Sums(*[jnp.float32(0)] * 8))
+    (slopes, found), _ = jax.lax.scan(one, carry, dealt(whole, recipe.parts))
+    shares = (
+        1 / objective.divisor(found.weight),
+        recipe.head_weight / objective.divisor(found.head_weight),
+    )
+    slope = jax.tree.map(lambda *x: sum(map(operator.mul, x, shares)), *slopes)
+    return slope, objective.total(recipe, found)[1]
+
+
+def dealt(tree: Any, parts: int) -> Any:
+    """Arrays [B, ...] as [parts, B / parts, ...]."""
+    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), tree)
 
 
 def step(

@@ -12,7 +12,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.train.recipe import DPACE, KL, MIX, UNIFORM, Recipe
+from dflash_jax.train.recipe import DFLASH, DPACE, KL, MIX, UNIFORM, Recipe
 
 LOGIT_ELEMENTS = 1 << 25  # of one chunk: 128 MiB
 CE_SHARE = 0.1  # of the mixed loss; the rest is total variation
@@ -201,34 +201,59 @@ def pace(
     return jnp.flip(jnp.cumsum(jnp.flip(reached, axis=2), axis=2), axis=2)
 
 
-def total(
-    recipe: Recipe, scores: Scores, counts: Bool[Array, "B N R"]
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The loss of a batch, sums divided once, and what is logged.
+@struct.dataclass
+class Sums:
+    """What a batch, or any part of one, adds to its loss and its log."""
+
+    loss: Float[Array, ""]  # of weighted places
+    weight: Float[Array, ""]
+    head: Float[Array, ""]
+    head_weight: Float[Array, ""]
+    right: Float[Array, ""]  # right drafts
+    places: Float[Array, ""]  # places that count
+    run: Float[Array, ""]  # leading right drafts of blocks that count wholly
+    blocks: Float[Array, ""]
+
+
+def sums(recipe: Recipe, scores: Scores, counts: Bool[Array, "B N R"]) -> Sums:
+    """Scores added up."""
+    weights = place_weights(recipe, scores.nll, counts)
+    heads = jnp.where(scores.head_counts, weights, 0.0)
+    right = (scores.right & counts).astype(jnp.float32)
+    whole = counts.all(axis=2).astype(jnp.float32)
+    return Sums(
+        loss=(scores.loss * weights).sum(),
+        weight=weights.sum(),
+        head=(scores.head * heads).sum(),
+        head_weight=heads.sum(),
+        right=right.sum(),
+        places=counts.sum().astype(jnp.float32),
+        run=(jnp.cumprod(right, axis=2).sum(axis=2) * whole).sum(),
+        blocks=whole.sum(),
+    )
+
+
+def total(recipe: Recipe, found: Sums) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """The loss of a batch, its sums divided once, and what is logged.
 
     `simulated` is the acceptance length in blocks that lie wholly within an answer: 1 and the
     leading run of right drafts.
     """
-    weights = place_weights(recipe, scores.nll, counts)
-    loss = mean(scores.loss, weights)
-    right = scores.right & counts
-    run = jnp.cumprod(right.astype(jnp.float32), axis=2).sum(axis=2)  # [B, N]
+    loss = found.loss / divisor(found.weight)
     logged = {
-        "simulated": 1.0 + mean(run, counts.all(axis=2).astype(jnp.float32)),
-        "accuracy": mean(right.astype(jnp.float32), counts.astype(jnp.float32)),
-        "places": counts.sum().astype(jnp.float32),
+        "simulated": 1.0 + found.run / divisor(found.blocks),
+        "accuracy": found.right / divisor(found.places),
+        "places": found.places,
     }
-    if recipe.kind != "dflash":
-        heads = jnp.where(scores.head_counts, weights, 0.0)
-        logged["head"] = mean(scores.head, heads)
+    if recipe.kind != DFLASH:
+        logged["head"] = found.head / divisor(found.head_weight)
         loss += recipe.head_weight * logged["head"]
     return loss, {"loss": loss, **logged}
 
 
-def mean(values: Array, weights: Array) -> Float[Array, ""]:
-    """The weighted mean; 0 where nothing has weight."""
-    some = weights.sum()
-    return jnp.where(some > 0, (values * weights).sum() / jnp.where(some > 0, some, 1.0), 0.0)
+def divisor(weight: Float[Array, ""]) -> Float[Array, ""]:
+    """What to divide a sum by: 1 where nothing has weight, and the sum is 0."""
+    return jnp.where(weight > 0, weight, 1.0)
 
 
 def wants_distribution(recipe: Recipe) -> bool:

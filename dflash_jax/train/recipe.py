@@ -56,6 +56,8 @@ class Recipe:
       smoothing: share of certainty added to the drafter's own; with `dpace` weights.
       head_weight: of the selector's or the confidence head's loss.
       anchors: blocks in a row of the first bucket; longer rows have more in proportion.
+      parts: a batch's rows are done in so many parts, one after another: the same gradient in less
+        memory.
       features: the target runs in every step (online), or once over all rows (cache, on disk).
       answers: assistant turns are written anew by the target, or taken as given.
       prompts, text_prompts: most conversations and pieces of plain text to be answered.
@@ -90,6 +92,7 @@ class Recipe:
     schedule: Schedule
     anchors: int
     buckets: tuple[Bucket, ...]
+    parts: int = 1
     features: str = ONLINE
     dtype: str = "float32"
     answers: str = REGENERATED
@@ -118,15 +121,15 @@ class Recipe:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}"
                 )
-        lowest = {"layers": 1, "block": 2, "anchors": 1, "devices": 1, "new_tokens": 1}
+        lowest = {"layers": 1, "block": 2, "anchors": 1, "devices": 1, "parts": 1, "new_tokens": 1}
         for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least {low}")
-        uneven = [b.rows for b in self.buckets if b.rows % self.devices]
+        uneven = [b.rows for b in self.buckets if b.rows % (self.devices * self.parts)]
         if uneven or not self.buckets:
             raise ConfigError(
                 f"buckets have {[b.rows for b in self.buckets]} rows in a batch; every number must"
-                f" be a multiple of the {self.devices} devices"
+                f" be a multiple of {self.devices} devices x {self.parts} parts"
             )
 
     def blocks(self, bucket: int) -> int:

@@ -101,7 +101,7 @@ def test_settings_change_a_preset_and_nonsense_is_refused():
         "stepz=9": "not known",
         "steps=many": "cannot be read",
         "kind=eagle": "expected one of dflash",
-        "devices=3": "multiple of the 3 devices",
+        "devices=3": "multiple of 3 devices x 1 parts",
     }.items():
         with pytest.raises(ConfigError, match=why):
             recipe("smoke", [bad])

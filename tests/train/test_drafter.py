@@ -86,7 +86,11 @@ def trained(kind: str, ids: jax.Array, anchors: list[int]) -> np.ndarray:
     return np.asarray(programs(kind)[0](made(kind)[3], ids, jnp.asarray([anchors]))[0])
 
 
-FAMILIES = [pytest.param("dflash", f, marks=pytest.mark.soak) for f in ("gemma", "hybrid")]
+def soaked(cases: list) -> list:
+    return [pytest.param(*case, marks=pytest.mark.soak) for case in cases]
+
+
+FAMILIES = soaked([("dflash", "gemma"), ("dflash", "hybrid")])
 
 
 @pytest.mark.parametrize(("kind", "family"), [*((k, "qwen3") for k in KINDS), *FAMILIES])
@@ -137,6 +141,46 @@ def test_no_gradient_reaches_features_at_or_after_the_anchor():
         reached = np.abs(np.asarray(slope[0])).max(axis=1) > 0
         assert reached[:anchor].all()
         assert not reached[anchor:].any()
+
+
+@functools.cache
+def slope(kind: str, parts: int = 1) -> Any:
+    """Compiled: the gradient and the log of a batch at step 7, for one layer each."""
+    target = tiny_target(num_layers=1)
+    shape = {"num_layers": 1, "windows": (None,), "causal": (False,), "target_layer_ids": (0,)}
+    config = tiny_drafter(target, kind, block_size=BLOCK, **shape)
+    params = random_params(target, config, seed=3)
+    recipe = dataclasses.replace(SMOKE, kind=kind, parts=parts, head_weight=0.5)
+    run = functools.partial(drafter.gradient, build_pair(target, config), recipe)
+    given = jax.device_put((params["drafter"], params["target"]))
+    program = jax.jit(run, static_argnums=(5,))
+    return lambda rows, count: program(*given, rows, None, 7, count)
+
+
+def rows_of_four() -> tuple[jax.Array, jax.Array]:
+    wanted = jax.random.uniform(jax.random.key(9), (4, LENGTH)) < 0.7
+    return tokens(6, rows=4), wanted.at[1].set(False)
+
+
+def assert_alike(one: Any, two: Any) -> None:
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6), one, two)
+
+
+@pytest.mark.parametrize("kind", ["dflash2", *soaked([("dflash",), ("dspark",)])])
+def test_a_batch_in_parts_has_the_same_gradient(kind):
+    whole, cut = (slope(kind, parts)(rows_of_four(), 5) for parts in (1, 4))
+    assert whole[1]["places"] > 10
+    assert_alike(whole, cut)
+
+
+def test_padding_and_dead_anchors_change_nothing():
+    ids, wanted = rows_of_four()
+    wanted &= jnp.cumsum(wanted, axis=1) < 6  # fewer places to start at than anchors
+    expected = slope("dflash2")((ids, wanted), 5)
+    pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, 6)))
+    longer = pad(ids, constant_values=7), pad(wanted)
+    assert expected[1]["places"] > 4
+    assert_alike(expected, slope("dflash2")(longer, 9))
 
 
 @pytest.mark.soak
