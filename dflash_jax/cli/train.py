@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,12 @@ def add_verb(verbs: Any) -> None:
         help='JSONL of {"messages": [...]}, {"prompt": ...}, {"text": ...} or {"ids": [...]};'
         " 'tiny' (default) is the corpus of the shipped pair",
     )
-    verb.add_argument("--preset", default="tiny-cpu", help="smoke, tiny-cpu, tiny-h200, qwen3-8b")
+    verb.add_argument(
+        "--preset",
+        default="tiny-cpu",
+        help="smoke; tiny-cpu (minutes), tiny-pair (as the shipped drafter), tiny-dflash2 (its twin"
+        " of the other kind), tiny-h200; qwen3-8b",
+    )
     verb.add_argument(
         "--set",
         action="append",
@@ -59,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     from dflash_jax.train.recipe import recipe
 
     chosen = recipe(options.preset, options.settings)
+    started = time.monotonic()
     try:
         with progress() as tell:
             made = fitting.run(
@@ -73,9 +80,11 @@ def run(options: argparse.Namespace) -> int:
     except Stopped as stop:
         print(f"dflash-jax: {stop}; run the same command to go on", file=sys.stderr)
         return STOPPED
-    plotted = draw(options.out)
+    plotted, seconds = draw(options.out), round(time.monotonic() - started, 1)
     if options.json:
-        found = {"drafter": str(made.drafter), "results": made.results, "plot": plotted}
+        found: dict[str, Any] = {"drafter": str(made.drafter), "results": made.results}
+        # Seconds are of this call; a run that was gone on with took more.
+        found |= {"plot": plotted, "seconds": seconds}
         print(json.dumps(found))
         return 0
     for kind, row in made.results.items():

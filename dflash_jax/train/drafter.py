@@ -151,12 +151,12 @@ def sums(
       params: the drafter's; `frozen` are the target's.
     """
     assert pair.drafter is not None
-    read, dtype = part.read, jax.tree.leaves(frozen)[0].dtype
+    read = part.read
     if read is None:
         keep = objective.wants_distribution(recipe)
         read = reading(pair, frozen, part.tokens, dtype=recipe.dtype, keep=keep)
     if read.hidden is not None:
-        read = read.replace(hidden=read.hidden.astype(dtype))  # pyrefly: ignore
+        read = read.replace(hidden=read.hidden.astype(recipe.dtype))  # pyrefly: ignore
     width = pair.drafter.config.step_width
     labels, counts = anchoring.trained(
         part.tokens, part.wanted, read.best, part.anchors, part.alive, width

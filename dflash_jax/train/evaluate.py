@@ -68,13 +68,19 @@ def evaluate(
     max_tokens: int,
     tell: Callable[[str], None],
     dtype: Dtype = "float32",
+    weights: str = "float",
 ) -> dict[str, Any]:
-    """Scores of each kind of prompt, greedy; `max_tokens` for each answer."""
+    """Scores of each kind of prompt, greedy; `max_tokens` for each answer.
+
+    Args:
+      dtype, weights: of the plan.
+    """
     from dflash_jax.loading import open_pair
 
     pair = open_pair(target, drafter)
     length = min(LENGTH, pair.configs[0].max_length)
-    engine = pair.engine(Plan(dtype=dtype, max_length=length))
+    plan = Plan(dtype=dtype, weights=weights, max_length=length)  # pyrefly: ignore
+    engine = pair.engine(plan)
     entries = read_prompts(prompts)
     found: dict[str, Any] = {"max_tokens": max_tokens, "dtype": dtype, "temperature": 0}
     for kind in KINDS:

@@ -15,11 +15,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.compiler import jit
-from dflash_jax.compiler.programs import build_pair
+from dflash_jax.compiler import Plan, jit
+from dflash_jax.compiler.programs import build_pair, weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import TargetModel
+from dflash_jax.quant.layouts import TABLE, Packed, dequantise, pack_tree
 from dflash_jax.train import (
     data,
     drafter,
@@ -33,7 +34,7 @@ from dflash_jax.train import (
 from dflash_jax.train import recipe as recipes
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import saved_as
-from dflash_jax.train.recipe import CACHE, GIVEN, Recipe
+from dflash_jax.train.recipe import CACHE, FLOAT, GIVEN, Recipe
 from dflash_jax.train.rows import Batches, Document, Rows
 from dflash_jax.train.target import TrainState
 from dflash_jax.train.vocabulary import write_json
@@ -72,9 +73,7 @@ def run(
       ConfigError: data, recipe and target do not fit each other, or `out` belongs to another run.
       ComputeError, CheckpointError, Stopped: see `loop.fit`.
     """
-    from dflash_jax.loading import load_target
-
-    model = load_target(target, dtype=recipe.dtype)  # pyrefly: ignore
+    model = open_target(target, recipe)
     training, held_out = data.load(source, recipe)
     if mask_id is None:
         mask_id, why = recipes.mask_token(model.tokenizer, model.config)
@@ -97,6 +96,29 @@ def run(
         write_drafter(out / "drafter", config, trained)
     results = measured(out, target, model, held_out, recipe, tell)
     return Outcome(out / "drafter", results)
+
+
+def open_target(source: str, recipe: Recipe) -> TargetModel:
+    """The target, its matrices rounded if the recipe says so."""
+    from dflash_jax.loading import load_target
+
+    model = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
+    if recipe.target_weights == FLOAT:
+        return model
+    plan = Plan(weights=recipe.target_weights)  # pyrefly: ignore
+    specs = weight_specs(plan, model.config, None)
+    own = {path.removeprefix("target/"): how for path, how in specs.items()}
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(model.params))
+
+    def rounded(path: tuple, old: jax.Array, new: np.ndarray | Packed) -> jax.Array:
+        if not isinstance(new, Packed):
+            return old
+        weight = dequantise(new.arrays, new.kind).reshape(new.shape)
+        weight = weight.T if path[-1].key == TABLE else weight
+        return jax.device_put(weight.astype(old.dtype))
+
+    params = jax.tree_util.tree_map_with_path(rounded, model.params, pack_tree(exact, own))
+    return TargetModel(model.config, params, model.dtype, tokenizer=model.tokenizer)
 
 
 def claim(out: Path, about: dict[str, Any]) -> str:
@@ -231,7 +253,7 @@ def fit(
         i, chosen = batches.chosen(number)
         return f"the batch of rows {chosen.tolist()} of length {recipe_buckets[i].length}"
 
-    params = place.everywhere(drafter.initial(pair, recipe.seed) if start is None else start)
+    params = place.everywhere(begun(drafter.initial(pair, recipe.seed), start or {}))
     state = TrainState(params=params, optimizer=place.everywhere(maker.init(params)))
     found = loop.fit(
         loop.Run(
@@ -271,8 +293,19 @@ class Placement:
         return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec("data")))
 
 
+def begun(fresh: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:
+    """Fresh parameters, replaced where there are others to start with."""
+    return {
+        name: begun(value, start.get(name, {}))
+        if isinstance(value, dict)
+        else start.get(name, value)
+        for name, value in fresh.items()
+    }
+
+
 def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
-    """Parameters to go on from.
+    """Parameters to go on from: of a drafter of the same kind, or of a DFlash one, to which
+    DFlash 2 and DSpark add.
 
     Raises:
       ConfigError: the drafter there is not of the shape that this run makes.
@@ -280,13 +313,15 @@ def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
     from converters.models import open_model
 
     found = open_model(path, role="drafter")
-    wanted = dataclasses.asdict(config)
-    have = dataclasses.asdict(found.config) | {"dtype": config.dtype}
-    differ = [
-        k for k, v in wanted.items() if have.get(k) != v and k not in ("num_target_layers", "rope")
-    ]
-    if differ:
-        listed = "; ".join(f"{k} is {have.get(k)}, expected {wanted[k]}" for k in differ)
+    kind = type(config) if type(found.config) is type(config) else DrafterConfig
+    have, wanted = (
+        {f.name: getattr(c, f.name, None) for f in dataclasses.fields(kind)}
+        for c in (found.config, config)
+    )
+    free = ("kind", "num_target_layers", "rope", "dtype", "sample_from_anchor")
+    differ = [k for k, v in wanted.items() if have[k] != v and k not in free]
+    if differ or not isinstance(found.config, DrafterConfig):
+        listed = "; ".join(f"{k} is {have[k]}, expected {wanted[k]}" for k in differ)
         raise ConfigError(f"the drafter {path} has another shape: {listed}; change the recipe")
     return found.load("float32")
 
@@ -325,6 +360,7 @@ def measured(
             max_tokens=recipe.held_out_tokens,
             tell=tell,
             dtype=recipe.dtype,  # pyrefly: ignore
+            weights=recipe.target_weights,
         )
         with saved_as(path) as partial:
             write_json(partial, found)

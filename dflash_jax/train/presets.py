@@ -150,17 +150,7 @@ TINY_CPU = Preset(
         ),
     ),
     transcripts=200,
-    drafter=dataclasses.replace(
-        recipe.TINY_CPU,
-        schedule=Schedule(steps=5000, rate=2e-3),
-        prompts=27_000,
-        text_prompts=2_400,
-        answer_buckets=(
-            Bucket(length=160, rows=64),
-            Bucket(length=256, rows=48),
-            Bucket(length=448, rows=24),
-        ),
-    ),
+    drafter=recipe.TINY_PAIR,
     held_out_chat=200,
     held_out_code=60,
 )

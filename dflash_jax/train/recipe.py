@@ -15,6 +15,7 @@ DFLASH, DFLASH2, DSPARK = KINDS = ("dflash", "dflash2", "dspark")
 CE, KL, MIX = LOSSES = ("ce", "kl", "mix")
 DECAY, DPACE, UNIFORM = WEIGHTS = ("decay", "dpace", "uniform")
 ONLINE, CACHE = FEATURES = ("online", "cache")
+FLOAT, INT8, INT4 = TARGET_WEIGHTS = ("float", "int8", "int4")
 REGENERATED, GIVEN = ANSWERS = ("target", "given")
 MUON, ADAMW = OPTIMIZERS = ("muon", "adamw")
 MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
@@ -59,6 +60,8 @@ class Recipe:
       parts: a batch's rows are done in so many parts, one after another: the same gradient in less
         memory.
       features: the target runs in every step (online), or once over all rows (cache, on disk).
+      target_weights: the target's matrices as they are, or rounded as an engine of
+        `Plan.weights` int8 or int4 holds them: train against what will be served.
       answers: assistant turns are written anew by the target, or taken as given.
       prompts, text_prompts: most conversations and pieces of plain text to be answered.
       new_tokens, text_tokens: most tokens of one answer, or of one continued text.
@@ -95,6 +98,7 @@ class Recipe:
     parts: int = 1
     features: str = ONLINE
     dtype: str = "float32"
+    target_weights: str = FLOAT
     answers: str = REGENERATED
     prompts: int
     text_prompts: int = 0
@@ -113,6 +117,7 @@ class Recipe:
             "loss": LOSSES,
             "weights": WEIGHTS,
             "features": FEATURES,
+            "target_weights": TARGET_WEIGHTS,
             "answers": ANSWERS,
             "optimizer": OPTIMIZERS,
         }
@@ -253,6 +258,21 @@ TINY_CPU = Recipe(
     held_out=260,
 )
 
+TINY_PAIR = dataclasses.replace(
+    TINY_CPU,
+    name="tiny-pair",
+    schedule=Schedule(steps=5000, rate=2e-3),
+    prompts=27_000,
+    text_prompts=2_400,
+    answer_buckets=(
+        Bucket(length=160, rows=64),
+        Bucket(length=256, rows=48),
+        Bucket(length=448, rows=24),
+    ),
+)
+
+TINY_DFLASH2 = dataclasses.replace(TINY_PAIR, name="tiny-dflash2", kind=DFLASH2)
+
 TINY_H200 = dataclasses.replace(
     TINY_CPU,
     name="tiny-h200",
@@ -303,7 +323,10 @@ QWEN3_8B = Recipe(
     ),
 )
 
-RECIPES = {recipe.name: recipe for recipe in (SMOKE, TINY_CPU, TINY_H200, QWEN3_8B)}
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (SMOKE, TINY_CPU, TINY_PAIR, TINY_DFLASH2, TINY_H200, QWEN3_8B)
+}
 
 
 def recipe(name: str, settings: Sequence[str] = ()) -> Recipe:

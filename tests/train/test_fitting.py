@@ -2,18 +2,25 @@
 
 import dataclasses
 import json
+import random
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
 import pytest
 
+from dflash_jax import Plan, load_target
+from dflash_jax.compiler.programs import build_pair, weight_specs
+from dflash_jax.config import read_drafter_config
+from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
-from dflash_jax.loading import TargetModel
-from dflash_jax.testing import random_params, tiny_target
-from dflash_jax.train import fitting
-from dflash_jax.train.recipe import SMOKE, Bucket, Schedule
+from dflash_jax.loading import TargetModel, locate, open_pair, resolve_here
+from dflash_jax.quant.layouts import dequantise
+from dflash_jax.testing import random_engine, random_params, tiny_target
+from dflash_jax.train import drafter, export, fitting
+from dflash_jax.train.recipe import SMOKE, TINY_DFLASH2, Bucket, Schedule, new_drafter
 from dflash_jax.train.rows import Rows
 
 RECIPE = dataclasses.replace(
@@ -87,6 +94,115 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ConfigError, match="holds other things"):
         fitting.claim(tmp_path / "other", {"target": "a"})
+
+
+@pytest.mark.parametrize(
+    "kind", ["dflash", *(pytest.param(k, marks=pytest.mark.soak) for k in ("dflash2", "dspark"))]
+)
+def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, tmp_path):
+    whole, prompt = model(), list(range(20))
+    plan = Plan(max_length=64, block=4, chunk=16)
+    plain = random_engine(whole.config, None, plan)
+    plain.params = {"target": whole.params}
+    said = plain.generate(prompt, max_tokens=40).token_ids
+    ids = np.asarray([prompt + said], np.int32)
+    sample = [Rows(ids, np.arange(60)[None] >= 20, np.ones(ids.shape, bool))]
+    recipe = dataclasses.replace(
+        RECIPE,
+        kind=kind,
+        loss="ce",
+        features="online",
+        weight_decay=0.0,
+        anchors=24,
+        buckets=(Bucket(length=60, rows=1),),
+        schedule=Schedule(steps=150, rate=1e-2, save_every=150),
+    )
+    config, params = fitting.fit(
+        whole, recipe, 96, sample, tmp_path, identity="x", tell=lambda line: None
+    )
+    trained = {"target": whole.params, "drafter": jax.device_put(params)}
+    engine = Engine(whole.config, config, trained, resolve_here(plan, whole.config, config))
+    result = engine.generate(prompt, max_tokens=40)
+    assert result.token_ids == said
+    assert len(set(said)) > 4
+    width = engine.plan.block
+    assert set(result.stats.acceptance_lengths[:-1]) == {width}
+
+
+@pytest.mark.parametrize("kept", ["int8", "int4"])
+def test_a_rounded_target_has_the_weights_an_engine_serves(kept):
+    model = fitting.open_target("tiny", dataclasses.replace(SMOKE, target_weights=kept))
+    specs = weight_specs(Plan(weights=kept), model.config, None)
+    own = {path.removeprefix("target/"): how for path, how in specs.items()}
+    served = open_pair("tiny", None).target.load("float32", specs=own)
+    for path in own:
+        ours, theirs = model.params, served
+        for key in path.split("/"):
+            ours, theirs = ours[key], theirs[key]
+        weight = dequantise(theirs.arrays, theirs.kind).reshape(theirs.shape)
+        np.testing.assert_array_equal(ours, weight.T if path == "embed" else weight)
+    assert len(own) > 10
+
+
+def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
+    target, shipped = load_target("tiny").config, locate("tiny", "drafter")
+    old = read_drafter_config(shipped)
+    alike = dataclasses.replace(
+        TINY_DFLASH2,
+        layers=old.num_layers,
+        inner=old.intermediate_size,
+        taps=old.target_layer_ids,
+        block=old.block_size,
+    )
+    config = new_drafter(alike, target, old.mask_token_id)
+    start = fitting.read_start(shipped, config)
+    fresh = drafter.initial(build_pair(target, config), 0)
+    begun = fitting.begun(fresh, start)
+    assert jax.tree.structure(begun) == jax.tree.structure(fresh)
+    np.testing.assert_array_equal(begun["fc"], start["fc"])
+    np.testing.assert_array_equal(begun["predecessor"], fresh["predecessor"])
+    with pytest.raises(ConfigError, match=r"block_size is 8, expected 4.*change the recipe"):
+        fitting.read_start(shipped, new_drafter(SMOKE, target, old.mask_token_id))
+
+
+@pytest.mark.soak
+def test_a_command_killed_again_and_again_ends_with_the_same_bytes(tmp_path):
+    target = tiny_target(num_layers=2)
+    export.target(tmp_path / "target", target, model().params, pad=0)
+    lines = [{"ids": np.random.default_rng(i).integers(0, 96, 24).tolist()} for i in range(60)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, "-m", "dflash_jax.cli", "train", "--preset", "smoke", "--mask-id=96"]
+    command += ["--target", str(tmp_path / "target"), "--data", str(tmp_path / "data.jsonl")]
+    command += ["--set", "steps=60", "--set", "text_prompts=40", "--set", "features=cache"]
+
+    def run(name: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*command, "--out", str(tmp_path / name)], stderr=subprocess.PIPE, text=True
+        )
+
+    straight = run("straight")
+    assert straight.wait() == 0, straight.communicate()[1]
+    log, kills, seen = tmp_path / "killed" / "log.jsonl", 0, -1
+    while kills < 4:
+        going = run("killed")
+        begun, wait = time.monotonic(), random.uniform(0.5, 6)
+        while going.poll() is None and time.monotonic() < begun + 120:
+            done = len(log.read_text().splitlines()) if log.is_file() else 0
+            if done > seen and time.monotonic() > begun + wait:
+                break
+            time.sleep(0.01)
+        if going.poll() is not None:
+            break
+        seen, kills = done, kills + 1
+        going.kill()
+        going.communicate()
+    last = run("killed")
+    assert last.wait() == 0, last.communicate()[1]
+    assert kills > 1
+    one, two = (
+        (tmp_path / n / "drafter/model.safetensors").read_bytes() for n in ("straight", "killed")
+    )
+    assert one == two
 
 
 DEVICES = """
