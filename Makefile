@@ -12,9 +12,9 @@ demo: .venv/installed
 # Lints, type-checks and runs every test.
 # What is claimed of bits is tested as it is compiled for users; the rest compiles faster.
 test: lint
-	$(BIN)/python -m pytest -n 2 -m "optimised and not soak"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "optimised and not soak"
 	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" \
-		$(BIN)/python -m pytest -n 2 -m "not optimised and not soak"
+		$(BIN)/python -m pytest -n 2 --dist loadfile -m "not optimised and not soak"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check
@@ -32,7 +32,7 @@ soak: .venv/installed-dev
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.soak_families
 	$(BIN)/python -m benchmarks.soak_serve
-	$(BIN)/python -m pytest -n 2 -m soak
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak
 
 bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks.decode

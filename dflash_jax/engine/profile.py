@@ -98,8 +98,9 @@ def profile(
     for _ in range(2):
         engine.advance()
     jax.block_until_ready(engine._state)
+    name = "speculative" if speculative and engine.drafter else "plain" if plan.exact else "plain1"
     with tempfile.TemporaryDirectory() as folder:
-        where = keep or Path(folder)
+        where = Path(folder) if keep is None else keep / name  # the profiler names by seconds
         with jax.profiler.trace(str(where)):
             started = time.perf_counter()
             for _ in range(steps):
@@ -109,7 +110,6 @@ def profile(
         newest = max(where.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
         trace = jax.profiler.ProfileData.from_file(str(newest))
     engine.cancel(live)
-    name = "speculative" if speculative and engine.drafter else "plain" if plan.exact else "plain1"
     found = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
     return Profile(name, steps, wall / steps, _parts(found), found)
 

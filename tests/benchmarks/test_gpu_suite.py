@@ -14,6 +14,7 @@ def run(tmp_path: Path, *options: str) -> dict:
     return json.loads(out.read_text())
 
 
+@pytest.mark.soak
 def test_lanes_and_steps_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     only = ("--models", "qwen3-8b", "--stages", "lanes,steps", "--steps", "plain,fused")
     found = run(tmp_path, *only)

@@ -158,6 +158,7 @@ def test_a_plan_for_packed_weights_is_json_and_counts_their_bytes(mixed: Path) -
     assert budget(plan, target, None).weights == sum(x.nbytes for x in jax.tree.leaves(found))
 
 
+@pytest.mark.soak
 def test_explain_counts_packed_weights(mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--target", str(mixed), "--max-length", "64", "--chunk", "16", "--json"]
     sizes = {}

@@ -35,7 +35,7 @@ def prompts(engine: Engine, lengths=LENGTHS) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("dtype", "block"),
     [
-        ("bfloat16", 2),
+        pytest.param("bfloat16", 2, marks=pytest.mark.soak),
         ("float32", 4),
         ("bfloat16", 8),
         pytest.param("float32", 2, marks=pytest.mark.soak),

@@ -51,6 +51,7 @@ def fit(out, tell=lambda line: None):
     return fitting.fit(model(), RECIPE, 96, rows(), out, identity="x", tell=tell)[1]
 
 
+@pytest.mark.soak
 def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
     class Full(Exception):
         pass
@@ -97,7 +98,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["dflash", *(pytest.param(k, marks=pytest.mark.soak) for k in ("dflash2", "dspark"))]
+    "kind", [pytest.param(k, marks=pytest.mark.soak) for k in ("dflash", "dflash2", "dspark")]
 )
 def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, tmp_path):
     whole, prompt = model(), list(range(20))
