@@ -1,5 +1,6 @@
 """Answers of /v1/chat/completions and /v1/completions: whole objects and stream chunks."""
 
+import abc
 import time
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ def named(value: dict[str, Any]) -> bytes:
     return b"event: " + value["type"].encode() + b"\n" + data(value)
 
 
-class OpenAI:
+class OpenAI(abc.ABC):
     """What chat completions and completions have in common."""
 
     prefix = kind = ""
@@ -79,8 +80,9 @@ class OpenAI:
         choices = [self._choice(reply) for reply in self.generation.replies]
         return self._object(choices, **self._usage())
 
+    @abc.abstractmethod
     def _choice(self, reply: Reply) -> dict[str, Any]:
-        raise NotImplementedError
+        """A finished output as one entry of `choices`."""
 
     def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"object": self.kind, **self._head, "choices": choices, **more}

@@ -16,7 +16,7 @@ from dflash_jax.loading import TargetModel
 from dflash_jax.testing import force_acceptance, scripted_engine, set_script
 from dflash_jax.tokenizer import Tokenizer
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
 PROMPT, EOS = [5, 4, 3, 2, 1], 250
 SCHEMA = {

@@ -10,7 +10,7 @@ from dflash_jax.tools import SYNTAXES
 from dflash_jax.tools.declared import Choice, Tool
 from dflash_jax.tools.grammar import call_grammar
 
-llguidance = pytest.importorskip("llguidance")
+llguidance = pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 TOOLS = [Tool("read", SCHEMA), Tool("stop", {})]

@@ -65,10 +65,10 @@ def check_random(library: ctypes.CDLL, count: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("library", type=Path)
+    parser.add_argument("ggml", type=Path, help="the shared library of ggml")
     parser.add_argument("--check-random", type=int, default=0)
     options = parser.parse_args()
-    library = ctypes.CDLL(str(options.library.resolve()), mode=1)  # lazily bound
+    library = ctypes.CDLL(str(options.ggml.resolve()), mode=1)  # lazily bound
     if options.check_random:
         return 1 if check_random(library, options.check_random) else 0
     values = np.random.default_rng(0).standard_normal(WEIGHTS).astype(np.float32)
