@@ -36,7 +36,7 @@ def generate(engine: Engine, prompt: list[int], **options: Any) -> Run:
     live = engine.submit(prompt, **options)
     while live.fed < len(prompt):
         engine.advance()
-    jax.block_until_ready(engine._state)
+    jax.block_until_ready(engine.runner.state)
     ready, busy = time.perf_counter(), time.process_time()
     while not live.done:
         engine.advance()

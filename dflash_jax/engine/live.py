@@ -1,6 +1,7 @@
 """A request while it runs: the controller's state, the output so far, the clock."""
 
 import itertools
+import math
 import time
 
 from dflash_jax.engine import controller
@@ -66,21 +67,13 @@ class Live:
         self._text = OutputText(tokenizer, request.stop)
         self._has_text = tokenizer is not None
         self._submitted = self._started = self._first = time.perf_counter()
+        allowed = request.recovery.deadline_s
+        self.deadline = math.inf if allowed is None else self._submitted + allowed
+        self._look()
 
     @property
     def done(self) -> bool:
         return self.finish is not None
-
-    @property
-    def limit(self) -> int:
-        """Most tokens prompt and output may have before the host has to speak."""
-        return len(self.request.prompt) + controller.room(self.state, self.policy)
-
-    @property
-    def overdue(self) -> bool:
-        """Whether the request's time is up."""
-        allowed = self.request.recovery.deadline_s
-        return allowed is not None and time.perf_counter() - self._submitted > allowed
 
     @property
     def doubtful(self) -> bool:
@@ -93,9 +86,11 @@ class Live:
         """Whether a stop string came, or the end of what the output must follow."""
         return self._text.stopped or (self.grammar is not None and self.grammar.finished)
 
-    @property
-    def speculates(self) -> bool:
-        return controller.speculates(self.state, self.policy)
+    def _look(self) -> None:
+        """What the device has to know of the state; looked up once per event, read every step."""
+        # Most tokens prompt and output may have before the host has to speak.
+        self.limit = len(self.request.prompt) + controller.room(self.state, self.policy)
+        self.speculates = controller.speculates(self.state, self.policy)
 
     def start(self) -> None:
         """The first chunk of the prompt goes to the device."""
@@ -128,6 +123,7 @@ class Live:
             self.stats.prefill_s += now - self._started
             self._first = now - self.stats.decode_s
         self.state, effects = controller.advance(self.state, event, self.policy)
+        self._look()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1
         self.stats.recovery.update(effects.notes)

@@ -97,7 +97,7 @@ def profile(
         engine.advance()
     for _ in range(2):
         engine.advance()
-    jax.block_until_ready(engine._state)
+    jax.block_until_ready(engine.runner.state)
     name = "speculative" if speculative and engine.drafter else "plain" if plan.exact else "plain1"
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder) if keep is None else keep / name  # the profiler names by seconds
@@ -105,7 +105,7 @@ def profile(
             started = time.perf_counter()
             for _ in range(steps):
                 engine.advance()
-            jax.block_until_ready(engine._state)
+            jax.block_until_ready(engine.runner.state)
             wall = time.perf_counter() - started
         newest = max(where.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
         trace = jax.profiler.ProfileData.from_file(str(newest))

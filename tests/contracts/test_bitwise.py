@@ -65,7 +65,7 @@ class Lanes:
 
     def prefilled(self, prompt: list[int]) -> DecodeState:
         self.engine.generate_many([prompt] * self.engine.plan.rows, max_tokens=1)
-        return self.engine._state
+        return self.engine.runner.state
 
     def plain_logits(self, prompt: list[int], junk: np.random.Generator) -> Any:
         """Per position the plain lane's logits, and the greedy text."""
@@ -156,7 +156,7 @@ def test_dictated_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> N
     texts, contexts = [], []
     for lane in ("speculative", "plain"):
         first = engine.generate(prompt, max_tokens=1).token_ids[0]
-        state, feed = engine._state, [first, *dictated]
+        state, feed = engine.runner.state, [first, *dictated]
         for at in range(0, len(dictated), BLOCK):
             part = feed[at : min(at + BLOCK, len(dictated))]
             tokens = np.zeros((1, BLOCK), np.int32)
@@ -171,12 +171,12 @@ def test_dictated_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> N
             row = np.asarray(out.packed)[0]
             text += row[: row[-4]].tolist()
         texts.append(text[:30])
-        engine._state = state
+        engine.runner.state = state
     assert texts[0] == texts[1]
     if dtype == "float32":
         whole = engine.generate([*prompt, first, *dictated], max_tokens=30).token_ids
         assert texts[0] == whole
-        reference = np.asarray(engine._state.draft[1].k[0, :, : contexts[0].shape[1]])
+        reference = np.asarray(engine.runner.state.draft[1].k[0, :, : contexts[0].shape[1]])
         np.testing.assert_allclose(contexts[0], reference, atol=1e-4)
 
 
@@ -191,7 +191,7 @@ def test_the_floor_is_the_best_token_that_does_not_stop() -> None:
     live = engine.submit(prompt, max_tokens=40, stop_token_ids=[stop])
     floors: list[int] = []
     while not live.done:
-        answers = [read_output(f.output)[0] for f in engine._flights]
+        answers = [read_output(f.output)[0] for f in engine.loop.flights]
         floors = [answer.floor for answer in answers if answer.tokens] or floors
         engine.advance()
     assert live.ids[-1] == stop

@@ -49,7 +49,7 @@ def test_a_whole_generation_traces_nothing(
 def test_a_broken_number_traces_nothing_either(warm: Engine) -> None:
     """Wiping a row is a program of its own, compiled with the rest."""
     with jax.no_tracing():
-        warm._wipe([1])
+        warm.runner.wipe([1])
     assert warm.generate([5], max_tokens=5).stats.compile_s == 0.0
 
 

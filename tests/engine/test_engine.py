@@ -32,8 +32,8 @@ def rows_are_left_free(tiny: Engine, tiny3: Engine) -> Iterator[None]:
     """These engines are shared: a test that leaves a request behind would poison the next."""
     yield
     for engine in (tiny, tiny3):
-        assert not any(engine._rows)
-        assert not engine._waiting
+        assert not engine.active
+        assert not engine.queued
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +217,8 @@ def test_more_prompts_than_rows_are_queued(tiny: Engine, tiny3: Engine) -> None:
 def test_a_refused_prompt_among_many_leaves_nothing_behind(tiny3: Engine) -> None:
     with pytest.raises(RequestError, match=r"\[999\] are out of range"):
         tiny3.generate_many([PROMPT, [999]], max_tokens=10)
-    assert not tiny3._waiting
-    assert not any(tiny3._rows)
+    assert not tiny3.queued
+    assert not tiny3.active
 
 
 def test_a_row_that_does_not_draft_decodes_plainly_beside_one_that_does(tiny3: Engine) -> None:
@@ -317,7 +317,7 @@ def test_bad_requests_are_refused_by_name(
 ) -> None:
     with pytest.raises(RequestError, match=says):
         tiny.generate(prompt, **{"max_tokens": 4} | options)
-    assert not tiny._waiting
+    assert not tiny.queued
 
 
 def test_numpy_values_are_fine_arguments(tiny: Engine, truth: list[int]) -> None:

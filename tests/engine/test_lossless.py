@@ -85,7 +85,7 @@ def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
     """R4: windows below the chunk, ring caches wrapped several times, short last chunks."""
     changes = {"windows": (10, None, 24)}
     ringed = make(dtype, 4, **changes)
-    assert [c.ring for c in ringed._state.target] == [True, False, True]
+    assert [c.ring for c in ringed.runner.state.target] == [True, False, True]
     target = tiny_target(**changes)
     plan = Plan(max_length=256, chunk=CHUNK, block=4, dtype=dtype, rings=False)
     whole = random_engine(target, tiny_drafter(target), plan)
@@ -154,6 +154,6 @@ def test_a_real_drafter_reads_the_same_context_after_plain_steps() -> None:
         live = engine.submit(prompt, max_tokens=30, speculative=speculative)
         while not live.done:
             engine.advance()
-        context = engine._state.draft[1]
+        context = engine.runner.state.draft[1]
         drafts.append(np.asarray(context.k)[0, :, : len(prompt) + 20])
     np.testing.assert_allclose(drafts[0], drafts[1], atol=1e-4)

@@ -73,9 +73,9 @@ def fresh(engine: Engine, prompt: list[int], **options: Any) -> Any:
 
 def visible(engine: Engine, row: int) -> list[np.ndarray]:
     """All a row's position lets anyone see: keys and values by position, recurrent states."""
-    position = int(engine._state.position[row])
+    position = int(engine.runner.state.position[row])
     seen = []
-    for cache in (*engine._state.target, *engine._state.draft):
+    for cache in (*engine.runner.state.target, *engine.runner.state.draft):
         if hasattr(cache, "k"):
             last = np.arange(max(0, position - 12 if cache.ring else 0), position)
             seen += [np.asarray(x)[row][:, last % cache.slots] for x in jax.tree.leaves(cache)]
@@ -233,7 +233,7 @@ def test_p4_p29_p37_segments_of_another_make_are_refused_by_name(warm: Engine) -
     prompt = text(CHUNK + 3, seed=13)
     wanted = fresh(warm, prompt).token_ids
     warm.generate(prompt, max_tokens=1)
-    snapshots = warm._snapshots
+    snapshots = warm.runner.snapshots
     assert snapshots
     (node,) = snapshots.cache.root.children.values()
     segment, before = node.segment, snapshots.cache.counters.refused
@@ -257,7 +257,7 @@ def test_p4_p29_p37_segments_of_another_make_are_refused_by_name(warm: Engine) -
 
 
 def test_p35_a_segment_past_the_last_slot_is_refused_not_clamped(warm: Engine) -> None:
-    snapshots = warm._snapshots
+    snapshots = warm.runner.snapshots
     assert snapshots
     segment = snapshots._expected
     snapshots.check(segment, warm.plan.slots - CHUNK)
@@ -311,7 +311,7 @@ def test_C11_C16_what_a_request_with_visible_output_added_stays(warm: Engine) ->
     while not live.ids:
         warm.advance()
     live.take(Cancelled(Finish.STOP))  # as a stop string does
-    warm._release(live)
+    warm.loop.release(live)
     assert live.result().finish_reason == "stop"
     assert warm.prefix_cache.segments == 2
 
@@ -409,7 +409,7 @@ def test_P11_features_stand_where_keys_stand_whatever_is_accepted(scripted: Engi
             assert piece.token_ids
             live = stream._live
             fed = len(prompt) + live.state.fed
-            assert int(scripted._state.position[0]) >= fed  # a step ahead of what was read
+            assert int(scripted.runner.state.position[0]) >= fed  # a step ahead of what was read
         assert stream.result.token_ids == truth
         for got, wanted in zip(visible(scripted, 0), plain, strict=True):
             np.testing.assert_array_equal(got, wanted)
@@ -432,7 +432,7 @@ def test_P32_a_restore_that_fails_is_handled_not_ignored(warm: Engine) -> None:
 def test_P34_what_is_left_to_feed_behind_a_kept_prefix(warm: Engine) -> None:
     prompt = text(2 * CHUNK + 1, seed=26)
     assert warm.prefix_cache
-    assert warm._snapshots
+    assert warm.runner.snapshots
     for kept, hit in ((CHUNK, CHUNK), (2 * CHUNK, 2 * CHUNK)):
         warm.prefix_cache.clear()
         warm.generate(prompt[:kept], max_tokens=1)
@@ -442,7 +442,7 @@ def test_P34_what_is_left_to_feed_behind_a_kept_prefix(warm: Engine) -> None:
     assert whole.cached_tokens == CHUNK  # a prefix as long as the prompt would leave nothing
     assert warm.generate(prompt[:5], max_tokens=1).stats.cached_tokens == 0  # a longer one
     with pytest.raises(SnapshotError, match="at position -1 does not fit"):
-        warm._snapshots.check(warm._snapshots._expected, -1)
+        warm.runner.snapshots.check(warm.runner.snapshots._expected, -1)
 
 
 def test_R21_P36_no_output_is_ever_kept(warm: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

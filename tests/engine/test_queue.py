@@ -47,7 +47,9 @@ def test_rows_are_given_in_the_order_of_the_queue(tiny3: Engine) -> None:
     started: list[int] = []
     while tiny3.busy:
         tiny3.advance()
-        fresh = [i for i, live in enumerate(lives) if live in tiny3._rows and i not in started]
+        fresh = [
+            i for i, live in enumerate(lives) if live in tiny3.loop.rows.lives and i not in started
+        ]
         started += fresh
         gone = [i for i, live in enumerate(lives) if live.done and i not in started]
         started += gone
@@ -100,7 +102,7 @@ def test_threads_may_submit_stream_and_cancel(tiny3: Engine, tiny: Engine) -> No
         thread.join(timeout=120)
     assert not errors
     assert said == wanted
-    assert not tiny3.busy or not any(tiny3._rows)
+    assert not tiny3.busy or not tiny3.active
 
 
 def test_one_thread_may_serve_all_others(short: Engine, tiny: Engine) -> None:

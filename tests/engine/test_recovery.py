@@ -233,8 +233,8 @@ def test_C5_C7_a_cell_ends_a_request_wherever_it_stands(tiny: Engine, when: int)
     assert live.result().finish_reason == "cancelled"
     assert live.result().token_ids == []
     assert live.stats.recovery == {"cancelled_disconnect": 1}
-    assert not any(tiny._rows)
-    assert not tiny._waiting
+    assert not tiny.active
+    assert not tiny.queued
 
 
 def test_C13_the_next_request_on_the_row_is_not_disturbed(tiny: Engine, truth: list[int]) -> None:
@@ -277,7 +277,7 @@ def test_C19_a_hundred_cancellations_leave_nothing_behind(tiny3: Engine) -> None
     while tiny3.busy:
         tiny3.advance()
     assert {live.result().finish_reason for live in lives} == {"cancelled"}
-    assert (tiny3.active, tiny3.queued, len(tiny3._flights)) == (0, 0, 0)
+    assert (tiny3.active, tiny3.queued, len(tiny3.loop.flights)) == (0, 0, 0)
     assert tiny3.generate(PROMPT, max_tokens=5).finish_reason == "length"
 
 
@@ -287,7 +287,7 @@ def test_C18_time_that_is_up_ends_with_what_there_is(
     live = tiny.submit(PROMPT, max_tokens=40, recovery=recovery(deadline_s=5))
     while len(live.ids) < 5:
         tiny.advance()
-    monkeypatch.setattr(live, "_submitted", live._submitted - 6)
+    monkeypatch.setattr(live, "deadline", live.deadline - 5)
     tiny.advance()
     assert live.result().finish_reason == "length"
     assert 5 <= len(live.ids) < 40
@@ -359,7 +359,7 @@ def test_a_device_that_keeps_failing_ends_requests_by_name(tiny: Engine) -> None
     engine = failing(tiny, "speculative", set(range(2, 100)))
     with pytest.raises(dj.ComputeError, match=r"failed twice .*INTERNAL: made to fail"):
         engine.generate(PROMPT, max_tokens=40)
-    assert not any(engine._rows)
+    assert not engine.active
 
 
 def test_a_demanded_tool_that_was_not_declared_is_refused(tiny: Engine) -> None:

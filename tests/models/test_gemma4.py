@@ -154,7 +154,11 @@ def prompt(length: int, seed: int = 7) -> list[int]:
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 def test_drafting_changes_no_token(dtype: str) -> None:
     real = make(dtype, chunk=1 if dtype == "bfloat16" else CHUNK)
-    assert [c.ring for c in real._state.target] == [True, False, True]  # and none for layers 3, 4
+    assert [c.ring for c in real.runner.state.target] == [
+        True,
+        False,
+        True,
+    ]  # and none for layers 3, 4
     scripted, rng = scripted_engine(real), np.random.default_rng(1)
     for length in (1, CHUNK - 1, CHUNK + 1, 50):
         given = prompt(length)

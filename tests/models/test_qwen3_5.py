@@ -217,7 +217,7 @@ def scripts(truth: list[int], seed: int) -> Iterator[tuple[str, list[int]]]:
 
 def recurrent(engine: Engine, row: int = 0) -> list[np.ndarray]:
     """Bits of what a row's recurrent layers hold."""
-    caches = [c for c in engine._state.target if isinstance(c, RecurrentCache)]
+    caches = [c for c in engine.runner.state.target if isinstance(c, RecurrentCache)]
     return [np.asarray(x[row]) for c in caches for x in (c.state, c.inputs)]
 
 
@@ -249,7 +249,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> 
     engine.generate(given[2], max_tokens=NEW)  # in row 0; prefill and steps pass over row 1
     for ours, theirs in zip(recurrent(engine, row=1), idle, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    engine._state = engine.executables["wipe"](engine._state, np.array([True, False]))
+    engine.runner.state = engine.executables["wipe"](engine.runner.state, np.array([True, False]))
     assert not any(x.any() for x in recurrent(engine, row=0))
     for ours, theirs in zip(recurrent(engine, row=1), idle, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -263,7 +263,7 @@ def test_dictated_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None
     forced = compile_programs([engine.programs["forced"]])["forced"]
     for cuts in ([BLOCK] * (NEW // BLOCK), [1, 3, 2] * NEW):
         engine.generate(prompt, max_tokens=1)
-        state, at = engine._state, 0
+        state, at = engine.runner.state, 0
         for n in cuts:
             n = min(n, len(plain) - 1 - at)
             tokens = np.zeros((2, BLOCK), np.int32)
@@ -271,7 +271,7 @@ def test_dictated_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None
             count, anchor = np.array([n, 0], np.int32), np.array([plain[at + n], 0], np.int32)
             state = forced(engine.params, state, tokens, count, anchor)
             at += n
-        engine._state = state
+        engine.runner.state = state
         for ours, theirs in zip(recurrent(engine), states, strict=True):
             np.testing.assert_array_equal(ours, theirs)
 

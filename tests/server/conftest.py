@@ -53,7 +53,7 @@ class Live:
         worker = self.running.server.models[0].worker
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if not worker.active and not any(self.engine._rows) and not self.engine._waiting:
+            if not worker.active and not self.engine.active and not self.engine.queued:
                 return True
             time.sleep(0.01)
         return False

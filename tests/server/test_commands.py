@@ -183,7 +183,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(
     assert code == 0
     assert out.count("[stopped]") == 1
     assert "cancelled" in out
-    assert not any(random_tiny._rows)
+    assert not random_tiny.active
 
 
 # -- bench -------------------------------------------------------------------------------------

@@ -1,0 +1,294 @@
+"""The loop: admits requests to rows, dispatches steps, and lets requests hear the answers.
+
+The host stays one step ahead: it dispatches the next step before it reads the last one's
+answer. That is safe because the device cuts every row by itself; a row that has ended is
+frozen until it is given a new request.
+"""
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.programs import MASKED
+from dflash_jax.engine import controller
+from dflash_jax.engine.controller import Restart
+from dflash_jax.engine.dictation import Dictated
+from dflash_jax.engine.events import EventLog
+from dflash_jax.engine.lanes import lane_of
+from dflash_jax.engine.live import Live
+from dflash_jax.engine.result import TokenLogprob
+from dflash_jax.engine.rows import Rows
+from dflash_jax.engine.runner import Runner
+from dflash_jax.engine.shaper import likely_tokens
+from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.state import RowStep, StepOutput, read_output
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """A dispatched step whose answer was not read yet."""
+
+    output: StepOutput
+    readers: dict[int, Live]  # by row: who was in it, and hears the answer
+    decode: bool
+    drafting: frozenset[int] = frozenset()  # rows that drafted
+
+
+class Loop:
+    """Runs the requests of a queue in turns.
+
+    Any thread may enqueue and cancel. Turns are made by one thread at a time: whoever calls
+    `advance` while another does waits for its turn.
+    """
+
+    def __init__(self, runner: Runner, plan: Plan):
+        self._runner, self._plan = runner, plan
+        self.rows = Rows(plan)
+        self.events = EventLog()
+        self.flights: collections.deque[Flight] = collections.deque()
+        self._fed_last = False  # the last step fed prompts
+        self._lock = threading.RLock()  # over queue, rows and requests; never held while waiting
+        self._driving = threading.Lock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether `advance` has anything to do."""
+        return bool(self.rows.waiting or self.flights or any(self.rows.lives))
+
+    def enqueue(self, lives: list[Live]) -> list[Live]:
+        """Queues requests, all of them or none."""
+        with self._lock:
+            waiting = self.rows.waiting
+            if len(waiting) + len(lives) > self._plan.queue:
+                raise QueueFullError(
+                    f"{len(waiting)} requests wait already and {len(lives)} more were given,"
+                    f" but the plan lets {self._plan.queue} wait; try again later, or load with a"
+                    " larger queue"
+                )
+            waiting += lives
+        return lives
+
+    def cancel(self, live: Live) -> None:
+        """Ends a request wherever it stands; does nothing if it already ended."""
+        with self._lock:
+            if not live.done:
+                live.take(controller.Cancelled())
+                self.release(live)
+
+    def release(self, live: Live) -> None:
+        """Lets go of a request that ended, wherever it was."""
+        self.rows.release(live)
+        self._runner.settle(live)
+
+    def break_even(self) -> float:
+        """Tokens a drafted round must decide to pay, measured while nothing runs."""
+        with self._driving, self._lock, jax.no_tracing():
+            if self.busy:
+                raise RequestError("requests are running; measure before the first of them")
+            return self._runner.break_even(self.rows.rules)
+
+    def advance(self) -> None:
+        """One turn: dispatch a step if any row can use one, then read what is due."""
+        with self._driving:
+            try:
+                with jax.no_tracing():
+                    self._turn()
+            except jax.errors.JaxRuntimeError as error:
+                with self._lock:
+                    self._rebuild(error)
+
+    def _turn(self) -> None:
+        with self._lock:
+            self._end_what_nobody_waits_for()
+            self.rows.admit()
+            dispatched = self._dispatch_prefill() or self._dispatch_decode()
+            lookahead = dispatched and self.rows.work.lane != MASKED
+        ahead = self._plan.lookahead if lookahead else 0
+        while len(self.flights) > ahead:
+            flight = self.flights.popleft()
+            steps = read_output(flight.output) if flight.readers else []
+            with self._lock:
+                self._read(flight, steps)
+
+    def _rebuild(self, error: Exception) -> None:
+        """After a failed step its donated state is lost: prompts and outputs are fed anew (R12).
+
+        A request that saw two failures ends, whoever caused them.
+        """
+        self.flights.clear()
+        self._runner.reset()
+        self.rows.changed()
+        for live in filter(None, list(self.rows.lives)):
+            if live.fail(error):
+                self.release(live)
+            elif live.rebuilding:
+                self._runner.compile(lane_of(live.request), dictating=True)
+
+    def _end_what_nobody_waits_for(self) -> None:
+        """Cancelled requests and those whose time is up, queued ones included."""
+        now = time.perf_counter()
+        there = (*self.rows.waiting, *self.rows.lives)
+        for live in [x for x in there if x and (x.handle.cell or now > x.deadline)]:
+            if live.handle.cell:
+                live.leave()
+            else:
+                live.stats.recovery["deadline"] += 1
+                self._report(live, ("deadline",))
+                live.take(controller.Cancelled(controller.Finish.LENGTH))
+            self.release(live)
+
+    # -- dispatching --------------------------------------------------------------------------
+
+    def _dispatch_prefill(self) -> bool:
+        """Feeds the next chunk of every unfinished prompt, in turns with decoding."""
+        work = self.rows.work
+        if not work.feeding or (self._fed_last and work.decoding):
+            self._fed_last = False
+            return False
+        self._fed_last = True
+        rows, chunk = self._plan.rows, self._plan.chunk
+        tokens, count = np.zeros((rows, chunk), np.int32), np.zeros((rows,), np.int32)
+        fresh = np.zeros((rows,), bool)
+        finished: dict[int, Live] = {}
+        starts = {}
+        for row, live in work.feeding.items():
+            self._runner.restore(row, live)
+            starts[row] = live.fed
+            part = live.request.prompt[live.fed : live.fed + chunk]
+            tokens[row, : len(part)], count[row], fresh[row] = part, len(part), live.fed == 0
+            live.fed += len(part)
+            if live.fed == len(live.request.prompt):
+                finished[row] = live
+                self.rows.changed()
+                self._runner.shape(row, live)
+        self._dispatch("prefill", tokens, count, fresh, readers=finished)
+        for row, live in work.feeding.items():
+            self._runner.keep(row, live, starts[row])
+        return True
+
+    def _dispatch_decode(self) -> bool:
+        work = self.rows.work
+        if not work.decoding or self._may_all_end(work.decoding):
+            return False
+        name = "speculative" if work.drafting else "plain" if self._plan.exact else "plain1"
+        self._dispatch(name, readers=work.decoding, drafting=work.drafting, decode=True)
+        return True
+
+    def _may_all_end(self, decoding: dict[int, Live]) -> bool:
+        """Whether unread steps may already bring every row to its length limit."""
+
+        def may_end(row: int, live: Live) -> bool:
+            unread = sum(flight.readers.get(row) is live for flight in self.flights)
+            most = live.state.emitted + unread * self._plan.block
+            return len(live.request.prompt) + most >= live.limit
+
+        return bool(self.flights) and all(may_end(row, live) for row, live in decoding.items())
+
+    def _dispatch(
+        self,
+        name: str,
+        *arguments: np.ndarray,
+        readers: dict[int, Live],
+        drafting: frozenset[int] = frozenset(),
+        decode: bool = False,
+    ) -> None:
+        """Dispatches a step; its answer is read later."""
+        rows = self.rows
+        output = self._runner.step(name, rows.work.lane, rows.rules, *arguments, readers=readers)
+        self.flights.append(Flight(output, dict(readers), decode, drafting))
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def _read(self, flight: Flight, steps: list[RowStep]) -> None:
+        broken = []
+        dictated: dict[int, Dictated] = {}
+        for row, live in flight.readers.items():
+            if live.done:
+                continue
+            step = steps[row]
+            if live.rebuilding and step.finite:
+                dictated[row] = live.rebuilt()
+                self.rows.changed()
+                continue
+            if row in flight.drafting:
+                live.stats.count_round(len(step.tokens), step.drafts, self._plan.block - 1)
+            elif flight.decode:
+                live.stats.plain_steps += bool(step.tokens)
+            likely = likely_tokens(flight.output, row, live)[: len(step.tokens)]
+            if told := self._hear(live, _event(flight, row, step), likely):
+                dictated[row] = told
+            if live.done:
+                self.release(live)
+            if not step.finite:
+                broken.append(row)
+                self._runner.forget(live)
+        if broken:
+            self._runner.wipe(broken)
+        if dictated:
+            self._dictate(dictated)
+
+    def _hear(
+        self,
+        live: Live,
+        event: controller.Prefilled | controller.Stepped,
+        likely: list[TokenLogprob],
+    ) -> Dictated | None:
+        """Lets a request judge a step; what it dictates in return."""
+        before = live.limit, live.speculates
+        effects = live.hear(event, likely)
+        self._report(live, effects.notes)
+        if before != (live.limit, live.speculates):
+            self.rows.changed()
+        if effects.restart is Restart.SAVED and isinstance(event, controller.Prefilled):
+            return self._hear(live, event, likely)  # nothing was fed since: this is the saved state
+        if effects.restart:
+            self._feed_again(live, effects.restart)
+        elif effects.replace is not None or effects.force:
+            ids = live.state.ids
+            pending = ids[len(ids) - len(effects.force) - 1]
+            return Dictated(pending, effects.replace is not None, effects.force)
+        return None
+
+    def _feed_again(self, live: Live, restart: Restart) -> None:
+        """Has a prompt fed once more; what its row says meanwhile is heard by nobody."""
+        fresh = restart is Restart.FRESH
+        if fresh:
+            self._runner.forget(live)
+        live.feed_again(uncached=fresh)
+        self.rows.changed()
+        for flight in self.flights:
+            for row in [row for row, reader in flight.readers.items() if reader is live]:
+                del flight.readers[row]
+
+    def _dictate(self, dictated: dict[int, Dictated]) -> None:
+        """Has rows go on behind tokens the host decided, which the device did not count."""
+        self._runner.dictate(dictated)
+        for row in dictated:
+            live = self.rows.lives[row]
+            if live and live.request.shaped:
+                self._runner.shape(row, live)
+
+    def _report(self, live: Live, notes: Sequence[str]) -> None:
+        for note in notes:
+            self.events.report(
+                note,
+                live.number,
+                directory=live.request.recovery.log_directory,
+                prompt_tokens=len(live.request.prompt),
+                output_tokens=live.state.emitted,
+            )
+
+
+def _event(flight: Flight, row: int, step: RowStep) -> controller.Prefilled | controller.Stepped:
+    """What a step's answer means to the request in a row."""
+    if not flight.decode:
+        restored = flight.readers[row].stats.cached_tokens > 0
+        return controller.Prefilled(step.tokens[0], step.floor, step.finite, restored)
+    drafts = step.drafts if row in flight.drafting else 0
+    return controller.Stepped(step.tokens, step.finite, step.draft_finite, step.floor, drafts)

@@ -1,0 +1,170 @@
+"""Runs an engine's compiled programs on the one state they share; knows nothing of queues.
+
+Everything here dispatches and waits for nothing, but for the drafts that masks are made from.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.compiler.build import Executable, compile_programs
+from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.programs import (
+    ALL_LANES,
+    MASKED,
+    SHAPED,
+    Params,
+    declare,
+    empty_state,
+    words,
+)
+from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.engine import lanes
+from dflash_jax.engine.dictation import Dictated, dictate
+from dflash_jax.engine.live import Live
+from dflash_jax.engine.shaper import Shaper
+from dflash_jax.engine.snapshots import Snapshots
+from dflash_jax.state import DecodeState, RowRules, StepOutput
+
+DICTATING = {"forced", "replace"}  # programs that requests without recovery never need
+
+
+class Runner:
+    """Parameters, compiled programs, and the state of all rows.
+
+    Attributes:
+      programs: everything the plan may need, by name.
+      executables: what of it was compiled so far.
+      compile_s: seconds spent compiling so far.
+      state: of all rows; donated to every step, which gives it back.
+      snapshots: the way to the prefix cache; None where the plan keeps none.
+    """
+
+    def __init__(
+        self, target: TargetConfig, drafter: DrafterConfig | None, params: Params, plan: Plan
+    ):
+        self.target, self.drafter, self.params, self.plan = target, drafter, params, plan
+        self.programs = declare(plan, target, drafter, lanes=ALL_LANES)
+        self.executables: dict[str, Executable] = {}
+        self.compile_s = 0.0
+        self._compiling = threading.Lock()
+        self._mesh = device_mesh(plan)
+        if self._mesh is not None:
+            self.params = jax.device_put(params, param_shardings(self._mesh, params))
+        self.state = self._empty_state()
+        self.snapshots = Snapshots(plan, self.programs) if plan.prefix_cache else None
+        self._shaper = Shaper(plan.rows, target.vocab_size)
+
+    def compile(self, lane: str, *, dictating: bool = False) -> float:
+        """Compiles what a lane still lacks; returns the seconds it took."""
+        with self._compiling:
+            started = time.perf_counter()
+            names = {name for name, program in self.programs.items() if lane in program.lanes}
+            names -= set(self.executables) if dictating else DICTATING | set(self.executables)
+            if not names:
+                return 0.0
+            self.executables |= compile_programs(self.programs[name] for name in sorted(names))
+            seconds = time.perf_counter() - started
+            self.compile_s += seconds
+            return seconds
+
+    def step(
+        self, name: str, lane: str, rules: RowRules, *arguments: Any, readers: Mapping[int, Live]
+    ) -> StepOutput:
+        """Dispatches a step in a lane; its answer is on its way to the host.
+
+        Args:
+          readers: by row, those whose grammars the masked lane has to ask.
+        """
+        carried: tuple[Any, ...] = ()
+        if lane == MASKED:
+            name, arguments, masks = self._make_masks(name, rules, arguments, readers)
+            carried = (self._shaper.shaping, masks)
+        elif lane == SHAPED:
+            carried = (self._shaper.shaping,)
+        program = self.executables[name + lane]
+        made = program(self.params, self.state, *carried, *arguments, rules)
+        self.state, output = made[0], made[-1]
+        if carried:
+            self._shaper.keep(made[1])
+        output.packed.copy_to_host_async()
+        return output
+
+    def restore(self, row: int, live: Live) -> None:
+        """Gives a row what is kept of its prompt, as far as it goes on where the row stands."""
+        if self.snapshots:
+            self.state = self.snapshots.restore(self.executables, self.state, row, live)
+
+    def keep(self, row: int, live: Live, start: int) -> None:
+        """Keeps the prompt chunk that was just fed to a row from `start` on."""
+        if self.snapshots:
+            self.snapshots.keep(self.executables, self.state, row, live, start)
+
+    def forget(self, live: Live) -> None:
+        """Drops what is kept of a request's prompt."""
+        if self.snapshots:
+            self.snapshots.cache.forget(live.request.prompt)
+
+    def settle(self, live: Live) -> None:
+        """A request ended: what it added to the prefix cache stays, or leaves."""
+        if self.snapshots:
+            self.snapshots.settle(live)
+
+    def shape(self, row: int, live: Live) -> None:
+        """Makes a row's penalties and biases those of a request as far as it has come."""
+        if "shape" in self.executables:
+            self._shaper.set_row(self.executables["shape"], row, live)
+
+    def dictate(self, dictated: Mapping[int, Dictated]) -> None:
+        """Has rows go on behind tokens the host decided."""
+        size = {"rows": self.plan.rows, "block": self.plan.block}
+        self.state = dictate(self.executables, self.params, self.state, dictated, **size)
+
+    def wipe(self, rows: Iterable[int]) -> None:
+        """Clears rows whose caches may hold non-finite numbers, before anyone else gets them."""
+        mask = np.isin(np.arange(self.plan.rows), list(rows))
+        self.state = self.executables["wipe"](self.state, mask)
+
+    def reset(self) -> None:
+        """Makes a new state after a failed step, which took the donated one with it."""
+        self.state = self._empty_state()
+        self._shaper.reset()
+        if self.snapshots:
+            self.snapshots.cache.clear()  # segments may have been cut from what is lost
+
+    def break_even(self, rules: RowRules) -> float:
+        """Tokens a drafted round must decide to pay, measured; every row stands still."""
+        measured = lanes.break_even(self.executables, self.params, self.state, rules)
+        self.state, tokens = measured
+        return tokens
+
+    def _empty_state(self) -> DecodeState:
+        shapes = jax.eval_shape(lambda: empty_state(self.plan, self.target, self.drafter))
+        empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        return jax.device_put(empty, self._mesh and row_shardings(self._mesh, empty))
+
+    def _make_masks(
+        self,
+        name: str,
+        rules: RowRules,
+        arguments: tuple[Any, ...],
+        readers: Mapping[int, Live],
+    ) -> tuple[str, tuple[Any, ...], np.ndarray]:
+        """A step's masks [B, T, W]; of a speculative one the drafts are made, and waited for."""
+        drafts = np.zeros((self.plan.rows, 0), np.int32)
+        if name == "speculative":
+            draft = self.executables["draft" + MASKED]
+            self.state, drafted = draft(self.params, self.state, rules)
+            name, arguments, drafts = "verify", (drafted,), np.asarray(drafted[0])[:, 1:]
+        places = 1 if name in ("prefill", "plain1") else self.plan.block
+        shape = (self.plan.rows, places, words(self.target))
+        masks = np.full(shape, 2**32 - 1, np.uint32)
+        for row, live in readers.items():
+            if live.grammar:
+                live.grammar.fill(masks[row], drafts[row].tolist())
+        return name, arguments, masks
