@@ -3,8 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from dflash_jax.train import anchors
+
+sampled = jax.jit(anchors.sample, static_argnums=2)
 
 
 def test_anchors_are_distinct_sorted_and_valid():
@@ -15,6 +20,28 @@ def test_anchors_are_distinct_sorted_and_valid():
         assert np.asarray(alive[row]).all()
         assert (np.diff(chosen) > 0).all()
         assert np.asarray(valid)[row, chosen].all()
+
+
+def test_the_same_key_gives_the_same_anchors_and_another_key_others():
+    valid = jnp.asarray(np.random.default_rng(0).random((3, 40)) < 0.5)
+    first, again, other = (sampled(jax.random.key(k), valid, 8)[0] for k in (5, 5, 6))
+    np.testing.assert_array_equal(first, again)
+    assert (np.asarray(first) != np.asarray(other)).any(axis=1).all()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(wanted=arrays.arrays(bool, (2, 12)), seed=st.integers(0, 2**31 - 1))
+def test_anchors_of_any_mask_stand_where_a_block_may_begin(wanted, seed):
+    places, alive = (
+        np.asarray(x) for x in sampled(jax.random.key(seed), anchors.startable(wanted), 5)
+    )
+    for row in range(2):
+        startable = [i for i in range(1, 11) if wanted[row, i] and wanted[row, i + 1]]
+        chosen = places[row, alive[row]].tolist()
+        assert chosen == sorted(set(chosen))
+        assert set(chosen) <= set(startable)
+        assert len(chosen) == min(5, len(startable))
+        assert not places[row, ~alive[row]].any()
 
 
 def test_missing_anchors_are_dead():

@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from dflash_jax.train import attention
 from dflash_jax.train.attention import split_attention
@@ -85,3 +88,27 @@ def test_split_equals_dense_in_values_and_gradients(causal, window, limit, monke
     monkeypatch.setattr(attention, "SCORE_ELEMENTS", limit)
     for ours, theirs in zip(jax.tree.leaves(slopes(split)), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+FORMS = [(False, None), (True, None), (False, 2), (True, 3)]  # causal, window
+programs = {
+    (causal, window): jax.jit(
+        lambda q, ck, cv, bk, bv, at, form=(causal, window): split_attention(
+            q, (ck, cv), (bk, bv), at, causal=form[0], window=form[1]
+        )
+    )
+    for causal, window in FORMS
+}
+oracle = jax.jit(dense)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    form=st.sampled_from(FORMS),
+    anchors=arrays.arrays(np.int32, (ROWS, COUNT), elements=st.integers(0, LENGTH - 1)),
+    seed=st.integers(0, 99),
+)
+def test_split_equals_dense_for_any_anchors(form, anchors, seed):
+    given = tensors(seed)
+    expected = oracle(*given, dense_mask(anchors, *form))
+    np.testing.assert_allclose(programs[form](*given, jnp.asarray(anchors)), expected, atol=1e-5)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from converters.load import load_drafter
 from dflash_jax import Plan, load_target
 from dflash_jax.compiler.programs import build_pair, weight_specs
 from dflash_jax.config import read_drafter_config
@@ -166,23 +167,35 @@ def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
         fitting.read_start(shipped, new_drafter(SMOKE, target, old.mask_token_id))
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_a_drafter_comes_back_from_its_folder_as_it_was_trained(kind, tmp_path):
+    config = new_drafter(dataclasses.replace(RECIPE, kind=kind), tiny_target(num_layers=2), 96)
+    params = random_params(tiny_target(num_layers=2), config)["drafter"]
+    fitting.write_drafter(tmp_path / "drafter", config, params)
+    read = read_drafter_config(tmp_path / "drafter")
+    assert read == config
+    rounded = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), params)
+    back = load_drafter(tmp_path / "drafter", read, "float32")
+    jax.tree.map(np.testing.assert_array_equal, back, rounded)
+
+
 @pytest.mark.soak
 def test_a_command_killed_again_and_again_ends_with_the_same_bytes(tmp_path):
     target = tiny_target(num_layers=2)
     export.target(tmp_path / "target", target, model().params, pad=0)
     lines = [{"ids": np.random.default_rng(i).integers(0, 96, 24).tolist()} for i in range(60)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, "-m", "dflash_jax.cli", "train", "--preset", "smoke", "--mask-id=96"]
+    command = [sys.executable, "-m", "dflash_jax", "train", "--preset", "smoke", "--mask-id=96"]
     command += ["--target", str(tmp_path / "target"), "--data", str(tmp_path / "data.jsonl")]
     command += ["--set", "steps=60", "--set", "text_prompts=40", "--set", "features=cache"]
 
-    def run(name: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [*command, "--out", str(tmp_path / name)], stderr=subprocess.PIPE, text=True
-        )
+    complaints = tmp_path / "stderr"
 
-    straight = run("straight")
-    assert straight.wait() == 0, straight.communicate()[1]
+    def run(name: str) -> subprocess.Popen:
+        with complaints.open("w") as stderr:
+            return subprocess.Popen([*command, "--out", str(tmp_path / name)], stderr=stderr)
+
+    assert run("straight").wait() == 0, complaints.read_text()
     log, kills, seen = tmp_path / "killed" / "log.jsonl", 0, -1
     while kills < 4:
         going = run("killed")
@@ -196,9 +209,8 @@ def test_a_command_killed_again_and_again_ends_with_the_same_bytes(tmp_path):
             break
         seen, kills = done, kills + 1
         going.kill()
-        going.communicate()
-    last = run("killed")
-    assert last.wait() == 0, last.communicate()[1]
+        going.wait()
+    assert run("killed").wait() == 0, complaints.read_text()
     assert kills > 1
     one, two = (
         (tmp_path / n / "drafter/model.safetensors").read_bytes() for n in ("straight", "killed")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from converters.load import load_drafter
+from dflash_jax import Plan, load
 from dflash_jax.cli import main
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
 from dflash_jax.loading import load_target
@@ -33,6 +34,16 @@ def test_the_card_quotes_the_measured_figures(made):
     results = json.loads((made / "tiny" / "results.json").read_text())
     assert f"{results['chat']['acceptance_length']:.2f}" in card
     assert "--preset smoke" in card
+
+
+def test_the_pair_says_the_same_with_and_without_its_drafter(made):
+    folder = made / "tiny"
+    engine = load(folder / "target", folder / "drafter", plan=Plan(max_length=96))
+    drafted, plain = (
+        engine.generate("def add(a, b):", max_tokens=32, speculative=on) for on in (True, False)
+    )
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.rounds > 0 == plain.stats.rounds
 
 
 def test_a_second_run_does_nothing(made, capsys):
