@@ -1,10 +1,13 @@
 """Prometheus metrics; the suffixes are vLLM's, so that its dashboards need a new prefix only."""
 
 import time
+from collections.abc import Iterator, Sequence
 
 import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from dflash_jax.engine.engine import Engine
 from dflash_jax.server.figures import cached
 from dflash_jax.server.generation import Generation, Model
 from dflash_jax.version import __version__
@@ -17,6 +20,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._engines = _Engines()
+        self._registry.register(self._engines)
         self._waiting = self._gauge("num_requests_waiting", "Outputs without a row yet.")
         self._running = self._gauge("num_requests_running", "Outputs that have a row.")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens.")
@@ -38,9 +43,8 @@ class Metrics:
         self._between = self._histogram("inter_token_latency_seconds", "Mean of an output.")
         self._whole = self._histogram("e2e_request_latency_seconds", "From request to end.")
         self._queued = self._histogram("request_queue_time_seconds", "Until a row was free.")
-        self._compiled = self._gauge("jit_compile_seconds_total", "Spent compiling.")
-        info = self._gauge("build_info", "Always 1.", "version", "jax", "backend")
-        info.labels(__version__, jax.__version__, jax.default_backend()).set(1)
+        self._prefill = self._counter("prompt_seconds", "Spent on prompts, output by output.")
+        self._decode = self._counter("tokens_predicted_seconds", "Spent on output tokens.")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"dflash_jax:{name}", text, labels, registry=self._registry)
@@ -63,6 +67,8 @@ class Metrics:
             stats = reply.result.stats
             self._prompt.inc(stats.prompt_tokens)
             self._output.inc(stats.output_tokens)
+            self._prefill.inc(stats.prefill_s)
+            self._decode.inc(stats.decode_s)
             self._queries.inc(stats.prompt_tokens)
             self._hits.inc(cached([stats]))
             self._ended.labels(reply.finish_reason).inc()
@@ -87,12 +93,52 @@ class Metrics:
         """Books a request whose client went away."""
         self._cancelled.labels(reason).inc()
 
-    def text(self, models: list[Model]) -> bytes:
+    def text(self, models: Sequence[Model]) -> bytes:
         """The exposition text."""
-        engines = [m.worker.engine for m in models if m.worker.engine is not None]
-        rows = sum(engine.plan.rows for engine in engines)
-        active = sum(m.worker.active for m in models)
+        self._engines.models = models
+        rows = sum(engine.plan.rows for _, engine in self._engines.named())
+        active = sum(model.worker.active for model in models)
         self._running.set(min(active, rows))
         self._waiting.set(max(active - rows, 0))
-        self._compiled.set(sum(engine.compile_s for engine in engines))
         return generate_latest(self._registry)
+
+
+class _Engines:
+    """What engines count themselves, read whenever somebody asks."""
+
+    def __init__(self) -> None:
+        self.models: Sequence[Model] = ()
+
+    def describe(self) -> list[Metric]:
+        """None: there may be no engine yet."""
+        return []
+
+    def named(self) -> list[tuple[str, Engine]]:
+        """The engines there are, with their models' names."""
+        return [(m.name, engine) for m in self.models if (engine := m.worker.engine) is not None]
+
+    def collect(self) -> Iterator[Metric]:
+        """Cache usage, compilations, and what runs here."""
+        engines = [engine for _, engine in self.named()]
+        slots = sum(engine.plan.rows * engine.plan.max_length for engine in engines)
+        yield GaugeMetricFamily(
+            "dflash_jax:kv_cache_usage_perc",
+            "Share of all rows' positions that hold tokens; 1 is all.",
+            sum(model.worker.held_tokens for model in self.models) / max(slots, 1),
+        )
+        yield CounterMetricFamily(
+            "dflash_jax:jit_compile_seconds",
+            "Spent compiling.",
+            sum(engine.compile_s for engine in engines),
+        )
+        yield CounterMetricFamily(
+            "dflash_jax:jit_cache_misses",
+            "Programs that had to be compiled; after warm-up only what nobody had asked for.",
+            sum(len(engine.executables) for engine in engines),
+        )
+        labels = ("version", "jax", "backend", "target", "draft")
+        info = GaugeMetricFamily("dflash_jax:build_info", "Always 1.", labels=labels)
+        build = __version__, jax.__version__, jax.default_backend()
+        for name, engine in self.named():
+            info.add_metric((*build, name, getattr(engine.drafter, "kind", "none")), 1)
+        yield info

@@ -93,6 +93,12 @@ class Worker:
         """Whether so many more jobs may wait or run; `Plan.queue` of them may."""
         return self.engine is not None and self.active + jobs <= self.engine.plan.queue
 
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of prompts and outputs in the caches of running requests."""
+        lives = [job.live for job in list(self._jobs)]
+        return sum(live.fed + len(live.ids) for live in lives if live and not live.done)
+
     def submit(self, job: Job) -> None:
         """Queues a job; its listener hears of it even if it is refused."""
         self.active += 1
@@ -213,8 +219,10 @@ class Worker:
             return
         old = self.engine
         parts = old.target, old.drafter, old.params, old.plan
-        self.engine = Engine(*parts, tokenizer=old.tokenizer)
-        self.engine.executables = old.executables
+        new = Engine(*parts, tokenizer=old.tokenizer)
+        new.executables, new.compile_s = old.executables, old.compile_s
+        new.break_even = old.break_even
+        self.engine = new
 
     def _give_up(self, error: Exception) -> None:
         self.error = error

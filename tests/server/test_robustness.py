@@ -250,8 +250,41 @@ def test_small_routes(live: Live) -> None:
         assert props["models"][0]["plan"]["rows"] == live.engine.plan.rows
         assert CHAT in props["endpoints"]
         assert client.post(CHAT, json=ASK).status_code == 200
-        text = client.get("/metrics").text
-        for name in ("num_requests_running", "generation_tokens_total",
-                     "spec_decode_num_drafts_total", "time_to_first_token_seconds_bucket",
-                     'request_success_total{finished_reason="length"}', "build_info"):  # fmt: skip
-            assert f"dflash_jax:{name}" in text
+
+
+def scraped(live: Live) -> dict[str, float]:
+    """The samples of /metrics by name and labels, without our prefix."""
+    lines = httpx.get(live.url + "/metrics").text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name.removeprefix("dflash_jax:"): float(value) for name, value in pairs}
+
+
+def test_metrics_have_the_names_that_dashboards_look_for(live: Live) -> None:
+    assert serves(live)
+    found = scraped(live)
+    assert {
+        "num_requests_running", "num_requests_waiting", "prompt_tokens_total",
+        "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
+        "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
+        "e2e_request_latency_seconds_count", "request_queue_time_seconds_count",
+        'request_success_total{finished_reason="length"}', "kv_cache_usage_perc",
+        "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total", "jit_compile_seconds_total",
+        "jit_cache_misses_total", "prompt_seconds_total", "tokens_predicted_seconds_total",
+    } <= found.keys()  # fmt: skip
+    assert found["jit_cache_misses_total"] == len(live.engine.executables) > 0
+    [info] = [name for name in found if name.startswith("build_info")]
+    assert 'target="tiny"' in info
+    assert 'draft="dflash"' in info
+
+
+def test_cache_usage_rises_while_a_request_runs(live: Live) -> None:
+    assert live.is_idle()
+    assert scraped(live)["kv_cache_usage_perc"] == 0
+    body = ASK | {"max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", live.url + CHAT, json=body, timeout=60) as stream:
+        lines = (line for line in stream.iter_lines() if '"content":"' in line)
+        for _ in range(3):
+            next(lines)
+        assert 0 < scraped(live)["kv_cache_usage_perc"] < 1
+    assert live.is_idle()
