@@ -167,7 +167,7 @@ class Conversation:
 
 def _print(event: Any) -> str:
     """Prints an event; returns what belongs to the answer. Thoughts are dimmed on a terminal."""
-    from dflash_jax.tools.stream import Content, Thinking
+    from dflash_jax.tools.events import Content, Thinking
 
     if isinstance(event, Thinking):
         colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -20,7 +20,7 @@ from dflash_jax.server.protocol import (
     texts,
 )
 from dflash_jax.server.reply import Reply
-from dflash_jax.tools.stream import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):

@@ -12,7 +12,7 @@ from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
 from dflash_jax.server.protocol import Problem, new_id
 from dflash_jax.server.reply import Reply
-from dflash_jax.tools.stream import Arguments, CallBegun, Content, Event, Thinking
+from dflash_jax.tools.events import Arguments, CallBegun, Content, Event, Thinking
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"

@@ -21,8 +21,8 @@ from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.worker import Job, Worker
 from dflash_jax.tools import Syntax, syntax_of
+from dflash_jax.tools.events import Event
 from dflash_jax.tools.grammar import call_grammar
-from dflash_jax.tools.stream import Event
 
 SLOW_PROMPT = 20_000  # characters from which a prompt is made outside the event loop
 MOST_GRAMMAR = 2**18  # characters: larger grammars take seconds, in which nothing else is served

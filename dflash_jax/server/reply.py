@@ -8,15 +8,8 @@ from dflash_jax.engine.text import OutputText
 from dflash_jax.server.protocol import Ask, new_id
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import Syntax
-from dflash_jax.tools.stream import (
-    Arguments,
-    CallBegun,
-    CallDone,
-    Content,
-    Event,
-    OutputParser,
-    Thinking,
-)
+from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tools.stream import OutputParser
 
 LOOPS = ("repeat", "runaway", "period")  # what may end an output that goes round
 

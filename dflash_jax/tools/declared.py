@@ -4,8 +4,9 @@ Chat completions nest a `function`, Responses are flat, Anthropic says `input_sc
 """
 
 import dataclasses
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from dflash_jax.errors import RequestError
@@ -99,3 +100,27 @@ def call_beginning(tools: Sequence[Tool], choice: Choice, syntax: Syntax) -> str
     if not all(SAFE.fullmatch(n) for n in (chosen.name, parameter) if n is not None):
         return None
     return syntax.begin(chosen.name, parameter)
+
+
+def typed(text: str, tool: Tool | None, parameter: str) -> Any:
+    """The value of an XML parameter, by the type its tool declares; a text if that fails."""
+    properties = tool.parameters.get("properties") if tool else None
+    schema = properties.get(parameter) if isinstance(properties, dict) else None
+    kinds = set(_types(schema)) if isinstance(schema, dict) else set()
+    if text == "null":
+        return None
+    if not kinds or "string" in kinds:
+        return text
+    try:
+        return json.loads(text.lower() if "boolean" in kinds else text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _types(schema: dict[str, Any]) -> Iterator[str]:
+    kind = schema.get("type")
+    yield from [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else ()
+    for word in ("anyOf", "oneOf"):
+        for part in schema.get(word) or ():
+            if isinstance(part, dict):
+                yield from _types(part)

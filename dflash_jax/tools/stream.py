@@ -3,60 +3,26 @@
 A call's name is given as soon as it is complete, its arguments as pieces of JSON as they are
 written (XML and Gemma calls: value by value). Markup is never shown, nor is a call of a tool
 that was not declared.
-
-Readers are generators: they run until they need text that has not come yet, and yield.
 """
 
-import dataclasses
 import json
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.tools.declared import Tool
-from dflash_jax.tools.gemma4 import QUOTE
+from dflash_jax.tools.arriving import Arriving, Ended, NoCall, Reader
+from dflash_jax.tools.declared import Tool, typed
+from dflash_jax.tools.events import (
+    Arguments,
+    CallBegun,
+    CallDone,
+    Content,
+    Event,
+    Thinking,
+    joined,
+)
 from dflash_jax.tools.syntax import Syntax
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Thinking:
-    """Reasoning text."""
-
-    text: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Content:
-    """Text for the user."""
-
-    text: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallBegun:
-    """A call of a declared tool; calls are numbered from 0."""
-
-    index: int
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arguments:
-    """The next piece of a call's arguments, as JSON text."""
-
-    index: int
-    text: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallDone:
-    """The call's arguments are complete."""
-
-    index: int
-
-
-Event = Thinking | Content | CallBegun | Arguments | CallDone
-Reader = Generator[None, None, None]
 HARMONY_HEADERS = ("<|start|>", "<|channel|>")
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
@@ -74,7 +40,7 @@ class OutputParser:
         self, syntax: Syntax | None, tools: Sequence[Tool] = (), *, thinking: bool = False
     ):
         self._syntax, self._tools = syntax, {tool.name: tool for tool in tools}
-        self._text = _Text()
+        self._text = Arriving()
         self._events: list[Event] = []
         self._blank = ""  # white space that is content only if content follows
         self._trim = False  # drop white space before the next content: a thought or call ended
@@ -97,12 +63,12 @@ class OutputParser:
     def _advance(self) -> list[Event]:
         try:
             next(self._reader, None)
-        except _Ended:
+        except Ended:
             self.unfinished = True
         if self._text.ended and self._blank and not self.calls:
             self._events.append(Content(self._blank))
         events, self._events = self._events, []
-        return list(_joined(events))
+        return list(joined(events))
 
     @property
     def _harmonic(self) -> bool:
@@ -161,10 +127,10 @@ class OutputParser:
                 yield from readers.get(self._syntax.name, self._json)()
             else:
                 yield from self._function()
-        except (_NoCall, _Ended) as reason:
+        except (NoCall, Ended) as reason:
             if marker == '{"name"' and self.calls == before:
                 self._show(self._text.record)
-            elif isinstance(reason, _Ended):
+            elif isinstance(reason, Ended):
                 raise
             else:
                 yield from self._text.flow(self._syntax.closes, _ignore)
@@ -193,7 +159,7 @@ class OutputParser:
             if (yield from text.character()) != ",":
                 break
         if not named:
-            raise _NoCall
+            raise NoCall
         self._done()
 
     def _xml(self) -> Reader:
@@ -267,209 +233,9 @@ class OutputParser:
             self._events.append(Content(shown))
 
 
-class _Ended(Exception):
-    """The output ended where a reader needs more."""
-
-
-class _NoCall(Exception):
-    """What was begun like a call is none."""
-
-
-class _Text:
-    """Text that is still arriving. Its generators yield while they wait for more."""
-
-    def __init__(self) -> None:
-        self.buffer = ""
-        self.ended = False
-        self.record = ""  # what was taken since `keep_record`
-
-    def keep_record(self, start: str) -> None:
-        self.record = "" if start == '{"name"' else start
-
-    def _take(self, count: int) -> str:
-        taken, self.buffer = self.buffer[:count], self.buffer[count:]
-        self.record += taken
-        return taken
-
-    def _more(self) -> Reader:
-        if self.ended:
-            raise _Ended
-        yield
-
-    def flow(
-        self, markers: Iterable[str], show: Callable[[str], None]
-    ) -> Generator[None, None, str | None]:
-        """Shows text as it becomes certain, up to a marker, which it takes and returns."""
-        markers = tuple(markers)
-        while True:
-            found = [(at, -len(m), m) for m in markers if (at := self.buffer.find(m)) >= 0]
-            if found:
-                at, _, marker = min(found)
-                show(self._take(at))
-                self._take(len(marker))
-                return marker
-            keep = 0 if self.ended else max((overlap(self.buffer, m) for m in markers), default=0)
-            show(self._take(len(self.buffer) - keep))
-            if self.ended:
-                return None
-            yield
-
-    def until(self, marker: str) -> Generator[None, None, str]:
-        """The text before a marker, which is taken too."""
-        while (at := self.buffer.find(marker)) < 0:
-            yield from self._more()
-        return self._take(at + len(marker))[:at]
-
-    def peek(self) -> Generator[None, None, str]:
-        """The next character that is not white space; it stays."""
-        while not (rest := self.buffer.lstrip()):
-            yield from self._more()
-        self._take(len(self.buffer) - len(rest))
-        return rest[0]
-
-    def character(self) -> Generator[None, None, str]:
-        """The next character that is not white space."""
-        yield from self.peek()
-        return self._take(1)
-
-    def one_of(self, *words: str) -> Generator[None, None, str]:
-        """Takes one of these words after white space."""
-        while True:
-            yield from self.peek()
-            for word in words:
-                if self.buffer.startswith(word):
-                    return self._take(len(word))
-            if not any(word.startswith(self.buffer) for word in words):
-                raise _NoCall
-            yield from self._more()
-
-    def expect(self, word: str) -> Reader:
-        yield from self.one_of(word)
-
-    def string(self) -> Generator[None, None, str]:
-        """A JSON string."""
-        if (yield from self.peek()) != '"':
-            raise _NoCall
-        pieces: list[str] = []
-        yield from self.value(pieces.append, unpack=False)
-        try:
-            return json.loads("".join(pieces))
-        except json.JSONDecodeError:
-            raise _NoCall from None
-
-    def value(self, show: Callable[[str], None], *, unpack: bool = True) -> Reader:
-        """Shows a JSON value's text; an object that was written as a string is unpacked."""
-        first = yield from self.peek()
-        if first == '"' and unpack:
-            text = yield from self.string()
-            show(text if text.lstrip().startswith("{") else json.dumps(text))
-            return
-        depth, quoted, at = 0, False, 0
-        while True:
-            while at >= len(self.buffer):
-                if first in '{["':
-                    show(self._take(at))
-                    at = 0
-                yield from self._more()
-            c = self.buffer[at]
-            if quoted:
-                if c == "\\":
-                    while at + 1 >= len(self.buffer):
-                        yield from self._more()
-                    at += 1
-                quoted = c != '"'
-            elif c == '"':
-                quoted = True
-            elif c in "{[":
-                depth += 1
-            elif c in "}]":
-                depth -= 1
-            scalar = first not in '{["'
-            if scalar and (depth < 0 or c == "," or c.isspace()):
-                return show(self._take(at))
-            at += 1
-            if not scalar and depth == 0 and not quoted:
-                return show(self._take(at))
-
-    def gemma_value(self) -> Generator[None, None, Any]:
-        """A value in Gemma's notation."""
-        first = yield from self.peek()
-        if first == "<":
-            yield from self.expect(QUOTE)
-            return (yield from self.until(QUOTE))
-        if first in "{[":
-            yield from self.character()
-            items: dict[str, Any] = {}
-            while (yield from self.peek()) not in "}]":
-                key = str(len(items)) if first == "[" else (yield from self.until(":")).strip()
-                items[key] = yield from self.gemma_value()
-                if (yield from self.peek()) == ",":
-                    yield from self.character()
-            yield from self.character()
-            return list(items.values()) if first == "[" else items
-        at = 0
-        while not (end := re.search(r"[,}\]]", self.buffer)):
-            yield from self._more()
-        at = end.start()
-        word = self._take(at).strip()
-        try:
-            return json.loads(word)
-        except json.JSONDecodeError:
-            return word
-
-
-def typed(text: str, tool: Tool | None, parameter: str) -> Any:
-    """The value of an XML parameter, by the type its tool declares; a text if that fails."""
-    properties = tool.parameters.get("properties") if tool else None
-    schema = properties.get(parameter) if isinstance(properties, dict) else None
-    kinds = set(_types(schema)) if isinstance(schema, dict) else set()
-    if text == "null":
-        return None
-    if not kinds or "string" in kinds:
-        return text
-    try:
-        return json.loads(text.lower() if "boolean" in kinds else text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _types(schema: dict[str, Any]) -> Iterator[str]:
-    kind = schema.get("type")
-    yield from [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else ()
-    for word in ("anyOf", "oneOf"):
-        for part in schema.get(word) or ():
-            if isinstance(part, dict):
-                yield from _types(part)
-
-
-def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of the text that begins the marker."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
-
-
 def _ignore(_: str) -> None:
     pass
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _joined(events: Iterable[Event]) -> Iterator[Event]:
-    """Neighbouring texts of one kind as one event."""
-    last: Event | None = None
-    for event in events:
-        match last, event:
-            case (Thinking(a), Thinking(b)):
-                last = Thinking(a + b)
-            case (Content(a), Content(b)):
-                last = Content(a + b)
-            case (Arguments(i, a), Arguments(j, b)) if i == j:
-                last = Arguments(i, a + b)
-            case _:
-                if last is not None:
-                    yield last
-                last = event
-    if last is not None:
-        yield last

@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 
 from dflash_jax.tools import SYNTAXES
 from dflash_jax.tools.declared import Tool
-from dflash_jax.tools.stream import (
-    Arguments,
-    CallBegun,
-    CallDone,
-    Content,
-    Event,
-    OutputParser,
-    Thinking,
-)
+from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tools.stream import OutputParser
 
 TOOLS = [
     Tool("read", {"properties": {"path": {"type": "string"}, "count": {"type": "integer"}}}),

@@ -1,0 +1,170 @@
+"""Text that is still arriving, and readers of words and values in it.
+
+Readers are generators: they run until they need text that has not come yet, and yield.
+"""
+
+import json
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+from dflash_jax.tools.gemma4 import QUOTE
+
+Reader = Generator[None, None, None]
+
+
+class Ended(Exception):
+    """The output ended where a reader needs more."""
+
+
+class NoCall(Exception):
+    """What was begun like a call is none."""
+
+
+class Arriving:
+    """Text that is still arriving. Its generators yield while they wait for more."""
+
+    def __init__(self) -> None:
+        self.buffer = ""
+        self.ended = False
+        self.record = ""  # what was taken since `keep_record`
+
+    def keep_record(self, start: str) -> None:
+        self.record = "" if start == '{"name"' else start
+
+    def _take(self, count: int) -> str:
+        taken, self.buffer = self.buffer[:count], self.buffer[count:]
+        self.record += taken
+        return taken
+
+    def _more(self) -> Reader:
+        if self.ended:
+            raise Ended
+        yield
+
+    def flow(
+        self, markers: Iterable[str], show: Callable[[str], None]
+    ) -> Generator[None, None, str | None]:
+        """Shows text as it becomes certain, up to a marker, which it takes and returns."""
+        markers = tuple(markers)
+        while True:
+            found = [(at, -len(m), m) for m in markers if (at := self.buffer.find(m)) >= 0]
+            if found:
+                at, _, marker = min(found)
+                show(self._take(at))
+                self._take(len(marker))
+                return marker
+            keep = 0 if self.ended else max((overlap(self.buffer, m) for m in markers), default=0)
+            show(self._take(len(self.buffer) - keep))
+            if self.ended:
+                return None
+            yield
+
+    def until(self, marker: str) -> Generator[None, None, str]:
+        """The text before a marker, which is taken too."""
+        while (at := self.buffer.find(marker)) < 0:
+            yield from self._more()
+        return self._take(at + len(marker))[:at]
+
+    def peek(self) -> Generator[None, None, str]:
+        """The next character that is not white space; it stays."""
+        while not (rest := self.buffer.lstrip()):
+            yield from self._more()
+        self._take(len(self.buffer) - len(rest))
+        return rest[0]
+
+    def character(self) -> Generator[None, None, str]:
+        """The next character that is not white space."""
+        yield from self.peek()
+        return self._take(1)
+
+    def one_of(self, *words: str) -> Generator[None, None, str]:
+        """Takes one of these words after white space."""
+        while True:
+            yield from self.peek()
+            for word in words:
+                if self.buffer.startswith(word):
+                    return self._take(len(word))
+            if not any(word.startswith(self.buffer) for word in words):
+                raise NoCall
+            yield from self._more()
+
+    def expect(self, word: str) -> Reader:
+        yield from self.one_of(word)
+
+    def string(self) -> Generator[None, None, str]:
+        """A JSON string."""
+        if (yield from self.peek()) != '"':
+            raise NoCall
+        pieces: list[str] = []
+        yield from self.value(pieces.append, unpack=False)
+        try:
+            return json.loads("".join(pieces))
+        except json.JSONDecodeError:
+            raise NoCall from None
+
+    def value(self, show: Callable[[str], None], *, unpack: bool = True) -> Reader:
+        """Shows a JSON value's text; an object that was written as a string is unpacked."""
+        first = yield from self.peek()
+        if first == '"' and unpack:
+            text = yield from self.string()
+            show(text if text.lstrip().startswith("{") else json.dumps(text))
+            return
+        depth, quoted, at = 0, False, 0
+        while True:
+            while at >= len(self.buffer):
+                if first in '{["':
+                    show(self._take(at))
+                    at = 0
+                yield from self._more()
+            c = self.buffer[at]
+            if quoted:
+                if c == "\\":
+                    while at + 1 >= len(self.buffer):
+                        yield from self._more()
+                    at += 1
+                quoted = c != '"'
+            elif c == '"':
+                quoted = True
+            elif c in "{[":
+                depth += 1
+            elif c in "}]":
+                depth -= 1
+            scalar = first not in '{["'
+            if scalar and (depth < 0 or c == "," or c.isspace()):
+                return show(self._take(at))
+            at += 1
+            if not scalar and depth == 0 and not quoted:
+                return show(self._take(at))
+
+    def gemma_value(self) -> Generator[None, None, Any]:
+        """A value in Gemma's notation."""
+        first = yield from self.peek()
+        if first == "<":
+            yield from self.expect(QUOTE)
+            return (yield from self.until(QUOTE))
+        if first in "{[":
+            yield from self.character()
+            items: dict[str, Any] = {}
+            while (yield from self.peek()) not in "}]":
+                key = str(len(items)) if first == "[" else (yield from self.until(":")).strip()
+                items[key] = yield from self.gemma_value()
+                if (yield from self.peek()) == ",":
+                    yield from self.character()
+            yield from self.character()
+            return list(items.values()) if first == "[" else items
+        at = 0
+        while not (end := re.search(r"[,}\]]", self.buffer)):
+            yield from self._more()
+        at = end.start()
+        word = self._take(at).strip()
+        try:
+            return json.loads(word)
+        except json.JSONDecodeError:
+            return word
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of the text that begins the marker."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
