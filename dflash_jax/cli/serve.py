@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         import asyncio
 
-        from dflash_jax.server.app import Settings
+        from dflash_jax.server.gate import Settings
         from dflash_jax.server.run import Listening, Running, log_to_stderr, serve
     except ImportError as error:
         raise RequestError(
@@ -123,7 +123,7 @@ def _name(options: argparse.Namespace) -> str:
 
 def _defaults(options: argparse.Namespace) -> Any:
     from dflash_jax.engine.recovery import OFF, Recovery
-    from dflash_jax.server.generation import Defaults
+    from dflash_jax.server.models import Defaults
 
     asked = Recovery.from_environment(os.environ)
     chosen = {"off": (OFF, OFF), "tools": (OFF, Recovery()), "all": (Recovery(), Recovery())}

@@ -1,128 +1,57 @@
-"""Answers of /v1/chat/completions and /v1/completions: whole objects and stream chunks."""
+"""/v1/chat/completions: requests read into an `Ask`, answers and stream chunks."""
 
-import abc
-import time
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
-
-from dflash_jax.engine.result import TokenLogprob
-from dflash_jax.server import figures
-from dflash_jax.server.generation import Generation
-from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
-from dflash_jax.server.protocol import Problem, new_id
+from dflash_jax.server.conversation import conversation, offered
+from dflash_jax.server.fields import Sampling, effort, sampling
+from dflash_jax.server.protocol import Ask, Problem, decode
 from dflash_jax.server.reply import Reply
+from dflash_jax.server.writer import OpenAI, data
 from dflash_jax.tools.events import Arguments, CallBegun, Content, Event, Thinking
 
-encode = msgspec.json.Encoder().encode
-DONE = b"data: [DONE]\n\n"
+
+class ChatRequest(Sampling, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
-class Writer(Protocol):
-    """One API's way to answer. The stream methods give server-sent events."""
-
-    def start(self) -> bytes:
-        """Before any output."""
-        ...
-
-    def events(self, reply: Reply, events: list[Event]) -> bytes:
-        """New output; the last of a reply comes with `reply.result` set."""
-        ...
-
-    def close(self) -> bytes:
-        """After the last output."""
-        ...
-
-    def problem(self, problem: Problem) -> bytes:
-        """Instead of the rest."""
-        ...
-
-    def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
-        ...
-
-
-def data(value: Any) -> bytes:
-    """A server-sent event without a name."""
-    return b"data: " + encode(value) + b"\n\n"
-
-
-def named(value: dict[str, Any]) -> bytes:
-    """A server-sent event whose name is the value's type."""
-    return b"event: " + value["type"].encode() + b"\n" + data(value)
-
-
-class OpenAI(abc.ABC):
-    """What chat completions and completions have in common."""
-
-    prefix = kind = ""
-
-    def __init__(self, generation: Generation):
-        self.generation, self.ask = generation, generation.ask
-        self._head = {
-            "id": new_id(self.prefix),
-            "created": int(time.time()),
-            "model": generation.model.name,
-            "system_fingerprint": generation.model.fingerprint,
-        }
-
-    def start(self) -> bytes:
-        return b""
-
-    def problem(self, problem: Problem) -> bytes:
-        return data(problem.to_json()) + DONE
-
-    def close(self) -> bytes:
-        tail = data(self._object([], **self._usage())) if self.ask.usage_chunk else b""
-        return tail + DONE
-
-    def whole(self) -> dict[str, Any]:
-        choices = [self._choice(reply) for reply in self.generation.replies]
-        return self._object(choices, **self._usage())
-
-    @abc.abstractmethod
-    def _choice(self, reply: Reply) -> dict[str, Any]:
-        """A finished output as one entry of `choices`."""
-
-    def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {"object": self.kind, **self._head, "choices": choices, **more}
-
-    def _usage(self) -> dict[str, Any]:
-        """usage, and the figures that were asked for."""
-        replies, ask = self.generation.replies, self.ask
-        stats = [reply.result.stats for reply in replies if reply.result]
-        prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        thinking = sum(reply.thinking_tokens for reply in replies)
-        found: dict[str, Any] = {"usage": figures.usage(prompt_tokens, stats, thinking)}
-        if ask.timings:
-            found["timings"] = figures.timings(stats[0])
-        if ask.metrics:
-            found["metrics"] = figures.metrics(stats[0]) if len(stats) == 1 else None
-        if ask.meta_info:
-            found["meta_info"] = {"id": self._head["id"]} | figures.meta_info(stats[0])
-        if ask.warnings:
-            found["warnings"] = list(ask.warnings)
-        return found
-
-    def _logprobs(self, entries: list[TokenLogprob]) -> dict[str, Any] | None:
-        """What `entries` become in a choice; None where nobody asked."""
-        if self.ask.logprobs is None:
-            return None
-        tokenizer = self.generation.model.engine.tokenizer
-        shape = chat_logprobs if self.ask.api == "chat" else completion_logprobs
-        return shape(entries, tokenizer)
-
-    def _fresh_logprobs(self, reply: Reply) -> dict[str, Any] | None:
-        """Those of a chunk: what no chunk has had yet."""
-        entries, reply.reported = reply.logprobs[reply.reported :], len(reply.logprobs)
-        return self._logprobs(entries)
-
-    def _last(self, reply: Reply) -> dict[str, Any]:
-        """What the end of an output adds to its chunk."""
-        if self.ask.stream and not self.ask.usage_chunk and len(self.generation.replies) == 1:
-            found = self._usage()
-            return {k: v for k, v in found.items() if k != "usage"}
-        return {}
+def decode_chat(body: bytes) -> Ask:
+    """POST /v1/chat/completions."""
+    found, unknown = decode(body, ChatRequest)
+    template = dict(found.chat_template_kwargs or {})
+    if found.reasoning_effort is not None:
+        template |= effort(found.reasoning_effort, template)
+    if found.add_generation_prompt is not None:
+        template["add_generation_prompt"] = found.add_generation_prompt
+    tools, declared, choice = offered(found.tools, found.tool_choice)
+    if found.top_logprobs is not None and not found.logprobs:
+        raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    common = sampling(found, unknown)
+    if found.max_completion_tokens is not None:
+        common["max_tokens"] = found.max_completion_tokens
+    return Ask(
+        api="chat",
+        messages=conversation(found.messages),
+        tools=tools,
+        declared=declared,
+        choice=choice,
+        parallel=found.parallel_tool_calls is not False,
+        template=template,
+        continue_final=bool(found.continue_final_message),
+        logprobs=(found.top_logprobs or 0) if found.logprobs else None,
+        **common,
+    )
 
 
 class ChatWriter(OpenAI):
@@ -190,44 +119,3 @@ class ChatWriter(OpenAI):
         if self.ask.token_ids:
             choice["token_ids"] = reply.ids
         return choice
-
-
-class CompletionWriter(OpenAI):
-    """/v1/completions."""
-
-    prefix, kind = "cmpl-", "text_completion"
-
-    def start(self) -> bytes:
-        if not self.ask.echo:
-            return b""
-        replies = self.generation.replies
-        return b"".join(self._chunk(reply, self._echo(reply)) for reply in replies)
-
-    def events(self, reply: Reply, events: list[Event]) -> bytes:
-        text = "".join(event.text for event in events if isinstance(event, Content))
-        if reply.result is not None:
-            return self._chunk(reply, text, self._end(reply), **self._last(reply))
-        return self._chunk(reply, text) if text else b""
-
-    def _chunk(
-        self, reply: Reply, text: str, choice: dict[str, Any] | None = None, **more: Any
-    ) -> bytes:
-        base: dict[str, Any] = {"index": reply.index, "text": text, "finish_reason": None}
-        base["logprobs"] = self._fresh_logprobs(reply)
-        return data(self._object([base | (choice or {})], **more))
-
-    def _end(self, reply: Reply) -> dict[str, Any]:
-        end = {"finish_reason": reply.finish_reason, "finish_details": reply.details}
-        return end | ({"token_ids": reply.ids} if self.ask.token_ids else {})
-
-    def _choice(self, reply: Reply) -> dict[str, Any]:
-        text = (self._echo(reply) if self.ask.echo else "") + reply.content
-        logprobs = self._logprobs(reply.logprobs)
-        return {"index": reply.index, "text": text, "logprobs": logprobs} | self._end(reply)
-
-    def _echo(self, reply: Reply) -> str:
-        given = self.ask.prompts[reply.index // self.ask.n]
-        if isinstance(given, str):
-            return given
-        tokenizer = self.generation.model.engine.tokenizer
-        return tokenizer.decode(given) if tokenizer else ""

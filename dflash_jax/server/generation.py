@@ -3,82 +3,25 @@
 import asyncio
 import dataclasses
 import functools
-import hashlib
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import jax
-import numpy as np
-
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.cancellation import Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.errors import QueueFullError, RequestError
-from dflash_jax.server.prompt import Prompt, ToolTurns, chat_prompt, check_length
+from dflash_jax.server.models import Model
+from dflash_jax.server.prompt import Prompt, chat_prompt, check_length
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.worker import Job, Worker
-from dflash_jax.tools import Syntax, syntax_of
+from dflash_jax.server.worker import Job
 from dflash_jax.tools.events import Event
 from dflash_jax.tools.grammar import call_grammar
 
 SLOW_PROMPT = 20_000  # characters from which a prompt is made outside the event loop
 MOST_GRAMMAR = 2**18  # characters: larger grammars take seconds, in which nothing else is served
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """What requests get that do not say.
-
-    Attributes:
-      max_tokens: 0 is what fits.
-      recovery: rules of requests without tools; `with_tools`, of those that offer some.
-    """
-
-    max_tokens: int = 0
-    temperature: float = 0.0
-    recovery: Recovery = OFF
-    with_tools: Recovery = OFF
-
-
-@dataclasses.dataclass
-class Model:
-    """A loaded pair under its name."""
-
-    name: str
-    worker: Worker
-    defaults: Defaults = dataclasses.field(default_factory=Defaults)
-    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-    last_used_ms: int = 0
-    turns: ToolTurns = dataclasses.field(default_factory=ToolTurns)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine. Problem 503 until it is ready, 500 once it failed."""
-        if self.worker.error is not None:
-            raise Problem(500, f"the engine stopped: {self.worker.error}", code="engine_failed")
-        if self.worker.engine is None or not self.worker.ready.is_set():
-            raise Problem(503, "the model is loading; try again soon", code="loading", retry_s=5)
-        return self.worker.engine
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Stands for weights, configurations and what the plan changes in the numbers."""
-        engine, plan = self.engine, self.engine.plan
-        numbers = plan.dtype, plan.block, plan.chunk, plan.exact
-        digest = hashlib.sha256(repr((engine.target, engine.drafter, numbers)).encode())
-        for leaf in jax.tree.leaves(engine.params):
-            if leaf.ndim == 1:  # norms tell models apart, and are small
-                digest.update(np.asarray(leaf).tobytes())
-        return f"fp_{digest.hexdigest()[:12]}"
-
-    @functools.cached_property
-    def syntax(self) -> Syntax | None:
-        """How this model writes calls and thoughts."""
-        tokenizer = self.engine.tokenizer
-        return syntax_of(tokenizer.template if tokenizer else None)
 
 
 News = tuple[int, list[Piece], Result | Exception | None]

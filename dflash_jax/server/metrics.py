@@ -1,7 +1,7 @@
 """Prometheus metrics; the suffixes are vLLM's, so that its dashboards need a new prefix only."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -9,7 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server.figures import cached
-from dflash_jax.server.generation import Generation, Model
+from dflash_jax.server.generation import Generation
+from dflash_jax.server.models import Model
 from dflash_jax.version import __version__
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -93,7 +94,7 @@ class Metrics:
         """Books a request whose client went away."""
         self._cancelled.labels(reason).inc()
 
-    def text(self, models: Sequence[Model]) -> bytes:
+    def text(self, models: Iterable[Model]) -> bytes:
         """The exposition text."""
         self._engines.models = models
         rows = sum(engine.plan.rows for _, engine in self._engines.named())
@@ -107,7 +108,7 @@ class _Engines:
     """What engines count themselves, read whenever somebody asks."""
 
     def __init__(self) -> None:
-        self.models: Sequence[Model] = ()
+        self.models: Iterable[Model] = ()
 
     def describe(self) -> list[Metric]:
         """None: there may be no engine yet."""

@@ -6,20 +6,12 @@ from typing import Any
 import msgspec
 
 from dflash_jax.server import figures
-from dflash_jax.server.chat import named
+from dflash_jax.server.conversation import conversation, offered
+from dflash_jax.server.fields import effort, response_format
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.protocol import (
-    Ask,
-    Message,
-    Problem,
-    conversation,
-    decode,
-    effort,
-    new_id,
-    offered,
-    response_format,
-)
+from dflash_jax.server.protocol import Ask, Message, Problem, decode, new_id
 from dflash_jax.server.reply import Reply
+from dflash_jax.server.writer import named
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import uvicorn
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server.app import Server, Settings
-from dflash_jax.server.generation import Defaults, Model
+from dflash_jax.server.app import Server
+from dflash_jax.server.gate import Settings
+from dflash_jax.server.models import Defaults, Model
 from dflash_jax.server.worker import Worker
 
 log = logging.getLogger("dflash_jax.server")

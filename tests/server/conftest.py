@@ -16,7 +16,7 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.loading import locate
-from dflash_jax.server.app import Settings
+from dflash_jax.server.gate import Settings
 from dflash_jax.server.run import Listening, Running, serve
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 from dflash_jax.tokenizer import Tokenizer

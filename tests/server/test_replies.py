@@ -10,10 +10,12 @@ import pytest
 from dflash_jax.engine.result import Piece, Result, Stats
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import MessagesWriter, decode_messages
-from dflash_jax.server.chat import ChatWriter
-from dflash_jax.server.generation import Defaults, Generation
+from dflash_jax.server.chat import ChatWriter, decode_chat
+from dflash_jax.server.conversation import conversation, offered
+from dflash_jax.server.generation import Generation
+from dflash_jax.server.models import Defaults
 from dflash_jax.server.prompt import Prompt, ToolTurns, chat_prompt
-from dflash_jax.server.protocol import Ask, Problem, conversation, decode_chat, new_id, offered
+from dflash_jax.server.protocol import Ask, Problem, new_id
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.responses import ResponsesWriter, decode_responses
 from dflash_jax.tokenizer import Tokenizer

@@ -26,7 +26,7 @@ from benchmarks.soak_serve import (
 )
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError
-from dflash_jax.server.app import Settings
+from dflash_jax.server.gate import Settings
 from dflash_jax.server.run import Listening, serve
 from tests.server.conftest import QUEUE, Live, run_server
 

@@ -1,0 +1,123 @@
+"""Messages as chat templates want them, and the tools that are offered with them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash_jax.errors import RequestError
+from dflash_jax.server.protocol import Message, Problem
+from dflash_jax.tools.declared import SAFE, Choice, Tool, choice_of, tools_of
+
+MOST_TOOLS = 1024
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def offered(
+    tools: list[dict[str, Any]] | None, choice: Any
+) -> tuple[list[dict[str, Any]], tuple[Tool, ...], Choice]:
+    """Tools as the model is shown them, as calls are checked against them, and the choice."""
+    given = tools or []
+    if len(given) > MOST_TOOLS:
+        raise Problem(400, f"{len(given)} tools were given; at most {MOST_TOOLS}", param="tools")
+    for at, tool in enumerate(given):
+        inner = tool.get("function")
+        name = inner.get("name") if isinstance(inner, dict) else None
+        if tool.get("type", "function") != "function" or not isinstance(name, str):
+            raise Problem(400, f"tools[{at}] is no function with a name", param=f"tools[{at}]")
+        if not SAFE.fullmatch(name):
+            raise Problem(
+                400,
+                f"the tool name {name[:80]!r}: expected 1 to 64 letters, digits, '_', '.', '-'",
+                param=f"tools[{at}].function.name",
+            )
+    if isinstance(choice, str) and choice not in ("none", "auto", "required", "any"):
+        raise Problem(
+            400, f"tool_choice is {choice!r}; expected none, auto, required or a function",
+            param="tool_choice",
+        )  # fmt: skip
+    declared = tools_of(given)
+    try:
+        chosen = choice_of(choice or "auto", declared)
+    except RequestError as error:
+        raise Problem(400, str(error), param="tool_choice") from None
+    if chosen.kind in ("required", "named") and not declared:
+        raise Problem(
+            400, "tool_choice demands a call, but no tools were given", param="tool_choice"
+        )
+    if chosen.kind == "none":
+        return [], (), chosen
+    return given, declared, chosen
+
+
+def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages as chat templates want them.
+
+    Contents are texts, `developer` is `system`, neighbouring system messages are one, and the
+    arguments of calls are objects.
+    """
+    if not messages:
+        raise Problem(400, "messages is empty; give at least one", param="messages")
+    made: list[Message] = []
+    for at, given in enumerate(messages):
+        where = f"messages[{at}]"
+        message = dict(given)
+        role = message.get("role")
+        message["role"] = role = "system" if role == "developer" else role
+        if role not in ROLES:
+            known = ", ".join(ROLES)
+            raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
+        message["content"] = text_of(message.get("content"), where)
+        if role == "assistant":
+            if message["content"] is None and not message.get("tool_calls"):
+                message["content"] = ""
+            message["tool_calls"] = past_calls(message.get("tool_calls"), where)
+            if not message["tool_calls"]:
+                del message["tool_calls"]
+        elif message["content"] is None:
+            raise Problem(400, f"a {role} message needs content", param=f"{where}.content")
+        if role == "system" and made and made[-1]["role"] == "system":
+            made[-1]["content"] += f"\n\n{message['content']}"
+        else:
+            made.append(message)
+    return made
+
+
+def text_of(content: Any, where: str) -> str | None:
+    """The text of a message's content; parts of type text are joined."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Problem(400, "content is neither a text nor a list", param=f"{where}.content")
+    found = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
+        if kind not in ("text", "input_text", "output_text", "refusal", None) or not isinstance(
+            text, str
+        ):
+            raise Problem(
+                400, f"a content part of type {kind!r}; this server reads text only",
+                param=f"{where}.content",
+            )  # fmt: skip
+        found.append(text)
+    return "".join(found)
+
+
+def past_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """`tool_calls` of an assistant's message, arguments parsed where they are JSON objects."""
+    if calls is None:
+        return []
+    made = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Problem(400, "a tool call has no function name", param=f"{where}.tool_calls")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                parsed = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                parsed = None
+            arguments = parsed if isinstance(parsed, dict) else arguments
+        made.append(call | {"function": function | {"arguments": arguments}})
+    return made

@@ -1,0 +1,116 @@
+"""What surrounds every route: keys, limits, and errors as clients expect them."""
+
+import dataclasses
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dflash_jax.server.metrics import Metrics
+from dflash_jax.server.protocol import Problem
+from dflash_jax.server.streaming import Gone, json_answer
+
+log = logging.getLogger("dflash_jax.server")
+Handler = Callable[[Request], Awaitable[Response]]
+OPEN_PATHS = ("/health", "/ready")
+MOST_HEADERS = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a server behaves.
+
+    Attributes:
+      api_keys: accepted keys; none lets everyone in.
+      max_body: most bytes of a request body.
+      timeout: seconds after which a request is ended with what it has; a request may ask for less.
+      keepalive: seconds of silence after which a stream gets a comment.
+      metrics: answer every request with the figures of `return_metrics` and `timings_per_token`.
+      cors: origins whose scripts may use the server; none by default.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_body: int = 32 * 2**20
+    timeout: float | None = 600.0
+    keepalive: float = 15.0
+    metrics: bool = False
+    cors: tuple[str, ...] = ()
+
+
+class Gate:
+    """Lets requests in, and turns what goes wrong behind it into error objects."""
+
+    def __init__(self, settings: Settings, metrics: Metrics):
+        self._settings, self._metrics = settings, metrics
+        self.draining = False
+
+    def guarded(self, handler: Handler) -> Handler:
+        """The handler, for those who may come in; what it raises becomes an answer."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                self._check_headers(request)
+                self._authorise(request)
+                return await handler(request)
+            except Problem as problem:
+                return self._refuse(problem)
+            except Gone:
+                self._metrics.cancelled("disconnect")
+                return Response(status_code=499)
+            except Exception as error:
+                log.exception("a request failed")
+                return self._refuse(Problem(500, f"internal error: {type(error).__name__}"))
+
+        return answer
+
+    async def no_route(self, request: Request, error: Any) -> Response:
+        """The answer where no route or method fits."""
+        message = f"{request.method} {request.url.path} does not exist"
+        return self._refuse(Problem(error.status_code, message, code="unknown_url"))
+
+    async def body(self, request: Request) -> bytes:
+        """The request's body. Problem 413 if it is too large; Gone if the client left."""
+        most = self._settings.max_body
+        too_large = Problem(413, f"the body is larger than {most} bytes", code="body_too_large")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > most:
+            raise too_large
+        body = bytearray()
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise Gone
+            body += message.get("body", b"")
+            if len(body) > most:
+                raise too_large
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    def check_open(self) -> None:
+        """Refuses, by Problem 503, while the server drains."""
+        if self.draining:
+            raise Problem(503, "the server is shutting down", code="draining", retry_s=5)
+
+    def _refuse(self, problem: Problem) -> Response:
+        self._metrics.failed(problem.status)
+        headers = {"Retry-After": str(problem.retry_s)} if problem.retry_s else {}
+        if problem.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return json_answer(problem.to_json(), problem.status, headers)
+
+    def _check_headers(self, request: Request) -> None:
+        if sum(len(name) + len(value) for name, value in request.headers.raw) > MOST_HEADERS:
+            raise Problem(431, f"the headers are larger than {MOST_HEADERS} bytes")
+
+    def _authorise(self, request: Request) -> None:
+        if not self._settings.api_keys or request.url.path in OPEN_PATHS:
+            return
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else ""
+        given = (given or request.headers.get("x-api-key", "")).encode()
+        good = [hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]
+        if not any(good):
+            raise Problem(401, "the API key is missing or wrong", code="invalid_api_key")

@@ -1,0 +1,179 @@
+"""The small routes: tokens of texts, models, health, figures."""
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dflash_jax.server.anthropic import decode_messages
+from dflash_jax.server.conversation import conversation, offered
+from dflash_jax.server.gate import Gate, Handler, Settings
+from dflash_jax.server.generation import prepare
+from dflash_jax.server.metrics import Metrics
+from dflash_jax.server.models import Model, Models
+from dflash_jax.server.protocol import Ask, Problem, decode
+from dflash_jax.server.streaming import json_answer
+from dflash_jax.version import __version__
+
+
+class TokenizeRequest(msgspec.Struct):
+    """POST /tokenize, in the words of llama.cpp (`content`) and of vLLM (`prompt`)."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class Information:
+    """Handlers of the routes that generate nothing."""
+
+    def __init__(self, models: Models, gate: Gate, settings: Settings, metrics: Metrics):
+        self._models, self._gate = models, gate
+        self._settings, self._metrics = settings, metrics
+
+    @property
+    def posts(self) -> dict[str, Handler]:
+        """Handlers of POST by path."""
+        return {
+            "/v1/messages/count_tokens": self._count_tokens,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+
+    @property
+    def gets(self) -> dict[str, Handler]:
+        """Handlers of GET by path."""
+        return {
+            "/v1/models": self._list_models,
+            "/v1/models/{name:path}": self._one_model,
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._show_metrics,
+            "/props": self._props,
+        }
+
+    async def _count_tokens(self, request: Request) -> Response:
+        ask = decode_messages(await self._gate.body(request), counting=True)
+        [prompt] = await prepare(self._models.named(ask.model), ask)
+        return json_answer({"input_tokens": len(prompt.ids)})
+
+    async def _tokenize(self, request: Request) -> Response:
+        found, _ = decode(await self._gate.body(request), TokenizeRequest)
+        model = self._models.named(found.model)
+        tokenizer = model.engine.tokenizer
+        if tokenizer is None:
+            raise Problem(400, "this model ships no tokenizer")
+        if found.messages is not None:
+            tools, declared, choice = offered(found.tools, None)
+            template = dict(found.chat_template_kwargs or {})
+            if found.add_generation_prompt is not None:
+                template["add_generation_prompt"] = found.add_generation_prompt
+            ask = Ask(
+                api="chat",
+                model=None,
+                messages=conversation(found.messages),
+                tools=tools,
+                declared=declared,
+                choice=choice,
+                template=template,
+            )
+            ids = (await prepare(model, ask))[0].ids
+        else:
+            text = found.content if found.content is not None else found.prompt
+            if text is None:
+                raise Problem(400, "give content, prompt or messages", param="content")
+            asked = [s for s in (found.add_special, found.add_special_tokens) if s is not None]
+            specials = asked[0] if asked else found.content is None
+            ids = await asyncio.to_thread(tokenizer.encode, text, specials=specials)
+        most = model.engine.plan.max_length
+        return json_answer({"tokens": ids, "count": len(ids), "max_model_len": most})
+
+    async def _detokenize(self, request: Request) -> Response:
+        found, _ = decode(await self._gate.body(request), DetokenizeRequest)
+        engine = self._models.named(found.model).engine
+        if engine.tokenizer is None:
+            raise Problem(400, "this model ships no tokenizer")
+        known = engine.target.vocab_size
+        if outside := [i for i in found.tokens if not 0 <= i < known]:
+            raise Problem(400, f"tokens {outside[:5]} are not from 0 to {known - 1}")
+        text = engine.tokenizer.raw(found.tokens)
+        return json_answer({"content": text, "prompt": text})
+
+    async def _list_models(self, request: Request) -> Response:
+        return json_answer({"object": "list", "data": [_described(m) for m in self._models]})
+
+    async def _one_model(self, request: Request) -> Response:
+        return json_answer(_described(self._models.named(request.path_params["name"])))
+
+    async def _health(self, request: Request) -> Response:
+        for model in self._models:
+            if model.worker.error is not None:
+                raise Problem(500, f"{model.name}: {model.worker.error}", code="engine_failed")
+        return json_answer({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        self._gate.check_open()
+        for model in self._models:
+            _ = model.engine
+        return json_answer({"status": "ready"})
+
+    async def _show_metrics(self, request: Request) -> Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(self._metrics.text(self._models), media_type=kind)
+
+    async def _props(self, request: Request) -> Response:
+        limits = {"max_body": self._settings.max_body, "timeout": self._settings.timeout}
+        return json_answer(
+            {
+                "schema": 1,
+                "build_info": f"dflash_jax {__version__}",
+                "models": [_properties(model) for model in self._models],
+                "endpoints": sorted(route.path for route in request.app.routes),
+                "limits": limits,
+            }
+        )
+
+
+def _described(model: Model) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "dflash_jax",
+        "last_used_ms": model.last_used_ms,
+    }
+    if (engine := model.worker.engine) is not None:
+        found["max_model_len"] = engine.plan.max_length
+    return found
+
+
+def _properties(model: Model) -> dict[str, Any]:
+    found = _described(model)
+    if (engine := model.worker.engine) is None:
+        return found
+    syntax = model.syntax
+    return found | {
+        "plan": json.loads(engine.plan.to_json()),
+        "target": engine.target.model_type,
+        "drafter": getattr(engine.drafter, "kind", None),
+        "speculative_mode": "dflash" if engine.drafter else "off",
+        "tool_calls": syntax.name if syntax else None,
+        "reasoning": bool(syntax and syntax.thought),
+        "chat_template": engine.tokenizer.template if engine.tokenizer else None,
+    }

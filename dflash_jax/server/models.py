@@ -1,0 +1,98 @@
+"""Loaded pairs under their names, and what requests get that do not say."""
+
+import dataclasses
+import functools
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.server.prompt import ToolTurns
+from dflash_jax.server.protocol import Problem
+from dflash_jax.server.worker import Worker
+from dflash_jax.tools import Syntax, syntax_of
+
+ANY = "any"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What requests get that do not say.
+
+    Attributes:
+      max_tokens: 0 is what fits.
+      recovery: rules of requests without tools; `with_tools`, of those that offer some.
+    """
+
+    max_tokens: int = 0
+    temperature: float = 0.0
+    recovery: Recovery = OFF
+    with_tools: Recovery = OFF
+
+
+@dataclasses.dataclass
+class Model:
+    """A loaded pair under its name."""
+
+    name: str
+    worker: Worker
+    defaults: Defaults = dataclasses.field(default_factory=Defaults)
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    last_used_ms: int = 0
+    turns: ToolTurns = dataclasses.field(default_factory=ToolTurns)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Problem 503 until it is ready, 500 once it failed."""
+        if self.worker.error is not None:
+            raise Problem(500, f"the engine stopped: {self.worker.error}", code="engine_failed")
+        if self.worker.engine is None or not self.worker.ready.is_set():
+            raise Problem(503, "the model is loading; try again soon", code="loading", retry_s=5)
+        return self.worker.engine
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Stands for weights, configurations and what the plan changes in the numbers."""
+        engine, plan = self.engine, self.engine.plan
+        numbers = plan.dtype, plan.block, plan.chunk, plan.exact
+        digest = hashlib.sha256(repr((engine.target, engine.drafter, numbers)).encode())
+        for leaf in jax.tree.leaves(engine.params):
+            if leaf.ndim == 1:  # norms tell models apart, and are small
+                digest.update(np.asarray(leaf).tobytes())
+        return f"fp_{digest.hexdigest()[:12]}"
+
+    @functools.cached_property
+    def syntax(self) -> Syntax | None:
+        """How this model writes calls and thoughts."""
+        tokenizer = self.engine.tokenizer
+        return syntax_of(tokenizer.template if tokenizer else None)
+
+
+class Models:
+    """All loaded pairs; the first is the default."""
+
+    def __init__(self, models: Sequence[Model]):
+        self._models = list(models)
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models)
+
+    def __getitem__(self, at: int) -> Model:
+        return self._models[at]
+
+    def named(self, name: str | None) -> Model:
+        """The model of this name; "any" and none: the one used last, else the first."""
+        for model in self:
+            if name == model.name:
+                return model
+        if name in (None, "", ANY):
+            return max(self, key=lambda m: m.last_used_ms)
+        known = ", ".join(model.name for model in self)
+        raise Problem(
+            404, f"there is no model {name!r}; loaded are {known}, and {ANY!r} takes the last used",
+            param="model", code="model_not_found",
+        )  # fmt: skip

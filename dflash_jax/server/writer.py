@@ -1,0 +1,125 @@
+"""How answers are written: server-sent events, and what OpenAI's two older APIs share."""
+
+import abc
+import time
+from typing import Any, Protocol
+
+import msgspec
+
+from dflash_jax.engine.result import TokenLogprob
+from dflash_jax.server import figures
+from dflash_jax.server.generation import Generation
+from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
+from dflash_jax.server.protocol import Problem, new_id
+from dflash_jax.server.reply import Reply
+from dflash_jax.tools.events import Event
+
+encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+
+
+class Writer(Protocol):
+    """One API's way to answer. The stream methods give server-sent events."""
+
+    def start(self) -> bytes:
+        """Before any output."""
+        ...
+
+    def events(self, reply: Reply, events: list[Event]) -> bytes:
+        """New output; the last of a reply comes with `reply.result` set."""
+        ...
+
+    def close(self) -> bytes:
+        """After the last output."""
+        ...
+
+    def problem(self, problem: Problem) -> bytes:
+        """Instead of the rest."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        ...
+
+
+def data(value: Any) -> bytes:
+    """A server-sent event without a name."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def named(value: dict[str, Any]) -> bytes:
+    """A server-sent event whose name is the value's type."""
+    return b"event: " + value["type"].encode() + b"\n" + data(value)
+
+
+class OpenAI(abc.ABC):
+    """What chat completions and completions have in common."""
+
+    prefix = kind = ""
+
+    def __init__(self, generation: Generation):
+        self.generation, self.ask = generation, generation.ask
+        self._head = {
+            "id": new_id(self.prefix),
+            "created": int(time.time()),
+            "model": generation.model.name,
+            "system_fingerprint": generation.model.fingerprint,
+        }
+
+    def start(self) -> bytes:
+        return b""
+
+    def problem(self, problem: Problem) -> bytes:
+        return data(problem.to_json()) + DONE
+
+    def close(self) -> bytes:
+        tail = data(self._object([], **self._usage())) if self.ask.usage_chunk else b""
+        return tail + DONE
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(reply) for reply in self.generation.replies]
+        return self._object(choices, **self._usage())
+
+    @abc.abstractmethod
+    def _choice(self, reply: Reply) -> dict[str, Any]:
+        """A finished output as one entry of `choices`."""
+
+    def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {"object": self.kind, **self._head, "choices": choices, **more}
+
+    def _usage(self) -> dict[str, Any]:
+        """usage, and the figures that were asked for."""
+        replies, ask = self.generation.replies, self.ask
+        stats = [reply.result.stats for reply in replies if reply.result]
+        prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
+        thinking = sum(reply.thinking_tokens for reply in replies)
+        found: dict[str, Any] = {"usage": figures.usage(prompt_tokens, stats, thinking)}
+        if ask.timings:
+            found["timings"] = figures.timings(stats[0])
+        if ask.metrics:
+            found["metrics"] = figures.metrics(stats[0]) if len(stats) == 1 else None
+        if ask.meta_info:
+            found["meta_info"] = {"id": self._head["id"]} | figures.meta_info(stats[0])
+        if ask.warnings:
+            found["warnings"] = list(ask.warnings)
+        return found
+
+    def _logprobs(self, entries: list[TokenLogprob]) -> dict[str, Any] | None:
+        """What `entries` become in a choice; None where nobody asked."""
+        if self.ask.logprobs is None:
+            return None
+        tokenizer = self.generation.model.engine.tokenizer
+        shape = chat_logprobs if self.ask.api == "chat" else completion_logprobs
+        return shape(entries, tokenizer)
+
+    def _fresh_logprobs(self, reply: Reply) -> dict[str, Any] | None:
+        """Those of a chunk: what no chunk has had yet."""
+        entries, reply.reported = reply.logprobs[reply.reported :], len(reply.logprobs)
+        return self._logprobs(entries)
+
+    def _last(self, reply: Reply) -> dict[str, Any]:
+        """What the end of an output adds to its chunk."""
+        if self.ask.stream and not self.ask.usage_chunk and len(self.generation.replies) == 1:
+            found = self._usage()
+            return {k: v for k, v in found.items() if k != "usage"}
+        return {}
