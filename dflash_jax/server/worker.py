@@ -220,8 +220,8 @@ class Worker:
         old = self.engine
         parts = old.target, old.drafter, old.params, old.plan
         new = Engine(*parts, tokenizer=old.tokenizer)
-        new.executables, new.compile_s = old.executables, old.compile_s
-        new.break_even = old.break_even
+        new.executables, new.break_even = old.executables, old.break_even
+        new.runner.compile_s = old.compile_s
         self.engine = new
 
     def _give_up(self, error: Exception) -> None:

@@ -197,6 +197,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = twin(random_tiny)
+    engine.break_even = engine.runner.compile_s = 0.5  # a measurement and a counter: they stay
     advance, failures = Engine.advance, [True]
 
     def failing(self: Engine) -> None:
@@ -211,6 +212,8 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     assert failed.status_code == 500
     assert "on fire" in failed.json()["error"]["message"]
     assert serves(live)
+    assert live.engine is not engine
+    assert (live.engine.break_even, live.engine.compile_s) == (0.5, 0.5)
     failures.append(True)
     live.stop()
 
