@@ -255,7 +255,7 @@ class _Plan:
 
     @property
     def ids(self) -> Ids:
-        return (*self.state.ids, *self.new)
+        return self.state.ids + tuple(self.new)
 
     @property
     def length(self) -> int:
@@ -341,8 +341,9 @@ def _close(plan: _Plan, token: int, policy: Policy) -> None:
 def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, Effects]:
     """Turns the plan into the new state and its effects: hold, retry, emit, finish."""
     state, ids, finish = plan.state, plan.ids, plan.finish
-    nothing = not _is_visible(ids, policy)
     may_retry = policy.recovery.empty_retry and _may_retry(state, policy)
+    looks = may_retry or (finish is not None and state.retried)  # else nobody asks
+    nothing = looks and not _is_visible(ids, policy)
     if finish and nothing and may_retry:
         return _retry(plan, fallback)
     if finish and state.retried:

@@ -194,6 +194,8 @@ class Live:
             self.stats.first_token_s = now - self._submitted
         self.stats.decode_s = now - self._first
         text, used = "", 0
+        if not self.request.stop and self.grammar is None:  # then nothing can end it in between
+            text, used = self._text.push(ids), len(ids)
         while used < len(ids) and not self._over:
             text += self._text.push(ids[used : used + 1])
             if self.grammar:
