@@ -306,7 +306,7 @@ def _judge(
             plan.end(Finish.STOP)
             return True
         token = plan.replace = floor_token
-        plan.notes.append("floor")
+        plan.notes.append("min_tokens" if _too_few(plan, policy) else "floor")
     plan.new.append(token)
     if tail is not None:
         tail.append(token)
@@ -318,15 +318,25 @@ def _judge(
 
 
 def _at_end_token(plan: _Plan, policy: Policy) -> Verdict:
-    if not policy.recovery.floor or plan.state.guard is not None:
+    if plan.state.guard is not None:
         return Verdict.HONOUR
-    return floor.judge(
-        plan.ids,
-        injected=plan.state.injected,
-        max_tokens=policy.max_tokens,
-        recovery=policy.recovery,
-        words=policy.words,
-    )
+    verdict = Verdict.HONOUR
+    if policy.recovery.floor:
+        verdict = floor.judge(
+            plan.ids,
+            injected=plan.state.injected,
+            max_tokens=policy.max_tokens,
+            recovery=policy.recovery,
+            words=policy.words,
+        )
+    if _too_few(plan, policy) and verdict is not Verdict.INJECT:
+        return Verdict.REPLACE
+    return verdict
+
+
+def _too_few(plan: _Plan, policy: Policy) -> bool:
+    """Whether the output may not end yet, whatever it says."""
+    return plan.length < policy.recovery.min_tokens
 
 
 def _close(plan: _Plan, token: int, policy: Policy) -> None:

@@ -35,7 +35,7 @@ def make_rules(plan: Plan, rows: Sequence[Live | None], ready: Container[int]) -
         request = live.request
         stop[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         limit[row] = live.limit if row in ready else 0
-        drafts[row] = plan.block - 1 if live.speculates else 0
+        drafts[row] = (request.block_size or plan.block) - 1 if live.speculates else 0
         temperature[row], top_p[row] = request.temperature, request.top_p
         min_p[row], top_k[row], seed[row] = request.min_p, request.top_k, request.seed
     columns = {

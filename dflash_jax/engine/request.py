@@ -39,6 +39,7 @@ class Request:
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     speculative: bool = True
+    block_size: int | None = None
     recovery: Recovery = OFF
     words: Words = SILENT
 
@@ -99,6 +100,13 @@ class Request:
             self.seed,
             "an integer from 0 to 2**32 - 1",
         )
+        block = self.block_size
+        _check(
+            block is None or (type(block) is int and block >= 1),
+            "block_size",
+            block,
+            "None, or an integer of at least 1",
+        )
         texts = all(isinstance(s, str) and s for s in self.stop)
         _check(texts, "stop", self.stop, "texts of at least one character")
         ids = all(map(_is_id, self.stop_ids))
@@ -122,6 +130,7 @@ def request_of(
     tokenizer: Tokenizer | None,
     *,
     max_tokens: int = 256,
+    min_tokens: int = 0,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -137,13 +146,22 @@ def request_of(
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     speculative: bool = True,
+    block_size: int | None = None,
     recovery: Recovery | None = None,
     tools: Sequence[Any] | None = None,
     tool_choice: Any = None,
 ) -> Request:
-    """The request that arguments of `Engine.stream` describe; raises RequestError."""
+    """The request that arguments of `Engine.stream` describe; raises RequestError.
+
+    Args:
+      min_tokens: end tokens that come before so many tokens become the next best ones.
+      block_size: most tokens a round of this request may decide, the plan's at most; changes
+        speed, never a token of a greedy request.
+    """
     ids, eos = token_ids(prompt, tokenizer, target.vocab_size), target.eos_token_ids
     recovery = recovery or OFF
+    if min_tokens:
+        recovery = _with_minimum(recovery, min_tokens, max_tokens, structured)
     if structured is not None:
         recovery = recovery.for_structure()
     return Request(
@@ -162,10 +180,29 @@ def request_of(
         seed=pick_seed(seed),
         stop=as_texts(stop),
         stop_ids=frozenset((*(() if ignore_eos else eos), *stop_token_ids)),
-        speculative=speculative,
+        speculative=speculative and block_size != 1,
+        block_size=block_size,
         recovery=recovery,
         words=words_of(tokenizer, ids, recovery, tools, tool_choice),
     )
+
+
+def _with_minimum(
+    recovery: Recovery, tokens: int, most: int, structured: Structure | None
+) -> Recovery:
+    """The rules with a minimum of output tokens."""
+    _check(
+        type(tokens) is int and 0 <= tokens <= most,
+        "min_tokens",
+        tokens,
+        f"an integer from 0 to max_tokens, {most}",
+    )
+    if structured is not None:
+        raise RequestError(
+            "min_tokens and structured output do not go together: the structure says where it"
+            " ends; drop one of them"
+        )
+    return dataclasses.replace(recovery, min_tokens=tokens)
 
 
 def _check(good: bool, name: str, value: Any, expected: str) -> None:
@@ -189,6 +226,11 @@ def check_fits(request: Request, plan: Plan, target: TargetConfig) -> None:
             f" {request.max_tokens}: together {request.limit}, but the plan holds"
             f" {plan.max_length}. Lower max_tokens, shorten the prompt, or load with a"
             f" larger max_length (the target allows {target.max_length})"
+        )
+    if request.block_size is not None and request.block_size > plan.block:
+        raise RequestError(
+            f"block_size is {request.block_size}, but the plan's blocks have {plan.block} tokens;"
+            " ask for as many or fewer, or load with a larger block"
         )
     if len(request.stop_ids) > plan.stop_slots:
         raise RequestError(

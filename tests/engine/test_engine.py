@@ -271,6 +271,19 @@ def test_statistics_add_up(scripted: Engine, truth: list[int]) -> None:
     assert stats.tokens_per_s == 20 / stats.decode_s
 
 
+def test_a_smaller_block_keeps_fewer_drafts_and_says_the_same(
+    scripted: Engine, truth: list[int]
+) -> None:
+    set_script(scripted, [*PROMPT, *truth])
+    for size in (1, 2, 3, scripted.plan.block):
+        found = scripted.generate(PROMPT, max_tokens=25, block_size=size)
+        assert found.token_ids == truth[:25]
+        assert set(found.stats.acceptance_lengths[:-1]) <= {size}
+        assert found.stats.drafted == found.stats.rounds * (size - 1)
+    with pytest.raises(RequestError, match="blocks have 4 tokens"):
+        scripted.generate(PROMPT, max_tokens=25, block_size=5)
+
+
 def test_results_become_json(tiny: Engine, truth: list[int]) -> None:
     result = tiny.generate(PROMPT, max_tokens=5)
     result.stats.fallbacks["draft_not_finite"] += 2

@@ -26,6 +26,35 @@ def truth(tiny: Engine) -> list[int]:
     return tiny.generate(PROMPT, max_tokens=60, speculative=False).token_ids
 
 
+@pytest.mark.parametrize("speculative", [True, False])
+def test_an_output_has_the_tokens_it_has_to_have_at_least(
+    tiny: Engine, truth: list[int], speculative: bool
+) -> None:
+    stop = truth[4]
+    options = {"stop_token_ids": [stop], "max_tokens": 30, "speculative": speculative}
+    assert tiny.generate(PROMPT, **options).finish_reason == "stop"
+    found = tiny.generate(PROMPT, min_tokens=8, **options)
+    assert stop not in found.token_ids[:8]
+    assert found.stats.recovery["min_tokens"] >= 1
+    # By forward passes of their own: the best token but the end token, eight times.
+    model = dj.TargetModel(tiny.target, tiny.params["target"], "float32")
+    ids = [*PROMPT, *found.token_ids[:7]]
+    logits = np.array(model.forward(np.array([ids])).logits)[0, len(PROMPT) - 1 :]
+    logits[:, stop] = -np.inf
+    assert found.token_ids[:8] == logits.argmax(axis=1).tolist()
+    # Behind them nothing is different from a prompt that ends there.
+    rest = tiny.generate([*PROMPT, *found.token_ids[:8]], **options | {"max_tokens": 22})
+    assert found.token_ids[8:] == rest.token_ids
+
+
+def test_a_minimum_that_cannot_be_kept_is_refused(tiny: Engine) -> None:
+    for options in ({"min_tokens": 9, "max_tokens": 8}, {"min_tokens": -1}, {"min_tokens": "4"}):
+        with pytest.raises(RequestError, match="min_tokens is"):
+            tiny.generate(PROMPT, **options)
+    with pytest.raises(RequestError, match="drop one of them"):
+        tiny.generate(PROMPT, min_tokens=2, structured={"regex": "a"})
+
+
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Lets a test say what the tokens mean, as there is no tokenizer."""

@@ -34,6 +34,8 @@ class Recovery:
       runaway: end the output at 12 copies of a unit of 1 to 8 tokens.
       watchdog: after a thought that had to be closed, end the output when it becomes periodic:
         "on" needs three copies and 48 tokens, "compat" two copies.
+      min_tokens: output tokens below which every end token becomes the next best one, whatever was
+        said; the minimum that a request asks for.
       answer_reserve: a thought still open when only this many of `max_tokens` are left is closed;
         0 lets it run. Where that is all of `max_tokens`, half is reserved.
       close_text: what closes it; by default what the model's family writes.
@@ -50,6 +52,7 @@ class Recovery:
     repeat_limit: int | None = None
     runaway: bool = True
     watchdog: Watchdog = "on"
+    min_tokens: int = 0
     answer_reserve: int = 0
     close_text: str | None = None
     floor_in_thought: bool = False
@@ -57,7 +60,7 @@ class Recovery:
     log_directory: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("floor", "answer_reserve"):
+        for name in ("floor", "min_tokens", "answer_reserve"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ConfigError(f"{name} is {value!r}; expected an integer from 0")
@@ -95,6 +98,7 @@ class Recovery:
             floor=0,
             tool_prefix=False,
             empty_retry=False,
+            min_tokens=0,
             answer_reserve=0,
             repeat_limit=self.repeats,
         )
