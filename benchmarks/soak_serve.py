@@ -120,7 +120,18 @@ CHANGES: list[dict] = [
     {"top_p": 2},
     {"top_k": -5},
     {"min_p": 2},
-    {"min_tokens": 3},
+    {"min_tokens": 5},
+    {"min_tokens": -1},
+    {"min_tokens": 2, "response_format": {"type": "json_object"}},
+    {"speculative": {"block_size": 99}},
+    {"speculative": {"mode": "tree"}},
+    {"structured_outputs": {"structural_tag": "{}"}},
+    {"bad_words": ["no"]},
+    {"functions": [{"name": "f"}]},
+    {"modalities": ["text", "audio"]},
+    {"prompt_logprobs": 1},
+    {"use_beam_search": True},
+    {"n_predict": 3},
     {"presence_penalty": 9},
     {"repetition_penalty": 0},
     {"n": 0},
@@ -179,7 +190,9 @@ FIELDS = sorted(
      "logprobs", "top_logprobs", "response_format", "system", "thinking", "reasoning", "text",
      "min_p", "logit_bias", "chat_template_kwargs", "continue_final_message", "echo", "timeout",
      "max_output_tokens", "instructions", "stop_sequences", "content", "tokens", "add_special",
-     "presence_penalty", "guided_json", "guided_choice", "guided_regex", "parallel_tool_calls"}
+     "presence_penalty", "guided_json", "guided_choice", "guided_regex", "parallel_tool_calls",
+     "min_tokens", "speculative", "structured_outputs", "include", "truncation", "reasoning_effort",
+     "output_config", "thinking_token_budget", "recovery", "functions", "metadata"}
 )  # fmt: skip
 messages = st.lists(
     st.fixed_dictionaries(
@@ -188,15 +201,15 @@ messages = st.lists(
     ),
     max_size=3,
 )
-PATHS = (
-    CHAT,
-    COMPLETIONS,
-    RESPONSES,
-    MESSAGES,
-    MESSAGES + "/count_tokens",
-    "/tokenize",
-    "/detokenize",
-)
+PATHS = {  # and the fields without which they refuse a request
+    CHAT: ("messages", "max_tokens"),
+    COMPLETIONS: ("prompt", "max_tokens"),
+    RESPONSES: ("input", "max_output_tokens"),
+    MESSAGES: ("messages", "max_tokens"),
+    MESSAGES + "/count_tokens": ("messages",),
+    "/tokenize": ("messages",),
+    "/detokenize": ("tokens",),
+}
 
 
 def fuzz(url: str, examples: int) -> collections.Counter[int]:
@@ -206,13 +219,14 @@ def fuzz(url: str, examples: int) -> collections.Counter[int]:
 
         @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
         @given(
-            st.sampled_from(PATHS),
+            st.sampled_from(sorted(PATHS)),
             messages,
             st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=3),
         )
         def one(path: str, talk: list, change: dict) -> None:
-            base = {"messages": talk, "input": "x", "prompt": "x", "max_tokens": 2}
-            body = base | {"max_output_tokens": 2} | change
+            least = {"messages": talk, "input": "x", "prompt": "x", "tokens": [1]}
+            least |= {"max_tokens": 2, "max_output_tokens": 2}
+            body = {name: least[name] for name in PATHS[path]} | change
             response = client.post(path, json=body)
             statuses[response.status_code] += 1
             assert response.status_code in (200, 400, 404), (path, body, response.text)

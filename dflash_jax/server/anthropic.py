@@ -3,11 +3,9 @@
 import json
 from typing import Any
 
-import msgspec
-
 from dflash_jax.server import figures
 from dflash_jax.server.conversation import conversation, offered
-from dflash_jax.server.fields import budget_of, texts
+from dflash_jax.server.fields import Common, budget_of, common, effort, texts
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import Ask, Message, Problem, decode, new_id
 from dflash_jax.server.reply import Reply
@@ -15,28 +13,24 @@ from dflash_jax.server.writer import named
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 
 
-class MessagesRequest(msgspec.Struct, kw_only=True):
+class MessagesRequest(Common, kw_only=True):
     """POST /v1/messages, and its count_tokens."""
 
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
-    model: str | None = None
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Any = None
-    service_tier: Any = None
-    output_config: Any = None
+    # Accepted, and without effect here.
     context_management: Any = None
+    cache_control: Any = None
     betas: Any = None
-    container: Any = None
+    inference_geo: Any = None
 
 
 def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
@@ -44,7 +38,12 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
     found, unknown = decode(body, MessagesRequest)
     if found.max_tokens is None and not counting:
         raise Problem(400, "max_tokens is missing", param="max_tokens")
-    warnings = [f"the unknown field {name!r} was ignored" for name in unknown]
+    output = found.output_config or {}
+    form, where = output.get("format"), "output_config.format"
+    if form is None:
+        form, where = found.output_format, "output_format"
+    asked = common(found, unknown, form, where)
+    warnings = list(asked["warnings"])
     given = []
     for tool in found.tools or []:
         if tool.get("type") not in (None, "custom"):
@@ -59,27 +58,25 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
         raise Problem(400, f"tool_choice type {kind!r}; expected auto, any, none or tool")
     wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
     tools, declared, chosen = offered(given, wanted)
-    template = dict(found.chat_template_kwargs or {})
+    given_template = found.chat_template_kwargs or {}
+    template = effort(output.get("effort"), given_template, "output_config.effort")
     thinking = found.thinking or {}
-    if found.thinking is not None:
-        template = {"enable_thinking": found.thinking.get("type") != "disabled"} | template
-    options = {name: getattr(found, name) for name in ("temperature", "top_p", "top_k")}
+    if found.thinking is not None and "enable_thinking" not in given_template:
+        template["enable_thinking"] = thinking.get("type") != "disabled"
+    stop = (*asked["stop"], *texts(found.stop_sequences))
+    budget = budget_of(thinking.get("budget_tokens")) or asked["thinking_budget"]
+    more: dict[str, Any] = {"warnings": tuple(warnings), "stop": stop, "thinking_budget": budget}
     return Ask(
         api="messages",
-        model=found.model,
         messages=conversation(_messages(found)),
         tools=tools,
         declared=declared,
         choice=chosen,
         parallel=not choice.get("disable_parallel_tool_use"),
-        options={name: value for name, value in options.items() if value is not None},
         template=template,
-        thinking_budget=budget_of(thinking.get("budget_tokens")),
-        stop=texts(found.stop_sequences),
         max_tokens=found.max_tokens,
         clamp=True,
-        stream=bool(found.stream),
-        warnings=tuple(warnings),
+        **asked | more,
     )
 
 
@@ -151,7 +148,7 @@ class MessagesWriter:
                 arguments = {"raw": call.arguments}
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
             content.append(block)
-        return self._message(content, reply, self._usage())
+        return self._message(content, reply, self._usage()) | self._more()
 
     def start(self) -> bytes:
         prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
@@ -181,7 +178,7 @@ class MessagesWriter:
         [reply] = self.generation.replies
         end = {"stop_reason": _reason(reply), "stop_sequence": reply.stop_string}
         delta = {"type": "message_delta", "delta": end, "usage": self._usage()}
-        return self._leave() + named(delta) + named({"type": "message_stop"})
+        return self._leave() + named(delta | self._more()) + named({"type": "message_stop"})
 
     def problem(self, problem: Problem) -> bytes:
         return named(problem.to_json())
@@ -202,6 +199,12 @@ class MessagesWriter:
             return b""
         self._open = ""
         return named({"type": "content_block_stop", "index": self._at})
+
+    def _more(self) -> dict[str, Any]:
+        """What a finished answer adds to Anthropic's own fields."""
+        [reply] = self.generation.replies
+        found = {"token_ids": reply.ids} if self.generation.ask.token_ids else {}
+        return found | figures.asked_for(self.generation, self._id)
 
     def _usage(self) -> dict[str, Any]:
         stats = [reply.result.stats for reply in self.generation.replies if reply.result]

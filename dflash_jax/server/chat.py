@@ -6,7 +6,7 @@ from dflash_jax.server.conversation import conversation, offered
 from dflash_jax.server.fields import Sampling, effort, sampling
 from dflash_jax.server.protocol import Ask, Problem, decode
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.writer import OpenAI, data
+from dflash_jax.server.writer import OpenAI
 from dflash_jax.tools.events import Arguments, CallBegun, Content, Event, Thinking
 
 
@@ -29,13 +29,12 @@ class ChatRequest(Sampling, kw_only=True):
 def decode_chat(body: bytes) -> Ask:
     """POST /v1/chat/completions."""
     found, unknown = decode(body, ChatRequest)
-    template = dict(found.chat_template_kwargs or {})
-    if found.reasoning_effort is not None:
-        template |= effort(found.reasoning_effort, template)
+    given = found.chat_template_kwargs or {}
+    template = effort(found.reasoning_effort, given, "reasoning_effort")
     if found.add_generation_prompt is not None:
         template["add_generation_prompt"] = found.add_generation_prompt
     tools, declared, choice = offered(found.tools, found.tool_choice)
-    if found.top_logprobs is not None and not found.logprobs:
+    if found.top_logprobs and not found.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     common = sampling(found, unknown)
     if found.max_completion_tokens is not None:
@@ -92,7 +91,7 @@ class ChatWriter(OpenAI):
     ) -> bytes:
         base: dict[str, Any] = {"index": reply.index, "delta": delta, "finish_reason": None}
         base["logprobs"] = self._fresh_logprobs(reply)
-        return data(self._object([base | (choice or {})], **more))
+        return self._line(base | (choice or {}), more)
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
         calls = [

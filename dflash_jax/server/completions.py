@@ -5,7 +5,7 @@ from typing import Any
 from dflash_jax.server.fields import Sampling, sampling
 from dflash_jax.server.protocol import MOST_CHOICES, Ask, Problem, decode
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.writer import OpenAI, data
+from dflash_jax.server.writer import OpenAI
 from dflash_jax.tools.events import Content, Event
 
 
@@ -31,6 +31,11 @@ def decode_completion(body: bytes) -> Ask:
         raise Problem(400, "suffix is not supported; put it into the prompt", param="suffix")
     if found.best_of not in (None, 1, found.n):
         raise Problem(400, "best_of is not supported; use n", param="best_of")
+    if found.echo and found.logprobs is not None:
+        raise Problem(
+            400, "echo has no log probabilities of the prompt; give one of echo and logprobs",
+            param="echo",
+        )  # fmt: skip
     if len(prompts) > MOST_CHOICES:
         raise Problem(400, f"{len(prompts)} prompts; at most {MOST_CHOICES}", param="prompt")
     return Ask(
@@ -64,7 +69,7 @@ class CompletionWriter(OpenAI):
     ) -> bytes:
         base: dict[str, Any] = {"index": reply.index, "text": text, "finish_reason": None}
         base["logprobs"] = self._fresh_logprobs(reply)
-        return data(self._object([base | (choice or {})], **more))
+        return self._line(base | (choice or {}), more)
 
     def _end(self, reply: Reply) -> dict[str, Any]:
         end = {"finish_reason": reply.finish_reason, "finish_details": reply.details}

@@ -1,34 +1,36 @@
 """Fields that several APIs share, checked and turned into arguments of `Ask`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
+from dflash_jax.server.unserved import ignored
 
 
 class StreamOptions(msgspec.Struct):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Speculation(msgspec.Struct, forbid_unknown_fields=True):
-    """Our `speculative`: decoding without drafts gives the same tokens."""
+    """Our `speculative`: without drafts, or with fewer of them, the tokens are the same."""
 
-    enabled: bool = True
+    enabled: bool | None = None
+    block_size: int | None = None
+    mode: Literal["auto", "dflash", "off"] | None = None
 
 
-class Sampling(msgspec.Struct, kw_only=True):
-    """Fields that chat completions and completions share."""
+class Common(msgspec.Struct, kw_only=True):
+    """Fields of every API; most are extensions of one server or another."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -37,13 +39,11 @@ class Sampling(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -65,6 +65,19 @@ class Sampling(msgspec.Struct, kw_only=True):
     cache_prompt: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None  # a guess at the answer, for speed alone
+    request_id: Any = None
+    priority: Any = None
+
+
+class Sampling(Common, kw_only=True):
+    """Fields that chat completions and completions share."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    response_format: dict[str, Any] | None = None
 
 
 PASSED = (
@@ -77,6 +90,7 @@ PASSED = (
     "presence_penalty",
     "stop_token_ids",
     "ignore_eos",
+    "min_tokens",
 )
 NEUTRAL = {
     "min_p": (0,),
@@ -84,38 +98,37 @@ NEUTRAL = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "top_k": (0, -1),
+    "min_tokens": (0,),
 }
 
 
-def sampling(found: Sampling, unknown: Sequence[str]) -> dict[str, Any]:
-    """The shared fields as arguments of `Ask`."""
+def common(
+    found: Common, unknown: Mapping[str, Any], form: Any, where: str = "response_format"
+) -> dict[str, Any]:
+    """What every API's request says, as arguments of `Ask`.
+
+    Args:
+      unknown: fields that the API does not know.
+      form: the format of the output that is asked for; `where` is its place in the request.
+    """
     options: dict[str, Any] = {}
     for name in PASSED:
         value = getattr(found, name)
         if value is not None and value not in NEUTRAL.get(name, ()):
             options[name] = value
-    if found.min_tokens:
-        raise Problem(400, "min_tokens is not supported; use ignore_eos", param="min_tokens")
     if found.seed is not None:
         options["seed"] = found.seed % 2**32
     if found.logit_bias:
         options["logit_bias"] = biases(found.logit_bias)
-    if found.speculative is not None and not found.speculative.enabled:
-        options["speculative"] = False
-    n = 1 if found.n is None else found.n
-    if not 1 <= n <= MOST_CHOICES:
-        raise Problem(400, f"n is {n}; expected 1 to {MOST_CHOICES}", param="n")
+    options |= drafting(found.speculative)
     if found.timeout is not None and not found.timeout > 0:
         raise Problem(400, f"timeout is {found.timeout}; expected seconds above 0", param="timeout")
     return {
         "model": found.model,
         "options": options,
-        "grammar": grammar(found),
+        "grammar": grammar(found, form, where),
         "stop": texts(found.stop),
-        "n": n,
-        "max_tokens": found.max_tokens,
         "stream": bool(found.stream),
-        "usage_chunk": bool(found.stream_options and found.stream_options.include_usage),
         "recovery": recovery_of(found.recovery),
         "thinking_budget": budget_of(found.thinking_token_budget),
         "timeout": found.timeout,
@@ -123,8 +136,31 @@ def sampling(found: Sampling, unknown: Sequence[str]) -> dict[str, Any]:
         "timings": bool(found.timings_per_token),
         "metrics": bool(found.return_metrics),
         "meta_info": bool(found.return_meta_info),
-        "warnings": tuple(f"the unknown field {name!r} was ignored" for name in unknown),
+        "warnings": ignored(unknown),
     }
+
+
+def sampling(found: Sampling, unknown: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request to chat completions or completions says, as arguments of `Ask`."""
+    n = 1 if found.n is None else found.n
+    if not 1 <= n <= MOST_CHOICES:
+        raise Problem(400, f"n is {n}; expected 1 to {MOST_CHOICES}", param="n")
+    wanted = found.stream_options or StreamOptions()
+    return common(found, unknown, found.response_format) | {
+        "n": n,
+        "max_tokens": found.max_tokens,
+        "usage_chunk": bool(wanted.include_usage),
+        "usage_each": bool(wanted.include_usage and wanted.continuous_usage_stats),
+    }
+
+
+def drafting(asked: Speculation | None) -> dict[str, Any]:
+    """Our `speculative` as arguments of `Engine.submit`."""
+    if asked is None:
+        return {}
+    if asked.enabled is False or asked.mode == "off":
+        return {"speculative": False}
+    return {} if asked.block_size is None else {"block_size": asked.block_size}
 
 
 RECOVERY = ("floor", "below_floor", "tool_prefix", "skip_phrase", "empty_retry", "repeat_limit",
@@ -169,7 +205,7 @@ def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 GRAMMARS = ("json", "regex", "choice", "grammar")
 
 
-def grammar(found: Sampling) -> tuple[str, Any] | None:
+def grammar(found: Common, form: Any, where: str) -> tuple[str, Any] | None:
     """What the output has to match: one of GRAMMARS, and its value."""
     asked = [
         ("json", found.guided_json),
@@ -178,18 +214,24 @@ def grammar(found: Sampling) -> tuple[str, Any] | None:
         ("grammar", found.guided_grammar),
     ]
     structured = found.structured_outputs or {}
-    asked += [(key, value) for key, value in structured.items() if key in GRAMMARS]
-    if found.response_format is not None:
-        asked.append(response_format(found.response_format))
+    wanted = {key for key, value in structured.items() if value not in (None, False)}
+    if others := sorted(wanted - set(GRAMMARS)):
+        raise Problem(
+            400, f"structured_outputs has no {others[0]!r}; known are {', '.join(GRAMMARS)}",
+            param=f"structured_outputs.{others[0]}",
+        )  # fmt: skip
+    asked += [(key, structured[key]) for key in wanted]
+    if form is not None:
+        asked.append(response_format(form, where))
     given = [(kind, value) for kind, value in asked if value is not None]
     if len(given) > 1:
         raise Problem(400, f"{len(given)} output grammars were given; give one of them")
     return given[0] if given else None
 
 
-def response_format(given: Mapping[str, Any]) -> tuple[str, Any]:
-    """`response_format`, or `text.format` of the Responses API."""
-    kind = given.get("type")
+def response_format(given: Any, where: str) -> tuple[str, Any]:
+    """The grammar of a format such as chat completions' `response_format`."""
+    kind = given.get("type") if isinstance(given, dict) else None
     if kind == "text":
         return "json", None
     if kind == "json_object":
@@ -199,19 +241,18 @@ def response_format(given: Mapping[str, Any]) -> tuple[str, Any]:
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if isinstance(schema, dict):
             return "json", schema
-        raise Problem(400, "response_format has no json_schema.schema", param="response_format")
+        raise Problem(400, f"{where} has no JSON schema", param=where)
     known = "text, json_object or json_schema"
-    raise Problem(400, f"response_format type {kind!r}; expected {known}", param="response_format")
+    raise Problem(400, f"{where} has the type {kind!r}; expected {known}", param=where)
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
-def effort(word: str, template: Mapping[str, Any]) -> dict[str, Any]:
-    """Template variables of a reasoning effort; explicit ones win."""
+def effort(word: Any, template: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Template variables of a reasoning effort, if there is one; explicit ones win."""
+    if word is None:
+        return dict(template)
     if word not in EFFORTS:
-        raise Problem(
-            400, f"reasoning effort {word!r}; expected {', '.join(EFFORTS)}",
-            param="reasoning_effort",
-        )  # fmt: skip
+        raise Problem(400, f"{where} is {word!r}; expected {', '.join(EFFORTS)}", param=where)
     return {"reasoning_effort": word, "enable_thinking": word != "none"} | dict(template)

@@ -5,18 +5,40 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_jax.engine.result import Stats
+from dflash_jax.server.generation import Generation
 
 
-def usage(prompt_tokens: int, stats: Sequence[Stats], thinking_tokens: int) -> dict[str, Any]:
-    """OpenAI's `usage` over all outputs of a request."""
-    completion = sum(s.output_tokens for s in stats)
+def usage(generation: Generation) -> dict[str, Any]:
+    """OpenAI's `usage` over all outputs of a request, as far as they have come."""
+    replies = generation.replies
+    stats = [reply.result.stats for reply in replies if reply.result]
+    unfinished = [len(reply.ids) for reply in replies if not reply.result]
+    prompt = sum(len(prompt.ids) for prompt in generation.prompts)
+    completion = sum(s.output_tokens for s in stats) + sum(unfinished)
+    thinking = sum(reply.thinking_tokens for reply in replies)
     return {
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": prompt,
         "completion_tokens": completion,
-        "total_tokens": prompt_tokens + completion,
+        "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached(stats)},
-        "completion_tokens_details": {"reasoning_tokens": thinking_tokens},
+        "completion_tokens_details": {"reasoning_tokens": thinking},
     }
+
+
+def asked_for(generation: Generation, answer_id: str) -> dict[str, Any]:
+    """The figures that a finished request asked for, and what of it was ignored."""
+    ask = generation.ask
+    stats = [reply.result.stats for reply in generation.replies if reply.result]
+    found: dict[str, Any] = {}
+    if ask.timings:
+        found["timings"] = timings(stats[0])
+    if ask.metrics:
+        found["metrics"] = metrics(stats[0]) if len(stats) == 1 else None
+    if ask.meta_info:
+        found["meta_info"] = {"id": answer_id} | meta_info(stats[0])
+    if ask.warnings:
+        found["warnings"] = list(ask.warnings)
+    return found
 
 
 def cached(stats: Sequence[Stats]) -> int:

@@ -70,6 +70,7 @@ class Ask:
       thinking_budget: tokens after which an open thought is closed.
       echo: what to put before the output: nothing, or the prompt.
       clamp: shorten max_tokens to what fits, instead of refusing.
+      usage_chunk: a stream's last chunk has `usage`; `usage_each`: every chunk has.
       warnings: what was ignored.
     """
 
@@ -93,6 +94,7 @@ class Ask:
     clamp: bool = False
     stream: bool = False
     usage_chunk: bool = False
+    usage_each: bool = False
     logprobs: int | None = None  # alternatives asked for; None for no log probabilities
     echo: bool = False
     timeout: float | None = None
@@ -106,8 +108,8 @@ class Ask:
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def decode(body: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
-    """A request body, and its fields that the API does not know.
+def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
+    """A request body, and the fields in it that the API does not know.
 
     Raises:
       Problem: it is no JSON, or a field is missing or of the wrong type.
@@ -126,7 +128,8 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
         raise Problem(400, f"{text}{f' in {param}' if param else ''}", param=param) from None
     except RecursionError:
         raise Problem(400, "the body is nested too deeply", code="invalid_json") from None
-    return found, [name for name in raw if name not in kind.__struct_fields__]
+    known = kind.__struct_fields__
+    return found, {name: value for name, value in raw.items() if name not in known}
 
 
 def new_id(prefix: str) -> str:

@@ -51,7 +51,8 @@ class Reply:
         self.ids: list[int] = []
         self.content = self.thoughts = ""
         self.logprobs: list[TokenLogprob] = []  # of `ids`, where they were asked for
-        self.reported = 0  # of them, in chunks that were sent
+        self.answer_logprobs: list[TokenLogprob] = []  # those outside thoughts and calls
+        self.reported = 0  # of either, in chunks that were sent
         self.calls: list[Call] = []
         self.thinking_tokens = 0
         self.enough = False  # nothing more is wanted: a stop string, or the only call is done
@@ -66,9 +67,13 @@ class Reply:
                 break
             self.ids.append(token)
             self.logprobs += piece.logprobs[at : at + 1]
-            before = self._parser.thinking
-            events += self._take(self._parser.push(self._text.push([token])))
-            self.thinking_tokens += before or self._parser.thinking
+            parser = self._parser
+            thinking, calling = parser.thinking, parser.calling
+            events += self._take(parser.push(self._text.push([token])))
+            thinking, calling = thinking or parser.thinking, calling or parser.calling
+            self.thinking_tokens += thinking
+            if not (thinking or calling):
+                self.answer_logprobs += piece.logprobs[at : at + 1]
             if self._text.stopped:
                 self.enough = True
         return events

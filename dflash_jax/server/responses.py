@@ -3,46 +3,39 @@
 import time
 from typing import Any
 
-import msgspec
-
 from dflash_jax.server import figures
 from dflash_jax.server.conversation import conversation, offered
-from dflash_jax.server.fields import effort, response_format
+from dflash_jax.server.fields import Common, common, effort
 from dflash_jax.server.generation import Generation
+from dflash_jax.server.logprobs import chat_logprobs
 from dflash_jax.server.protocol import Ask, Message, Problem, decode, new_id
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.writer import named
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 
+LOGPROBS = "message.output_text.logprobs"  # of `include`
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+
+class ResponsesRequest(Common, kw_only=True):
     """POST /v1/responses."""
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
-    stream: bool | None = None
+    include: list[str] | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     previous_response_id: str | None = None
     background: bool | None = None
+    prompt: Any = None
+    conversation: Any = None
+    truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Accepted, and without effect here.
-    store: Any = None
-    include: Any = None
-    metadata: Any = None
-    user: Any = None
-    truncation: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     max_tool_calls: Any = None
     stream_options: Any = None
     client_metadata: Any = None
@@ -51,13 +44,19 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 def decode_responses(body: bytes) -> Ask:
     """The request as an `Ask`."""
     found, unknown = decode(body, ResponsesRequest)
-    for name in ("previous_response_id", "background"):
+    for name in ("previous_response_id", "background", "prompt", "conversation"):
         if getattr(found, name):
             raise Problem(
                 400, f"{name} is not supported: nothing is stored here; send the whole input",
                 param=name,
             )  # fmt: skip
-    warnings = [f"the unknown field {name!r} was ignored" for name in unknown]
+    text = found.text or {}
+    asked = common(found, unknown, text.get("format"), "text.format")
+    warnings = list(asked["warnings"])
+    if found.truncation == "auto":
+        warnings.append("truncation was ignored: an input that is too long is refused")
+    if text.get("verbosity"):
+        warnings.append("text.verbosity was ignored")
     given = []
     for tool in found.tools or []:
         if tool.get("type") != "function":
@@ -67,26 +66,19 @@ def decode_responses(body: bytes) -> Ask:
         inner = {key: tool[key] for key in keys if tool.get(key) is not None}
         given.append({"type": "function", "function": inner})
     tools, declared, choice = offered(given, found.tool_choice)
-    template = dict(found.chat_template_kwargs or {})
-    if isinstance(word := (found.reasoning or {}).get("effort"), str):
-        template |= effort(word, template)
-    options = {name: getattr(found, name) for name in ("temperature", "top_p")}
-    form = (found.text or {}).get("format")
-    grammar = response_format(form) if isinstance(form, dict) else None
+    word = (found.reasoning or {}).get("effort")
+    likely = found.top_logprobs or LOGPROBS in (found.include or ())
     return Ask(
         api="responses",
-        model=found.model,
         messages=conversation(_messages(found)),
         tools=tools,
         declared=declared,
         choice=choice,
         parallel=found.parallel_tool_calls is not False,
-        options={name: value for name, value in options.items() if value is not None},
-        grammar=grammar if grammar and grammar[1] is not None else None,
-        template=template,
+        template=effort(word, found.chat_template_kwargs or {}, "reasoning.effort"),
         max_tokens=found.max_output_tokens,
-        stream=bool(found.stream),
-        warnings=tuple(warnings),
+        logprobs=(found.top_logprobs or 0) if likely else None,
+        **asked | {"warnings": tuple(warnings)},
     )
 
 
@@ -142,6 +134,7 @@ class ResponsesWriter:
         self._items: list[dict[str, Any]] = []  # finished ones
         self._item: dict[str, Any] | None = None  # the one being written
         self._text = ""
+        self._likely: list[dict[str, Any]] = []  # log probabilities of that text
 
     def whole(self) -> dict[str, Any]:
         [reply] = self.generation.replies
@@ -149,7 +142,7 @@ class ResponsesWriter:
         if reply.thoughts:
             items.append(_reasoning(new_id("rs_"), reply.thoughts))
         if reply.content or not reply.done_calls:
-            items.append(_message(new_id("msg_"), reply.content))
+            items.append(_message(new_id("msg_"), reply.content, self._fresh_logprobs()))
         for call in reply.done_calls:
             items.append(_call(new_id("fc_"), call.id, call.name, call.arguments))
         return self._response(items, reply)
@@ -164,15 +157,18 @@ class ResponsesWriter:
         for event in events:
             match event:
                 case Content(text):
-                    out += self._enter(_message(new_id("msg_"), "", "in_progress"))
-                    out += self._delta("response.output_text.delta", text, content_index=0)
+                    out += self._enter("message")
+                    likely = self._fresh_logprobs()
+                    self._likely += likely
+                    place = {"content_index": 0, "logprobs": likely}
+                    out += self._delta("response.output_text.delta", text, **place)
                 case Thinking(text):
-                    out += self._enter(_reasoning(new_id("rs_"), "", "in_progress"))
+                    out += self._enter("reasoning")
                     out += self._delta("response.reasoning_text.delta", text, content_index=0)
                 case CallBegun(index, name):
                     call_id = reply.calls[index].id
                     out += self._leave()
-                    out += self._enter(_call(new_id("fc_"), call_id, name, "", "in_progress"))
+                    out += self._enter("function_call", call_id, name)
                 case Arguments(_, text):
                     out += self._delta("response.function_call_arguments.delta", text)
                 case CallDone():
@@ -183,7 +179,7 @@ class ResponsesWriter:
         [reply] = self.generation.replies
         out = b""
         if not self._items and self._item is None:
-            out = self._enter(_message(new_id("msg_"), "", "in_progress"))
+            out = self._enter("message")
         out += self._leave()
         response = self._response(self._items, reply)
         kind = "incomplete" if response["status"] == "incomplete" else "completed"
@@ -200,15 +196,27 @@ class ResponsesWriter:
         self._sequence += 1
         return named({"type": kind, "sequence_number": self._sequence} | fields)
 
-    def _enter(self, item: dict[str, Any]) -> bytes:
-        if self._item is not None and self._item["type"] == item["type"]:
+    def _fresh_logprobs(self) -> list[dict[str, Any]]:
+        """Those of the answer's text that were not given yet; none where nobody asked."""
+        [reply] = self.generation.replies
+        entries = reply.answer_logprobs[reply.reported :]
+        reply.reported = len(reply.answer_logprobs)
+        if not entries:
+            return []
+        return chat_logprobs(entries, self.generation.model.engine.tokenizer)["content"]
+
+    def _enter(self, kind: str, *call: str) -> bytes:
+        """Begins an item, unless one of its kind is being written."""
+        if self._item is not None and self._item["type"] == kind:
             return b""
         out = self._leave()
-        self._item, self._text = item, ""
+        make, prefix, *rest = BEGINNINGS[kind]
+        item = make(new_id(prefix), *call, *rest, status="in_progress")
+        self._item, self._text, self._likely = item, "", []
         shown = item if item["type"] == "function_call" else item | {"content": []}
         out += self._event("response.output_item.added", output_index=len(self._items), item=shown)
         if item["type"] == "message":
-            out += self._place("response.content_part.added", part=_part(""))
+            out += self._place("response.content_part.added", part=_part("", []))
         return out
 
     def _place(self, kind: str, **fields: Any) -> bytes:
@@ -219,18 +227,18 @@ class ResponsesWriter:
     def _delta(self, kind: str, text: str, **fields: Any) -> bytes:
         assert self._item is not None
         self._text += text
-        more: dict[str, Any] = {"logprobs": []} if kind == "response.output_text.delta" else {}
         place = {"item_id": self._item["id"], "output_index": len(self._items)}
-        return self._event(kind, **place, delta=text, **fields, **more)
+        return self._event(kind, **place, delta=text, **fields)
 
     def _leave(self) -> bytes:
         if self._item is None:
             return b""
         item, text = self._item, self._text
         if item["type"] == "message":
-            item = _message(item["id"], text)
-            out = self._place("response.output_text.done", text=text, logprobs=[])
-            out += self._place("response.content_part.done", part=_part(text))
+            likely = self._likely + self._fresh_logprobs()
+            item = _message(item["id"], text, likely)
+            out = self._place("response.output_text.done", text=text, logprobs=likely)
+            out += self._place("response.content_part.done", part=_part(text, likely))
         elif item["type"] == "reasoning":
             item = _reasoning(item["id"], text)
             out = self._place("response.reasoning_text.done", text=text)
@@ -270,14 +278,16 @@ class ResponsesWriter:
             "tools": [{"type": "function", "strict": False} | t["function"] for t in ask.tools],
             "top_p": ask.options.get("top_p", 1.0),
             "metadata": {},
-            "usage": self._usage(reply) if reply else None,
+            "top_logprobs": ask.logprobs or 0,
+            "usage": self._usage() if reply else None,
         }
-        return found | ({"warnings": list(ask.warnings)} if ask.warnings else {})
+        if reply is None:
+            return found
+        more = {"token_ids": reply.ids} if ask.token_ids else {}
+        return found | more | figures.asked_for(self.generation, self._id)
 
-    def _usage(self, reply: Reply) -> dict[str, Any]:
-        stats = [reply.result.stats] if reply.result else []
-        prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        found = figures.usage(prompt_tokens, stats, reply.thinking_tokens)
+    def _usage(self) -> dict[str, Any]:
+        found = figures.usage(self.generation)
         return {
             "input_tokens": found["prompt_tokens"],
             "input_tokens_details": found["prompt_tokens_details"],
@@ -287,13 +297,15 @@ class ResponsesWriter:
         }
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _message(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
+def _message(
+    item_id: str, text: str, logprobs: list[dict[str, Any]], status: str = "completed"
+) -> dict[str, Any]:
     head = {"id": item_id, "type": "message", "role": "assistant", "status": status}
-    return head | {"content": [_part(text)]}
+    return head | {"content": [_part(text, logprobs)]}
 
 
 def _reasoning(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
@@ -306,3 +318,10 @@ def _call(
 ) -> dict[str, Any]:
     head = {"id": item_id, "type": "function_call", "call_id": call_id, "name": name}
     return head | {"arguments": arguments, "status": status}
+
+
+BEGINNINGS: dict[str, tuple[Any, ...]] = {
+    "message": (_message, "msg_", "", []),
+    "reasoning": (_reasoning, "rs_", ""),
+    "function_call": (_call, "fc_", ""),
+}

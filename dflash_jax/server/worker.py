@@ -28,6 +28,7 @@ Listener = Callable[[int, list[Piece], "Result | Exception | None"], None]
 FAILURES = 2  # failed turns in a row after which an engine is given up
 SLOW = {"structured", "logprobs", "logit_bias", "repetition_penalty", "frequency_penalty",
         "presence_penalty"}  # options that may need something compiled  # fmt: skip
+DICTATING = {"recovery", "min_tokens"}  # options that need it where warm-up left it out
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,7 +103,9 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Queues a job; its listener hears of it even if it is refused."""
         self.active += 1
-        if SLOW & job.options.keys():
+        engine, asked = self.engine, job.options.keys()
+        ready = engine is None or "forced" in engine.executables
+        if SLOW & asked or (DICTATING & asked and not ready):
             self._slow.submit(self._start, job)
         else:
             self._commands.put(lambda: self._start(job))

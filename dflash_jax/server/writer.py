@@ -84,25 +84,19 @@ class OpenAI(abc.ABC):
     def _choice(self, reply: Reply) -> dict[str, Any]:
         """A finished output as one entry of `choices`."""
 
+    def _line(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
+        """A chunk with one choice."""
+        if self.ask.usage_each:
+            more = {"usage": figures.usage(self.generation)} | more
+        return data(self._object([choice], **more))
+
     def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"object": self.kind, **self._head, "choices": choices, **more}
 
     def _usage(self) -> dict[str, Any]:
         """usage, and the figures that were asked for."""
-        replies, ask = self.generation.replies, self.ask
-        stats = [reply.result.stats for reply in replies if reply.result]
-        prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        thinking = sum(reply.thinking_tokens for reply in replies)
-        found: dict[str, Any] = {"usage": figures.usage(prompt_tokens, stats, thinking)}
-        if ask.timings:
-            found["timings"] = figures.timings(stats[0])
-        if ask.metrics:
-            found["metrics"] = figures.metrics(stats[0]) if len(stats) == 1 else None
-        if ask.meta_info:
-            found["meta_info"] = {"id": self._head["id"]} | figures.meta_info(stats[0])
-        if ask.warnings:
-            found["warnings"] = list(ask.warnings)
-        return found
+        usage = figures.usage(self.generation)
+        return {"usage": usage} | figures.asked_for(self.generation, self._head["id"])
 
     def _logprobs(self, entries: list[TokenLogprob]) -> dict[str, Any] | None:
         """What `entries` become in a choice; None where nobody asked."""

@@ -46,6 +46,7 @@ class OutputParser:
         self._trim = False  # drop white space before the next content: a thought or call ended
         self._live = False  # the call being read is of a declared tool
         self.thinking = thinking and syntax is not None and syntax.thought is not None
+        self.calling = False  # a call is being read
         self.unfinished = False  # the output ended inside a call
         self.calls = 0
         self._reader = self._harmony() if self._harmonic else self._tagged()
@@ -94,7 +95,9 @@ class OutputParser:
                 self.thinking, self._trim = marker == thought.opening, True
             elif marker in opens:
                 text.keep_record(marker)
+                self.calling = True
                 yield from self._call(marker)
+                self.calling = False
 
     def _harmony(self) -> Reader:
         """Messages with headers, in channels."""
@@ -109,10 +112,12 @@ class OutputParser:
             header = marker + (yield from text.until("<|message|>"))
             self.thinking, self._trim = "<|channel|>analysis" in header, False
             if (named := re.search(r"to=functions\.([^\s<]+)", header)) and self._tools:
+                self.calling = True
                 self._begin(named[1])
                 yield from text.value(self._give)
                 self._done()
                 yield from text.flow(HARMONY_ENDS, _ignore)
+                self.calling = False
 
     def _call(self, marker: str) -> Reader:
         """One call; what is none is dropped to its closing tag, or shown if it has no tags."""

@@ -208,6 +208,65 @@ def test_penalties_and_biases_change_what_is_said_and_seeds_repeat_it(live: Live
     assert texts[0] == texts[2] != texts[1]
 
 
+def test_responses_have_log_probabilities_of_their_text(live: Live) -> None:
+    create = live.openai.responses.create
+    more: dict[str, Any] = {"model": "tiny", "input": "Hello", "max_output_tokens": 6}
+    [item] = create(**more, top_logprobs=2, include=["message.output_text.logprobs"]).output
+    [part] = item.content
+    assert len(part.logprobs) == 6
+    assert part.text.startswith(part.logprobs[0].token)
+    assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
+    events = list(create(**more, top_logprobs=2, stream=True))
+    given = [x for e in events if e.type == "response.output_text.delta" for x in e.logprobs]
+    assert [x.logprob for x in given] == [x.logprob for x in part.logprobs]
+    [done] = [e for e in events if e.type == "response.output_text.done"]
+    assert [x.token for x in done.logprobs] == [x.token for x in part.logprobs]
+    assert not create(**more).output[0].content[0].logprobs
+
+
+def test_an_output_is_as_long_as_it_has_to_be_at_least(live: Live) -> None:
+    create = live.openai.chat.completions.create
+    more: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 20}
+    [free] = create(**more, extra_body={"return_token_ids": True}).choices
+    stop = free.token_ids[3]
+    body = {"return_token_ids": True, "stop_token_ids": [stop]}
+    assert len(create(**more, extra_body=body).choices[0].token_ids) <= 4
+    [found] = create(**more, extra_body=body | {"min_tokens": 8}).choices
+    banned = {str(stop): -100}
+    [other] = create(
+        **more | {"max_tokens": 8}, logit_bias=banned, extra_body={"return_token_ids": True}
+    ).choices
+    assert found.token_ids[:8] == other.token_ids
+    assert found.finish_details["recovery"]["min_tokens"] >= 1
+
+
+def test_figures_and_warnings_come_in_every_api(live: Live) -> None:
+    body = {"return_metrics": True, "return_token_ids": True, "frobnicate": 1}
+    response: Any = live.openai.responses.create(
+        model="tiny", input="Hello", max_output_tokens=5, extra_body=body
+    )
+    message: Any = live.anthropic.messages.create(
+        model="tiny", max_tokens=5, messages=ASK, extra_body=body
+    )
+    for answer in (response, message):
+        assert len(answer.token_ids) == 5
+        assert answer.metrics["speculative_decoding"]["num_spec_steps"] > 0
+        assert "frobnicate" in answer.warnings[0]
+
+
+def test_usage_comes_with_every_chunk_where_it_is_asked_for(live: Live) -> None:
+    wanted: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        live.openai.chat.completions.create(
+            model="tiny", messages=ASK, max_tokens=12, stream=True, stream_options=wanted
+        )
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 12)
+    assert len(set(counts)) > 2
+
+
 MOOD = {
     "type": "object",
     "properties": {"mood": {"enum": ["good", "bad"]}, "fits": {"type": "boolean"}},

@@ -7,17 +7,20 @@ from typing import Any, cast
 
 import pytest
 
+from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.result import Piece, Result, Stats
 from dflash_jax.loading import locate
-from dflash_jax.server.anthropic import MessagesWriter, decode_messages
-from dflash_jax.server.chat import ChatWriter, decode_chat
+from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
+from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
+from dflash_jax.server.completions import CompletionRequest, decode_completion
 from dflash_jax.server.conversation import conversation, offered
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.models import Defaults
 from dflash_jax.server.prompt import Prompt, ToolTurns, chat_prompt
 from dflash_jax.server.protocol import Ask, Problem, new_id
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.responses import ResponsesWriter, decode_responses
+from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
+from dflash_jax.server.unserved import UNSERVED
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import SYNTAXES, syntax_of
 
@@ -306,6 +309,110 @@ def test_the_apis_ask_for_the_same() -> None:
     assert asks[0].declared == asks[1].declared == asks[2].declared
     assert [a.options for a in asks] == [{"temperature": 0.5}] * 3
     assert [a.max_tokens for a in asks] == [9] * 3
+
+
+EVERYWHERE = {  # fields of every API, and what each becomes
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "seed": 3,
+    "stop_token_ids": [7],
+    "ignore_eos": True,
+    "min_tokens": 2,
+}
+BODIES = {
+    decode_chat: {"messages": [{"role": "user", "content": "U"}], "max_tokens": 9},
+    decode_completion: {"prompt": "U", "max_tokens": 9},
+    decode_responses: {"input": "U", "max_output_tokens": 9},
+    decode_messages: {"messages": [{"role": "user", "content": "U"}], "max_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("read", BODIES)
+def test_extensions_mean_the_same_in_every_api(read: Any) -> None:
+    more = {
+        "logit_bias": {"5": 1.5},
+        "speculative": {"block_size": 2},
+        "stop": ["X"],
+        "structured_outputs": {"regex": "a+", "disable_any_whitespace": False},
+        "return_token_ids": True,
+        "timings_per_token": True,
+        "return_metrics": True,
+        "return_meta_info": True,
+        "timeout": 5,
+        "thinking_token_budget": 50,
+        "recovery": False,
+        "store": True,
+        "metadata": {"a": "b"},
+    }
+    ask = read(json.dumps(BODIES[read] | EVERYWHERE | more).encode())
+    assert ask.options == EVERYWHERE | {"logit_bias": {5: 1.5}, "block_size": 2}
+    assert ask.max_tokens == 9
+    assert ask.stop == ("X",)
+    assert ask.grammar == ("regex", "a+")
+    assert ask.token_ids and ask.timings and ask.metrics and ask.meta_info  # noqa: PT018
+    assert ask.timeout == 5
+    assert ask.thinking_budget == 50
+    assert ask.recovery == OFF
+    assert ask.warnings == ()
+    for off in ({"enabled": False}, {"mode": "off"}):
+        ask = read(json.dumps(BODIES[read] | {"speculative": off}).encode())
+        assert ask.options == {"speculative": False}
+
+
+@pytest.mark.parametrize("read", BODIES)
+def test_what_would_change_an_answer_and_is_not_served_is_refused(read: Any) -> None:
+    for name, neutral in UNSERVED.items():
+        if name in read_fields(read):
+            continue
+        with pytest.raises(Problem, match=f"{name} is not supported here") as caught:
+            read(json.dumps(BODIES[read] | {name: "something"}).encode())
+        assert (caught.value.status, caught.value.param) == (400, name)
+        for value in (None, *neutral):
+            ask = read(json.dumps(BODIES[read] | {name: value}).encode())
+            assert name in ask.warnings[0]
+
+
+def read_fields(read: Any) -> tuple[str, ...]:
+    kinds = {
+        decode_chat: ChatRequest,
+        decode_completion: CompletionRequest,
+        decode_responses: ResponsesRequest,
+        decode_messages: MessagesRequest,
+    }
+    return kinds[read].__struct_fields__
+
+
+def test_formats_and_efforts_are_found_where_each_api_has_them() -> None:
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    flat = {"type": "json_schema", "name": "x", "schema": schema}
+    config = {"format": flat, "effort": "low"}
+    more: dict[Any, dict[str, Any]] = {
+        decode_chat: {"response_format": form, "reasoning_effort": "low"},
+        decode_responses: {"text": {"format": flat}, "reasoning": {"effort": "low"}},
+        decode_messages: {"output_config": config},
+    }
+    for read, fields in more.items():
+        ask = read(json.dumps(BODIES[read] | fields).encode())
+        assert ask.grammar == ("json", schema)
+        assert ask.template == {"reasoning_effort": "low", "enable_thinking": True}
+    wrong = {
+        "reasoning.effort": {"reasoning": {"effort": 3}},
+        "text.format": {"text": {"format": {"type": "yaml"}}},
+        "conversation": {"conversation": "conv_1"},
+        "prompt": {"prompt": {"id": "pmpt_1"}},
+        "previous_response_id": {"previous_response_id": "resp_1"},
+    }
+    for param, fields in wrong.items():
+        with pytest.raises(Problem) as caught:
+            decode_responses(json.dumps(BODIES[decode_responses] | fields).encode())
+        assert caught.value.param == param
+    long = {"truncation": "auto", "text": {"verbosity": "low"}}
+    ask = decode_responses(json.dumps(BODIES[decode_responses] | long).encode())
+    assert len(ask.warnings) == 2
 
 
 def test_tool_choice_none_offers_no_tools_and_names_have_to_be_declared() -> None:

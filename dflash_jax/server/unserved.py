@@ -1,0 +1,80 @@
+"""Fields of other servers that would change an answer, and are refused rather than ignored."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflash_jax.server.protocol import Problem
+
+# By name: the values that ask for nothing. An API that knows a field itself does not look here.
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "container": (),
+    "documents": ([],),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "ebnf": (),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": ("",),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprobs": (False,),
+    "lora": ([],),
+    "lora_path": (),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "max_tokens": (),
+    "mcp_servers": ([],),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+    "xtc_probability": (0,),
+}
+INSTEAD = {
+    "ebnf": "guided_grammar, in Lark's notation",
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "grammar": "guided_grammar, in Lark's notation",
+    "json_schema": "response_format or guided_json",
+    "max_tokens": "max_output_tokens",
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs and top_logprobs",
+    "reasoning_effort": "reasoning.effort or output_config.effort",
+    "regex": "guided_regex",
+    "response_format": "text.format or output_config.format",
+}
+
+
+def ignored(unknown: Mapping[str, Any]) -> tuple[str, ...]:
+    """Warnings of fields that the API does not know; Problem 400 for one that would matter."""
+    for name, value in unknown.items():
+        if name in UNSERVED and value is not None and value not in UNSERVED[name]:
+            instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+            raise Problem(400, f"{name} is not supported here{instead}", param=name)
+    return tuple(f"the unknown field {name!r} was ignored" for name in unknown)
