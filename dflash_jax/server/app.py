@@ -1,7 +1,6 @@
 """The routes that generate: from a body to a generation, and back as one answer or a stream."""
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
@@ -18,7 +17,7 @@ from dflash_jax.server.anthropic import MessagesWriter, decode_messages
 from dflash_jax.server.chat import ChatWriter, decode_chat
 from dflash_jax.server.completions import CompletionWriter, decode_completion
 from dflash_jax.server.gate import Gate, Handler, Settings
-from dflash_jax.server.generation import Generation, prepare
+from dflash_jax.server.generation import Generation, Told, prepare
 from dflash_jax.server.information import Information
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Model, Models
@@ -94,7 +93,8 @@ class Server:
             writer = WRITERS[ask.api](generation)
             events = self._followed(generation)
             if ask.stream:
-                await unless_gone(anext(events), request.receive)  # refused requests end here
+                while await unless_gone(anext(events), request.receive) is None:
+                    pass  # refused requests end here
                 chunks = self._chunks(generation, writer, events)
                 return Stream(generation, chunks, self._metrics)
             await unless_gone(exhaust(events), request.receive)
@@ -103,10 +103,10 @@ class Server:
 
         return handler
 
-    async def _followed(self, generation: Generation) -> AsyncGenerator[Any]:
+    async def _followed(self, generation: Generation) -> AsyncGenerator[Told]:
         """The generation's events; it counts as running until they end."""
         self._running.add(generation)
-        events = generation.events()
+        events = generation.events(self._settings.keepalive)
         try:
             async for news in events:
                 yield news
@@ -115,24 +115,15 @@ class Server:
             await events.aclose()
 
     async def _chunks(
-        self, generation: Generation, writer: Writer, events: AsyncGenerator[Any]
+        self, generation: Generation, writer: Writer, events: AsyncGenerator[Told]
     ) -> AsyncGenerator[bytes]:
         """A stream's chunks. Closing the iterator cancels the outputs."""
-        coming: asyncio.Future[Any] | None = None
         try:
             yield writer.start()
-            while True:
-                coming = coming or asyncio.ensure_future(anext(events))
-                done, _ = await asyncio.wait([coming], timeout=self._settings.keepalive)
-                if not done:
+            async for news in events:
+                if news is None:
                     yield b": keepalive\n\n"
-                    continue
-                try:
-                    reply, new = coming.result()
-                except StopAsyncIteration:
-                    break
-                coming = None
-                if chunk := writer.events(reply, new):
+                elif chunk := writer.events(*news):
                     yield chunk
             yield writer.close()
             self._book(generation)
@@ -140,10 +131,6 @@ class Server:
             self._metrics.failed(problem.status)
             yield writer.problem(problem)
         finally:
-            if coming is not None and not coming.done():
-                coming.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await coming
             await events.aclose()
 
     def _book(self, generation: Generation) -> None:

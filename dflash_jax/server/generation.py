@@ -25,6 +25,7 @@ MOST_GRAMMAR = 2**18  # characters: larger grammars take seconds, in which nothi
 
 
 News = tuple[int, list[Piece], Result | Exception | None]
+Told = tuple[Reply, list[Event]] | None
 
 
 class Generation:
@@ -114,10 +115,21 @@ class Generation:
                 reply.cut = reply.cut or reason
                 self.model.worker.cancel(job, None if reason == "deadline" else reason)
 
-    async def events(self) -> AsyncGenerator[tuple[Reply, list[Event]]]:
+    async def _next(self, pause: float | None) -> News | None:
+        """The next news, or None if none comes for so many seconds."""
+        try:
+            async with asyncio.timeout(pause):
+                return await self._news.get()
+        except TimeoutError:
+            return None
+
+    async def events(self, pause: float | None = None) -> AsyncGenerator[Told]:
         """New events of an output; those of its end come with `reply.result` set.
 
         The first, empty, says that the engine took the request.
+
+        Args:
+          pause: None is given whenever nothing came for so many seconds.
 
         Raises:
           Problem: the engine refused it, or the computation failed.
@@ -125,7 +137,11 @@ class Generation:
         left = len(self._jobs)
         try:
             while left:
-                index, pieces, end = await self._news.get()
+                news = await self._next(pause)
+                if news is None:
+                    yield None
+                    continue
+                index, pieces, end = news
                 reply = self.replies[index]
                 if isinstance(end, Exception):
                     raise _problem(end)

@@ -8,7 +8,7 @@ from dflash_jax.engine.text import OutputText
 from dflash_jax.server.protocol import Ask, new_id
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import Syntax
-from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking, joined
 from dflash_jax.tools.stream import OutputParser
 
 LOOPS = ("repeat", "runaway", "period")  # what may end an output that goes round
@@ -60,7 +60,7 @@ class Reply:
         self.cut = ""  # why the server ended it: "deadline", "call", ...
 
     def push(self, piece: Piece) -> list[Event]:
-        """What a piece adds."""
+        """What a piece adds; texts of one kind in a row are one event."""
         events: list[Event] = []
         for at, token in enumerate(piece.token_ids):
             if self.enough:
@@ -76,7 +76,7 @@ class Reply:
                 self.answer_logprobs += piece.logprobs[at : at + 1]
             if self._text.stopped:
                 self.enough = True
-        return events
+        return list(joined(events))
 
     def finish(self, result: Result) -> list[Event]:
         """What was held back, once the engine is done."""
@@ -84,7 +84,7 @@ class Reply:
         events = [] if self.cut == "call" else self._take(self._parser.push(self._text.finish()))
         if self.cut != "call":
             events += self._take(self._parser.finish())
-        return events
+        return list(joined(events))
 
     def _take(self, events: list[Event]) -> list[Event]:
         for at, event in enumerate(events):
