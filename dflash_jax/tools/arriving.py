@@ -27,14 +27,18 @@ class Arriving:
     def __init__(self) -> None:
         self.buffer = ""
         self.ended = False
-        self.record = ""  # what was taken since `keep_record`
+        self.record: str | None = None  # what was taken since `keep_record`
 
     def keep_record(self, start: str) -> None:
         self.record = "" if start == '{"name"' else start
 
+    def drop_record(self) -> None:
+        self.record = None
+
     def _take(self, count: int) -> str:
         taken, self.buffer = self.buffer[:count], self.buffer[count:]
-        self.record += taken
+        if self.record is not None:
+            self.record += taken
         return taken
 
     def _more(self) -> Reader:
@@ -47,7 +51,12 @@ class Arriving:
     ) -> Generator[None, None, str | None]:
         """Shows text as it becomes certain, up to a marker, which it takes and returns."""
         markers = tuple(markers)
+        firsts = {marker[0] for marker in markers}
         while True:
+            if not self.ended and not any(first in self.buffer for first in firsts):
+                show(self._take(len(self.buffer)))  # most text is far from any marker
+                yield
+                continue
             found = [(at, -len(m), m) for m in markers if (at := self.buffer.find(m)) >= 0]
             if found:
                 at, _, marker = min(found)

@@ -97,6 +97,7 @@ class OutputParser:
                 text.keep_record(marker)
                 self.calling = True
                 yield from self._call(marker)
+                text.drop_record()
                 self.calling = False
 
     def _harmony(self) -> Reader:
@@ -134,7 +135,7 @@ class OutputParser:
                 yield from self._function()
         except (NoCall, Ended) as reason:
             if marker == '{"name"' and self.calls == before:
-                self._show(self._text.record)
+                self._show(self._text.record or "")
             elif isinstance(reason, Ended):
                 raise
             else:
