@@ -15,6 +15,7 @@ from dflash_jax.errors import (
     ConfigError,
     DFlashError,
     PlanError,
+    QueueFullError,
     RequestError,
 )
 from dflash_jax.loading import TargetModel, load, load_target
@@ -30,6 +31,7 @@ __all__ = [
     "Piece",
     "Plan",
     "PlanError",
+    "QueueFullError",
     "Recovery",
     "RequestError",
     "Result",

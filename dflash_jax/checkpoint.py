@@ -80,7 +80,7 @@ class Checkpoint:
         self._verify()
         wanted = {keys: _read_dtype(keys, leaf, dtype) for keys, leaf in self.leaves.items()}
         try:
-            params = _restore(self.path / WEIGHTS, wanted)
+            params = read_arrays(self.path / WEIGHTS, wanted)
         except Exception as error:  # orbax and tensorstore raise many kinds
             reason = str(error).partition("\n")[0][:200]
             raise CheckpointError(
@@ -99,7 +99,7 @@ class Checkpoint:
     def _verify(self) -> None:
         files = list(self.checksums)
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            sums = pool.map(_checksum, [self.path / WEIGHTS / name for name in files])
+            sums = pool.map(checksum, [self.path / WEIGHTS / name for name in files])
             for name, found in zip(files, sums, strict=True):
                 if found != self.checksums[name]:
                     raise CheckpointError(
@@ -194,19 +194,13 @@ def write(
     place: Path, config: AttentionConfig, params: Params, companions: Mapping[str, str | Path]
 ) -> None:
     """Makes the folder; weights first, the manifest last: one cut short is no checkpoint."""
-    import orbax.checkpoint as ocp
-
     place.mkdir()
     copy_companions(companions, place)
     arrays = {keys: np.asarray(leaf) for keys, leaf in _flat(params)}
     unknown = sorted({str(a.dtype) for a in arrays.values()} - set(DTYPES))
     if unknown:
         raise CheckpointError(f"parameters of {', '.join(unknown)}; expected {', '.join(DTYPES)}")
-    # Weights hardly compress, and trying takes longer than writing them.
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    with ocp.Checkpointer(handler) as writer:
-        writer.save((place / WEIGHTS).resolve(), args=ocp.args.PyTreeSave(_nested(arrays)))
-    files = sorted(p for p in (place / WEIGHTS).rglob("*") if p.is_file())
+    files = write_arrays(place / WEIGHTS, arrays)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -215,25 +209,38 @@ def write(
             {"path": list(keys), "shape": list(a.shape), "dtype": str(a.dtype)}
             for keys, a in arrays.items()
         ],
-        "files": {
-            file.relative_to(place / WEIGHTS).as_posix(): {
-                "bytes": file.stat().st_size,
-                "crc32": _checksum(file),
-            }
-            for file in files
-        },
+        "files": files,
     }
     (place / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-def _restore(path: Path, dtypes: Mapping[Keys, np.dtype]) -> Params:
+def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> dict[str, dict[str, int]]:
+    """Writes arrays by orbax; the sizes and checksums of the files it made, by name."""
+    import orbax.checkpoint as ocp
+
+    # Weights hardly compress, and trying takes longer than writing them.
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    with ocp.Checkpointer(handler) as writer:
+        writer.save(folder.resolve(), args=ocp.args.PyTreeSave(_nested(arrays)))
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {
+        file.relative_to(folder).as_posix(): {
+            "bytes": file.stat().st_size,
+            "crc32": checksum(file),
+        }
+        for file in files
+    }
+
+
+def read_arrays(folder: Path, dtypes: Mapping[Keys, np.dtype | None]) -> Params:
+    """Arrays that `write_arrays` wrote, as a tree; None keeps the dtype they were written in."""
     import orbax.checkpoint as ocp
 
     arguments = _nested(
         {k: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype) for k, dtype in dtypes.items()}
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore(path.resolve(), args=ocp.args.PyTreeRestore(restore_args=arguments))
+        return reader.restore(folder.resolve(), args=ocp.args.PyTreeRestore(restore_args=arguments))
 
 
 def _read_dtype(keys: Keys, leaf: Leaf, dtype: str | None) -> np.dtype:
@@ -250,7 +257,8 @@ def _config(written: Mapping[str, Any]) -> AttentionConfig:
     return getattr(module, name).from_json(written["fields"])
 
 
-def _checksum(path: Path) -> int:
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
     found = 0
     with path.open("rb") as file:
         for block in iter(functools.partial(file.read, BLOCK), b""):

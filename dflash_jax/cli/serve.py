@@ -18,6 +18,7 @@ from dflash_jax.cli.options import (
 from dflash_jax.errors import RequestError
 
 KEYS = "DFLASH_API_KEY"
+PREFIX_DISK = 2**33
 PREFIX_CACHE = 2**28  # default bytes: conversations come back longer, again and again
 
 
@@ -56,6 +57,15 @@ def add_verb(verbs: Any) -> None:
     server.add_argument("--cors", action="append", default=[], metavar="ORIGIN")
     server.add_argument("--metrics", action="store_true", help="put figures into every answer")
     server.add_argument("--quiet", action="store_true", help="no line per request")
+    server.add_argument(
+        "--prefix-folder",
+        default="",
+        metavar="DIR",
+        help="keep prefixes of prompts on disk as well: for when memory dropped them, or a restart",
+    )
+    server.add_argument(
+        "--prefix-disk", type=int, default=PREFIX_DISK, metavar="BYTES", help="most in that folder"
+    )
     model_options(verb)
     verb.set_defaults(prefix_cache=PREFIX_CACHE)
 
@@ -104,7 +114,8 @@ def run(options: argparse.Namespace) -> int:
 
     def make(pair: loading.OpenPair) -> Any:
         plan = conversation_plan(options, pair)
-        engine = pair.engine(dataclasses.replace(plan, queue=options.queue))
+        disk = {"prefix_folder": options.prefix_folder, "prefix_disk": options.prefix_disk}
+        engine = pair.engine(dataclasses.replace(plan, queue=options.queue, **disk))
         engine.warm_up(sampled=True, recovery=options.recovery != "off")
         return engine
 

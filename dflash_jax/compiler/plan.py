@@ -56,6 +56,9 @@ class Plan:
       lookahead: steps the host stays ahead of what it has read, 0 or 1.
       prefix_cache: bytes for prefixes of prompts, kept so that they need not be fed again; 0
         keeps none.
+      prefix_folder: where prefixes are kept on disk besides, for when memory dropped them or the
+        engine was started anew; "" keeps none there. Other models' are never read.
+      prefix_disk: most bytes in that folder.
       mesh: devices as (data, model): rows are split over `data`, heads and widths over `model`.
       queue: most requests that wait for a row; more are refused with QueueFullError.
       stop_slots: most stop tokens a request may name.
@@ -78,6 +81,8 @@ class Plan:
     taps_at: TapsAt = "auto"
     lookahead: int = 1
     prefix_cache: int = 0
+    prefix_folder: str = ""
+    prefix_disk: int = 1 << 33
     mesh: tuple[int, int] = (1, 1)
     queue: int = 1024
     stop_slots: int = 8
@@ -86,13 +91,20 @@ class Plan:
 
     def __post_init__(self) -> None:
         auto = {"max_length": 2, "block": 2, "chunk": 1, "memory_limit": 1}
-        least = {"rows": 1, "prefix_cache": 0, "queue": 1, "stop_slots": 1} | auto
+        least = {"rows": 1, "prefix_cache": 0, "prefix_disk": 1, "queue": 1, "stop_slots": 1} | auto
         for name, low in least.items():
             value = getattr(self, name)
             if type(value) is not int or (value < low and not (value == 0 and name in auto)):
                 raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}")
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
+        if not isinstance(self.prefix_folder, str) or (
+            self.prefix_folder and not self.prefix_cache
+        ):
+            raise PlanError(
+                f"prefix_folder is {self.prefix_folder!r} and prefix_cache {self.prefix_cache};"
+                " expected a path, and bytes of memory for what is read from it"
+            )
         mesh = self.mesh
         if not isinstance(mesh, tuple | list) or [type(n) for n in mesh] != [int, int]:
             raise PlanError(f"mesh is {mesh!r}; expected two integers, (data, model)")

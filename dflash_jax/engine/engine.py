@@ -170,6 +170,11 @@ class Engine:
         """Ends a request wherever it stands; does nothing if it already ended."""
         self.loop.cancel(live)
 
+    def close(self) -> None:
+        """Waits until the prefixes that belong on disk are there; the engine may still be used."""
+        if self.runner.snapshots and self.runner.snapshots.disk:
+            self.runner.snapshots.disk.flush()
+
     @property
     def busy(self) -> bool:
         """Whether `advance` has anything to do."""
@@ -194,7 +199,7 @@ class Engine:
 
     @params.setter
     def params(self, params: Params) -> None:
-        self.runner.params = params
+        self.runner.exchange(params)
 
     @property
     def programs(self) -> dict[str, Program]:

@@ -3,6 +3,8 @@
 import itertools
 import math
 import time
+from concurrent.futures import Future
+from typing import Any
 
 from dflash_jax.engine import controller
 from dflash_jax.engine.dictation import Dictated
@@ -55,6 +57,7 @@ class Live:
         self.node: Node | None = None  # how far the prompt is in the prefix cache
         self.added: list[Node] = []  # what the request put into it
         self.uncached = False  # the prompt has to be fed whole
+        self.recall: Future[list[Any]] | None = None  # segments on their way from the disk
         self.failures = 0  # of the device, while the request ran
         self.rebuilding = False  # the output so far is to be fed anew, behind the prompt
         self.error: str | None = None

@@ -6,6 +6,7 @@ frozen until it is given a new request.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import threading
 import time
@@ -28,6 +29,8 @@ from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.shaper import likely_tokens
 from dflash_jax.errors import QueueFullError, RequestError
 from dflash_jax.state import RowStep, StepOutput, read_output
+
+PATIENCE = 0.01  # seconds a turn waits for the disk where there is nothing else to do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +109,23 @@ class Loop:
     def _turn(self) -> None:
         with self._lock:
             self._end_what_nobody_waits_for()
-            self.rows.admit()
+            for live in self.rows.admit():
+                self._runner.recall(live)
             dispatched = self._dispatch_prefill() or self._dispatch_decode()
             lookahead = dispatched and self.rows.work.lane != MASKED
+        if not dispatched and not self.flights:
+            self._wait_for_the_disk()
         ahead = self._plan.lookahead if lookahead else 0
         while len(self.flights) > ahead:
             flight = self.flights.popleft()
             steps = read_output(flight.output) if flight.readers else []
             with self._lock:
                 self._read(flight, steps)
+
+    def _wait_for_the_disk(self) -> None:
+        recalls = [live.recall for live in self.rows.lives if live and live.recall]
+        if recalls:
+            concurrent.futures.wait(recalls, PATIENCE, concurrent.futures.FIRST_COMPLETED)
 
     def _rebuild(self, error: Exception) -> None:
         """After a failed step its donated state is lost: prompts and outputs are fed anew (R12).
@@ -146,9 +157,13 @@ class Loop:
     # -- dispatching --------------------------------------------------------------------------
 
     def _dispatch_prefill(self) -> bool:
-        """Feeds the next chunk of every unfinished prompt, in turns with decoding."""
+        """Feeds the next chunk of every unfinished prompt, in turns with decoding.
+
+        A prompt of which the disk is still being read waits.
+        """
         work = self.rows.work
-        if not work.feeding or (self._fed_last and work.decoding):
+        feeding = {r: x for r, x in work.feeding.items() if not x.recall or x.recall.done()}
+        if not feeding or (self._fed_last and work.decoding):
             self._fed_last = False
             return False
         self._fed_last = True
@@ -157,7 +172,7 @@ class Loop:
         fresh = np.zeros((rows,), bool)
         finished: dict[int, Live] = {}
         starts = {}
-        for row, live in work.feeding.items():
+        for row, live in feeding.items():
             self._runner.restore(row, live)
             starts[row] = live.fed
             part = live.request.prompt[live.fed : live.fed + chunk]
@@ -168,7 +183,7 @@ class Loop:
                 self.rows.changed()
                 self._runner.shape(row, live)
         self._dispatch("prefill", tokens, count, fresh, readers=finished)
-        for row, live in work.feeding.items():
+        for row, live in feeding.items():
             self._runner.keep(row, live, starts[row])
         return True
 

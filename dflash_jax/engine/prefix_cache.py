@@ -12,7 +12,7 @@ segments are opaque here.
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dflash_jax.errors import SnapshotError
@@ -28,6 +28,13 @@ class Node:
     children: dict[tuple[int, ...], "Node"] = dataclasses.field(default_factory=dict)
     length: int = 0  # tokens of the prefix that ends here
     kept: bool = True  # False once dropped
+
+    def path(self) -> "Iterator[Node]":
+        """The chunks of the prefix that ends here, the last first."""
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            yield node
+            node = node.parent
 
 
 @dataclasses.dataclass
@@ -132,11 +139,10 @@ class PrefixCache:
         for node in list(self.root.children.values()):
             self.drop(node)
 
-    def _touch(self, node: Node | None) -> None:
+    def _touch(self, node: Node) -> None:
         """Marks a prefix as used, its end first: it is the first of them to go."""
-        while node is not None and node.parent is not None:
-            self._recent.move_to_end(node)
-            node = node.parent
+        for part in node.path():
+            self._recent.move_to_end(part)
 
     def _evict(self, *, but: Node) -> bool:
         """Drops the node longest unused that nothing continues; False if there is none."""

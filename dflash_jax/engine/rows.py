@@ -65,15 +65,18 @@ class Rows:
         """Has work and rules worked out anew."""
         self._work = self._rules = None
 
-    def admit(self) -> None:
-        """Gives free rows to those who have waited longest."""
+    def admit(self) -> list[Live]:
+        """Gives free rows to those who have waited longest, and says who they are."""
         if not self.waiting:
-            return
+            return []
+        admitted = []
         for row, live in enumerate(self.lives):
             if live is None and self.waiting:
                 self.lives[row] = first = self.waiting.popleft()
                 first.start()
+                admitted.append(first)
                 self.changed()
+        return admitted
 
     def release(self, live: Live) -> None:
         """Lets go of a request, wherever it was."""

@@ -3,6 +3,7 @@
 Everything here dispatches and waits for nothing, but for the drafts that masks are made from.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine import lanes
 from dflash_jax.engine.dictation import Dictated, dictate
 from dflash_jax.engine.live import Live
+from dflash_jax.engine.prefix_disk import identity
 from dflash_jax.engine.shaper import Shaper
 from dflash_jax.engine.snapshots import Snapshots
 from dflash_jax.state import DecodeState, RowRules, StepOutput
@@ -57,7 +59,7 @@ class Runner:
         if self._mesh is not None:
             self.params = jax.device_put(params, param_shardings(self._mesh, params))
         self.state = self._empty_state()
-        self.snapshots = Snapshots(plan, self.programs) if plan.prefix_cache else None
+        self.snapshots = self._make_snapshots()
         self._shaper = Shaper(plan.rows, target.vocab_size)
 
     def compile(self, lane: str, *, dictating: bool = False) -> float:
@@ -95,6 +97,19 @@ class Runner:
         output.packed.copy_to_host_async()
         return output
 
+    def exchange(self, params: Params) -> None:
+        """Goes on with other parameters of the same shapes; what is kept of prompts is not theirs.
+
+        Nothing may run meanwhile.
+        """
+        self.params, self.snapshots = params, None
+        self.snapshots = self._make_snapshots()
+
+    def recall(self, live: Live) -> None:
+        """Begins to read what the disk keeps of a prompt, where the plan keeps any."""
+        if self.snapshots:
+            self.snapshots.recall(live)
+
     def restore(self, row: int, live: Live) -> None:
         """Gives a row what is kept of its prompt, as far as it goes on where the row stands."""
         if self.snapshots:
@@ -108,7 +123,7 @@ class Runner:
     def forget(self, live: Live) -> None:
         """Drops what is kept of a request's prompt."""
         if self.snapshots:
-            self.snapshots.cache.forget(live.request.prompt)
+            self.snapshots.forget(live.request.prompt)
 
     def settle(self, live: Live) -> None:
         """A request ended: what it added to the prefix cache stays, or leaves."""
@@ -142,6 +157,12 @@ class Runner:
         measured = lanes.break_even(self.executables, self.params, self.state, rules)
         self.state, tokens = measured
         return tokens
+
+    def _make_snapshots(self) -> Snapshots | None:
+        if not self.plan.prefix_cache:
+            return None
+        made = (self.plan, self.target, self.drafter, self.params)
+        return Snapshots(self.plan, self.programs, functools.partial(identity, *made))
 
     def _empty_state(self) -> DecodeState:
         shapes = jax.eval_shape(lambda: empty_state(self.plan, self.target, self.drafter))

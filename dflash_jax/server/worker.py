@@ -146,6 +146,7 @@ class Worker:
                     break
             if self._jobs:
                 self._turn()
+        self.engine.close()
 
     def _turn(self) -> None:
         assert self.engine is not None

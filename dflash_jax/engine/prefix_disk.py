@@ -1,0 +1,264 @@
+"""Prefixes on disk, behind those in memory: what was evicted there, or fed before a restart.
+
+    FOLDER/prefixes-IDENTITY/KEY/about.json   what the entry is, its files with checksums
+    FOLDER/prefixes-IDENTITY/KEY/arrays/      the segment, written by orbax
+
+An entry is one chunk of a prefix. It names the entry it continues, so that one that was written
+anew takes all that continued the old one with it. Entries appear whole or not at all; one that is
+damaged, or another's, is a miss and is removed. Threads do all the work: no step waits for a disk.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+
+from dflash_jax.checkpoint import Keys, checksum, new_path, read_arrays, write_arrays
+from dflash_jax.compiler.plan import Plan
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.errors import CheckpointError, PlanError
+from dflash_jax.version import __version__
+
+log = logging.getLogger("dflash_jax.prefixes")
+ABOUT, ARRAYS, FIRST = "about.json", "arrays", "first"
+HOME = re.compile(r"prefixes-[0-9a-f]{32}")
+ENTRY = re.compile(r"\.?[0-9a-f]{32}(\.(partial|old)-\d+)?")
+BACKLOG = 8  # requests whose prefixes wait to be written; those of more are not
+LEFT = 0.9  # of the budget, once entries had to go
+# What of a plan no bit of a segment hangs on.
+FREE = {"lookahead", "prefix_cache", "prefix_folder", "prefix_disk", "queue", "stop_slots",
+        "min_survival", "memory_limit"}  # fmt: skip
+
+Arrays = list[np.ndarray]  # the leaves of a segment
+
+
+@dataclasses.dataclass
+class Counters:
+    """What happened so far, in entries."""
+
+    read: int = 0
+    written: int = 0
+    spoiled: int = 0  # damaged or another's, and removed
+    failed: int = 0  # requests of which something could not be written
+    skipped: int = 0  # requests that came while too many waited
+
+
+def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Any) -> str:
+    """A digest of all that decides a segment's bits: models, weights, plan, device, versions."""
+    device = jax.local_devices()[0]
+    decided = {k: v for k, v in dataclasses.asdict(plan).items() if k not in FREE}
+    versions = [__version__, jax.__version__, jaxlib.__version__]
+    made = [type(c).__name__ + repr(c) for c in (target, drafter)]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        weights = list(pool.map(lambda leaf: _digest(leaf[1]), leaves))
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    facts = [versions, device.platform, device.device_kind, made, decided, names, weights]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _digest(leaf: Any) -> str:
+    array = np.ascontiguousarray(leaf)
+    said = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
+    said.update(array.reshape(-1).view(np.uint8).data)
+    return said.hexdigest()
+
+
+class PrefixDisk:
+    """Segments of prompts in a folder, under a budget of bytes.
+
+    Args:
+      folder: made if it is not there. Engines and processes may share it.
+      chunk: tokens of a segment.
+      budget: most bytes of all entries, those of other models included; those longest unused go.
+      identity: entries of another one are never read.
+
+    Raises:
+      PlanError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, *, chunk: int, budget: int, identity: str):
+        self._folder, self._chunk, self._budget = folder, chunk, budget
+        self._identity, self._home = identity, folder / f"prefixes-{identity}"
+        try:
+            self._home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PlanError(
+                f"prefix_folder {folder} cannot be made ({error.strerror}); give a folder that can"
+                " be written to"
+            ) from error
+        self.counters = Counters()
+        self._bytes: int | None = None  # of all entries; not counted yet
+        self._backlog = 0
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "prefixes-out")
+        self._reader = concurrent.futures.ThreadPoolExecutor(1, "prefixes-in")
+        self._forgetting: concurrent.futures.Future[None] | None = None
+
+    def read(
+        self, ids: Sequence[int], start: int, most: int
+    ) -> "concurrent.futures.Future[list[tuple[int, Arrays]]] | None":
+        """Begins to read segments of a prompt from `start` on, at most so many; with positions.
+
+        None where there is nothing to read, so that nobody waits for it.
+        """
+        ids, end = tuple(ids), start + self._chunk
+        if end >= len(ids) or not self._place(ids[:end]).is_dir():
+            return None
+        return self._reader.submit(self._read, ids, start, most)
+
+    def keep(self, ids: Sequence[int], segments: Mapping[int, Any]) -> None:
+        """Has segments of a prompt written, by the position each ends at, where they are not."""
+        if self._backlog >= BACKLOG:
+            self.counters.skipped += 1
+            return
+        self._backlog += 1
+        self._writer.submit(self._write, tuple(ids), dict(segments))
+
+    def forget(self, ids: Sequence[int], *, after: int = 0) -> None:
+        """Drops the entries of a prompt that end past `after`, and with them what continues one."""
+        self._forgetting = self._writer.submit(self._drop, tuple(ids), after)
+
+    def flush(self) -> None:
+        """Waits until everything that was to be written is."""
+        self._writer.submit(lambda: None).result()
+
+    # -- the threads --------------------------------------------------------------------------
+
+    def _read(self, ids: tuple[int, ...], start: int, most: int) -> list[tuple[int, Arrays]]:
+        if self._forgetting is not None:
+            self._forgetting.result()
+        found: list[tuple[int, Arrays]] = []
+        before, used = FIRST, []
+        for end in range(self._chunk, len(ids), self._chunk):
+            place = self._place(ids[:end])
+            about = self._about(place, ids[end - self._chunk : end], before)
+            arrays = self._arrays(place, about) if about and end > start else []
+            if about is None or arrays is None or len(found) == most:
+                break
+            before = about["token"]
+            used.append(place)
+            found += [(end - self._chunk, arrays)] if end > start else []
+        self.counters.read += len(found)
+        self._touch(used)
+        return found
+
+    def _write(self, ids: tuple[int, ...], segments: dict[int, Any]) -> None:
+        before, used = FIRST, []
+        try:
+            for end in range(self._chunk, max(segments) + 1, self._chunk):
+                place, chunk = self._place(ids[:end]), ids[end - self._chunk : end]
+                about = self._about(place, chunk, before)
+                if about is None and end not in segments:
+                    break  # nobody would find what continues it
+                before = about["token"] if about else self._add(place, chunk, before, segments[end])
+                used.append(place)
+            self._touch(used)
+            self._make_room()
+        except Exception as error:  # a full disk, or one of the many kinds orbax raises
+            self.counters.failed += 1
+            log.warning("a prefix was not written to %s: %s", self._home, error)
+        finally:
+            self._backlog -= 1
+
+    def _add(self, place: Path, chunk: tuple[int, ...], before: str, segment: Any) -> str:
+        leaves = jax.tree.leaves(segment)
+        arrays: dict[Keys, np.ndarray] = {(str(i),): np.asarray(x) for i, x in enumerate(leaves)}
+        size, token = sum(x.nbytes for x in arrays.values()), secrets.token_hex(8)
+        with new_path(place, overwrite=True, needed=size) as partial:
+            partial.mkdir()
+            files = write_arrays(partial / ARRAYS, arrays)
+            about = {
+                "identity": self._identity,
+                "continues": before,
+                "token": token,
+                "ids": list(map(int, chunk)),
+                "arrays": len(arrays),
+                "files": files,
+            }
+            (partial / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        self.counters.written += 1
+        if self._bytes is not None:
+            self._bytes += _size(place)
+        return token
+
+    def _drop(self, ids: tuple[int, ...], after: int) -> None:
+        for end in range(after + self._chunk, len(ids) + 1, self._chunk):
+            shutil.rmtree(self._place(ids[:end]), ignore_errors=True)
+
+    def _place(self, prefix: tuple[int, ...]) -> Path:
+        key = hashlib.sha256(np.asarray(prefix, np.int64).tobytes()).hexdigest()
+        return self._home / key[:32]
+
+    def _about(self, place: Path, chunk: tuple[int, ...], before: str) -> dict[str, Any] | None:
+        """What an entry says of itself; None if there is none that is what it should be."""
+        if not place.is_dir():
+            return None
+        try:
+            about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
+            said = about["identity"], about["continues"], tuple(about["ids"])
+            if said == (self._identity, before, chunk) and isinstance(about["token"], str):
+                return about
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            pass
+        self._spoil(place)
+        return None
+
+    def _arrays(self, place: Path, about: dict[str, Any]) -> Arrays | None:
+        """The arrays of an entry; None if they are not the ones that were written."""
+        try:
+            for name, said in about["files"].items():
+                if checksum(place / ARRAYS / name) != said["crc32"]:
+                    raise CheckpointError(f"{place / ARRAYS / name} is damaged")
+            names = [str(i) for i in range(about["arrays"])]
+            found = read_arrays(place / ARRAYS, {(name,): None for name in names})
+            return [found[name] for name in names]
+        except Exception:  # orbax and tensorstore raise many kinds
+            self._spoil(place)
+            return None
+
+    def _spoil(self, place: Path) -> None:
+        self.counters.spoiled += 1
+        shutil.rmtree(place, ignore_errors=True)
+
+    def _touch(self, places: list[Path]) -> None:
+        """Marks entries as used, the last first: it is the first of them to go."""
+        now = time.time_ns()
+        for i, place in enumerate(reversed(places)):
+            try:
+                os.utime(place, ns=(now, now + i))
+            except OSError:
+                continue  # another process evicted it
+
+    def _make_room(self) -> None:
+        """Removes the entries longest unused while they are too many bytes."""
+        if self._bytes is None or self._bytes > self._budget:
+            entries = sorted((x.stat().st_mtime_ns, x) for x in self._entries())
+            sizes = {place: _size(place) for _, place in entries}
+            self._bytes = sum(sizes.values())
+            most = self._budget if self._bytes <= self._budget else int(self._budget * LEFT)
+            for place, size in sizes.items():
+                if self._bytes <= most:
+                    break
+                shutil.rmtree(place, ignore_errors=True)
+                self._bytes -= size
+
+    def _entries(self) -> list[Path]:
+        homes = [home for home in self._folder.iterdir() if HOME.fullmatch(home.name)]
+        return [x for home in homes for x in home.iterdir() if ENTRY.fullmatch(x.name)]
+
+
+def _size(place: Path) -> int:
+    return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())

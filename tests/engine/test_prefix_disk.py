@@ -1,0 +1,262 @@
+"""Prefixes that memory dropped, or an earlier engine fed: read back, or fed anew."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import dflash_jax.engine.prefix_disk as prefix_disk
+from dflash_jax import Plan
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.prefix_disk import PrefixDisk
+from dflash_jax.errors import PlanError
+from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_target
+
+CHUNK = 16
+SAMPLED: dict[str, Any] = {"max_tokens": 12, "temperature": 2.0, "seed": 5}  # tells bits apart
+PROMPT = np.random.default_rng(7).integers(0, 251, 3 * CHUNK + 4).tolist()
+OTHER = np.random.default_rng(8).integers(0, 251, 3 * CHUNK + 4).tolist()
+
+
+def opened(engine: Engine, folder: Path, **fields: Any) -> Engine:
+    """An engine as after a restart: the same models, an empty memory, prefixes in a folder."""
+    fields = {"prefix_cache": 1 << 20, "prefix_folder": str(folder)} | fields
+    plan = dataclasses.replace(engine.plan, **fields)
+    made = Engine(engine.target, engine.drafter, engine.params, plan)
+    made.executables = engine.executables  # the prefix programs come on top
+    return made
+
+
+def disk(engine: Engine) -> PrefixDisk:
+    assert engine.runner.snapshots
+    assert engine.runner.snapshots.disk
+    return engine.runner.snapshots.disk
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("prefixes-*/*"), key=lambda entry: entry.stat().st_mtime_ns)
+
+
+@pytest.fixture(scope="module")
+def truth(tiny: Engine) -> list[int]:
+    return tiny.generate(PROMPT, **SAMPLED).token_ids
+
+
+@pytest.fixture
+def folder(tiny: Engine, truth: list[int], tmp_path: Path) -> Path:
+    """A folder in which the prompt's three chunks were written."""
+    engine = opened(tiny, tmp_path)
+    assert engine.generate(PROMPT, **SAMPLED).token_ids == truth
+    engine.close()
+    assert disk(engine).counters.written == 3
+    return tmp_path
+
+
+def test_what_memory_evicted_and_what_was_fed_before_a_restart_comes_back(
+    tiny: Engine, truth: list[int], folder: Path
+) -> None:
+    size = opened(tiny, folder).prefix_cache.segment_bytes  # type: ignore[union-attr]
+    engine = opened(tiny, folder, prefix_cache=3 * size)
+    for _ in range(2):
+        again = engine.generate(PROMPT, **SAMPLED)
+        assert (again.token_ids, again.stats.cached_tokens) == (truth, 3 * CHUNK)
+        engine.generate(OTHER, max_tokens=2)  # takes all the memory there is
+    assert disk(engine).counters.read >= 6
+    assert engine.prefix_cache
+    assert engine.prefix_cache.counters.evictions >= 6
+
+
+def test_p28_p30_what_is_damaged_or_forged_is_a_miss_and_removed(
+    tiny: Engine, truth: list[int], folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    def cut(entry: Path) -> None:
+        largest = max(entry.rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
+        os.truncate(largest, largest.stat().st_size // 2)
+
+    def flip(entry: Path) -> None:
+        largest = max(entry.rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
+        data = bytearray(largest.read_bytes())
+        data[len(data) // 2] ^= 1
+        largest.write_bytes(data)
+
+    def say(**fields: Any) -> Any:
+        def change(entry: Path) -> None:
+            about = json.loads((entry / "about.json").read_text())
+            (entry / "about.json").write_text(json.dumps(about | fields))
+
+        return change
+
+    def garble(entry: Path) -> None:
+        (entry / "about.json").write_text('{"identity": ')
+
+    spoils = [cut, flip, garble, say(identity="0" * 32), say(ids=[1] * CHUNK), say(arrays=99)]
+    for i, spoil in enumerate([*spoils, say(continues="nobody"), say(files=3)]):
+        copy = shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "of")
+        middle = entries(copy)[1]  # the last was marked as used first
+        spoil(middle)
+        name = middle.parent.name.removeprefix("prefixes-")
+        found = PrefixDisk(copy, chunk=CHUNK, budget=1 << 30, identity=name)
+        reading = found.read(PROMPT, 0, 9)
+        assert reading
+        assert [start for start, _ in reading.result()] == [0], i
+        assert found.counters.spoiled == 1
+        assert not middle.exists()
+    cut(entries(folder)[1])
+    engine = opened(tiny, folder)
+    found = engine.generate(PROMPT, **SAMPLED)
+    assert (found.token_ids, found.stats.cached_tokens) == (truth, CHUNK)
+    engine.close()  # written anew, with what continues it
+    assert opened(tiny, folder).generate(PROMPT, **SAMPLED).stats.cached_tokens == 3 * CHUNK
+
+
+def test_p29_other_weights_plans_and_models_find_nothing(
+    tiny: Engine, truth: list[int], folder: Path
+) -> None:
+    table = np.array(tiny.params["target"]["embed"])
+    table[250] += 1  # a single row of the weights
+    params = tiny.params | {"target": tiny.params["target"] | {"embed": jax.device_put(table)}}
+    other = opened(tiny, folder)
+    other.params = params
+    assert other.generate(PROMPT, max_tokens=2).stats.cached_tokens == 0
+    longer = dataclasses.replace(tiny.plan, max_length=112)
+    ours = (tiny.plan, tiny.target, tiny.drafter, tiny.params)
+    names = {
+        prefix_disk.identity(*ours),
+        prefix_disk.identity(longer, *ours[1:]),
+        prefix_disk.identity(tiny.plan, tiny.target, None, {"target": tiny.params["target"]}),
+        prefix_disk.identity(*ours[:3], params),
+    }
+    assert len(names) == 4
+    queue = dataclasses.replace(tiny.plan, queue=3, prefix_cache=5)
+    assert prefix_disk.identity(queue, *ours[1:]) in names  # no bit hangs on those
+    assert len({entry.parent for entry in entries(folder)}) == 2
+
+
+def test_a_full_disk_costs_the_entry_and_nothing_else(
+    tiny: Engine, truth: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = opened(tiny, tmp_path)
+    monkeypatch.setattr(prefix_disk, "write_arrays", full)
+    assert engine.generate(PROMPT, **SAMPLED).token_ids == truth
+    engine.close()
+    assert disk(engine).counters.failed == 1
+    assert not entries(tmp_path)  # nothing half-written stays
+    monkeypatch.undo()
+    hit = engine.generate(PROMPT, **SAMPLED)
+    assert (hit.token_ids, hit.stats.cached_tokens) == (truth, 3 * CHUNK)
+
+
+def test_the_folder_keeps_to_its_budget_and_its_own_files(
+    tiny: Engine, truth: list[int], folder: Path
+) -> None:
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("x" * 10_000)
+    size = max(prefix_disk._size(entry) for entry in entries(folder))
+    kept = {entry.name for entry in entries(folder)}
+    engine = opened(tiny, folder, prefix_disk=4 * size + size // 2)
+    engine.generate(OTHER, max_tokens=2)
+    engine.close()
+    left = entries(folder)
+    assert sum(map(prefix_disk._size, left)) <= 4 * size + size // 2
+    assert len({entry.name for entry in left} - kept) == 3  # the newest, whole
+    assert (folder / "notes" / "mine.txt").is_file()
+    found = opened(tiny, folder).generate(PROMPT, **SAMPLED)
+    assert found.token_ids == truth
+    assert found.stats.cached_tokens == CHUNK * len({entry.name for entry in left} & kept)
+
+
+def test_what_was_doubted_leaves_the_disk_with_all_that_continues_it(
+    tiny: Engine, truth: list[int], folder: Path
+) -> None:
+    engine = opened(tiny, folder)
+    branch = [*PROMPT[: 2 * CHUNK], *OTHER]
+    engine.generate(branch, max_tokens=2)
+    engine.close()
+    assert engine.runner.snapshots
+    engine.runner.snapshots.forget(tuple(PROMPT))
+    engine.close()
+    assert len(entries(folder)) == 3  # the branch's own, which nothing leads to any more
+    fed = opened(tiny, folder).generate(PROMPT, **SAMPLED)
+    assert (fed.token_ids, fed.stats.cached_tokens) == (truth, 0)
+
+
+def test_the_branch_of_a_doubted_prefix_is_not_found_through_its_successor(
+    tiny: Engine, folder: Path
+) -> None:
+    engine, branch = opened(tiny, folder), [*PROMPT[: 2 * CHUNK], *OTHER]
+    wanted = engine.generate(branch, max_tokens=6).token_ids
+    engine.close()
+    assert engine.runner.snapshots
+    engine.runner.snapshots.forget(tuple(PROMPT))
+    engine.generate(PROMPT, max_tokens=2)  # its chunks are written anew
+    engine.close()
+    after = opened(tiny, folder)
+    found = after.generate(branch, max_tokens=6)
+    assert (found.token_ids, found.stats.cached_tokens) == (wanted, 2 * CHUNK)
+    assert disk(after).counters.spoiled == 1
+
+
+def test_rows_decode_on_while_the_disk_is_read(
+    tiny3: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = opened(tiny3, folder)
+    wanted = tiny3.generate_many([PROMPT, OTHER[:5]], max_tokens=8)
+    engine.generate(PROMPT, max_tokens=1)
+    engine.close()
+    engine = opened(tiny3, folder)
+    reader = disk(engine)._reader
+    held = threading.Event()
+    reader.submit(held.wait)
+    slow, live = engine.submit(PROMPT, max_tokens=8), engine.submit(OTHER[:5], max_tokens=8)
+    while not live.done:
+        engine.advance()
+    assert (slow.fed, live.ids) == (0, wanted[1].token_ids)
+    engine.advance()  # nothing to do but to wait a moment
+    held.set()
+    while not slow.done:
+        engine.advance()
+    assert (slow.ids, slow.stats.cached_tokens) == (wanted[0].token_ids, 3 * CHUNK)
+
+
+def test_folders_and_budgets_that_cannot_be_are_refused(tiny: Engine, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="prefix_folder is 'x' and prefix_cache 0; expected a path"):
+        Plan(prefix_folder="x")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match=r"prefix_folder .*file/in cannot be made \(Not a direct"):
+        opened(tiny, tmp_path / "file" / "in")
+    with pytest.raises(PlanError, match="prefix_disk is 9 bytes, but one chunk of 16 tokens takes"):
+        opened(tiny, tmp_path, prefix_disk=9)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {"kv_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "target",
+    [
+        tiny_target(num_layers=2, windows=(12, None)),
+        tiny_hybrid(num_layers=2, recurrent=(True, False)),
+    ],
+    ids=["rings", "recurrent"],
+)
+def test_every_kind_of_segment_comes_back(target: Any, fields: Any, tmp_path: Path) -> None:
+    drafter = tiny_drafter(target, target_layer_ids=(0,))
+    plan = Plan(max_length=128, chunk=CHUNK, block=4, prefix_cache=1 << 20, **fields)
+    prompt = [i % 97 for i in PROMPT]
+    first = random_engine(target, drafter, plan)
+    wanted = first.generate(prompt, max_tokens=12).token_ids
+    engine = opened(first, tmp_path)
+    engine.generate(prompt, max_tokens=1)
+    engine.close()
+    found = opened(first, tmp_path).generate(prompt, max_tokens=12)
+    assert (found.token_ids, found.stats.cached_tokens) == (wanted, 3 * CHUNK)
