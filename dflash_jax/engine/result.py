@@ -32,6 +32,7 @@ class Stats:
       plain_steps: steps without drafting that decided a token.
       drafted: drafts that were verified; those a low chance to survive cut off are not.
       acceptance_lengths: tokens decided per round, bonus included.
+      drafts_per_round: drafts verified in each round.
       accepted_per_position: rounds in which the draft at each place was accepted.
       prefill_s: from the start of the prompt to the first token.
       decode_s: from the first token to the last.
@@ -48,6 +49,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
+    drafts_per_round: list[int] = dataclasses.field(default_factory=list)
     accepted_per_position: list[int] = dataclasses.field(default_factory=list)
     first_token_s: float = 0.0  # from submission, queueing and compiling included
     prefill_s: float = 0.0
@@ -79,6 +81,7 @@ class Stats:
         self.drafted += drafted
         self.accepted += decided - 1
         self.acceptance_lengths.append(decided)
+        self.drafts_per_round.append(drafted)
         self.accepted_per_position = self.accepted_per_position or [0] * places
         for place in range(decided - 1):
             self.accepted_per_position[place] += 1

@@ -130,7 +130,7 @@ class MessagesWriter:
 
     def __init__(self, generation: Generation):
         self.generation = generation
-        self._id = new_id("msg_")
+        self.id = new_id("msg_")
         self._at = -1  # content block being written
         self._open = ""  # its type, while it is open
 
@@ -204,7 +204,7 @@ class MessagesWriter:
         """What a finished answer adds to Anthropic's own fields."""
         [reply] = self.generation.replies
         found = {"token_ids": reply.ids} if self.generation.ask.token_ids else {}
-        return found | figures.asked_for(self.generation, self._id)
+        return found | figures.asked_for(self.generation, self.id)
 
     def _usage(self) -> dict[str, Any]:
         stats = [reply.result.stats for reply in self.generation.replies if reply.result]
@@ -221,7 +221,7 @@ class MessagesWriter:
         self, content: list[dict[str, Any]], reply: Reply | None, usage: dict[str, Any]
     ) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.id,
             "type": "message",
             "role": "assistant",
             "model": self.generation.model.name,

@@ -13,16 +13,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from dflash_jax.server.anthropic import MessagesWriter, decode_messages
-from dflash_jax.server.chat import ChatWriter, decode_chat
-from dflash_jax.server.completions import CompletionWriter, decode_completion
+from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
+from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
+from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
 from dflash_jax.server.gate import Gate, Handler, Settings
 from dflash_jax.server.generation import Generation, Told, prepare
 from dflash_jax.server.information import Information
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Model, Models
 from dflash_jax.server.protocol import Ask, Problem
-from dflash_jax.server.responses import ResponsesWriter, decode_responses
+from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.streaming import Stream, exhaust, json_answer, unless_gone
 from dflash_jax.server.writer import Writer
 
@@ -32,6 +32,12 @@ WRITERS: dict[str, Callable[[Generation], Writer]] = {
     "completions": CompletionWriter,
     "responses": ResponsesWriter,
     "messages": MessagesWriter,
+}
+BODIES = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
 }
 
 
@@ -47,7 +53,9 @@ class Server:
         self._settings, self._metrics = settings, Metrics()
         self._gate = Gate(settings, self._metrics)
         self._running: set[Generation] = set()
-        information = Information(self.models, self._gate, settings, self._metrics)
+        parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
+        shared = self.models, self._gate, settings, self._metrics
+        information = Information(*shared, parameters)
         posts = information.posts | {
             "/v1/chat/completions": self._generating(decode_chat),
             "/v1/completions": self._generating(decode_completion),
@@ -96,9 +104,9 @@ class Server:
                 while await unless_gone(anext(events), request.receive) is None:
                     pass  # refused requests end here
                 chunks = self._chunks(generation, writer, events)
-                return Stream(generation, chunks, self._metrics)
+                return Stream(generation, chunks)
             await unless_gone(exhaust(events), request.receive)
-            self._book(generation)
+            self._book(generation, writer.id)
             return json_answer(writer.whole())
 
         return handler
@@ -113,6 +121,8 @@ class Server:
         finally:
             self._running.discard(generation)
             await events.aclose()
+            if generation.cut:
+                self._metrics.cancelled(*generation.cut)
 
     async def _chunks(
         self, generation: Generation, writer: Writer, events: AsyncGenerator[Told]
@@ -122,18 +132,18 @@ class Server:
             yield writer.start()
             async for news in events:
                 if news is None:
-                    yield b": keepalive\n\n"
+                    yield b": keepalive %d/%d\n\n" % generation.progress
                 elif chunk := writer.events(*news):
                     yield chunk
             yield writer.close()
-            self._book(generation)
+            self._book(generation, writer.id)
         except Problem as problem:
             self._metrics.failed(problem.status)
             yield writer.problem(problem)
         finally:
             await events.aclose()
 
-    def _book(self, generation: Generation) -> None:
+    def _book(self, generation: Generation, answer: str) -> None:
         """Metrics, and one line in the log."""
         self._metrics.ended(generation)
         if not log.isEnabledFor(logging.INFO):
@@ -143,10 +153,11 @@ class Server:
             assert reply.result is not None
             stats = reply.result.stats
             tau = f"{stats.acceptance_length:.2f}" if stats.rounds else "-"
+            plain = "".join(f", plain: {reason}" for reason in stats.fallbacks)
             log.info(
                 "%s %s: %d prompt tokens (%d cached), %d new, first after %.3f s, %.1f tok/s,"
-                " acceptance length %s, %s, %.3f s in all",
-                generation.ask.api, generation.model.name, stats.prompt_tokens,
+                " acceptance length %s, %s, %.3f s in all%s",
+                answer, generation.model.name, stats.prompt_tokens,
                 stats.cached_tokens, stats.output_tokens, stats.first_token_s,
-                stats.tokens_per_s, tau, reply.finish_reason, seconds,
+                stats.tokens_per_s, tau, reply.finish_reason, seconds, plain,
             )  # fmt: skip

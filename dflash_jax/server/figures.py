@@ -72,7 +72,9 @@ def timings(stats: Stats) -> dict[str, Any]:
 def metrics(stats: Stats) -> dict[str, Any]:
     """vLLM's `metrics`, with its `speculative_decoding`."""
     drafts = len(stats.accepted_per_position)
-    histogram = collections.Counter(n - 1 for n in stats.acceptance_lengths)
+    accepted = [n - 1 for n in stats.acceptance_lengths]
+    histogram = collections.Counter(accepted)
+    pairs = collections.Counter(zip(stats.drafts_per_round, accepted, strict=True))
     found = None
     if stats.rounds:
         found = {
@@ -80,13 +82,15 @@ def metrics(stats: Stats) -> dict[str, Any]:
             "draft_acceptance_rate": stats.accepted / max(stats.drafted, 1),
             "acceptance_histogram": [histogram[k] for k in range(drafts + 1)],
             "acceptance_histogram_by_draft_length": {
-                str(drafts): [histogram[k] for k in range(drafts + 1)]
+                str(n): [pairs[n, k] for k in range(n + 1)]
+                for n in sorted(set(stats.drafts_per_round))
             },
             "num_spec_steps": stats.rounds,
             "num_accepted_draft_tokens": stats.accepted,
             "num_draft_tokens": stats.drafted,
             "num_spec_tokens": drafts,
-            "per_step_accepted": [n - 1 for n in stats.acceptance_lengths],
+            "per_step_accepted": accepted,
+            "per_step_drafted": stats.drafts_per_round,
         }
     return {
         "time_to_first_token_ms": stats.first_token_s * 1e3,

@@ -58,7 +58,6 @@ class Gate:
             except Problem as problem:
                 return self._refuse(problem)
             except Gone:
-                self._metrics.cancelled("disconnect")
                 return Response(status_code=499)
             except Exception as error:
                 log.exception("a request failed")
@@ -82,6 +81,7 @@ class Gate:
         while True:
             message = await request.receive()
             if message["type"] == "http.disconnect":
+                self._metrics.cancelled("disconnect", "body")
                 raise Gone
             body += message.get("body", b"")
             if len(body) > most:

@@ -35,6 +35,7 @@ class Generation:
         self.model, self.ask, self.prompts = model, ask, prompts
         self.started = time.perf_counter()
         self.first_token: float | None = None
+        self.cut: tuple[Reason, str] | None = None  # why it ended early, and in which phase
         engine = model.engine
         self.replies: list[Reply] = []
         self._jobs: list[Job] = []
@@ -110,10 +111,28 @@ class Generation:
 
     def cancel(self, reason: Reason) -> None:
         """Ends all outputs; after a deadline they are answers, otherwise nobody wants them."""
+        if any(reply.result is None for reply in self.replies):
+            self.cut = self.cut or (reason, self.phase)
+        self._leave(reason)
+
+    def _leave(self, reason: Reason) -> None:
         for job, reply in zip(self._jobs, self.replies, strict=True):
             if reply.result is None:
                 reply.cut = reply.cut or reason
                 self.model.worker.cancel(job, None if reason == "deadline" else reason)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Prompt tokens that were fed so far, and all of them."""
+        lives = [job.live for job in self._jobs if job.live]
+        return sum(live.fed for live in lives), sum(len(job.prompt) for job in self._jobs)
+
+    @property
+    def phase(self) -> str:
+        """What the engine does for it: "queued", "prompt" or "output"."""
+        if self.first_token is not None:
+            return "output"
+        return "prompt" if self.progress[0] else "queued"
 
     async def _next(self, pause: float | None) -> News | None:
         """The next news, or None if none comes for so many seconds."""
@@ -134,7 +153,7 @@ class Generation:
         Raises:
           Problem: the engine refused it, or the computation failed.
         """
-        left = len(self._jobs)
+        left, failed = len(self._jobs), False
         try:
             while left:
                 news = await self._next(pause)
@@ -144,6 +163,7 @@ class Generation:
                 index, pieces, end = news
                 reply = self.replies[index]
                 if isinstance(end, Exception):
+                    failed = True
                     raise _problem(end)
                 if pieces and self.first_token is None:
                     self.first_token = time.perf_counter()
@@ -158,7 +178,9 @@ class Generation:
         finally:
             if self._timer:
                 self._timer.cancel()
-            if left:
+            if failed:  # that outranks a cancellation
+                self._leave("disconnect")
+            elif left:
                 self.cancel("disconnect")
             self.model.last_used_ms = int(time.time() * 1000)
 

@@ -41,11 +41,23 @@ class DetokenizeRequest(msgspec.Struct):
 
 
 class Information:
-    """Handlers of the routes that generate nothing."""
+    """Handlers of the routes that generate nothing.
 
-    def __init__(self, models: Models, gate: Gate, settings: Settings, metrics: Metrics):
+    Args:
+      parameters: what requests may say, by path.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        gate: Gate,
+        settings: Settings,
+        metrics: Metrics,
+        parameters: dict[str, tuple[str, ...]],
+    ):
         self._models, self._gate = models, gate
         self._settings, self._metrics = settings, metrics
+        self._parameters = parameters
 
     @property
     def posts(self) -> dict[str, Handler]:
@@ -146,6 +158,7 @@ class Information:
                 "models": [_properties(model) for model in self._models],
                 "endpoints": sorted(route.path for route in request.app.routes),
                 "limits": limits,
+                "parameters": self._parameters,
             }
         )
 

@@ -31,7 +31,10 @@ class Metrics:
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found.")
         self._ended = self._counter("request_success", "Outputs by end.", "finished_reason")
         self._failed = self._counter("request_failure", "Requests by HTTP status.", "status")
-        self._cancelled = self._counter("request_cancelled", "Requests by reason.", "reason")
+        self._cancelled = self._counter(
+            "request_cancelled", "Requests by reason and by what they had come to.",
+            "reason", "phase",
+        )  # fmt: skip
         self._rounds = self._counter("spec_decode_num_drafts", "Speculative rounds.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted drafts.")
@@ -90,9 +93,9 @@ class Metrics:
         """Books a request that ended in an error object."""
         self._failed.labels(status).inc()
 
-    def cancelled(self, reason: str) -> None:
-        """Books a request whose client went away."""
-        self._cancelled.labels(reason).inc()
+    def cancelled(self, reason: str, phase: str) -> None:
+        """Books a request that was ended early: in its "body", "queued", "prompt" or "output"."""
+        self._cancelled.labels(reason, phase).inc()
 
     def text(self, models: Iterable[Model]) -> bytes:
         """The exposition text."""
@@ -137,6 +140,14 @@ class _Engines:
             "Programs that had to be compiled; after warm-up only what nobody had asked for.",
             sum(len(engine.executables) for engine in engines),
         )
+        counters = [c.counters for engine in engines if (c := engine.prefix_cache)]
+        for name, text in (
+            ("stored", "Prompt chunks that were kept."),
+            ("evictions", "Prompt chunks that had to go."),
+            ("refused", "Prompt chunks that did not fit the state."),
+        ):
+            total = sum(getattr(each, name) for each in counters)
+            yield CounterMetricFamily(f"dflash_jax:prefix_cache_{name}", text, total)
         labels = ("version", "jax", "backend", "target", "draft")
         info = GaugeMetricFamily("dflash_jax:build_info", "Always 1.", labels=labels)
         build = __version__, jax.__version__, jax.default_backend()

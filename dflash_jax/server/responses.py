@@ -129,7 +129,7 @@ class ResponsesWriter:
 
     def __init__(self, generation: Generation):
         self.generation = generation
-        self._id, self._created = new_id("resp_"), int(time.time())
+        self.id, self._created = new_id("resp_"), int(time.time())
         self._sequence = -1
         self._items: list[dict[str, Any]] = []  # finished ones
         self._item: dict[str, Any] | None = None  # the one being written
@@ -259,7 +259,7 @@ class ResponsesWriter:
         choice = {"type": "function", "name": ask.choice.name}
         temperature = self.generation.model.defaults.temperature
         found = {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -284,7 +284,7 @@ class ResponsesWriter:
         if reply is None:
             return found
         more = {"token_ids": reply.ids} if ask.token_ids else {}
-        return found | more | figures.asked_for(self.generation, self._id)
+        return found | more | figures.asked_for(self.generation, self.id)
 
     def _usage(self) -> dict[str, Any]:
         found = figures.usage(self.generation)

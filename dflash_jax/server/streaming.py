@@ -9,7 +9,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.writer import encode
 
 
@@ -49,18 +48,17 @@ class Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, chunks: AsyncGenerator[bytes], metrics: Metrics):
+    def __init__(self, generation: Generation, chunks: AsyncGenerator[bytes]):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._generation, self._chunks, self._metrics = generation, chunks, metrics
+        self._generation, self._chunks = generation, chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         try:
-            await unless_gone(self._send(send), receive)
-        except (Gone, OSError):
-            self._metrics.cancelled("disconnect")
+            with contextlib.suppress(Gone, OSError):
+                await unless_gone(self._send(send), receive)
         finally:
             await self._chunks.aclose()
             self._generation.cancel("disconnect")  # should the chunks never have been begun

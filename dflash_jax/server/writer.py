@@ -21,6 +21,8 @@ DONE = b"data: [DONE]\n\n"
 class Writer(Protocol):
     """One API's way to answer. The stream methods give server-sent events."""
 
+    id: str  # of the answer
+
     def start(self) -> bytes:
         """Before any output."""
         ...
@@ -59,8 +61,9 @@ class OpenAI(abc.ABC):
 
     def __init__(self, generation: Generation):
         self.generation, self.ask = generation, generation.ask
+        self.id = new_id(self.prefix)
         self._head = {
-            "id": new_id(self.prefix),
+            "id": self.id,
             "created": int(time.time()),
             "model": generation.model.name,
             "system_fingerprint": generation.model.fingerprint,
@@ -96,7 +99,7 @@ class OpenAI(abc.ABC):
     def _usage(self) -> dict[str, Any]:
         """usage, and the figures that were asked for."""
         usage = figures.usage(self.generation)
-        return {"usage": usage} | figures.asked_for(self.generation, self._head["id"])
+        return {"usage": usage} | figures.asked_for(self.generation, self.id)
 
     def _logprobs(self, entries: list[TokenLogprob]) -> dict[str, Any] | None:
         """What `entries` become in a choice; None where nobody asked."""

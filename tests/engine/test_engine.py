@@ -261,7 +261,7 @@ def test_statistics_add_up(scripted: Engine, truth: list[int]) -> None:
     assert stats.acceptance_lengths == [3, 1, 4, 2, 3, 1, 4, 2]
     assert stats.rounds == 8
     assert stats.acceptance_length == 20 / 8
-    assert stats.drafted == 8 * 3
+    assert stats.drafted == 8 * 3 == sum(stats.drafts_per_round)
     assert stats.accepted == 20 - 8 == sum(stats.accepted_per_position)
     assert stats.accepted_per_position == [6, 4, 2]
     assert stats.plain_steps == 0

@@ -157,6 +157,10 @@ def test_figures_come_in_the_shapes_of_other_engines(live: Live) -> None:
     rounds = answer.meta_info["spec_verify_ct"]
     assert rounds > 0
     speculative = answer.metrics["speculative_decoding"]
+    assert speculative["per_step_drafted"] == [3] * rounds
+    assert speculative["acceptance_histogram_by_draft_length"] == {
+        "3": speculative["acceptance_histogram"]
+    }
     assert sum(speculative["acceptance_histogram"]) == speculative["num_spec_steps"] == rounds
     assert answer.meta_info["spec_accept_length"] == speculative["mean_acceptance_length"]
     assert answer.timings["draft_n"] == speculative["num_draft_tokens"] > 0
