@@ -12,7 +12,7 @@ from converters import names
 from converters.canonical import Canonical
 from converters.gguf.file import GgufFile
 from converters.names.slots import Part, Path, Slot
-from dflash_jax.config import AttentionConfig, DrafterConfig
+from dflash_jax.config import AttentionConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.quant.layouts import (
     FLOAT,
@@ -36,11 +36,9 @@ def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
     """How the file keeps each matrix that can stay as it is, by path; empty but for GGUF."""
     if not isinstance(found.source, GgufFile):
         return {}
-    table = not isinstance(config, DrafterConfig)
     chosen = {}
     for slot in names.slots(config):
-        name = slot.path[-1]
-        if name in MATRICES or (name == TABLE and table):
+        if slot.path[-1] in MATRICES | {TABLE}:
             kinds = [_kind(found, part) for part in slot.parts]
             if any(kinds):
                 chosen["/".join(slot.path)] = _spec(slot, kinds)
@@ -55,10 +53,8 @@ def read(
     def one(slot: Slot) -> Packed | Joined:
         how = specs["/".join(slot.path)]
         kinds = [kind for kind, _ in how[1]]
-        turned = slot.path[-1] == TABLE
         if not _as_stored(found, slot, kinds):
-            array = fill(slot, np.float32)
-            return pack(array.T if turned else array, how)
+            return pack(fill(slot, np.float32), how)
         if len(kinds) == 1:
             return _uniform(found, slot, kinds[0])
         parts = zip(slot.parts, how[1], strict=True)
@@ -81,7 +77,7 @@ def _as_stored(found: Canonical, slot: Slot, kinds: list[str]) -> bool:
 
 def _spec(slot: Slot, kinds: list[str]) -> Spec:
     if len({*kinds}) == 1:
-        return 1, ((kinds[0], slot.shape[0] if slot.path[-1] == TABLE else slot.shape[1]),)
+        return 1, ((kinds[0], slot.shape[1]),)
     axes, widths = zip(*(_place(slot, part) for part in slot.parts), strict=True)
     assert len({*axes}) == 1, slot
     return axes[0], tuple(zip(kinds, widths, strict=True))
@@ -99,9 +95,6 @@ def _place(slot: Slot, part: Part) -> tuple[int, int]:
 
 def _uniform(found: Canonical, slot: Slot, kind: str) -> Packed:
     """All parts in one array, in the order of the parameter's columns."""
-    if slot.path[-1] == TABLE:
-        shape = slot.shape[::-1]
-        return Packed(_blocks(found, slot.parts[0], kind), kind, shape)
     columns = slot.shape[1:]
     arrays = {
         name: np.empty((rows, *columns), dtype)

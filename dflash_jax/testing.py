@@ -168,6 +168,8 @@ def random_params(
             values = np.log(rng.uniform(0.01, 0.5, leaf.shape))
         elif len(leaf.shape) == 1:  # norms
             values = 1 + 0.3 * rng.standard_normal(leaf.shape)
+        elif path[-1].key == "embed":  # token by token
+            values = rng.standard_normal(leaf.shape[::-1]).T / np.sqrt(leaf.shape[0])
         else:
             values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[stacked])
         always = path[-1].key in ALWAYS_FLOAT32

@@ -189,7 +189,7 @@ def test_explain_reports_a_pair_without_compiling(run: Run, pair: list[object]) 
     assert "bfloat16" in out
     assert "speculative_sampled" in out
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if "/" in line}
-    assert rows["target/embed"] == ["bfloat16", "256x64"]
+    assert rows["target/embed"] == ["bfloat16", "64x256"]
     assert rows["drafter/fc"] == ["bfloat16", "128x64"]
 
 

@@ -75,8 +75,8 @@ def test_a_sharded_index_holds_the_same_model_as_one_file(target: Path) -> None:
 
 def test_tied_heads_have_no_table_of_their_own(oracle: Path) -> None:
     tied = dj.load_target(oracle / "targets" / "qwen3")
-    assert "head" not in tied.params
-    assert "head" in dj.load_target(oracle / "targets" / "llama3").params
+    assert "embed" not in tied.params
+    assert "embed" in dj.load_target(oracle / "targets" / "llama3").params
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -29,7 +29,7 @@ def _own(config: DrafterConfig) -> list[Slot]:
     """What a drafter may have of its own instead of borrowing it from the target."""
     width, found = config.hidden_size, []
     if config.own_embedding:
-        found.append(same(("embed",), "embed_tokens.weight", config.vocab_size, width))
+        found.append(linear(("embed",), "embed_tokens.weight", config.vocab_size, width))
     if config.own_head:
         found.append(linear(("head",), "lm_head.weight", config.choices, width))
     if config.draft_vocab_size:

@@ -1,5 +1,6 @@
 """Gemma 4: four norms a layer, kinds of attention that differ in shape, experts, layer inputs."""
 
+from converters.names import llama
 from converters.names.slots import Folder, Part, Path, Slot, by_head, linear, paired, same
 from dflash_jax.config.gemma4 import Gemma4Config
 
@@ -28,17 +29,15 @@ def folder(config: Gemma4Config) -> Folder:
 
 def slots(config: Gemma4Config) -> list[Slot]:
     """Every parameter of the target."""
-    width, vocab = config.hidden_size, config.vocab_size
+    width = config.hidden_size
     found = [
-        same(("embed",), "embed_tokens.weight", vocab, width),
+        *llama.tables(config),
         same(("norm",), "norm.weight", width),
     ]
     for i in range(config.num_layers):
         found += _layer(config, i)
     if config.per_layer_size:
         found += _layer_vectors(config)
-    if not config.tie_embeddings:
-        found.append(linear(("head",), "lm_head.weight", vocab, width))
     return found
 
 

@@ -7,9 +7,9 @@ from dflash_jax.config.gpt_oss import GptOssConfig
 
 def slots(config: GptOssConfig) -> list[Slot]:
     """Every parameter of the target."""
-    width, vocab = config.hidden_size, config.vocab_size
+    width = config.hidden_size
     found = [
-        same(("embed",), "embed_tokens.weight", vocab, width),
+        *llama.tables(config),
         same(("norm",), "norm.weight", width),
     ]
     for i in range(config.num_layers):
@@ -21,8 +21,6 @@ def slots(config: GptOssConfig) -> list[Slot]:
             _sinks(config, (*at, "attention"), f"{source}self_attn."),
             *_experts(config, (*at, "mlp"), f"{source}mlp."),
         ]
-    if not config.tie_embeddings:
-        found.append(linear(("head",), "lm_head.weight", vocab, width))
     return found
 
 

@@ -6,16 +6,24 @@ from dflash_jax.config import AttentionConfig, TargetConfig
 
 def slots(config: TargetConfig) -> list[Slot]:
     """Every parameter of the target."""
-    width, vocab = config.hidden_size, config.vocab_size
     found = [
-        same(("embed",), "embed_tokens.weight", vocab, width),
-        same(("norm",), "norm.weight", width),
+        *tables(config),
+        same(("norm",), "norm.weight", config.hidden_size),
     ]
     for i in range(config.num_layers):
         found += layer(config, i)
-    if not config.tie_embeddings:
-        found.append(linear(("head",), "lm_head.weight", vocab, width))
     return found
+
+
+def tables(config: TargetConfig) -> list[Slot]:
+    """The embedding table and the head; a tied head is both."""
+    width, vocab = config.hidden_size, config.vocab_size
+    if config.tie_embeddings:
+        return [linear(("head",), "embed_tokens.weight", vocab, width)]
+    return [
+        linear(("embed",), "embed_tokens.weight", vocab, width),
+        linear(("head",), "lm_head.weight", vocab, width),
+    ]
 
 
 def layer(config: AttentionConfig, i: int) -> list[Slot]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from converters.names import llama
 from converters.names.llama import norm_and_mlp
 from converters.names.qwen3 import head_norms
 from converters.names.qwen3_moe import stacks
@@ -26,9 +27,9 @@ def folder(_: HybridConfig) -> Folder:
 
 def slots(config: HybridConfig) -> list[Slot]:
     """Every parameter of the target."""
-    width, vocab = config.hidden_size, config.vocab_size
+    width = config.hidden_size
     found = [
-        same(("embed",), "embed_tokens.weight", vocab, width),
+        *llama.tables(config),
         same(("norm",), "norm.weight", width),
     ]
     for i, recurrent in enumerate(config.recurrent):
@@ -41,8 +42,6 @@ def slots(config: HybridConfig) -> list[Slot]:
         found += (
             _experts(config, at, source) if config.num_experts else norm_and_mlp(config, at, source)
         )
-    if not config.tie_embeddings:
-        found.append(linear(("head",), "lm_head.weight", vocab, width))
     return found
 
 

@@ -13,9 +13,9 @@ def folder(_: Qwen3MoeConfig) -> Folder:
 
 def slots(config: Qwen3MoeConfig) -> list[Slot]:
     """Every parameter of the target."""
-    width, vocab = config.hidden_size, config.vocab_size
+    width = config.hidden_size
     found = [
-        same(("embed",), "embed_tokens.weight", vocab, width),
+        *llama.tables(config),
         same(("norm",), "norm.weight", width),
     ]
     for i, sparse in enumerate(config.sparse):
@@ -25,8 +25,6 @@ def slots(config: Qwen3MoeConfig) -> list[Slot]:
         else:
             found += llama.layer(config, i)
         found += head_norms(config, (*at, "attention"), f"{source}self_attn.")
-    if not config.tie_embeddings:
-        found.append(linear(("head",), "lm_head.weight", vocab, width))
     return found
 
 

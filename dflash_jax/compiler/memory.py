@@ -98,7 +98,7 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
     width = {"prefill": plan.chunk, "plain1": 1}.get(name, plan.block)
     tokens, head_rows = plan.rows * width, plan.rows * (1 if name == "prefill" else width)
     counts, sizes = parameters(target, drafter), weight_bytes(plan, target, drafter)
-    head, table = target.vocab_size * target.hidden_size, _head(target, sizes["target"])
+    head, table = target.vocab_size * target.hidden_size, sizes["target"]["head"]
     body = _multiplied(counts["target"])
     idle, _ = _idle_experts(target, counts["target"], tokens)
     _, asleep = _idle_experts(target, sizes["target"], tokens)
@@ -130,11 +130,6 @@ def tree_bytes(tree: Any) -> int:
 
 def _item(plan: Plan) -> int:
     return jnp.dtype(plan.dtype).itemsize
-
-
-def _head(target: TargetConfig, sizes: dict[str, int]) -> int:
-    """Bytes of the head, be it a matrix of its own or the embedding table."""
-    return sizes["embed" if target.tie_embeddings else "head"]
 
 
 def _multiplied(counts: dict[str, int]) -> int:

@@ -30,7 +30,7 @@ from dflash_jax.decode.shaping import neutral_shaping, set_row
 from dflash_jax.decode.snapshot import put_segment, take_segment
 from dflash_jax.decode.steps import Pair, Params
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
-from dflash_jax.quant.layouts import TABLE, Spec, spec
+from dflash_jax.quant.layouts import Spec, spec
 from dflash_jax.quant.products import abstract
 from dflash_jax.state import DecodeState, RowRules
 
@@ -89,8 +89,7 @@ def abstract_params(
     def planned(path: Any, x: jax.ShapeDtypeStruct) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if name in specs:
-            shape = x.shape[::-1] if name.endswith("/" + TABLE) else x.shape
-            return abstract(shape, specs[name], dtype, kernel=kernel)
+            return abstract(x.shape, specs[name], dtype, kernel=kernel)
         kept = jnp.issubdtype(x.dtype, jnp.integer) or path[-1].key in ALWAYS_FLOAT32
         return jax.ShapeDtypeStruct(x.shape, x.dtype if kept else dtype)
 
@@ -108,7 +107,7 @@ def weight_specs(
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(target, drafter)):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if chosen := spec(plan.weights, name, leaf.shape, tied=target.tie_embeddings):
+        if chosen := spec(plan.weights, name, leaf.shape):
             found[name] = chosen
     return found
 

@@ -22,7 +22,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.config import LATE
-from dflash_jax.decode.sampling import ACCEPT, TOKEN, Drafting, draw, probabilities, row_keys
+from dflash_jax.decode.sampling import (
+    ACCEPT,
+    TOKEN,
+    Drafting,
+    draw,
+    likeliest,
+    probabilities,
+    row_keys,
+)
 from dflash_jax.decode.shaping import Shaping, logprobs
 from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, without_stops
 from dflash_jax.models import Drafter
@@ -320,7 +328,7 @@ def _verify(
     with jax.named_scope("verify"):
         n = jnp.ones_like(state.anchor)
         if not sampled:
-            best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            best = likeliest(logits)
             n = accept_greedy(draft.block, best, draft.count) if draft.drafted else n
             token = jnp.take_along_axis(best, n[:, None] - 1, axis=1)[:, 0]
         elif draft.q is not None:
@@ -378,7 +386,7 @@ def _choose(
     """The token that row `at` of the logits says; `position` is the place it will stand at."""
     row = jnp.take_along_axis(logits, at[:, None, None], axis=1)
     if not sampled:
-        return jnp.argmax(row[:, 0], axis=-1).astype(jnp.int32)
+        return likeliest(row[:, 0])
     return draw(row_keys(rules, position, TOKEN), probabilities(row, rules)[:, 0])
 
 

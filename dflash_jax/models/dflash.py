@@ -17,6 +17,7 @@ from dflash_jax.config import DrafterConfig
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
 from dflash_jax.nn.layers import (
     GatedMLP,
+    columns_of,
     dot,
     norm_weight,
     project,
@@ -153,7 +154,7 @@ class DFlash(nn.Module):
         ]
         self.norm = norm_weight(self, "norm", c.hidden_size)
         if c.own_embedding:
-            self.embedding = weight(self, "embed", (c.vocab_size, c.hidden_size))
+            self.embedding = weight(self, "embed", (c.hidden_size, c.vocab_size))
         if c.own_head:
             self.head = weight(self, "head", (c.hidden_size, c.choices))
         if c.draft_vocab_size:
@@ -240,8 +241,8 @@ class DFlash(nn.Module):
         return Proposal(tokens, choice.q, self.tokens(), choice.finite, caches)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Rows of the drafter's own embedding table."""
-        return jnp.take(self.embedding, tokens, axis=0, mode="clip")
+        """Columns of the drafter's own embedding table."""
+        return columns_of(self.embedding, tokens, self.norm.dtype)
 
     def tokens(self) -> Int[Array, " N"] | None:
         """The target's token of each entry of the logits; None where they are the same."""

@@ -13,17 +13,15 @@ from dflash_jax.config import LATE, UPSTREAM, TargetConfig
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
 from dflash_jax.nn.layers import (
     GatedMLP,
+    columns_of,
     dot,
     norm_weight,
-    precision,
+    project,
     rms_norm,
-    rows_of,
     softcap,
     weight,
 )
 from dflash_jax.nn.rope import rope_tables, rotate
-from dflash_jax.quant.layouts import Joined, Packed
-from dflash_jax.quant.products import Weight, contract
 from dflash_jax.state import Cache, LayerCache, Update
 
 
@@ -122,7 +120,10 @@ def dense_layer(config: TargetConfig, i: int) -> nn.Module:
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm; the head is a method of its own.
+    """Embedding, layers and final norm; the head [D, V] is a method of its own.
+
+    Tables are [D, V] as heads are, so that one can be the other: what is multiplied in every
+    step decides the layout, and the few embeddings of a step are gathered from columns.
 
     The layer loop is unrolled over per-layer parameters: stacked weights sliced in an
     unrolled loop would be copied in every call.
@@ -134,11 +135,11 @@ class Decoder(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.embedding = weight(self, "embed", (c.vocab_size, c.hidden_size))
+        if not c.tie_embeddings:
+            self.embedding = weight(self, "embed", (c.hidden_size, c.vocab_size))
         self.layers = [self.make_layer(c, i) for i in range(c.num_layers)]
         self.norm = norm_weight(self, "norm", c.hidden_size)
-        if not c.tie_embeddings:
-            self.head = weight(self, "head", (c.hidden_size, c.vocab_size))
+        self.head = weight(self, "head", (c.hidden_size, c.vocab_size))
 
     def __call__(
         self,
@@ -172,8 +173,9 @@ class Decoder(nn.Module):
         return TargetOutput(hidden=hidden, taps=kept, caches=tuple(written))
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Raw rows of the embedding table."""
-        return rows_of(self.embedding, tokens, self.norm)
+        """Raw columns of the embedding table, which may be the head."""
+        tied = self.config.tie_embeddings
+        return columns_of(self.head if tied else self.embedding, tokens, self.norm.dtype)
 
     def first(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The embeddings, scaled where the family does so: the input of layer 0."""
@@ -187,26 +189,8 @@ class Decoder(nn.Module):
 
     def raw_logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The head alone, for drafters, which cap by themselves."""
-        tied = self.config.tie_embeddings
-        return head_logits(hidden, self.embedding if tied else self.head, tied=tied)
-
-
-def head_logits(
-    hidden: Float[Array, "B T D"], table: Weight, *, tied: bool
-) -> Float[Array, "B T V"]:
-    """Float32 logits by a head [D, V], or by the embedding table [V, D] if they are tied."""
-    if isinstance(table, Packed | Joined):
         with jax.named_scope("head"):
-            return contract(hidden, table)
-    axes = (((hidden.ndim - 1,), (int(tied),)), ((), ()))
-    with jax.named_scope("head"):
-        return jax.lax.dot_general(
-            hidden,
-            table,
-            axes,
-            precision=precision(hidden),
-            preferred_element_type=jnp.float32,
-        )
+            return project(hidden, self.head)
 
 
 def empty_caches(

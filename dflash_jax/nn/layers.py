@@ -48,11 +48,11 @@ def project(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
     )
 
 
-def rows_of(table: Weight, ids: Int[Array, "*places"], like: Array) -> Float[Array, "*places D"]:
-    """Rows of an embedding table [V, D]; those of a packed one, which is [D, V], as `like` is."""
-    if isinstance(table, Packed | Joined):
-        return gather(table, ids, like.dtype)
-    return jnp.take(table, ids, axis=0, mode="clip")
+def columns_of(w: Weight, ids: Int[Array, "*places"], dtype: Any) -> Float[Array, "*places D"]:
+    """Columns of a table [D, V]: the embeddings of tokens."""
+    if isinstance(w, Packed | Joined):
+        return gather(w, ids, dtype)
+    return jnp.moveaxis(jnp.take(w, ids, axis=1, mode="clip"), 0, -1)
 
 
 def precision(x: Array) -> jax.lax.Precision:

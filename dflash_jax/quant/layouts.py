@@ -88,7 +88,7 @@ QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # what `Plan.weights` turns weight
 
 # Matrices that are multiplied through `nn.layers.dot`; everything else stays as it is.
 MATRICES = frozenset(["qkv", "q", "kv", "o", "gate_up", "down", "in_proj", "out", "fc", "head"])
-TABLE = "embed"  # packed [D, V] where it is the head as well
+TABLE = "embed"  # is gathered from, and packed only where a file keeps it so
 # Of a weight [D, ...]: an axis, and the kind and width of its parts along that axis.
 Spec = tuple[int, tuple[tuple[str, int], ...]]
 Stored = tuple[tuple[str, Spec], ...]  # by path, the role in front
@@ -113,7 +113,7 @@ class Joined:
     shape: tuple[int, ...]
 
 
-def spec(weights: str, path: str, shape: tuple[int, ...], *, tied: bool) -> Spec | None:
+def spec(weights: str, path: str, shape: tuple[int, ...]) -> Spec | None:
     """How int8 or int4 packs a parameter, None if it does not.
 
     Head and drafter are int8 either way: a head of four bits flips close decisions, and both
@@ -121,16 +121,14 @@ def spec(weights: str, path: str, shape: tuple[int, ...], *, tied: bool) -> Spec
 
     Args:
       path: with the role in front, as target/layers_0/mlp/down.
-      tied: whether the target's table is its head as well.
     """
     role, *_, name = path.split("/")
-    if weights not in QUANTISED or not (name in MATRICES or (path == "target/embed" and tied)):
+    if weights not in QUANTISED or name not in MATRICES:
         return None
-    light = role == "drafter" or name in ("head", TABLE)
+    light = role == "drafter" or name == "head"
     kind = "int8" if light else QUANTISED[weights]
-    depth = shape[-1] if name == TABLE else shape[0]
-    kind = kind if fits(kind, depth) else "int8"
-    return 1, ((kind, shape[0] if name == TABLE else shape[1]),)
+    kind = kind if fits(kind, shape[0]) else "int8"
+    return 1, ((kind, shape[1]),)
 
 
 def fits(kind: str, depth: int) -> bool:
@@ -174,7 +172,7 @@ def pack_tree(params: Mapping[str, Any], specs: Mapping[str, Spec], at: str = ""
         if isinstance(leaf, Mapping):
             found[name] = pack_tree(leaf, specs, path + "/")
         elif path in specs:
-            found[name] = pack(leaf.T if name == TABLE else leaf, specs[path])
+            found[name] = pack(leaf, specs[path])
         else:
             found[name] = leaf
     return found

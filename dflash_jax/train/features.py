@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.compiler import Plan, jit
+from dflash_jax.decode.sampling import likeliest
 from dflash_jax.decode.steps import Pair
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import target_caches
@@ -79,7 +80,7 @@ def _best(pair: Pair, params: dict[str, Any], hidden: Float[Array, "B S D"]) -> 
 
     def best(x: Array) -> Array:
         logits = pair.target_call({"target": params}, x, method="logits")
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return likeliest(logits)
 
     found = best(parts[0])[None] if count == 1 else jax.lax.map(best, parts)
     return jnp.moveaxis(found, 0, 1).reshape(rows, -1)[:, :length]

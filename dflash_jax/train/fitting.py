@@ -20,7 +20,7 @@ from dflash_jax.compiler.programs import build_pair, weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import TargetModel
-from dflash_jax.quant.layouts import TABLE, Packed, dequantise, pack_tree
+from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.train import (
     data,
     drafter,
@@ -110,14 +110,13 @@ def open_target(source: str, recipe: Recipe) -> TargetModel:
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     exact = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(model.params))
 
-    def rounded(path: tuple, old: jax.Array, new: np.ndarray | Packed) -> jax.Array:
+    def rounded(old: jax.Array, new: np.ndarray | Packed) -> jax.Array:
         if not isinstance(new, Packed):
             return old
         weight = dequantise(new.arrays, new.kind).reshape(new.shape)
-        weight = weight.T if path[-1].key == TABLE else weight
         return jax.device_put(weight.astype(old.dtype))
 
-    params = jax.tree_util.tree_map_with_path(rounded, model.params, pack_tree(exact, own))
+    params = jax.tree.map(rounded, model.params, pack_tree(exact, own))
     return TargetModel(model.config, params, model.dtype, tokenizer=model.tokenizer)
 
 

@@ -18,7 +18,7 @@ MATRIX_FACTOR = 5.0  # Muon's rate over AdamW's
 UPDATE_RMS = 0.2
 
 
-TABLES = ("embed", "predecessor", "successor", "markov_w1")  # gathered by token
+TABLES = ("embed", "head", "predecessor", "successor", "markov_w1")  # a row or column a token
 KERNELS = ("base",)  # of convolutions
 
 

@@ -89,7 +89,7 @@ def test_json_holds_the_same(large: Explanation) -> None:
     counted = {p["name"]: p["work"]["bytes"] for p in found["programs"] if p["work"]}
     assert counted["plain"] < counted["speculative"]
     shape, dtype = found["parameters"]["target/embed"]
-    assert (shape, dtype) == ([151936, 4096], "bfloat16")
+    assert (shape, dtype) == ([4096, 151936], "bfloat16")
     assert "jax" in found["versions"]
 
 

@@ -62,14 +62,17 @@ def test_the_rest_of_a_target_is_transposed_or_copied(name):
         "o": (layer["attention"]["o"], stored[f"{at}self_attn.o_proj.weight"].T),
         "norm": (layer["input_norm"], stored[f"{at}input_layernorm.weight"]),
         "second": (layer["post_attention_norm"], stored[f"{at}post_attention_layernorm.weight"]),
-        "embed": (params["embed"], stored["model.embed_tokens.weight"]),
         "final": (params["norm"], stored["model.norm.weight"]),
     }
-    if not config.tie_embeddings:
+    table = stored["model.embed_tokens.weight"]
+    if config.tie_embeddings:
+        expected["head"] = (params["head"], table.T)
+    else:
+        expected["embed"] = (params["embed"], table.T)
         expected["head"] = (params["head"], stored["lm_head.weight"].T)
     for ours, theirs in expected.values():
         np.testing.assert_array_equal(ours, theirs)
-    assert ("head" in params) is not config.tie_embeddings
+    assert ("embed" in params) is not config.tie_embeddings
     leaves = sum(v.size for v in stored.values())
     assert leaves == sum(size(params))
 
@@ -135,7 +138,7 @@ def test_a_tied_head_is_dropped_when_equal_and_refused_when_not(tmp_path):
     stored = safetensors.numpy.load_file(ORACLE / "targets/qwen3/model.safetensors")
     table = stored["model.embed_tokens.weight"]
     folder, config = target_folder(tmp_path, "qwen3", lm_head__weight=table)
-    assert "head" not in load_target(folder, config)
+    assert "embed" not in load_target(folder, config)
     folder, config = target_folder(tmp_path, "qwen3", lm_head__weight=table + 1)
     with pytest.raises(CheckpointError, match="differs from the embedding"):
         load_target(folder, config)

@@ -16,7 +16,15 @@ from laws import PROMPT, ROWS, SAID, VOCAB, all_logits, filtered, law, likelihoo
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan
-from dflash_jax.decode.sampling import ACCEPT, DRAFT, TOKEN, draw, probabilities, row_keys
+from dflash_jax.decode.sampling import (
+    ACCEPT,
+    DRAFT,
+    TOKEN,
+    draw,
+    likeliest,
+    probabilities,
+    row_keys,
+)
 from dflash_jax.engine.engine import Engine
 from dflash_jax.state import RowRules
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
@@ -168,3 +176,13 @@ def test_seeds_reproduce_and_do_not_depend_on_companions(many: Engine) -> None:
     again, _ = said(many, range(40), **filters)
     assert again.tolist() == together.tolist()
     assert live.result().token_ids == greedy
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_likeliest_is_the_first_of_the_largest(dtype) -> None:
+    scores = jax.random.normal(jax.random.key(7), (3, 5, 97)).astype(dtype)
+    scores = scores.at[0, 0].set(0.0).at[0, 1, jnp.array([40, 60])].set(9.0)
+    scores = scores.at[1, 0].set(-jnp.inf).at[1, 1, 5].set(jnp.inf)
+    np.testing.assert_array_equal(likeliest(scores), jnp.argmax(scores, axis=-1))
+    broken = likeliest(scores.at[2, 3, 8].set(jnp.nan))
+    assert 0 <= broken[2, 3] < 97

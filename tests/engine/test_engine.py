@@ -371,7 +371,7 @@ def test_three_broken_drafts_turn_drafting_off_for_the_request(
 def broken(tiny: Engine) -> Engine:
     """A target whose embedding of token 77 is not a number."""
     table = np.array(tiny.params["target"]["embed"])
-    table[77] = np.nan
+    table[:, 77] = np.nan
     target = tiny.params["target"] | {"embed": jax.device_put(table)}
     return twin(tiny, params=tiny.params | {"target": target})
 
@@ -393,7 +393,7 @@ def test_a_broken_target_fails_its_request_and_leaves_a_clean_row(
 def test_a_target_that_breaks_midway_keeps_what_was_given(tiny: Engine, truth: list[int]) -> None:
     at = next(i for i in range(5, 60) if truth[i] not in [*truth[:i], *PROMPT, 0])
     table = np.array(tiny.params["target"]["embed"])
-    table[truth[at]] = np.inf
+    table[:, truth[at]] = np.inf
     target = tiny.params["target"] | {"embed": jax.device_put(table)}
     engine = twin(tiny, params=tiny.params | {"target": target})
     stream = engine.stream(PROMPT, max_tokens=60, speculative=False)
@@ -406,7 +406,7 @@ def test_a_target_that_breaks_midway_keeps_what_was_given(tiny: Engine, truth: l
 
 def test_a_broken_request_does_not_disturb_its_neighbours(tiny3: Engine, tiny: Engine) -> None:
     table = np.array(tiny3.params["target"]["embed"])
-    table[77] = np.nan
+    table[:, 77] = np.nan
     target = tiny3.params["target"] | {"embed": jax.device_put(table)}
     engine = twin(tiny3, params=tiny3.params | {"target": target})
     prompts = [[1, 2], [1, 77, 3], [9] * 20, [4]]

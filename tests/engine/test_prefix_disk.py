@@ -121,7 +121,7 @@ def test_p29_other_weights_plans_and_models_find_nothing(
     tiny: Engine, truth: list[int], folder: Path
 ) -> None:
     table = np.array(tiny.params["target"]["embed"])
-    table[250] += 1  # a single row of the weights
+    table[:, 250] += 1  # a single column of the weights
     params = tiny.params | {"target": tiny.params["target"] | {"embed": jax.device_put(table)}}
     other = opened(tiny, folder)
     other.params = params

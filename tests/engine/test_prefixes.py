@@ -362,7 +362,7 @@ def test_a_budget_below_one_segment_is_refused() -> None:
 def test_C15_a_prompt_that_broke_the_numbers_is_forgotten(warm: Engine) -> None:
     prompt = [*text(CHUNK, seed=15), 77, *text(CHUNK, seed=16)]
     table = np.array(warm.params["target"]["embed"])
-    table[77] = np.nan
+    table[:, 77] = np.nan
     target = warm.params["target"] | {"embed": jax.device_put(table)}
     broken = Engine(warm.target, warm.drafter, warm.params | {"target": target}, warm.plan)
     broken.executables = warm.executables
