@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Sequence
 
 from dflash_jax.engine.engine import Engine
@@ -67,14 +68,25 @@ def one_token_lane(engine: Engine) -> Engine:
 
 
 def compare(
-    engine: Engine, prompt: Sequence[int], *, repeats: int = 3, **options: object
+    engine: Engine,
+    prompt: Sequence[int],
+    *,
+    repeats: int = 3,
+    seconds: float = 1.0,
+    **options: object,
 ) -> Comparison:
-    """Times the three lanes in turn, `repeats` times after one untimed round."""
+    """Times the three lanes in turn after one untimed round.
+
+    Args:
+      repeats: at least so many times,
+      seconds: and for at least so long: an answer of a few steps says little by itself.
+    """
     single = one_token_lane(engine)
     checked = check(engine, prompt, **options)
     single.generate(prompt, **options)
     speeds: dict[str, list[float]] = {"speculative": [], "plain": [], "plain1": []}
-    for _ in range(repeats):
+    started = time.perf_counter()
+    while len(speeds["plain1"]) < repeats or time.perf_counter() < started + seconds:
         fast = engine.generate(prompt, **options, speculative=True)
         slow = engine.generate(prompt, **options, speculative=False)
         one = single.generate(prompt, **options)
