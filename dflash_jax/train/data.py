@@ -211,9 +211,10 @@ def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:
 def as_given(
     examples: Sequence[Example], tokenizer: Tokenizer | None, ends: Sequence[int]
 ) -> list[Document]:
-    """Conversations and texts as they stand, assistant turns wanted; one document a turn.
+    """Conversations and texts as they stand, assistant turns wanted.
 
-    What the target would not have said itself costs places, it is never learnt.
+    A conversation is one document, unless its template rewrites earlier turns. What the target
+    would not have said itself costs places, it is never learnt.
     """
     found = []
     for example in examples:
@@ -222,10 +223,21 @@ def as_given(
             found.append(Document(ids, np.ones(len(ids), bool)))
             continue
         assert tokenizer is not None or token_ids(example, tokenizer)
+        turns: list[Document] = []
         for i, message in enumerate(example.messages):
             if message["role"] == "assistant" and i and tokenizer is not None:
-                found += _turn(example, i, tokenizer, ends)
+                for turn in _turn(example, i, tokenizer, ends):
+                    earlier = turns[-1:]
+                    if earlier and _continues(turn, earlier[0]):
+                        turn.wanted[: len(earlier[0].ids)] |= earlier[0].wanted
+                        turns.pop()
+                    turns.append(turn)
+        found += turns
     return found
+
+
+def _continues(turn: Document, earlier: Document) -> bool:
+    return np.array_equal(turn.ids[: len(earlier.ids)], earlier.ids)
 
 
 def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -> list[Document]:

@@ -84,13 +84,24 @@ def test_each_turn_of_a_conversation_is_a_prompt_that_waits_for_the_assistant(to
 def test_given_answers_are_wanted_up_to_their_end(tokenizer, tmp_path):
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
     examples = data.read(written(tmp_path, CHAT))
-    for document, answer in zip(
-        data.as_given(examples, tokenizer, ends), ("Two.", "Four."), strict=True
-    ):
-        text = tokenizer.core.decode(
-            document.ids[document.wanted].tolist(), skip_special_tokens=False
-        )
-        assert text == answer + "<|im_end|>"
+    (document,) = data.as_given(examples, tokenizer, ends)
+    wanted = document.ids[document.wanted].tolist()
+    assert (
+        tokenizer.core.decode(wanted, skip_special_tokens=False) == "Two.<|im_end|>Four.<|im_end|>"
+    )
+
+
+def test_turns_that_a_template_rewrites_later_stand_alone(tokenizer, tmp_path, monkeypatch):
+    ends = [tokenizer.core.token_to_id("<|im_end|>")]
+    chat = tokenizer.chat
+    monkeypatch.setattr(  # it says in front how many turns there are
+        tokenizer,
+        "chat",
+        lambda messages, **rest: [(len(messages) + 1) // 2, *chat(messages, **rest)],
+    )
+    found = data.as_given(data.read(written(tmp_path, CHAT)), tokenizer, ends)
+    assert [d.ids[0] for d in found] == [1, 2]
+    assert all(d.wanted.sum() > 1 for d in found)
 
 
 def test_settings_change_a_preset_and_nonsense_is_refused():
