@@ -115,7 +115,7 @@ class OpenPair:
         params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
         where = None if mesh is None else param_shardings(mesh, params)
-        params = jax.device_put(params, where)
+        params = params if plan.apart else jax.device_put(params, where)
         return Engine(target, drafter, params, plan, tokenizer=self.tokenizer)
 
     def with_stored(self, plan: Plan) -> Plan:

@@ -79,6 +79,14 @@ def model_options(verb: argparse.ArgumentParser) -> None:
         metavar="DATAxMODEL",
         help="devices: rows split over the first number, heads and widths over the second",
     )
+    for model in ("target", "drafter"):
+        models.add_argument(
+            f"--{model}-device",
+            type=int,
+            default=0,
+            metavar="I",
+            help=f"place of the {model}'s device, counted from 0; the two may differ",
+        )
 
 
 def mesh(text: str) -> tuple[int, int]:
@@ -117,6 +125,7 @@ def chosen_plan(options: argparse.Namespace) -> Any:
         memory_limit=options.memory_limit,
         prefix_cache=options.prefix_cache,
         mesh=options.mesh,
+        devices=(options.target_device, options.drafter_device),
     )
 
 

@@ -50,6 +50,29 @@ class Executable:
         return self._memory.argument_size_in_bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class JoinedExecutable(Executable):
+    """A program that runs on two devices; `compiled` is its first part, bytes are of all."""
+
+    parts: tuple[Executable, ...]
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*self.parts, *args)
+
+    @property
+    def aliased_bytes(self) -> int:
+        return sum(part.aliased_bytes for part in self.parts)
+
+    @property
+    def temporary_bytes(self) -> int:
+        return sum(part.temporary_bytes for part in self.parts)
+
+    @property
+    def argument_bytes(self) -> int:
+        return sum(part.argument_bytes for part in self.parts)
+
+
 def jit(function: Callable[..., Any], *, donate: tuple[int, ...] = (), **options: Any) -> Any:
     """`jax.jit` for code outside this package, so that compilation happens in one place."""
     return jax.jit(function, donate_argnums=donate, **options)
@@ -63,6 +86,17 @@ def compile_programs(programs: Iterable[Program]) -> dict[str, Executable]:
 
 
 def _compile(program: Program) -> Executable:
+    if program.call is not None:
+        parts = tuple(map(_compile, program.parts))
+        return JoinedExecutable(
+            program.name,
+            parts[0].compiled,
+            "\n".join(part.stablehlo for part in parts),
+            sum(part.donated_bytes for part in parts),
+            sum(part.seconds for part in parts),
+            parts,
+            program.call,
+        )
     started = time.perf_counter()
     options = {} if program.placement is None else {"out_shardings": program.placement}
     jitted = jax.jit(program.function, donate_argnums=program.donated, **options)

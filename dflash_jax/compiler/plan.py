@@ -60,6 +60,8 @@ class Plan:
         engine was started anew; "" keeps none there. Other models' are never read.
       prefix_disk: most bytes in that folder.
       mesh: devices as (data, model): rows are split over `data`, heads and widths over `model`.
+      devices: places of target and drafter in `jax.devices()`. If they differ, the drafter has a
+        device of its own, with copies of the target's embedding and head.
       queue: most requests that wait for a row; more are refused with QueueFullError.
       stop_slots: most stop tokens a request may name.
       min_survival: drafts that a drafter with a confidence head gives less than this chance to
@@ -84,6 +86,7 @@ class Plan:
     prefix_folder: str = ""
     prefix_disk: int = 1 << 33
     mesh: tuple[int, int] = (1, 1)
+    devices: tuple[int, int] = (0, 0)
     queue: int = 1024
     stop_slots: int = 8
     min_survival: float = 0.0
@@ -114,6 +117,16 @@ class Plan:
                 f"mesh is {mesh!r} for {self.rows} rows; expected integers of at least 1, the"
                 " first a divisor of the rows"
             )
+        places = self.devices
+        if not isinstance(places, tuple | list) or [type(n) for n in places] != [int, int]:
+            raise PlanError(f"devices is {places!r}; expected two integers, (target, drafter)")
+        object.__setattr__(self, "devices", tuple(places))
+        if min(places) < 0 or (max(places) and not self.apart) or (self.apart and max(mesh) > 1):
+            raise PlanError(
+                f"devices is {places!r} and mesh {mesh!r}; expected (0, 0), or two different"
+                " devices and mesh (1, 1). The environment chooses which device is the first"
+                " (CUDA_VISIBLE_DEVICES)"
+            )
         survival = self.min_survival
         if type(survival) not in (int, float) or not 0 <= survival <= 1:
             raise PlanError(f"min_survival is {survival!r}; expected a number from 0 to 1")
@@ -133,6 +146,11 @@ class Plan:
         if extra := sorted(set(fields) - known):
             raise PlanError(f"unknown plan fields {extra}; known are {sorted(known)}")
         return cls(**fields | {"stored": _tuples(fields.get("stored", ()))})
+
+    @property
+    def apart(self) -> bool:
+        """Whether target and drafter have a device each."""
+        return self.devices[0] != self.devices[1]
 
     @property
     def widest(self) -> int:

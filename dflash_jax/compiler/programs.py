@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from dflash_jax.compiler import apart
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.sharding import (
     device_mesh,
@@ -30,6 +31,7 @@ from dflash_jax.decode.shaping import neutral_shaping, set_row
 from dflash_jax.decode.snapshot import put_segment, take_segment
 from dflash_jax.decode.steps import Pair, Params
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
+from dflash_jax.nn.decoder import Decoder
 from dflash_jax.quant.layouts import Spec, spec
 from dflash_jax.quant.products import abstract
 from dflash_jax.state import DecodeState, RowRules
@@ -51,6 +53,8 @@ class Program:
     donated: tuple[int, ...] = ()
     lanes: tuple[str, ...] = ALL_LANES  # that need it
     placement: Any = None  # shardings of the results, where there are several devices
+    parts: tuple["Program", ...] = ()  # of a program that runs on two devices
+    call: Callable[..., Any] | None = None  # given the parts, compiled, and the arguments
 
 
 def build_pair(
@@ -189,6 +193,14 @@ def declare(
     pair = build_pair(target, drafter, exact=plan.exact, taps_at=plan.taps_at)
     params = abstract_params(plan, target, drafter)
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
+    drafting = pair, params, state
+    split = plan.apart and drafter is not None
+    if split:
+        lent = dataclasses.replace(pair, target=Decoder(target))
+        borrowing = {"target": apart.borrowed(params["target"]), "drafter": params["drafter"]}
+        state, there = apart.halves(state)
+        drafting = lent, borrowing, there
+        pair, params = dataclasses.replace(pair, apart=True), {"target": params["target"]}
     rules = jax.eval_shape(lambda: idle_rules(plan))
     count, flag = rules.limit, jax.ShapeDtypeStruct((plan.rows,), jnp.bool_)
     shaping = jax.eval_shape(lambda: neutral_shaping(plan.rows, target.vocab_size))
@@ -216,16 +228,9 @@ def declare(
     plain = "plain" if plan.exact else "plain1"
     programs = [
         Program("forced", functools.partial(steps.forced, pair), dictated, (1,)),
-        Program("replace", steps.replace, (state, flag, count), (0,)),
-        Program("wipe", steps.wipe, (state, flag), (0,)),
+        *_row_programs(plan, state),
     ]
-    if plan.prefix_cache:
-        one = jax.ShapeDtypeStruct((), jnp.int32)
-        take = functools.partial(take_segment, chunk=plan.chunk)
-        put = functools.partial(put_segment, chunk=plan.chunk)
-        segment = jax.eval_shape(take, state, one, one)
-        programs.append(Program("take_segment", take, (state, one, one)))
-        programs.append(Program("put_segment", put, (state, one, one, segment), (0,)))
+    others: list[Program] = []  # of the drafter's device
     if not {SHAPED, MASKED}.isdisjoint(lanes):
         row = shaping_row(target.vocab_size)
         programs.append(Program("shape", set_row, (shaping, *row), (0,), (SHAPED, MASKED)))
@@ -236,17 +241,46 @@ def declare(
             program("prefill", steps.prefill, chunk, count, flag, rules, **static),
             program(plain, steps.plain, rules, width=width, **static),
         ]
-        if drafter is not None and lane == MASKED:
-            static = {"width": plan.block, "min_survival": plan.min_survival}
-            run = functools.partial(steps.draft, pair, **static)
-            drafting = Program("draft_masked", run, (params, state, rules), (1,), (MASKED,))
-            drafted = jax.eval_shape(run, *drafting.arguments)[1]
-            programs += [drafting, program("verify", steps.verify, drafted, rules, lane=lane)]
-        elif drafter is not None:
-            static |= {"width": plan.block, "min_survival": plan.min_survival}
-            programs.append(program("speculative", steps.speculative, rules, **static))
+        if drafter is None:
+            continue
+        wide: dict[str, Any] = {"width": plan.block, "min_survival": plan.min_survival}
+        if lane != MASKED and not split:
+            programs.append(program("speculative", steps.speculative, rules, **static, **wide))
+            continue
+        module, *rest = drafting
+        run = functools.partial(steps.draft, module, sampled=lane != GREEDY, **wide)
+        draft = Program("draft" + lane, run, (*rest, rules), (1,), (lane,))
+        drafted = jax.eval_shape(run, *draft.arguments)[1]
+        (others if split else programs).append(draft)
+        programs.append(program("verify", steps.verify, drafted, rules, **static))
+    if split:
+        module, borrowing, there = drafting
+        for fed in sorted({plan.chunk, plan.block, width}):
+            tap = jax.ShapeDtypeStruct((plan.rows, fed, target.hidden_size), plan.dtype)
+            news = ((tap,) * len(pair.taps), flag, count, count)
+            run = functools.partial(steps.follow, module)
+            others.append(Program(f"follow_{fed}", run, (borrowing, there, *news), (1,)))
+        others += _row_programs(plan, there)
+        named = ({p.name: p for p in half} for half in (programs, others))
+        return apart.join(plan, *named, between=MASKED)
     mesh = device_mesh(plan)
     return {p.name: p if mesh is None else over_devices(p, mesh) for p in programs}
+
+
+def _row_programs(plan: Plan, state: DecodeState) -> list[Program]:
+    """What changes rows without a model: pending tokens, broken rows, prefixes."""
+    flag, one = jax.ShapeDtypeStruct((plan.rows,), jnp.bool_), jax.ShapeDtypeStruct((), jnp.int32)
+    programs = [
+        Program("replace", steps.replace, (state, flag, state.anchor), (0,)),
+        Program("wipe", steps.wipe, (state, flag), (0,)),
+    ]
+    if plan.prefix_cache:
+        take = functools.partial(take_segment, chunk=plan.chunk)
+        put = functools.partial(put_segment, chunk=plan.chunk)
+        segment = jax.eval_shape(take, state, one, one)
+        programs.append(Program("take_segment", take, (state, one, one)))
+        programs.append(Program("put_segment", put, (state, one, one, segment), (0,)))
+    return programs
 
 
 def over_devices(program: Program, mesh: Mesh) -> Program:

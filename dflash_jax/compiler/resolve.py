@@ -41,6 +41,10 @@ def resolve(
             f"min_survival is {plan.min_survival}, but the drafter has no confidence head;"
             " leave it at 0"
         )
+    if plan.apart and drafter is None:
+        raise PlanError(
+            f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
+        )
     if plan.weights == "packed" and not plan.stored:
         raise PlanError(
             "weights='packed' keeps the blocks of a .gguf file, but neither model comes from one"
@@ -51,9 +55,10 @@ def resolve(
             f"weights={plan.weights!r} cannot be split over a mesh of {plan.mesh}; use one device,"
             " or weights='float'"
         )
-    need = budget(plan, target, drafter)
+    beside = None if plan.apart else drafter  # what shares the target's device
+    need = budget(plan, target, beside)
     if need.total > plan.memory_limit:
-        raise PlanError(_does_not_fit(plan, target, drafter, need))
+        raise PlanError(_does_not_fit(plan, target, beside, need))
     return plan
 
 

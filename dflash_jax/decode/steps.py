@@ -57,6 +57,7 @@ class Pair:
     drafter: Drafter | None
     exact: bool = True  # blocks step recurrent layers token by token (R3)
     taps_at: str = LATE  # where in a layer the drafter's taps are taken
+    apart: bool = False  # the drafter lives on another device: a step's state hands it the taps
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -196,7 +197,9 @@ def speculative(
     return state, out
 
 
-Drafted = tuple[Int[Array, "B T"], Float[Array, "B R V"], Bool[Array, " B"], Int[Array, " B"]]
+Drafted = tuple[
+    Int[Array, "B T"], Float[Array, "B R V"] | None, Bool[Array, " B"], Int[Array, " B"]
+]
 
 
 def draft(
@@ -206,12 +209,12 @@ def draft(
     rules: RowRules,
     *,
     width: int,
+    sampled: bool,
     min_survival: float = 0.0,
 ) -> tuple[DecodeState, Drafted]:
-    """The first half of a speculative step, for masks that the host makes from the drafts."""
-    static: dict[str, Any] = {"width": width, "sampled": True, "min_survival": min_survival}
+    """The first half of a speculative step that another program verifies."""
+    static: dict[str, Any] = {"width": width, "sampled": sampled, "min_survival": min_survival}
     found = _draft(pair, params, state, rules, **static)
-    assert found.q is not None
     assert found.count is not None
     state = dataclasses.replace(state, draft=found.caches)
     return state, (found.block, found.q, found.finite, found.count)
@@ -224,13 +227,35 @@ def verify(
     drafted: Drafted,
     rules: RowRules,
     *,
-    shaping: Shaping,
+    sampled: bool,
+    shaping: Shaping | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """The second half of a speculative step."""
     block, q, finite, count = drafted
     found = Draft(block=block, q=q, finite=finite, caches=state.draft, count=count)
-    _, state, out = _verify(pair, params, state, found, rules, sampled=True, shaping=shaping)
+    _, state, out = _verify(pair, params, state, found, rules, sampled=sampled, shaping=shaping)
     return state, out
+
+
+def follow(
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    taps: tuple[Float[Array, "B T D"], ...],
+    fresh: Bool[Array, " B"],
+    position: Int[Array, " B"],
+    anchor: Int[Array, " B"],
+) -> DecodeState:
+    """The drafter's half of a state, once the target has fed T tokens on another device.
+
+    Args:
+      fresh: rows that the target began anew, at position 0.
+      position, anchor: where the target stands now.
+    """
+    start = jnp.where(fresh, 0, state.position)
+    draft = pair.drafter_call(params, taps, state.draft, start, method="context")
+    state = dataclasses.replace(state, position=start)
+    return commit(state, (), draft, position - start, anchor)
 
 
 def masked(
@@ -369,8 +394,8 @@ def _forward(
         where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
         out = pair.target_call(params, tokens, state.target, state.position, **where)
     out = jax.lax.optimization_barrier(out)
-    draft = state.draft
-    if pair.drafter is not None:
+    draft = out.taps if pair.apart else state.draft
+    if pair.drafter is not None and not pair.apart:
         draft = pair.drafter_call(params, out.taps, draft, state.position, method="context")
     return out.caches, draft, out.hidden
 

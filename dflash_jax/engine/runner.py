@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash_jax.compiler import apart
 from dflash_jax.compiler.build import Executable, compile_programs
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import (
@@ -31,7 +32,7 @@ from dflash_jax.engine.live import Live
 from dflash_jax.engine.prefix_disk import identity
 from dflash_jax.engine.shaper import Shaper
 from dflash_jax.engine.snapshots import Snapshots
-from dflash_jax.state import DecodeState, RowRules, StepOutput
+from dflash_jax.state import RowRules, StepOutput
 
 DICTATING = {"forced", "replace"}  # programs that requests without recovery never need
 
@@ -50,14 +51,14 @@ class Runner:
     def __init__(
         self, target: TargetConfig, drafter: DrafterConfig | None, params: Params, plan: Plan
     ):
-        self.target, self.drafter, self.params, self.plan = target, drafter, params, plan
+        self.target, self.drafter, self.plan = target, drafter, plan
         self.programs = declare(plan, target, drafter, lanes=ALL_LANES)
         self.executables: dict[str, Executable] = {}
         self.compile_s = 0.0
         self._compiling = threading.Lock()
+        self._apart = plan.apart and drafter is not None
         self._mesh = device_mesh(plan)
-        if self._mesh is not None:
-            self.params = jax.device_put(params, param_shardings(self._mesh, params))
+        self.params = self._place(params)
         self.state = self._empty_state()
         self.snapshots = self._make_snapshots()
         self._shaper = Shaper(plan.rows, target.vocab_size)
@@ -102,7 +103,7 @@ class Runner:
 
         Nothing may run meanwhile.
         """
-        self.params, self.snapshots = params, None
+        self.params, self.snapshots = self._place(params), None
         self.snapshots = self._make_snapshots()
 
     def recall(self, live: Live) -> None:
@@ -164,9 +165,20 @@ class Runner:
         made = (self.plan, self.target, self.drafter, self.params)
         return Snapshots(self.plan, self.programs, functools.partial(identity, *made))
 
-    def _empty_state(self) -> DecodeState:
+    def _place(self, params: Params) -> Params:
+        """Parameters where the plan wants them."""
+        if self._apart:
+            return apart.place_params(self.plan, params)
+        if self._mesh is not None:
+            return jax.device_put(params, param_shardings(self._mesh, params))
+        return params
+
+    def _empty_state(self) -> Any:
+        """A `DecodeState`, or its two `Halves` where target and drafter have a device each."""
         shapes = jax.eval_shape(lambda: empty_state(self.plan, self.target, self.drafter))
         empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        if self._apart:
+            return apart.place_state(self.plan, empty)
         return jax.device_put(empty, self._mesh and row_shardings(self._mesh, empty))
 
     def _make_masks(
