@@ -2,13 +2,17 @@
 
 import json
 import sys
+from typing import Any
 
 import jax
 import numpy as np
 
-from dflash_jax import Plan
+from dflash_jax import Plan, TargetModel
+from dflash_jax.compiler.sharding import device_mesh, param_shardings
+from dflash_jax.config import TargetConfig
 from dflash_jax.testing import (
     random_engine,
+    random_params,
     tiny_drafter,
     tiny_gemma,
     tiny_gpt_oss,
@@ -28,8 +32,11 @@ FAMILIES = {
 
 
 def main() -> None:
-    """Arguments: family, then meshes like 1x4."""
+    """Arguments: family, then meshes like 1x4; or "every" alone."""
     family, *meshes = sys.argv[1:]
+    if family == "every":
+        print(json.dumps({name: forward(make()) for name, make in FAMILIES.items()}))
+        return
     target = FAMILIES[family]()
     drafter = tiny_drafter(target, target_layer_ids=(0,), **HEADS)
     prompts = [np.random.default_rng(i).integers(0, 96, 5 + 9 * i).tolist() for i in range(4)]
@@ -54,6 +61,25 @@ def main() -> None:
             held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
             shares[mesh] = held / sum(x.nbytes for x in leaves)
     print(json.dumps({"said": said, "shares": shares, "devices": len(jax.devices())}))
+
+
+def forward(target: TargetConfig) -> dict[str, Any]:
+    """One forward pass, whole and with heads and widths split over two devices."""
+    params = random_params(target, None, dtype="float32", seed=0)["target"]
+    mesh = device_mesh(Plan(mesh=(1, 2)))
+    assert mesh is not None
+    split = jax.device_put(params, param_shardings(mesh, params))
+    ids = np.random.default_rng(0).integers(0, 96, (2, 13))
+    whole, parts = (
+        np.asarray(TargetModel(target, made, "float32").forward(ids).logits)
+        for made in (params, split)
+    )
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(split))
+    return {
+        "equal": bool((whole.argmax(-1) == parts.argmax(-1)).all()),
+        "error": float(np.abs(whole - parts).max() / np.abs(whole).max()),
+        "share": held / sum(x.nbytes for x in jax.tree.leaves(split)),
+    }
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ CASE = Path(__file__).with_name("apart_case.py")
 )
 def test_two_devices_say_what_one_says(family: str, names: list[str]) -> None:
     """In every lane, round by round, with prefixes found again on both devices."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     run = subprocess.run(
         [sys.executable, str(CASE), family, "together", *names],
-        env=os.environ | flags,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=False,

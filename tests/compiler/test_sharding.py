@@ -16,7 +16,8 @@ from dflash_jax.errors import PlanError
 from dflash_jax.testing import AMPLE, tiny_target
 
 CASE = Path(__file__).with_name("mesh_case.py")
-DEVICES = "--xla_force_host_platform_device_count="
+FLAGS = os.environ.get("XLA_FLAGS", "")  # compiling faster, in `make test`
+DEVICES = f"{FLAGS} --xla_force_host_platform_device_count="
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,24 @@ def test_several_devices_say_what_one_says(family: str, devices: int, meshes: li
     for mesh in meshes:
         assert found["said"][mesh] == found["said"]["1x1"], mesh
         assert found["shares"][mesh] < 0.8  # of the bytes, on one device
+
+
+def test_every_family_says_the_same_with_its_heads_and_widths_split() -> None:
+    run = subprocess.run(
+        [sys.executable, str(CASE), "every"],
+        env=os.environ | {"XLA_FLAGS": DEVICES + "2", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert len(found) == 5
+    for family, said in found.items():
+        assert said["equal"], family
+        assert said["error"] < 1e-4, family
+        assert said["share"] < 0.8, family
 
 
 def test_meshes_that_cannot_be_are_refused_by_name() -> None:
