@@ -1,5 +1,6 @@
 """Strict array semantics for every test: no implied dtype or rank promotion."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dflash_jax.testing import random_engine, scripted_engine, tiny_drafter, tin
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+gc.set_threshold(100_000, 50, 100)  # traces of programs are millions of objects, and few die
 
 ORACLE = Path(__file__).parent / "oracle"
 

@@ -151,8 +151,15 @@ def prompt(length: int, seed: int = 7) -> list[int]:
     return np.random.default_rng(seed).integers(0, 97, length).tolist()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
-def test_drafting_changes_no_token(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "lengths"),
+    [
+        ("bfloat16", (CHUNK + 1,)),
+        pytest.param("bfloat16", (1, CHUNK - 1, 50), marks=pytest.mark.soak),
+        pytest.param("float32", (1, CHUNK - 1, CHUNK + 1, 50), marks=pytest.mark.soak),
+    ],
+)
+def test_drafting_changes_no_token(dtype: str, lengths: tuple[int, ...]) -> None:
     real = make(dtype, chunk=1 if dtype == "bfloat16" else CHUNK)
     assert [c.ring for c in real.runner.state.target] == [
         True,
@@ -160,7 +167,7 @@ def test_drafting_changes_no_token(dtype: str) -> None:
         True,
     ]  # and none for layers 3, 4
     scripted, rng = scripted_engine(real), np.random.default_rng(1)
-    for length in (1, CHUNK - 1, CHUNK + 1, 50):
+    for length in lengths:
         given = prompt(length)
         new = 90 if length == 50 else 20  # several windows long
         plain = real.generate(given, max_tokens=new, speculative=False).token_ids
@@ -190,7 +197,7 @@ def test_a_tokens_bits_do_not_depend_on_its_block(dtype: str) -> None:
     ids = np.array([prompt(48), prompt(48, 8)], np.int32)
     _, wanted = run.feed(run.empty, ids)
     state, at, other = run.empty, 0, np.random.default_rng(2)
-    for kept in (3, 1, 8, 5, 2, 7, 4, 6, 1, 8):
+    for kept in (3, 1, 8, 5, 2):
         block = ids[:, at : at + WIDTH].copy()
         block[:, kept:] = other.integers(0, 97, block[:, kept:].shape)
         block[1] = other.integers(0, 97, block[1].shape)  # a companion of no concern

@@ -225,7 +225,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def test_every_accept_pattern_prompt_length_and_row_gives_plain_tokens(engine: Engine) -> None:
-    lengths = (1, 15, 63, 64, 65, 90)
+    lengths = (1, 64, 65, 90)
     rng = np.random.default_rng(0)
     texts: dict[int, list[int]] = {}
     for length in lengths:
@@ -233,7 +233,7 @@ def test_every_accept_pattern_prompt_length_and_row_gives_plain_tokens(engine: E
         plain = engine.generate(prompt, max_tokens=NEW, speculative=False).token_ids
         assert len(set(plain)) > 4  # no mere repetition
         truth = [*prompt, *plain]
-        noise = {share: rng.random(len(truth)) < share for share in (0.0, 0.6, 0.9, 1.0)}
+        noise = {share: rng.random(len(truth)) < share for share in (0.0, 0.7, 1.0)}
         for share, right in noise.items():
             script = [t if ok else (t + 1) % 97 for t, ok in zip(truth, right, strict=True)]
             set_script(engine, script)
