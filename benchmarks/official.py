@@ -18,6 +18,7 @@ from converters.names import published
 from converters.tree_source import TreeSource
 from dflash_jax.config import AttentionConfig
 from dflash_jax.engine.engine import Engine
+from dflash_jax.models.scripted import ScriptedConfig
 
 SURE = 1e4  # added to the logit of a scripted token
 
@@ -30,14 +31,17 @@ class Official:
         self.device, kind = device, getattr(torch, dtype)
         package._cuda_time = self._clock
         self._busy: list[float] = []
-        config = _config(engine.target)
+        config, drafter = _config(engine.target), engine.drafter
+        weights = engine.params["drafter"]
+        if isinstance(drafter, ScriptedConfig):
+            drafter, weights = drafter.overruled, weights["overruled"]
         torch.set_default_dtype(kind)
         with torch.device(device):
             self.target = Qwen3ForCausalLM(config).to(kind).eval()
-            self.drafter = _Forced(_config(engine.drafter)).to(kind).eval()
+            self.drafter = _Forced(_config(drafter)).to(kind).eval()
         torch.set_default_dtype(torch.float32)
         _fill(self.target, engine.params["target"], engine.target, prefix="model.")
-        _fill(self.drafter, engine.params["drafter"], engine.drafter, prefix="")
+        _fill(self.drafter, weights, drafter, prefix="")
 
     def generate(
         self,
