@@ -75,7 +75,7 @@ def test_a_conversion_cut_short_leaves_no_checkpoint(tmp_path, monkeypatch):
     from dflash_jax import checkpoint
 
     monkeypatch.setattr(checkpoint, "_remove", lambda path: None)  # as if killed
-    monkeypatch.setattr(checkpoint, "_checksum", lambda path: 1 / 0)  # once weights are written
+    monkeypatch.setattr(checkpoint, "checksum", lambda path: 1 / 0)  # once weights are written
     with pytest.raises(ZeroDivisionError):
         convert.convert(open_model(DRAFTER), tmp_path / "ours", to="orbax")
     (left,) = tmp_path.iterdir()
