@@ -32,16 +32,15 @@ class Official:
         package._cuda_time = self._clock
         self._busy: list[float] = []
         config, drafter = _config(engine.target), engine.drafter
-        weights = engine.params["drafter"]
         if isinstance(drafter, ScriptedConfig):
-            drafter, weights = drafter.overruled, weights["overruled"]
+            drafter = drafter.overruled
         torch.set_default_dtype(kind)
         with torch.device(device):
             self.target = Qwen3ForCausalLM(config).to(kind).eval()
             self.drafter = _Forced(_config(drafter)).to(kind).eval()
         torch.set_default_dtype(torch.float32)
         _fill(self.target, engine.params["target"], engine.target, prefix="model.")
-        _fill(self.drafter, weights, drafter, prefix="")
+        _fill(self.drafter, engine.params["drafter"], drafter, prefix="")
 
     def generate(
         self,
