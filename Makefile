@@ -14,7 +14,8 @@ demo: .venv/installed
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "optimised and not soak"
 	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" \
-		$(BIN)/python -m pytest -n 2 --dist loadfile -m "not optimised and not soak"
+		$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		-m "not optimised and not soak"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check

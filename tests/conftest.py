@@ -16,6 +16,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(100_000, 50, 100)  # traces of programs are millions of objects, and few die
 
 ORACLE = Path(__file__).parent / "oracle"
+# Files that take longest, longest first: begun late, one would keep a single worker busy.
+LONGEST = """
+models/test_gemma4 models/test_mixtures models/test_drafter_oracle models/test_qwen3_5
+nn/test_attention test_cli train/test_tiny models/test_dflash2 compiler/test_sharding
+models/test_target_oracle compiler/test_published train/test_drafter engine/test_prefixes
+server/test_clients engine/test_recovery quant/test_products train/test_fitting
+decode/test_sampling engine/test_shaping engine/test_engine nn/test_moe server/test_robustness
+nn/test_attention_kernel test_notebooks benchmarks/test_gpu_suite engine/test_structured
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first, which takes `--no-loadscope-reorder` with several workers."""
+    place = {ORACLE.parent / f"{name}.py": i for i, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from dflash_jax.testing import tiny_target
 
 H200 = DEVICES["H200"]
 FOLDER = Path(__file__).parent.parent / "published"
+SOAKED = ("Qwen3.5-35B-A3B", "gemma-4-31B-it")  # others of their families are not
 CODER = "Qwen3-Coder-30B-A3B-Instruct"
 
 # target -> its drafter, weights of both, what `explain` says of the pair
@@ -88,7 +89,9 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.soak] * (n in SOAKED)) for n in PAIRS]
+)
 def test_explain_says_what_a_pair_needs_without_allocating(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def test_several_devices_say_what_one_says(family: str, devices: int, meshes: li
         assert found["shares"][mesh] < 0.8  # of the bytes, on one device
 
 
+@pytest.mark.soak
 def test_every_family_says_the_same_with_its_heads_and_widths_split() -> None:
     run = subprocess.run(
         [sys.executable, str(CASE), "every"],
