@@ -21,8 +21,11 @@ def likeliest(scores: Float[Array, "*places N"]) -> Int[Array, "*places"]:
     """The first of the largest scores of each place.
 
     As two reductions: the one of values and places together that `jnp.argmax` makes is 3 to 7
-    times slower on a CPU. A place with NaN gets an index within range that means nothing.
+    times slower on a CPU. A place with NaN gets an index within range that means nothing. The
+    barrier has both reductions read the same numbers: fused into each of them, what computes the
+    scores might round differently, and no score would equal the largest.
     """
+    scores = jax.lax.optimization_barrier(scores)
     last = scores.shape[-1] - 1
     is_best = scores == scores.max(axis=-1, keepdims=True)
     return jnp.where(is_best, jnp.arange(last + 1, dtype=jnp.int32), last).min(axis=-1)

@@ -186,3 +186,9 @@ def test_the_likeliest_is_the_first_of_the_largest(dtype) -> None:
     np.testing.assert_array_equal(likeliest(scores), jnp.argmax(scores, axis=-1))
     broken = likeliest(scores.at[2, 3, 8].set(jnp.nan))
     assert 0 <= broken[2, 3] < 97
+
+
+def test_what_computes_scores_is_not_repeated_in_each_reduction() -> None:
+    """Rounded otherwise in one of the two, no score would equal the largest."""
+    lowered = jax.jit(lambda x: likeliest(30.0 * jnp.tanh(x / 30.0))).lower(jnp.zeros((2, 8, 97)))
+    assert lowered.as_text().count("optimization_barrier") == 1
