@@ -15,12 +15,13 @@ def test_a_path_of_scopes_names_stage_and_part() -> None:
     assert part_of("") == "rest"
 
 
-def test_a_traced_step_is_mostly_of_named_parts(tiny: Engine) -> None:
+def test_most_operations_of_a_traced_step_are_of_named_parts(tiny: Engine) -> None:
     found = profile(tiny, [1, 2, 3], steps=4)
     assert (found.program, found.steps) == ("speculative", 4)
     wanted = {"target/mlp", "target/attention", "draft/mlp", "draft/attention", "context", "head"}
     assert wanted <= found.parts.keys()
-    assert found.parts.get("rest", 0.0) < 0.5 * found.busy_s
+    named = sum(kernel.part != "rest" for kernel in found.kernels)
+    assert named > 0.5 * len(found.kernels)  # how long each took says nothing at this size
     assert sum(k.seconds for k in found.kernels) == pytest.approx(found.busy_s)
     assert "target/mlp" in str(found)
     assert profile(tiny, [1, 2, 3], steps=1, speculative=False).program == "plain"
