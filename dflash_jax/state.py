@@ -113,10 +113,11 @@ class StepOutput:
     """One small integer array, so that the host pays for one copy per step.
 
     Columns: T tokens | count of valid ones | floor token | target finite | drafts verified,
-    -1 where the drafter's numbers were not finite.
+    -1 where the drafter's numbers were not finite. Where R steps may be made by one call, their
+    answers in order; -1 all over for those that were not made.
     """
 
-    packed: Int[Array, "B T+4"]
+    packed: Int[Array, "*R B T+4"]
     logprobs: Logprobs | None = None  # of the T tokens; from the shaped lanes only
 
 
@@ -134,6 +135,12 @@ def pack_output(
     return StepOutput(packed, logprobs)
 
 
+def all_finite(out: StepOutput) -> Bool[Array, ""]:
+    """Whether a step's numbers are finite, in all rows, the drafter's included."""
+    target, drafts = out.packed[..., -2], out.packed[..., -1]
+    return (target > 0).all() & (drafts >= 0).all()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowStep:
     """What one step said about one row."""
@@ -145,10 +152,16 @@ class RowStep:
     drafts: int  # that were put to the target
 
 
-def read_output(out: StepOutput) -> list[RowStep]:
-    """Waits for the step and takes its answer apart, one entry per row."""
-    rows = np.asarray(out.packed).tolist()
-    return [RowStep(tuple(r[: r[-4]]), r[-3], bool(r[-2]), r[-1] >= 0, max(r[-1], 0)) for r in rows]
+def read_output(out: StepOutput) -> list[list[RowStep]]:
+    """Waits for what was dispatched and takes its answers apart: by step, then by row."""
+    packed = np.asarray(out.packed)
+    steps = packed.reshape(-1, *packed.shape[-2:]).tolist()
+    return [list(map(_row_step, rows)) for rows in steps if rows[0][-4] >= 0]
+
+
+def _row_step(said: list[int]) -> RowStep:
+    *tokens, count, floor, finite, drafts = said
+    return RowStep(tuple(tokens[:count]), floor, bool(finite), drafts >= 0, max(drafts, 0))
 
 
 def empty_cache(

@@ -84,7 +84,7 @@ class Explanation:
             + f"  {p.weights} weights" * (p.weights != "float")
             + f"  {p.kv_dtype} keys and values" * (p.kv_dtype != "auto")
             + f"  {'exact' if p.exact else 'inexact'}"
-            f"  lookahead {p.lookahead}"
+            f"  lookahead {p.lookahead}  rounds {p.rounds}"
             + (f"  min survival {p.min_survival:g}" * (p.min_survival > 0))
         )
         yield f"memory   {self.budget}"

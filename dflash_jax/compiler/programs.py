@@ -40,6 +40,7 @@ from dflash_jax.state import DecodeState, RowRules
 # shapes; likewise, and from masks the host makes. Each serves the requests of those before it.
 GREEDY, SAMPLED, SHAPED, MASKED = "", "_sampled", "_shaped", "_masked"
 LANES = (GREEDY, SAMPLED)
+DECODING = ("speculative", "plain", "plain1")  # programs of one decode step, or several
 ALL_LANES = (*LANES, SHAPED, MASKED)  # the last two are compiled when first asked for
 
 
@@ -182,6 +183,11 @@ def shaping_row(vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(*kind) for kind in (*shapes, ((3,), "float32")))
 
 
+def repeats(plan: Plan, lane: str) -> bool:
+    """Whether a lane's decode programs make several steps in a call, and are told how many."""
+    return plan.rounds > 1 and lane in LANES
+
+
 def declare(
     plan: Plan,
     target: TargetConfig,
@@ -212,7 +218,10 @@ def declare(
         name: str, step: Callable[..., Any], *rest: Any, lane: str = GREEDY, **static: Any
     ) -> Program:
         arguments, donated = (params, state, *rest), (1,)
-        if lane == MASKED:
+        if name in DECODING and repeats(plan, lane):
+            step = functools.partial(steps.several, step, most=plan.rounds)
+            arguments = (params, state, jax.ShapeDtypeStruct((), jnp.int32), *rest)
+        elif lane == MASKED:
             step = functools.partial(steps.masked, step)
             places = {"prefill": 1, "verify": plan.block}.get(name, width)
             mask = jax.ShapeDtypeStruct((plan.rows, places, words(target)), jnp.uint32)

@@ -32,7 +32,7 @@ from dflash_jax.decode.sampling import (
     row_keys,
 )
 from dflash_jax.decode.shaping import Shaping, logprobs
-from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, without_stops
+from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, frozen, without_stops
 from dflash_jax.models import Drafter
 from dflash_jax.nn.proposal import Lender, Proposal
 from dflash_jax.state import (
@@ -41,6 +41,7 @@ from dflash_jax.state import (
     RowRules,
     StepOutput,
     Update,
+    all_finite,
     clear_rows,
     commit,
     pack_output,
@@ -286,6 +287,48 @@ def shaped(
     """One of the steps above over shaped logits, the shaping brought up to date."""
     state, out = step(pair, params, state, *rest, shaping=shaping, **static)
     return state, shaping.after(out), out
+
+
+def several(
+    step: Callable[..., tuple[DecodeState, StepOutput]],
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    rounds: Int[Array, ""],
+    rules: RowRules,
+    *,
+    most: int,
+    **static: Any,
+) -> tuple[DecodeState, StepOutput]:
+    """Decode steps one after another without the host.
+
+    They end when every row is frozen, or once a row's numbers are not finite.
+
+    Args:
+      rounds: steps to make, up to `most`; 0 makes one that no row may need, to be timed.
+
+    Returns:
+      The state, and the answers [most, B, T+4]; those of steps that were not made are -1.
+    """
+    made = functools.partial(step, pair, params, rules=rules, **static)
+    answer = jax.eval_shape(made, state)[1].packed
+    Carry = tuple[Int[Array, ""], Bool[Array, ""], DecodeState, Int[Array, "R B A"]]
+
+    def goes_on(carry: Carry) -> Bool[Array, ""]:
+        done, finite, state, _ = carry
+        live = finite & (done < rounds) & ~frozen(state.anchor, state.position, rules).all()
+        return live | (done + rounds == 0)
+
+    def go_on(carry: Carry) -> Carry:
+        done, _, state, answers = carry
+        state, out = made(state)
+        answers = jax.lax.dynamic_update_slice(answers, out.packed[None], (done, 0, 0))
+        return done + 1, all_finite(out), state, answers
+
+    none = jnp.full((most, *answer.shape), -1, answer.dtype)
+    start = jnp.int32(0), jnp.bool_(True), state, none
+    _, _, state, answers = jax.lax.while_loop(goes_on, go_on, start)
+    return state, StepOutput(answers)
 
 
 def _undrafted(block: Int[Array, "B T"], state: DecodeState) -> Draft:

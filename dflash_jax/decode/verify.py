@@ -88,9 +88,15 @@ def cut(
     """
     stops = is_stop(tokens, rules)
     first_stop = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, tokens.shape[1])
-    room = jnp.maximum(rules.limit - position - 1, 0)
-    frozen = is_stop(anchor[:, None], rules)[:, 0]
-    return jnp.where(frozen, 0, jnp.minimum(jnp.minimum(n, first_stop), room))
+    most = jnp.minimum(jnp.minimum(n, first_stop), rules.limit - position - 1)
+    return jnp.where(frozen(anchor, position, rules), 0, most)
+
+
+def frozen(
+    anchor: Int[Array, " B"], position: Int[Array, " B"], rules: RowRules
+) -> Bool[Array, " B"]:
+    """Which rows decide nothing until the host speaks: at a stop token, or at their limit."""
+    return is_stop(anchor[:, None], rules)[:, 0] | (position + 1 >= rules.limit)
 
 
 def without_stops(logits: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B T V"]:

@@ -23,7 +23,10 @@ def lane_of(request: Request) -> str:
 
 
 def make_rules(plan: Plan, rows: Sequence[Live | None], ready: Container[int]) -> RowRules:
-    """Per-row rules for the device; rows that are not ready are frozen by limit 0."""
+    """Per-row rules for the device; rows that are not ready are frozen by limit 0.
+
+    They go there once, or, where one call makes several steps, with every call: few are made.
+    """
     stop = np.full((len(rows), plan.stop_slots), -1, np.int32)
     limit, drafts, top_k = np.zeros((3, len(rows)), np.int32)
     temperature, min_p = np.zeros((2, len(rows)), np.float32)
@@ -48,7 +51,7 @@ def make_rules(plan: Plan, rows: Sequence[Live | None], ready: Container[int]) -
         "min_p": min_p,
         "seed": seed,
     }
-    return RowRules(**jax.device_put(columns))
+    return RowRules(**(columns if plan.rounds > 1 else jax.device_put(columns)))
 
 
 def break_even(
@@ -57,17 +60,22 @@ def break_even(
     state: DecodeState,
     rules: RowRules,
     *,
-    repeats: int = 5,
+    repeats: bool,
+    samples: int = 5,
 ) -> tuple[DecodeState, float]:
     """Tokens a drafted round must decide to be worth its time: its time over a plain step's.
 
     Every row stands still meanwhile.
+
+    Args:
+      repeats: whether the programs make several steps in a call; they are told to make one.
     """
+    once = (np.int32(0),) if repeats else ()
     times: dict[str, list[float]] = {"speculative": [], "plain": []}
-    for _ in range(repeats + 1):
+    for _ in range(samples + 1):
         for name, found in times.items():
             started = time.perf_counter()
-            state, output = run[name](params, state, rules)
+            state, output = run[name](params, state, *once, rules)
             read_output(output)
             found.append(time.perf_counter() - started)
     medians = [statistics.median(found[1:]) for found in times.values()]

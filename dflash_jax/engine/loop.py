@@ -23,6 +23,7 @@ from dflash_jax.engine.dictation import Dictated
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.lanes import lane_of
 from dflash_jax.engine.live import Live
+from dflash_jax.engine.pace import Pace
 from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.engine.rows import Rows
 from dflash_jax.engine.runner import Runner
@@ -35,8 +36,9 @@ PATIENCE = 0.01  # seconds a turn waits for the disk where there is nothing else
 
 @dataclasses.dataclass(frozen=True)
 class Flight:
-    """A dispatched step whose answer was not read yet."""
+    """A dispatched call whose answers were not read yet."""
 
+    started: float
     output: StepOutput
     readers: dict[int, Live]  # by row: who was in it, and hears the answer
     decode: bool
@@ -55,6 +57,7 @@ class Loop:
         self.rows = Rows(plan)
         self.events = EventLog()
         self.flights: collections.deque[Flight] = collections.deque()
+        self.pace = Pace(plan.rounds)
         self._fed_last = False  # the last step fed prompts
         self._lock = threading.RLock()  # over queue, rows and requests; never held while waiting
         self._driving = threading.Lock()
@@ -117,10 +120,14 @@ class Loop:
             self._wait_for_the_disk()
         ahead = self._plan.lookahead if lookahead else 0
         while len(self.flights) > ahead:
-            flight = self.flights.popleft()
+            flight = self.flights[0]
             steps = read_output(flight.output) if flight.readers else []
+            if flight.decode:
+                self.pace.took(len(steps), flight.started)
             with self._lock:
-                self._read(flight, steps)
+                for step in steps:
+                    self._read(flight, step)
+                self.flights.popleft()
 
     def _wait_for_the_disk(self) -> None:
         recalls = [live.recall for live in self.rows.lives if live and live.recall]
@@ -196,7 +203,7 @@ class Loop:
         return True
 
     def _may_all_end(self, decoding: dict[int, Live]) -> bool:
-        """Whether unread steps may already bring every row to its length limit."""
+        """Whether an unread step may already bring every row to its length limit."""
 
         def may_end(row: int, live: Live) -> bool:
             unread = sum(flight.readers.get(row) is live for flight in self.flights)
@@ -214,16 +221,25 @@ class Loop:
         decode: bool = False,
     ) -> None:
         """Dispatches a step; its answer is read later."""
-        rows = self.rows
-        output = self._runner.step(name, rows.work.lane, rows.rules, *arguments, readers=readers)
-        self.flights.append(Flight(output, dict(readers), decode, drafting))
+        rows, started = self.rows, time.perf_counter()
+        waited_for = bool(rows.waiting or rows.work.feeding)
+        output = self._runner.step(
+            name,
+            rows.work.lane,
+            rows.rules,
+            *arguments,
+            readers=readers,
+            rounds=1 if waited_for else self.pace.rounds,
+        )
+        self.flights.append(Flight(started, output, dict(readers), decode, drafting))
 
     # -- reading ------------------------------------------------------------------------------
 
     def _read(self, flight: Flight, steps: list[RowStep]) -> None:
+        """Has the readers of a call hear one of its steps."""
         broken = []
         dictated: dict[int, Dictated] = {}
-        for row, live in flight.readers.items():
+        for row, live in list(flight.readers.items()):
             if live.done:
                 continue
             step = steps[row]

@@ -39,8 +39,8 @@ ENTRY = re.compile(r"\.?[0-9a-f]{32}(\.(partial|old)-\d+)?")
 BACKLOG = 8  # requests whose prefixes wait to be written; those of more are not
 LEFT = 0.9  # of the budget, once entries had to go
 # What of a plan no bit of a segment hangs on.
-FREE = {"lookahead", "prefix_cache", "prefix_folder", "prefix_disk", "queue", "stop_slots",
-        "min_survival", "memory_limit"}  # fmt: skip
+FREE = {"lookahead", "rounds", "prefix_cache", "prefix_folder", "prefix_disk", "queue",
+        "stop_slots", "min_survival", "memory_limit"}  # fmt: skip
 
 Arrays = list[np.ndarray]  # the leaves of a segment
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.pace import Pace
 from dflash_jax.errors import RequestError
 
 STAGES = ("draft", "context", "target", "verify", "commit")
@@ -98,6 +99,7 @@ def profile(
     for _ in range(2):
         engine.advance()
     jax.block_until_ready(engine.runner.state)
+    engine.loop.pace, pace = Pace(most=1), engine.loop.pace
     name = "speculative" if speculative and engine.drafter else "plain" if plan.exact else "plain1"
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder) if keep is None else keep / name  # the profiler names by seconds
@@ -109,6 +111,7 @@ def profile(
             wall = time.perf_counter() - started
         newest = max(where.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
         trace = jax.profiler.ProfileData.from_file(str(newest))
+    engine.loop.pace = pace
     engine.cancel(live)
     found = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
     return Profile(name, steps, wall / steps, _parts(found), found)

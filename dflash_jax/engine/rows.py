@@ -56,7 +56,7 @@ class Rows:
 
     @property
     def rules(self) -> RowRules:
-        """The rules of all rows, on the device; rows that do not decode are frozen."""
+        """The rules of all rows; those that do not decode are frozen."""
         if self._rules is None:
             self._rules = make_rules(self._plan, self.lives, self.work.decoding)
         return self._rules

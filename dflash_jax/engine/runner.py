@@ -17,11 +17,14 @@ from dflash_jax.compiler.build import Executable, compile_programs
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import (
     ALL_LANES,
+    DECODING,
+    GREEDY,
     MASKED,
     SHAPED,
     Params,
     declare,
     empty_state,
+    repeats,
     words,
 )
 from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
@@ -56,6 +59,7 @@ class Runner:
         self.executables: dict[str, Executable] = {}
         self.compile_s = 0.0
         self._compiling = threading.Lock()
+        self._copies = jax.default_backend() != "cpu"  # there answers are on the host already
         self._apart = plan.apart and drafter is not None
         self._mesh = device_mesh(plan)
         self.params = self._place(params)
@@ -77,14 +81,23 @@ class Runner:
             return seconds
 
     def step(
-        self, name: str, lane: str, rules: RowRules, *arguments: Any, readers: Mapping[int, Live]
+        self,
+        name: str,
+        lane: str,
+        rules: RowRules,
+        *arguments: Any,
+        readers: Mapping[int, Live],
+        rounds: int = 1,
     ) -> StepOutput:
         """Dispatches a step in a lane; its answer is on its way to the host.
 
         Args:
           readers: by row, those whose grammars the masked lane has to ask.
+          rounds: most steps to make of those that can be made in one call.
         """
         carried: tuple[Any, ...] = ()
+        if name in DECODING and repeats(self.plan, lane):
+            arguments = (np.int32(rounds), *arguments)
         if lane == MASKED:
             name, arguments, masks = self._make_masks(name, rules, arguments, readers)
             carried = (self._shaper.shaping, masks)
@@ -95,7 +108,8 @@ class Runner:
         self.state, output = made[0], made[-1]
         if carried:
             self._shaper.keep(made[1])
-        output.packed.copy_to_host_async()
+        if self._copies:
+            output.packed.copy_to_host_async()
         return output
 
     def exchange(self, params: Params) -> None:
@@ -155,7 +169,9 @@ class Runner:
 
     def break_even(self, rules: RowRules) -> float:
         """Tokens a drafted round must decide to pay, measured; every row stands still."""
-        measured = lanes.break_even(self.executables, self.params, self.state, rules)
+        measured = lanes.break_even(
+            self.executables, self.params, self.state, rules, repeats=repeats(self.plan, GREEDY)
+        )
         self.state, tokens = measured
         return tokens
 

@@ -85,21 +85,23 @@ def test_unknown_fields_of_a_stored_plan_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "chunk", "length"),
-    [("cpu", "float32", 64, 1024), ("gpu", "bfloat16", 256, 4096)],
+    ("platform", "dtype", "chunk", "length", "rounds"),
+    [("cpu", "float32", 64, 1024, 8), ("gpu", "bfloat16", 256, 4096, 1)],
 )
 def test_open_choices_are_made_for_the_platform_and_the_drafter(
-    platform: str, dtype: str, chunk: int, length: int
+    platform: str, dtype: str, chunk: int, length: int, rounds: int
 ) -> None:
     plan = complete(Plan(), platform=platform)
     assert (plan.dtype, plan.chunk, plan.max_length) == (dtype, chunk, length)
+    assert plan.rounds == rounds
     assert plan.block == DRAFTER.block_size == 8
     assert plan.memory_limit == AMPLE
     assert complete(plan, platform="gpu") == plan  # nothing is left open
 
 
 def test_made_choices_stay() -> None:
-    plan = Plan(rows=2, max_length=77, block=5, chunk=9, dtype="float16", memory_limit=10**9)
+    shape = {"rows": 2, "max_length": 77, "block": 5, "chunk": 9, "rounds": 3}
+    plan = Plan(dtype="float16", memory_limit=10**9, **shape)
     assert complete(plan, memory=1) == plan
 
 

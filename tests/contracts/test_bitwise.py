@@ -140,6 +140,40 @@ def test_verify_rows_equal_plain_rows_bit_for_bit(
         at += kept
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [
+        (DENSE, "bfloat16"),
+        pytest.param(DENSE, "float32", marks=pytest.mark.soak),
+        pytest.param(RECURRENT, "bfloat16", marks=pytest.mark.soak),
+        pytest.param(MIXED, "bfloat16", marks=pytest.mark.soak),
+        pytest.param(SINKS, "float32", marks=pytest.mark.soak),
+    ],
+)
+@pytest.mark.parametrize("lane", [steps.speculative, steps.plain])
+def test_steps_of_one_call_have_the_bits_of_single_steps(
+    target: TargetConfig, dtype: str, lane: Any
+) -> None:
+    """Caches, anchors and answers; programs of single steps and of several meet in one row."""
+    plan = Plan(rows=2, max_length=128, chunk=CHUNK, block=BLOCK, dtype=dtype)
+    engine = random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
+    lanes, rounds = Lanes(engine), 4
+    prompt = np.random.default_rng(4).integers(0, VOCAB, 19).tolist()
+    pair, own = build_pair(engine.target, engine.drafter), {"width": BLOCK, "sampled": False}
+    single = jit(functools.partial(lane, pair, **own))
+    several = jit(functools.partial(steps.several, lane, pair, most=6, **own))
+    start = lanes.prefilled(prompt)
+    wanted, said = start, []
+    for _ in range(rounds):
+        wanted, out = single(engine.params, wanted, lanes.rules)
+        said.append(np.asarray(out.packed))
+    found, out = several(engine.params, start, np.int32(rounds), lanes.rules)
+    np.testing.assert_array_equal(np.asarray(out.packed)[:rounds], said)
+    assert (np.asarray(out.packed)[rounds:] == -1).all()
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dictated_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> None:
     """R7: forced steps at block width, their taps captured, the next anchor dictated."""
@@ -167,9 +201,8 @@ def test_dictated_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> N
         contexts.append(np.asarray(state.draft[1].k[0, :, : int(state.position[0])], np.float32))
         text: list[int] = []
         while len(text) < 30:
-            state, out = run[lane](engine.params, state, rules)
-            row = np.asarray(out.packed)[0]
-            text += row[: row[-4]].tolist()
+            state, out = run[lane](engine.params, state, np.int32(3), rules)
+            text += [t for rows in read_output(out) for t in rows[0].tokens]
         texts.append(text[:30])
         engine.runner.state = state
     assert texts[0] == texts[1]
@@ -191,7 +224,8 @@ def test_the_floor_is_the_best_token_that_does_not_stop() -> None:
     live = engine.submit(prompt, max_tokens=40, stop_token_ids=[stop])
     floors: list[int] = []
     while not live.done:
-        answers = [read_output(f.output)[0] for f in engine.loop.flights]
+        flights = [step for f in engine.loop.flights for step in read_output(f.output)]
+        answers = [rows[0] for rows in flights]
         floors = [answer.floor for answer in answers if answer.tokens] or floors
         engine.advance()
     assert live.ids[-1] == stop

@@ -1,0 +1,104 @@
+"""Several decode steps in one call: how many, and that nobody can tell from the output."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.pace import BURST, Pace
+
+
+class Fixed(Pace):
+    """So many steps in every call, however long they take."""
+
+    def __init__(self, rounds: int):
+        super().__init__(rounds)
+        self.rounds = rounds
+
+    def took(self, steps: int, started: float) -> None:
+        """Changes nothing."""
+
+
+def test_a_call_makes_as_many_steps_as_a_burst_has_time_for() -> None:
+    pace = Pace(most=8)
+    assert pace.rounds == 1  # until a step was timed
+    pace.took(1, time.perf_counter() - 0.4 * BURST)
+    assert pace.rounds == 2
+    pace.took(4, time.perf_counter() - BURST)  # it waited for the last call: its time is unknown
+    assert pace.rounds == 8
+    pace = Pace(most=8)
+    pace.took(1, time.perf_counter() - 3 * BURST)
+    assert pace.rounds == 1
+    pace.took(0, time.perf_counter())  # no row could go on: that says nothing
+    assert pace.rounds == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}])
+def test_rows_say_the_same_however_many_steps_a_call_makes(
+    tiny3: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
+) -> None:
+    stop = tiny3.generate([3, 1, 4], max_tokens=30, **options).token_ids[17]
+    requests = [
+        {"prompt": [3, 1, 4], "max_tokens": 30, "stop_token_ids": [stop], **options},
+        {"prompt": [1, 5, 9, 2, 6], "max_tokens": 23, **options},
+        {"prompt": [5, 3, 5], "max_tokens": 40, "speculative": False, **options},
+        {"prompt": [8, 9], "max_tokens": 5, **options},
+    ]
+    said, turns = [], []
+    for rounds in (1, 3, 8):
+        monkeypatch.setattr(tiny3.loop, "pace", Fixed(rounds))
+        lives = [tiny3.submit(**request) for request in requests]
+        turns.append(0)
+        while not all(live.done for live in lives):
+            tiny3.advance()
+            turns[-1] += 1
+        said.append([live.result() for live in lives])
+        assert not tiny3.active
+    tokens = [[result.token_ids for result in results] for results in said]
+    assert tokens[0] == tokens[1] == tokens[2]
+    reasons = [[result.finish_reason for result in results] for results in said]
+    assert reasons[0] == reasons[1] == reasons[2]
+    rounds = [[result.stats.acceptance_lengths for result in results] for results in said]
+    assert rounds[0] == rounds[1] == rounds[2]
+    assert turns[0] > turns[1] >= turns[2]
+
+
+def test_nobody_who_waits_for_a_row_waits_for_several_steps(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    step = tiny.runner.step
+
+    def noted(name: str, *rest: object, rounds: int = 1, **options: object) -> object:
+        if name == "speculative":
+            asked.append(rounds)
+        return step(name, *rest, rounds=rounds, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tiny.loop, "pace", Fixed(8))
+    monkeypatch.setattr(tiny.runner, "step", noted)
+    first, second = (tiny.submit(prompt, max_tokens=20) for prompt in ([1, 2], [3, 4]))
+    while not first.done:
+        tiny.advance()
+    assert set(asked) == {1}
+    asked.clear()
+    while not second.done:
+        tiny.advance()
+    assert set(asked) == {8}
+
+
+def test_a_call_makes_no_step_that_no_row_can_use(tiny: Engine) -> None:
+    live = tiny.submit([7, 8, 9], max_tokens=6)
+    while not live.done:
+        tiny.advance()
+    idle, run = tiny.loop.rows.rules, tiny.executables["speculative"]
+    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(tiny.runner.state)]
+    tiny.runner.state, out = run(tiny.params, tiny.runner.state, np.int32(8), idle)
+    assert (np.asarray(out.packed) == -1).all()
+    after = map(np.asarray, jax.tree.leaves(tiny.runner.state))
+    assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
+    tiny.runner.state, out = run(tiny.params, tiny.runner.state, np.int32(0), idle)
+    answers = np.asarray(out.packed)
+    assert (answers[1:] == -1).all()
+    assert answers[0, 0, -4] == 0  # one was made to be timed; no row decided anything
