@@ -13,8 +13,7 @@ demo: .venv/installed
 # What is claimed of bits is tested as it is compiled for users; the rest compiles faster.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "optimised and not soak"
-	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" \
-		$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick-compile \
 		-m "not optimised and not soak"
 
 lint: .venv/installed-dev

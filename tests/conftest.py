@@ -27,8 +27,20 @@ nn/test_attention_kernel test_notebooks benchmarks/test_gpu_suite engine/test_st
 """
 
 
+QUICK = ["--xla_backend_optimization_level=0"]  # a third of the time, slower code, other bits
+if jax.__version_info__ < (0, 11):  # later ones have no other emitters
+    QUICK.append("--xla_cpu_use_fusion_emitters=false")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For tests that do not hang on what the compiler makes of a program."""
+    parser.addoption("--quick-compile", action="store_true", help="compile without optimising")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Lets the workers of a run, and later runs, share compiled programs."""
+    if config.getoption("--quick-compile"):
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK])
     if not jax.config.values["jax_compilation_cache_dir"]:
         folder = str(config.cache.mkdir("compiled"))
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder  # for commands that tests start
