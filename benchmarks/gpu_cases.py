@@ -18,8 +18,7 @@ from dflash_jax.config import (
     read_drafter_config,
     read_target_config,
 )
-from dflash_jax.decode import steps
-from dflash_jax.decode.steps import Draft, Pair
+from dflash_jax.decode.block import Draft, Pair, draft_block, verify_block
 from dflash_jax.state import DecodeState, RowRules
 from dflash_jax.testing import tiny_drafter, tiny_gemma, tiny_gpt_oss, tiny_hybrid, tiny_target
 
@@ -164,7 +163,7 @@ def verify_step(
 ) -> tuple[DecodeState, Any]:
     """The target's pass over a dictated block, the cut, the commit: a step without its draft."""
     draft = _dictated(state, block, drafted=True)
-    _, state, out = steps._verify(pair, params, state, draft, rules, sampled=False)
+    _, state, out = verify_block(pair, params, state, draft, rules, sampled=False)
     return state, out
 
 
@@ -173,7 +172,7 @@ def logits_step(
 ) -> Any:
     """As `verify_step` over a block, or as a plain step with its rest for junk; with logits."""
     draft = _dictated(state, block, drafted=drafted)
-    return steps._verify(pair, params, state, draft, rules, sampled=False)
+    return verify_block(pair, params, state, draft, rules, sampled=False)
 
 
 def _dictated(state: DecodeState, block: jax.Array, *, drafted: bool) -> Draft:
@@ -186,5 +185,5 @@ def draft_step(
     pair: Pair, params: Any, state: DecodeState, rules: RowRules, *, width: int
 ) -> tuple[DecodeState, Any]:
     """The drafter's part of a step."""
-    drafted = steps._draft(pair, params, state, rules, width=width, sampled=False)
+    drafted = draft_block(pair, params, state, rules, width=width, sampled=False)
     return dataclasses.replace(state, draft=drafted.caches), drafted.block

@@ -11,6 +11,7 @@ import numpy as np
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.programs import build_pair, empty_state, idle_rules
 from dflash_jax.decode import steps
+from dflash_jax.decode.block import Params
 from dflash_jax.engine.engine import Engine
 from dflash_jax.state import DecodeState, RowRules
 
@@ -58,7 +59,7 @@ class DeviceLoop:
 
     def _rounds(
         self,
-        params: steps.Params,
+        params: Params,
         state: DecodeState,
         rules: RowRules,
         rounds: jax.Array,

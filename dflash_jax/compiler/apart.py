@@ -16,8 +16,8 @@ from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.sharding import placed
+from dflash_jax.decode.block import Params
 from dflash_jax.decode.snapshot import Segment
-from dflash_jax.decode.steps import Params
 from dflash_jax.errors import PlanError
 from dflash_jax.state import DecodeState, RowRules
 

@@ -27,9 +27,9 @@ from dflash_jax.config import (
     paired,
 )
 from dflash_jax.decode import steps
+from dflash_jax.decode.block import Pair, Params
 from dflash_jax.decode.shaping import neutral_shaping, set_row
 from dflash_jax.decode.snapshot import put_segment, take_segment
-from dflash_jax.decode.steps import Pair, Params
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.quant.layouts import Spec, spec

@@ -41,7 +41,7 @@ def make_rules(plan: Plan, rows: Sequence[Live | None], ready: Container[int]) -
         drafts[row] = (request.block_size or plan.block) - 1 if live.speculates else 0
         temperature[row], top_p[row] = request.temperature, request.top_p
         min_p[row], top_k[row], seed[row] = request.min_p, request.top_k, request.seed
-    columns = {
+    columns: dict[str, Any] = {
         "stop_ids": stop,
         "limit": limit,
         "drafts": drafts,

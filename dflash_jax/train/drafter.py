@@ -10,7 +10,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.decode.steps import Pair
+from dflash_jax.decode.block import Pair
 from dflash_jax.nn.layers import rms_norm
 from dflash_jax.train import anchors as anchoring
 from dflash_jax.train import objective

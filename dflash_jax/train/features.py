@@ -14,8 +14,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.compiler import Plan, jit
+from dflash_jax.decode.block import Pair
 from dflash_jax.decode.sampling import likeliest
-from dflash_jax.decode.steps import Pair
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import target_caches
 from dflash_jax.train.files import remove, saved_as

@@ -14,7 +14,7 @@ from dflash_jax.compiler import compile_programs, jit
 from dflash_jax.compiler.programs import build_pair, idle_rules
 from dflash_jax.config import TargetConfig
 from dflash_jax.decode import steps
-from dflash_jax.decode.steps import Draft
+from dflash_jax.decode.block import Draft, draft_block, undrafted, verify_block
 from dflash_jax.engine.engine import Engine
 from dflash_jax.loading import TargetModel
 from dflash_jax.state import DecodeState, RowRules, read_output
@@ -35,20 +35,20 @@ BLOCK, CHUNK, NEW, VOCAB = 6, 16, 36, 97
 def verify(pair: Any, params: Any, state: DecodeState, rules: RowRules, block: jax.Array) -> Any:
     """A verify step over a dictated block, logits included."""
     draft = Draft(block, None, jnp.ones_like(state.anchor, bool), tuple(list(state.draft)))
-    return steps._verify(pair, params, state, draft, rules, sampled=False)
+    return verify_block(pair, params, state, draft, rules, sampled=False)
 
 
 def plain(pair: Any, params: Any, state: DecodeState, rules: RowRules, junk: jax.Array) -> Any:
     """A plain step with chosen junk behind the anchor, logits included."""
     block = jnp.concatenate([state.anchor[:, None], junk], axis=1)
-    draft = steps._undrafted(block, state)
-    return steps._verify(pair, params, state, draft, rules, sampled=False)
+    draft = undrafted(block, state)
+    return verify_block(pair, params, state, draft, rules, sampled=False)
 
 
 def draft_and_verify(pair: Any, params: Any, state: DecodeState, rules: RowRules) -> Any:
     """The fused speculative step, logits included."""
-    draft = steps._draft(pair, params, state, rules, width=BLOCK, sampled=False)
-    return steps._verify(pair, params, state, draft, rules, sampled=False)
+    draft = draft_block(pair, params, state, rules, width=BLOCK, sampled=False)
+    return verify_block(pair, params, state, draft, rules, sampled=False)
 
 
 class Lanes:

@@ -12,6 +12,7 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.compiler.programs import build_pair, empty_state, idle_rules
 from dflash_jax.decode import steps
+from dflash_jax.decode.block import draft_block
 from dflash_jax.nn.proposal import Lender
 from dflash_jax.testing import random_params, tiny_drafter, tiny_gemma, tiny_hybrid, tiny_target
 from dflash_jax.train import drafter, features, objective
@@ -56,7 +57,7 @@ def programs(kind: str, family: str = "qwen3") -> Any:
         fresh = jnp.ones(1, bool)
         state, _ = steps.prefill(pair, params, state, prefix, count, fresh, rules, sampled=False)
         state = dataclasses.replace(state, anchor=first)
-        draft = steps._draft(pair, params, state, rules, width=width, sampled=False)
+        draft = draft_block(pair, params, state, rules, width=width, sampled=False)
         masks = jnp.full((1, width - 1), config.mask_token_id)
         lender = Lender(
             functools.partial(pair.target_call, params, method="embed"),

@@ -1,0 +1,225 @@
+"""A block of tokens on its way: drafted, fed to the target, cut, committed. The heart of a step."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.config import LATE
+from dflash_jax.decode.sampling import (
+    ACCEPT,
+    TOKEN,
+    Drafting,
+    draw,
+    likeliest,
+    probabilities,
+    row_keys,
+)
+from dflash_jax.decode.shaping import Shaping, logprobs
+from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, without_stops
+from dflash_jax.models import Drafter
+from dflash_jax.nn.proposal import Lender, Proposal
+from dflash_jax.state import (
+    DecodeState,
+    LayerCache,
+    RowRules,
+    StepOutput,
+    Update,
+    commit,
+    pack_output,
+)
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The modules of a target and its drafter, if any. Hashable: part of a program."""
+
+    target: nn.Module
+    drafter: Drafter | None
+    exact: bool = True  # blocks step recurrent layers token by token (R3)
+    taps_at: str = LATE  # where in a layer the drafter's taps are taken
+    apart: bool = False  # the drafter lives on another device: a step's state hands it the taps
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states the drafter reads; the output of layer i is state i + 1."""
+        return tuple(i + 1 for i in self.drafter.config.target_layer_ids) if self.drafter else ()
+
+    @property
+    def head(self) -> str:
+        """The target's method that drafters speak through: its head without its softcap."""
+        return "raw_logits" if self.target.config.final_softcap else "logits"
+
+    def target_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+        """Runs the target module, or one of its methods by `method=`."""
+        return self.target.apply({"params": params["target"]}, *args, **kwargs)
+
+    def drafter_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+        """Runs the drafter module, or one of its methods by `method=`."""
+        assert self.drafter is not None
+        return self.drafter.apply({"params": params["drafter"]}, *args, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A drafted block."""
+
+    block: Int[Array, "B T"]  # anchor, then drafts
+    q: Float[Array, "B R V"] | None  # what the drafts were drawn from, when sampling
+    finite: Bool[Array, " B"]
+    caches: tuple[LayerCache, ...]
+    count: Int[Array, " B"] | None = None  # drafts worth verifying; None is all
+    drafted: bool = True  # False: only the anchor counts
+
+
+def undrafted(block: Int[Array, "B T"], state: DecodeState) -> Draft:
+    finite = jnp.ones_like(state.anchor, bool)
+    return Draft(block=block, q=None, finite=finite, caches=state.draft, drafted=False)
+
+
+def draft_block(
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    rules: RowRules,
+    *,
+    width: int,
+    sampled: bool,
+    min_survival: float = 0.0,
+) -> Draft:
+    """The drafter's proposal; where its output is not finite, mask tokens that verify will drop."""
+    assert pair.drafter is not None
+    config = pair.drafter.config
+    masks = jnp.full((state.anchor.shape[0], width - 1), config.mask_token_id, state.anchor.dtype)
+    lender = Lender(
+        functools.partial(pair.target_call, params, method="embed"),
+        functools.partial(pair.target_call, params, method=pair.head),
+    )
+    choose = Drafting(rules, state.position, sampled)
+    with jax.named_scope("draft"):
+        found: Proposal = pair.drafter_call(
+            params,
+            jnp.concatenate([state.anchor[:, None], masks], axis=1),
+            state.draft,
+            state.position,
+            lender,
+            choose,
+            method="propose",
+        )
+    drafts = jnp.where(found.finite[:, None], found.tokens, masks)
+    q, count = found.q_over(config.vocab_size), rules.drafts
+    if q is not None:
+        sure = jax.nn.one_hot(masks, config.vocab_size, dtype=q.dtype)
+        q = jnp.where(found.finite[:, None, None], q, sure)
+    if found.survival is not None and min_survival > 0:
+        likely = (found.survival >= min_survival).sum(axis=1, dtype=jnp.int32)
+        count = jnp.minimum(count, likely)
+    block = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
+    return Draft(block=block, q=q, finite=found.finite, caches=found.caches, count=count)
+
+
+def verify_block(
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    draft: Draft,
+    rules: RowRules,
+    *,
+    sampled: bool,
+    shaping: Shaping | None = None,
+) -> tuple[Float[Array, "B T V"], DecodeState, StepOutput]:
+    """The target's pass over a block, the cut, the commit. The heart of every decode lane."""
+    state = dataclasses.replace(state, draft=draft.caches)
+    chunked = not pair.exact
+    target, context, hidden = forward(pair, params, state, draft.block, chunked=chunked)
+    raw = pair.target_call(params, hidden, method="logits")  # [B, T, V]
+    logits = shaping.applied(raw, draft.block[:, 1:]) if shaping else raw
+    with jax.named_scope("verify"):
+        n = jnp.ones_like(state.anchor)
+        if not sampled:
+            best = likeliest(logits)
+            n = accept_greedy(draft.block, best, draft.count) if draft.drafted else n
+            token = jnp.take_along_axis(best, n[:, None] - 1, axis=1)[:, 0]
+        elif draft.q is not None:
+            uniforms = jax.vmap(lambda k: jax.random.uniform(k, (draft.block.shape[1] - 1,)))(
+                row_keys(rules, state.position, ACCEPT)
+            )
+            p = probabilities(logits, rules)
+            n, rest = accept_sampled(draft.block[:, 1:], draft.q, p, uniforms, draft.count)
+            token = draw(row_keys(rules, state.position + n, TOKEN), rest)
+        else:
+            token = choose(logits, n - 1, state.position + n, rules, sampled=True)
+        place = jnp.arange(draft.block.shape[1])[None, :]
+        following = jnp.roll(draft.block, -1, axis=1)
+        new = jnp.where(place == n[:, None] - 1, token[:, None], following)
+        finite = is_finite(raw, n)
+        keep = jnp.where(finite, cut(n, new, state.anchor, state.position, rules), 0)
+        last = jnp.maximum(keep - 1, 0)
+        anchor = jnp.take_along_axis(new, last[:, None], axis=1)[:, 0]
+        least = floor(logits, last, state.position + keep, rules, sampled=sampled)
+        drafts = jnp.zeros_like(keep)
+        if draft.drafted:
+            most = jnp.full_like(keep, draft.block.shape[1] - 1)
+            drafts = most if draft.count is None else draft.count
+            drafts = jnp.where(draft.finite | (rules.drafts == 0), drafts, -1)
+        likely = logprobs(raw, new) if shaping else None
+        out = pack_output(new, keep, least, finite, drafts, likely)
+    with jax.named_scope("commit"):
+        return logits, commit(state, target, context, keep, anchor), out
+
+
+def forward(
+    pair: Pair, params: Params, state: DecodeState, tokens: Int[Array, "B T"], *, chunked: bool
+) -> tuple[tuple[Update, ...], tuple[LayerCache, ...], Float[Array, "B T D"]]:
+    """Runs T rows through the target and, from their taps, into the drafter's context."""
+    # The barriers fence the target's pass in, so that XLA compiles it alike in every lane.
+    tokens = jax.lax.optimization_barrier(tokens)
+    with jax.named_scope("target"):
+        where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
+        out = pair.target_call(params, tokens, state.target, state.position, **where)
+    out = jax.lax.optimization_barrier(out)
+    draft = out.taps if pair.apart else state.draft
+    if pair.drafter is not None and not pair.apart:
+        draft = pair.drafter_call(params, out.taps, draft, state.position, method="context")
+    return out.caches, draft, out.hidden
+
+
+def choose(
+    logits: Float[Array, "B T V"],
+    at: Int[Array, " B"],
+    position: Int[Array, " B"],
+    rules: RowRules,
+    *,
+    sampled: bool,
+) -> Int[Array, " B"]:
+    """The token that row `at` of the logits says; `position` is the place it will stand at."""
+    row = jnp.take_along_axis(logits, at[:, None, None], axis=1)
+    if not sampled:
+        return likeliest(row[:, 0])
+    return draw(row_keys(rules, position, TOKEN), probabilities(row, rules)[:, 0])
+
+
+def floor(
+    logits: Float[Array, "B T V"],
+    at: Int[Array, " B"],
+    position: Int[Array, " B"],
+    rules: RowRules,
+    *,
+    sampled: bool,
+) -> Int[Array, " B"]:
+    """As `choose`, with the stop set masked: what replaces a stop token (R6)."""
+    row = without_stops(jnp.take_along_axis(logits, at[:, None, None], axis=1), rules)
+    return choose(row, jnp.zeros_like(at), position, rules, sampled=sampled)
+
+
+def is_finite(logits: Float[Array, "B T V"], n: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Whether the logits that decided a row's n tokens are all finite."""
+    rows = jnp.isfinite(logits).all(axis=-1)
+    unused = jnp.arange(logits.shape[1])[None, :] >= n[:, None]
+    return (rows | unused).all(axis=1)
