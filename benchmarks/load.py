@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +86,19 @@ def alone(engine: Engine, prompts: Sequence[Sequence[int]], most: int) -> dict[A
 
 
 def drive(
-    engine: Engine, prompts: Sequence[Sequence[int]], *, requests: int, most: int, seed: int = 0
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    requests: int,
+    most: int,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Traffic:
-    """Runs the traffic; about as many requests wait as have rows."""
+    """Runs the traffic; about as many requests wait as have rows.
+
+    Args:
+      tell: takes a progress line every hundred requests.
+    """
     rng, traffic = np.random.default_rng(seed), Traffic()
     engine.warm_up(sampled=True, shaped=True)
     truth, programs = alone(engine, prompts, most), dict(engine.executables)
@@ -98,6 +108,8 @@ def drive(
         while traffic.requests < requests and len(running) < 2 * engine.plan.rows:
             running.append(_submit(engine, prompts, rng, most))
             traffic.requests += 1
+            if traffic.requests % 100 == 0:
+                tell(f"{traffic.requests}/{requests} requests, {traffic.different} differ")
             if traffic.requests == requests // 2:
                 traffic.memory = (resident(), 0)
         engine.advance()
@@ -173,7 +185,8 @@ def main() -> int:
     rng = np.random.default_rng(1)
     texts = heldout_prompts(engine, options.prompts)
     prompts = [ids[: int(rng.integers(1, 260))] for ids in texts]
-    traffic = drive(engine, prompts, requests=options.requests, most=options.max_tokens)
+    counts = {"requests": options.requests, "most": options.max_tokens}
+    traffic = drive(engine, prompts, **counts, tell=lambda line: print(line, file=sys.stderr))
     report = {"suite": "soak_load", "plan": json.loads(engine.plan.to_json())}
     report |= {"traffic": traffic.to_json(), "environment": environment()}
     options.out.parent.mkdir(parents=True, exist_ok=True)

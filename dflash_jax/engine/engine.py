@@ -89,6 +89,9 @@ class Engine:
         Args:
           prompt: a text, or token ids. Text is encoded as it is; see `chat_ids` for templates.
           max_tokens: most tokens to generate.
+          min_tokens: end tokens that come before so many tokens become the next best ones.
+          block_size: most tokens a round of this request may decide, the plan's at most; changes
+            speed, never a token of a greedy request.
           temperature, top_p, top_k, min_p, seed: sampling; temperature 0 is greedy. Without a
             seed every call draws a new one.
           repetition_penalty: divides what speaks for tokens of prompt and output; 1 is off.
