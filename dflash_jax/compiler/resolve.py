@@ -28,7 +28,6 @@ def resolve(
         max_length=plan.max_length or min(target.max_length, 1024 if small else 8192),
         block=plan.block or default_block,
         chunk=plan.chunk or (64 if small else 256),
-        rounds=plan.rounds or (8 if small and plan.mesh == (1, 1) and not plan.apart else 1),
         dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
         memory_limit=plan.memory_limit or memory,
     )
@@ -45,7 +44,7 @@ def resolve(
     if plan.rounds > 1 and (plan.apart or plan.mesh != (1, 1)):
         raise PlanError(
             f"rounds is {plan.rounds} for mesh {plan.mesh} and devices {plan.devices}; one call"
-            " makes several steps on one device only: leave rounds at 0"
+            " makes several steps on one device only: leave rounds at 1"
         )
     if plan.apart and drafter is None:
         raise PlanError(

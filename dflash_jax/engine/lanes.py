@@ -22,10 +22,16 @@ def lane_of(request: Request) -> str:
     return SHAPED if request.shaped else SAMPLED if request.temperature > 0 else GREEDY
 
 
-def make_rules(plan: Plan, rows: Sequence[Live | None], ready: Container[int]) -> RowRules:
+def make_rules(
+    plan: Plan,
+    rows: Sequence[Live | None],
+    ready: Container[int],
+    there: dict[str, tuple[np.ndarray, jax.Array]],
+) -> RowRules:
     """Per-row rules for the device; rows that are not ready are frozen by limit 0.
 
-    They go there once, or, where one call makes several steps, with every call: few are made.
+    Args:
+      there: columns that are on the device already, by name; brought up to date.
     """
     stop = np.full((len(rows), plan.stop_slots), -1, np.int32)
     limit, drafts, top_k = np.zeros((3, len(rows)), np.int32)
@@ -51,7 +57,10 @@ def make_rules(plan: Plan, rows: Sequence[Live | None], ready: Container[int]) -
         "min_p": min_p,
         "seed": seed,
     }
-    return RowRules(**(columns if plan.rounds > 1 else jax.device_put(columns)))
+    for name, column in columns.items():
+        if name not in there or not np.array_equal(there[name][0], column):
+            there[name] = column, jax.device_put(column)
+    return RowRules(**{name: there[name][1] for name in columns})
 
 
 def break_even(

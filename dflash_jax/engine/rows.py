@@ -3,6 +3,9 @@
 import collections
 import dataclasses
 
+import jax
+import numpy as np
+
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import ALL_LANES, GREEDY
 from dflash_jax.engine.lanes import lane_of, make_rules
@@ -41,6 +44,7 @@ class Rows:
         self.lives: list[Live | None] = [None] * plan.rows
         self._work: Work | None = None
         self._rules: RowRules | None = None
+        self._there: dict[str, tuple[np.ndarray, jax.Array]] = {}  # columns of rules
 
     @property
     def active(self) -> int:
@@ -58,7 +62,7 @@ class Rows:
     def rules(self) -> RowRules:
         """The rules of all rows; those that do not decode are frozen."""
         if self._rules is None:
-            self._rules = make_rules(self._plan, self.lives, self.work.decoding)
+            self._rules = make_rules(self._plan, self.lives, self.work.decoding, self._there)
         return self._rules
 
     def changed(self) -> None:

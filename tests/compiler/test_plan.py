@@ -85,15 +85,14 @@ def test_unknown_fields_of_a_stored_plan_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "chunk", "length", "rounds"),
-    [("cpu", "float32", 64, 1024, 8), ("gpu", "bfloat16", 256, 4096, 1)],
+    ("platform", "dtype", "chunk", "length"),
+    [("cpu", "float32", 64, 1024), ("gpu", "bfloat16", 256, 4096)],
 )
 def test_open_choices_are_made_for_the_platform_and_the_drafter(
-    platform: str, dtype: str, chunk: int, length: int, rounds: int
+    platform: str, dtype: str, chunk: int, length: int
 ) -> None:
     plan = complete(Plan(), platform=platform)
     assert (plan.dtype, plan.chunk, plan.max_length) == (dtype, chunk, length)
-    assert plan.rounds == rounds
     assert plan.block == DRAFTER.block_size == 8
     assert plan.memory_limit == AMPLE
     assert complete(plan, platform="gpu") == plan  # nothing is left open

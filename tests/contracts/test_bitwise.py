@@ -201,8 +201,8 @@ def test_dictated_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> N
         contexts.append(np.asarray(state.draft[1].k[0, :, : int(state.position[0])], np.float32))
         text: list[int] = []
         while len(text) < 30:
-            state, out = run[lane](engine.params, state, np.int32(3), rules)
-            text += [t for rows in read_output(out) for t in rows[0].tokens]
+            state, out = run[lane](engine.params, state, rules)
+            text += read_output(out)[0][0].tokens
         texts.append(text[:30])
         engine.runner.state = state
     assert texts[0] == texts[1]

@@ -6,8 +6,18 @@ import jax
 import numpy as np
 import pytest
 
+from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.pace import BURST, Pace
+from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
+
+
+@pytest.fixture(scope="module")
+def several() -> Engine:
+    """Three rows; a call may make eight steps."""
+    target = tiny_target(num_layers=2, vocab_size=251)
+    plan = Plan(rows=3, max_length=128, chunk=16, block=4, rounds=8)
+    return random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
 
 
 class Fixed(Pace):
@@ -37,9 +47,9 @@ def test_a_call_makes_as_many_steps_as_a_burst_has_time_for() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}])
 def test_rows_say_the_same_however_many_steps_a_call_makes(
-    tiny3: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
+    several: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
 ) -> None:
-    stop = tiny3.generate([3, 1, 4], max_tokens=30, **options).token_ids[17]
+    stop = several.generate([3, 1, 4], max_tokens=30, **options).token_ids[17]
     requests = [
         {"prompt": [3, 1, 4], "max_tokens": 30, "stop_token_ids": [stop], **options},
         {"prompt": [1, 5, 9, 2, 6], "max_tokens": 23, **options},
@@ -48,14 +58,14 @@ def test_rows_say_the_same_however_many_steps_a_call_makes(
     ]
     said, turns = [], []
     for rounds in (1, 3, 8):
-        monkeypatch.setattr(tiny3.loop, "pace", Fixed(rounds))
-        lives = [tiny3.submit(**request) for request in requests]
+        monkeypatch.setattr(several.loop, "pace", Fixed(rounds))
+        lives = [several.submit(**request) for request in requests]
         turns.append(0)
         while not all(live.done for live in lives):
-            tiny3.advance()
+            several.advance()
             turns[-1] += 1
         said.append([live.result() for live in lives])
-        assert not tiny3.active
+        assert not several.active
     tokens = [[result.token_ids for result in results] for results in said]
     assert tokens[0] == tokens[1] == tokens[2]
     reasons = [[result.finish_reason for result in results] for results in said]
@@ -66,39 +76,39 @@ def test_rows_say_the_same_however_many_steps_a_call_makes(
 
 
 def test_nobody_who_waits_for_a_row_waits_for_several_steps(
-    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+    several: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    step = tiny.runner.step
+    step = several.runner.step
 
     def noted(name: str, *rest: object, rounds: int = 1, **options: object) -> object:
         if name == "speculative":
             asked.append(rounds)
         return step(name, *rest, rounds=rounds, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tiny.loop, "pace", Fixed(8))
-    monkeypatch.setattr(tiny.runner, "step", noted)
-    first, second = (tiny.submit(prompt, max_tokens=20) for prompt in ([1, 2], [3, 4]))
-    while not first.done:
-        tiny.advance()
+    monkeypatch.setattr(several.loop, "pace", Fixed(8))
+    monkeypatch.setattr(several.runner, "step", noted)
+    *first, last = (several.submit([1, i], max_tokens=12 + 8 * (i == 3)) for i in range(4))
+    while last in several.loop.rows.waiting:
+        several.advance()
     assert set(asked) == {1}
     asked.clear()
-    while not second.done:
-        tiny.advance()
-    assert set(asked) == {8}
+    while not all(live.done for live in (*first, last)):
+        several.advance()
+    assert asked[-1] == 8
 
 
-def test_a_call_makes_no_step_that_no_row_can_use(tiny: Engine) -> None:
-    live = tiny.submit([7, 8, 9], max_tokens=6)
+def test_a_call_makes_no_step_that_no_row_can_use(several: Engine) -> None:
+    live = several.submit([7, 8, 9], max_tokens=6)
     while not live.done:
-        tiny.advance()
-    idle, run = tiny.loop.rows.rules, tiny.executables["speculative"]
-    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(tiny.runner.state)]
-    tiny.runner.state, out = run(tiny.params, tiny.runner.state, np.int32(8), idle)
+        several.advance()
+    idle, run = several.loop.rows.rules, several.executables["speculative"]
+    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(several.runner.state)]
+    several.runner.state, out = run(several.params, several.runner.state, np.int32(8), idle)
     assert (np.asarray(out.packed) == -1).all()
-    after = map(np.asarray, jax.tree.leaves(tiny.runner.state))
+    after = map(np.asarray, jax.tree.leaves(several.runner.state))
     assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
-    tiny.runner.state, out = run(tiny.params, tiny.runner.state, np.int32(0), idle)
+    several.runner.state, out = run(several.params, several.runner.state, np.int32(0), idle)
     answers = np.asarray(out.packed)
     assert (answers[1:] == -1).all()
     assert answers[0, 0, -4] == 0  # one was made to be timed; no row decided anything

@@ -12,7 +12,6 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.engine import request as request_module
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.pace import Pace
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import RequestError
@@ -288,7 +287,6 @@ def test_C9_a_caller_of_generate_may_vanish_too(
         advance()
 
     monkeypatch.setattr(tiny, "advance", counted)
-    monkeypatch.setattr(tiny.loop, "pace", Pace(most=1))
     found = tiny.generate(PROMPT, max_tokens=100, cancel=cell)
     assert found.finish_reason == "cancelled"
     assert 0 < len(found.token_ids) <= 4 * tiny.plan.block
