@@ -25,7 +25,8 @@ from dflash_jax.compiler.programs import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import drafter, optimizer
 from dflash_jax.train.attention import HIDDEN, before_anchor, inside_block, split_attention
-from dflash_jax.train.recipe import SMOKE, Schedule
+from dflash_jax.train.recipe import Schedule
+from dflash_jax.train.recipes import SMOKE
 from dflash_jax.train.target import TrainState
 
 KV, GROUPS, HEAD = 2, 4, 64  # heads of the attention whose memory is read

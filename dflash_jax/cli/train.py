@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     use_compilation_cache()
     from dflash_jax.train import fitting
     from dflash_jax.train.loop import Stopped
-    from dflash_jax.train.recipe import recipe
+    from dflash_jax.train.recipes import recipe
 
     chosen = recipe(options.preset, options.settings)
     started = time.monotonic()

@@ -31,10 +31,9 @@ from dflash_jax.train import (
     optimizer,
     regenerate,
 )
-from dflash_jax.train import recipe as recipes
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import saved_as
-from dflash_jax.train.recipe import CACHE, FLOAT, GIVEN, Recipe
+from dflash_jax.train.recipe import CACHE, FLOAT, GIVEN, Recipe, mask_token, new_drafter
 from dflash_jax.train.rows import Batches, Document, Rows
 from dflash_jax.train.target import TrainState
 from dflash_jax.train.vocabulary import write_json
@@ -76,7 +75,7 @@ def run(
     model = open_target(target, recipe)
     training, held_out = data.load(source, recipe)
     if mask_id is None:
-        mask_id, why = recipes.mask_token(model.tokenizer, model.config)
+        mask_id, why = mask_token(model.tokenizer, model.config)
         tell(f"mask token {mask_id}: {why}")
     about = {
         "target": str(target),
@@ -87,7 +86,7 @@ def run(
     }
     identity = claim(out, about)
     rows = stored_rows(out, model, training, recipe, tell)
-    config = recipes.new_drafter(recipe, model.config, mask_id)
+    config = new_drafter(recipe, model.config, mask_id)
     params = read_start(start, config) if start else None
     if not (out / "drafter").is_dir():
         _, trained = fit(
@@ -217,7 +216,7 @@ def fit(
       rows: one entry per bucket of the recipe.
       start: parameters to begin with; fresh ones by default.
     """
-    config = recipes.new_drafter(recipe, model.config, mask_id)
+    config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
     pair = build_pair(model.config, config)
     kept = usable(rows, recipe)

@@ -11,7 +11,8 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import data, vocabulary
-from dflash_jax.train.recipe import SMOKE, mask_token, recipe, spread_taps
+from dflash_jax.train.recipe import mask_token, spread_taps
+from dflash_jax.train.recipes import SMOKE, recipe
 
 CHAT = {
     "messages": [

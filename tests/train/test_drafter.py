@@ -16,7 +16,7 @@ from dflash_jax.decode.block import draft_block
 from dflash_jax.nn.proposal import Lender
 from dflash_jax.testing import random_params, tiny_drafter, tiny_gemma, tiny_hybrid, tiny_target
 from dflash_jax.train import drafter, features, objective
-from dflash_jax.train.recipe import SMOKE
+from dflash_jax.train.recipes import SMOKE
 
 LENGTH, BLOCK = 24, 4
 TARGETS = {"hybrid": tiny_hybrid, "gemma": tiny_gemma}

@@ -21,7 +21,8 @@ from dflash_jax.loading import TargetModel, locate, open_pair, resolve_here
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.testing import random_engine, random_params, tiny_target
 from dflash_jax.train import drafter, export, fitting
-from dflash_jax.train.recipe import SMOKE, TINY_DFLASH2, Bucket, Schedule, new_drafter
+from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
+from dflash_jax.train.recipes import SMOKE, TINY_DFLASH2
 from dflash_jax.train.rows import Rows
 
 RECIPE = dataclasses.replace(
@@ -224,7 +225,7 @@ from dflash_jax.compiler.programs import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import drafter
 from dflash_jax.train.fitting import Placement
-from dflash_jax.train.recipe import SMOKE
+from dflash_jax.train.recipes import SMOKE
 
 target = tiny_target(num_layers=1)
 config = tiny_drafter(target, "dflash2", block_size=4, target_layer_ids=(0,), num_layers=1,

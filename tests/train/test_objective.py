@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dflash_jax.train import objective
-from dflash_jax.train.recipe import DPACE, SMOKE, UNIFORM
+from dflash_jax.train.recipe import DPACE, UNIFORM
+from dflash_jax.train.recipes import SMOKE
 
 COUNTS = jnp.asarray([[[True, True, True], [True, True, False], [False] * 3]])
 

@@ -18,7 +18,8 @@ from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.loading import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.train import drafter, export, features, fitting
-from dflash_jax.train.recipe import SMOKE, Bucket, Schedule
+from dflash_jax.train.recipe import Bucket, Schedule
+from dflash_jax.train.recipes import SMOKE
 from dflash_jax.train.rows import Rows
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
