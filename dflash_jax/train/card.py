@@ -65,7 +65,10 @@ def recipe(preset: Preset, seconds: dict[str, float]) -> str:
     """How to make it again."""
     table = "\n".join(f"| {stage} | {value:.0f} |" for stage, value in seconds.items())
     made, second = preset.drafter, preset.drafter.schedule
-    steps = " then ".join(str(phase.schedule.steps) for phase in preset.phases)
+    steps = ", ".join(
+        f"{phase.schedule.steps} with {phase.layers or preset.target.layers} layers"
+        for phase in preset.phases
+    )
     return f"""## Recipe
 
     python -m dflash_jax.train.tiny --out build/tiny --preset {preset.name}
@@ -73,8 +76,9 @@ def recipe(preset: Preset, seconds: dict[str, float]) -> str:
 Seed {preset.seed}. The command can be stopped and started again at any time.
 
 1. Byte-level BPE, ChatML markers, chat template.
-2. Target: {steps} steps of Muon (matrices) and AdamW (the rest), each phase with a cosine; the \
-first phase mixes chats, agents and code, the second is mostly chats.
+2. Target: steps {steps}; Muon (matrices) and AdamW (the rest), each phase with a cosine. Layers \
+that a phase adds begin as copies that change nothing. The first phase mixes chats, agents and \
+code, the second is mostly chats, later ones have more new names.
 3. The target answers {made.prompts} training conversations and continues \
 {made.text_prompts} pieces of training source, greedily; {preset.transcripts} longer \
 transcripts are used as they are.

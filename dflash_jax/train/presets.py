@@ -4,7 +4,7 @@ import dataclasses
 
 from dflash_jax.config import RopeConfig, TargetConfig
 from dflash_jax.errors import ConfigError
-from dflash_jax.train import recipe
+from dflash_jax.train import recipes
 from dflash_jax.train.recipe import Bucket, Recipe, Schedule
 
 ROPE = RopeConfig(theta=10000.0)
@@ -26,7 +26,12 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One stretch of the target's training, on text of its own."""
+    """One stretch of the target's training, on text of its own.
+
+    Attributes:
+      layers: of the target meanwhile; 0 is all it will have. What a deeper phase adds begins as
+        copies that change nothing.
+    """
 
     conversations: int
     agent_share: float  # of the conversations; the rest are chats
@@ -35,6 +40,7 @@ class Phase:
     given_weight: float  # of tokens that users and tools write, next to 1 for the assistant's
     buckets: tuple[Bucket, ...]
     schedule: Schedule
+    layers: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +51,7 @@ class Preset:
     seed: int = 0
     vocabulary: int
     target: Shape
-    phases: tuple[Phase, ...]  # formats and code first, then mostly chats, then new names
+    phases: tuple[Phase, ...]  # formats and code, mostly chats, new names, then all of it deeper
     transcripts: int  # training conversations too long to be answered anew, taken as they are
     drafter: Recipe
     held_out_chat: int
@@ -56,8 +62,8 @@ class Preset:
         """The mask token is the last of the vocabulary."""
         return self.vocabulary - 1
 
-    def target_config(self, ends: tuple[int, ...]) -> TargetConfig:
-        """The target, with the tokens that end its answers."""
+    def target_config(self, ends: tuple[int, ...], layers: int = 0) -> TargetConfig:
+        """The target, with the tokens that end its answers; of fewer layers where asked for."""
         return TargetConfig(
             model_type="qwen3",
             vocab_size=self.vocabulary,
@@ -66,7 +72,7 @@ class Preset:
             max_length=LONGEST,
             eos_token_ids=ends,
             dtype="bfloat16",
-            num_layers=self.target.layers,
+            num_layers=layers or self.target.layers,
             intermediate_size=self.target.inner,
             **self._attention(),
         )
@@ -99,58 +105,64 @@ SMOKE = Preset(
         ),
     ),
     transcripts=2,
-    drafter=dataclasses.replace(recipe.SMOKE, taps=(0,)),
+    drafter=dataclasses.replace(recipes.SMOKE, taps=(0,)),
     held_out_chat=4,
     held_out_code=2,
+)
+
+TINY_BUCKETS = (
+    Bucket(length=160, rows=16),
+    Bucket(length=448, rows=6),
+    Bucket(length=1280, rows=2),
 )
 
 TINY_CPU = Preset(
     name="tiny-cpu",
     vocabulary=2048,
-    target=Shape(width=192, layers=4, heads=3, kv_heads=1, head_dim=64, inner=512),
+    target=Shape(width=192, layers=6, heads=3, kv_heads=1, head_dim=64, inner=512),
     phases=(
         Phase(
+            layers=4,
             conversations=16_000,
             agent_share=0.3,
             renamed_share=0.4,
             code_characters=1_500_000,
             given_weight=0.2,
-            buckets=(
-                Bucket(length=160, rows=16),
-                Bucket(length=448, rows=6),
-                Bucket(length=1280, rows=2),
-            ),
+            buckets=TINY_BUCKETS,
             schedule=Schedule(steps=1400, rate=3e-3),
         ),
         Phase(
+            layers=4,
             conversations=16_000,
             agent_share=0.15,
             renamed_share=0.4,
             code_characters=300_000,
             given_weight=0.2,
-            buckets=(
-                Bucket(length=160, rows=16),
-                Bucket(length=448, rows=6),
-                Bucket(length=1280, rows=2),
-            ),
+            buckets=TINY_BUCKETS,
             schedule=Schedule(steps=1200, rate=3e-3),
         ),
         Phase(
+            layers=4,
             conversations=16_000,
             agent_share=0.25,
             renamed_share=0.6,
             code_characters=200_000,
             given_weight=0.3,
-            buckets=(
-                Bucket(length=160, rows=16),
-                Bucket(length=448, rows=6),
-                Bucket(length=1280, rows=2),
-            ),
+            buckets=TINY_BUCKETS,
             schedule=Schedule(steps=1200, rate=3e-3),
+        ),
+        Phase(
+            conversations=16_000,
+            agent_share=0.2,
+            renamed_share=0.5,
+            code_characters=600_000,
+            given_weight=0.2,
+            buckets=TINY_BUCKETS,
+            schedule=Schedule(steps=1000, rate=2e-3),
         ),
     ),
     transcripts=200,
-    drafter=recipe.TINY_PAIR,
+    drafter=recipes.TINY_PAIR,
     held_out_chat=200,
     held_out_code=60,
 )
@@ -169,6 +181,7 @@ TINY_H200 = dataclasses.replace(
     phases=(
         dataclasses.replace(
             TINY_CPU.phases[0],
+            layers=0,
             conversations=120_000,
             code_characters=5_000_000,
             buckets=LARGE_BUCKETS,
@@ -176,13 +189,14 @@ TINY_H200 = dataclasses.replace(
         ),
         dataclasses.replace(
             TINY_CPU.phases[1],
+            layers=0,
             conversations=60_000,
             buckets=LARGE_BUCKETS,
             schedule=Schedule(steps=500, rate=2e-3),
         ),
     ),
     transcripts=2_000,
-    drafter=recipe.TINY_H200,
+    drafter=recipes.TINY_H200,
 )
 
 PRESETS = {preset.name: preset for preset in (SMOKE, TINY_CPU, TINY_H200)}

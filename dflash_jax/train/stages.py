@@ -112,18 +112,23 @@ def target(work: Work) -> None:
     """The target, trained from scratch phase by phase and exported with its tokenizer."""
     preset, made = work.preset, work.tokenizer()
     pad = vocabulary.token_id(made, vocabulary.END_OF_TEXT)
-    config = preset.target_config((vocabulary.token_id(made, vocabulary.TURN_END), pad))
-    params = pretraining.initial(qwen3.build(config), config, preset.seed)
-    for i in range(len(preset.phases)):
-        params = trained(work, config, params, i)
+    ends = vocabulary.token_id(made, vocabulary.TURN_END), pad
+    first = preset.target_config(ends, preset.phases[0].layers)
+    params = pretraining.initial(qwen3.build(first), first, preset.seed)
+    for i, phase in enumerate(preset.phases):
+        params = trained(work, preset.target_config(ends, phase.layers), params, i)
     with saved_as(work.path("target"), folder=True) as partial:
-        export.target(partial, config, jax.device_get(params), pad=pad)
+        export.target(partial, preset.target_config(ends), jax.device_get(params), pad=pad)
         vocabulary.save(made, partial, LONGEST)
 
 
 def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
-    """The parameters after phase `i`; its optimizer starts afresh."""
+    """The parameters after phase `i`, deeper than before where it asks for that.
+
+    The phase's optimizer starts afresh.
+    """
     phase, model = work.preset.phases[i], qwen3.build(config)
+    params = pretraining.deepened(params, config.num_layers)
     maker = optimizer.build(phase.schedule, decay=WEIGHT_DECAY)
     run = loop.Run(
         path=work.out / f"target.{i}",

@@ -13,6 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.config import TargetConfig
 from dflash_jax.state import LayerCache, empty_cache
 
+LAYER = "layers_"
+OUTPUTS = (("attention", "o"), ("mlp", "down"))  # projections of a layer that add to its input
+
 
 @struct.dataclass
 class TrainState:
@@ -40,6 +43,32 @@ def initial(model: nn.Module, config: TargetConfig, seed: int) -> dict:
 
     made: Any = model.init(jax.random.key(seed), method=touch)
     return made["params"]
+
+
+def deepened(params: dict, layers: int) -> dict:
+    """The parameters of a model with that many layers that says the same.
+
+    A layer may be followed by a copy of itself whose output projections are zero, which adds
+    nothing until it is trained (growth that preserves the function: Net2Net, Chen et al. 2016).
+
+    Args:
+      layers: at least as many as there are.
+    """
+    old = [name for name in params if name.startswith(LAYER)]
+    grown = {name: x for name, x in params.items() if name not in old}
+    sources = [i * len(old) // layers for i in range(layers)]
+    for i, source in enumerate(sources):
+        layer = params[f"{LAYER}{source}"]
+        grown[f"{LAYER}{i}"] = _quiet(layer) if source in sources[:i] else layer
+    return grown
+
+
+def _quiet(layer: dict) -> dict:
+    """A copy of the layer with nothing to add to what it reads."""
+    copy = jax.tree.map(jnp.copy, layer)  # not shared: training donates its state
+    for part, out in OUTPUTS:
+        copy[part][out] = jnp.zeros_like(copy[part][out])
+    return copy
 
 
 def token_losses(
