@@ -190,7 +190,7 @@ EXPERTS = {
     scope="module",
     params=[
         pytest.param(("float32", {}), id="float32"),
-        pytest.param(("bfloat16", EXPERTS), id="experts-bfloat16"),
+        pytest.param(("bfloat16", EXPERTS), id="experts-bfloat16", marks=pytest.mark.soak),
         pytest.param(("bfloat16", {}), id="bfloat16", marks=pytest.mark.soak),
     ],
 )
