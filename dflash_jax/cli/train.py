@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
             "training needs optax; install the extra: pip install 'dflash-jax[train]'"
         ) from error
     use_compilation_cache()
-    from dflash_jax.train import fitting
+    from dflash_jax.train import run as training
     from dflash_jax.train.loop import Stopped
     from dflash_jax.train.recipes import recipe
 
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         with progress() as tell:
-            made = fitting.run(
+            made = training.run(
                 options.target,
                 options.data,
                 options.out,

@@ -20,7 +20,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.loading import TargetModel, locate, open_pair, resolve_here
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.testing import random_engine, random_params, tiny_target
-from dflash_jax.train import drafter, export, fitting
+from dflash_jax.train import drafter, export, fitting, run
 from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
 from dflash_jax.train.recipes import SMOKE, TINY_DFLASH2
 from dflash_jax.train.rows import Rows
@@ -90,13 +90,13 @@ def test_more_devices_than_there_are_is_refused():
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    fitting.claim(tmp_path / "run", {"target": "a", "data": "b"})
+    run.claim(tmp_path / "run", {"target": "a", "data": "b"})
     with pytest.raises(ConfigError, match=r"begun with other settings \(data differ\)"):
-        fitting.claim(tmp_path / "run", {"target": "a", "data": "c"})
+        run.claim(tmp_path / "run", {"target": "a", "data": "c"})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ConfigError, match="holds other things"):
-        fitting.claim(tmp_path / "other", {"target": "a"})
+        run.claim(tmp_path / "other", {"target": "a"})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, tmp_path
 
 @pytest.mark.parametrize("kept", ["int8", "int4"])
 def test_a_rounded_target_has_the_weights_an_engine_serves(kept):
-    model = fitting.open_target("tiny", dataclasses.replace(SMOKE, target_weights=kept))
+    model = run.open_target("tiny", dataclasses.replace(SMOKE, target_weights=kept))
     specs = weight_specs(Plan(weights=kept), model.config, None)
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     served = open_pair("tiny", None).target.load("float32", specs=own)
@@ -158,21 +158,21 @@ def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
         block=old.block_size,
     )
     config = new_drafter(alike, target, old.mask_token_id)
-    start = fitting.read_start(shipped, config)
+    start = run.read_start(shipped, config)
     fresh = drafter.initial(build_pair(target, config), 0)
     begun = fitting.begun(fresh, start)
     assert jax.tree.structure(begun) == jax.tree.structure(fresh)
     np.testing.assert_array_equal(begun["fc"], start["fc"])
     np.testing.assert_array_equal(begun["predecessor"], fresh["predecessor"])
     with pytest.raises(ConfigError, match=r"block_size is 8, expected 4.*change the recipe"):
-        fitting.read_start(shipped, new_drafter(SMOKE, target, old.mask_token_id))
+        run.read_start(shipped, new_drafter(SMOKE, target, old.mask_token_id))
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_a_drafter_comes_back_from_its_folder_as_it_was_trained(kind, tmp_path):
     config = new_drafter(dataclasses.replace(RECIPE, kind=kind), tiny_target(num_layers=2), 96)
     params = random_params(tiny_target(num_layers=2), config)["drafter"]
-    fitting.write_drafter(tmp_path / "drafter", config, params)
+    run.write_drafter(tmp_path / "drafter", config, params)
     read = read_drafter_config(tmp_path / "drafter")
     assert read == config
     rounded = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), params)

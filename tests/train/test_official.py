@@ -17,7 +17,7 @@ from dflash_jax.compiler.programs import build_pair
 from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.loading import TargetModel
 from dflash_jax.testing import random_params, tiny_target
-from dflash_jax.train import drafter, export, features, fitting
+from dflash_jax.train import drafter, export, features, fitting, run
 from dflash_jax.train.recipe import Bucket, Schedule
 from dflash_jax.train.recipes import SMOKE
 from dflash_jax.train.rows import Rows
@@ -48,7 +48,7 @@ def trained(folder: Path, kind: str) -> Path:
     config, params = fitting.fit(
         model, recipe, MASK, rows, folder / "run", identity="x", tell=lambda line: None
     )
-    fitting.write_drafter(folder / "drafter", config, params)
+    run.write_drafter(folder / "drafter", config, params)
     return folder
 
 

@@ -1,0 +1,228 @@
+"""A whole training run: data, answers, features, steps, export, measured acceptance length.
+
+Each stage leaves one result in the run's folder and is skipped where that exists, so that a
+run that was stopped, or killed, is gone on with by the same call.
+"""
+
+import dataclasses
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.compiler import Plan
+from dflash_jax.compiler.programs import weight_specs
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.errors import ConfigError
+from dflash_jax.loading import TargetModel
+from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
+from dflash_jax.train import data, evaluate, regenerate
+from dflash_jax.train import rows as packing
+from dflash_jax.train.files import saved_as
+from dflash_jax.train.fitting import Tell, fit
+from dflash_jax.train.recipe import FLOAT, GIVEN, Recipe, mask_token, new_drafter
+from dflash_jax.train.rows import Document, Rows
+from dflash_jax.train.vocabulary import write_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run leaves behind."""
+
+    drafter: Path  # the exported folder
+    results: dict[str, Any]  # acceptance length of each kind of held-out prompt
+
+
+def run(
+    target: str,
+    source: str,
+    out: Path,
+    recipe: Recipe,
+    *,
+    tell: Tell,
+    mask_id: int | None = None,
+    start: Path | None = None,
+) -> Outcome:
+    """Trains a drafter for a target and measures it.
+
+    Args:
+      target: whatever `dflash_jax.load_target` opens.
+      source: a JSONL file (see `data.read`), or "tiny" for the shipped corpus.
+      out: the run's folder.
+      mask_id: the mask token, where it cannot be found by itself.
+      start: a drafter to go on from; of the shape that the recipe makes.
+
+    Raises:
+      ConfigError: data, recipe and target do not fit each other, or `out` belongs to another run.
+      ComputeError, CheckpointError, Stopped: see `loop.fit`.
+    """
+    model = open_target(target, recipe)
+    training, held_out = data.load(source, recipe)
+    if mask_id is None:
+        mask_id, why = mask_token(model.tokenizer, model.config)
+        tell(f"mask token {mask_id}: {why}")
+    about = {
+        "target": str(target),
+        "data": data.fingerprint(training),
+        "mask_id": mask_id,
+        "start": str(start) if start else None,
+        "recipe": dataclasses.asdict(recipe),
+    }
+    identity = claim(out, about)
+    rows = stored_rows(out, model, training, recipe, tell)
+    config = new_drafter(recipe, model.config, mask_id)
+    params = read_start(start, config) if start else None
+    if not (out / "drafter").is_dir():
+        _, trained = fit(
+            model, recipe, mask_id, rows, out, identity=identity, tell=tell, start=params
+        )
+        write_drafter(out / "drafter", config, trained)
+    results = measured(out, target, model, held_out, recipe, tell)
+    return Outcome(out / "drafter", results)
+
+
+def open_target(source: str, recipe: Recipe) -> TargetModel:
+    """The target, its matrices rounded if the recipe says so."""
+    from dflash_jax.loading import load_target
+
+    model = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
+    if recipe.target_weights == FLOAT:
+        return model
+    plan = Plan(weights=recipe.target_weights)  # pyrefly: ignore
+    specs = weight_specs(plan, model.config, None)
+    own = {path.removeprefix("target/"): how for path, how in specs.items()}
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(model.params))
+
+    def rounded(old: jax.Array, new: np.ndarray | Packed) -> jax.Array:
+        if not isinstance(new, Packed):
+            return old
+        weight = dequantise(new.arrays, new.kind).reshape(new.shape)
+        return jax.device_put(weight.astype(old.dtype))
+
+    params = jax.tree.map(rounded, model.params, pack_tree(exact, own))
+    return TargetModel(model.config, params, model.dtype, tokenizer=model.tokenizer)
+
+
+def claim(out: Path, about: dict[str, Any]) -> str:
+    """Notes in the folder what is made there, or refuses a folder of another run."""
+    path, wanted = out / "run.json", json.loads(json.dumps(about))
+    if not path.is_file():
+        if out.is_dir() and any(out.iterdir()):
+            raise ConfigError(f"{out} holds other things; give a new folder, or one of a run")
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(path, wanted)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found != wanted:
+        changed = sorted(k for k in wanted if found.get(k) != wanted[k])
+        raise ConfigError(
+            f"{out} was begun with other settings ({', '.join(changed)} differ);"
+            " give another --out, or remove the folder"
+        )
+    return json.dumps(wanted, sort_keys=True)
+
+
+def stored_rows(
+    out: Path,
+    model: TargetModel,
+    training: Sequence[data.Example],
+    recipe: Recipe,
+    tell: Tell,
+) -> list[Rows]:
+    """The training rows, made on the first call: answers of the target, or the text as given."""
+    path, fill = out / "rows.npz", 0
+    if not path.is_file():
+        if recipe.answers == GIVEN:
+            found = data.as_given(training, model.tokenizer, model.config.eos_token_ids)
+        else:
+            prompts = data.prompts(training, model.tokenizer, recipe)
+            found = regenerate.answer(
+                out / "answers.jsonl",
+                model,
+                prompts,
+                recipe.answer_buckets,
+                tell=tell,
+                temperature=recipe.temperature,
+                seed=recipe.seed,
+            )
+        check_ids(found, model.config)
+        random.Random(recipe.seed).shuffle(found)
+        packing.save(path, packing.apart(found, recipe.buckets, fill=fill))
+    return packing.load(path)
+
+
+def check_ids(found: Sequence[Document], config: TargetConfig) -> None:
+    """Raises ConfigError for token ids that the target does not have."""
+    highest = max((int(d.ids.max(initial=0)) for d in found), default=0)
+    if highest >= config.vocab_size:
+        raise ConfigError(
+            f"the data holds token {highest}, but the target knows 0 to {config.vocab_size - 1};"
+            " was it made with another tokenizer?"
+        )
+
+
+def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
+    """Parameters to go on from: of a drafter of the same kind, or of a DFlash one, to which
+    DFlash 2 and DSpark add.
+
+    Raises:
+      ConfigError: the drafter there is not of the shape that this run makes.
+    """
+    from converters.models import open_model
+
+    found = open_model(path, role="drafter")
+    kind = type(config) if type(found.config) is type(config) else DrafterConfig
+    have, wanted = (
+        {f.name: getattr(c, f.name, None) for f in dataclasses.fields(kind)}
+        for c in (found.config, config)
+    )
+    free = ("kind", "num_target_layers", "rope", "dtype", "sample_from_anchor")
+    differ = [k for k, v in wanted.items() if have[k] != v and k not in free]
+    if differ or not isinstance(found.config, DrafterConfig):
+        listed = "; ".join(f"{k} is {have[k]}, expected {wanted[k]}" for k in differ)
+        raise ConfigError(f"the drafter {path} has another shape: {listed}; change the recipe")
+    return found.load("float32")
+
+
+def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> None:
+    """The drafter as a folder that other engines read, in bfloat16."""
+    from converters import export
+    from converters.tree_source import TreeSource
+
+    weights = export.Weights(config, TreeSource(params, config))
+    export.export(weights, path, layout=export.HUGGING_FACE, dtype="bfloat16", overwrite=True)
+
+
+def measured(
+    out: Path,
+    target: str,
+    model: TargetModel,
+    held_out: Sequence[data.Example],
+    recipe: Recipe,
+    tell: Tell,
+) -> dict[str, Any]:
+    """Acceptance length on held-out prompts by real decoding, kept in results.json."""
+    path = out / "results.json"
+    if not path.is_file():
+        entries = data.held_out(held_out, model.tokenizer, recipe)
+        if not entries:
+            tell("no line fell to the held-out side; acceptance length was not measured")
+            return {}
+        with saved_as(out / "heldout.jsonl") as partial:
+            lines = (json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+            partial.write_text("".join(lines), encoding="utf-8")
+        found = evaluate.evaluate(
+            target,
+            out / "drafter",
+            out / "heldout.jsonl",
+            max_tokens=recipe.held_out_tokens,
+            tell=tell,
+            dtype=recipe.dtype,  # pyrefly: ignore
+            weights=recipe.target_weights,
+        )
+        with saved_as(path) as partial:
+            write_json(partial, found)
+    return json.loads(path.read_text(encoding="utf-8"))
