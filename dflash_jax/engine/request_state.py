@@ -1,0 +1,153 @@
+"""What the controller knows of a request, what it hears, and what it answers."""
+
+import dataclasses
+import enum
+
+from dflash_jax.engine.recovery.settings import OFF, Recovery
+from dflash_jax.engine.recovery.speculation import UNTRIED, Lane
+from dflash_jax.engine.recovery.words import SILENT, Words
+
+Ids = tuple[int, ...]
+
+
+class Phase(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    SPECULATIVE = "speculative"
+    PLAIN = "plain"
+    RETRY = "retry"  # plain for the rest of the request
+    DONE = "done"
+
+
+class Finish(enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class Restart(enum.Enum):
+    """From where a request is decoded once more."""
+
+    SAVED = "saved"  # the state behind its prompt
+    FRESH = "fresh"  # its prompt, without any cache; a snapshot it came from is to be dropped
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """What the caller asked for, and what the engine knows of the model."""
+
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    speculative: bool = True
+    break_even: float = 0.0  # tokens a drafted round must decide to pay; 0 if not known
+    recovery: Recovery = OFF
+    words: Words = SILENT
+
+    @property
+    def close_at(self) -> int | None:
+        """Output place where a thought that is still open gets closed."""
+        reserve = self.recovery.answer_reserve
+        if not reserve or not self.words.close:
+            return None
+        return self.max_tokens - (reserve if reserve < self.max_tokens else self.max_tokens // 2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """What is remembered of a request.
+
+    Attributes:
+      ids: decided output, append-only but for a retry of what nobody saw.
+      held: how many of them were not emitted yet.
+      fed: how many of them are in the caches.
+      guard: the loop the last token ran into; the next token ends the output.
+      injected: a tool call was begun.
+      closed: a thought was closed at its limit.
+      past_close: the place where a thought would be closed lies behind.
+      ran: drafting was on when tokens were decided.
+      retried: decodings so far that showed nothing.
+      restored: the prompt's state came from a cache.
+      kind: the loop that ended the output.
+    """
+
+    phase: Phase = Phase.WAITING
+    ids: Ids = ()
+    held: int = 0
+    fed: int = 0
+    lane: Lane = UNTRIED
+    guard: str | None = None
+    injected: bool = False
+    closed: bool = False
+    past_close: bool = False
+    ran: bool = False
+    retried: int = 0
+    restored: bool = False
+    kind: str | None = None
+
+    @property
+    def emitted(self) -> int:
+        """Tokens decided so far, held ones included."""
+        return len(self.ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt was fed; its last row decided the first token."""
+
+    token: int
+    floor: int = -1
+    finite: bool = True
+    restored: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stepped:
+    """The device decided tokens for this row; none if the row was frozen.
+
+    Attributes:
+      floor: what the last place says with the stop tokens masked.
+      drafts: tokens that were drafted for the row; 0 in a plain step.
+    """
+
+    tokens: Ids
+    finite: bool = True
+    draft_finite: bool = True
+    floor: int = -1
+    drafts: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The caller went away, time ran out, or a stop string was completed."""
+
+    reason: Finish = Finish.CANCELLED
+
+
+Event = Prefilled | Stepped | Cancelled
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effects:
+    """What the engine must do now, in this order.
+
+    Attributes:
+      emit: give these tokens to the caller.
+      replace: the pending token becomes this one.
+      force: then feed the pending token and these but the last, which is pending afterwards.
+      restart: decode once more from there.
+      finish: the request ended.
+      fallback: why this round was, or later ones will be, plain.
+      notes: recovery events, to be counted and logged.
+    """
+
+    emit: Ids = ()
+    replace: int | None = None
+    force: Ids = ()
+    restart: Restart | None = None
+    finish: Finish | None = None
+    fallback: str | None = None
+    notes: tuple[str, ...] = ()
