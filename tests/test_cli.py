@@ -95,7 +95,7 @@ def test_generate_without_drafting_prints_the_same_tokens(
     assert [int(i) for i in tokens.split()] == official["output"][:20]
     assert "plain decoding" in statistics
     assert "acceptance" not in statistics
-    _, quiet, _ = run("generate", *request_, "--quiet")
+    _, quiet, _ = run("generate", *request_, "--quiet", "--rounds", 4)
     assert quiet.splitlines() == [tokens]
 
 
@@ -200,7 +200,8 @@ def test_explain_json_is_one_object(run: Run, pair: list[object]) -> None:
     assert (found["plan"]["block"], found["plan"]["rows"], found["plan"]["exact"]) == (4, 2, True)
     assert found["plan"]["dtype"] == "float32"
     assert {p["name"] for p in found["programs"]} >= {"prefill", "plain", "speculative"}
-    _, out, _ = run("explain", *pair, "--no-compile", "--json", "--inexact")
+    _, out, _ = run("explain", *pair, "--no-compile", "--json", "--inexact", "--rounds", 3)
+    assert json.loads(out)["plan"]["rounds"] == 3
     assert "plain1" in {p["name"] for p in json.loads(out)["programs"]}
 
 

@@ -48,6 +48,13 @@ def model_options(verb: argparse.ArgumentParser) -> None:
     models.add_argument("--max-length", type=int, default=0, help="prompt and output together")
     models.add_argument("--chunk", type=int, default=0, help="prompt tokens per prefill call")
     models.add_argument("--rows", type=int, default=1, help="requests side by side")
+    models.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="up to so many steps in one call, where steps are short (faster, heard in bursts)",
+    )
     models.add_argument("--inexact", action="store_true", help="let plain steps run one token wide")
     models.add_argument(
         "--no-rings", action="store_true", help="sliding layers keep whole caches, not rings"
@@ -112,6 +119,7 @@ def chosen_plan(options: argparse.Namespace) -> Any:
 
     return Plan(
         rows=options.rows,
+        rounds=options.rounds,
         max_length=options.max_length,
         block=options.block,
         chunk=options.chunk,
