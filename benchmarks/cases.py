@@ -100,16 +100,19 @@ def count(params: dict[str, Any]) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(kept))
 
 
-def build(name: str, *, max_length: int = 0, prompts: int = 8) -> Case:
-    """The case of that name: "tiny" is the shipped pair, the others are random weights."""
+def build(name: str, *, max_length: int = 0, prompts: int = 8, rounds: int = 1) -> Case:
+    """The case of that name: "tiny" is the shipped pair, the others are random weights.
+
+    `rounds` is the plan's.
+    """
     if name == "tiny":
-        return _shipped(max_length or 512, prompts)
-    return _random(name, SHAPES[name], max_length)
+        return _shipped(max_length or 512, prompts, rounds)
+    return _random(name, SHAPES[name], max_length, rounds)
 
 
-def _shipped(max_length: int, prompts: int, max_tokens: int = 128) -> Case:
+def _shipped(max_length: int, prompts: int, rounds: int, max_tokens: int = 128) -> Case:
     """The shipped pair on held-out conversations that fit, with its own acceptance."""
-    engine = dj.load(plan=Plan(dtype="float32", max_length=max_length))
+    engine = dj.load(plan=Plan(dtype="float32", max_length=max_length, rounds=rounds))
     path = Path(dj.__file__).parent / "data" / "tiny" / "heldout.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     chats = [
@@ -122,11 +125,11 @@ def _shipped(max_length: int, prompts: int, max_tokens: int = 128) -> Case:
     return Case("tiny", engine, fitting[:prompts], max_tokens, stops, "real")
 
 
-def _random(name: str, shape: Shape, max_length: int) -> Case:
+def _random(name: str, shape: Shape, max_length: int, rounds: int) -> Case:
     """Random weights whose drafter is overruled, so that rounds accept what the cycle says."""
     target, drafter = configs(shape)
     length = max_length or shape.prompt + shape.max_tokens
-    plan = Plan(dtype="float32", max_length=length, block=shape.block)
+    plan = Plan(dtype="float32", max_length=length, block=shape.block, rounds=rounds)
     params = random_params(target, drafter, seed=1)
     plan = resolve_here(plan, target, drafter)
     real = Engine(target, drafter, jax.device_put(params), plan)

@@ -1,17 +1,19 @@
 """How fast decoding is, as paired ratios: over the official package, plain lanes, a device loop.
 
     pip install torch==2.13.0 transformers==5.15.0 dflash==0.1.0
-    python -m benchmarks.decode [--configs tiny,9m,60m] [--pairs 9] [--json OUT]
+    python -m benchmarks.decode [--configs tiny,9m,60m] [--rounds 1,16] [--pairs 9] [--json OUT]
 
 One process on one pinned core, float32 throughout, lanes in turn (A B A B); prefill is timed
 apart. Nothing is reported unless every lane gave the same tokens, and both engines the same
 acceptance lengths. The column `cpu` is the same ratio by CPU seconds instead of the clock: it
-suffers less from other work on the machine. Without the official package `--no-official` leaves
-that comparison out.
+suffers less from other work on the machine. With several `--rounds` every case is measured once
+for each of them: one call of either of our lanes then makes up to so many steps. Without the
+official package `--no-official` leaves that comparison out.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -164,7 +166,7 @@ def prefill(lane: Lane) -> dict[str, Any]:
 
 
 def table(reports: dict[str, Any]) -> str:
-    """One line per case and comparison."""
+    """One line per case and comparison; "tiny:16" is tiny with up to 16 steps a call."""
     titles = (
         "case",
         "ours over",
@@ -180,7 +182,7 @@ def table(reports: dict[str, Any]) -> str:
     lines = [columns(titles)]
     for name, report in reports.items():
         for series, found in report["series"].items():
-            goals = {"official": GOALS.get(name), "device_loop": LOOP_GOAL}
+            goals = {"official": GOALS.get(name.split(":")[0]), "device_loop": LOOP_GOAL}
             goal, tau = goals.get(series), report["acceptance_length"]
             lines.append(
                 columns((name, *figures(found), goal or "-", *speeds(found), f"{tau:.3f}"))
@@ -213,6 +215,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", default="tiny,9m,60m", help="also: tiny-random")
+    parser.add_argument("--rounds", default="1", metavar="N,...", help="steps of a call, at most")
     parser.add_argument("--pairs", type=int, default=9, help="samples of each lane, at least 7")
     parser.add_argument("--pin", type=int, default=0, metavar="CPU", help="-1 leaves all cores")
     parser.add_argument("--max-length", type=int, default=0, help="of the plan; fits by default")
@@ -222,6 +225,8 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.pairs < 7:
         parser.error(f"--pairs is {options.pairs}; at least 7 make a median worth reading")
+    if not all(n.isdecimal() and int(n) for n in options.rounds.split(",")):
+        parser.error(f"--rounds is {options.rounds}; expected numbers from 1, like 1,16")
     return options
 
 
@@ -243,13 +248,15 @@ def main() -> int:
     tune_allocator()
     started, reports = time.perf_counter(), {}
     result = {"suite": "decode", "environment": environment(), "pinned": options.pin}
-    for name in options.configs.split(","):
+    chosen = itertools.product(options.configs.split(","), map(int, options.rounds.split(",")))
+    for config, rounds in chosen:
+        name = config if rounds == 1 else f"{config}:{rounds}"
         if time.perf_counter() - started > options.budget:
             print(f"{name}: left out, the budget of {options.budget:.0f} s is spent")
             continue
         load = os.getloadavg()[0]
         try:
-            case = build(name, max_length=options.max_length)
+            case = build(config, max_length=options.max_length, rounds=rounds)
             report = measure(case, options.pairs, official=not options.no_official)
         except DifferentTokensError as error:
             print(error, file=sys.stderr)
