@@ -1,8 +1,10 @@
 """What the frozen target says about token rows: read in every step, or once and kept on disk."""
 
+import functools
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from dflash_jax.train.rows import Rows
 CHUNK = 512  # tokens of a row that the target reads at a time
 HEAD_TOKENS = 1024  # places whose logits exist at a time
 CACHED_TOKENS = 4096  # of all rows of one call, when the cache is filled
+TELL_EVERY = 10.0  # seconds
 
 
 @struct.dataclass
@@ -122,8 +125,12 @@ def fill_cache(
     *,
     dtype: Any,
     keep: bool,
+    tell: Callable[[str], None],
 ) -> Cache:
     """The cache in `folder`, made if it is not there; the folder appears whole.
+
+    Args:
+      tell: hears now and then how far it has come.
 
     Raises:
       CheckpointError: the disk is full, or hidden states do not fit two bytes.
@@ -133,10 +140,11 @@ def fill_cache(
     stored = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(np.float16)
     read = jit(lambda params, tokens: reading(pair, params, tokens, dtype=dtype, keep=keep))
     names = [*map(str, range(len(pair.taps))), "best", *(["hidden"] if keep else [])]
+    progress = Progress(sum(len(rows.tokens) for rows in buckets), tell)
     try:
         with saved_as(folder, folder=True) as partial:
             for i, rows in enumerate(buckets):
-                _fill_bucket(partial, i, rows, lambda tokens: read(params, tokens), stored)
+                _fill_bucket(partial, i, rows, functools.partial(read, params), stored, progress)
             about = {"dtype": stored.name, "buckets": len(buckets), "names": names}
             (partial / "about.json").write_text(json.dumps(about), encoding="utf-8")
     except OSError as error:
@@ -148,7 +156,23 @@ def fill_cache(
     return Cache(folder)
 
 
-def _fill_bucket(folder: Path, i: int, rows: Rows, read: Any, stored: np.dtype) -> None:
+class Progress:
+    """Counts rows and says so every few seconds."""
+
+    def __init__(self, total: int, tell: Callable[[str], None]):
+        self._done, self._total, self._tell = 0, total, tell
+        self._next = time.monotonic() + TELL_EVERY
+
+    def __call__(self, rows: int) -> None:
+        self._done += rows
+        if time.monotonic() >= self._next:
+            self._tell(f"features {self._done}/{self._total} rows")
+            self._next = time.monotonic() + TELL_EVERY
+
+
+def _fill_bucket(
+    folder: Path, i: int, rows: Rows, read: Any, stored: np.dtype, progress: Progress
+) -> None:
     count, length = rows.tokens.shape
     step = max(CACHED_TOKENS // length, 1)
     files: dict[str, np.ndarray] = {}
@@ -167,6 +191,7 @@ def _fill_bucket(folder: Path, i: int, rows: Rows, read: Any, stored: np.dtype) 
                 path = folder / f"{i}.{name}.npy"
                 files[name] = np.lib.format.open_memmap(path, "w+", values.dtype, shape)
             files[name][start : start + len(tokens)] = values
+        progress(len(tokens))
     for name in (*map(str, range(len(files))), "best", "hidden"):
         if name in files:
             files[name].flush()  # pyrefly: ignore

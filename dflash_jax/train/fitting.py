@@ -79,6 +79,7 @@ def fit(
             batches.rows,
             dtype=recipe.dtype,
             keep=objective.wants_distribution(recipe),
+            tell=tell,
         )
     maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
     program = jit(drafter.step(pair, recipe, maker), donate=(0,), static_argnums=(5,))
