@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.models.dflash import Attend, DFlash, DrafterAttention, Kept
-from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, precision, rms_norm, weight
+from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, product, rms_norm, weight
 from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.state import LayerCache
 
@@ -175,13 +175,7 @@ class DFlash2(nn.Module):
     ) -> Float[Array, "B R P C"]:
         """Score of each candidate after each of P tokens at the place before, float32."""
         query = self.predecessor[before] * dot(hidden, self.hidden)[:, :, None]  # [B, R, P, r]
-        scores = jnp.einsum(
-            "brpk,brck->brpc",
-            query,
-            self.successor[ids],
-            precision=precision(query),
-            preferred_element_type=jnp.float32,
-        )
+        scores = product("brpk,brck->brpc", query, self.successor[ids])
         return unary[:, :, None] + scores
 
 

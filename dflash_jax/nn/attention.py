@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int8, Num
 
 from dflash_jax.nn.attention_kernel import attend_kernel, fits
-from dflash_jax.nn.layers import precision
+from dflash_jax.nn.layers import product
 from dflash_jax.state import LayerCache
 
 PIECE = 256  # slots that `attend_pieces` takes at a time
@@ -200,13 +200,9 @@ def _scores(
 ) -> Float[Array, "B K G T S"]:
     """Scaled float32 scores, minus infinity where a query does not see a key."""
     b, kv, rows, _ = q.shape
-    scores = jnp.einsum(
-        "bkqh,bksh->bkqs",
-        q,
-        cache.k if cache.k_scale is None else cache.k.astype(q.dtype),
-        precision=precision(q),
-        preferred_element_type=jnp.float32,
-    ).reshape(b, kv, groups, rows // groups, cache.slots)
+    keys = cache.k if cache.k_scale is None else cache.k.astype(q.dtype)
+    scores = product("bkqh,bksh->bkqs", q, keys)
+    scores = scores.reshape(b, kv, groups, rows // groups, cache.slots)
     if cache.k_scale is not None:
         scores *= cache.k_scale[:, :, None, None]
     return jnp.where(seen[:, None, None], scores * jnp.float32(scale), -jnp.inf)
@@ -219,13 +215,8 @@ def _sums(
     if cache.v_scale is not None:
         weights *= cache.v_scale[:, :, None]
     weights = weights.astype(dtype)
-    return jnp.einsum(
-        "bkqs,bksh->bkqh",
-        weights,
-        cache.v if cache.v_scale is None else cache.v.astype(dtype),
-        precision=precision(weights),
-        preferred_element_type=jnp.float32,
-    )
+    values = cache.v if cache.v_scale is None else cache.v.astype(dtype)
+    return product("bkqs,bksh->bkqh", weights, values)
 
 
 def _softmax_with_sinks(

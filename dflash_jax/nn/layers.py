@@ -4,6 +4,8 @@ Contractions and norms accumulate in float32 whatever the dtype of weights and a
 results return to the activations' dtype. Weights may be packed (`dflash_jax.quant`).
 """
 
+import functools
+import string
 from collections.abc import Callable
 from typing import Any
 
@@ -42,10 +44,37 @@ def project(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
     """As `dot`, in float32: for logits."""
     if isinstance(w, Packed | Joined):
         return contract(x, w)
-    axes = (((x.ndim - 1,), (0,)), ((), ()))
-    return jax.lax.dot_general(
-        x, w, axes, precision=precision(x), preferred_element_type=jnp.float32
+    over, kept = string.ascii_lowercase[: x.ndim], string.ascii_uppercase[: w.ndim - 1]
+    return product(f"{over},{over[-1]}{kept}->{over[:-1]}{kept}", x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(letters: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The einsum of two arrays of one dtype, accumulated and given in float32.
+
+    Its gradient is made of such products too: those of a float32 slope and a 16-bit weight would
+    run at float32's speed. No letter may be summed over that only one array has.
+    """
+    return jnp.einsum(letters, x, y, precision=precision(x), preferred_element_type=jnp.float32)
+
+
+def _keep_factors(letters: str, x: Array, y: Array) -> tuple[Array, tuple[Array, Array]]:
+    return product(letters, x, y), (x, y)
+
+
+def _product_slopes(
+    letters: str, factors: tuple[Array, Array], slope: Array
+) -> tuple[Array, Array]:
+    x, y = factors
+    left, right, out = letters.replace("->", ",").split(",")
+    slope = slope.astype(x.dtype)
+    return (
+        product(f"{out},{right}->{left}", slope, y).astype(x.dtype),
+        product(f"{left},{out}->{right}", x, slope).astype(y.dtype),
     )
+
+
+product.defvjp(_keep_factors, _product_slopes)
 
 
 def columns_of(w: Weight, ids: Int[Array, "*places"], dtype: Any) -> Float[Array, "*places D"]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.nn.layers import precision, weight
+from dflash_jax.nn.layers import product, weight
 
 Activation = Callable[[Array, Array], Array]  # of gate and up
 
@@ -187,5 +187,4 @@ def sort_into_tiles(ids: Int[Array, "N X"], experts: int) -> Tiles:
 
 def _dot(letters: str, x: Array, w: Array) -> Array:
     """As `layers.dot`, for any contraction."""
-    y = jnp.einsum(letters, x, w, precision=precision(x), preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+    return product(letters, x, w).astype(x.dtype)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.nn.layers import precision
+from dflash_jax.nn.layers import product
 from dflash_jax.train.objective import fewest_parts
 
 SCORE_ELEMENTS = 1 << 23  # of one chunk: 32 MiB
@@ -62,16 +62,15 @@ def _attend(
     rows, count, width, kv, groups, head = queries.shape
     scale = jnp.float32(head**-0.5)
     dtype = queries.dtype
-    precise = {"precision": precision(queries), "preferred_element_type": jnp.float32}
-    far = jnp.einsum("bntkgh,bskh->bkgnts", queries, context[0], **precise) * scale
-    near = jnp.einsum("bntkgh,bnukh->bkgntu", queries, block[0], **precise) * scale
+    far = product("bntkgh,bskh->bkgnts", queries, context[0]) * scale
+    near = product("bntkgh,bnukh->bkgntu", queries, block[0]) * scale
     seen = before_anchor(anchors, width, context[0].shape[1], window)
     far = jnp.where(seen[:, None, None], far, HIDDEN)
     near = jnp.where(inside_block(width, causal, window)[None, None, None, None], near, HIDDEN)
     weights = jax.nn.softmax(jnp.concatenate([far, near], axis=-1), axis=-1).astype(dtype)
     far, near = jnp.split(weights, [context[0].shape[1]], axis=-1)
-    out = jnp.einsum("bkgnts,bskh->bntkgh", far, context[1], **precise)
-    out += jnp.einsum("bkgntu,bnukh->bntkgh", near, block[1], **precise)
+    out = product("bkgnts,bskh->bntkgh", far, context[1])
+    out += product("bkgntu,bnukh->bntkgh", near, block[1])
     return out.astype(dtype).reshape(rows, count, width, kv * groups * head)
 
 

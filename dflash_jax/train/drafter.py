@@ -10,6 +10,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.config import ALWAYS_FLOAT32
 from dflash_jax.decode.block import Pair
 from dflash_jax.nn.layers import rms_norm
 from dflash_jax.train import anchors as anchoring
@@ -162,8 +163,18 @@ def sums(
         part.tokens, part.wanted, read.best, part.anchors, part.alive, width
     )
     blocks = Blocks(anchors=part.anchors, labels=labels, counts=counts)
-    both = {"target": frozen, "drafter": params}
+    both = {"target": frozen, "drafter": rounded(params, recipe.dtype)}
     return objective.sums(recipe, scores(pair, both, recipe, read, part.tokens, blocks), counts)
+
+
+def rounded(params: dict, dtype: str) -> dict:
+    """Parameters as an engine of that dtype computes with them; gradients pass as they are."""
+
+    def one(path: Any, x: Array) -> Array:
+        kept = path[-1].key in ALWAYS_FLOAT32 or not jnp.issubdtype(x.dtype, jnp.floating)
+        return x if kept else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def gradient(

@@ -65,7 +65,7 @@ def _plain(module: Any, places: Places, plain: Array, p: Array | None, loss: str
     return Scores(
         loss=_distance(loss, logits, nll, p),
         nll=nll,
-        right=jnp.argmax(logits, axis=-1) == places.labels,
+        right=is_likeliest(logits, places.labels),
         head=jnp.zeros_like(nll),
         head_counts=jnp.zeros(nll.shape, bool),
     )
@@ -115,10 +115,16 @@ def _walked(module: Any, places: Places, plain: Array, p: Array | None, loss: st
     return Scores(
         loss=_distance(loss, logits, nll, p),
         nll=nll,
-        right=jnp.argmax(logits, axis=-1) == places.labels,
+        right=is_likeliest(logits, places.labels),
         head=head,
         head_counts=counts,
     )
+
+
+def is_likeliest(logits: Float[Array, "M R V"], labels: Int[Array, "M R"]) -> Bool[Array, "M R"]:
+    """Whether no logit is greater than the label's; cheaper than looking for the greatest."""
+    own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return own >= logits.max(axis=-1)
 
 
 def _distance(loss: str, logits: Array, nll: Array, p: Array | None) -> Array:

@@ -58,6 +58,7 @@ class Recipe:
       parts: a batch's rows are done in so many parts, one after another: the same gradient in less
         memory.
       features: the target runs in every step (online), or once over all rows (cache, on disk).
+      dtype: of the target, and of what the drafter computes; its weights are kept in float32.
       target_weights: the target's matrices as they are, or rounded as an engine of
         `Plan.weights` int8 or int4 holds them: train against what will be served.
       answers: assistant turns are written anew by the target, or taken as given.

@@ -1,12 +1,15 @@
 """Where norms and contractions round."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
 
-from dflash_jax.nn.layers import dot, rms_norm
+from dflash_jax.nn.layers import dot, product, rms_norm
 
 WIDTH = 16
 
@@ -58,3 +61,46 @@ def test_a_norm_of_float16_values_whose_squares_overflow_float16() -> None:
     x = jnp.full((1, WIDTH), 300.0, jnp.float16)
     out = rms_norm(x, jnp.ones((WIDTH,), jnp.float16), 1e-6)
     np.testing.assert_allclose(np.asarray(out, np.float32), 1.0, rtol=1e-3)
+
+
+PRODUCTS = [
+    ("abc,cA->abA", (2, 3, 4), (4, 5)),
+    ("abc,cAB->abAB", (2, 3, 4), (4, 2, 5)),
+    ("bkqh,bksh->bkqs", (2, 1, 3, 4), (2, 1, 5, 4)),
+    ("bntkgh,bskh->bkgnts", (2, 2, 3, 1, 2, 4), (2, 5, 1, 4)),
+]
+
+
+def slopes(multiply, letters: str, x: jax.Array, y: jax.Array):
+    def loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sin(multiply(letters, x, y)).sum()
+
+    return jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, y), jax.grad(loss, (0, 1))(x, y)
+
+
+@pytest.mark.parametrize(("letters", "left", "right"), PRODUCTS)
+def test_the_gradient_of_a_product_is_that_of_the_einsum(letters, left, right) -> None:
+    x, y = jax.random.normal(jax.random.key(0), left), jax.random.normal(jax.random.key(1), right)
+    found, wanted = slopes(product, letters, x, y)[1], slopes(jnp.einsum, letters, x, y)[1]
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_16_bit_products_multiply_16_bits() -> None:
+    """By default they would multiply a float32 slope with a weight widened to float32."""
+    letters, left, right = PRODUCTS[0]
+    x, y = jnp.ones(left, jnp.bfloat16), jnp.ones(right, jnp.bfloat16)
+    traced, found = slopes(product, letters, x, y)
+    assert {a.dtype for a in found} == {jnp.dtype(jnp.bfloat16)}
+    assert dtypes_multiplied(traced.jaxpr) == [jnp.bfloat16] * 6
+
+
+def dtypes_multiplied(jaxpr) -> list:
+    """Dtypes of the factors of every product in a program."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found += [x.aval.dtype for x in equation.invars]
+        for inner in jaxprs_in_params(equation.params):
+            found += dtypes_multiplied(inner)
+    return found

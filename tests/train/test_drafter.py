@@ -166,6 +166,34 @@ def assert_alike(one: Any, two: Any) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6), one, two)
 
 
+def test_a_bfloat16_recipe_trains_float32_weights_by_bfloat16_products():
+    """What it sees is what an engine of bfloat16 computes; the weights themselves stay exact."""
+    target = tiny_target(num_layers=1)
+    shape = {"num_layers": 1, "windows": (None,), "causal": (False,), "target_layer_ids": (0,)}
+    config = tiny_drafter(target, "dflash", block_size=BLOCK, **shape)
+    params = jax.device_put(random_params(target, config, seed=3))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["target"])
+    recipe = dataclasses.replace(SMOKE, dtype="bfloat16")
+    run = functools.partial(drafter.gradient, build_pair(target, config), recipe)
+    rows = rows_of_four()
+    slope, logged = jax.jit(run, static_argnums=(5,))(params["drafter"], half, rows, None, 7, 5)
+    exact = dataclasses.replace(recipe, dtype="float32")
+    run = functools.partial(drafter.gradient, build_pair(target, config), exact)
+    wanted, _ = jax.jit(run, static_argnums=(5,))(
+        params["drafter"], params["target"], rows, None, 7, 5
+    )
+    assert {x.dtype for x in jax.tree.leaves(slope)} == {jnp.dtype("float32")}
+    assert np.isfinite(float(logged["loss"]))
+    close = [cosine(a, b) for a, b in zip(*map(jax.tree.leaves, (slope, wanted)), strict=True)]
+    assert min(close) > 0.9  # roundings, not another gradient
+    assert max(close) < 1.0  # and not the same one
+
+
+def cosine(one: jax.Array, two: jax.Array) -> float:
+    a, b = np.ravel(one).astype(np.float64), np.ravel(two).astype(np.float64)
+    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
+
+
 @pytest.mark.parametrize("kind", soaked([("dflash2",), ("dflash",), ("dspark",)]))
 def test_a_batch_in_parts_has_the_same_gradient(kind):
     whole, cut = (slope(kind, parts)(rows_of_four(), 5) for parts in (1, 4))
