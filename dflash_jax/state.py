@@ -196,6 +196,20 @@ def empty_recurrent(
 Arrays = TypeVar("Arrays")
 
 
+def take_row(arrays: Arrays, row: Int[Array, ""]) -> Arrays:
+    """One row of a tree of arrays [B, ...], as [1, ...]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0), arrays)
+
+
+def put_row(arrays: Arrays, one: Arrays, row: Int[Array, ""]) -> Arrays:
+    """A tree of arrays [B, ...], in one row what another tree [1, ...] holds."""
+
+    def put(whole: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(whole, new, row, axis=0)
+
+    return jax.tree.map(put, arrays, one)
+
+
 def clear_rows(arrays: Arrays, rows: Bool[Array, " B"]) -> Arrays:
     """A tree of arrays [B, ...] with zeros in some rows."""
 

@@ -237,7 +237,7 @@ def test_a_plan_that_does_not_fit_in_memory_is_refused_before_weights_are_read(
     target: Path, drafter: Path
 ) -> None:
     with pytest.raises(PlanError, match=r"the plan needs weights .*max_length=\d+ would fit"):
-        dj.load(target, drafter, plan=dj.Plan(rows=8, memory_limit=25 * 2**20))
+        dj.load(target, drafter, plan=dj.Plan(rows=8, memory_limit=12 * 2**20))
     assert free_memory(jax.local_devices()[0]) > 2**20
 
 

@@ -96,7 +96,8 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
     name = program.removesuffix("_sampled")
     width = {"prefill": plan.chunk, "plain1": 1}.get(name, plan.block)
-    tokens, head_rows = plan.rows * width, plan.rows * (1 if name == "prefill" else width)
+    rows = plan.fed_rows if name == "prefill" else plan.rows
+    tokens, head_rows = rows * width, rows * (1 if name == "prefill" else width)
     counts, sizes = parameters(target, drafter), weight_bytes(plan, target, drafter)
     head, table = target.vocab_size * target.hidden_size, sizes["target"]["head"]
     body = _multiplied(counts["target"])
@@ -104,10 +105,11 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
     _, asleep = _idle_experts(target, sizes["target"], tokens)
     recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
     moved = _multiplied(sizes["target"]) - asleep + table
-    moved += tree_bytes(state.target) + tree_bytes(recurrent)
+    moved += (tree_bytes(state.target) + tree_bytes(recurrent)) * rows // plan.rows
     flops = 2 * ((body - idle) * tokens + head * head_rows)
     flops += _attention_flops(state.target, tokens, target)
-    flops += 7 * width * sum(c.state.size for c in recurrent)  # decay, read, correct, read out
+    states = sum(c.state.size for c in recurrent) * rows // plan.rows
+    flops += 7 * width * states  # decay, read, correct, read out
     if drafter is not None:
         drafting = name == "speculative"
 
@@ -158,15 +160,19 @@ def _attention_flops(caches: Any, tokens: int, c: TargetConfig | DrafterConfig) 
 
 
 def _temporary_bytes(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> int:
-    """Upper estimate: a layer's scores, activations, experts; logits, taps, what commits need."""
-    wide = plan.rows * plan.widest
+    """Upper estimate: a layer's scores, activations, experts; logits, taps, what commits need;
+    the caches of a row that is fed apart from the others.
+    """
+    wide = max(plan.rows * plan.block, plan.fed_rows * plan.chunk)
     scores = 3 * 4 * wide * target.num_heads * plan.slots
     hidden = 8 * _item(plan) * wide * (target.hidden_size + target.intermediate_size)
     logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
     experts = 8 * wide * target.num_experts * target.expert_size  # all of them, gate and up
     taps = wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
     recurrent = _recurrent_bytes(plan, target)
-    return scores + hidden + logits + experts + 2 * taps * _item(plan) + recurrent
+    state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
+    row = tree_bytes(state) // plan.rows if plan.fed_rows < plan.rows else 0
+    return scores + hidden + logits + experts + 2 * taps * _item(plan) + recurrent + row
 
 
 def _recurrent_bytes(plan: Plan, target: TargetConfig) -> int:
@@ -178,7 +184,8 @@ def _recurrent_bytes(plan: Plan, target: TargetConfig) -> int:
     recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
     wide = sum(c.inputs.shape[2] * (4 + _item(plan)) + c.state.shape[1] * 4 for c in recurrent)
     one = max((tree_bytes(c.state) for c in recurrent), default=0)
-    return plan.rows * plan.widest * wide + 4 * one
+    tokens = max(plan.rows * plan.block, plan.fed_rows * plan.chunk)
+    return tokens * wide + 4 * one
 
 
 def gibi(n: float) -> str:

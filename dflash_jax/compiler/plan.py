@@ -169,6 +169,14 @@ class Plan:
         return max(self.chunk, self.block)
 
     @property
+    def fed_rows(self) -> int:
+        """Rows that a prefill call feeds: one, so that a prompt costs what it is long.
+
+        All of them where rows are split over devices, or the drafter has a device of its own.
+        """
+        return self.rows if self.apart or self.mesh[0] > 1 else 1
+
+    @property
     def slots(self) -> int:
         """Slots of a plain cache; `dynamic_update_slice` would clamp a write past its end."""
         return -(-(self.max_length + self.widest) // 16) * 16

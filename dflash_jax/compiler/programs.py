@@ -211,8 +211,11 @@ def declare(
     count, flag = rules.limit, jax.ShapeDtypeStruct((plan.rows,), jnp.bool_)
     shaping = jax.eval_shape(lambda: neutral_shaping(plan.rows, target.vocab_size))
 
-    def tokens(width: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((plan.rows, width), jnp.int32)
+    def tokens(width: int, rows: int = plan.rows) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, width), jnp.int32)
+
+    def few(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((plan.fed_rows,), x.dtype)
 
     def program(
         name: str, step: Callable[..., Any], *rest: Any, lane: str = GREEDY, **static: Any
@@ -224,12 +227,18 @@ def declare(
         elif lane == MASKED:
             step = functools.partial(steps.masked, step)
             places = {"prefill": 1, "verify": plan.block}.get(name, width)
-            mask = jax.ShapeDtypeStruct((plan.rows, places, words(target)), jnp.uint32)
+            rows = plan.fed_rows if name == "prefill" else plan.rows
+            mask = jax.ShapeDtypeStruct((rows, places, words(target)), jnp.uint32)
             arguments, donated = (params, state, shaping, mask, *rest), (1, 2)
         elif lane == SHAPED:
             step = functools.partial(steps.shaped, step)
             arguments, donated = (params, state, shaping, *rest), (1, 2)
         run = functools.partial(step, pair, **static)
+        if name == "prefill" and plan.fed_rows < plan.rows:
+            before = len(arguments) - len(rest)
+            run = functools.partial(steps.in_row, run, carried=before - 2)
+            row = jax.ShapeDtypeStruct((), jnp.int32)
+            arguments = (*arguments[:before], row, *rest)
         return Program(name + lane, run, arguments, donated, (lane,))
 
     dictated = (params, state, tokens(plan.block), count, count)
@@ -245,9 +254,9 @@ def declare(
         programs.append(Program("shape", set_row, (shaping, *row), (0,), (SHAPED, MASKED)))
     for lane in lanes:
         static: dict[str, Any] = {"sampled": lane != GREEDY, "lane": lane}
-        chunk = tokens(plan.chunk)
+        fed = tokens(plan.chunk, plan.fed_rows), *(few(x) for x in (count, flag))
         programs += [
-            program("prefill", steps.prefill, chunk, count, flag, rules, **static),
+            program("prefill", steps.prefill, *fed, rules, **static),
             program(plain, steps.plain, rules, width=width, **static),
         ]
         if drafter is None:
@@ -283,6 +292,8 @@ def _row_programs(plan: Plan, state: DecodeState) -> list[Program]:
         Program("replace", steps.replace, (state, flag, state.anchor), (0,)),
         Program("wipe", steps.wipe, (state, flag), (0,)),
     ]
+    if plan.fed_rows < plan.rows:
+        programs.append(Program("copy_row", steps.copy_row, (state, one, one), (0,)))
     if plan.prefix_cache:
         take = functools.partial(take_segment, chunk=plan.chunk)
         put = functools.partial(put_segment, chunk=plan.chunk)

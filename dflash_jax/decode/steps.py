@@ -42,6 +42,8 @@ from dflash_jax.state import (
     clear_rows,
     commit,
     pack_output,
+    put_row,
+    take_row,
 )
 
 
@@ -242,6 +244,45 @@ def shaped(
     """One of the steps above over shaped logits, the shaping brought up to date."""
     state, out = step(pair, params, state, *rest, shaping=shaping, **static)
     return state, shaping.after(out), out
+
+
+def copy_row(state: DecodeState, of: Int[Array, ""], to: Int[Array, ""]) -> DecodeState:
+    """Has a row know what another does: both were to be fed the same."""
+    return put_row(state, take_row(state, of), to)
+
+
+def in_row(
+    step: Callable[..., tuple[Any, ...]],
+    params: Params,
+    state: DecodeState,
+    *rest: Any,
+    carried: int,
+) -> tuple[Any, ...]:
+    """A step of one row, taken out and put back: the others cost nothing and stay as they are.
+
+    Args:
+      step: one of the above, of all rows, which here are one.
+      rest: what a lane carries, of which `shaping` comes first; the row; the step's own
+        arguments, of one row but for the rules.
+      carried: how many a lane carries.
+    """
+    changed, masks = (state, *rest[: min(carried, 1)]), rest[1:carried]
+    row, *own, rules = rest[carried:]
+    mine = take_row(rules, row)
+
+    def made(part: Any) -> tuple[Any, StepOutput]:
+        *after, out = step(params, *part, *masks, *own, mine)
+        return tuple(after), out
+
+    # Once round a loop: otherwise XLA would read the row out of all rows where it is used, and
+    # copy all of them to write it back.
+    part = take_row(changed, row)
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(made, part)[1])
+    first = row >= 0
+    _, part, out = jax.lax.while_loop(
+        lambda carry: carry[0], lambda carry: (~carry[0], *made(carry[1])), (first, part, none)
+    )
+    return *put_row(changed, part, row), out
 
 
 def several(

@@ -67,7 +67,7 @@ class Engine:
 
         Args:
           n: answers for each prompt, one after the other in the list; answer i draws with
-            seed + i. Those that start together share the calls of one prefill.
+            seed + i. Those that start together share the prompt's prefill but for its last chunk.
         """
         lives: list[Live] = []
         try:

@@ -43,6 +43,7 @@ class Flight:
     readers: dict[int, Live]  # by row: who was in it, and hears the answer
     decode: bool
     drafting: frozenset[int] = frozenset()  # rows that drafted
+    first: int = 0  # row of the first answer
 
 
 class Loop:
@@ -174,25 +175,52 @@ class Loop:
             self._fed_last = False
             return False
         self._fed_last = True
-        rows, chunk = self._plan.rows, self._plan.chunk
-        tokens, count = np.zeros((rows, chunk), np.int32), np.zeros((rows,), np.int32)
-        fresh = np.zeros((rows,), bool)
+        if self._plan.fed_rows == self._plan.rows:
+            self._feed(feeding)
+        else:
+            self._feed_in_turn(feeding)
+        return True
+
+    def _feed_in_turn(self, feeding: dict[int, Live]) -> None:
+        """One chunk of each prompt. What was just fed to a row, others of the same prompt that
+        stood where it stood get from it; only a last chunk is everyone's own, as it says a token.
+        """
+        fed: dict[tuple[int, int], int] = {}  # rows by prompt and how much of it they had
+        for row, live in feeding.items():
+            self._runner.restore(row, live)
+            start, prompt = live.fed, live.request.prompt
+            stand = id(prompt), start
+            if stand in fed and start + self._plan.chunk < len(prompt):
+                self._runner.copy_row(fed[stand], row)
+                live.fed += self._plan.chunk
+                self._runner.keep(row, live, start)
+            else:
+                fed[stand] = row
+                self._feed({row: live}, first=row)
+
+    def _feed(self, feeding: dict[int, Live], first: int = 0) -> None:
+        """Dispatches one chunk of some prompts, in a call of rows from `first` on."""
+        plan = self._plan
+        tokens, count = (
+            np.zeros((plan.fed_rows, plan.chunk), np.int32),
+            np.zeros(plan.fed_rows, np.int32),
+        )
+        fresh = np.zeros(plan.fed_rows, bool)
         finished: dict[int, Live] = {}
         starts = {}
         for row, live in feeding.items():
             self._runner.restore(row, live)
-            starts[row] = live.fed
-            part = live.request.prompt[live.fed : live.fed + chunk]
-            tokens[row, : len(part)], count[row], fresh[row] = part, len(part), live.fed == 0
+            starts[row], at = live.fed, row - first
+            part = live.request.prompt[live.fed : live.fed + plan.chunk]
+            tokens[at, : len(part)], count[at], fresh[at] = part, len(part), live.fed == 0
             live.fed += len(part)
             if live.fed == len(live.request.prompt):
                 finished[row] = live
                 self.rows.changed()
                 self._runner.shape(row, live)
-        self._dispatch("prefill", tokens, count, fresh, readers=finished)
+        self._dispatch("prefill", tokens, count, fresh, readers=finished, first=first)
         for row, live in feeding.items():
             self._runner.keep(row, live, starts[row])
-        return True
 
     def _dispatch_decode(self) -> bool:
         work = self.rows.work
@@ -219,6 +247,7 @@ class Loop:
         readers: dict[int, Live],
         drafting: frozenset[int] = frozenset(),
         decode: bool = False,
+        first: int = 0,
     ) -> None:
         """Dispatches a step; its answer is read later."""
         rows, started = self.rows, time.perf_counter()
@@ -230,8 +259,9 @@ class Loop:
             *arguments,
             readers=readers,
             rounds=1 if waited_for else self.pace.rounds,
+            first=first,
         )
-        self.flights.append(Flight(started, output, dict(readers), decode, drafting))
+        self.flights.append(Flight(started, output, dict(readers), decode, drafting, first))
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -242,7 +272,7 @@ class Loop:
         for row, live in list(flight.readers.items()):
             if live.done:
                 continue
-            step = steps[row]
+            step = steps[row - flight.first]
             if live.rebuilding and step.finite:
                 dictated[row] = live.rebuilt()
                 self.rows.changed()
@@ -251,7 +281,7 @@ class Loop:
                 live.stats.count_round(len(step.tokens), step.drafts, self._plan.block - 1)
             elif flight.decode:
                 live.stats.plain_steps += bool(step.tokens)
-            likely = likely_tokens(flight.output, row, live)[: len(step.tokens)]
+            likely = likely_tokens(flight.output, row - flight.first, live)[: len(step.tokens)]
             if told := self._hear(live, _event(flight, row, step), likely):
                 dictated[row] = told
             if live.done:

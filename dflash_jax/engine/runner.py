@@ -88,18 +88,22 @@ class Runner:
         *arguments: Any,
         readers: Mapping[int, Live],
         rounds: int = 1,
+        first: int = 0,
     ) -> StepOutput:
         """Dispatches a step in a lane; its answer is on its way to the host.
 
         Args:
           readers: by row, those whose grammars the masked lane has to ask.
           rounds: most steps to make of those that can be made in one call.
+          first: of the rows that are fed.
         """
         carried: tuple[Any, ...] = ()
         if name in DECODING and repeats(self.plan, lane):
             arguments = (np.int32(rounds), *arguments)
+        elif name == "prefill" and self.plan.fed_rows < self.plan.rows:
+            arguments = (np.int32(first), *arguments)
         if lane == MASKED:
-            name, arguments, masks = self._make_masks(name, rules, arguments, readers)
+            name, arguments, masks = self._make_masks(name, rules, arguments, readers, first)
             carried = (self._shaper.shaping, masks)
         elif lane == SHAPED:
             carried = (self._shaper.shaping,)
@@ -155,6 +159,10 @@ class Runner:
         size = {"rows": self.plan.rows, "block": self.plan.block}
         self.state = dictate(self.executables, self.params, self.state, dictated, **size)
 
+    def copy_row(self, of: int, to: int) -> None:
+        """Has a row know what another does."""
+        self.state = self.executables["copy_row"](self.state, np.int32(of), np.int32(to))
+
     def wipe(self, rows: Iterable[int]) -> None:
         """Clears rows whose caches may hold non-finite numbers, before anyone else gets them."""
         mask = np.isin(np.arange(self.plan.rows), list(rows))
@@ -203,6 +211,7 @@ class Runner:
         rules: RowRules,
         arguments: tuple[Any, ...],
         readers: Mapping[int, Live],
+        first: int,
     ) -> tuple[str, tuple[Any, ...], np.ndarray]:
         """A step's masks [B, T, W]; of a speculative one the drafts are made, and waited for."""
         drafts = np.zeros((self.plan.rows, 0), np.int32)
@@ -211,9 +220,10 @@ class Runner:
             self.state, drafted = draft(self.params, self.state, rules)
             name, arguments, drafts = "verify", (drafted,), np.asarray(drafted[0])[:, 1:]
         places = 1 if name in ("prefill", "plain1") else self.plan.block
-        shape = (self.plan.rows, places, words(self.target))
+        rows = self.plan.fed_rows if name == "prefill" else self.plan.rows
+        shape = (rows, places, words(self.target))
         masks = np.full(shape, 2**32 - 1, np.uint32)
         for row, live in readers.items():
             if live.grammar:
-                live.grammar.fill(masks[row], drafts[row].tolist())
+                live.grammar.fill(masks[row - first], drafts[row].tolist())
         return name, arguments, masks

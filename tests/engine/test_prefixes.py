@@ -412,7 +412,7 @@ def test_P11_features_stand_where_keys_stand_whatever_is_accepted(scripted: Engi
             assert int(scripted.runner.state.position[0]) >= fed  # a step ahead of what was read
         assert stream.result.token_ids == truth
         for got, wanted in zip(visible(scripted, 0), plain, strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6)
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=5e-6)
 
 
 def test_P32_a_restore_that_fails_is_handled_not_ignored(warm: Engine) -> None:

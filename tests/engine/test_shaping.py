@@ -151,8 +151,8 @@ def test_log_probabilities_alone_change_no_token(tiny: Engine) -> None:
     assert tiny.generate(PROMPT, max_tokens=40, logprobs=5).token_ids == plain.token_ids
 
 
-def test_several_answers_share_the_calls_of_one_prefill(tiny3: Engine) -> None:
-    """n answers run side by side: their prompts go through the device in the same calls."""
+def test_several_answers_share_one_prefill(tiny3: Engine) -> None:
+    """Only the last chunk, which says the first token, is fed for each of them."""
     prompt = list(range(40))
     options = {"max_tokens": 8, "temperature": 1.0, "seed": 7}
     calls = []
@@ -162,7 +162,7 @@ def test_several_answers_share_the_calls_of_one_prefill(tiny3: Engine) -> None:
         results = tiny3.generate_many([prompt], n=3, **options)
     finally:
         tiny3.executables["prefill_sampled"] = run
-    assert len(calls) == 3  # chunks of 16
+    assert len(calls) == 2 + 3  # chunks of 16
     assert len({tuple(r.token_ids) for r in results}) == 3
     for i, result in enumerate(results):  # answer i is what seed + i says alone
         alone = tiny3.generate(prompt, **options | {"seed": 7 + i})
