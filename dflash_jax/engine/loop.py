@@ -175,15 +175,17 @@ class Loop:
             self._fed_last = False
             return False
         self._fed_last = True
-        if self._plan.fed_rows == self._plan.rows:
-            self._feed(feeding)
-        else:
+        if self._plan.fed_rows < self._plan.rows:
             self._feed_in_turn(feeding)
+            return True
+        for row, live in feeding.items():
+            self._runner.restore(row, live)
+        self._feed(feeding)
         return True
 
     def _feed_in_turn(self, feeding: dict[int, Live]) -> None:
-        """One chunk of each prompt. What was just fed to a row, others of the same prompt that
-        stood where it stood get from it; only a last chunk is everyone's own, as it says a token.
+        """One chunk of each prompt. Rows of one prompt get it from the first of them that stood
+        where they stand; only a last chunk is everyone's own, as it says a token.
         """
         fed: dict[tuple[int, int], int] = {}  # rows by prompt and how much of it they had
         for row, live in feeding.items():
@@ -200,18 +202,14 @@ class Loop:
 
     def _feed(self, feeding: dict[int, Live], first: int = 0) -> None:
         """Dispatches one chunk of some prompts, in a call of rows from `first` on."""
-        plan = self._plan
-        tokens, count = (
-            np.zeros((plan.fed_rows, plan.chunk), np.int32),
-            np.zeros(plan.fed_rows, np.int32),
-        )
-        fresh = np.zeros(plan.fed_rows, bool)
+        rows, chunk = self._plan.fed_rows, self._plan.chunk
+        tokens, count = np.zeros((rows, chunk), np.int32), np.zeros(rows, np.int32)
+        fresh = np.zeros(rows, bool)
         finished: dict[int, Live] = {}
         starts = {}
         for row, live in feeding.items():
-            self._runner.restore(row, live)
             starts[row], at = live.fed, row - first
-            part = live.request.prompt[live.fed : live.fed + plan.chunk]
+            part = live.request.prompt[live.fed : live.fed + chunk]
             tokens[at, : len(part)], count[at], fresh[at] = part, len(part), live.fed == 0
             live.fed += len(part)
             if live.fed == len(live.request.prompt):
