@@ -155,6 +155,7 @@ def test_several_answers_share_one_prefill(tiny3: Engine) -> None:
     """Only the last chunk, which says the first token, is fed for each of them."""
     prompt = list(range(40))
     options = {"max_tokens": 8, "temperature": 1.0, "seed": 7}
+    tiny3.generate(prompt, **options)  # has the lane compiled
     calls = []
     run = tiny3.executables["prefill_sampled"]
     tiny3.executables["prefill_sampled"] = lambda *a: (calls.append(1), run(*a))[1]  # type: ignore[assignment]
