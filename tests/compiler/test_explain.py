@@ -53,7 +53,7 @@ def dflash(target: TargetConfig, inner: int, **changes: object) -> DrafterConfig
 QWEN3_8B = qwen3(4096, 36, 32, 12288)
 DFLASH_8B = dflash(QWEN3_8B, 12288)
 LANES = ("prefill", "plain", "speculative")
-NAMES = {*LANES, *(f"{name}_sampled" for name in LANES), "forced", "replace", "wipe"}
+NAMES = {*LANES, *(f"{name}_sampled" for name in LANES), "forced", "replace", "wipe", "copy_row"}
 
 
 @pytest.fixture(scope="module")

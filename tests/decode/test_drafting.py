@@ -33,7 +33,8 @@ def rules(rows: int, **columns: Any) -> RowRules:
     return RowRules(**vars(free) | arrays)
 
 
-@pytest.mark.parametrize("kind", ["dflash2", pytest.param("dspark", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
 def test_sampled_output_has_the_distribution_of_the_target(kind: str) -> None:
     """The whole step: q over candidates, a reduced vocabulary, blocks cut by confidence."""
     target = tiny_target(num_layers=2, vocab_size=VOCAB)

@@ -45,7 +45,9 @@ def test_a_call_makes_as_many_steps_as_a_burst_has_time_for() -> None:
     assert pace.rounds == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"temperature": 0.9, "seed": 5}, marks=pytest.mark.soak)]
+)
 def test_rows_say_the_same_however_many_steps_a_call_makes(
     several: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
 ) -> None:

@@ -201,6 +201,7 @@ def test_a_batch_in_parts_has_the_same_gradient(kind):
     assert_alike(whole, cut)
 
 
+@pytest.mark.soak
 def test_padding_and_dead_anchors_change_nothing():
     ids, wanted = rows_of_four()
     wanted &= jnp.cumsum(wanted, axis=1) < 6  # fewer places to start at than anchors

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dflash_jax.compiler import jit
 from dflash_jax.config import TargetConfig
@@ -16,6 +17,7 @@ def losses(config: TargetConfig, params: dict, tokens: np.ndarray) -> np.ndarray
     return np.asarray(target.token_losses(qwen3.build(config), config, params, tokens))
 
 
+@pytest.mark.soak
 def test_a_deeper_target_says_the_same_until_its_new_layers_are_trained() -> None:
     shallow, deep = (tiny_target(num_layers=n, windows=(None,) * n) for n in (2, 3))
     params = target.initial(qwen3.build(shallow), shallow, seed=3)
