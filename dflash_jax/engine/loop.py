@@ -7,7 +7,6 @@ frozen until it is given a new request.
 
 import collections
 import concurrent.futures
-import dataclasses
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from dflash_jax.engine import controller
 from dflash_jax.engine.controller import Restart
 from dflash_jax.engine.dictation import Dictated
 from dflash_jax.engine.events import EventLog
+from dflash_jax.engine.flight import Flight
 from dflash_jax.engine.lanes import lane_of
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.pace import Pace
@@ -29,21 +29,9 @@ from dflash_jax.engine.rows import Rows
 from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.shaper import likely_tokens
 from dflash_jax.errors import QueueFullError, RequestError
-from dflash_jax.state import RowStep, StepOutput, read_output
+from dflash_jax.state import RowStep, read_output
 
 PATIENCE = 0.01  # seconds a turn waits for the disk where there is nothing else to do
-
-
-@dataclasses.dataclass(frozen=True)
-class Flight:
-    """A dispatched call whose answers were not read yet."""
-
-    started: float
-    output: StepOutput
-    readers: dict[int, Live]  # by row: who was in it, and hears the answer
-    decode: bool
-    drafting: frozenset[int] = frozenset()  # rows that drafted
-    first: int = 0  # row of the first answer
 
 
 class Loop:
@@ -270,7 +258,7 @@ class Loop:
         for row, live in list(flight.readers.items()):
             if live.done:
                 continue
-            step = steps[row - flight.first]
+            step = flight.of_row(steps, row)
             if live.rebuilding and step.finite:
                 dictated[row] = live.rebuilt()
                 self.rows.changed()
@@ -280,7 +268,7 @@ class Loop:
             elif flight.decode:
                 live.stats.plain_steps += bool(step.tokens)
             likely = likely_tokens(flight.output, row - flight.first, live)[: len(step.tokens)]
-            if told := self._hear(live, _event(flight, row, step), likely):
+            if told := self._hear(live, flight.event(row, step), likely):
                 dictated[row] = told
             if live.done:
                 self.release(live)
@@ -342,12 +330,3 @@ class Loop:
                 prompt_tokens=len(live.request.prompt),
                 output_tokens=live.state.emitted,
             )
-
-
-def _event(flight: Flight, row: int, step: RowStep) -> controller.Prefilled | controller.Stepped:
-    """What a step's answer means to the request in a row."""
-    if not flight.decode:
-        restored = flight.readers[row].stats.cached_tokens > 0
-        return controller.Prefilled(step.tokens[0], step.floor, step.finite, restored)
-    drafts = step.drafts if row in flight.drafting else 0
-    return controller.Stepped(step.tokens, step.finite, step.draft_finite, step.floor, drafts)

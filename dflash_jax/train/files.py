@@ -1,9 +1,43 @@
 """Files and folders that appear whole or not at all."""
 
 import contextlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from dflash_jax.errors import ConfigError
+
+
+def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
+    """Notes in a folder what is made there, or refuses a folder of something else.
+
+    Args:
+      note: name of the file that says what a folder is for.
+      about: what decides the results that the folder holds.
+
+    Raises:
+      ConfigError: the folder was begun with other settings, or holds other things.
+    """
+    path, wanted = folder / note, json.loads(json.dumps(about))
+    if not path.is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} holds other things; give a new folder, or one of a run")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, wanted)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found != wanted:
+        changed = sorted(k for k in wanted if found.get(k) != wanted[k])
+        raise ConfigError(
+            f"{folder} was begun with other settings ({', '.join(changed)} differ);"
+            " give another --out, or remove the folder"
+        )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON with two-space indent and a final newline."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

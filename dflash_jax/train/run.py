@@ -22,11 +22,10 @@ from dflash_jax.loading import TargetModel
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.train import data, evaluate, regenerate
 from dflash_jax.train import rows as packing
-from dflash_jax.train.files import saved_as
+from dflash_jax.train.files import claim, saved_as, write_json
 from dflash_jax.train.fitting import Tell, fit
 from dflash_jax.train.recipe import FLOAT, GIVEN, Recipe, mask_token, new_drafter
 from dflash_jax.train.rows import Document, Rows
-from dflash_jax.train.vocabulary import write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,8 @@ def run(
         "start": str(start) if start else None,
         "recipe": dataclasses.asdict(recipe),
     }
-    identity = claim(out, about)
+    claim(out, "run.json", about)
+    identity = json.dumps(about, sort_keys=True)
     rows = stored_rows(out, model, training, recipe, tell)
     config = new_drafter(recipe, model.config, mask_id)
     params = read_start(start, config) if start else None
@@ -105,24 +105,6 @@ def open_target(source: str, recipe: Recipe) -> TargetModel:
 
     params = jax.tree.map(rounded, model.params, pack_tree(exact, own))
     return TargetModel(model.config, params, model.dtype, tokenizer=model.tokenizer)
-
-
-def claim(out: Path, about: dict[str, Any]) -> str:
-    """Notes in the folder what is made there, or refuses a folder of another run."""
-    path, wanted = out / "run.json", json.loads(json.dumps(about))
-    if not path.is_file():
-        if out.is_dir() and any(out.iterdir()):
-            raise ConfigError(f"{out} holds other things; give a new folder, or one of a run")
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(path, wanted)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found != wanted:
-        changed = sorted(k for k in wanted if found.get(k) != wanted[k])
-        raise ConfigError(
-            f"{out} was begun with other settings ({', '.join(changed)} differ);"
-            " give another --out, or remove the folder"
-        )
-    return json.dumps(wanted, sort_keys=True)
 
 
 def stored_rows(

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dflash_jax.allocator import tune_allocator
-from dflash_jax.errors import ConfigError, DFlashError
+from dflash_jax.errors import DFlashError
 from dflash_jax.train import drafter_stages, stages
+from dflash_jax.train.files import claim, write_json
 from dflash_jax.train.loop import Stopped, to_stderr
 from dflash_jax.train.presets import PRESETS, Preset, preset
-from dflash_jax.train.vocabulary import write_json
 
 STAGES: dict[str, Callable[[stages.Work], None]] = {
     "corpus": stages.corpus,
@@ -60,7 +60,7 @@ def run(out: Path, chosen: Preset, last: str | None = None) -> None:
     Raises:
       ConfigError: the folder was begun with another preset.
     """
-    claim(out, chosen)
+    claim(out, "preset.json", dataclasses.asdict(chosen))
     work = stages.Work(out, chosen, to_stderr)
     for name, stage in STAGES.items():
         started = time.monotonic()
@@ -70,22 +70,6 @@ def run(out: Path, chosen: Preset, last: str | None = None) -> None:
             note_time(out, name, time.monotonic() - started)
         if name == last:
             break
-
-
-def claim(out: Path, chosen: Preset) -> None:
-    """Notes the preset in the folder, or refuses a folder that holds another one's results."""
-    path = out / "preset.json"
-    wanted = json.loads(json.dumps(dataclasses.asdict(chosen)))
-    if not path.is_file():
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(path, wanted)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found != wanted:
-        changed = sorted(k for k in wanted if found.get(k) != wanted[k])
-        raise ConfigError(
-            f"{out} was begun with other settings ({', '.join(changed)} differ);"
-            " give another --out, or remove the folder"
-        )
 
 
 def note_time(out: Path, stage: str, seconds: float) -> None:

@@ -8,7 +8,6 @@ import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -85,11 +84,6 @@ def save(tokenizer: Tokenizer, directory: Path, longest: int) -> None:
     ends = [token_id(tokenizer, TURN_END), token_id(tokenizer, END_OF_TEXT)]
     generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": False}
     write_json(directory / "generation_config.json", generation)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """JSON with two-space indent and a final newline."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @functools.cache

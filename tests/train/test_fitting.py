@@ -22,6 +22,7 @@ from dflash_jax.loading import TargetModel, locate, open_pair, resolve_here
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.testing import random_engine, random_params, tiny_target
 from dflash_jax.train import drafter, export, fitting, run
+from dflash_jax.train.files import claim
 from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
 from dflash_jax.train.recipes import SMOKE, TINY_DFLASH2
 from dflash_jax.train.rows import Rows
@@ -91,13 +92,13 @@ def test_more_devices_than_there_are_is_refused():
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    run.claim(tmp_path / "run", {"target": "a", "data": "b"})
+    claim(tmp_path / "run", "run.json", {"target": "a", "data": "b"})
     with pytest.raises(ConfigError, match=r"begun with other settings \(data differ\)"):
-        run.claim(tmp_path / "run", {"target": "a", "data": "c"})
+        claim(tmp_path / "run", "run.json", {"target": "a", "data": "c"})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ConfigError, match="holds other things"):
-        run.claim(tmp_path / "other", {"target": "a"})
+        claim(tmp_path / "other", "run.json", {"target": "a"})
 
 
 @pytest.mark.parametrize(

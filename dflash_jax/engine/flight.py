@@ -1,0 +1,32 @@
+"""A call on its way: who is in it, and what its answers mean to them."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from dflash_jax.engine.controller import Prefilled, Stepped
+from dflash_jax.engine.live import Live
+from dflash_jax.state import RowStep, StepOutput
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """A dispatched call whose answers were not read yet."""
+
+    started: float
+    output: StepOutput
+    readers: dict[int, Live]  # by row: who was in it, and hears the answer
+    decode: bool
+    drafting: frozenset[int] = frozenset()  # rows that drafted
+    first: int = 0  # row of the first answer
+
+    def of_row(self, steps: Sequence[RowStep], row: int) -> RowStep:
+        """What an answer said about a row."""
+        return steps[row - self.first]
+
+    def event(self, row: int, step: RowStep) -> Prefilled | Stepped:
+        """What a step's answer means to the request in a row."""
+        if not self.decode:
+            restored = self.readers[row].stats.cached_tokens > 0
+            return Prefilled(step.tokens[0], step.floor, step.finite, restored)
+        drafts = step.drafts if row in self.drafting else 0
+        return Stepped(step.tokens, step.finite, step.draft_finite, step.floor, drafts)
