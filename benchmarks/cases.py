@@ -100,7 +100,7 @@ def count(params: dict[str, Any]) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(kept))
 
 
-def build(name: str, *, max_length: int = 0, prompts: int = 8, rounds: int = 1) -> Case:
+def build(name: str, *, max_length: int = 0, prompts: int = 8, rounds: int = 0) -> Case:
     """The case of that name: "tiny" is the shipped pair, the others are random weights.
 
     `rounds` is the plan's.

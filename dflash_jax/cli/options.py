@@ -51,9 +51,10 @@ def model_options(verb: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--rounds",
         type=int,
-        default=1,
+        default=0,
         metavar="N",
-        help="up to so many steps in one call, where steps are short (faster, heard in bursts)",
+        help="up to so many steps in one call, where steps are short (faster, heard in bursts);"
+        " 4 by default on a CPU",
     )
     models.add_argument("--inexact", action="store_true", help="let plain steps run one token wide")
     models.add_argument(

@@ -7,6 +7,8 @@ from dflash_jax.compiler.plan import Dtype, Plan
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.errors import PlanError
 
+ROUNDS = 4  # of a call on a CPU, where calling costs half a millisecond
+
 
 def resolve(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, *, platform: str, memory: int
@@ -22,12 +24,14 @@ def resolve(
     """
     small = platform == "cpu"
     default_dtype: Dtype = "float32" if small else "bfloat16"
+    alone = not plan.apart and plan.mesh == (1, 1)
     default_block = drafter.step_width if drafter else 8
     plan = dataclasses.replace(
         plan,
         max_length=plan.max_length or min(target.max_length, 1024 if small else 8192),
         block=plan.block or default_block,
         chunk=plan.chunk or (64 if small else 256),
+        rounds=plan.rounds or (ROUNDS if small and alone else 1),
         dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
         memory_limit=plan.memory_limit or memory,
     )
@@ -41,7 +45,7 @@ def resolve(
             f"min_survival is {plan.min_survival}, but the drafter has no confidence head;"
             " leave it at 0"
         )
-    if plan.rounds > 1 and (plan.apart or plan.mesh != (1, 1)):
+    if plan.rounds > 1 and not alone:
         raise PlanError(
             f"rounds is {plan.rounds} for mesh {plan.mesh} and devices {plan.devices}; one call"
             " makes several steps on one device only: leave rounds at 1"

@@ -18,6 +18,7 @@ class Flight:
     decode: bool
     drafting: frozenset[int] = frozenset()  # rows that drafted
     first: int = 0  # row of the first answer
+    rounds: int = 1  # most steps it makes
 
     def of_row(self, steps: Sequence[RowStep], row: int) -> RowStep:
         """What an answer said about a row."""

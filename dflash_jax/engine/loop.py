@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import MASKED
+from dflash_jax.compiler.programs import MASKED, repeats
 from dflash_jax.engine import controller
 from dflash_jax.engine.controller import Restart
 from dflash_jax.engine.dictation import Dictated
@@ -217,10 +217,10 @@ class Loop:
         return True
 
     def _may_all_end(self, decoding: dict[int, Live]) -> bool:
-        """Whether an unread step may already bring every row to its length limit."""
+        """Whether unread steps may already bring every row to its length limit."""
 
         def may_end(row: int, live: Live) -> bool:
-            unread = sum(flight.readers.get(row) is live for flight in self.flights)
+            unread = sum(x.rounds for x in self.flights if x.readers.get(row) is live)
             most = live.state.emitted + unread * self._plan.block
             return len(live.request.prompt) + most >= live.limit
 
@@ -237,17 +237,19 @@ class Loop:
     ) -> None:
         """Dispatches a step; its answer is read later."""
         rows, started = self.rows, time.perf_counter()
-        waited_for = bool(rows.waiting or rows.work.feeding)
+        several = decode and repeats(self._plan, rows.work.lane)
+        waited_for = rows.waiting or rows.work.feeding
+        rounds = self.pace.rounds if several and not waited_for else 1
         output = self._runner.step(
             name,
             rows.work.lane,
             rows.rules,
             *arguments,
             readers=readers,
-            rounds=1 if waited_for else self.pace.rounds,
+            rounds=rounds,
             first=first,
         )
-        self.flights.append(Flight(started, output, dict(readers), decode, drafting, first))
+        self.flights.append(Flight(started, output, dict(readers), decode, drafting, first, rounds))
 
     # -- reading ------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from dflash_jax.train import (
     vocabulary,
 )
 from dflash_jax.train.corpus import conversation, stdlib
-from dflash_jax.train.files import saved_as
+from dflash_jax.train.files import saved_as, write_json
 from dflash_jax.train.presets import LONGEST
 from dflash_jax.train.stages import Work, read_corpus
 
@@ -127,7 +127,7 @@ def evaluation(work: Work) -> None:
         tell=work.tell,
     )
     with saved_as(work.path("evaluation")) as partial:
-        vocabulary.write_json(partial, found)
+        write_json(partial, found)
 
 
 def result(work: Work) -> None:

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.train.corpus.exchange import Conversation
+from dflash_jax.train.files import write_json
 
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")

@@ -98,6 +98,13 @@ def test_open_choices_are_made_for_the_platform_and_the_drafter(
     assert complete(plan, platform="gpu") == plan  # nothing is left open
 
 
+def test_a_call_makes_several_steps_where_calls_are_dear() -> None:
+    assert complete(Plan()).rounds > 1
+    assert complete(Plan(), platform="gpu").rounds == 1
+    assert complete(Plan(rows=2, mesh=(2, 1))).rounds == 1
+    assert complete(Plan(devices=(0, 1))).rounds == 1
+
+
 def test_made_choices_stay() -> None:
     shape = {"rows": 2, "max_length": 77, "block": 5, "chunk": 9, "rounds": 3}
     plan = Plan(dtype="float16", memory_limit=10**9, **shape)

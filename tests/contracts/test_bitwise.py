@@ -178,7 +178,7 @@ def test_steps_of_one_call_have_the_bits_of_single_steps(
 def test_dictated_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> None:
     """R7: forced steps at block width, their taps captured, the next anchor dictated."""
     target = tiny_target(num_layers=2)
-    plan = Plan(max_length=128, chunk=CHUNK, block=BLOCK, dtype=dtype)
+    plan = Plan(max_length=128, chunk=CHUNK, block=BLOCK, dtype=dtype, rounds=1)
     engine = random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
     engine.warm_up()
     programs = engine.programs["forced"], engine.programs["speculative"], engine.programs["plain"]

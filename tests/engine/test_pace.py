@@ -100,6 +100,27 @@ def test_nobody_who_waits_for_a_row_waits_for_several_steps(
     assert asked[-1] == 8
 
 
+def test_no_call_is_made_behind_one_that_may_bring_every_row_to_its_limit(
+    several: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three unread steps of up to 4 tokens leave nothing of 12."""
+    ahead: list[int] = []
+    step = several.runner.step
+
+    def noted(name: str, *rest: object, **options: object) -> object:
+        if name == "speculative":
+            ahead.append(len(several.loop.flights))
+        return step(name, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(several.runner, "step", noted)
+    for rounds, least in ((1, 1), (3, 0)):
+        monkeypatch.setattr(several.loop, "pace", Fixed(rounds))
+        ahead.clear()
+        several.generate([2, 7, 1], max_tokens=13)
+        assert ahead[0] == 1  # the prompt, which says one token
+        assert max(ahead[1:]) == least
+
+
 def test_a_call_makes_no_step_that_no_row_can_use(several: Engine) -> None:
     live = several.submit([7, 8, 9], max_tokens=6)
     while not live.done:
