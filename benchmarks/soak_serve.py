@@ -22,12 +22,14 @@ import time
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+if TYPE_CHECKING:
+    import openai
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -44,7 +46,7 @@ ABOUT = {"name": "get_weather", "description": "Get the current weather for a ci
 TOOLS: Any = [{"type": "function", "function": {**ABOUT, "parameters": SCHEMA}}]
 
 
-def work(client: openai.OpenAI, turns: int) -> list[dict[str, Any]]:
+def work(client: "openai.OpenAI", turns: int) -> list[dict[str, Any]]:
     """An agent that asks for the weather; what became of each turn."""
     talk: list[Any] = [{"role": "system", "content": "You are a helpful assistant."}]
     cities = iter(CITIES)
@@ -293,6 +295,8 @@ def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def soak(url: str, minutes: float) -> dict[str, Any]:
     """What happened in each phase; `failures` says what should not have."""
+    import openai
+
     found: dict[str, Any] = {}
     failures: list[str] = []
 

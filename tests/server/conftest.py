@@ -7,10 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from dflash_jax import Plan
@@ -20,6 +19,10 @@ from dflash_jax.server.gate import Settings
 from dflash_jax.server.run import Listening, Running, serve
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 from dflash_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # importing them takes seconds, in every worker
+    import anthropic
+    import openai
 
 ROWS, CONTEXT, QUEUE = 3, 512, 24
 PLAN = Plan(rows=ROWS, max_length=CONTEXT, chunk=64, block=4, queue=QUEUE, prefix_cache=2**20)
@@ -41,11 +44,15 @@ class Live:
         return self.running.server.models[0].engine
 
     @functools.cached_property
-    def openai(self) -> openai.OpenAI:
+    def openai(self) -> "openai.OpenAI":
+        import openai
+
         return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
 
     @functools.cached_property
-    def anthropic(self) -> anthropic.Anthropic:
+    def anthropic(self) -> "anthropic.Anthropic":
+        import anthropic
+
         return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0)
 
     def is_idle(self, seconds: float = 20.0) -> bool:

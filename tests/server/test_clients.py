@@ -5,7 +5,6 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 
 from tests.server.conftest import CONTEXT, Live
@@ -56,6 +55,8 @@ def test_without_stream_options_no_chunk_has_usage(live: Live) -> None:
 
 
 def test_the_async_client_and_several_outputs_at_once(live: Live) -> None:
+    import openai
+
     async def main() -> list[str]:
         async with openai.AsyncOpenAI(base_url=live.url + "/v1", api_key="x") as client:
             asks = [
@@ -139,6 +140,8 @@ def test_anthropic_messages_whole_and_streamed(live: Live) -> None:
 def test_max_tokens_beyond_the_context_are_cut_for_anthropic_and_refused_by_openai(
     live: Live,
 ) -> None:
+    import openai
+
     whole = live.anthropic.messages.create(
         model="tiny", max_tokens=8_000, messages=[{"role": "user", "content": "x" * 100}]
     )
