@@ -12,7 +12,8 @@ demo: .venv/installed
 # Lints, type-checks and runs every test.
 # What is claimed of bits is tested as it is compiled for users; the rest compiles faster.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "optimised and not soak"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		-m "optimised and not soak"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick-compile \
 		-m "not optimised and not soak"
 

@@ -18,6 +18,7 @@ gc.set_threshold(100_000, 50, 100)  # traces of programs are millions of objects
 ORACLE = Path(__file__).parent / "oracle"
 # Files that take longest, longest first: begun late, one would keep a single worker busy.
 LONGEST = """
+engine/test_lossless contracts/test_bitwise engine/test_lossless_drafters
 models/test_gemma4 models/test_mixtures models/test_drafter_oracle models/test_qwen3_5
 nn/test_attention test_cli train/test_tiny models/test_dflash2 compiler/test_sharding
 models/test_target_oracle compiler/test_published train/test_drafter engine/test_prefixes

@@ -14,7 +14,7 @@ CE, KL, MIX = LOSSES = ("ce", "kl", "mix")
 DECAY, DPACE, UNIFORM = WEIGHTS = ("decay", "dpace", "uniform")
 ONLINE, CACHE = FEATURES = ("online", "cache")
 FLOAT, INT8, INT4 = TARGET_WEIGHTS = ("float", "int8", "int4")
-REGENERATED, GIVEN = ANSWERS = ("target", "given")
+REGENERATED, GIVEN, MIXED = ANSWERS = ("target", "given", "mixed")
 MUON, ADAMW = OPTIMIZERS = ("muon", "adamw")
 MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
 
@@ -61,7 +61,8 @@ class Recipe:
       dtype: of the target, and of what the drafter computes; its weights are kept in float32.
       target_weights: the target's matrices as they are, or rounded as an engine of
         `Plan.weights` int8 or int4 holds them: train against what will be served.
-      answers: assistant turns are written anew by the target, or taken as given.
+      answers: assistant turns are written anew and plain text is continued by the target; or both
+        are taken as given; or, mixed, turns as given and text continued.
       prompts, text_prompts: most conversations and pieces of plain text to be answered.
       new_tokens, text_tokens: most tokens of one answer, or of one continued text.
       text_prompt: tokens of a piece of plain text.

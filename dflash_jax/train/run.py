@@ -24,7 +24,15 @@ from dflash_jax.train import data, evaluate, regenerate
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import claim, saved_as, write_json
 from dflash_jax.train.fitting import Tell, fit
-from dflash_jax.train.recipe import FLOAT, GIVEN, Recipe, mask_token, new_drafter
+from dflash_jax.train.recipe import (
+    FLOAT,
+    GIVEN,
+    MIXED,
+    REGENERATED,
+    Recipe,
+    mask_token,
+    new_drafter,
+)
 from dflash_jax.train.rows import Document, Rows
 
 
@@ -114,14 +122,19 @@ def stored_rows(
     recipe: Recipe,
     tell: Tell,
 ) -> list[Rows]:
-    """The training rows, made on the first call: answers of the target, or the text as given."""
+    """The training rows, made on the first call: answers of the target, and text as given."""
     path, fill = out / "rows.npz", 0
     if not path.is_file():
-        if recipe.answers == GIVEN:
-            found = data.as_given(training, model.tokenizer, model.config.eos_token_ids)
-        else:
-            prompts = data.prompts(training, model.tokenizer, recipe)
-            found = regenerate.answer(
+        chats, texts = ([x for x in training if bool(x.messages) is on] for on in (True, False))
+        asked, kept = {
+            REGENERATED: (training, []),
+            GIVEN: ([], training),
+            MIXED: (texts, chats),
+        }[recipe.answers]
+        found = data.as_given(kept, model.tokenizer, model.config.eos_token_ids)
+        if asked:
+            prompts = data.prompts(asked, model.tokenizer, recipe)
+            found += regenerate.answer(
                 out / "answers.jsonl",
                 model,
                 prompts,
