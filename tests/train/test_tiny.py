@@ -11,7 +11,8 @@ from dflash_jax import Plan, load
 from dflash_jax.cli import main
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
 from dflash_jax.loading import load_target
-from dflash_jax.train import rows, tiny
+from dflash_jax.train import data, rows, run, tiny
+from dflash_jax.train.recipes import recipe
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,27 @@ def test_answers_are_the_targets_own(made):
             best = np.asarray(model.forward(part.tokens[:4]).logits).argmax(axis=-1)
             wanted = part.wanted[:4, 1:] & part.real[:4, 1:]
             assert (best[:, :-1] == part.tokens[:4, 1:])[wanted].mean() > 0.9
+
+
+def test_mixed_answers_keep_turns_and_continue_texts(made, tmp_path):
+    model, chosen = load_target(made / "target"), recipe("smoke", ["answers=mixed"])
+    said = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "It is 12."}]
+    chat = data.Example(messages=tuple(said))
+    text = data.Example(text="def add(a, b):\n    return a + b\n")
+    found = [
+        (part.tokens[i, real], part.wanted[i, real])
+        for part in run.stored_rows(tmp_path, model, [text, chat], chosen, lambda _: None)
+        for i, real in enumerate(part.real)
+    ]
+    (given,) = data.as_given([chat], model.tokenizer, model.config.eos_token_ids)
+    opening = data.token_ids(text, model.tokenizer)
+    found.sort(key=lambda row: len(row[0]) != len(given.ids))
+    (turn, turn_wanted), (continued, wanted) = found
+    np.testing.assert_array_equal(turn, given.ids)
+    np.testing.assert_array_equal(turn_wanted, given.wanted)
+    np.testing.assert_array_equal(continued[: len(opening)], opening)
+    assert not wanted[: len(opening)].any()
+    assert 0 < wanted[len(opening) :].sum() <= chosen.text_tokens
 
 
 def test_the_train_verb_makes_a_drafter_for_any_folder(made, tmp_path, capsys):
