@@ -108,6 +108,9 @@ class Logprobs:
     top: Float[Array, "B T N"]
 
 
+COLUMNS = 4  # of a step's answer, behind its tokens
+
+
 @struct.dataclass
 class StepOutput:
     """One small integer array, so that the host pays for one copy per step.

@@ -35,6 +35,7 @@ from dflash_jax.decode.block import (
 from dflash_jax.decode.shaping import Shaping, logprobs
 from dflash_jax.decode.verify import frozen
 from dflash_jax.state import (
+    COLUMNS,
     DecodeState,
     RowRules,
     StepOutput,
@@ -294,6 +295,7 @@ def several(
     rules: RowRules,
     *,
     most: int,
+    width: int,
     **static: Any,
 ) -> tuple[DecodeState, StepOutput]:
     """Decode steps one after another without the host.
@@ -302,12 +304,12 @@ def several(
 
     Args:
       rounds: steps to make, up to `most`; 0 makes one that no row may need, to be timed.
+      width: tokens that one step feeds to a row.
 
     Returns:
       The state, and the answers [most, B, T+4]; those of steps that were not made are -1.
     """
-    made = functools.partial(step, pair, params, rules=rules, **static)
-    answer = jax.eval_shape(made, state)[1].packed
+    made = functools.partial(step, pair, params, rules=rules, width=width, **static)
     Carry = tuple[Int[Array, ""], Bool[Array, ""], DecodeState, Int[Array, "R B A"]]
 
     def goes_on(carry: Carry) -> Bool[Array, ""]:
@@ -321,7 +323,7 @@ def several(
         answers = jax.lax.dynamic_update_slice(answers, out.packed[None], (done, 0, 0))
         return done + 1, all_finite(out), state, answers
 
-    none = jnp.full((most, *answer.shape), -1, answer.dtype)
+    none = jnp.full((most, len(state.anchor), width + COLUMNS), -1, jnp.int32)
     start = jnp.int32(0), jnp.bool_(True), state, none
     _, _, state, answers = jax.lax.while_loop(goes_on, go_on, start)
     return state, StepOutput(answers)
