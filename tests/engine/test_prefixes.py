@@ -395,6 +395,14 @@ def test_P9_P10_features_gather_over_many_calls_whoever_begins_meanwhile(warm: E
 
 
 @pytest.mark.optimised
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(SLIDING, id="rings"),
+        pytest.param(MIXED, id="recurrent", marks=pytest.mark.soak),
+    ],
+    indirect=True,
+)
 def test_P11_features_stand_where_keys_stand_whatever_is_accepted(scripted: Engine) -> None:
     """Context keys of every position fed, and of none besides: those a plain run leaves."""
     prompt = text(CHUNK + 3, seed=24)

@@ -175,21 +175,22 @@ def test_the_engine_continues_greedily_as_transformers_does(case: SimpleNamespac
 # -- lossless ----------------------------------------------------------------------------------
 
 
+PAIR = {"num_layers": 2, "recurrent": (True, False)}
 EXPERTS = {
     "model_type": "qwen3_5_moe_text",
     "num_experts": 6,
     "experts_per_token": 2,
     "expert_size": 16,
     "shared_expert_size": 20,
-    "num_layers": 2,
-    "recurrent": (True, False),
+    **PAIR,
 }
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("float32", {}), id="float32"),
+        pytest.param(("float32", PAIR), id="float32"),
+        pytest.param(("float32", {}), id="three-float32", marks=pytest.mark.soak),
         pytest.param(("bfloat16", EXPERTS), id="experts-bfloat16", marks=pytest.mark.soak),
         pytest.param(("bfloat16", {}), id="bfloat16", marks=pytest.mark.soak),
     ],
@@ -198,7 +199,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     """Two rows, a drafter that says what it is told; plain steps do not ask it."""
     dtype, changes = request.param
     target = tiny_hybrid(**changes)
-    chunk = 7 if changes else CHUNK
+    chunk = 7 if "num_experts" in changes else CHUNK
     plan = dj.Plan(rows=2, max_length=192, chunk=chunk, block=BLOCK, dtype=dtype)
     return scripted_engine(random_engine(target, tiny_drafter(target), plan))
 
@@ -320,7 +321,7 @@ def test_chunks_of_any_size_prefill_the_same_state() -> None:
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("engine", [("float32", {})], indirect=True, ids=["float32"])
+@pytest.mark.parametrize("engine", [("float32", PAIR)], indirect=True, ids=["float32"])
 def test_inexact_plans_commit_from_factors_and_agree_in_float32(engine: Engine) -> None:
     given, plan = prompt_of(20), dataclasses.replace(engine.plan, exact=False)
     plain = engine.generate(given, max_tokens=NEW, speculative=False).token_ids
