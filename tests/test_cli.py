@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dflash_jax import loading
+from dflash_jax import Plan, loading
 from dflash_jax.cli import main
 from dflash_jax.cli.options import INTERRUPTED
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
+from dflash_jax.testing import random_params, tiny_drafter, tiny_target
+from dflash_jax.train import export
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -65,6 +67,34 @@ def official(oracle: Path) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """Random models of few layers, for what does not hang on the tokens: they compile fast."""
+    folder = tmp_path_factory.mktemp("small")
+    target = tiny_target(num_layers=2, vocab_size=256)
+    one = {"num_layers": 1, "windows": (None,), "causal": (False,)}
+    drafter = tiny_drafter(target, target_layer_ids=(0,), **one)
+    params = random_params(target, drafter)
+    export.target(folder / "target", target, params["target"], pad=0)
+    export.drafter(folder / "drafter", drafter, params["drafter"], longest=1000)
+    models = ["--target", folder / "target", "--drafter", folder / "drafter"]
+    return [*models, "--max-length", 96, "--chunk", 16]
+
+
+@pytest.fixture(scope="module")
+def asked(small: list[object], official: dict[str, list[int]]) -> list[object]:
+    ids = ",".join(map(str, official["prompt"]))
+    return [*small, "--prompt-ids", ids, "-n", 20, "--ignore-eos"]
+
+
+@pytest.fixture(scope="module")
+def said(small: list[object], official: dict[str, list[int]]) -> list[int]:
+    """What the small target says to `asked`."""
+    engine = loading.load(small[1], small[3], plan=Plan(max_length=96, chunk=16))
+    result = engine.generate(official["prompt"], max_tokens=20, ignore_eos=True, speculative=False)
+    return result.token_ids
+
+
+@pytest.fixture(scope="module")
 def request_(pair: list[object], official: dict[str, list[int]]) -> list[object]:
     ids = ",".join(map(str, official["prompt"]))
     return [*pair, "--prompt-ids", ids, "-n", 20, "--ignore-eos"]
@@ -88,14 +118,14 @@ def test_generate_prints_the_output_and_then_a_line_of_statistics(
 
 
 def test_generate_without_drafting_prints_the_same_tokens(
-    run: Run, request_: list[object], official: dict[str, list[int]]
+    run: Run, asked: list[object], said: list[int]
 ) -> None:
-    _, out, _ = run("generate", *request_, "--plain")
+    _, out, _ = run("generate", *asked, "--plain")
     tokens, statistics = out.splitlines()
-    assert [int(i) for i in tokens.split()] == official["output"][:20]
+    assert [int(i) for i in tokens.split()] == said
     assert "plain decoding" in statistics
     assert "acceptance" not in statistics
-    _, quiet, _ = run("generate", *request_, "--quiet", "--rounds", 4)
+    _, quiet, _ = run("generate", *asked, "--quiet", "--rounds", 2)
     assert quiet.splitlines() == [tokens]
 
 
@@ -118,16 +148,16 @@ def test_generate_json_is_one_object(
 
 
 def test_compare_times_the_lanes_and_says_that_tokens_are_equal(
-    run: Run, request_: list[object], official: dict[str, list[int]]
+    run: Run, asked: list[object], said: list[int]
 ) -> None:
-    code, out, _ = run("generate", *request_, "--compare", "--json")
+    code, out, _ = run("generate", *asked, "--compare", "--json")
     found = json.loads(out)
     assert (code, found["equal"]) == (0, True)
-    assert found["token_ids"] == official["output"][:20]
+    assert found["token_ids"] == said
     assert set(found["tokens_per_s"]) == {"speculative", "plain", "plain1"}
     assert found["baseline"] in ("plain", "plain1")
     assert found["speedup"] > 0
-    code, out, _ = run("generate", *request_, "--compare")
+    code, out, _ = run("generate", *asked, "--compare")
     assert code == 0
     assert "tokens equal; speculative is " in out.splitlines()[-1]
 
@@ -147,23 +177,23 @@ def interrupted_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interrupt_ends_with_the_text_so_far(
     run: Run,
-    request_: list[object],
-    official: dict[str, list[int]],
+    asked: list[object],
+    said: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interrupted_after(6, monkeypatch)
-    code, out, _ = run("generate", *request_)
+    code, out, _ = run("generate", *asked, "--rounds", 2)
     tokens, statistics = out.splitlines()
-    said = [int(i) for i in tokens.split()]
+    heard = [int(i) for i in tokens.split()]
     assert code == INTERRUPTED == 130
-    assert 0 < len(said) < 20
-    assert said == official["output"][: len(said)]
-    assert f"[{len(said)} tokens (cancelled)" in statistics
+    assert 0 < len(heard) < 20
+    assert heard == said[: len(heard)]
+    assert f"[{len(heard)} tokens (cancelled)" in statistics
     interrupted_after(6, monkeypatch)
-    code, out, _ = run("generate", *request_, "--json")
+    code, out, _ = run("generate", *asked, "--rounds", 2, "--json")
     found = json.loads(out)
     assert (code, found["finish_reason"]) == (130, "cancelled")
-    assert found["token_ids"] == said
+    assert found["token_ids"] == heard
 
 
 def test_an_interrupt_before_there_is_text_says_so(
@@ -213,8 +243,8 @@ def test_explain_prints_a_program(run: Run, pair: list[object]) -> None:
 # -- verify ------------------------------------------------------------------------------------
 
 
-def test_verify_returns_zero_when_all_tokens_are_equal(run: Run, request_: list[object]) -> None:
-    options = [o for o in request_ if o != "--ignore-eos"]
+def test_verify_returns_zero_when_all_tokens_are_equal(run: Run, asked: list[object]) -> None:
+    options = [o for o in asked if o != "--ignore-eos"]
     code, out, _ = run("verify", *options)
     assert code == 0
     assert "equal" in out.splitlines()[0]
@@ -227,7 +257,7 @@ def test_verify_returns_zero_when_all_tokens_are_equal(run: Run, request_: list[
 
 
 def test_verify_returns_one_when_a_token_differs(
-    run: Run, request_: list[object], monkeypatch: pytest.MonkeyPatch
+    run: Run, asked: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = compare.check
 
@@ -237,7 +267,7 @@ def test_verify_returns_one_when_a_token_differs(
         return checked
 
     monkeypatch.setattr(compare, "check", wrong)
-    options = [o for o in request_ if o != "--ignore-eos"]
+    options = [o for o in asked if o != "--ignore-eos"]
     code, out, _ = run("verify", *options)
     assert code == 1
     assert "DIFFER at token 3" in out
@@ -311,16 +341,16 @@ def test_probe_names_a_file_it_cannot_write(
         (["--prompt-ids", "1", "--temperature", "-1"], "RequestError: temperature is -1.0; exp"),
         (["--prompt-ids", "1", "--block", "1"], "PlanError: block is 1; expected an integer of"),
         (["--prompt-ids", "1", "--dtype", "int4"], "PlanError: dtype is 'int4'; expected one of"),
-        (["--prompt-ids", "1", "--max-length", "2000"], "PlanError: max_length is 2000, but the"),
+        (["--prompt-ids", "1", "--max-length", "5000"], "PlanError: max_length is 5000, but the"),
         (["--prompt-ids", "1", "--memory-limit", "9"], "PlanError: the plan needs weights"),
         (["--prompt-ids", "1", "--target", "./no"], "CheckpointError: there is no target at no"),
         (["--prompt-ids", "1", "--compare", "--drafter", "none"], "RequestError: --compare needs"),
     ],
 )
 def test_generate_names_what_is_wrong_and_returns_one(
-    run: Run, pair: list[object], arguments: list[str], says: str
+    run: Run, small: list[object], arguments: list[str], says: str
 ) -> None:
-    code, out, err = run("generate", *pair, *arguments)
+    code, out, err = run("generate", *small, *arguments)
     assert (code, out) == (1, "")
     assert err.startswith(f"dflash-jax: {says}")
     assert len(err.splitlines()) == 1
@@ -337,10 +367,10 @@ def test_generate_names_what_is_wrong_and_returns_one(
     ],
 )
 def test_other_verbs_name_what_is_wrong_and_return_one(
-    run: Run, pair: list[object], arguments: list[str], says: str
+    run: Run, small: list[object], arguments: list[str], says: str
 ) -> None:
     verb, *rest = arguments
-    code, out, err = run(verb, *pair, *rest)
+    code, out, err = run(verb, *small, *rest)
     assert (code, out) == (1, "")
     assert err.startswith(f"dflash-jax: {says}")
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-CHEAP = ("01_quickstart", "02_fused_step")
+CHEAP = ("01_quickstart",)
 
 # Runs the code cells in one namespace, as a kernel would, and draws without a screen.
 RUN = """

@@ -17,6 +17,7 @@ from dflash_jax.testing import random_engine, tiny_drafter, tiny_gemma, tiny_hyb
 
 FAMILIES = {
     "dense": lambda: tiny_target(num_layers=2, windows=(12, None), vocab_size=96),
+    "quick": lambda: tiny_target(num_layers=1, vocab_size=96),
     "hybrid": lambda: tiny_hybrid(num_layers=2, recurrent=(True, False)),
     "gemma": tiny_gemma,
 }
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def random(family: str, plan: Plan) -> Engine:
-    target = FAMILIES["dense" if family == "quick" else family]()
+    target = FAMILIES[family]()
     drafter = tiny_drafter(target, target_layer_ids=(0,))
     return random_engine(target, drafter, dataclasses.replace(plan, block=4))
 

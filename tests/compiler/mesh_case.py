@@ -24,6 +24,7 @@ from dflash_jax.testing import (
 HEADS = {"num_heads": 8, "num_kv_heads": 4}
 FAMILIES = {
     "dense": lambda: tiny_target(num_layers=2, windows=(12, None), vocab_size=96, **HEADS),
+    "quick": lambda: tiny_target(num_layers=1, vocab_size=96, **HEADS),
     "moe": lambda: tiny_moe(num_layers=2, windows=(None, None), sparse=(True, True), **HEADS),
     "gpt_oss": lambda: tiny_gpt_oss(num_layers=2, windows=(12, None), **HEADS),
     "hybrid": lambda: tiny_hybrid(num_layers=2, recurrent=(True, False), **HEADS),

@@ -38,6 +38,17 @@ def make(
     return random_engine(target, drafter, plan)
 
 
+RINGS_FIRST = pytest.mark.parametrize(  # of what a scripted engine says
+    "engine",
+    [
+        pytest.param(SLIDING, id="rings"),
+        pytest.param(MIXED, id="recurrent", marks=pytest.mark.soak),
+    ],
+    indirect=True,
+    scope="module",
+)
+
+
 @pytest.fixture(scope="module", params=[SLIDING, MIXED], ids=["rings", "recurrent"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     return make(request.param)
@@ -119,6 +130,7 @@ def test_int8_keys_and_values_are_restored_with_their_scales() -> None:
     assert hit.token_ids == first.token_ids
 
 
+@RINGS_FIRST
 def test_p2_five_identical_prompts_in_a_row(scripted: Engine) -> None:
     prompt = text(3 * CHUNK + 2)
     truth = scripted.generate(prompt, max_tokens=17, speculative=False).token_ids
@@ -395,14 +407,7 @@ def test_P9_P10_features_gather_over_many_calls_whoever_begins_meanwhile(warm: E
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param(SLIDING, id="rings"),
-        pytest.param(MIXED, id="recurrent", marks=pytest.mark.soak),
-    ],
-    indirect=True,
-)
+@RINGS_FIRST
 def test_P11_features_stand_where_keys_stand_whatever_is_accepted(scripted: Engine) -> None:
     """Context keys of every position fed, and of none besides: those a plain run leaves."""
     prompt = text(CHUNK + 3, seed=24)
@@ -491,6 +496,7 @@ def test_E22_an_empty_turn_disturbs_no_later_one(warm: Engine) -> None:
             assert plain.token_ids == said
 
 
+@RINGS_FIRST
 def test_p12_random_cuts_speak_as_plain_decoding_after_a_hit(scripted: Engine) -> None:
     rng = np.random.default_rng(3)
     for turn in range(3):

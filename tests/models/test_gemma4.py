@@ -86,16 +86,29 @@ def loaded(folder: Path) -> Blocks:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_whole_pass_in_either_spelling(oracle: Path, name: str) -> None:
+def test_both_spellings_of_a_config_mean_the_same(oracle: Path, name: str) -> None:
     folder = oracle / "targets" / name
     config = read_target_config(folder)
     hub = target_config(json.loads((folder / "config.hub.json").read_text()))
     assert hub == config == Gemma4Config.from_json(config.to_json())
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_moe", "gemma4_ple", *ALIKE])
+def test_logits_and_hidden_states_of_a_whole_pass(oracle: Path, name: str) -> None:
+    folder = oracle / "targets" / name
     v = load_file(folder / "vectors.safetensors")
     out = dj.load_target(folder).forward(v["input_ids"])
     np.testing.assert_allclose(out.logits, v["logits"], **WITHIN)
     for i, state in enumerate(out.hidden):
         np.testing.assert_allclose(state, v[f"hidden.{i}"], **WITHIN)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma4_ple", *(pytest.param(n, marks=pytest.mark.soak) for n in FOLDERS[:2]), *ALIKE]
+)
+def test_a_pass_in_bfloat16_begins_with_the_bits_of_the_reference(oracle: Path, name: str) -> None:
+    folder = oracle / "targets" / name
+    config, v = read_target_config(folder), load_file(folder / "vectors.safetensors")
     half = TargetModel(config, jax.device_put(load_params(folder, config, "bfloat16")), "bfloat16")
     out = half.forward(v["input_ids"])
     assert jnp.isfinite(out.logits).all()
@@ -103,7 +116,9 @@ def test_a_whole_pass_in_either_spelling(oracle: Path, name: str) -> None:
     np.testing.assert_array_equal(*bits)  # the scale is rounded, then the product
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4_moe", "gemma4_ple", *ALIKE])
+@pytest.mark.parametrize(
+    "name", ["gemma4_moe", "gemma4_ple", pytest.param("gemma4", marks=pytest.mark.soak), *ALIKE]
+)
 def test_blocks_with_rejected_tokens_rolled_back_and_long_contexts(oracle: Path, name: str) -> None:
     folder = oracle / "targets" / name
     v, run = load_file(folder / "vectors.safetensors"), loaded(folder)
@@ -141,10 +156,14 @@ def test_the_engine_continues_greedily_as_transformers_does(oracle: Path, name: 
 WINDOW, CHUNK = 10, 16
 
 
-def make(dtype: str, *, rows: int = 1, block: int = 6, chunk: int = CHUNK) -> Engine:
-    config = tiny_gemma()
-    plan = dj.Plan(rows=rows, max_length=256, chunk=chunk, block=block, dtype=dtype)
-    return random_engine(config, tiny_drafter(config, target_layer_ids=(0, 3)), plan)
+SHORT = {"num_layers": 3, "windows": (WINDOW, None, WINDOW), "shared_layers": 1}
+
+
+def make(dtype: str, *, chunk: int = CHUNK, **changes: Any) -> Engine:
+    config = tiny_gemma(**changes)
+    plan = dj.Plan(max_length=256, chunk=chunk, block=6, dtype=dtype)
+    taps = (0, config.num_layers - 2)
+    return random_engine(config, tiny_drafter(config, target_layer_ids=taps), plan)
 
 
 def prompt(length: int, seed: int = 7) -> list[int]:
@@ -152,21 +171,21 @@ def prompt(length: int, seed: int = 7) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "lengths"),
+    ("dtype", "lengths", "changes"),
     [
-        ("bfloat16", (CHUNK + 1,)),
-        pytest.param("bfloat16", (1, CHUNK - 1, 50), marks=pytest.mark.soak),
-        pytest.param("float32", (1, CHUNK - 1, CHUNK + 1, 50), marks=pytest.mark.soak),
+        ("bfloat16", (CHUNK + 1,), SHORT),
+        pytest.param("bfloat16", (1, CHUNK - 1, CHUNK + 1, 50), {}, marks=pytest.mark.soak),
+        pytest.param("float32", (1, CHUNK - 1, CHUNK + 1, 50), {}, marks=pytest.mark.soak),
     ],
 )
-def test_drafting_changes_no_token(dtype: str, lengths: tuple[int, ...]) -> None:
-    real = make(dtype, chunk=1 if dtype == "bfloat16" else CHUNK)
-    assert [c.ring for c in real.runner.state.target] == [
-        True,
-        False,
-        True,
-    ]  # and none for layers 3, 4
+def test_drafting_changes_no_token(
+    dtype: str, lengths: tuple[int, ...], changes: dict[str, Any]
+) -> None:
+    real = make(dtype, chunk=1 if dtype == "bfloat16" else CHUNK, **changes)
+    rings = [True, False] if changes else [True, False, True]  # none for layers that share
+    assert [c.ring for c in real.runner.state.target] == rings
     scripted, rng = scripted_engine(real), np.random.default_rng(1)
+    del scripted.programs["plain"]
     for length in lengths:
         given = prompt(length)
         new = 90 if length == 50 else 20  # several windows long
@@ -188,7 +207,7 @@ def test_drafting_changes_no_token(dtype: str, lengths: tuple[int, ...]) -> None
                 assert result.stats.rounds == -(-(new - 1) // 6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_a_tokens_bits_do_not_depend_on_its_block(dtype: str) -> None:
     """R2, R9: attention, routing and experts, at every place of a block and beside any row."""
     config = tiny_gemma(windows=(WINDOW, WINDOW, None), num_layers=3, shared_layers=0)

@@ -226,7 +226,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def test_every_accept_pattern_prompt_length_and_row_gives_plain_tokens(engine: Engine) -> None:
-    lengths = (1, 64, 65, 90)
+    lengths = (1, 64, 65, 90) if engine.plan.chunk == 64 else (1, 65, 90)
     rng = np.random.default_rng(0)
     texts: dict[int, list[int]] = {}
     for length in lengths:

@@ -52,7 +52,9 @@ def read_case(path: Path) -> SimpleNamespace:
 # -- against transformers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [*CASES[:2], *(pytest.param(name, marks=pytest.mark.soak) for name in CASES[2:])]
+)
 def test_logits_and_hidden_states_of_a_whole_pass(oracle: Path, name: str) -> None:
     case = read_case(oracle / "targets" / name)
     out = dj.load_target(case.path).forward(case.vectors["input_ids"])

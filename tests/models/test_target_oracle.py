@@ -23,7 +23,17 @@ from dflash_jax.state import DecodeState, commit
 WITHIN = {"atol": 2e-4, "rtol": 0}
 
 
-@pytest.fixture(scope="module", params=["llama3", "qwen3", "qwen3_moe", "gpt_oss"])
+TARGETS = ("llama3", "qwen3", "qwen3_moe", "gpt_oss")
+
+
+def but(soaked: str) -> pytest.MarkDecorator:
+    """All targets, one of them in the full run only: its caches are checked otherwise as well."""
+    soak = {soaked: pytest.mark.soak}
+    cases = [pytest.param(name, marks=soak.get(name, ())) for name in TARGETS]
+    return pytest.mark.parametrize("case", cases, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=TARGETS)
 def case(request: pytest.FixtureRequest, oracle: Path) -> SimpleNamespace:
     path = oracle / "targets" / request.param
     lengths = json.loads((path / "meta.json").read_text())["lengths"]
@@ -50,8 +60,11 @@ def test_a_sequence_longer_than_two_chunks_in_one_pass(case: SimpleNamespace) ->
     np.testing.assert_allclose(logits, case.vectors["long.logits"], **WITHIN)
 
 
+WIDTH = 8
+
+
 class Cached:
-    """A target with its caches, run call by call."""
+    """A target with its caches, run call by call: chunks, and blocks with junk behind the ids."""
 
     def __init__(self, path: Path, *, rows: int):
         config = read_target_config(path)
@@ -69,7 +82,8 @@ class Cached:
 
     def __call__(self, state: DecodeState, ids: np.ndarray, keep: int) -> Any:
         """Feeds ids, keeps the first `keep` of them."""
-        return self.run(self.params, state, ids, np.full(len(ids), keep, np.int32))
+        fed = np.pad(ids, ((0, 0), (0, max(0, WIDTH - ids.shape[1]))), constant_values=3)
+        return self.run(self.params, state, fed, np.full(len(ids), keep, np.int32))
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +91,7 @@ def cached(case: SimpleNamespace) -> Cached:
     return Cached(case.path, rows=2)
 
 
+@but("qwen3_moe")
 def test_blocks_after_a_prefill_with_rejected_tokens_rolled_back(
     case: SimpleNamespace, cached: Cached
 ) -> None:
@@ -107,6 +122,7 @@ def test_blocks_after_a_prefill_with_rejected_tokens_rolled_back(
     assert state.position.tolist() == [case.seq] * 2
 
 
+@but("qwen3_moe")
 def test_a_long_sequence_chunk_by_chunk(case: SimpleNamespace, cached: Cached) -> None:
     ids, wanted = case.vectors["long.input_ids"], case.vectors["long.logits"]
     state, at = cached.empty, 0
@@ -118,6 +134,7 @@ def test_a_long_sequence_chunk_by_chunk(case: SimpleNamespace, cached: Cached) -
     assert at == case.long
 
 
+@but("gpt_oss")
 def test_the_engine_continues_greedily_as_transformers_does(case: SimpleNamespace) -> None:
     engine = dj.load(case.path, plan=dj.Plan(rows=2, max_length=64, chunk=16, block=8))
     prompts = case.vectors["input_ids"][:, : case.prompt].tolist()

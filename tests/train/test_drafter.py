@@ -26,7 +26,7 @@ KINDS = ("dflash", "dflash2", "dspark")
 @functools.cache
 def made(kind: str, family: str = "qwen3") -> tuple[Any, Any, Any, dict[str, Any]]:
     """Pair, target config, drafter config, parameters."""
-    target = tiny_target(num_layers=2) if family == "qwen3" else TARGETS[family]()
+    target = tiny_target(num_layers=1) if family == "qwen3" else TARGETS[family]()
     config = tiny_drafter(target, kind, block_size=BLOCK, target_layer_ids=(0,))
     params = jax.device_put(random_params(target, config, seed=3))
     return build_pair(target, config), target, config, params
