@@ -18,13 +18,13 @@ gc.set_threshold(100_000, 50, 100)  # traces of programs are millions of objects
 ORACLE = Path(__file__).parent / "oracle"
 # Files that take longest, longest first: begun late, one would keep a single worker busy.
 LONGEST = """
-engine/test_lossless contracts/test_bitwise engine/test_lossless_drafters
-models/test_gemma4 models/test_mixtures models/test_drafter_oracle models/test_qwen3_5
-nn/test_attention test_cli train/test_tiny models/test_dflash2 compiler/test_sharding
-models/test_target_oracle compiler/test_published train/test_drafter engine/test_prefixes
-server/test_clients engine/test_recovery quant/test_products train/test_fitting
-decode/test_sampling engine/test_shaping engine/test_engine nn/test_moe server/test_robustness
-nn/test_attention_kernel test_notebooks benchmarks/test_gpu_suite engine/test_structured
+contracts/test_bitwise engine/test_lossless models/test_gemma4 engine/test_lossless_drafters
+server/test_clients test_cli engine/test_recovery train/test_tiny models/test_drafter_oracle
+models/test_qwen3_5 train/test_drafter decode/test_sampling engine/test_prefixes test_shipped_pair
+quant/test_products compiler/test_published models/test_mixtures train/test_fitting
+models/test_target_oracle models/test_dflash2 nn/test_moe engine/test_structured
+engine/test_shaping server/test_agents engine/test_load nn/test_attention server/test_robustness
+compiler/test_sharding test_notebooks server/test_commands engine/test_engine
 """
 
 
