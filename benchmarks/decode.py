@@ -8,8 +8,7 @@ apart. Nothing is reported unless every lane gave the same tokens, and both engi
 acceptance lengths. The column `cpu` is the same ratio by CPU seconds instead of the clock: it
 suffers less from other work on the machine. With several `--rounds` every case is measured once
 for each of them: one call of either of our lanes then makes up to so many steps (0: as many as
-the plan has by default). Without the
-official package `--no-official` leaves that comparison out.
+the plan has by default). `--no-official` is for where the official package is not installed.
 """
 
 import argparse

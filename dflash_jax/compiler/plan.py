@@ -109,7 +109,8 @@ class Plan:
         for name, low in least.items():
             value = getattr(self, name)
             if type(value) is not int or (value < low and not (value == 0 and name in auto)):
-                raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}")
+                open_ = ", or 0 to leave it open" if name in auto else ""
+                raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}{open_}")
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
         if not isinstance(self.prefix_folder, str) or (

@@ -48,7 +48,7 @@ def resolve(
     if plan.rounds > 1 and not alone:
         raise PlanError(
             f"rounds is {plan.rounds} for mesh {plan.mesh} and devices {plan.devices}; one call"
-            " makes several steps on one device only: leave rounds at 1"
+            " makes several steps on one device only: leave rounds at 0"
         )
     if plan.apart and drafter is None:
         raise PlanError(

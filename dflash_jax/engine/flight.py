@@ -1,7 +1,6 @@
 """A call on its way: who is in it, and what its answers mean to them."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from dflash_jax.engine.controller import Prefilled, Stepped
 from dflash_jax.engine.live import Live
@@ -20,9 +19,9 @@ class Flight:
     first: int = 0  # row of the first answer
     rounds: int = 1  # most steps it makes
 
-    def of_row(self, steps: Sequence[RowStep], row: int) -> RowStep:
-        """What an answer said about a row."""
-        return steps[row - self.first]
+    def place(self, row: int) -> int:
+        """Where an answer speaks of a row."""
+        return row - self.first
 
     def event(self, row: int, step: RowStep) -> Prefilled | Stepped:
         """What a step's answer means to the request in a row."""

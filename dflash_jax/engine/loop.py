@@ -260,7 +260,7 @@ class Loop:
         for row, live in list(flight.readers.items()):
             if live.done:
                 continue
-            step = flight.of_row(steps, row)
+            step = steps[flight.place(row)]
             if live.rebuilding and step.finite:
                 dictated[row] = live.rebuilt()
                 self.rows.changed()
@@ -269,7 +269,7 @@ class Loop:
                 live.stats.count_round(len(step.tokens), step.drafts, self._plan.block - 1)
             elif flight.decode:
                 live.stats.plain_steps += bool(step.tokens)
-            likely = likely_tokens(flight.output, row - flight.first, live)[: len(step.tokens)]
+            likely = likely_tokens(flight.output, flight.place(row), live)[: len(step.tokens)]
             if told := self._hear(live, flight.event(row, step), likely):
                 dictated[row] = told
             if live.done:
