@@ -53,10 +53,10 @@ class Plan:
       taps_at: where in a target layer the drafter's taps are taken: "late", its output, as
         every engine does; "early", before per-layer inputs and layer scalars; "upstream", late,
         but the last layer's after the final norm. "auto" is late for all but the last layer.
-      lookahead: calls the host stays ahead of what it has read, 0 or 1.
-      rounds: most decode steps of one call. With more than 1 it makes as many as take about 50 ms
+      lookahead: calls the host stays ahead of what it has read, 0 or 1; 0 behind several steps.
+      rounds: most decode steps of one call. With more than 1 it makes as many as take about 0.1 s
         where nobody waits for a row, and none once no row can go on: faster where a step takes
-        less than a few milliseconds, but tokens are heard in bursts. 4 by default on one CPU
+        less than a few milliseconds, but tokens are heard in bursts. 8 by default on one CPU
         device, else 1.
       prefix_cache: bytes for prefixes of prompts, kept so that they need not be fed again; 0
         keeps none.
@@ -110,7 +110,9 @@ class Plan:
             value = getattr(self, name)
             if type(value) is not int or (value < low and not (value == 0 and name in auto)):
                 open_ = ", or 0 to leave it open" if name in auto else ""
-                raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}{open_}")
+                raise PlanError(
+                    f"{name} is {value!r}; expected an integer of at least {low}{open_}"
+                )
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
         if not isinstance(self.prefix_folder, str) or (

@@ -2,7 +2,8 @@
 
 The host stays one step ahead: it dispatches the next step before it reads the last one's
 answer. That is safe because the device cuts every row by itself; a row that has ended is
-frozen until it is given a new request.
+frozen until it is given a new request. Behind a call of several steps it waits for the answer:
+the pause is a small part of such a call, and most requests end in one of the next few.
 """
 
 import collections
@@ -104,7 +105,8 @@ class Loop:
             for live in self.rows.admit():
                 self._runner.recall(live)
             dispatched = self._dispatch_prefill() or self._dispatch_decode()
-            lookahead = dispatched and self.rows.work.lane != MASKED
+            single = dispatched and self.flights[-1].rounds == 1
+            lookahead = single and self.rows.work.lane != MASKED
         if not dispatched and not self.flights:
             self._wait_for_the_disk()
         ahead = self._plan.lookahead if lookahead else 0

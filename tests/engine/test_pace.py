@@ -100,10 +100,10 @@ def test_nobody_who_waits_for_a_row_waits_for_several_steps(
     assert asked[-1] == 8
 
 
-def test_no_call_is_made_behind_one_that_may_bring_every_row_to_its_limit(
+def test_no_call_is_made_behind_one_of_several_steps_or_one_that_may_end_every_row(
     several: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three unread steps of up to 4 tokens leave nothing of 12."""
+    """Behind a single step one is made, until unread ones may have said all that was asked for."""
     ahead: list[int] = []
     step = several.runner.step
 
@@ -113,12 +113,17 @@ def test_no_call_is_made_behind_one_that_may_bring_every_row_to_its_limit(
         return step(name, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(several.runner, "step", noted)
-    for rounds, least in ((1, 1), (3, 0)):
+    for rounds, most in ((1, 1), (3, 0)):
         monkeypatch.setattr(several.loop, "pace", Fixed(rounds))
         ahead.clear()
-        several.generate([2, 7, 1], max_tokens=13)
+        several.generate([2, 7, 1], max_tokens=60)
         assert ahead[0] == 1  # the prompt, which says one token
-        assert max(ahead[1:]) == least
+        assert len(ahead) > 3
+        assert max(ahead[1:]) == most
+    monkeypatch.setattr(several.loop, "pace", Fixed(1))
+    ahead.clear()
+    several.generate([2, 7, 1], max_tokens=5)  # a block of 4, behind the prompt's token
+    assert ahead[1:] == [0] * (len(ahead) - 1)
 
 
 def test_a_call_makes_no_step_that_no_row_can_use(several: Engine) -> None:
