@@ -1,13 +1,21 @@
 """The target's own answers to training prompts, written by the engine, many side by side."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from dflash_jax.compiler import Plan
+from dflash_jax.compiler.memory import budget
+from dflash_jax.compiler.programs import GREEDY, SAMPLED
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import TargetModel, resolve_here
@@ -16,6 +24,7 @@ from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.rows import Document
 
 TURNS = 4  # prompts of a group, in multiples of the rows; a finished group is saved
+WRITERS = 4  # engines that write at a time, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,40 +64,97 @@ def answer(
             " or lower new_tokens"
         )
     done = stored(path)
-    engines: dict[Bucket, Engine] = {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with stop_flag() as flag, path.open("a", encoding="utf-8") as file:
-        for i in range(len(done), len(groups)):
-            bucket, members = groups[i]
-            if bucket not in engines:
-                engines = {bucket: opened(model, bucket)}
-            results = engines[bucket].generate_many(
+    writers = Writers(model, SAMPLED if temperature else GREEDY)
+
+    def write(i: int) -> list[list[int]]:
+        bucket, members = groups[i]
+        with writers.engine(bucket) as engine:
+            results = engine.generate_many(
                 [prompts[j].document.ids.tolist() for j in members],
                 max_tokens=prompts[members[0]].new_tokens,
                 temperature=temperature,
                 seed=seed + i,
             )
-            done.append([result.token_ids for result in results])
-            file.write(json.dumps(done[-1]) + "\n")
-            file.flush()
-            tell(f"answers {i + 1}/{len(groups)} groups")
-            if flag.raised and i + 1 < len(groups):
-                raise Stopped(f"answers stopped at group {i + 1} of {len(groups)}; state saved")
+        return [result.token_ids for result in results]
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pool = ThreadPoolExecutor(max(writers.count(bucket) for bucket, _ in groups))
+    with stop_flag() as flag, path.open("a", encoding="utf-8") as file:
+        try:
+            begun = [pool.submit(write, i) for i in range(len(done), len(groups))]
+            for group in begun:
+                done.append(group.result())
+                file.write(json.dumps(done[-1]) + "\n")
+                file.flush()
+                tell(f"answers {len(done)}/{len(groups)} groups")
+                if flag.raised and len(done) < len(groups):
+                    raise Stopped(
+                        f"answers stopped at group {len(done)} of {len(groups)}; state saved"
+                    )
+        finally:
+            pool.shutdown(cancel_futures=True)
     order = [j for _, members in groups for j in members]
     answers = [ids for group in done for ids in group]
     return [joined(prompts[j], ids) for j, ids in zip(order, answers, strict=True)]
 
 
-def opened(model: TargetModel, bucket: Bucket) -> Engine:
-    """An engine without drafter for the prompts of a bucket."""
-    plan = Plan(
-        rows=bucket.rows,
-        max_length=min(bucket.length, model.config.max_length),
-        dtype=model.dtype,
-        exact=False,
-    )
-    plan = resolve_here(plan, model.config, None)
-    return Engine(model.config, None, {"target": model.params}, plan)
+class Writers:
+    """Engines without drafter that write answers at a time, each of a bucket.
+
+    On a CPU there is one for each core: steps of small models keep one core busy only.
+    """
+
+    def __init__(self, model: TargetModel, lane: str):
+        self._model, self._lane = model, lane
+        self._lock = threading.Lock()
+        self._free: dict[Bucket, queue.SimpleQueue[Engine]] = {}
+
+    def count(self, bucket: Bucket) -> int:
+        """How many write at a time: no more than a quarter of the memory has room for."""
+        if jax.default_backend() != "cpu":
+            return 1
+        plan = self._plan(bucket)
+        each = budget(plan, self._model.config, None)
+        room = plan.memory_limit // 4 // (each.caches + each.temporaries)
+        return max(1, min(cores(), WRITERS, room))
+
+    @contextlib.contextmanager
+    def engine(self, bucket: Bucket) -> Iterator[Engine]:
+        """One that nobody else uses; those of other buckets go when they are free."""
+        with self._lock:
+            if bucket not in self._free:
+                self._free = {bucket: self._opened(bucket)}
+            free = self._free[bucket]
+        engine = free.get()
+        try:
+            yield engine
+        finally:
+            free.put(engine)
+
+    def _opened(self, bucket: Bucket) -> "queue.SimpleQueue[Engine]":
+        free: queue.SimpleQueue[Engine] = queue.SimpleQueue()
+        model, plan, programs = self._model, self._plan(bucket), None
+        for _ in range(self.count(bucket)):
+            engine = Engine(model.config, None, {"target": model.params}, plan)
+            if programs is None:
+                engine.runner.compile(self._lane)
+                programs = engine.executables
+            engine.executables = programs
+            free.put(engine)
+        return free
+
+    def _plan(self, bucket: Bucket) -> Plan:
+        config = self._model.config
+        length = min(bucket.length, config.max_length)
+        plan = Plan(rows=bucket.rows, max_length=length, dtype=self._model.dtype, exact=False)
+        return resolve_here(plan, config, None)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def stored(path: Path) -> list[list[list[int]]]:
