@@ -13,7 +13,7 @@ demo: .venv/installed
 # What is claimed of bits is tested as it is compiled for users; the rest compiles faster.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		-m "optimised and not soak"
+		-m "optimised and not soak" $$(grep -rl mark.optimised tests --include='test_*.py')
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick-compile \
 		-m "not optimised and not soak"
 

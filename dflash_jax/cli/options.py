@@ -54,7 +54,7 @@ def model_options(verb: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="up to so many steps in one call, where steps are short (faster, heard in bursts);"
-        " 8 by default on a CPU",
+        " 4 by default on a CPU",
     )
     models.add_argument("--inexact", action="store_true", help="let plain steps run one token wide")
     models.add_argument(

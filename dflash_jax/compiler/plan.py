@@ -54,9 +54,9 @@ class Plan:
         every engine does; "early", before per-layer inputs and layer scalars; "upstream", late,
         but the last layer's after the final norm. "auto" is late for all but the last layer.
       lookahead: calls the host stays ahead of what it has read, 0 or 1; 0 behind several steps.
-      rounds: most decode steps of one call. With more than 1 it makes as many as take about 0.1 s
+      rounds: most decode steps of one call. With more than 1 it makes as many as take about 50 ms
         where nobody waits for a row, and none once no row can go on: faster where a step takes
-        less than a few milliseconds, but tokens are heard in bursts. 8 by default on one CPU
+        less than a few milliseconds, but tokens are heard in bursts. 4 by default on one CPU
         device, else 1.
       prefix_cache: bytes for prefixes of prompts, kept so that they need not be fed again; 0
         keeps none.

@@ -282,15 +282,15 @@ def test_C9_a_caller_of_generate_may_vanish_too(
     cell, turns, advance = dj.CancelCell(), iter(range(100)), tiny.advance
 
     def counted() -> None:
-        if next(turns) == 5:
+        if next(turns) == 2:
             cell.cancel("disconnect")
         advance()
 
     monkeypatch.setattr(tiny, "advance", counted)
     found = tiny.generate(PROMPT, max_tokens=100, cancel=cell)
     assert found.finish_reason == "cancelled"
-    assert 0 < len(found.token_ids) <= 4 * tiny.plan.block
-    assert next(turns) == 6  # the turn in which it was noticed was the last
+    assert 0 < len(found.token_ids) < 100
+    assert next(turns) == 3  # the turn in which it was noticed was the last
 
 
 def test_C19_a_hundred_cancellations_leave_nothing_behind(tiny3: Engine) -> None:

@@ -34,7 +34,6 @@ from dflash_jax.testing import (
 )
 
 BLOCK, NEW = 4, 40
-CHUNKS = {"qwen3_moe": 64, "gpt_oss": 512}  # Gemma 4 and Qwen3.5 are fed in others
 FAMILIES = {"qwen3_moe": (tiny_moe, Qwen3MoeConfig), "gpt_oss": (tiny_gpt_oss, GptOssConfig)}
 
 
@@ -205,19 +204,23 @@ def test_the_clamps_act_before_gate_and_up_meet() -> None:
 # -- lossless ----------------------------------------------------------------------------------
 
 
+WIDE = {"qwen3_moe": 64, "gpt_oss": 512}  # prompt tokens of a call that fills many tiles
 ENGINES = [
-    ("gpt_oss", "bfloat16"),
-    pytest.param(("qwen3_moe", "bfloat16"), marks=pytest.mark.soak),
-    *(pytest.param((family, "float32"), marks=pytest.mark.soak) for family in FAMILIES),
+    ("gpt_oss", "bfloat16", 64),
+    *(
+        pytest.param((family, dtype, WIDE[family]), marks=pytest.mark.soak)
+        for family in FAMILIES
+        for dtype in ("bfloat16", "float32")
+    ),
 ]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Engine:
     """Three rows; the drafter says what it is told."""
-    family, dtype = request.param
+    family, dtype, chunk = request.param
     target = FAMILIES[family][0]()
-    plan = Plan(rows=3, max_length=192, chunk=CHUNKS[family], block=BLOCK, dtype=dtype)
+    plan = Plan(rows=3, max_length=192, chunk=chunk, block=BLOCK, dtype=dtype)
     return scripted_engine(random_engine(target, tiny_drafter(target), plan))
 
 

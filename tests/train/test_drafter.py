@@ -90,10 +90,11 @@ def soaked(cases: list) -> list:
     return [pytest.param(*case, marks=pytest.mark.soak) for case in cases]
 
 
-FAMILIES = soaked([("dflash", "gemma"), ("dflash", "hybrid")])
+PAIRS = [("dflash", "qwen3"), ("dflash2", "qwen3")]
+PAIRS += soaked([("dspark", "qwen3"), ("dflash", "gemma"), ("dflash", "hybrid")])
 
 
-@pytest.mark.parametrize(("kind", "family"), [*((k, "qwen3") for k in KINDS), *FAMILIES])
+@pytest.mark.parametrize(("kind", "family"), PAIRS)
 def test_training_equals_the_engines_draft_at_the_same_prefix(kind, family):
     _, _, config, params = made(kind, family)
     train, serve, right = programs(kind, family)
