@@ -78,7 +78,7 @@ def answer(
         return [result.token_ids for result in results]
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pool = ThreadPoolExecutor(max(writers.count(bucket) for bucket, _ in groups))
+    pool = ThreadPoolExecutor(max(map(writers.count, {bucket for bucket, _ in groups})))
     with stop_flag() as flag, path.open("a", encoding="utf-8") as file:
         try:
             begun = [pool.submit(write, i) for i in range(len(done), len(groups))]
