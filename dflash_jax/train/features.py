@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from dflash_jax.errors import CheckpointError
 from dflash_jax.models import target_caches
 from dflash_jax.train.files import remove, saved_as
 from dflash_jax.train.rows import Rows
+from dflash_jax.train.threads import side_by_side
 
 CHUNK = 512  # tokens of a row that the target reads at a time
 HEAD_TOKENS = 1024  # places whose logits exist at a time
 CACHED_TOKENS = 4096  # of all rows of one call, when the cache is filled
+READERS = 4  # calls at a time, at most
 TELL_EVERY = 10.0  # seconds
 
 
@@ -176,7 +179,8 @@ def _fill_bucket(
     count, length = rows.tokens.shape
     step = max(CACHED_TOKENS // length, 1)
     files: dict[str, np.ndarray] = {}
-    for start in range(0, count, step):
+
+    def fill(start: int) -> int:
         tokens = rows.tokens[start : start + step].astype(np.int32)
         padded = np.pad(tokens, ((0, step - len(tokens)), (0, 0)))
         found: Reading = jax.device_get(read(padded))
@@ -186,15 +190,21 @@ def _fill_bucket(
             values = np.asarray(array)[: len(tokens)]
             if name != "best":
                 values = _two_bytes(values, stored)
-            if name not in files:
+            if name not in files:  # by the first rows, before there are threads
                 shape = (count, *values.shape[1:])
                 path = folder / f"{i}.{name}.npy"
                 files[name] = np.lib.format.open_memmap(path, "w+", values.dtype, shape)
             files[name][start : start + len(tokens)] = values
-        progress(len(tokens))
-    for name in (*map(str, range(len(files))), "best", "hidden"):
-        if name in files:
-            files[name].flush()  # pyrefly: ignore
+        return len(tokens)
+
+    with ThreadPoolExecutor(side_by_side(READERS)) as pool:
+        starts = range(0, count, step)
+        for start in starts[:1]:
+            progress(fill(start))
+        for filled in pool.map(fill, starts[1:]):
+            progress(filled)
+    for array in files.values():
+        array.flush()  # pyrefly: ignore
 
 
 def _two_bytes(values: np.ndarray, stored: np.dtype) -> np.ndarray:

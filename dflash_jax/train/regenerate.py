@@ -3,14 +3,12 @@
 import contextlib
 import dataclasses
 import json
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from dflash_jax.compiler import Plan
@@ -22,6 +20,7 @@ from dflash_jax.loading import TargetModel, resolve_here
 from dflash_jax.train.loop import Stopped, stop_flag
 from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.rows import Document
+from dflash_jax.train.threads import side_by_side
 
 TURNS = 4  # prompts of a group, in multiples of the rows; a finished group is saved
 WRITERS = 4  # engines that write at a time, at most
@@ -101,7 +100,7 @@ def answer(
 class Writers:
     """Engines without drafter that write answers at a time, each of a bucket.
 
-    On a CPU there is one for each core: steps of small models keep one core busy only.
+    They share their programs.
     """
 
     def __init__(self, model: TargetModel, lane: str):
@@ -111,12 +110,10 @@ class Writers:
 
     def count(self, bucket: Bucket) -> int:
         """How many write at a time: no more than a quarter of the memory has room for."""
-        if jax.default_backend() != "cpu":
-            return 1
         plan = self._plan(bucket)
         each = budget(plan, self._model.config, None)
         room = plan.memory_limit // 4 // (each.caches + each.temporaries)
-        return max(1, min(cores(), WRITERS, room))
+        return max(1, min(side_by_side(WRITERS), room))
 
     @contextlib.contextmanager
     def engine(self, bucket: Bucket) -> Iterator[Engine]:
@@ -148,13 +145,6 @@ class Writers:
         length = min(bucket.length, config.max_length)
         plan = Plan(rows=bucket.rows, max_length=length, dtype=self._model.dtype, exact=False)
         return resolve_here(plan, config, None)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def stored(path: Path) -> list[list[list[int]]]:

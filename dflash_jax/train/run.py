@@ -131,9 +131,10 @@ def stored_rows(
             GIVEN: ([], training),
             MIXED: (texts, chats),
         }[recipe.answers]
-        found = data.as_given(kept, model.tokenizer, model.config.eos_token_ids)
+        ends = model.config.eos_token_ids
+        found = data.as_given(kept, model.tokenizer, ends)
         if asked:
-            prompts = data.prompts(asked, model.tokenizer, recipe)
+            prompts = data.prompts(asked, model.tokenizer, recipe, ends)
             found += regenerate.answer(
                 out / "answers.jsonl",
                 model,

@@ -12,7 +12,7 @@ import pytest
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import TargetModel
 from dflash_jax.testing import random_params, tiny_target
-from dflash_jax.train import regenerate
+from dflash_jax.train import regenerate, threads
 from dflash_jax.train.loop import Stopped
 from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.regenerate import Prompt, answer
@@ -44,7 +44,7 @@ def test_several_writers_write_what_one_writes(
 ) -> None:
     texts, names = [], []
     for cores in (1, 3):
-        monkeypatch.setattr(regenerate, "cores", lambda cores=cores: cores)
+        monkeypatch.setattr(threads, "cores", lambda cores=cores: cores)
         writers = regenerate.Writers(model, "")
         assert writers.count(BUCKETS[0]) == cores
         with writers.engine(BUCKETS[0]) as first:
