@@ -47,7 +47,7 @@ TINY_CPU = Recipe(
     ),
     features=CACHE,
     dtype="bfloat16",
-    prompts=5_000,
+    prompts=6_000,
     text_prompts=1_000,
     new_tokens=128,
     answer_buckets=(
