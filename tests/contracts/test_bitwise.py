@@ -217,7 +217,7 @@ def test_dictated_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> N
         np.testing.assert_allclose(contexts[0], reference, atol=1e-4)
 
 
-def test_the_floor_is_the_best_token_that_does_not_stop() -> None:
+def test_the_floor_is_the_best_token_that_does_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """R6: when a stop token comes, its replacement is already there."""
     target = tiny_target(num_layers=2)
     plan = Plan(max_length=128, chunk=CHUNK, block=BLOCK)
@@ -225,13 +225,18 @@ def test_the_floor_is_the_best_token_that_does_not_stop() -> None:
     prompt = np.random.default_rng(8).integers(0, VOCAB, 12).tolist()
     text = engine.generate(prompt, max_tokens=40, speculative=False).token_ids
     stop = next(t for i, t in enumerate(text) if i > 3 and t not in text[:i])
+    outputs, step = [], engine.runner.step
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        outputs.append(step(*arguments, **options))
+        return outputs[-1]
+
+    monkeypatch.setattr(engine.runner, "step", noted)
     live = engine.submit(prompt, max_tokens=40, stop_token_ids=[stop])
-    floors: list[int] = []
     while not live.done:
-        flights = [step for f in engine.loop.flights for step in read_output(f.output)]
-        answers = [rows[0] for rows in flights]
-        floors = [answer.floor for answer in answers if answer.tokens] or floors
         engine.advance()
+    answers = [rows[0] for output in outputs for rows in read_output(output)]
+    floors = [answer.floor for answer in answers if answer.tokens]
     assert live.ids[-1] == stop
     model = TargetModel(target, engine.params["target"], "float32")
     last = np.asarray(model.forward([[*prompt, *live.ids[:-1]]]).logits)[0, -1].copy()
