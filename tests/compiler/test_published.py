@@ -29,7 +29,7 @@ from dflash_jax.testing import tiny_target
 
 H200 = DEVICES["H200"]
 FOLDER = Path(__file__).parent.parent / "published"
-SOAKED = ("Qwen3.5-35B-A3B", "gemma-4-31B-it")  # others of their families are not
+SOAKED = ("Qwen3.5-35B-A3B", "gemma-4-31B-it", "gpt-oss-20b")  # others of their kinds are not
 CODER = "Qwen3-Coder-30B-A3B-Instruct"
 
 # target -> its drafter, weights of both, what `explain` says of the pair

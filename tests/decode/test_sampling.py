@@ -114,7 +114,7 @@ SETTINGS = [
     {"temperature": 0.7, "top_k": 4, "top_p": 1.0},
 ]
 LAWS = [
-    pytest.param(SETTINGS[0], id="pure"),
+    pytest.param(SETTINGS[0], id="pure", marks=pytest.mark.soak),
     pytest.param(SETTINGS[1], id="top-k and top-p"),
     pytest.param(SETTINGS[2], id="top-k", marks=pytest.mark.soak),
 ]

@@ -18,7 +18,7 @@ from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.regenerate import Prompt, answer
 from dflash_jax.train.rows import Document
 
-BUCKETS = (Bucket(length=24, rows=2), Bucket(length=40, rows=2))
+BUCKETS = (Bucket(length=40, rows=2),)
 
 
 @pytest.fixture(scope="module")
