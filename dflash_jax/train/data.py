@@ -147,15 +147,11 @@ def opened(example: Example, rng: random.Random) -> list[Example]:
 
 
 def prompts(
-    examples: Sequence[Example], tokenizer: Tokenizer | None, recipe: Recipe, ends: Sequence[int]
+    examples: Sequence[Example], tokenizer: Tokenizer | None, recipe: Recipe
 ) -> list[Prompt]:
     """What the target shall answer, at most as much as the recipe asks for.
 
-    Each conversation gives one turn before any gives two; earlier assistant turns are wanted as
-    they stand.
-
-    Args:
-      ends: the target's tokens that end a turn.
+    Each conversation gives one turn before any gives two.
     """
     rng = random.Random(f"prompts {recipe.seed}")
     examples = list(examples)
@@ -172,7 +168,7 @@ def prompts(
             ids = np.asarray(token_ids(example, tokenizer), np.int32)
             texts += documents.pieces(ids, recipe.text_prompt)
     chosen = [cut for one in rounds for cut in one][: recipe.prompts]
-    found = [Prompt(_asked(cut, tokenizer, ends), recipe.new_tokens) for cut in chosen]
+    found = [Prompt(_given(token_ids(cut, tokenizer)), recipe.new_tokens) for cut in chosen]
     return found + [
         Prompt(_given(piece.ids), recipe.text_tokens) for piece in texts[: recipe.text_prompts]
     ]
@@ -255,15 +251,6 @@ def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -
     last = next((j for j in range(len(whole) - 1, 0, -1) if whole[j] in ends), len(whole) - 1)
     ids = np.asarray(whole[: last + 1], np.int32)
     return [Document(ids, np.arange(len(ids)) >= len(before))]
-
-
-def _asked(cut: Example, tokenizer: Tokenizer | None, ends: Sequence[int]) -> Document:
-    """A conversation that waits for its answer; earlier ones are wanted where it holds them yet."""
-    asked = _given(token_ids(cut, tokenizer))
-    for earlier in as_given([cut], tokenizer, ends)[-1:]:
-        if _continues(asked, earlier):
-            asked.wanted[: len(earlier.ids)] = earlier.wanted
-    return asked
 
 
 def _given(ids: Sequence[int] | np.ndarray) -> Document:

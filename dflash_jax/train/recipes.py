@@ -47,14 +47,13 @@ TINY_CPU = Recipe(
     ),
     features=CACHE,
     dtype="bfloat16",
-    prompts=6_000,
+    prompts=5_000,
     text_prompts=1_000,
     new_tokens=128,
     answer_buckets=(
         Bucket(length=160, rows=64),
         Bucket(length=256, rows=48),
         Bucket(length=448, rows=24),
-        Bucket(length=768, rows=12),
     ),
     held_out=260,
 )
@@ -72,7 +71,6 @@ TINY_PAIR = dataclasses.replace(
     dtype="float32",
     prompts=27_000,
     text_prompts=2_400,
-    answer_buckets=TINY_CPU.answer_buckets[:3],
 )
 
 TINY_DFLASH2 = dataclasses.replace(TINY_PAIR, name="tiny-dflash2", kind=DFLASH2)

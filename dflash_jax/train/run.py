@@ -131,10 +131,9 @@ def stored_rows(
             GIVEN: ([], training),
             MIXED: (texts, chats),
         }[recipe.answers]
-        ends = model.config.eos_token_ids
-        found = data.as_given(kept, model.tokenizer, ends)
+        found = data.as_given(kept, model.tokenizer, model.config.eos_token_ids)
         if asked:
-            prompts = data.prompts(asked, model.tokenizer, recipe, ends)
+            prompts = data.prompts(asked, model.tokenizer, recipe)
             found += regenerate.answer(
                 out / "answers.jsonl",
                 model,
