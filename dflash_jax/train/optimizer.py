@@ -1,14 +1,17 @@
 """Muon for matrices and AdamW for the rest, with a warm-up and a cosine, gradients clipped.
 
-Orthogonalised updates (Muon, as in `optax.contrib`) reach a given loss in about half the
-steps that AdamW needs at these sizes, for 15 % more time a step.
+Orthogonalised updates (Muon, K. Jordan 2024, github.com/KellerJordan/Muon) reach a given loss in
+about half the steps that AdamW needs at these sizes.
 """
 
-from typing import Any
+import functools
+import math
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
-from optax import contrib
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.train.recipe import ADAMW, MUON, Schedule
 
@@ -16,7 +19,10 @@ WARM_UP_SHARE = 0.05
 LAST_RATE_SHARE = 0.05
 MATRIX_FACTOR = 5.0  # Muon's rate over AdamW's
 UPDATE_RMS = 0.2
-
+MOMENTUM = 0.95
+ITERATIONS = 5
+QUINTIC = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5, by Jordan: steep at 0, near 1 above
+TINY = 1e-8
 
 TABLES = ("embed", "head", "predecessor", "successor", "markov_w1")  # a row or column a token
 KERNELS = ("base",)  # of convolutions
@@ -25,23 +31,17 @@ KERNELS = ("base",)  # of convolutions
 def build(schedule: Schedule, *, decay: float, kind: str = MUON) -> optax.GradientTransformation:
     """The optimizer: schedule.rate for tables and norms, 5x that for matrices; or plain AdamW."""
     rate = ramp(schedule, schedule.rate)
+    adamw = functools.partial(optax.adamw, rate, b1=0.9, b2=0.95)
+    clipped = optax.clip_by_global_norm(1.0)
     if kind == ADAMW:
-        return optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=decay),
-        )
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        contrib.muon(
-            ramp(schedule, MATRIX_FACTOR * schedule.rate),
-            weight_decay=decay,
-            adam_b1=0.9,
-            adam_b2=0.95,
-            adam_learning_rate=rate,
-            muon_weight_dimension_numbers=matrices,
-            consistent_rms=UPDATE_RMS,
-        ),
+        return optax.chain(clipped, adamw(weight_decay=decay))
+    muon = optax.chain(
+        orthogonal_momentum(),
+        optax.add_decayed_weights(decay),
+        optax.scale_by_learning_rate(ramp(schedule, MATRIX_FACTOR * schedule.rate)),
     )
+    others = adamw(weight_decay=0.0, nesterov=True)
+    return optax.chain(clipped, optax.partition({True: muon, False: others}, are_matrices))
 
 
 def ramp(schedule: Schedule, peak: float) -> optax.Schedule:
@@ -55,12 +55,65 @@ def ramp(schedule: Schedule, peak: float) -> optax.Schedule:
     )
 
 
-def matrices(params: Any) -> Any:
-    """Which weights are matrices, all as [in, out...]; None for norms, kernels and tables."""
+def are_matrices(params: Any) -> Any:
+    """Which weights are matrices [in, out...], as opposed to norms, kernels and tables."""
 
-    def axes(path: tuple, leaf: jax.Array) -> contrib.MuonDimensionNumbers | None:
-        if leaf.ndim < 2 or path[-1].key in (*TABLES, *KERNELS):
-            return None
-        return contrib.MuonDimensionNumbers(0, tuple(range(1, leaf.ndim)))
+    def one(path: tuple, leaf: jax.Array) -> bool:
+        return leaf.ndim >= 2 and path[-1].key not in (*TABLES, *KERNELS)
 
-    return jax.tree_util.tree_map_with_path(axes, params)
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+class Momentum(NamedTuple):
+    """Running means of gradients, and of how many."""
+
+    count: Int[Array, ""]
+    mean: Any
+
+
+def orthogonal_momentum() -> optax.GradientTransformation:
+    """Nesterov momentum, made nearly orthogonal, of the size of AdamW's updates.
+
+    As `optax.contrib.muon` computes it, whose iteration multiplies the wide matrix 15 times; here
+    it is multiplied twice, which took half the time on a CPU.
+    """
+
+    def start(params: Any) -> Momentum:
+        return Momentum(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Momentum]:
+        mean = optax.tree.update_moment(updates, state.mean, MOMENTUM, 1)
+        count = state.count + 1
+        ahead = optax.tree.bias_correction(mean, MOMENTUM, count + 1)
+        now = optax.tree.bias_correction(updates, MOMENTUM, count)
+        looked = jax.tree.map(lambda m, g: MOMENTUM * m + (1 - MOMENTUM) * g, ahead, now)
+        return jax.tree.map(_scaled, looked), Momentum(count, mean)
+
+    return optax.GradientTransformation(start, update)
+
+
+def _scaled(update: Float[Array, "I ..."]) -> Float[Array, "I ..."]:
+    """Rows of the first axis and columns of all others; the root mean square is that of AdamW
+    (arXiv 2502.16982).
+    """
+    matrix = update.reshape(len(update), -1)
+    return (UPDATE_RMS * math.sqrt(max(matrix.shape)) * orthogonal(matrix)).reshape(update.shape)
+
+
+def orthogonal(matrix: Float[Array, "M N"]) -> Float[Array, "M N"]:
+    """The matrix with its singular values near 1: p(p(..p(X)..)) with the quintic p of Muon.
+
+    A step is X <- Q X with Q = a + b G + c G^2 and G = X X^T, so that G <- Q G Q, and X itself is
+    needed but at the beginning and the end.
+    """
+    if matrix.shape[0] > matrix.shape[1]:
+        return orthogonal(matrix.T).T
+    x = matrix / (jnp.linalg.norm(matrix) + TINY)
+    a, b, c = QUINTIC
+    eye, gram, steps = jnp.eye(len(x), dtype=x.dtype), x @ x.T, None
+    for i in range(ITERATIONS):
+        step = a * eye + b * gram + c * (gram @ gram)
+        steps = step if steps is None else step @ steps
+        if i < ITERATIONS - 1:
+            gram = step @ gram @ step
+    return steps @ x
