@@ -14,7 +14,7 @@ import numpy as np
 from dflash_jax.errors import ConfigError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import documents
-from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.recipe import GIVEN, MIXED, Recipe
 from dflash_jax.train.regenerate import Prompt
 from dflash_jax.train.rows import Document
 
@@ -97,7 +97,8 @@ def shipped(recipe: Recipe) -> tuple[list[Example], list[Example]]:
     """The seeded corpus of the shipped pair, and its held-out prompts."""
     from dflash_jax.train.corpus import conversation, stdlib
 
-    made = conversation.training_conversations(recipe.seed, recipe.prompts, 0.2, 0.4)
+    count = recipe.prompts + recipe.given
+    made = conversation.training_conversations(recipe.seed, count, 0.2, 0.4)
     training = [Example(c.messages, c.tools, c.thinking) for c in made]
     if recipe.text_prompts:
         training += [Example(text=text) for text in stdlib.training_sources(CODE_CHARACTERS)]
@@ -118,6 +119,20 @@ def load(source: str, recipe: Recipe) -> tuple[list[Example], list[Example]]:
             f" {HELD_OUT_SHARE} by hash); give more lines"
         )
     return training, held_out
+
+
+def divided(examples: Sequence[Example], recipe: Recipe) -> tuple[list[Example], list[Example]]:
+    """Examples that the target answers, and those that are learnt as they stand."""
+    chats, texts = ([x for x in examples if bool(x.messages) is on] for on in (True, False))
+    if recipe.answers == GIVEN:
+        return [], list(examples)
+    if recipe.answers == MIXED:
+        return texts, chats
+    if recipe.given:
+        random.Random(f"given {recipe.seed}").shuffle(chats)
+        asked, rest = chats[: recipe.prompts], chats[recipe.prompts :]
+        return [*asked, *texts], rest[: recipe.given]
+    return list(examples), []
 
 
 def fingerprint(examples: Sequence[Example]) -> str:

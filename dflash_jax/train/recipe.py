@@ -64,6 +64,7 @@ class Recipe:
       answers: assistant turns are written anew and plain text is continued by the target; or both
         are taken as given; or, mixed, turns as given and text continued.
       prompts, text_prompts: most conversations and pieces of plain text to be answered.
+      given: most conversations that are learnt as they stand, beside those answered.
       new_tokens, text_tokens: most tokens of one answer, or of one continued text.
       text_prompt: tokens of a piece of plain text.
       answer_buckets: prompt and answer together, and how many are written side by side.
@@ -102,6 +103,7 @@ class Recipe:
     answers: str = REGENERATED
     prompts: int
     text_prompts: int = 0
+    given: int = 0
     new_tokens: int
     text_tokens: int = 64
     text_prompt: int = 96
@@ -126,7 +128,8 @@ class Recipe:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}"
                 )
-        lowest = {"layers": 1, "block": 2, "anchors": 1, "devices": 1, "parts": 1, "new_tokens": 1}
+        ones = ("layers", "anchors", "devices", "parts", "new_tokens")
+        lowest = {**dict.fromkeys(ones, 1), "block": 2, "given": 0}
         for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least {low}")

@@ -24,15 +24,7 @@ from dflash_jax.train import data, evaluate, regenerate
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import claim, saved_as, write_json
 from dflash_jax.train.fitting import Tell, fit
-from dflash_jax.train.recipe import (
-    FLOAT,
-    GIVEN,
-    MIXED,
-    REGENERATED,
-    Recipe,
-    mask_token,
-    new_drafter,
-)
+from dflash_jax.train.recipe import FLOAT, Recipe, mask_token, new_drafter
 from dflash_jax.train.rows import Document, Rows
 
 
@@ -125,12 +117,7 @@ def stored_rows(
     """The training rows, made on the first call: answers of the target, and text as given."""
     path, fill = out / "rows.npz", 0
     if not path.is_file():
-        chats, texts = ([x for x in training if bool(x.messages) is on] for on in (True, False))
-        asked, kept = {
-            REGENERATED: (training, []),
-            GIVEN: ([], training),
-            MIXED: (texts, chats),
-        }[recipe.answers]
+        asked, kept = data.divided(training, recipe)
         found = data.as_given(kept, model.tokenizer, model.config.eos_token_ids)
         if asked:
             prompts = data.prompts(asked, model.tokenizer, recipe)

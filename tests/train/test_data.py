@@ -1,5 +1,6 @@
 """Training data: every form of line, a stable hold-out, prompts and masks; errors by line."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -90,6 +91,23 @@ def test_given_answers_are_wanted_up_to_their_end(tokenizer, tmp_path):
     assert (
         tokenizer.core.decode(wanted, skip_special_tokens=False) == "Two.<|im_end|>Four.<|im_end|>"
     )
+
+
+def test_conversations_beyond_those_answered_are_learnt_as_they_stand():
+    chats = [data.Example(messages=({"role": "user", "content": str(i)},)) for i in range(9)]
+    examples = [*chats, data.Example(text="x = 1")]
+    recipe = dataclasses.replace(SMOKE, prompts=4, given=3)
+    asked, kept = data.divided(examples, recipe)
+    assert (len(asked), len(kept)) == (5, 3)
+    assert examples[-1] in asked
+    assert not [x for x in kept if x in asked]
+    assert data.divided(examples, recipe) == (asked, kept)
+    assert data.divided(examples, SMOKE) == (examples, [])
+    few = dataclasses.replace(recipe, prompts=20)
+    assert len(data.divided(examples, few)[0]) == len(examples)
+    mixed, whole = (dataclasses.replace(recipe, answers=x) for x in ("mixed", "given"))
+    assert data.divided(examples, mixed) == (examples[-1:], chats)
+    assert data.divided(examples, whole) == ([], examples)
 
 
 def test_turns_that_a_template_rewrites_later_stand_alone(tokenizer, tmp_path, monkeypatch):
