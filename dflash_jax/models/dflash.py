@@ -19,6 +19,7 @@ from dflash_jax.nn.layers import (
     GatedMLP,
     columns_of,
     dot,
+    halves,
     norm_weight,
     project,
     rms_norm,
@@ -74,9 +75,9 @@ class DrafterAttention(nn.Module):
         kv = dot(x, self.kv)  # [B, T, K, 2, H]
         if c.attention_bias:
             kv += self.kv_bias[None, None]
-        k = rms_norm(kv[..., 0, :], self.k_norm, c.rms_norm_eps)
-        k = rotate(k, *rope_tables(c.rope, c.head_dim, positions))
-        return k, kv[..., 1, :]
+        k, v = halves(kv)
+        k = rms_norm(k, self.k_norm, c.rms_norm_eps)
+        return rotate(k, *rope_tables(c.rope, c.head_dim, positions)), v
 
     def output(self, heads: Float[Array, "B T N*H"]) -> Float[Array, "B T D"]:
         """The output projection."""

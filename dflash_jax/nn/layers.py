@@ -77,6 +77,23 @@ def _product_slopes(
 product.defvjp(_keep_factors, _product_slopes)
 
 
+@jax.custom_vjp
+def halves(both: Float[Array, "... 2 F"]) -> tuple[Float[Array, "... F"], Float[Array, "... F"]]:
+    """The two halves of a joined product, such as gate and up.
+
+    Their slopes are made before they are joined: one loop that makes both and joins them took
+    8 ns a number on a CPU, a seventh of a drafter's training step.
+    """
+    return both[..., 0, :], both[..., 1, :]
+
+
+def _join_slopes(_: None, slopes: tuple[Array, Array]) -> tuple[Array]:
+    return (jnp.stack(jax.lax.optimization_barrier(slopes), axis=-2),)
+
+
+halves.defvjp(lambda both: (halves(both), None), _join_slopes)
+
+
 def columns_of(w: Weight, ids: Int[Array, "*places"], dtype: Any) -> Float[Array, "*places D"]:
     """Columns of a table [D, V]: the embeddings of tokens."""
     if isinstance(w, Packed | Joined):
@@ -146,5 +163,6 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate_up = dot(x, weight(self, "gate_up", (self.width, 2, self.hidden)))  # [B, T, 2, F]
-        h = self.activation(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        gate, up = halves(gate_up)
+        h = self.activation(gate) * up
         return dot(h, weight(self, "down", (self.hidden, self.width)))

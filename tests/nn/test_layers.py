@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
-from dflash_jax.nn.layers import dot, product, rms_norm
+from dflash_jax.nn.layers import dot, halves, product, rms_norm
 
 WIDTH = 16
 
@@ -104,3 +104,14 @@ def dtypes_multiplied(jaxpr) -> list:
         for inner in jaxprs_in_params(equation.params):
             found += dtypes_multiplied(inner)
     return found
+
+
+def test_slopes_of_halves_are_those_of_slices() -> None:
+    both = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 5)), jnp.float32)
+
+    def gated(cut, x):
+        first, second = cut(x)
+        return (jnp.tanh(first) * second).sum()
+
+    sliced = jax.grad(lambda x: gated(lambda y: (y[..., 0, :], y[..., 1, :]), x))(both)
+    np.testing.assert_array_equal(jax.grad(lambda x: gated(halves, x))(both), sliced)
