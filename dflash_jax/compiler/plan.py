@@ -109,9 +109,9 @@ class Plan:
         for name, low in least.items():
             value = getattr(self, name)
             if type(value) is not int or (value < low and not (value == 0 and name in auto)):
-                open_ = ", or 0 to leave it open" if name in auto else ""
+                zero = ", or 0 for the default" if name in auto else ""
                 raise PlanError(
-                    f"{name} is {value!r}; expected an integer of at least {low}{open_}"
+                    f"{name} is {value!r}; expected an integer of at least {low}{zero}"
                 )
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")

@@ -78,6 +78,20 @@ def test_an_invalid_field_is_named(field: str, value: Any, expected: str) -> Non
         Plan(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("rounds", -1, "at least 1, or 0 for the default"),
+        ("max_length", 1, "at least 2, or 0 for the default"),
+        ("rows", 0, "at least 1$"),
+        ("queue", True, "at least 1$"),
+    ],
+)
+def test_numbers_out_of_range_are_named(name: str, value: int, expected: str) -> None:
+    with pytest.raises(PlanError, match=rf"{name} is {value}; expected an integer of {expected}"):
+        Plan(**{name: value})
+
+
 def test_unknown_fields_of_a_stored_plan_are_named() -> None:
     stored = json.dumps(json.loads(Plan().to_json()) | {"blocks": 4})
     with pytest.raises(PlanError, match=r"unknown plan fields \['blocks'\]; known are \['block'"):
