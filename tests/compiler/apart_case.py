@@ -15,6 +15,7 @@ from dflash_jax.compiler.apart import Halves
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_gemma, tiny_hybrid, tiny_target
 
+QUICK: dict[str, Any] = {"num_layers": 1, "windows": (None,), "causal": (False,)}
 FAMILIES = {
     "dense": lambda: tiny_target(num_layers=2, windows=(12, None), vocab_size=96),
     "quick": lambda: tiny_target(num_layers=1, vocab_size=96),
@@ -43,7 +44,8 @@ def main() -> None:
 
 def random(family: str, plan: Plan) -> Engine:
     target = FAMILIES[family]()
-    drafter = tiny_drafter(target, target_layer_ids=(0,))
+    shallow = QUICK if family == "quick" else {}
+    drafter = tiny_drafter(target, target_layer_ids=(0,), **shallow)
     return random_engine(target, drafter, dataclasses.replace(plan, block=4))
 
 

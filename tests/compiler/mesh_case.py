@@ -22,6 +22,7 @@ from dflash_jax.testing import (
 )
 
 HEADS = {"num_heads": 8, "num_kv_heads": 4}
+QUICK: dict[str, Any] = {"num_layers": 1, "windows": (None,), "causal": (False,)}
 FAMILIES = {
     "dense": lambda: tiny_target(num_layers=2, windows=(12, None), vocab_size=96, **HEADS),
     "quick": lambda: tiny_target(num_layers=1, vocab_size=96, **HEADS),
@@ -39,7 +40,8 @@ def main() -> None:
         print(json.dumps({name: forward(make()) for name, make in FAMILIES.items()}))
         return
     target = FAMILIES[family]()
-    drafter = tiny_drafter(target, target_layer_ids=(0,), **HEADS)
+    shallow = QUICK if family == "quick" else {}
+    drafter = tiny_drafter(target, target_layer_ids=(0,), **HEADS, **shallow)
     prompts = [np.random.default_rng(i).integers(0, 96, 5 + 9 * i).tolist() for i in range(4)]
     said, shares = {}, {}
     for mesh in ["1x1", *meshes]:

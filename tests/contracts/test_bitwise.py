@@ -82,7 +82,7 @@ class Lanes:
 
 DENSE = tiny_target(num_layers=2, windows=(None, 20))
 RECURRENT = tiny_hybrid(num_layers=2, recurrent=(True, False))
-MIXED = tiny_moe(num_layers=2, windows=(None, None), sparse=(True, True))
+MIXED = tiny_moe(num_layers=1, windows=(None,), sparse=(True,))
 SINKS = tiny_gpt_oss(num_layers=2, windows=(12, None))
 WIDE = tiny_target(num_layers=1, hidden_size=64, intermediate_size=64, windows=(None,))
 INT4: dict[str, Any] = {"weights": "int4", "kv_dtype": "int8"}

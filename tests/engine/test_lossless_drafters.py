@@ -21,6 +21,7 @@ pytestmark = pytest.mark.optimised
 
 CHUNK, NEW = 16, 40
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 70)
+SMALL: dict[str, Any] = {"num_layers": 1, "causal": (False,), "target_layer_ids": (0,)}
 KINDS: dict[str, dict[str, Any]] = {
     "dflash2": {},
     "dspark": {"markov_head": "gated", "draft_vocab_size": 60, "own_head": True},
@@ -39,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_speculative_tokens_are_the_plain_ones(kind: str, dtype: str) -> None:
     """Several drafter windows long, real drafts, and a script that is right, wrong or broken."""
     target = tiny_target(num_layers=1, windows=(20,))
-    drafter = tiny_drafter(target, kind, target_layer_ids=(0,), **KINDS[kind])
+    drafter = tiny_drafter(target, kind, windows=(12,), **SMALL, **KINDS[kind])
     plan = Plan(max_length=128, chunk=CHUNK, block=4, dtype=dtype)
     real = random_engine(target, drafter, plan)
     scripted = scripted_engine(real) if dtype == "float32" else real
@@ -68,8 +69,7 @@ def test_speculative_tokens_are_the_plain_ones(kind: str, dtype: str) -> None:
 def test_blocks_are_cut_where_the_drafter_loses_confidence(bar: float) -> None:
     """The same tokens, fewer drafts verified and accepted, and with the bar at 1 none."""
     target = tiny_target(num_layers=1)
-    small = {"num_layers": 1, "windows": (None,), "causal": (False,)}
-    drafter = tiny_drafter(target, "dspark", target_layer_ids=(0,), **small)
+    drafter = tiny_drafter(target, "dspark", windows=(None,), **SMALL)
     prompt = np.random.default_rng(5).integers(0, target.vocab_size, 9).tolist()
     plan = Plan(max_length=64, chunk=CHUNK, block=4, min_survival=bar)
     scripted = scripted_engine(random_engine(target, drafter, plan))
