@@ -82,7 +82,7 @@ def halves(both: Float[Array, "... 2 F"]) -> tuple[Float[Array, "... F"], Float[
     """The two halves of a joined product, such as gate and up.
 
     Their slopes are made before they are joined: one loop that makes both and joins them took
-    8 ns a number on a CPU, a seventh of a drafter's training step.
+    8 ns a number on a CPU, an eighth of a drafter's training step.
     """
     return both[..., 0, :], both[..., 1, :]
 

@@ -38,17 +38,18 @@ TINY_CPU = Recipe(
     rank=64,
     candidates=8,
     decay=4.0,
-    schedule=Schedule(steps=2800, rate=2e-3),
-    anchors=5,
+    schedule=Schedule(steps=1600, rate=2e-3),
+    anchors=2,
     buckets=(
-        Bucket(length=160, rows=24),
-        Bucket(length=448, rows=9),
-        Bucket(length=1280, rows=2),
+        Bucket(length=64, rows=120),
+        Bucket(length=160, rows=48),
+        Bucket(length=448, rows=18),
     ),
     features=CACHE,
     dtype="bfloat16",
-    prompts=5_000,
-    text_prompts=1_000,
+    prompts=4_500,
+    text_prompts=1_300,
+    given=7_000,
     new_tokens=128,
     answer_buckets=(
         Bucket(length=160, rows=64),
@@ -71,6 +72,7 @@ TINY_PAIR = dataclasses.replace(
     dtype="float32",
     prompts=27_000,
     text_prompts=2_400,
+    given=0,
 )
 
 TINY_DFLASH2 = dataclasses.replace(TINY_PAIR, name="tiny-dflash2", kind=DFLASH2)
@@ -91,6 +93,7 @@ TINY_H200 = dataclasses.replace(
     dtype="float32",
     prompts=40_000,
     text_prompts=8_000,
+    given=0,
     new_tokens=160,
     text_tokens=96,
     answer_buckets=(
