@@ -128,3 +128,23 @@ def test_the_train_verb_answers_trains_and_measures(made, tmp_path, kind, capsys
     assert main(command) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert results["chat"]["acceptance_length"] >= 1
+
+
+@pytest.mark.soak
+def test_a_minute_of_training_foresees_held_out_answers(tmp_path, capsys):
+    out = tmp_path / "run"
+    settings = (
+        "steps=60 rate=5e-3 inner=256 anchors=3 buckets=64x32,160x16 features=cache given=600"
+    )
+    settings += " prompts=32 new_tokens=48 save_every=60 held_out=12"
+    command = ["train", "--preset", "smoke", "--out", str(out), "--json"]
+    assert main([*command, *(x for s in settings.split() for x in ("--set", s))]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert results["chat"]["acceptance_length"] > 1.2
+    engine = load(drafter=str(out / "drafter"), plan=Plan(max_length=256))
+    assert engine.tokenizer is not None
+    prompt = engine.tokenizer.chat([{"role": "user", "content": "Which files are here?"}])
+    plain = engine.generate(prompt, max_tokens=60, speculative=False)
+    drafted = engine.generate(prompt, max_tokens=60)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.rounds < plain.stats.plain_steps
