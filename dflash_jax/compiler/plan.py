@@ -110,9 +110,7 @@ class Plan:
             value = getattr(self, name)
             if type(value) is not int or (value < low and not (value == 0 and name in auto)):
                 zero = ", or 0 for the default" if name in auto else ""
-                raise PlanError(
-                    f"{name} is {value!r}; expected an integer of at least {low}{zero}"
-                )
+                raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}{zero}")
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
         if not isinstance(self.prefix_folder, str) or (
