@@ -193,7 +193,9 @@ def test_an_interrupt_ends_with_the_text_so_far(
     code, out, _ = run("generate", *asked, "--rounds", 2, "--json")
     found = json.loads(out)
     assert (code, found["finish_reason"]) == (130, "cancelled")
-    assert found["token_ids"] == heard
+    heard = found["token_ids"]  # a call makes one step or two, by the time they take
+    assert 0 < len(heard) < 20
+    assert heard == said[: len(heard)]
 
 
 def test_an_interrupt_before_there_is_text_says_so(

@@ -15,7 +15,6 @@ from dflash_jax.compiler.apart import Halves
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_gemma, tiny_hybrid, tiny_target
 
-QUICK: dict[str, Any] = {"num_layers": 1, "windows": (None,), "causal": (False,)}
 FAMILIES = {
     "dense": lambda: tiny_target(num_layers=2, windows=(12, None), vocab_size=96),
     "quick": lambda: tiny_target(num_layers=1, vocab_size=96),
@@ -44,8 +43,7 @@ def main() -> None:
 
 def random(family: str, plan: Plan) -> Engine:
     target = FAMILIES[family]()
-    shallow = QUICK if family == "quick" else {}
-    drafter = tiny_drafter(target, target_layer_ids=(0,), **shallow)
+    drafter = tiny_drafter(target, target_layer_ids=(0,))
     return random_engine(target, drafter, dataclasses.replace(plan, block=4))
 
 
