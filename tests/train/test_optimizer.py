@@ -1,8 +1,12 @@
 """The optimizer is Muon as optax computes it, by fewer products."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from optax import contrib
 
 from dflash_jax.train import optimizer
@@ -51,6 +55,30 @@ def test_updates_are_those_of_optax() -> None:
             assert np.abs(want).max() > 0 or step == 0
             np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
         params = optax.apply_updates(params, update)
+
+
+@pytest.mark.parametrize("shape", [(48, 160), (160, 48), (64, 64)])
+@pytest.mark.parametrize("rank", [1, 7, 48])
+def test_what_has_no_slope_gets_none(shape: tuple[int, int], rank: int) -> None:
+    """Singular values of nearly nothing stay that, and the others come near one."""
+    rng = np.random.default_rng(rank)
+    left, right = rng.standard_normal((shape[0], rank)), rng.standard_normal((rank, shape[1]))
+    matrix = (left * np.logspace(0, -2, rank) @ right).astype(np.float32)
+    wanted = contrib_orthogonal(matrix)
+    found = np.asarray(optimizer.orthogonal(matrix))
+    np.testing.assert_allclose(found, wanted, atol=2e-3)
+    values = np.linalg.svd(found, compute_uv=False)
+    assert values[0] < 1.3
+    assert values[rank:].max(initial=0) < 5e-3
+
+
+def contrib_orthogonal(matrix: np.ndarray) -> np.ndarray:
+    """By the library's own iteration."""
+    axes = {"x": contrib.MuonDimensionNumbers(0, 1)}
+    muon = contrib.scale_by_muon(beta=0.0, weight_dimension_numbers=axes)
+    given = {"x": jnp.asarray(matrix)}
+    made: Any = muon.update(given, muon.init(given))[0]
+    return np.asarray(made["x"])
 
 
 def test_an_update_without_gradient_is_none() -> None:
