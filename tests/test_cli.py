@@ -15,6 +15,7 @@ from dflash_jax.cli import main
 from dflash_jax.cli.options import INTERRUPTED
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.runner import Runner
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import export
 
@@ -350,8 +351,14 @@ def test_probe_names_a_file_it_cannot_write(
     ],
 )
 def test_generate_names_what_is_wrong_and_returns_one(
-    run: Run, small: list[object], arguments: list[str], says: str
+    run: Run,
+    small: list[object],
+    arguments: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And before it takes the time to compile anything."""
+    monkeypatch.delattr(Runner, "compile")
     code, out, err = run("generate", *small, *arguments)
     assert (code, out) == (1, "")
     assert err.startswith(f"dflash-jax: {says}")

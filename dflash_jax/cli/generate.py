@@ -36,12 +36,6 @@ def add_verb(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`dflash-jax generate`."""
-    engine, [prompt] = load_engine(
-        options,
-        lambda tokenizer: [prompt_ids(options, tokenizer)],
-        quiet=options.json,
-        sampled=options.temperature > 0,
-    )
     request = {
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -51,6 +45,21 @@ def run(options: argparse.Namespace) -> int:
         "stop": options.stop,
         "ignore_eos": options.ignore_eos,
     }
+
+    def check(engine: Any, prompts: list[list[int]]) -> None:
+        if options.compare and engine.drafter is None:
+            raise RequestError("--compare needs a drafter; give --drafter")
+        if options.compare and options.temperature > 0:
+            raise RequestError("--compare is for greedy decoding; leave --temperature at 0")
+        engine.check(prompts[0], **request)
+
+    engine, [prompt] = load_engine(
+        options,
+        lambda tokenizer: [prompt_ids(options, tokenizer)],
+        quiet=options.json,
+        check=check,
+        sampled=options.temperature > 0,
+    )
     if options.compare:
         return _compare(engine, prompt, options)
     stream = engine.stream(prompt, speculative=not options.plain, **request)
@@ -74,10 +83,6 @@ def run(options: argparse.Namespace) -> int:
 def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int:
     from dflash_jax.engine.compare import compare
 
-    if engine.drafter is None:
-        raise RequestError("--compare needs a drafter; give --drafter")
-    if options.temperature > 0:
-        raise RequestError("--compare is for greedy decoding; leave --temperature at 0")
     found = compare(
         engine,
         prompt,

@@ -154,6 +154,7 @@ def load_engine(
     prompts: Callable[[Any], list[list[int]]],
     *,
     quiet: bool,
+    check: Callable[[Any, list[list[int]]], None] = lambda engine, ids: None,
     sampled: bool = False,
 ) -> tuple[Any, list[list[int]]]:
     """A warm engine and the prompts it is for; says on standard error what takes time.
@@ -163,6 +164,7 @@ def load_engine(
 
     Args:
       prompts: makes the prompts' ids from the tokenizer.
+      check: refuses what this engine cannot do with them, before compiling takes its time.
       sampled: compile the sampling programs as well.
     """
     with telling("loading", quiet=quiet):
@@ -180,6 +182,7 @@ def load_engine(
             most = pair.configs[0].max_length
             plan = dataclasses.replace(plan, max_length=min(capacity, most))
         engine = pair.engine(plan)
+        check(engine, ids)
     with telling("compiling", quiet=quiet):
         engine.warm_up(sampled=sampled)
     return engine, ids

@@ -31,11 +31,18 @@ def run(options: argparse.Namespace) -> int:
     """`dflash-jax verify`: exit code 0 if every prompt's tokens are equal, 1 if not."""
     from dflash_jax.engine.compare import check
 
+    def verifiable(engine: Any, prompts: list[list[int]]) -> None:
+        if engine.drafter is None:
+            raise RequestError("there is no drafter, so nothing to verify; give --drafter")
+        for ids in prompts:
+            engine.check(ids, max_tokens=options.max_tokens)
+
     engine, prompts = load_engine(
-        options, lambda tokenizer: _prompts(options, tokenizer), quiet=options.json
+        options,
+        lambda tokenizer: _prompts(options, tokenizer),
+        quiet=options.json,
+        check=verifiable,
     )
-    if engine.drafter is None:
-        raise RequestError("there is no drafter, so nothing to verify; give --drafter")
     checks = []
     for ids in prompts:
         checks.append(done := check(engine, ids, max_tokens=options.max_tokens))

@@ -120,6 +120,10 @@ class Engine:
         """
         return Stream(self.submit(prompt, **options), self.advance, self.cancel)
 
+    def check(self, prompt: Prompt, **options: Any) -> None:
+        """Raises RequestError where `stream` would; compiles nothing and queues nothing."""
+        self._requests(prompt, 1, **options)
+
     def chat_ids(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
         """Prompt ids of a conversation, by the model's chat template."""
         if self.tokenizer is None:
