@@ -83,9 +83,9 @@ def _draw(shape: tuple[int, ...], dtype: str, rates: bool) -> Callable[[jax.Arra
 def planned(
     target: TargetConfig, drafter: DrafterConfig | None, *, memory: int, **fields: Any
 ) -> Plan:
-    """A resolved plan for this device."""
+    """A resolved plan for this device, of one step a call, as a GPU has it."""
     platform = jax.local_devices()[0].platform
-    return resolve(Plan(**fields), target, drafter, platform=platform, memory=memory)
+    return resolve(Plan(rounds=1, **fields), target, drafter, platform=platform, memory=memory)
 
 
 def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Program]:
