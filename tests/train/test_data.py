@@ -76,6 +76,21 @@ def test_the_hold_out_hangs_on_the_question_alone(tmp_path):
     assert 10 < len(held_out) < 45
 
 
+def test_the_shipped_corpus_asks_and_holds_nothing_that_is_held_out():
+    training, held_out = data.load("tiny", recipe("tiny-cpu"))
+    asked = {m["content"] for x in training for m in x.messages if m["role"] == "user"}
+    opening = [
+        next(m["content"] for m in x.messages if m["role"] == "user")
+        for x in held_out
+        if x.messages
+    ]
+    texts = [x.text for x in training if x.text]
+    assert len(training) > 11_500
+    assert len(opening) == 200
+    assert not asked & set(opening)
+    assert not [x for x in held_out if x.text and any(x.text in text for text in texts)]
+
+
 def test_each_turn_of_a_conversation_is_a_prompt_that_waits_for_the_assistant(tokenizer, tmp_path):
     examples = data.read(written(tmp_path, CHAT))
     found = {bytes(p.document.ids) for p in data.prompts(examples, tokenizer, SMOKE)}
