@@ -10,7 +10,7 @@ demo: .venv/installed
 	$(BIN)/dflash-jax generate "What can you do for me?" --max-tokens 128 --compare
 
 # Lints, type-checks and runs every test.
-# What is claimed of bits is tested as it is compiled for users; the rest compiles faster.
+# A part of what is claimed of bits is tested as it is compiled for users; the rest compiles faster.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		-m "optimised and not soak" $$(grep -rl mark.optimised tests --include='test_*.py')
@@ -27,13 +27,14 @@ fix: .venv/installed-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# The full counts behind the reduced ones of `make test`; writes benchmarks/results.
+# The full counts behind the reduced ones of `make test`, and every test compiled as for users;
+# writes benchmarks/results.
 soak: .venv/installed-dev
 	$(BIN)/python -m benchmarks.soak
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.soak_families
 	$(BIN)/python -m benchmarks.soak_serve
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "soak or not soak"
 
 bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks.decode

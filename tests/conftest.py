@@ -28,7 +28,10 @@ compiler/test_sharding test_notebooks server/test_commands engine/test_engine
 """
 
 
-QUICK = ["--xla_backend_optimization_level=0"]  # a third of the time, slower code, other bits
+QUICK = [  # a third of the time, slower code, other bits
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
 if jax.__version_info__ < (0, 11):  # later ones have no other emitters
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 

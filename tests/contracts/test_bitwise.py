@@ -27,8 +27,6 @@ from dflash_jax.testing import (
     tiny_target,
 )
 
-pytestmark = pytest.mark.optimised
-
 BLOCK, CHUNK, NEW, VOCAB = 6, 16, 36, 97
 
 
@@ -89,12 +87,13 @@ INT4: dict[str, Any] = {"weights": "int4", "kv_dtype": "int8"}
 INT8: dict[str, Any] = {"weights": "int8"}
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     ("target", "dtype", "rows", "packing"),
     [
         (DENSE, "float32", 1, {}),
         (RECURRENT, "bfloat16", 2, {}),
-        (MIXED, "bfloat16", 3, {}),
+        pytest.param(MIXED, "bfloat16", 3, {}, marks=pytest.mark.soak),
         pytest.param(DENSE, "bfloat16", 3, {}, marks=pytest.mark.soak),
         pytest.param(MIXED, "bfloat16", 2, {}, marks=pytest.mark.soak),
         pytest.param(SINKS, "bfloat16", 1, {}, marks=pytest.mark.soak),
@@ -143,6 +142,7 @@ def test_verify_rows_equal_plain_rows_bit_for_bit(
         at += kept
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     ("target", "dtype"),
     [

@@ -14,8 +14,6 @@ from dflash_jax.testing import (
     tiny_target,
 )
 
-pytestmark = pytest.mark.optimised
-
 CHUNK = 16
 LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 50)
 NEW = 40
@@ -43,7 +41,7 @@ def prompts(engine: Engine, lengths=LENGTHS) -> list[list[int]]:
     ("dtype", "block"),
     [
         ("float32", 8),  # other tests here have the same programs
-        ("bfloat16", 4),
+        pytest.param("bfloat16", 4, marks=pytest.mark.optimised),
         pytest.param("float32", 4, marks=pytest.mark.soak),
         pytest.param("bfloat16", 8, marks=pytest.mark.soak),
         pytest.param("float32", 2, marks=pytest.mark.soak),
@@ -104,6 +102,7 @@ def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
             assert whole.generate(prompt, max_tokens=100).token_ids == plain
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_a_row_does_not_depend_on_its_neighbours_or_its_past(dtype: str) -> None:
     """R8, R9, R10: same plan, other rows idle or busy, row fresh or used."""

@@ -17,8 +17,6 @@ from dflash_jax.testing import (
     tiny_target,
 )
 
-pytestmark = pytest.mark.optimised
-
 CHUNK, NEW = 16, 40
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 70)
 SMALL: dict[str, Any] = {"num_layers": 1, "causal": (False,), "target_layer_ids": (0,)}
