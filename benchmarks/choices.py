@@ -3,14 +3,13 @@
     python -m benchmarks.choices [--pairs 15] [--json benchmarks/results/choices.json]
 
 Attention over the whole of a large cache and over its live pieces; products with packed weights
-and with float ones, a few columns at a time and all at once; products with float weights as XLA
-makes them by default and by Eigen; the engine with and without lookahead. Samples are taken in
-turn; a ratio is over the first form of its group. Temporaries are those of the compiled program.
+and with float ones, a few columns at a time and all at once; the engine with and without
+lookahead. Samples are taken in turn; a ratio is over the first form of its group. Temporaries
+are those of the compiled program.
 """
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import sys
@@ -27,7 +26,6 @@ import dflash_jax as dj
 from benchmarks.environment import environment
 from benchmarks.paired import interleaved, ratio, spread
 from dflash_jax.compiler import jit
-from dflash_jax.compiler.build import FEW
 from dflash_jax.nn.attention import attend_pieces, attend_whole, slot_positions, visible
 from dflash_jax.quant import products
 from dflash_jax.quant.layouts import KINDS
@@ -90,22 +88,6 @@ def compare(name: str, forms: Forms, pairs: int) -> dict[str, Any]:
     return {"name": name, "temporary_bytes": temporary} | _figures(lanes, pairs)
 
 
-def library(rows: int, depth: int, columns: int, pairs: int) -> dict[str, Any]:
-    """Milliseconds of x · w, float32, as XLA prefers and as few tokens are compiled for."""
-    x, w = noise((rows, depth), jnp.float32), noise((depth, columns), jnp.float32, 1)
-    forms = {"preferred": jit(jnp.dot), "Eigen": jit(jnp.dot, tokens=FEW[0])}
-
-    def lane(form: Any) -> float:
-        started = time.perf_counter()
-        jax.block_until_ready([form(x, w) for _ in range(8)])
-        return (time.perf_counter() - started) * 1e3 / 8
-
-    lanes = {name: functools.partial(lane, form) for name, form in forms.items()}
-    for one in lanes.values():
-        one()
-    return {"name": f"library, {rows} rows, {depth} x {columns}"} | _figures(lanes, pairs)
-
-
 def lookahead(pairs: int) -> dict[str, Any]:
     """Milliseconds of a decoded token of the shipped pair, one step ahead and not."""
     engines = {f"lookahead {n}": dj.load(plan=dj.Plan(max_length=512, lookahead=n)) for n in (1, 0)}
@@ -139,9 +121,6 @@ def main() -> int:
         *((f"product 4096 x 12288, {rows} rows", product(rows)) for rows in (1, 16)),
     ]
     found = [compare(name, forms, options.pairs) for name, forms in groups]
-    shapes = ((192, 1024), (192, 2048), (256, 1536), (512, 1536), (1536, 512), (4096, 4096))
-    for (depth, columns), rows in itertools.product(shapes, (1, 8, 16, 64)):
-        found.append(library(rows, depth, columns, options.pairs))
     found.append(lookahead(options.pairs))
     for group in found:
         print(group["name"])

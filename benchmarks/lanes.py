@@ -55,7 +55,7 @@ class DeviceLoop:
         self._engine, self._plan = engine, engine.plan
         self._pair = build_pair(engine.target, engine.drafter)
         self._state = jit(lambda: empty_state(engine.plan, engine.target, engine.drafter))()
-        self._loop = jit(self._rounds, donate=(1, 4), tokens=engine.plan.rows * engine.plan.block)
+        self._loop = jit(self._rounds, donate=(1, 4))
 
     def _rounds(
         self,

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -16,10 +15,6 @@ from dflash_jax.errors import PlanError
 
 # On a GPU XLA joins products that share an input by copying their weights into one, every call.
 OPTIONS: dict[str, bool | str] = {"xla_gpu_dot_merger_threshold_mb": "0"}
-# Leaves products to Eigen on a CPU: for 2 to 32 rows up to twice as fast as what XLA takes by
-# default, which wins for one row and for the many of a prompt.
-FEW_TOKENS: dict[str, bool | str] = {"xla_cpu_experimental_ynn_fusion_type": ""}
-FEW = range(2, 33)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +73,8 @@ class JoinedExecutable(Executable):
         return sum(part.argument_bytes for part in self.parts)
 
 
-def jit(
-    function: Callable[..., Any],
-    *,
-    donate: tuple[int, ...] = (),
-    tokens: int = 0,
-    **options: Any,
-) -> Any:
-    """`jax.jit` for code outside this package, so that compilation happens in one place.
-
-    Args:
-      tokens: compile as the programs that are fed so many are compiled; 0 by JAX's defaults.
-    """
-    if tokens:
-        options["compiler_options"] = _options(tokens)
+def jit(function: Callable[..., Any], *, donate: tuple[int, ...] = (), **options: Any) -> Any:
+    """`jax.jit` for code outside this package, so that compilation happens in one place."""
     return jax.jit(function, donate_argnums=donate, **options)
 
 
@@ -118,7 +101,7 @@ def _compile(program: Program) -> Executable:
     options = {} if program.placement is None else {"out_shardings": program.placement}
     jitted = jax.jit(program.function, donate_argnums=program.donated, **options)
     lowered = jitted.lower(*program.arguments)
-    compiled = lowered.compile(compiler_options=_options(program.tokens))
+    compiled = lowered.compile(compiler_options=OPTIONS)
     donated = sum(
         _bytes_per_device(leaf)
         for i in program.donated
@@ -132,22 +115,6 @@ def _compile(program: Program) -> Executable:
             " bytes of its state in every call; this is a defect, please report it with the plan"
         )
     return built
-
-
-def _options(tokens: int) -> dict[str, bool | str]:
-    """What a program that is fed so many tokens is compiled with for the default device."""
-    few = tokens in FEW and jax.default_backend() == "cpu" and _knows_few_tokens()
-    return OPTIONS | FEW_TOKENS if few else OPTIONS
-
-
-@functools.cache
-def _knows_few_tokens() -> bool:
-    """Whether this XLA has the option; it is an experimental one."""
-    try:
-        jax.jit(lambda: 0).lower().compile(compiler_options=FEW_TOKENS)
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
 
 
 def _bytes_per_device(leaf: Any) -> int:

@@ -55,7 +55,6 @@ class Program:
     lanes: tuple[str, ...] = ALL_LANES  # that need it
     placement: Any = None  # shardings of the results, where there are several devices
     parts: tuple["Program", ...] = ()  # of a program that runs on two devices
-    tokens: int = 0  # fed in a call, junk and all rows counted; 0 where no model runs
     call: Callable[..., Any] | None = None  # given the parts, compiled, and the arguments
 
 
@@ -240,16 +239,13 @@ def declare(
             run = functools.partial(steps.in_row, run, carried=before - 2)
             row = jax.ShapeDtypeStruct((), jnp.int32)
             arguments = (*arguments[:before], row, *rest)
-        wider = {"prefill": plan.fed_rows * plan.chunk, plain: plan.rows * width}
-        many = wider.get(name, blocks)
-        return Program(name + lane, run, arguments, donated, (lane,), tokens=many)
+        return Program(name + lane, run, arguments, donated, (lane,))
 
     dictated = (params, state, tokens(plan.block), count, count)
     width = plan.block if plan.exact else 1
     plain = "plain" if plan.exact else "plain1"
-    blocks, force = plan.rows * plan.block, functools.partial(steps.forced, pair)
     programs = [
-        Program("forced", force, dictated, (1,), tokens=blocks),
+        Program("forced", functools.partial(steps.forced, pair), dictated, (1,)),
         *_row_programs(plan, state),
     ]
     others: list[Program] = []  # of the drafter's device
@@ -271,7 +267,7 @@ def declare(
             continue
         module, *rest = drafting
         run = functools.partial(steps.draft, module, sampled=lane != GREEDY, **wide)
-        draft = Program("draft" + lane, run, (*rest, rules), (1,), (lane,), tokens=blocks)
+        draft = Program("draft" + lane, run, (*rest, rules), (1,), (lane,))
         drafted = jax.eval_shape(run, *draft.arguments)[1]
         (others if split else programs).append(draft)
         programs.append(program("verify", steps.verify, drafted, rules, **static))
@@ -281,8 +277,7 @@ def declare(
             tap = jax.ShapeDtypeStruct((plan.rows, fed, target.hidden_size), plan.dtype)
             news = ((tap,) * len(pair.taps), flag, count, count)
             run = functools.partial(steps.follow, module)
-            given, many = (borrowing, there, *news), plan.rows * fed
-            others.append(Program(f"follow_{fed}", run, given, (1,), tokens=many))
+            others.append(Program(f"follow_{fed}", run, (borrowing, there, *news), (1,)))
         others += _row_programs(plan, there)
         named = ({p.name: p for p in half} for half in (programs, others))
         return apart.join(plan, *named, between=MASKED)

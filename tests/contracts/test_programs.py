@@ -51,18 +51,6 @@ def built() -> dict[tuple[int, str], Executable]:
     return found | {(1, name): program for name, program in one.items()}
 
 
-def test_blocks_are_multiplied_by_eigen_and_single_tokens_as_xla_prefers(
-    built: dict[tuple[int, str], Executable],
-) -> None:
-    """Up to twice as fast (`compiler.build`); lanes that must agree are compiled alike."""
-    fed = {name: p.tokens for name, p in declare(plan(3), TARGET, DRAFTER).items()}
-    assert fed["plain"] == fed["speculative"] == fed["forced"] == 3 * BLOCK
-    assert (fed["prefill"], fed["replace"]) == (CHUNK, 0)
-    assert declare(plan(1, exact=False), TARGET, DRAFTER)["plain1"].tokens == 1
-    for name in ("plain", "speculative", "forced"):
-        assert "ynn_fusion" not in built[3, name].compiled.as_text()
-
-
 def test_the_programs_are_few_and_known_from_the_plan() -> None:
     both = {*GREEDY, *(f"{name}_sampled" for name in GREEDY)}
     assert declare(plan(3), TARGET, DRAFTER).keys() == both | {
