@@ -93,7 +93,7 @@ INT8: dict[str, Any] = {"weights": "int8"}
     [
         (DENSE, "float32", 1, {}),
         (RECURRENT, "bfloat16", 2, {}),
-        pytest.param(MIXED, "bfloat16", 3, {}, marks=pytest.mark.soak),
+        (MIXED, "bfloat16", 3, {}),
         pytest.param(DENSE, "bfloat16", 3, {}, marks=pytest.mark.soak),
         pytest.param(MIXED, "bfloat16", 2, {}, marks=pytest.mark.soak),
         pytest.param(SINKS, "bfloat16", 1, {}, marks=pytest.mark.soak),

@@ -132,6 +132,7 @@ def test_one_token_lane_agrees_in_float32() -> None:
         assert single.generate(prompt, max_tokens=NEW).token_ids == tokens
 
 
+@pytest.mark.optimised
 def test_switching_lanes_midway_keeps_the_tokens() -> None:
     """C2: plain steps keep the drafter's context, so that drafting can resume at any step."""
     engine = make("bfloat16", 4)

@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     ("kind", "dtype"),
     [
         ("dflash2", "float32"),
-        ("dspark", "bfloat16"),
+        pytest.param("dspark", "bfloat16", marks=pytest.mark.optimised),
         pytest.param("dflash2", "bfloat16", marks=pytest.mark.soak),
         pytest.param("dspark", "float32", marks=pytest.mark.soak),
     ],

@@ -406,6 +406,7 @@ def test_P9_P10_features_gather_over_many_calls_whoever_begins_meanwhile(warm: E
     warm.cancel(beside)
 
 
+@pytest.mark.optimised
 @RINGS_FIRST
 def test_P11_features_stand_where_keys_stand_whatever_is_accepted(scripted: Engine) -> None:
     """Context keys of every position fed, and of none besides: those a plain run leaves."""

@@ -224,6 +224,7 @@ def recurrent(engine: Engine, row: int = 0) -> list[np.ndarray]:
     return [np.asarray(x[row]) for c in caches for x in (c.state, c.inputs)]
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("length", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5, 90])
 def test_every_accept_pattern_gives_plain_tokens_and_plain_states(
     engine: Engine, length: int
@@ -243,6 +244,7 @@ def test_every_accept_pattern_gives_plain_tokens_and_plain_states(
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
+@pytest.mark.optimised
 def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> None:
     given = [prompt_of(n) for n in (1, 15, 33, 20)]
     alone = [engine.generate(p, max_tokens=NEW).token_ids for p in given]
@@ -258,6 +260,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> 
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.optimised
 def test_dictated_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
     """R7: the same tokens, fed by forced steps in any cuts."""
     prompt = prompt_of(21)
@@ -279,6 +282,7 @@ def test_dictated_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.optimised
 def test_states_are_updated_in_place(engine: Engine) -> None:
     engine.warm_up()
     for executable in engine.executables.values():
@@ -318,6 +322,7 @@ def test_chunks_of_any_size_prefill_the_same_state() -> None:
         np.testing.assert_allclose(cache.inputs, found[0][1].inputs, atol=2e-5)
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("engine", [("float32", PAIR)], indirect=True, ids=["float32"])
 def test_inexact_plans_commit_from_factors_and_agree_in_float32(engine: Engine) -> None:
     given, plan = prompt_of(20), dataclasses.replace(engine.plan, exact=False)
