@@ -104,21 +104,22 @@ class Loop:
             self._end_what_nobody_waits_for()
             for live in self.rows.admit():
                 self._runner.recall(live)
-            dispatched = self._dispatch_prefill() or self._dispatch_decode()
+            waits = self._waits_for_several()
+            dispatched = not waits and (self._dispatch_prefill() or self._dispatch_decode())
             single = dispatched and self.flights[-1].rounds == 1
             lookahead = single and self.rows.work.lane != MASKED
         if not dispatched and not self.flights:
             self._wait_for_the_disk()
         ahead = self._plan.lookahead if lookahead else 0
         while len(self.flights) > ahead:
-            flight = self.flights[0]
-            steps = read_output(flight.output) if flight.readers else []
-            if flight.decode:
-                self.pace.took(len(steps), flight.started)
-            with self._lock:
-                for step in steps:
-                    self._read(flight, step)
-                self.flights.popleft()
+            prompts = not self.flights[0].decode
+            self._read_first()
+            if prompts and self._waits_for_several():
+                break  # their first tokens are given before the others are waited for
+
+    def _waits_for_several(self) -> bool:
+        """Whether nothing but a call of several steps is unread."""
+        return len(self.flights) == 1 and self.flights[0].rounds > 1
 
     def _wait_for_the_disk(self) -> None:
         recalls = [live.recall for live in self.rows.lives if live and live.recall]
@@ -254,6 +255,17 @@ class Loop:
         self.flights.append(Flight(started, output, dict(readers), decode, drafting, first, rounds))
 
     # -- reading ------------------------------------------------------------------------------
+
+    def _read_first(self) -> None:
+        """Waits for the oldest call, and has its readers hear it."""
+        flight = self.flights[0]
+        steps = read_output(flight.output) if flight.readers else []
+        if flight.decode:
+            self.pace.took(len(steps), flight.started)
+        with self._lock:
+            for step in steps:
+                self._read(flight, step)
+            self.flights.popleft()
 
     def _read(self, flight: Flight, steps: list[RowStep]) -> None:
         """Has the readers of a call hear one of its steps."""

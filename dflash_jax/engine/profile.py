@@ -93,13 +93,13 @@ def profile(
         )
     engine.warm_up()
     options: dict[str, Any] = {"ignore_eos": True, "speculative": speculative}
+    engine.loop.pace, pace = Pace(most=1), engine.loop.pace
     live = engine.submit(list(prompt), max_tokens=longest, **options)
     while live.fed < len(prompt):
         engine.advance()
     for _ in range(2):
         engine.advance()
     jax.block_until_ready(engine.runner.state)
-    engine.loop.pace, pace = Pace(most=1), engine.loop.pace
     name = "speculative" if speculative and engine.drafter else "plain" if plan.exact else "plain1"
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder) if keep is None else keep / name  # the profiler names by seconds

@@ -140,3 +140,16 @@ def test_a_call_makes_no_step_that_no_row_can_use(several: Engine) -> None:
     answers = np.asarray(out.packed)
     assert (answers[1:] == -1).all()
     assert answers[0, 0, -4] == 0  # one was made to be timed; no row decided anything
+
+
+def test_a_first_token_is_given_before_a_call_of_several_steps_is_waited_for(
+    several: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(several.loop, "pace", Fixed(8))
+    live, given = several.submit([3, 1, 4], max_tokens=30), []
+    while not live.done:
+        several.advance()
+        given.append(len(live.ids))
+    first = next(n for n in given if n)
+    assert first == 1
+    assert given.count(1) == 1  # nothing was dispatched behind the call that was waited for
