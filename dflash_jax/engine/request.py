@@ -5,7 +5,6 @@ import operator
 import secrets
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from types import MappingProxyType
 from typing import Any
 
 from dflash_jax.compiler.plan import Plan
@@ -109,8 +108,6 @@ class Request:
         )
         texts = all(isinstance(s, str) and s for s in self.stop)
         _check(texts, "stop", self.stop, "texts of at least one character")
-        ids = all(map(_is_id, self.stop_ids))
-        _check(ids, "stop_token_ids", list(self.stop_ids), "token ids, integers from 0")
 
     @property
     def shaped(self) -> bool:
@@ -138,12 +135,12 @@ def request_of(
     repetition_penalty: float = 1.0,
     frequency_penalty: float = 0.0,
     presence_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] = MappingProxyType({}),
+    logit_bias: Mapping[int, float] | None = None,
     logprobs: int | None = None,
     structured: Structure | None = None,
     seed: int | None = None,
-    stop: str | Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
     ignore_eos: bool = False,
     speculative: bool = True,
     block_size: int | None = None,
@@ -159,7 +156,15 @@ def request_of(
         speed, never a token of a greedy request.
     """
     ids, eos = token_ids(prompt, tokenizer, target.vocab_size), target.eos_token_ids
-    recovery = recovery or OFF
+    ends = _items("stop_token_ids", stop_token_ids, "token ids, integers from 0")
+    _check(all(map(_is_id, ends)), "stop_token_ids", list(ends), "token ids, integers from 0")
+    texts = _items("stop", (stop,) if isinstance(stop, str) else stop, "a text or several")
+    if texts and tokenizer is None:
+        raise RequestError(
+            "stop has texts, but this model ships no tokenizer.json; give stop_token_ids"
+        )
+    recovery = OFF if recovery is None else recovery
+    _check(isinstance(recovery, Recovery), "recovery", recovery, "None, or a dj.Recovery(...)")
     if min_tokens:
         recovery = _with_minimum(recovery, min_tokens, max_tokens, structured)
     if structured is not None:
@@ -178,8 +183,8 @@ def request_of(
         logprobs=logprobs,
         structured=structured,
         seed=pick_seed(seed),
-        stop=as_texts(stop),
-        stop_ids=frozenset((*(() if ignore_eos else eos), *stop_token_ids)),
+        stop=texts,
+        stop_ids=frozenset((*(() if ignore_eos else eos), *ends)),
         speculative=speculative and block_size != 1,
         block_size=block_size,
         recovery=recovery,
@@ -208,6 +213,14 @@ def _with_minimum(
 def _check(good: bool, name: str, value: Any, expected: str) -> None:
     if not good:
         raise RequestError(f"{name} is {value!r}; expected {expected}")
+
+
+def _items(name: str, value: Any, expected: str) -> tuple[Any, ...]:
+    """The items of an argument that may be left out."""
+    try:
+        return () if value is None else tuple(value)
+    except TypeError as error:
+        raise RequestError(f"{name} is {value!r}; expected {expected}") from error
 
 
 def _is_number(value: Any) -> bool:
@@ -248,7 +261,8 @@ def token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> tupl
             )
         prompt = tokenizer.encode(prompt)
     try:
-        ids = tuple(operator.index(i) for i in prompt)
+        items: Any = None if isinstance(prompt, bytes) else prompt  # bytes are no ids
+        ids = tuple(operator.index(i) for i in items)
     except (TypeError, ValueError) as error:
         raise RequestError(f"the prompt is {prompt!r}; expected a text or a list of ids") from error
     if outside := [i for i in ids if not 0 <= i < vocab_size]:
@@ -264,9 +278,9 @@ def pick_seed(seed: int | None) -> int:
 
 
 def as_biases(biases: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """The biases of a mapping; ids may be texts of digits, as in JSON."""
+    """The biases of a mapping, if any; ids may be texts of digits, as in JSON."""
     try:
-        pairs = tuple((int(i), x) for i, x in dict(biases).items())
+        pairs = tuple((int(i), x) for i, x in dict(biases or {}).items())
     except (TypeError, ValueError) as error:
         raise RequestError(
             f"logit_bias is {biases!r}; expected a mapping of token ids to numbers"
@@ -276,8 +290,3 @@ def as_biases(biases: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
             f"logit_bias names {outside[:5]}; the target knows 0 to {vocab_size - 1}"
         )
     return pairs
-
-
-def as_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """One stop string or several, as several."""
-    return (stop,) if isinstance(stop, str) else tuple(stop)

@@ -240,8 +240,8 @@ def test_cancelling_one_request_does_not_disturb_its_neighbours(tiny3: Engine) -
     alone = tiny3.generate([7, 7], max_tokens=30).token_ids
     keep, drop = tiny3.submit([7, 7], max_tokens=30), tiny3.submit(PROMPT, max_tokens=30)
     late = tiny3.submit(PROMPT, max_tokens=10)
-    for turn in range(100):
-        if turn == 4:
+    for _ in range(100):
+        if drop.ids:
             tiny3.cancel(drop)
         if keep.done and late.done:
             break
@@ -319,9 +319,12 @@ def test_results_become_json(tiny: Engine, truth: list[int]) -> None:
         ([1], {"top_k": -1}, "top_k is -1; expected 0"),
         ([1], {"top_k": 2**40}, "top_k is 1099511627776; expected 0"),
         ([1], {"seed": -1}, "seed is -1; expected an integer from 0"),
-        ([1], {"stop": [""]}, r"stop is \('',\); expected texts"),
-        ([1], {"stop": [3]}, r"stop is \(3,\); expected texts"),
+        ([1], {"stop": 3}, "stop is 3; expected a text or several"),
+        ([1], {"stop": "."}, "stop has texts, but this model ships no tokenizer.json; give stop_t"),
         ([1], {"stop_token_ids": ["a"]}, r"stop_token_ids is \['a'\]; expected token ids"),
+        ([1], {"stop_token_ids": 3}, "stop_token_ids is 3; expected token ids, integers from 0"),
+        ([1], {"recovery": True}, r"recovery is True; expected None, or a dj.Recovery\(...\)"),
+        (b"text", {}, "the prompt is b'text'; expected a text or a list of ids"),
         ([1], {"stop_token_ids": list(range(9))}, "9 stop tokens were given, but the plan has"),
     ],
 )
@@ -331,6 +334,17 @@ def test_bad_requests_are_refused_by_name(
     with pytest.raises(RequestError, match=says):
         tiny.generate(prompt, **{"max_tokens": 4} | options)
     assert not tiny.queued
+
+
+@pytest.mark.parametrize("stop", ["", [""], [3]])
+def test_a_stop_string_is_a_text(spoken: Engine, stop: Any) -> None:
+    with pytest.raises(RequestError, match="expected texts of at least one character"):
+        spoken.generate(PROMPT, max_tokens=4, stop=stop)
+
+
+def test_arguments_may_be_left_out_by_name(tiny: Engine, truth: list[int]) -> None:
+    names = ("stop", "stop_token_ids", "logit_bias", "structured", "seed", "recovery", "tools")
+    assert tiny.generate(PROMPT, max_tokens=6, **dict.fromkeys(names)).token_ids == truth[:6]
 
 
 def test_numpy_values_are_fine_arguments(tiny: Engine, truth: list[int]) -> None:
