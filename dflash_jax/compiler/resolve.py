@@ -7,7 +7,7 @@ from dflash_jax.compiler.plan import Dtype, Plan
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.errors import PlanError
 
-ROUNDS = 4  # of a call on a CPU, where calling costs half a millisecond
+ROUNDS = 4  # of a call on a CPU, where calling costs about a millisecond
 
 
 def resolve(
