@@ -23,6 +23,10 @@ class Flight:
         """Where an answer speaks of a row."""
         return row - self.first
 
+    def most(self, row: int, block: int) -> int:
+        """Tokens it may decide for a row."""
+        return self.rounds * (block if row in self.drafting else 1)
+
     def event(self, row: int, step: RowStep) -> Prefilled | Stepped:
         """What a step's answer means to the request in a row."""
         if not self.decode:

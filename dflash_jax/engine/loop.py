@@ -223,8 +223,8 @@ class Loop:
         """Whether unread steps may already bring every row to its length limit."""
 
         def may_end(row: int, live: Live) -> bool:
-            unread = sum(x.rounds for x in self.flights if x.readers.get(row) is live)
-            most = live.state.emitted + unread * self._plan.block
+            unread = (x for x in self.flights if x.readers.get(row) is live)
+            most = live.state.emitted + sum(x.most(row, self._plan.block) for x in unread)
             return len(live.request.prompt) + most >= live.limit
 
         return bool(self.flights) and all(may_end(row, live) for row, live in decoding.items())

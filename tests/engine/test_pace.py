@@ -9,6 +9,7 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.pace import BURST, Pace
+from dflash_jax.engine.profile import profile
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
 
@@ -153,3 +154,11 @@ def test_a_first_token_is_given_before_a_call_of_several_steps_is_waited_for(
     first = next(n for n in given if n)
     assert first == 1
     assert given.count(1) == 1  # nothing was dispatched behind the call that was waited for
+
+
+def test_a_profile_takes_single_steps_of_an_engine_that_makes_several(
+    several: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(several.loop, "pace", Fixed(8))
+    found = profile(several, [1, 2, 3], steps=2, speculative=False)
+    assert {kernel.calls for kernel in found.kernels if kernel.part != "rest"} == {1}
