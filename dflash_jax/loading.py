@@ -29,7 +29,7 @@ from dflash_jax.config import (
     read_target_config,
 )
 from dflash_jax.engine.engine import Engine
-from dflash_jax.errors import CheckpointError, ConfigError, RequestError
+from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import with_kernel
 from dflash_jax.tokenizer import Tokenizer
@@ -63,7 +63,9 @@ def load(
       ConfigError, CheckpointError: a model that cannot be run, or a pair that does not fit.
       PlanError: a plan that does not fit the models or the memory.
     """
-    plan = plan or Plan()
+    plan = Plan() if plan is None else plan
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan is {plan!r}; expected None, or a dj.Plan(...)")
     return open_pair(target, drafter, taps=taps, taps_at=plan.taps_at).engine(plan)
 
 
@@ -212,6 +214,8 @@ def free_memory(device: jax.Device) -> int:
 
 def locate(source: Source, role: str) -> Path:
     """The directory behind a name; raises CheckpointError with the remedy if there is none."""
+    if not isinstance(source, str | os.PathLike):
+        raise CheckpointError(f"the {role} is {source!r}; expected a path or a name")
     if str(source) == SHIPPED:
         return Path(str(importlib.resources.files("dflash_jax"))) / "data" / SHIPPED / role
     path = Path(source).expanduser()
@@ -278,7 +282,10 @@ class TargetModel:
         Raises:
           RequestError: ids that are not [B, T] integers of the vocabulary.
         """
-        tokens = np.asarray(ids)
+        try:
+            tokens = np.asarray(ids)
+        except ValueError as error:
+            raise RequestError("ids have rows of different lengths; pad or split them") from error
         if tokens.ndim != 2 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
             raise RequestError(
                 f"ids have shape {tokens.shape} and dtype {tokens.dtype}; expected integers [B, T]"

@@ -117,6 +117,21 @@ def test_a_missing_folder_is_named_with_what_may_be_given(tmp_path: Path) -> Non
         locate("./nowhere", "drafter")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"target": 5}, CheckpointError, "the target is 5; expected a path or a name"),
+        ({"drafter": 5}, CheckpointError, "the drafter is 5; expected a path or a name"),
+        ({"plan": {"rows": 2}}, PlanError, r"plan is {'rows': 2}; expected None, or a dj.Plan"),
+    ],
+)
+def test_arguments_of_other_kinds_are_named(
+    arguments: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        dj.load(**arguments)
+
+
 def test_a_file_in_place_of_a_folder_is_refused(target: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is a file; give the target's direct"):
         dj.load(target / "config.json")
@@ -261,6 +276,7 @@ def test_an_unknown_dtype_is_refused(target: Path) -> None:
         ([1, 2], r"shape \(2,\) .*; expected integers \[B, T\]"),
         ([[1.0, 2.0]], "dtype float64; expected integers"),
         ([[1, 9]], "ids run from 1 to 9; the target knows 0 to 8"),
+        ([[1, 2], [3]], "ids have rows of different lengths; pad or split them"),
         ([[-1, 2]], "ids run from -1 to 2; the target knows 0 to 8"),
     ],
 )

@@ -111,6 +111,9 @@ class Plan:
             if type(value) is not int or (value < low and not (value == 0 and name in auto)):
                 zero = ", or 0 for the default" if name in auto else ""
                 raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}{zero}")
+        for name in ("exact", "rings"):
+            if type(value := getattr(self, name)) is not bool:
+                raise PlanError(f"{name} is {value!r}; expected True or False")
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
         if not isinstance(self.prefix_folder, str) or (
@@ -153,7 +156,12 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """The plan written by `to_json`; unknown fields are refused."""
-        fields: dict[str, Any] = json.loads(text)
+        try:
+            fields = json.loads(text)
+        except (ValueError, TypeError) as error:
+            raise PlanError(f"the plan is not JSON ({error}); write it by `to_json`") from error
+        if not isinstance(fields, dict):
+            raise PlanError(f"the plan is {fields!r}; expected one JSON object")
         known = {f.name for f in dataclasses.fields(cls)}
         if extra := sorted(set(fields) - known):
             raise PlanError(f"unknown plan fields {extra}; known are {sorted(known)}")

@@ -6,7 +6,7 @@ thread of its own, which calls `advance` while the engine is `busy`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dflash_jax.compiler.build import Executable
@@ -69,6 +69,8 @@ class Engine:
           n: answers for each prompt, one after the other in the list; answer i draws with
             seed + i. Those that start together share the prompt's prefill but for its last chunk.
         """
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts is {prompts!r}; expected a list of texts or of ids")
         lives: list[Live] = []
         try:
             for request in [r for p in prompts for r in self._requests(p, n, **options)]:
@@ -244,6 +246,8 @@ class Engine:
 
     def _live(self, request: Request, cancel: CancelCell | None) -> Live:
         """A request ready to run: its grammar made, its programs compiled."""
+        if not isinstance(cancel, CancelCell | None):
+            raise RequestError(f"cancel is {cancel!r}; expected None, or a dj.CancelCell()")
         structure = request.structured
         grammar = None if structure is None else self._grammars.make(structure)
         free = self.plan.exact and request.temperature == 0  # to change lanes by the clock (R11)

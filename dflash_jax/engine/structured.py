@@ -105,7 +105,8 @@ def _source(structure: Any, matcher: Any) -> str:
         return matcher.grammar_from_regex(value)
     if kind == "grammar" and isinstance(value, str):
         return matcher.grammar_from_lark(value)
-    if kind == "choice" and not isinstance(value, str) and all(isinstance(x, str) for x in value):
+    several = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    if kind == "choice" and several and all(isinstance(x, str) for x in value):
         return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
     expected = {"json": "a schema", "choice": "a list of texts"}.get(kind, "a text")
     raise RequestError(f"structured {kind} is {value!r}; expected {expected}")

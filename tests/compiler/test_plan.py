@@ -70,6 +70,8 @@ def test_a_plan_survives_json(plan: Plan) -> None:
         ("stop_slots", 0, "expected an integer of at least 1"),
         ("memory_limit", -1, "expected an integer of at least 1"),
         ("lookahead", 2, "expected 0 or 1"),
+        ("exact", "no", "expected True or False"),
+        ("rings", 1, "expected True or False"),
         ("dtype", "int8", "expected one of auto, float32, bfloat16, float16"),
     ],
 )
@@ -90,6 +92,12 @@ def test_an_invalid_field_is_named(field: str, value: Any, expected: str) -> Non
 def test_numbers_out_of_range_are_named(name: str, value: int, expected: str) -> None:
     with pytest.raises(PlanError, match=rf"{name} is {value}; expected an integer of {expected}"):
         Plan(**{name: value})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3"])
+def test_a_stored_plan_is_one_json_object(text: str) -> None:
+    with pytest.raises(PlanError, match=r"the plan is (not JSON|\[1\]; expected|3; expected)"):
+        Plan.from_json(text)
 
 
 def test_unknown_fields_of_a_stored_plan_are_named() -> None:

@@ -221,6 +221,12 @@ def test_a_refused_prompt_among_many_leaves_nothing_behind(tiny3: Engine) -> Non
     assert not tiny3.active
 
 
+@pytest.mark.parametrize("prompts", ["text", 5])
+def test_many_prompts_are_a_list(tiny3: Engine, prompts: Any) -> None:
+    with pytest.raises(RequestError, match=f"prompts is {prompts!r}; expected a list of texts"):
+        tiny3.generate_many(prompts, max_tokens=10)
+
+
 def test_a_row_that_does_not_draft_decodes_plainly_beside_one_that_does(tiny3: Engine) -> None:
     """Drawn tokens hang on the lane, so the lane must not hang on the neighbours."""
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "seed": 8}
@@ -324,6 +330,7 @@ def test_results_become_json(tiny: Engine, truth: list[int]) -> None:
         ([1], {"stop_token_ids": ["a"]}, r"stop_token_ids is \['a'\]; expected token ids"),
         ([1], {"stop_token_ids": 3}, "stop_token_ids is 3; expected token ids, integers from 0"),
         ([1], {"recovery": True}, r"recovery is True; expected None, or a dj.Recovery\(...\)"),
+        ([1], {"cancel": 5}, r"cancel is 5; expected None, or a dj.CancelCell\(\)"),
         (b"text", {}, "the prompt is b'text'; expected a text or a list of ids"),
         ([1], {"stop_token_ids": list(range(9))}, "9 stop tokens were given, but the plan has"),
     ],

@@ -140,6 +140,8 @@ def test_neighbours_of_structured_rows_say_what_they_say_alone(
         ({"regex": "("}, "the structure is not understood"),
         ({"regex": 3}, "structured regex is 3; expected a text"),
         ({"choice": "ab"}, "structured choice is 'ab'; expected a list of texts"),
+        ({"choice": 5}, "structured choice is 5; expected a list of texts"),
+        ({"choice": []}, r"structured choice is \[\]; expected a list of texts"),
         ({"json": [1]}, r"structured json is \[1\]; expected a schema"),
     ],
 )
