@@ -81,6 +81,15 @@ class Lanes:
 DENSE = tiny_target(num_layers=2, windows=(None, 20))
 RECURRENT = tiny_hybrid(num_layers=2, recurrent=(True, False))
 MIXED = tiny_moe(num_layers=1, windows=(None,), sparse=(True,))
+RECURRENT_MIXED = tiny_hybrid(
+    model_type="qwen3_5_moe_text",
+    num_layers=2,
+    recurrent=(True, False),
+    num_experts=8,
+    experts_per_token=2,
+    expert_size=24,
+    shared_expert_size=16,
+)
 SINKS = tiny_gpt_oss(num_layers=2, windows=(12, None))
 WIDE = tiny_target(num_layers=1, hidden_size=64, intermediate_size=64, windows=(None,))
 INT4: dict[str, Any] = {"weights": "int4", "kv_dtype": "int8"}
@@ -92,8 +101,9 @@ INT8: dict[str, Any] = {"weights": "int8"}
     ("target", "dtype", "rows", "packing"),
     [
         (DENSE, "float32", 1, {}),
-        (RECURRENT, "bfloat16", 2, {}),
-        (MIXED, "bfloat16", 3, {}),
+        (RECURRENT_MIXED, "bfloat16", 3, {}),
+        pytest.param(RECURRENT, "bfloat16", 2, {}, marks=pytest.mark.soak),
+        pytest.param(MIXED, "bfloat16", 3, {}, marks=pytest.mark.soak),
         pytest.param(DENSE, "bfloat16", 3, {}, marks=pytest.mark.soak),
         pytest.param(MIXED, "bfloat16", 2, {}, marks=pytest.mark.soak),
         pytest.param(SINKS, "bfloat16", 1, {}, marks=pytest.mark.soak),
