@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,7 +66,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, specials: bool = True) -> list[int]:
         """Ids of a text; `specials` adds the start token where the tokenizer asks for one."""
-        return self.core.encode(text, add_special_tokens=specials).ids
+        return self.core.encode(well_formed(text), add_special_tokens=specials).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out but for those of `showing`."""
@@ -74,6 +75,17 @@ class Tokenizer:
     def raw(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens written out."""
         return self.core.decode(list(ids), skip_special_tokens=False)
+
+    def raw_bytes(self, token: int) -> bytes | None:
+        """The bytes a token stands for, which may be a part of a character; None if unknown."""
+        text = self.raw([token])
+        if "\ufffd" not in text:
+            return text.encode()
+        piece = self.core.id_to_token(token) or ""
+        if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        known = _byte_letters()
+        return bytes(known[c] for c in piece) if piece and set(piece) <= known.keys() else None
 
     def stream(self) -> "TextStream":
         """A decoder that is fed ids as they come."""
@@ -108,11 +120,11 @@ class Tokenizer:
         known = self.core.get_added_tokens_decoder().items()
         return {i: token.content for i, token in known if token.special}
 
-    def chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def chat(self, messages: Sequence[Message], /, **variables: Any) -> list[int]:
         """Ids of a conversation, ready for the assistant's next turn; arguments as `render`."""
         return self.encode(self.render(messages, **variables), specials=False)
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
         """Text of a conversation by the chat template, ready for the assistant's next turn.
 
         Args:
@@ -128,7 +140,7 @@ class Tokenizer:
             )
         variables = {"add_generation_prompt": True, "tools": None} | self.specials | variables
         try:
-            return _compiled(self.template).render(messages=messages, **variables)
+            return _compiled(self.template).render(variables | {"messages": messages})
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
@@ -156,6 +168,21 @@ class TextStream:
         rest = whole[len(self.text) :] if whole.startswith(self.text) else ""
         self.text += rest
         return rest
+
+
+@functools.cache
+def _byte_letters() -> dict[str, int]:
+    """The letters by which byte-level vocabularies spell bytes (GPT-2's table)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def well_formed(text: str) -> str:
+    """The text with halves of surrogate pairs joined, and replaced where the other is missing."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _text(file: str | Path) -> str:

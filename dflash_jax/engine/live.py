@@ -16,7 +16,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
 from dflash_jax.engine.structured import Grammar
 from dflash_jax.engine.text import OutputText
-from dflash_jax.errors import ComputeError
+from dflash_jax.errors import ComputeError, DFlashError, RequestError
 from dflash_jax.tokenizer import Tokenizer
 
 _STOPPED = controller.Cancelled(controller.Finish.STOP)
@@ -60,7 +60,7 @@ class Live:
         self.recall: Future[list[Any]] | None = None  # segments on their way from the disk
         self.failures = 0  # of the device, while the request ran
         self.rebuilding = False  # the output so far is to be fed anew, behind the prompt
-        self.error: str | None = None
+        self.error: DFlashError | None = None
         self.ids: list[int] = []
         self.pieces: list[Piece] = []
         self.logprobs: list[TokenLogprob] = []
@@ -140,6 +140,14 @@ class Live:
             self._emit(effects.emit)
         if self.done:
             return controller.Effects()
+        if self.grammar is not None and (why := self.grammar.error):
+            self.error = RequestError(
+                f"the grammar gave up after {len(self.ids)} output tokens ({why}); simplify the"
+                " structure, such as by fewer choices or properties"
+            )
+            self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
+            self._end(controller.Finish.ERROR)
+            return controller.Effects(notes=effects.notes)
         if self._over:  # whatever else was decided after the stop string never was
             self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
             self._end(controller.Finish.STOP)
@@ -161,7 +169,7 @@ class Live:
         """The device lost the request's state; True if that ends it, else it is fed anew."""
         self.failures += 1
         if self.failures > 1:
-            self.error = (
+            self.error = ComputeError(
                 f"the device failed twice while the request ran ({error}); lower rows or"
                 " max_length if its memory is short, else look at the device's log"
             )
@@ -177,9 +185,14 @@ class Live:
         return Dictated(self.state.ids[0], True, self.state.ids[1:])
 
     def result(self) -> Result:
-        """The finished request; ComputeError if the device or the target's numbers broke."""
+        """The finished request.
+
+        Raises:
+          ComputeError: the device or the target's numbers broke.
+          RequestError: the grammar gave up on what the output must follow.
+        """
         if self.error:
-            raise ComputeError(self.error)
+            raise self.error
         if self.finish is controller.Finish.ERROR:
             raise ComputeError(
                 f"the target's logits are not finite after {len(self.ids)} output tokens;"

@@ -52,7 +52,10 @@ class Grammars:
             self._shared = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)
         matcher = llguidance.LLMatcher(self._shared, source, log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the structure is not understood: {matcher.get_error()}")
+            raise RequestError(f"the structure is not understood: {_why(matcher)}")
+        matcher.compute_bitmask()  # some say only then that nothing can follow them
+        if matcher.is_error():
+            raise RequestError(f"nothing can follow the structure: {_why(matcher)}")
         return Grammar(matcher)
 
 
@@ -66,6 +69,11 @@ class Grammar:
     def finished(self) -> bool:
         """Whether nothing but the end may follow."""
         return self._matcher.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar can say nothing more, if it gave up; it counts as finished then."""
+        return _why(self._matcher) if self._matcher.is_error() else None
 
     def accept(self, ids: Sequence[int]) -> None:
         """Goes on by tokens that were said."""
@@ -85,6 +93,11 @@ class Grammar:
             walked += 1
         if walked:
             self._matcher.rollback(walked)
+
+
+def _why(matcher: Any) -> str:
+    """What a matcher complains about, without the dump of its state and of the grammar."""
+    return matcher.get_error().partition("\n<state>")[0]
 
 
 def _source(structure: Any, matcher: Any) -> str:

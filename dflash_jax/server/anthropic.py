@@ -1,6 +1,7 @@
 """Anthropic's /v1/messages: requests read into an `Ask`, answers and stream events."""
 
 import json
+import math
 from typing import Any
 
 from dflash_jax.server import figures
@@ -8,8 +9,9 @@ from dflash_jax.server.conversation import conversation, offered
 from dflash_jax.server.fields import Common, budget_of, common, effort, texts
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import Ask, Message, Problem, decode, new_id
-from dflash_jax.server.reply import Reply
+from dflash_jax.server.reply import Part, Reply
 from dflash_jax.server.writer import named
+from dflash_jax.tokenizer import well_formed
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 
 
@@ -74,10 +76,24 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
         choice=chosen,
         parallel=not choice.get("disable_parallel_tool_use"),
         template=template,
+        continue_final=_is_begun(found.messages),
         max_tokens=found.max_tokens,
         clamp=True,
         **asked | more,
     )
+
+
+def _is_begun(messages: list[dict[str, Any]]) -> bool:
+    """Whether the last message is the beginning of the answer: an assistant's text."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if isinstance(content, list):
+        return (
+            last.get("role") == "assistant"
+            and bool(content)
+            and all(isinstance(block, dict) and block.get("type") == "text" for block in content)
+        )
+    return last.get("role") == "assistant" and isinstance(content, str)
 
 
 def _messages(found: MessagesRequest) -> list[Message]:
@@ -136,18 +152,7 @@ class MessagesWriter:
 
     def whole(self) -> dict[str, Any]:
         [reply] = self.generation.replies
-        content: list[dict[str, Any]] = []
-        if reply.thoughts:
-            content.append({"type": "thinking", "thinking": reply.thoughts, "signature": ""})
-        if reply.content:
-            content.append({"type": "text", "text": reply.content})
-        for call in reply.done_calls:
-            try:
-                arguments = json.loads(call.arguments)
-            except ValueError:
-                arguments = {"raw": call.arguments}
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
-            content.append(block)
+        content = [_block(part) for part in reply.parts]
         return self._message(content, reply, self._usage()) | self._more()
 
     def start(self) -> bytes:
@@ -230,6 +235,37 @@ class MessagesWriter:
             "stop_sequence": reply.stop_string if reply else None,
             "usage": usage,
         }
+
+
+def _block(part: Part) -> dict[str, Any]:
+    """A content block."""
+    if part.kind == "thoughts":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    if part.call is None:
+        return {"type": "text", "text": part.text}
+    call = part.call
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's arguments as the object they have to be; what is none stands in `raw`."""
+    try:
+        found = json.loads(arguments, parse_constant=_refuse, parse_float=_finite)
+        if "\\u" in arguments:  # halves of characters may be escaped, and cannot be sent
+            found = json.loads(well_formed(json.dumps(found, ensure_ascii=False)))
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"raw": arguments}
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is too large")
+    return number
 
 
 def _reason(reply: Reply) -> str:

@@ -30,12 +30,14 @@ def offered(
                 f"the tool name {name[:80]!r}: expected 1 to 64 letters, digits, '_', '.', '-'",
                 param=f"tools[{at}].function.name",
             )
+    declared = tools_of(given)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        declared, choice = _allowed(choice, declared)
     if isinstance(choice, str) and choice not in ("none", "auto", "required", "any"):
         raise Problem(
             400, f"tool_choice is {choice!r}; expected none, auto, required or a function",
             param="tool_choice",
         )  # fmt: skip
-    declared = tools_of(given)
     try:
         chosen = choice_of(choice or "auto", declared)
     except RequestError as error:
@@ -47,6 +49,19 @@ def offered(
     if chosen.kind == "none":
         return [], (), chosen
     return given, declared, chosen
+
+
+def _allowed(choice: Mapping[str, Any], declared: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], str]:
+    """The tools that `allowed_tools` leaves to the model, all of which it is shown; its mode."""
+    body = choice.get("allowed_tools", choice)
+    body = body if isinstance(body, Mapping) else {}
+    names, mode = {tool.name for tool in tools_of(body.get("tools"))}, body.get("mode", "auto")
+    if not names or names - {tool.name for tool in declared} or mode not in ("auto", "required"):
+        raise Problem(
+            400, "tool_choice allows no declared tool, or has another mode than auto and required",
+            param="tool_choice",
+        )  # fmt: skip
+    return tuple(tool for tool in declared if tool.name in names), mode
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -20,7 +20,7 @@ def usage(generation: Generation) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached(stats)},
+        "prompt_tokens_details": {"cached_tokens": reused(generation)},
         "completion_tokens_details": {"reasoning_tokens": thinking},
     }
 
@@ -41,8 +41,15 @@ def asked_for(generation: Generation, answer_id: str) -> dict[str, Any]:
     return found
 
 
+def reused(generation: Generation) -> int:
+    """Prompt tokens that were not computed anew; a prompt with several answers counts once."""
+    n, replies = generation.ask.n, generation.replies
+    groups = (replies[at : at + n] for at in range(0, len(replies), n))
+    return sum(cached([r.result.stats for r in group if r.result]) for group in groups)
+
+
 def cached(stats: Sequence[Stats]) -> int:
-    """Prompt tokens that were not computed anew."""
+    """The same of answers to one prompt."""
     return max((s.cached_tokens for s in stats), default=0)
 
 

@@ -17,11 +17,11 @@ def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None) 
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None
+    entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None, start: int = 0
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of completions."""
+    """`choices[].logprobs` of completions, for a text that begins at `start` of the output."""
     tokens = [_text(entry.token_id, tokenizer) for entry in entries]
-    offsets = [0]
+    offsets = [start]
     for token in tokens:
         offsets.append(offsets[-1] + len(token))
     return {
@@ -33,9 +33,9 @@ def completion_logprobs(
 
 
 def _entry(token: int, value: float | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    text = _text(token, tokenizer)
-    whole = "\ufffd" not in text  # a token may be a part of a character
-    return {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}
+    known = tokenizer.raw_bytes(token) if tokenizer else None
+    said = None if known is None else list(known)
+    return {"token": _text(token, tokenizer), "logprob": value, "bytes": said}
 
 
 def _text(token: int, tokenizer: Tokenizer | None) -> str:

@@ -69,6 +69,7 @@ class Ask:
       recovery: rules for this request; None leaves them to the server.
       thinking_budget: tokens after which an open thought is closed.
       echo: what to put before the output: nothing, or the prompt.
+      echoed: fields of the request that the answer repeats.
       clamp: shorten max_tokens to what fits, instead of refusing.
       usage_chunk: a stream's last chunk has `usage`; `usage_each`: every chunk has.
       warnings: what was ignored.
@@ -97,6 +98,7 @@ class Ask:
     usage_each: bool = False
     logprobs: int | None = None  # alternatives asked for; None for no log probabilities
     echo: bool = False
+    echoed: dict[str, Any] = dataclasses.field(default_factory=dict)
     timeout: float | None = None
     token_ids: bool = False
     timings: bool = False

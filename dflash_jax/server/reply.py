@@ -24,6 +24,15 @@ class Call:
     done: bool = False
 
 
+@dataclasses.dataclass
+class Part:
+    """A piece of an answer; they stand in the order in which they were written."""
+
+    kind: str  # "thoughts", "content" or "call"
+    text: str = ""
+    call: Call | None = None
+
+
 class Reply:
     """Turns the pieces of one output into events, and keeps their sum.
 
@@ -53,7 +62,9 @@ class Reply:
         self.logprobs: list[TokenLogprob] = []  # of `ids`, where they were asked for
         self.answer_logprobs: list[TokenLogprob] = []  # those outside thoughts and calls
         self.reported = 0  # of either, in chunks that were sent
+        self.spelled = 0  # characters of the tokens among them
         self.calls: list[Call] = []
+        self._parts: list[Part] = []
         self.thinking_tokens = 0
         self.enough = False  # nothing more is wanted: a stop string, or the only call is done
         self.result: Result | None = None
@@ -91,10 +102,13 @@ class Reply:
             match event:
                 case Content(text):
                     self.content += text
+                    self._write("content", text)
                 case Thinking(text):
                     self.thoughts += text
+                    self._write("thoughts", text)
                 case CallBegun(_, name):
                     self.calls.append(Call(new_id("call_"), name))
+                    self._parts.append(Part("call", call=self.calls[-1]))
                 case Arguments(index, text):
                     self.calls[index].arguments += text
                 case CallDone(index):
@@ -104,6 +118,17 @@ class Reply:
                         self.enough, self.cut = True, "call"
                         return events[: at + 1]
         return events
+
+    def _write(self, kind: str, text: str) -> None:
+        """Goes on with a part, or begins one."""
+        if not self._parts or self._parts[-1].kind != kind:
+            self._parts.append(Part(kind))
+        self._parts[-1].text += text
+
+    @property
+    def parts(self) -> list[Part]:
+        """The answer in order, without calls whose arguments are not complete."""
+        return [part for part in self._parts if part.call is None or part.call.done]
 
     @property
     def done_calls(self) -> list[Call]:

@@ -9,7 +9,7 @@ from dflash_jax.server.fields import Common, common, effort
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs
 from dflash_jax.server.protocol import Ask, Message, Problem, decode, new_id
-from dflash_jax.server.reply import Reply
+from dflash_jax.server.reply import Part, Reply
 from dflash_jax.server.writer import named
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 
@@ -78,6 +78,11 @@ def decode_responses(body: bytes) -> Ask:
         template=effort(word, found.chat_template_kwargs or {}, "reasoning.effort"),
         max_tokens=found.max_output_tokens,
         logprobs=(found.top_logprobs or 0) if likely else None,
+        echoed={
+            "instructions": found.instructions,
+            "format": text.get("format"),
+            "metadata": found.metadata,
+        },
         **asked | {"warnings": tuple(warnings)},
     )
 
@@ -103,7 +108,8 @@ def _messages(found: ResponsesRequest) -> list[Message]:
             result = {"role": "tool", "tool_call_id": item.get("call_id")}
             made.append(result | {"content": output if output is not None else ""})
         elif kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
+            parts = item.get("content") or item.get("summary")
+            parts = parts if isinstance(parts, list) else []
             thought = "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))
             continue
         elif kind == "message" and item.get("role") in ("system", "developer"):
@@ -139,12 +145,16 @@ class ResponsesWriter:
     def whole(self) -> dict[str, Any]:
         [reply] = self.generation.replies
         items: list[dict[str, Any]] = []
-        if reply.thoughts:
-            items.append(_reasoning(new_id("rs_"), reply.thoughts))
-        if reply.content or not reply.done_calls:
-            items.append(_message(new_id("msg_"), reply.content, self._fresh_logprobs()))
-        for call in reply.done_calls:
-            items.append(_call(new_id("fc_"), call.id, call.name, call.arguments))
+        for part in reply.parts or [Part("content")]:
+            if part.kind == "thoughts":
+                items.append(_reasoning(new_id("rs_"), part.text))
+            elif part.call is None:
+                items.append(_message(new_id("msg_"), part.text, self._fresh_logprobs()))
+            else:
+                call = part.call
+                items.append(_call(new_id("fc_"), call.id, call.name, call.arguments))
+        if reply.finish_reason == "length" and items[-1]["type"] != "function_call":
+            items[-1]["status"] = "incomplete"
         return self._response(items, reply)
 
     def start(self) -> bytes:
@@ -180,7 +190,9 @@ class ResponsesWriter:
         out = b""
         if not self._items and self._item is None:
             out = self._enter("message")
-        out += self._leave()
+        open_call = self._item is not None and self._item["type"] == "function_call"
+        cut = open_call or reply.finish_reason == "length"
+        out += self._leave("incomplete" if cut else "completed")
         response = self._response(self._items, reply)
         kind = "incomplete" if response["status"] == "incomplete" else "completed"
         return out + self._event(f"response.{kind}", response=response)
@@ -230,20 +242,21 @@ class ResponsesWriter:
         place = {"item_id": self._item["id"], "output_index": len(self._items)}
         return self._event(kind, **place, delta=text, **fields)
 
-    def _leave(self) -> bytes:
+    def _leave(self, status: str = "completed") -> bytes:
+        """Ends the item that is being written, if one is."""
         if self._item is None:
             return b""
         item, text = self._item, self._text
         if item["type"] == "message":
             likely = self._likely + self._fresh_logprobs()
-            item = _message(item["id"], text, likely)
+            item = _message(item["id"], text, likely, status)
             out = self._place("response.output_text.done", text=text, logprobs=likely)
             out += self._place("response.content_part.done", part=_part(text, likely))
         elif item["type"] == "reasoning":
-            item = _reasoning(item["id"], text)
+            item = _reasoning(item["id"], text, status)
             out = self._place("response.reasoning_text.done", text=text)
         else:
-            item = _call(item["id"], item["call_id"], item["name"], text or "{}")
+            item = _call(item["id"], item["call_id"], item["name"], text or "{}", status)
             place = {"item_id": item["id"], "output_index": len(self._items)}
             kind = "response.function_call_arguments.done"
             out = self._event(kind, **place, name=item["name"], arguments=text or "{}")
@@ -265,7 +278,7 @@ class ResponsesWriter:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": None,
+            "instructions": ask.echoed.get("instructions"),
             "max_output_tokens": ask.max_tokens,
             "model": self.generation.model.name,
             "output": items,
@@ -273,11 +286,11 @@ class ResponsesWriter:
             "previous_response_id": None,
             "store": False,
             "temperature": ask.options.get("temperature", temperature),
-            "text": {"format": {"type": "text"}},
+            "text": {"format": ask.echoed.get("format") or {"type": "text"}},
             "tool_choice": choice if ask.choice.kind == "named" else ask.choice.kind,
             "tools": [{"type": "function", "strict": False} | t["function"] for t in ask.tools],
             "top_p": ask.options.get("top_p", 1.0),
-            "metadata": {},
+            "metadata": ask.echoed.get("metadata") or {},
             "top_logprobs": ask.logprobs or 0,
             "usage": self._usage() if reply else None,
         }

@@ -101,22 +101,32 @@ class OpenAI(abc.ABC):
         usage = figures.usage(self.generation)
         return {"usage": usage} | figures.asked_for(self.generation, self.id)
 
-    def _logprobs(self, entries: list[TokenLogprob]) -> dict[str, Any] | None:
-        """What `entries` become in a choice; None where nobody asked."""
+    def _logprobs(self, entries: list[TokenLogprob], start: int = 0) -> dict[str, Any] | None:
+        """What `entries` become in a choice; None where nobody asked.
+
+        Args:
+          start: characters of the tokens before them.
+        """
         if self.ask.logprobs is None:
             return None
         tokenizer = self.generation.model.engine.tokenizer
-        shape = chat_logprobs if self.ask.api == "chat" else completion_logprobs
-        return shape(entries, tokenizer)
+        if self.ask.api == "chat":
+            return chat_logprobs(entries, tokenizer)
+        return completion_logprobs(entries, tokenizer, start)
 
     def _fresh_logprobs(self, reply: Reply) -> dict[str, Any] | None:
         """Those of a chunk: what no chunk has had yet."""
         entries, reply.reported = reply.logprobs[reply.reported :], len(reply.logprobs)
-        return self._logprobs(entries)
+        found = self._logprobs(entries, reply.spelled)
+        if found and self.ask.api != "chat":
+            reply.spelled += sum(map(len, found["tokens"]))
+        return found
 
     def _last(self, reply: Reply) -> dict[str, Any]:
         """What the end of an output adds to its chunk."""
         if self.ask.stream and not self.ask.usage_chunk and len(self.generation.replies) == 1:
             found = self._usage()
             return {k: v for k, v in found.items() if k != "usage"}
-        return {}
+        last = reply.index == len(self.generation.replies) - 1
+        told = self.ask.stream and not self.ask.usage_chunk and self.ask.warnings and last
+        return {"warnings": list(self.ask.warnings)} if told else {}

@@ -72,8 +72,8 @@ def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> Choice:
         return WORDS.get(str(tool_choice), Choice("auto"))
     function = tool_choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else tool_choice.get("name")
-    if name is None and tool_choice.get("type") in WORDS:
-        return WORDS[tool_choice["type"]]
+    if name is None and isinstance(kind := tool_choice.get("type"), str) and kind in WORDS:
+        return WORDS[kind]
     if name not in [tool.name for tool in tools]:
         known = ", ".join(tool.name for tool in tools) or "none"
         raise RequestError(

@@ -147,7 +147,7 @@ class OutputParser:
         """An object with `name`, and `arguments` or `parameters`."""
         text = self._text
         held = ""  # arguments that came before the name
-        named = False
+        named = given = False
         yield from text.expect("{")
         while True:
             key = yield from text.string()
@@ -156,16 +156,21 @@ class OutputParser:
                 named = True
                 self._begin((yield from text.string()))
                 self._give(held)
-            elif key in ("arguments", "parameters"):
+            elif key in ("arguments", "parameters") and not given:
                 pieces: list[str] = []
+                given = True
                 yield from text.value(self._give if named else pieces.append)
                 held += "".join(pieces)
             else:
                 yield from text.value(_ignore)
-            if (yield from text.character()) != ",":
+            if (following := (yield from text.peek())) in ",}":
+                yield from text.character()
+            if following != ",":  # where a brace was forgotten, markup follows, which stays
                 break
         if not named:
             raise NoCall
+        if not given:
+            self._give("{}")
         self._done()
 
     def _xml(self) -> Reader:

@@ -151,6 +151,23 @@ def test_bad_structures_are_refused_by_name(speaking: Engine, structure: Any, sa
     assert not speaking.busy
 
 
+def test_a_grammar_that_gives_up_fails_its_request(speaking: Engine) -> None:
+    """Neither is the half of an answer called a whole one, nor is anybody else disturbed."""
+    many = {"choice": [f"item {i}" for i in range(3000)]}
+    alone = speaking.generate(PROMPT, max_tokens=8).token_ids
+    live = speaking.submit(PROMPT, max_tokens=20, structured=many)
+    beside = speaking.submit(PROMPT, max_tokens=8)
+    while not (live.done and beside.done):
+        speaking.advance()
+    with pytest.raises(RequestError, match=r"the grammar gave up after .* fewer choices"):
+        live.result()
+    assert beside.result().token_ids == alone
+    assert not speaking.busy
+    endless = {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}
+    with pytest.raises(RequestError, match="nothing can follow the structure"):
+        speaking.submit(PROMPT, max_tokens=4, structured=endless)
+
+
 def test_a_model_without_tokenizer_refuses_structures(tiny: Engine) -> None:
     with pytest.raises(RequestError, match="needs a tokenizer, and this model ships none"):
         tiny.submit([1, 2], max_tokens=4, structured={"regex": "a"})

@@ -1,6 +1,7 @@
 """What the four APIs say about one and the same output: thoughts, calls, ends. No engine runs."""
 
 import dataclasses
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,19 +9,22 @@ from typing import Any, cast
 import pytest
 
 from dflash_jax.engine.recovery import OFF
-from dflash_jax.engine.result import Piece, Result, Stats
+from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
-from dflash_jax.server.completions import CompletionRequest, decode_completion
+from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
 from dflash_jax.server.conversation import conversation, offered
+from dflash_jax.server.figures import reused
 from dflash_jax.server.generation import Generation
+from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
 from dflash_jax.server.models import Defaults
 from dflash_jax.server.prompt import Prompt, ToolTurns, chat_prompt
 from dflash_jax.server.protocol import Ask, Problem, new_id
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.unserved import UNSERVED
+from dflash_jax.server.writer import encode
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import SYNTAXES, syntax_of
 
@@ -429,3 +433,121 @@ def test_the_shipped_template_is_recognised(tokenizer: Tokenizer) -> None:
     found = syntax_of(tokenizer.template)
     assert found is not None
     assert found.name == "hermes"
+
+
+def test_what_is_said_behind_a_call_stands_behind_it(tokenizer: Tokenizer) -> None:
+    text = f"{CALL}\nDone.<|im_end|>"
+    ask = asked("messages")
+    reply, events = replied(tokenizer, text, ask)
+    whole = [b["type"] for b in MessagesWriter(generation(reply, ask)).whole()["content"]]
+    chunks = streamed(MessagesWriter(generation(reply, ask)), reply, events)
+    starts = [c["content_block"]["type"] for c in chunks if c["type"] == "content_block_start"]
+    assert whole == starts == ["tool_use", "text"]
+    ask = asked("responses")
+    reply, events = replied(tokenizer, text, ask)
+    items = [i["type"] for i in ResponsesWriter(generation(reply, ask)).whole()["output"]]
+    chunks = streamed(ResponsesWriter(generation(reply, ask)), reply, events)
+    added = [c["item"]["type"] for c in chunks if c["type"] == "response.output_item.added"]
+    assert items == added == ["function_call", "message"]
+
+
+@pytest.mark.parametrize("end", ["length", "stop"])
+def test_an_item_that_was_cut_off_is_incomplete(tokenizer: Tokenizer, end: str) -> None:
+    ask = asked("responses")
+    reply, events = replied(tokenizer, CALL[: CALL.index("txt")], ask, end=end)
+    chunks = streamed(ResponsesWriter(generation(reply, ask)), reply, events)
+    [done] = [c["item"] for c in chunks if c["type"] == "response.output_item.done"]
+    assert (done["type"], done["status"]) == ("function_call", "incomplete")
+    assert chunks[-1]["response"]["output"] == [done]
+    reply, events = replied(tokenizer, "Some text", ask, end="length")
+    [item] = ResponsesWriter(generation(reply, ask)).whole()["output"]
+    chunks = streamed(ResponsesWriter(generation(reply, ask)), reply, events)
+    [done] = [c["item"] for c in chunks if c["type"] == "response.output_item.done"]
+    assert (item["status"], done["status"]) == ("incomplete", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ("5", {"raw": "5"}),
+        ("[]", {"raw": "[]"}),
+        ('{"x": NaN}', {"raw": '{"x": NaN}'}),
+        ('{"x": 1e999}', {"raw": '{"x": 1e999}'}),
+        ('{"x": "\\ud83d"}', {"x": "\ufffd"}),
+        ('{"x": "\\ud83d\\ude00"}', {"x": "\U0001f600"}),
+    ],
+)
+def test_the_input_of_a_tool_is_an_object_that_can_be_sent(
+    tokenizer: Tokenizer, arguments: str, given: dict[str, str]
+) -> None:
+    ask = asked("messages")
+    text = f'<tool_call>\n{{"name": "read_file", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+    reply, _ = replied(tokenizer, text, ask)
+    [block] = MessagesWriter(generation(reply, ask)).whole()["content"]
+    assert block["input"] == given
+    encode(block)
+
+
+def test_an_answer_that_was_begun_is_continued() -> None:
+    def begun(*messages: dict[str, Any]) -> bool:
+        body = {"max_tokens": 5, "messages": messages}
+        return decode_messages(json.dumps(body).encode()).continue_final
+
+    ask = {"role": "user", "content": "Three colours?"}
+    text = {"type": "text", "text": "1. red"}
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    assert begun(ask, {"role": "assistant", "content": "1. red"})
+    assert begun(ask, {"role": "assistant", "content": [text]})
+    assert not begun(ask)
+    assert not begun(ask, {"role": "assistant", "content": [text, call]})
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_allowed_tools_are_those_that_may_be_called(nested: bool) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
+    body = {"mode": "required", "tools": [{"type": "function", "name": "b"}]}
+    choice = {"type": "allowed_tools"} | ({"allowed_tools": body} if nested else body)
+    shown, declared, chosen = offered(tools, choice)
+    assert (shown, [tool.name for tool in declared], chosen.kind) == (tools, ["b"], "required")
+    for wrong in ({"tools": []}, {"tools": [{"name": "c"}]}, {"mode": "all"}):
+        with pytest.raises(Problem, match="tool_choice allows no declared tool"):
+            offered(tools, {"type": "allowed_tools", **body, **wrong})
+
+
+def test_a_response_repeats_what_was_asked(tokenizer: Tokenizer) -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    body = {"input": "hi", "instructions": "Be brief.", "metadata": {"a": "b"}}
+    ask = decode_responses(json.dumps(body | {"text": {"format": form}}).encode())
+    reply, _ = replied(tokenizer, "{}", ask)
+    whole = ResponsesWriter(generation(reply, ask)).whole()
+    assert (whole["instructions"], whole["metadata"]) == ("Be brief.", {"a": "b"})
+    assert whole["text"] == {"format": form}
+
+
+def test_parts_of_a_character_have_their_bytes(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("é😀z", specials=False)
+    entries = [TokenLogprob(i, -1.0, ()) for i in ids]
+    said = [token["bytes"] for token in chat_logprobs(entries, tokenizer)["content"]]
+    assert bytes(itertools.chain(*said)).decode() == "é😀z"
+
+
+def test_offsets_go_on_from_chunk_to_chunk(tokenizer: Tokenizer) -> None:
+    ask = asked("completions", logprobs=0, stream=True)
+    reply = Reply(0, ask, tokenizer, None)
+    ids = tokenizer.encode("def add(a, b):", specials=False)
+    writer = CompletionWriter(generation(reply, ask))
+    writer.generation.model.engine = SimpleNamespace(tokenizer=tokenizer)
+    offsets = []
+    for i in ids:
+        new = reply.push(Piece((i,), "", (TokenLogprob(i, -1.0, ()),)))
+        raw = writer.events(reply, new)
+        offsets += json.loads(raw.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == completion_logprobs(reply.logprobs, tokenizer)["text_offset"]
+
+
+def test_cached_tokens_of_several_prompts_are_added_up() -> None:
+    def reply(n: int) -> Any:
+        return SimpleNamespace(result=Result([], "", "stop", Stats(cached_tokens=n)))
+
+    made = SimpleNamespace(ask=asked(n=2), replies=[reply(n) for n in (0, 64, 128, 128)])
+    assert reused(cast(Generation, made)) == 64 + 128

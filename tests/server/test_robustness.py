@@ -53,6 +53,47 @@ def test_wrong_values_are_refused_and_named(live: Live) -> None:
     assert serves(live)
 
 
+HALF = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": "\\ud83d"}'}}
+ODD: list[tuple[str, dict[str, Any], int]] = [
+    (CHAT, {"tools": [{"function": {"name": "f"}}], "tool_choice": {"type": ["x"]}}, 400),
+    (CHAT, {"chat_template_kwargs": {"messages": [], "self": 1}}, 200),
+    (CHAT, {"recovery": {"skip_phrase": 1}}, 400),
+    (CHAT, {"recovery": {"close_text": True}}, 400),
+    (CHAT, {"guided_choice": ["<think>a"]}, 400),
+    (CHAT, {"guided_choice": [f"item {i}" for i in range(3000)]}, 400),
+    (
+        CHAT,
+        {
+            "messages": [
+                *ASK["messages"],
+                {"role": "assistant", "content": None, "tool_calls": [HALF]},
+                {"role": "tool", "tool_call_id": "c", "content": "ok"},
+            ]
+        },
+        200,
+    ),
+    (
+        RESPONSES,
+        {
+            "input": [
+                {"type": "reasoning", "content": 5},
+                {"type": "message", "role": "user", "content": "hi"},
+            ]
+        },
+        200,
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "change", "status"), ODD)
+def test_odd_requests_are_served_or_refused_but_do_not_fail(
+    live: Live, path: str, change: dict[str, Any], status: int
+) -> None:
+    base = {"max_output_tokens": 2} if path == RESPONSES else ASK
+    response = httpx.post(live.url + path, json=base | change, timeout=60)
+    assert response.status_code == status, response.text
+
+
 def test_what_is_not_there_or_too_large_is_refused(live: Live) -> None:
     assert httpx.get(live.url + "/nothing").status_code == 404
     assert httpx.get(live.url + CHAT).status_code == 405

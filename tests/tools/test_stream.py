@@ -178,3 +178,26 @@ def read_lenient(family: str, pieces: Sequence[str]) -> list[Event]:
         else:
             merged.append(event)
     return merged
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ('{"name": "read", "arguments": {"path": "a"}\n', {"path": "a"}),  # a brace is missing
+        ('{"name": "stop"}', {}),
+        ('{"name": "read", "arguments": {"path": "a"}, "arguments": {"path": "b"}}', {"path": "a"}),
+    ],
+)
+def test_slips_of_a_model_leak_nothing_and_leave_one_json_object(
+    body: str, arguments: dict[str, str]
+) -> None:
+    raw = f"<tool_call>\n{body}</tool_call>"
+    for step in (1, 1000):
+        _, content, calls, unfinished = read(
+            "hermes", [raw[i : i + step] for i in range(0, len(raw), step)]
+        )
+        assert (content, unfinished) == ("", False)
+        assert [call[1:] for call in calls] == [(arguments, True)]
+    events = OutputParser(SYNTAXES["hermes"], TOOLS).push(raw)
+    written = "".join(event.text for event in events if isinstance(event, Arguments))
+    assert json.loads(written) == arguments

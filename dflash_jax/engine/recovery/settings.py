@@ -67,6 +67,10 @@ class Recovery:
         for name in ("tool_prefix", "empty_retry", "runaway", "floor_in_thought"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} is {value!r}; expected True or False")
+        for name in ("skip_phrase", "close_text", "log_directory"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name == "skip_phrase"):
+                raise ConfigError(f"{name} is {value!r}; expected a text")
         for name, kind in (("below_floor", BelowFloor), ("watchdog", Watchdog)):
             if (value := getattr(self, name)) not in get_args(kind):
                 known = ", ".join(get_args(kind))
