@@ -72,9 +72,9 @@ def _is_visible(ids: Ids, policy: Policy) -> bool:
 
 def room(state: State, policy: Policy) -> int:
     """Output tokens the device may decide in all before the host has to speak."""
-    if policy.close_at is None or state.past_close or state.emitted > policy.close_at:
+    if policy.close_at is None or state.past_close:
         return policy.max_tokens
-    return min(policy.close_at + 1, policy.max_tokens)
+    return min(max(policy.close_at, state.emitted) + 1, policy.max_tokens)
 
 
 def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effects]:
@@ -163,6 +163,7 @@ def _judge(
         if verdict is Verdict.INJECT:
             plan.mark(injected=True)
             plan.dictate(policy.words.prefix, "tool_prefix")
+            _end_at_stop(plan, policy)
             return True
         if verdict is not Verdict.REPLACE:
             plan.notes += ["floor_waived"] if verdict is Verdict.WAIVE else []
@@ -208,8 +209,15 @@ def _close(plan: _Plan, token: int, policy: Policy) -> None:
     close = policy.words.close[: policy.max_tokens - plan.length]
     plan.mark(closed=True)
     plan.dictate(close, "thought_closed" if token == close[0] else "thought_closed_by_force")
-    if plan.length >= policy.max_tokens:
+    _end_at_stop(plan, policy)
+    if plan.finish is None and plan.length >= policy.max_tokens:
         plan.end(Finish.LENGTH)
+
+
+def _end_at_stop(plan: _Plan, policy: Policy) -> None:
+    """Dictated tokens may end with one that stops: the device would freeze behind it for ever."""
+    if plan.new[-1] in policy.stop_ids:
+        plan.end(Finish.STOP)
 
 
 def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, Effects]:

@@ -23,7 +23,7 @@ from dflash_jax.engine.result import Result
 from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.structured import Grammars
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import QueueFullError, RequestError
 from dflash_jax.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -74,10 +74,9 @@ class Engine:
         lives: list[Live] = []
         try:
             for request in [r for p in prompts for r in self._requests(p, n, **options)]:
-                live = self._live(request, cancel)
-                while self.queued >= self.plan.queue:
+                lives.append(live := self._live(request, cancel))
+                while not self._enqueued(live):
                     self.advance()
-                lives += self.loop.enqueue([live])
             while not all(live.done for live in lives):
                 self.advance()
         finally:
@@ -243,6 +242,14 @@ class Engine:
         check_fits(first, self.plan, self.target)
         seeds = [(first.seed + i) % 2**32 for i in range(n)]
         return [dataclasses.replace(first, seed=seed) for seed in seeds]
+
+    def _enqueued(self, live: Live) -> bool:
+        """Queues a request, unless the queue is full."""
+        try:
+            self.loop.enqueue([live])
+        except QueueFullError:
+            return False
+        return True
 
     def _live(self, request: Request, cancel: CancelCell | None) -> Live:
         """A request ready to run: its grammar made, its programs compiled."""

@@ -59,6 +59,7 @@ class Live:
         self.uncached = False  # the prompt has to be fed whole
         self.recall: Future[list[Any]] | None = None  # segments on their way from the disk
         self.failures = 0  # of the device, while the request ran
+        self.cleaned = False  # its row was cleared, as the prompt's numbers were not finite there
         self.rebuilding = False  # the output so far is to be fed anew, behind the prompt
         self.error: DFlashError | None = None
         self.ids: list[int] = []
@@ -233,6 +234,6 @@ class Live:
         return tuple(x if x and x.token_id == i else TokenLogprob(i, None, ()) for i, x in pairs)
 
     def _end(self, reason: controller.Finish) -> None:
-        self.finish = reason
         if rest := self._text.finish():
             self.pieces.append(Piece((), rest))
+        self.finish = reason  # last, as other threads may look at it

@@ -85,8 +85,10 @@ class Loop:
     def break_even(self) -> float:
         """Tokens a drafted round must decide to pay, measured while nothing runs."""
         with self._driving, self._lock, jax.no_tracing():
-            if self.busy:
+            if self.rows.waiting or any(self.rows.lives):
                 raise RequestError("requests are running; measure before the first of them")
+            while self.flights:  # behind requests that ended
+                self._read_first()
             return self._runner.break_even(self.rows.rules)
 
     def advance(self) -> None:
@@ -278,6 +280,11 @@ class Loop:
             if live.rebuilding and step.finite:
                 dictated[row] = live.rebuilt()
                 self.rows.changed()
+                continue
+            if not step.finite and not flight.decode and not live.cleaned:
+                live.cleaned = True  # the row may hold what another left: once more in a clean one
+                broken.append(row)
+                self._feed_again(live, Restart.FRESH)
                 continue
             if row in flight.drafting:
                 live.stats.count_round(len(step.tokens), step.drafts, self._plan.block - 1)

@@ -81,7 +81,7 @@ class PrefixCache:
         None if it is not held, or if it would leave nothing of the prompt to feed.
         """
         end = fed + self.chunk
-        if node is None or end >= len(prompt) or fed != node.length:
+        if node is None or not node.kept or end >= len(prompt) or fed != node.length:
             return None
         found = node.children.get(tuple(prompt[fed:end]))
         if found:

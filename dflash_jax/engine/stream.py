@@ -17,10 +17,11 @@ class Stream:
         given = 0
         try:
             while True:
+                done = self._live.done  # before looking: another thread may drive
                 while given < len(self._live.pieces):
                     given += 1
                     yield self._live.pieces[given - 1]
-                if self._live.done:
+                if done:
                     self._live.result()
                     return
                 self._advance()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -11,7 +11,12 @@ import tokenizers
 from tokenizers import decoders, models
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.errors import ComputeError, RequestError
+from dflash_jax.engine.live import Live
+from dflash_jax.engine.pace import Pace
+from dflash_jax.engine.result import Piece
+from dflash_jax.engine.stream import Stream
+from dflash_jax.engine.text import OutputText
+from dflash_jax.errors import ComputeError, QueueFullError, RequestError
 from dflash_jax.testing import force_acceptance, set_script
 from dflash_jax.tokenizer import Tokenizer
 
@@ -411,6 +416,20 @@ def test_a_broken_target_fails_its_request_and_leaves_a_clean_row(
     assert after.token_ids == truth[:20]
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_numbers_that_broke_where_nobody_heard_it_do_not_fail_the_next_request(
+    broken: Engine, truth: list[int], cancelled: bool
+) -> None:
+    """An answer's last token is fed by the step ahead, though its row is frozen."""
+    live = broken.submit(
+        [9] * 20, max_tokens=9, logit_bias={77: 100.0}, stop_token_ids=[] if cancelled else [77]
+    )
+    while not (live.ids if cancelled else live.done):
+        broken.advance()
+    broken.cancel(live)
+    assert broken.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
+
+
 def test_a_target_that_breaks_midway_keeps_what_was_given(tiny: Engine, truth: list[int]) -> None:
     at = next(i for i in range(5, 60) if truth[i] not in [*truth[:i], *PROMPT, 0])
     table = np.array(tiny.params["target"]["embed"])
@@ -440,3 +459,82 @@ def test_a_broken_request_does_not_disturb_its_neighbours(tiny3: Engine, tiny: E
         wanted = tiny.generate(prompts[i], max_tokens=12).token_ids
         assert 77 not in wanted
         assert lives[i].result().token_ids == wanted
+
+
+# -- several threads ---------------------------------------------------------------------------
+
+
+class Handed:
+    """A request that another thread drives: it ends while somebody looks whether it did."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    @property
+    def done(self) -> bool:
+        if not self.pieces:
+            self.pieces.append(Piece((1,), "a"))
+            return False
+        self.pieces.append(Piece((2,), "b"))
+        return True
+
+    def result(self) -> None:
+        """As of an ended request."""
+
+
+def test_a_stream_gives_what_came_while_it_looked_whether_more_comes() -> None:
+    live = Handed()
+    stream = Stream(cast(Live, live), lambda: None, lambda live: None)
+    given = [piece.text for piece in stream]
+    assert given == [piece.text for piece in live.pieces[: len(given)]]
+    assert "b" in given
+
+
+def test_a_request_has_ended_once_its_text_is_whole(
+    spoken: Engine, truth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    finish = OutputText.finish
+    live = spoken.submit(PROMPT, max_tokens=6, stop=text(truth[5:6]) + "?")
+
+    def noted(self: OutputText) -> str:
+        seen.append(live.done)
+        return finish(self)
+
+    monkeypatch.setattr(OutputText, "finish", noted)
+    while not live.done:
+        spoken.advance()
+    assert seen == [False]
+    assert live.result().text == text(truth[:6])
+
+
+def test_many_prompts_wait_for_a_queue_that_others_fill(
+    tiny3: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = []
+    enqueue = tiny3.loop.enqueue
+
+    def once(lives: list[Live]) -> list[Live]:
+        if not refused:
+            refused.append(lives)
+            raise QueueFullError("somebody else was faster")
+        return enqueue(lives)
+
+    monkeypatch.setattr(tiny3.loop, "enqueue", once)
+    assert len(tiny3.generate_many([PROMPT, PROMPT], max_tokens=3)) == 2
+    assert refused
+
+
+def test_what_a_drafted_round_has_to_decide_is_measured_behind_requests_that_ended(
+    tiny: Engine, truth: list[int]
+) -> None:
+    engine = twin(tiny)
+    engine.loop.pace = Pace(most=1)  # single steps, of which one is ahead
+    engine.generate(PROMPT, max_tokens=30, stop_token_ids=[truth[3]])
+    assert engine.busy
+    engine.warm_up(measure=True)
+    assert engine.break_even > 0
+    waiting = engine.submit(PROMPT, max_tokens=3)
+    with pytest.raises(RequestError, match="requests are running"):
+        engine.warm_up(measure=True)
+    engine.cancel(waiting)

@@ -12,6 +12,7 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.engine import request as request_module
 from dflash_jax.engine.controller import Cancelled, Finish
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.prefix_cache import PrefixCache
 from dflash_jax.engine.recovery import OFF, guards
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import PlanError, SnapshotError
@@ -521,3 +522,12 @@ def test_p8_chunk_sizes_say_the_same() -> None:
         said.append(engine.generate(prompt, max_tokens=20).token_ids)
         assert engine.generate(prompt, max_tokens=20).token_ids == said[0]
     assert all(ids == said[0] for ids in said)
+
+
+def test_what_follows_a_dropped_prefix_is_not_found() -> None:
+    cache = PrefixCache(chunk=2, budget=10, segment_bytes=1)
+    first = cache.add(cache.root, [1, 2], "a", position=2)
+    assert first
+    assert cache.add(first, [3, 4], "b", position=4)
+    cache.drop(first)
+    assert cache.find(first, [1, 2, 3, 4, 5], 2) is None

@@ -1,5 +1,6 @@
 """Recovery on the real engine: the device does what the machine asks for, bit for bit."""
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import RequestError
+from dflash_jax.testing import set_script
 from dflash_jax.tools import SYNTAXES
 
 PROMPT = [5, 4, 3, 2, 1]
@@ -394,3 +396,74 @@ def test_a_device_that_keeps_failing_ends_requests_by_name(tiny: Engine) -> None
 def test_a_demanded_tool_that_was_not_declared_is_refused(tiny: Engine) -> None:
     with pytest.raises(RequestError, match="declared tools are: none"):
         tiny.generate(PROMPT, tool_choice={"type": "function", "function": {"name": "zzz"}})
+
+
+def run_out(engine: Engine, live: Any) -> list[int]:
+    """A request's output, by turns that are counted: whoever waits for ever fails."""
+    for _ in range(300):
+        if live.done:
+            return live.ids
+        engine.advance()
+    engine.cancel(live)
+    raise AssertionError("the request does not end")
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+@pytest.mark.parametrize("rule", ["close", "prefix"])
+def test_dictated_tokens_that_end_with_a_stop_token_end_the_output(
+    tiny: Engine, truth: list[int], words: Any, speculative: bool, rule: str
+) -> None:
+    """The device freezes a row behind a stop token, so nobody would ever speak again."""
+    end = truth[7]
+    at = truth.index(end)
+    assert 249 not in truth
+    if rule == "close":
+        words(text=lambda ids: "<think>", syntax=SYNTAXES["qwen_xml"], close=(250, 249),
+              inside_thought=True)  # fmt: skip
+        rules = recovery(answer_reserve=10)
+    else:
+        words(text=lambda ids: "Let me look:", syntax=SYNTAXES["qwen_xml"], prefix=(250, 249))
+        rules = recovery(floor=40, tool_prefix=True)
+    live = tiny.submit(
+        PROMPT,
+        max_tokens=30,
+        stop_token_ids=[249, *([end] if rule == "prefix" else [])],
+        speculative=speculative,
+        recovery=rules,
+    )
+    found = run_out(tiny, live)
+    assert live.result().finish_reason == "stop"
+    assert found == [*truth[: 20 if rule == "close" else at], 250, 249]
+
+
+def test_a_call_begun_just_before_a_thought_is_closed_lets_it_be_closed(
+    tiny: Engine, scripted: Engine, words: Any
+) -> None:
+    """The call goes past the place where the thought would be closed; then the next token is."""
+    prompt = [5, 4, 3]
+    truth = tiny.generate(prompt, max_tokens=60).token_ids
+    at = next(i for i in range(20, 30) if truth[i] not in truth[:i])
+    words(
+        text=lambda ids: "<think>: ",
+        syntax=SYNTAXES["qwen_xml"],
+        prefix=(11, 12, 13, 14, 15, 16),
+        close=(21, 22),
+        inside_thought=True,
+    )
+    rules = recovery(floor=200, tool_prefix=True, floor_in_thought=True, answer_reserve=60 - at - 3)
+    stops = {"max_tokens": 60, "stop_token_ids": [truth[at]]}
+    unclosed = dataclasses.replace(rules, answer_reserve=0)
+    free = tiny.generate(prompt, recovery=unclosed, speculative=False, **stops).token_ids
+    set_script(scripted, [*prompt, *free])  # drafts go past the place, too
+    said = []
+    for speculative in (False, True):
+        live = scripted.submit(
+            prompt,
+            max_tokens=60,
+            recovery=rules,
+            stop_token_ids=[truth[at]],
+            speculative=speculative,
+        )
+        said.append(list(run_out(scripted, live)))
+    assert said[0] == said[1]
+    assert said[0][at : at + 8] == [11, 12, 13, 14, 15, 16, 21, 22]
