@@ -21,6 +21,7 @@ from dflash_jax.config import DrafterConfig
 from dflash_jax.errors import ConfigError, DFlashError
 
 CHECK_FAILED = 1
+INTERRUPTED = 130
 ZLAB = "zlab"  # a drafter as its authors publish it, which is a Hugging Face folder
 
 
@@ -31,9 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except DFlashError as error:
+    except (DFlashError, OSError) as error:
         print(f"converters: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nconverters: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def add_verbs(verbs: Any) -> None:
@@ -165,7 +169,14 @@ def _export(options: argparse.Namespace) -> int:
         )
     dtype = convert.chosen_dtype(model, options.dtype)
     tokenizer = open_model(options.tokenizer, role="target") if options.tokenizer else None
+    for source in filter(None, (model, tokenizer)):
+        convert.keep_apart(source, options.destination)
     file = convert.sources(tokenizer) if tokenizer else None
+    if options.tokenizer and (file is None or options.layout != export.GGUF):
+        raise ConfigError(
+            f"--tokenizer {options.tokenizer} is of no use here: a .gguf target's tokenizer is"
+            f" copied into --format {export.GGUF}; leave it out, or give such a file and format"
+        )
     layout = export.HUGGING_FACE if options.layout == ZLAB else options.layout
     folder = layout != export.GGUF
     weights = export.Weights(
@@ -201,7 +212,7 @@ class ProgressBar:
         self._done = 0
         self._shown = 0.0
         self._lock = threading.Lock()
-        self._live = sys.stderr.isatty()
+        self._live = sys.stderr is not None and sys.stderr.isatty()
 
     def __enter__(self) -> "ProgressBar":
         return self

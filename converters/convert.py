@@ -79,7 +79,7 @@ def convert(
       to: "safetensors", a Hugging Face folder, or "orbax", a checkpoint of ours: larger models
         must then fit into memory.
     """
-    _keep_apart(model, path)
+    keep_apart(model, path)
     kind = chosen_dtype(model, dtype)
     report = inventory(model, kind)
     text = json.dumps(report, indent=1) + "\n"
@@ -95,7 +95,7 @@ def convert(
     return report
 
 
-def _keep_apart(model: Model, path: Path) -> None:
+def keep_apart(model: Model, path: Path) -> None:
     """The source must survive: it may not lie at or below the destination."""
     source, destination = model.path.resolve(), path.resolve()
     if source == destination or destination in source.parents:

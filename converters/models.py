@@ -24,6 +24,7 @@ from dflash_jax.config import (
     read_json,
     target_config,
 )
+from dflash_jax.config.base import id_tuple
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
 
@@ -149,6 +150,4 @@ def _stop_ids(fields: dict[str, Any], path: Path) -> list[int]:
     """End tokens of config.json, then those generation_config.json adds."""
     generation = path / "generation_config.json"
     both = [fields, read_json(generation) if generation.is_file() else {}]
-    listed = (f.get("eos_token_id") for f in both)
-    ids = [i for x in listed if x is not None for i in (x if isinstance(x, list) else [x])]
-    return list(dict.fromkeys(ids))
+    return list(dict.fromkeys(i for f in both for i in id_tuple(f.get("eos_token_id"))))

@@ -302,6 +302,8 @@ def new_path(path: Path, *, overwrite: bool, needed: int = 0) -> Iterator[Path]:
     """
     if os.path.lexists(path) and not overwrite:
         raise CheckpointError(f"{path} exists; choose another place or give --overwrite")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise CheckpointError(f"{path} is neither a file nor a folder; choose another place")
     parent = path.resolve().parent
     if not parent.is_dir():
         raise CheckpointError(f"{parent} is not a folder; create it first")

@@ -218,12 +218,20 @@ def locate(source: Source, role: str) -> Path:
         raise CheckpointError(f"the {role} is {source!r}; expected a path or a name")
     if str(source) == SHIPPED:
         return Path(str(importlib.resources.files("dflash_jax"))) / "data" / SHIPPED / role
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+        path.stat()
+    except (RuntimeError, PermissionError) as error:
+        raise CheckpointError(f"the {role} {source} cannot be looked at: {error}") from error
+    except OSError:
+        pass
     if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the {role}'s directory or a .gguf file")
-    if str(source).count("/") != 1 or str(source).startswith((".", "~", "/")):
+    parts = str(source).split("/")
+    local = path.suffix == ".gguf" or parts[0][:1] in (".", "~", "")
+    if len(parts) != 2 or local:
         raise CheckpointError(
             f"there is no {role} at {path}; give a directory, a .gguf file, a hub id like"
             f" 'Qwen/Qwen3-8B', or '{SHIPPED}'"

@@ -56,8 +56,8 @@ class Tokenizer:
             named = {entry["name"]: entry["template"] for entry in template}
             template = named.get("default", next(iter(named.values()), None))
         specials = {k: v for k, v in settings.items() if k.endswith("_token") and v}
-        plain = {k: v["content"] if isinstance(v, dict) else v for k, v in specials.items()}
-        return cls(core, template, plain)
+        plain = {k: v.get("content") if isinstance(v, dict) else v for k, v in specials.items()}
+        return cls(core, template, {k: v for k, v in plain.items() if isinstance(v, str)})
 
     @property
     def size(self) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import os
 from pathlib import Path
 
 import ml_dtypes
@@ -87,6 +88,13 @@ def test_an_existing_place_is_kept_and_a_failure_leaves_nothing(path, monkeypatc
     save(path, tiny_target(), {"x": np.ones(2, np.float32)}, overwrite=True)
     assert open_checkpoint(path).load().keys() == {"x"}
     assert [p.name for p in path.parent.iterdir()] == ["x"]
+
+
+def test_what_is_neither_file_nor_folder_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="pipe is neither a file nor a folder"):
+        save(tmp_path / "pipe", tiny_target(), PARAMS, overwrite=True)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def weight_files(path: Path) -> list[Path]:

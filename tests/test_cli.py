@@ -347,6 +347,10 @@ def test_probe_names_a_file_it_cannot_write(
         (["--prompt-ids", "1", "--max-length", "5000"], "PlanError: max_length is 5000, but the"),
         (["--prompt-ids", "1", "--memory-limit", "9"], "PlanError: the plan needs weights"),
         (["--prompt-ids", "1", "--target", "./no"], "CheckpointError: there is no target at no"),
+        (["--prompt-ids", "1", "--target", "d/no.gguf"], "CheckpointError: there is no target at"),
+        (["--prompt-ids", "1", "--target", "a" * 300], "OSError: [Errno 36] File name too long"),
+        (["--prompt-ids", "1", "--target", "~nobody-here/x"], "CheckpointError: the target ~nob"),
+        (["--prompt-ids", "1", "--temperature", "1e300"], "RequestError: temperature is 1e+300; e"),
         (["--prompt-ids", "1", "--compare", "--drafter", "none"], "RequestError: --compare needs"),
     ],
 )
@@ -373,6 +377,7 @@ def test_generate_names_what_is_wrong_and_returns_one(
         (["verify", "--drafter", "none", "--prompt-ids", "1"], "RequestError: there is no drafter"),
         (["verify", "--prompts", "absent.txt"], "RequestError: absent.txt cannot be read: "),
         (["verify"], "RequestError: this model ships no tokenizer; give --prompt-ids 1,2,3"),
+        (["verify", "--prompts", "x", "--prompt-ids", "1"], "RequestError: --prompts and a prompt"),
     ],
 )
 def test_other_verbs_name_what_is_wrong_and_return_one(

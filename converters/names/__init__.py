@@ -51,7 +51,7 @@ def folder(config: TargetConfig) -> Folder:
 
 def slots(config: AttentionConfig) -> list[Slot]:
     """The parameters of a target or of a drafter."""
-    if isinstance(config, DrafterConfig):
+    if isinstance(config, DrafterConfig) and config.kind in DRAFTERS:
         return DRAFTERS[config.kind](config)
     if isinstance(config, TargetConfig) and config.model_type in TARGETS:
         return TARGETS[config.model_type](config)

@@ -47,7 +47,7 @@ def published_fields(
 ) -> tuple[dict[str, Any], Taps]:
     """The fields `dflash_jax.config.drafter_config` reads, and how the taps were read."""
     kind = config["speculators_model_type"]
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ConfigError(f"{where}: speculator type {kind!r} is none of {[*ARCHITECTURES]}")
     layers = config.get("transformer_layer_config")
     if not isinstance(layers, dict):

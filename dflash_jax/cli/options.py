@@ -34,6 +34,7 @@ def model_options(verb: argparse.ArgumentParser) -> None:
     )
     models.add_argument(
         "--taps",
+        choices=("auto", "raw", "plus1"),
         default="auto",
         help="how a drafter file numbers target layers: raw or plus1, where it leaves doubt",
     )

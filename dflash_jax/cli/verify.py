@@ -73,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _prompts(options: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
     if options.prompts is not None:
+        if options.prompt is not None or options.prompt_ids is not None:
+            raise RequestError("--prompts and a prompt were given; give one of them")
         try:
             lines = options.prompts.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:

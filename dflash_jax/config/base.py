@@ -9,6 +9,7 @@ from dflash_jax.config.fields import Fields
 from dflash_jax.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+MOST_EXPERTS = 4096
 MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
 OPT_IN = ("qwen3", "qwen3_moe")  # whose sliding_window counts only with use_sliding_window
 
@@ -137,11 +138,11 @@ def expert_fields(f: Fields, size: int) -> dict[str, Any]:
     count = f.get("num_experts", f.get("num_local_experts"))
     f.used.update(("num_experts", "num_local_experts"))
     chosen = f.integer("num_experts_per_tok")
-    if type(count) is not int or not 1 <= chosen <= count or size < 1:
+    if type(count) is not int or not 1 <= chosen <= count <= MOST_EXPERTS or size < 1:
         raise ConfigError(
             f"{f.where}: {chosen} of {count!r} experts of width {size} cannot be chosen; expected"
             " num_experts (or num_local_experts) to be an integer of at least num_experts_per_tok,"
-            " and a positive width"
+            f" {MOST_EXPERTS} at most, and a positive width"
         )
     f.used.update(("output_router_logits", "router_aux_loss_coef"))  # training only
     return {"num_experts": count, "experts_per_token": chosen, "expert_size": size}
@@ -233,4 +234,7 @@ def id_tuple(value: Any) -> tuple[int, ...]:
     """No id, one id or a list of ids, as a tuple."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    if not all(type(i) is int for i in ids):
+        raise ConfigError(f"token ids are {value!r}; expected an integer or a list of integers")
+    return ids

@@ -173,7 +173,8 @@ def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
         raise ConfigError(f"{f.where}: sliding_window is {window}; expected a positive integer")
     default = [FULL if (i + 1) % PATTERN == 0 else SLIDING for i in range(layers)]
     kinds = f.get("layer_types", default)
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+    if not known or len(kinds) != layers:
         raise ConfigError(
             f"{f.where}: layer_types is {kinds}; expected {layers} entries of"
             f" {FULL!r} or {SLIDING!r}"

@@ -17,6 +17,8 @@ from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
 
+HOTTEST = 1e6  # temperature; above it float32 ends sooner or later
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
@@ -52,10 +54,10 @@ class Request:
             "an integer of at least 1",
         )
         _check(
-            isinstance(self.temperature, Real) and 0 <= self.temperature < float("inf"),
+            isinstance(self.temperature, Real) and 0 <= self.temperature <= HOTTEST,
             "temperature",
             self.temperature,
-            "0 (greedy) or a positive number",
+            f"0 (greedy) or a positive number up to {HOTTEST}",
         )
         _check(
             isinstance(self.top_p, Real) and 0 < self.top_p <= 1,

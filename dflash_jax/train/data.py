@@ -40,7 +40,7 @@ class Example:
         """Whether the hash of its first words keeps it out of training."""
         asked = next((m.get("content") for m in self.messages if m.get("role") == "user"), None)
         opening = json.dumps([asked, self.text[:200], self.ids[:64]], ensure_ascii=False)
-        return hashlib.sha256(opening.encode()).digest()[0] % HELD_OUT_SHARE == 0
+        return hashlib.sha256(opening.encode(errors="replace")).digest()[0] % HELD_OUT_SHARE == 0
 
     def variables(self) -> dict[str, Any]:
         """What the chat template is given besides the messages."""
@@ -65,8 +65,12 @@ def read(path: Path) -> list[Example]:
     """
     if not path.is_file():
         raise ConfigError(f"there is no data at {path}; give a file of lines like {FORMS}")
-    with path.open(encoding="utf-8") as file:
-        found = [_example(line, f"{path}:{i}") for i, line in enumerate(file, 1) if line.strip()]
+    try:
+        with path.open(encoding="utf-8") as file:
+            lines = list(enumerate(file, 1))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error}); save it so") from error
+    found = [_example(line, f"{path}:{i}") for i, line in lines if line.strip()]
     if not found:
         raise ConfigError(f"{path} has no lines; expected lines like {FORMS}")
     return found

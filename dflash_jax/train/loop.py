@@ -108,7 +108,7 @@ def fit(
                 tell(f"{run.label} {done}/{run.steps}  {window.close()}")
             if saves:
                 saved.save(run.path, done, state, run.identity)
-            if flag.raised and done < run.steps:
+            if flag.raised:
                 raise Stopped(f"{run.label} stopped at step {done} of {run.steps}; state saved")
     return state
 

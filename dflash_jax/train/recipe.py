@@ -35,6 +35,11 @@ class Schedule:
     rate: float
     save_every: int = 100
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "save_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -129,9 +134,10 @@ class Recipe:
                     f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}"
                 )
         ones = ("layers", "anchors", "devices", "parts", "new_tokens")
-        lowest = {**dict.fromkeys(ones, 1), "block": 2, "given": 0}
+        none = ("given", "held_out", "prompts", "text_prompts")
+        lowest = {**dict.fromkeys(ones, 1), **dict.fromkeys(none, 0), "block": 2}
         for name, low in lowest.items():
-            if getattr(self, name) < low:
+            if not getattr(self, name) >= low:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least {low}")
         uneven = [b.rows for b in self.buckets if b.rows % (self.devices * self.parts)]
         if uneven or not self.buckets:

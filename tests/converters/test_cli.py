@@ -1,5 +1,6 @@
 import ast
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -192,6 +193,38 @@ def test_a_target_is_no_drafter_folder(capsys, tmp_path):
     assert main(["export", str(TARGET), str(tmp_path / "z"), "--format", "zlab"]) == 1
     assert "is a target; the format zlab is for drafters" in capsys.readouterr().err
     assert not (tmp_path / "z").exists()
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "gguf"])
+def test_export_does_not_write_over_what_it_reads(capsys, tmp_path, target, layout):
+    source = tmp_path / "p" / "drafter"
+    shutil.copytree(DRAFTER, source)
+    before = (source / "model.safetensors").read_bytes()
+    for place in (source, source.parent):
+        arguments = ["export", str(source), str(place), "--overwrite", "--format", layout]
+        assert main(arguments) == 1
+        assert "which would be lost" in capsys.readouterr().err
+    arguments = ["export", str(source), str(target), "--overwrite", "--format", "gguf"]
+    assert main([*arguments, "--tokenizer", str(target)]) == 1
+    assert "which would be lost" in capsys.readouterr().err
+    assert (source / "model.safetensors").read_bytes() == before
+
+
+def test_a_tokenizer_that_cannot_be_copied_is_refused(capsys, tmp_path, target):
+    place = str(tmp_path / "x.gguf")
+    for source, layout in ((TARGET, "gguf"), (target, "huggingface")):
+        arguments = ["export", str(DRAFTER), place, "--format", layout, "--tokenizer", str(source)]
+        assert main(arguments) == 1
+        assert "is of no use here" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_one_line_too(capsys, monkeypatch, target, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("converters.convert.inventory", interrupted)
+    assert main(["convert", str(target), str(tmp_path / "x")]) == 130
+    assert capsys.readouterr().err == "\nconverters: interrupted\n"
 
 
 def test_export_copies_a_targets_tokenizer(tmp_path):

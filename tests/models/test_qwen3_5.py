@@ -367,6 +367,8 @@ def test_a_config_that_cannot_be_run_is_refused_by_name(
     ("field", "value", "said"),
     [
         ("num_experts", 0, "3 of 0 experts"),
+        ("num_experts", 2**31 - 1, "4096 at most"),
+        ("eos_token_id", {"a": 1}, "token ids are"),
         ("num_experts_per_tok", 9, "9 of 8 experts"),
         ("norm_topk_prob", False, "norm_topk_prob is False"),
         ("mlp_only_layers", [0], "mlp_only_layers"),

@@ -179,3 +179,21 @@ def test_the_mask_token_is_the_tokenizers_or_an_unused_row(tokenizer):
     assert mask_token(plain, tiny_target(vocab_size=size + 10))[0] == size
     with pytest.raises(ConfigError, match="--mask-id"):
         mask_token(plain, tiny_target(vocab_size=size))
+
+
+@pytest.mark.parametrize("bad", ["steps=0", "save_every=0", "held_out=-1", "prompts=-1"])
+def test_counts_that_cannot_be_are_refused_by_name(bad: str) -> None:
+    with pytest.raises(ConfigError, match=f"{bad.partition('=')[0]} is .*; expected at least"):
+        recipe("smoke", [bad])
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes('{"text": "café"}\n'.encode("latin-1"))
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        data.read(tmp_path / "x.jsonl")
+
+
+def test_halves_of_characters_do_not_stop_training(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "a\\ud800b"}\n')
+    [example] = data.read(tmp_path / "x.jsonl")
+    assert example.held_out in (True, False)
