@@ -132,6 +132,8 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; expected 1 to 10,000"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
         ({"head_dim": 15}, "head_dim is 15; rotary embedding needs an even number"),
+        ({"head_dim": 10**9}, "head_dim is 1000000000; rotary embedding needs an even number, up"),
+        ({"eos_token_id": {"a": 1}}, "token ids are .* expected an integer or a list of integers"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; expected a finite number"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ({"mlp_bias": True}, "mlp_bias is True; only False is supported"),
@@ -271,3 +273,9 @@ def test_json_that_is_no_object_is_refused(tmp_path: Path, value: Any) -> None:
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not exist; give a folder that holds config"):
         read_target_config(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"rope": 0}, {"windows": [[1]]}, {"windows": 3}])
+def test_a_damaged_config_of_ours_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected an object, and integers or null"):
+        TargetConfig.from_json(tiny_target().to_json() | change)

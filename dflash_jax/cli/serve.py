@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import math
 import os
 import sys
 from pathlib import Path
@@ -93,6 +94,8 @@ def run(options: argparse.Namespace) -> int:
         if not name or not target or name in pairs:
             raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
         pairs[name] = opened(target, drafter or "auto")
+    if not 0 <= options.drain < math.inf:
+        raise RequestError(f"--drain is {options.drain}; expected seconds, 0 or more")
     settings = Settings(
         api_keys=_keys(options.api_key_file),
         max_body=options.max_body,

@@ -9,7 +9,7 @@ from dflash_jax.config.fields import Fields
 from dflash_jax.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-MOST_EXPERTS = 4096
+MOST_EXPERTS, WIDEST_HEAD = 4096, 65536
 MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
 OPT_IN = ("qwen3", "qwen3_moe")  # whose sliding_window counts only with use_sliding_window
 
@@ -63,8 +63,11 @@ class AttentionConfig:
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value"
                 " heads; the first must be a multiple of the second"
             )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim is {self.head_dim}; rotary embedding needs an even number")
+        if self.head_dim % 2 or self.head_dim > WIDEST_HEAD:
+            raise ConfigError(
+                f"head_dim is {self.head_dim}; rotary embedding needs an even number, up to"
+                f" {WIDEST_HEAD}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON values; `from_json` is the inverse."""
@@ -76,6 +79,13 @@ class AttentionConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         if extra := sorted(set(fields) - known):
             raise ConfigError(f"unknown {cls.__name__} fields {extra}; known are {sorted(known)}")
+        rope, windows = fields.get("rope", {}), fields.get("windows", [])
+        listed = isinstance(windows, list) and all(type(w) in (int, type(None)) for w in windows)
+        if not (isinstance(rope, dict) and listed):
+            raise ConfigError(
+                f"rope is {rope!r} and windows are {windows!r}; expected an object, and integers"
+                " or null"
+            )
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
         }

@@ -97,6 +97,8 @@ def read_turns(path: Path) -> list[Turn]:
                 raise ValueError(f"a turn has only the fields {', '.join(sorted(known))}")
             lists: dict[str, Any] = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
             turns.append(turn := Turn(**(fields | lists)))
+            if type(turn.max_tokens) is not int:
+                raise ValueError(f"max_tokens is {turn.max_tokens!r}; expected an integer")
             if bool(turn.messages) == bool(turn.prompt_ids):
                 raise ValueError("a turn has either messages or prompt_ids")
         except (TypeError, ValueError) as error:

@@ -52,6 +52,10 @@ def test_a_call_counts_if_it_is_whole_and_fits_its_schema(body: str, valid: bool
         ('{"id": "a", "kind": "b"}', "either messages or prompt_ids"),
         ('{"kind": "b", "prompt_ids": [1]}', "line 2, is no turn: .*'id'"),
         ("{", "line 2, is no turn"),
+        (
+            '{"id": "a", "kind": "b", "prompt_ids": [1], "max_tokens": "x"}',
+            "line 2, is no turn: max_tokens is 'x'; expected an integer",
+        ),
     ],
 )
 def test_what_is_no_turn_is_refused_by_its_line(tmp_path: Path, line: str, says: str) -> None:

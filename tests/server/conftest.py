@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import functools
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,7 +74,6 @@ def run_server(
     make: Callable[[], Engine], listening: Listening, *, others: dict[str, Callable] | None = None
 ) -> Live:
     """A server in a thread, once it is ready; with others, once it listens."""
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # tests of the command line may have changed it
     found: list[Running] = []
     listens = threading.Event()
 
