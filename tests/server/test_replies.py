@@ -435,20 +435,23 @@ def test_the_shipped_template_is_recognised(tokenizer: Tokenizer) -> None:
     assert found.name == "hermes"
 
 
-def test_what_is_said_behind_a_call_stands_behind_it(tokenizer: Tokenizer) -> None:
-    text = f"{CALL}\nDone.<|im_end|>"
-    ask = asked("messages")
-    reply, events = replied(tokenizer, text, ask)
-    whole = [b["type"] for b in MessagesWriter(generation(reply, ask)).whole()["content"]]
-    chunks = streamed(MessagesWriter(generation(reply, ask)), reply, events)
-    starts = [c["content_block"]["type"] for c in chunks if c["type"] == "content_block_start"]
-    assert whole == starts == ["tool_use", "text"]
-    ask = asked("responses")
-    reply, events = replied(tokenizer, text, ask)
-    items = [i["type"] for i in ResponsesWriter(generation(reply, ask)).whole()["output"]]
-    chunks = streamed(ResponsesWriter(generation(reply, ask)), reply, events)
-    added = [c["item"]["type"] for c in chunks if c["type"] == "response.output_item.added"]
-    assert items == added == ["function_call", "message"]
+@pytest.mark.parametrize(
+    ("api", "writer", "place", "kinds"),
+    [
+        ("messages", MessagesWriter, ("content", "content_block"), ["tool_use", "text"]),
+        ("responses", ResponsesWriter, ("output", "item"), ["function_call", "message"]),
+    ],
+)
+def test_what_is_said_behind_a_call_stands_behind_it(
+    tokenizer: Tokenizer, api: str, writer: Any, place: tuple[str, str], kinds: list[str]
+) -> None:
+    ask = asked(api)
+    reply, events = replied(tokenizer, f"{CALL}\nDone.<|im_end|>", ask)
+    whole, part = place
+    assert [item["type"] for item in writer(generation(reply, ask)).whole()[whole]] == kinds
+    chunks = streamed(writer(generation(reply, ask)), reply, events)
+    begun = ("content_block_start", "response.output_item.added")
+    assert [c[part]["type"] for c in chunks if c["type"] in begun] == kinds
 
 
 @pytest.mark.parametrize("end", ["length", "stop"])
