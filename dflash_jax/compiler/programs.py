@@ -268,7 +268,8 @@ def declare(
         module, *rest = drafting
         run = functools.partial(steps.draft, module, sampled=lane != GREEDY, **wide)
         draft = Program("draft" + lane, run, (*rest, rules), (1,), (lane,))
-        drafted = jax.eval_shape(run, *draft.arguments)[1]
+        q = jax.ShapeDtypeStruct((plan.rows, plan.block - 1, target.vocab_size), jnp.float32)
+        drafted = (tokens(plan.block), q if lane != GREEDY else None, flag, count)
         (others if split else programs).append(draft)
         programs.append(program("verify", steps.verify, drafted, rules, **static))
     if split:

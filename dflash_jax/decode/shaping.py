@@ -103,3 +103,9 @@ def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logpro
     chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2) - total
     top, ids = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
     return Logprobs(chosen[:, :, 0], ids, top - total)
+
+
+def no_logprobs(rows: int, places: int, vocab: int) -> Logprobs:
+    """In the shapes of `logprobs`, zeros."""
+    one, top = (rows, places), (rows, places, min(TOP, vocab))
+    return Logprobs(jnp.zeros(one), jnp.zeros(top, jnp.int32), jnp.zeros(top))

@@ -32,7 +32,7 @@ from dflash_jax.decode.block import (
     undrafted,
     verify_block,
 )
-from dflash_jax.decode.shaping import Shaping, logprobs
+from dflash_jax.decode.shaping import Shaping, logprobs, no_logprobs
 from dflash_jax.decode.verify import frozen
 from dflash_jax.state import (
     COLUMNS,
@@ -259,11 +259,11 @@ def in_row(
     *rest: Any,
     carried: int,
 ) -> tuple[Any, ...]:
-    """A step of one row, taken out and put back: the others cost nothing and stay as they are.
+    """A `prefill` of one row, taken out and put back: the others cost nothing, stay as they are.
 
     Args:
-      step: one of the above, of all rows, which here are one.
-      rest: what a lane carries, of which `shaping` comes first; the row; the step's own
+      step: a prefill in its lane, of all rows, which here are one.
+      rest: what the lane carries, of which `shaping` comes first; the row; the step's own
         arguments, of one row but for the rules.
       carried: how many a lane carries.
     """
@@ -278,7 +278,8 @@ def in_row(
     # Once round a loop: otherwise XLA would read the row out of all rows where it is used, and
     # copy all of them to write it back.
     part = take_row(changed, row)
-    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(made, part)[1])
+    likely = no_logprobs(1, 1, rest[0].bias.shape[-1]) if carried else None
+    none = StepOutput(jnp.zeros((1, 1 + COLUMNS), jnp.int32), likely)
     first = row >= 0
     _, part, out = jax.lax.while_loop(
         lambda carry: carry[0], lambda carry: (~carry[0], *made(carry[1])), (first, part, none)

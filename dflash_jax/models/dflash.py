@@ -18,6 +18,7 @@ from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
 from dflash_jax.nn.layers import (
     GatedMLP,
     columns_of,
+    declare,
     dot,
     halves,
     norm_weight,
@@ -160,7 +161,7 @@ class DFlash(nn.Module):
             self.head = weight(self, "head", (c.hidden_size, c.choices))
         if c.draft_vocab_size:
             shape = (c.draft_vocab_size,)
-            self.d2t = self.param("d2t", nn.initializers.zeros, shape, jnp.int32)
+            self.d2t = declare(self, "d2t", nn.initializers.zeros, shape, jnp.int32)
 
     def fuse(self, taps: Sequence[Float[Array, "B T D"]]) -> Float[Array, "B T D"]:
         """c = norm(fc(taps)), the taps joined in config order."""

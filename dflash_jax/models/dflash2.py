@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.models.dflash import Attend, DFlash, DrafterAttention, Kept
-from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, product, rms_norm, weight
+from dflash_jax.nn.layers import GatedMLP, declare, dot, norm_weight, product, rms_norm, weight
 from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.state import LayerCache
 
@@ -35,7 +35,7 @@ class DynamicConvolution(nn.Module):
             return jnp.zeros(shape, dtype).at[:, 0].set(1)
 
         shape = (2, c.conv_kernel_size, c.hidden_size)
-        self.base = self.param("base", identity, shape, jnp.float32)
+        self.base = declare(self, "base", identity, shape)
         self.kernel = weight(self, "kernel", (c.hidden_size, 2 * c.conv_kernel_size * groups), 0.0)
 
     def kernels(self, x: Float[Array, "B T D"]) -> Float[Array, "B T 2 taps groups"]:

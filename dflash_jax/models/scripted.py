@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import PAIRED, DrafterConfig
 from dflash_jax.models import build_drafter
+from dflash_jax.nn.layers import declare
 from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.state import LayerCache
 
@@ -49,7 +50,7 @@ class Scripted(nn.Module):
         self.overruled = overruled
         nn.share_scope(self, overruled)
         shape = (c.script_rows, c.script_length, 2)
-        self.script = self.param("script", lambda _: jnp.zeros(shape, jnp.float32))
+        self.script = declare(self, "script", nn.initializers.zeros, shape)
 
     def __call__(
         self, x: Float[Array, "B T D"], caches: Sequence[LayerCache], start: Int[Array, " B"]
