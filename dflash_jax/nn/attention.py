@@ -52,8 +52,11 @@ def to_int8(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Array
 def _put(
     buffer: Num[Array, "B K S ..."], rows: Num[Array, "B K T ..."], start: Int[Array, " B"]
 ) -> Num[Array, "B K S ..."]:
-    update = jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice_in_dim(b, r, s, axis=1))
-    return update(buffer, rows, start)
+    along = jax.lax.ScatterDimensionNumbers(
+        tuple(range(1, buffer.ndim)), (), (2,), (0,), (0,)
+    )  # of every batch row a window of slots
+    static: dict[str, Any] = {"indices_are_sorted": True, "unique_indices": True, "mode": "clip"}
+    return jax.lax.scatter(buffer, start[:, None], rows, along, **static)
 
 
 def _put_ring(

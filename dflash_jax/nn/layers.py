@@ -9,7 +9,6 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -44,12 +43,11 @@ def declare(
     Raises:
       flax.errors.ScopeParamShapeError: the parameter has another shape.
     """
-    if not module.has_variable("params", name):
-        return module.param(name, initial, shape, dtype)
-    stored = module.get_variable("params", name)
-    if not isinstance(stored, Packed | Joined) and stored.shape != shape:
-        raise flax.errors.ScopeParamShapeError(name, "/".join(module.path), stored.shape, shape)
-    return stored
+    if module.has_variable("params", name):
+        stored = module.get_variable("params", name)
+        if isinstance(stored, Packed | Joined) or stored.shape == shape:
+            return stored
+    return module.param(name, initial, shape, dtype)
 
 
 def dot(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
@@ -72,7 +70,22 @@ def product(letters: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Flo
     Its gradient is made of such products too: those of a float32 slope and a 16-bit weight would
     run at float32's speed. No letter may be summed over that only one array has.
     """
-    return jnp.einsum(letters, x, y, precision=precision(x), preferred_element_type=jnp.float32)
+    left, right, out = letters.replace("->", ",").split(",")
+    both = [c for c in left if c in right]
+    over, along = ([c for c in both if (c in out) == kept] for kept in (False, True))
+
+    def axes(letters: list[str]) -> tuple[list[int], list[int]]:
+        return [left.index(c) for c in letters], [right.index(c) for c in letters]
+
+    made = jax.lax.dot_general(
+        x,
+        y,
+        (axes(over), axes(along)),
+        precision=precision(x),
+        preferred_element_type=jnp.float32,
+    )
+    order = [*along, *(c for c in left + right if c not in both)]
+    return jnp.transpose(made, [order.index(c) for c in out])
 
 
 def _keep_factors(letters: str, x: Array, y: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -128,7 +141,7 @@ def rms_norm(
 ) -> Float[Array, "... D"]:
     """x / rms(x) rounded to x's dtype, then times w: the rounding of Llama, Qwen3 and DFlash."""
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(eps))
+    scale = jax.lax.rsqrt(_mean_square(x32) + jnp.float32(eps))
     return (x32 * scale).astype(x.dtype) * w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
 
 
@@ -137,7 +150,7 @@ def rms_norm_from_one(
 ) -> Float[Array, "... D"]:
     """x / rms(x) times 1 + w in float32, rounded at the end: the norm of Qwen3.5."""
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(eps))
+    scale = jax.lax.rsqrt(_mean_square(x32) + jnp.float32(eps))
     w32 = 1.0 + w.astype(jnp.float32)
     return (x32 * scale * w32.reshape((1,) * (x.ndim - 1) + w.shape)).astype(x.dtype)
 
@@ -147,10 +160,14 @@ def rms_norm_wide(
 ) -> Float[Array, "... D"]:
     """x / rms(x) times w in float32, rounded once at the end: the order of Gemma 4."""
     x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(eps))
+    normed = x32 * jax.lax.rsqrt(_mean_square(x32) + jnp.float32(eps))
     if w is not None:
         normed *= w.reshape((1,) * (x.ndim - w.ndim) + w.shape).astype(jnp.float32)
     return normed.astype(x.dtype)
+
+
+def _mean_square(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
+    return jnp.expand_dims(jax.lax.reduce_sum(x * x, (x.ndim - 1,)), -1) / jnp.float32(x.shape[-1])
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
