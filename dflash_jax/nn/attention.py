@@ -52,18 +52,19 @@ def to_int8(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Array
 def _put(
     buffer: Num[Array, "B K S ..."], rows: Num[Array, "B K T ..."], start: Int[Array, " B"]
 ) -> Num[Array, "B K S ..."]:
-    along = jax.lax.ScatterDimensionNumbers(
-        tuple(range(1, buffer.ndim)), (), (2,), (0,), (0,)
-    )  # of every batch row a window of slots
-    static: dict[str, Any] = {"indices_are_sorted": True, "unique_indices": True, "mode": "clip"}
-    return jax.lax.scatter(buffer, start[:, None], rows, along, **static)
+    window = tuple(range(1, buffer.ndim))
+    along = jax.lax.ScatterDimensionNumbers(window, (), (2,), (0,), (0,))  # T slots in one
+    only: dict[str, Any] = {"indices_are_sorted": True, "unique_indices": True}
+    return jax.lax.scatter(buffer, start[:, None], rows, along, mode="clip", **only)
 
 
 def _put_ring(
     buffer: Num[Array, "B K S ..."], rows: Num[Array, "B K T ..."], start: Int[Array, " B"]
 ) -> Num[Array, "B K S ..."]:
     at = (start[:, None] + jnp.arange(rows.shape[2])[None, :]) % buffer.shape[2]  # [B, T]
-    return jax.vmap(lambda b, r, i: b.at[:, i].set(r, unique_indices=True))(buffer, rows, at)
+    window = (1, *range(3, buffer.ndim))
+    slots = jax.lax.ScatterDimensionNumbers(window, (2,), (2,), (0,), (0,))  # each by itself
+    return jax.lax.scatter(buffer, at[:, :, None], rows, slots, unique_indices=True, mode="drop")
 
 
 def slot_positions(end: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:

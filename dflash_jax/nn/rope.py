@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -60,5 +61,5 @@ def rotate(
     shape = (*cos.shape[:2], *(1,) * (x.ndim - 3), 1, cos.shape[2])
     cos, sin = (t.astype(x.dtype).reshape(shape) for t in (cos, sin))
     pairs = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
-    turned = jnp.concatenate([-sin, sin], axis=-2) * jnp.flip(pairs, axis=-2)
+    turned = jnp.concatenate([-sin, sin], axis=-2) * jax.lax.rev(pairs, (x.ndim - 1,))
     return (pairs * cos + turned).reshape(x.shape)
