@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,9 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.compiler import Executable, compile_programs, declare, resolve
 from dflash_jax.compiler.memory import budget
-from dflash_jax.compiler.programs import empty_state, idle_rules
+from dflash_jax.compiler.programs import ALL_LANES, empty_state, idle_rules
+from dflash_jax.decode import block, steps
+from dflash_jax.decode.block import forward
 from dflash_jax.state import DecodeState, read_output
 from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target
 
@@ -120,6 +124,25 @@ def test_prefixes_are_copied_a_chunk_at_a_time() -> None:
         assert program.temporary_bytes < kept.slots * 2 * 64 * 4 / 10, program.name
     assert built["put_segment"].aliased_bytes == built["put_segment"].donated_bytes > 0
     assert built["take_segment"].donated_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill_shaped", "speculative", "forced"])
+def test_a_program_looks_once_at_its_models_and_never_at_how_weights_begin(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tracing a deep model takes seconds."""
+    program = declare(plan(3), TARGET, DRAFTER, lanes=ALL_LANES)[name]
+    passes = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        passes.append(name)
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(steps, "forward", noted)
+    monkeypatch.setattr(block, "forward", noted)
+    monkeypatch.setattr(nn.initializers, "ones", None)
+    jax.make_jaxpr(program.function)(*program.arguments)
+    assert passes == [name]
 
 
 def test_no_program_calls_back_to_the_host(built: dict[tuple[int, str], Executable]) -> None:
