@@ -93,7 +93,10 @@ def draft_block(
     sampled: bool,
     min_survival: float = 0.0,
 ) -> Draft:
-    """The drafter's proposal; where its output is not finite, mask tokens that verify will drop."""
+    """The drafter's proposal; where its output is not finite, mask tokens that do not count.
+
+    A row then says what a plain step would say, drawn tokens too.
+    """
     assert pair.drafter is not None
     config = pair.drafter.config
     masks = jnp.full((state.anchor.shape[0], width - 1), config.mask_token_id, state.anchor.dtype)
@@ -113,10 +116,7 @@ def draft_block(
             method="propose",
         )
     drafts = jnp.where(found.finite[:, None], found.tokens, masks)
-    q, count = found.q_over(config.vocab_size), rules.drafts
-    if q is not None:
-        sure = jax.nn.one_hot(masks, config.vocab_size, dtype=q.dtype)
-        q = jnp.where(found.finite[:, None, None], q, sure)
+    q, count = found.q_over(config.vocab_size), jnp.where(found.finite, rules.drafts, 0)
     if found.survival is not None and min_survival > 0:
         likely = (found.survival >= min_survival).sum(axis=1, dtype=jnp.int32)
         count = jnp.minimum(count, likely)

@@ -381,6 +381,20 @@ def test_a_broken_draft_costs_a_plain_step_and_a_counter(
     assert result.stats.acceptance_lengths[:5] == [4, 1, 1, 4, 4]
 
 
+def test_what_is_drawn_beside_a_broken_draft_is_what_a_plain_step_draws(scripted: Engine) -> None:
+    """Also where the token that stands for a broken draft is the likeliest one."""
+    set_script(scripted, [float("nan")] * 100)
+    mask = scripted.drafter.mask_token_id
+    drawing = {"temperature": 1.0, "logit_bias": {mask: 6.0}, "max_tokens": 6}
+    for seed in range(3):
+        drawn, plain = (
+            scripted.generate(PROMPT, seed=seed, speculative=lane, **drawing)
+            for lane in (True, False)
+        )
+        assert drawn.stats.fallbacks["draft_not_finite"] >= 3
+        assert drawn.token_ids == plain.token_ids
+
+
 def test_three_broken_drafts_turn_drafting_off_for_the_request(
     scripted: Engine, truth: list[int]
 ) -> None:
