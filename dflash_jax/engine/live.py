@@ -65,7 +65,7 @@ class Live:
         self.ids: list[int] = []
         self.pieces: list[Piece] = []
         self.logprobs: list[TokenLogprob] = []
-        self._likely: list[TokenLogprob] = []  # of decided tokens that were not emitted yet
+        self._likely: list[TokenLogprob] = []  # of output tokens that were not emitted yet
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self.finish: controller.Finish | None = None
         self._text = OutputText(tokenizer, request.stop)
@@ -112,21 +112,25 @@ class Live:
         """
         if classify(event.finite, self.handle) is Compute.CANCELLED:
             return self.leave()
-        self._likely += likely or []
-        return self.take(event)
+        return self.take(event, likely)
 
     def leave(self) -> controller.Effects:
         """The caller left: ends the request, and counts why."""
         self.stats.recovery[f"cancelled_{self.handle.cell.reason}"] += 1
         return self.take(controller.Cancelled())
 
-    def take(self, event: controller.Event) -> controller.Effects:
+    def take(
+        self, event: controller.Event, likely: list[TokenLogprob] | None = None
+    ) -> controller.Effects:
         """Lets the controller judge an event; the effects that are left are the engine's."""
         if isinstance(event, controller.Prefilled):
             now = time.perf_counter()
             self.stats.prefill_s += now - self._started
             self._first = now - self.stats.decode_s
+        before = len(self.state.ids)
         self.state, effects = controller.advance(self.state, event, self.policy)
+        if self.request.logprobs is not None:
+            self._likely += _named(self.state.ids[before:], likely or [])
         self._look()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1
@@ -220,20 +224,18 @@ class Live:
             used += 1
         self.ids += ids[:used]
         self.stats.output_tokens = len(self.ids)
-        likely = self._name_likely(ids[:used])
+        likely, self._likely = tuple(self._likely[:used]), self._likely[len(ids) :]
         self.logprobs += likely
         self.pieces.append(Piece(ids[:used], text, likely))
-
-    def _name_likely(self, ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
-        """The steps' log-probabilities of what is given; None where a token was dictated."""
-        if self.request.logprobs is None:
-            return ()
-        known = [*self._likely, *[None] * len(ids)]
-        self._likely.clear()
-        pairs = zip(ids, known, strict=False)
-        return tuple(x if x and x.token_id == i else TokenLogprob(i, None, ()) for i, x in pairs)
 
     def _end(self, reason: controller.Finish) -> None:
         if rest := self._text.finish():
             self.pieces.append(Piece((), rest))
         self.finish = reason  # last, as other threads may look at it
+
+
+def _named(ids: tuple[int, ...], likely: list[TokenLogprob]) -> list[TokenLogprob]:
+    """A step's log-probabilities of the tokens it added; None where they were dictated."""
+    known = [*likely, *[None] * len(ids)]
+    pairs = zip(ids, known, strict=False)
+    return [x if x and x.token_id == i else TokenLogprob(i, None, ()) for i, x in pairs]

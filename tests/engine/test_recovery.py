@@ -221,6 +221,24 @@ def test_held_back_tokens_keep_their_log_probabilities(
     fast.close()
 
 
+def test_tokens_behind_dictated_ones_that_were_held_back_keep_their_log_probabilities(
+    tiny: Engine, truth: list[int], words: Any
+) -> None:
+    """A thought is closed while nothing is visible yet; the tokens behind it are the model's."""
+    close = (7, 8)
+    words(
+        close=close,
+        hidden=frozenset((*truth[:3], *close)),
+        syntax=SYNTAXES["qwen_xml"],
+        inside_thought=True,
+    )
+    keep = recovery(empty_retry=True, answer_reserve=7)
+    result = tiny.generate(PROMPT, max_tokens=10, logprobs=0, recovery=keep)
+    assert result.token_ids[:5] == [*truth[:3], *close]
+    known = [x.logprob is not None for x in result.logprobs or []]
+    assert known == [i not in (3, 4) for i in range(10)]
+
+
 def test_answers_of_one_prompt_are_recovered_one_by_one(tiny3: Engine) -> None:
     options: dict[str, Any] = {"max_tokens": 15, "temperature": 1.0, "seed": 6}
     free = tiny3.generate_many([PROMPT], n=2, **options)
