@@ -13,6 +13,8 @@ from dflash_jax.errors import ConfigError
 def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
     """Notes in a folder what is made there, or refuses a folder of something else.
 
+    A folder that holds nothing but its note may be begun anew with other settings.
+
     Args:
       note: name of the file that says what a folder is for.
       about: what decides the results that the folder holds.
@@ -21,9 +23,10 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
       ConfigError: the folder was begun with other settings, or holds other things.
     """
     path, wanted = folder / note, json.loads(json.dumps(about))
-    if not path.is_file():
-        if folder.is_dir() and any(folder.iterdir()):
-            raise ConfigError(f"{folder} holds other things; give a new folder, or one of a run")
+    others = folder.is_dir() and any(inside.name != note for inside in folder.iterdir())
+    if others and not path.is_file():
+        raise ConfigError(f"{folder} holds other things; give a new folder, or one of a run")
+    if not others:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, wanted)
     found = json.loads(path.read_text(encoding="utf-8"))

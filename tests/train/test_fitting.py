@@ -92,6 +92,9 @@ def test_more_devices_than_there_are_is_refused():
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
+    claim(tmp_path / "run", "run.json", {"target": "z"})
+    claim(tmp_path / "run", "run.json", {"target": "a", "data": "b"})  # nothing was made there
+    (tmp_path / "run" / "rows.npz").touch()
     claim(tmp_path / "run", "run.json", {"target": "a", "data": "b"})
     with pytest.raises(ConfigError, match=r"begun with other settings \(data differ\)"):
         claim(tmp_path / "run", "run.json", {"target": "a", "data": "c"})
