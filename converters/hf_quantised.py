@@ -129,7 +129,7 @@ class Scaled(_Wrapped):
             return values * scale.reshape(())
         height, width = self._source.shape(name)
         chosen = np.arange(height)[rows]
-        if scale.size == height:
+        if scale.shape in ((height,), (height, 1)):
             return values * scale.reshape(-1, 1)[chosen]
         down, across = self._block
         by_column = np.repeat(scale[chosen // down], across, axis=1)

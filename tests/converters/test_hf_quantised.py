@@ -44,6 +44,16 @@ def test_block_scales_multiply_their_block_edges_included(tmp_path):
     np.testing.assert_array_equal(source.read_rows("w", np.array([49, 3])), expected[[49, 3]])
 
 
+def test_as_many_blocks_as_rows_are_not_taken_for_rows(tmp_path):
+    codes = np.random.default_rng(2).standard_normal((8, 64)).astype(ml_dtypes.float8_e4m3fn)
+    scale = np.arange(1, 9, dtype=np.float32).reshape(2, 4)
+    float8_file(tmp_path / "model.safetensors", {"w": codes, "w_scale_inv": scale})
+    settings = {"quant_method": "fp8", "weight_block_size": [4, 16]}
+    source = dequantised(open_directory(tmp_path), settings, where="config.json")
+    expected = codes.astype(np.float32) * np.kron(scale, np.ones((4, 16), np.float32))
+    np.testing.assert_array_equal(source.read("w"), expected)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (6, 1), (6,)])
 def test_scales_of_the_tensor_and_of_rows(tmp_path, shape):
     rng = np.random.default_rng(1)
