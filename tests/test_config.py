@@ -83,6 +83,41 @@ def test_causality_of_a_drafter_follows_its_layers_unless_it_is_stated(
     assert (config.block_size, config.mask_token_id) == (8, 255)
 
 
+def test_what_qwen3_leaves_out_is_what_transformers_assumes(oracle: Path) -> None:
+    base = fields(oracle, "targets/qwen3/config.hub.json")
+    base = {k: v for k, v in base.items() if k not in ("layer_types", "sliding_window", "head_dim")}
+    base |= {"num_hidden_layers": 30, "use_sliding_window": True, "max_window_layers": None}
+    config = target_config(base)
+    assert (config.windows, config.head_dim) == ((None,) * 28 + (4096,) * 2, 128)
+    assert target_config(base | {"sliding_window": None}).windows == (None,) * 30
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    drafting = fields(oracle, "drafters/v1_full/config.json") | {"use_sliding_window": True}
+    drafting = {k: v for k, v in drafting.items() if k != "sliding_window"}
+    assert drafter_config(drafting | {"layer_types": kinds}).windows == (4096, 4096, None)
+
+
+def test_what_gpt_oss_leaves_out_is_what_transformers_assumes(oracle: Path) -> None:
+    base = fields(oracle, "targets/gpt_oss/config.hub.json")
+    left = {k: v for k, v in base.items() if k not in ("rms_norm_eps", "rope_theta", "head_dim")}
+    config = target_config(left)
+    assert (config.rms_norm_eps, config.rope.theta, config.head_dim) == (1e-5, 150000.0, 64)
+
+
+def test_a_drafters_two_block_sizes_agree(oracle: Path) -> None:
+    base = fields(oracle, "drafters/v1_full/config.json")
+    inner = base["dflash_config"] | {"block_size": 4}
+    with pytest.raises(ConfigError, match="block_size is 8, and 4 in dflash_config"):
+        drafter_config(base | {"dflash_config": inner})
+    assert drafter_config(base | {"block_size": 4, "dflash_config": inner}).block_size == 4
+
+
+def test_a_neutral_share_of_rotation_is_accepted(oracle: Path) -> None:
+    base = fields(oracle, "targets/llama3/config.hub.json")
+    assert target_config(base | {"partial_rotary_factor": 1.0}) == target_config(base)
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor is 0\.5; only 1\.0"):
+        target_config(base | {"partial_rotary_factor": 0.5})
+
+
 def test_drafter_fields_are_looked_up_inside_first_then_at_the_top(oracle: Path) -> None:
     base = fields(oracle, "drafters/v1_sliding_bidirectional/config.json")
     config = drafter_config(base)
@@ -108,6 +143,9 @@ def test_yarn_brings_its_attention_factor(oracle: Path) -> None:
     rope = target_config(base | {"rope_scaling": scaling | {"truncate": False}}).rope
     assert (rope.kind, rope.beta_fast, rope.beta_slow, rope.truncate) == ("yarn", 32.0, 1.0, False)
     assert math.isclose(rope.attention_factor, 1.3466, abs_tol=1e-4)
+    assert (
+        target_config(base | {"rope_scaling": scaling | {"factor": 0.5}}).rope.attention_factor == 1
+    )
 
 
 @pytest.mark.parametrize("config", [tiny_target(windows=(4, None, 9)), tiny_drafter(tiny_target())])

@@ -165,12 +165,13 @@ def geometry(f: Fields) -> dict[str, Any]:
         raise ConfigError(
             f"{f.where}: num_hidden_layers is {layers}; expected 1 to {MOST_LAYERS:,}"
         )
+    unsaid = 128 if f.values.get("model_type") == "qwen3" else hidden // max(heads, 1)
     return {
         "hidden_size": hidden,
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": f.integer("num_key_value_heads", heads),
-        "head_dim": f.integer("head_dim", hidden // max(heads, 1)),
+        "head_dim": f.integer("head_dim", unsaid),
         "intermediate_size": f.integer("intermediate_size"),
         "rms_norm_eps": f.number("rms_norm_eps", 1e-6),
         "attention_bias": bool(f.get("attention_bias", False)),
@@ -192,6 +193,8 @@ def rope_config(f: Fields) -> RopeConfig:
         )
     original = r.integer("original_max_position_embeddings", 0)
     original = original or f.integer("max_position_embeddings", 0)
+    f.must_be("partial_rotary_factor", 1.0)
+    r.must_be("partial_rotary_factor", 1.0)
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ConfigError(
             f"{f.where}: rope type {kind!r} is not supported; default, linear, llama3, yarn are"
@@ -207,7 +210,9 @@ def rope_config(f: Fields) -> RopeConfig:
             "beta_fast": r.number("beta_fast", 32.0),
             "beta_slow": r.number("beta_slow", 1.0),
             "truncate": bool(r.get("truncate", True)),
-            "attention_factor": r.number("attention_factor", 0.1 * math.log(factor) + 1.0),
+            "attention_factor": r.number(
+                "attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0
+            ),
         }
     r.refuse_rest()
     return RopeConfig(theta=theta, kind=kind, factor=factor, original_length=original, **extra)
@@ -215,9 +220,11 @@ def rope_config(f: Fields) -> RopeConfig:
 
 def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
     """Kind and window of each layer; Qwen3's window counts only with `use_sliding_window`."""
-    window = f.get("sliding_window")
-    enabled = f.get("use_sliding_window", f.values.get("model_type") not in OPT_IN)
-    first = f.integer("max_window_layers", num_layers)
+    opt_in = f.values.get("model_type") in OPT_IN
+    unsaid = 4096 if opt_in and "sliding_window" not in f.values else None  # as transformers has it
+    window = f.get("sliding_window", unsaid)
+    enabled = f.get("use_sliding_window", not opt_in)
+    first = f.integer("max_window_layers", 28 if opt_in else num_layers)
     if not enabled:
         window = None
     if window is not None and (type(window) is not int or window < 1):

@@ -101,6 +101,12 @@ def common_fields(fields: DrafterFields) -> dict[str, Any]:
         )
     size = geometry(f)
     layers = layer_windows(f, size["num_layers"])
+    said = [x for x in (f.get("block_size"), fields.dflash.get("block_size")) if x is not None]
+    if len(said) == 2 and said[0] != said[1]:
+        raise ConfigError(
+            f"{f.where}: block_size is {said[0]!r}, and {said[1]!r} in dflash_config; remove the"
+            " one that is wrong"
+        )
     is_causal = f.get("is_causal", fields.dflash.get("causal"))
     vocab = f.integer("vocab_size")
     reduced = f.integer("draft_vocab_size", vocab)

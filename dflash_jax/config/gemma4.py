@@ -209,15 +209,16 @@ def _full_layers(f: Fields, windows: tuple[int | None, ...]) -> dict[str, Any]:
     heads, width = f.integer("num_key_value_heads"), f.integer("head_dim", 256)
     f.used.update(("global_head_dim", "num_global_key_value_heads"))
     per_layer = f.inner("per_layer_config")
-    sizes = {i: per_layer.inner(i) for i in per_layer.values}
+    # Layers are numbered in text, by some writers with zeros in front.
+    sizes = {int(i) if i.isdecimal() else i: per_layer.inner(i) for i in per_layer.values}
     if not sizes:
         own = f.integer("num_global_key_value_heads", heads) if shared else heads
-        found = {(own, f.integer("global_head_dim", width))}
+        found = {(own, f.integer("global_head_dim", 512))}
     else:
-        full = [str(i) for i, w in enumerate(windows) if w is None]
-        if sorted(sizes) != sorted(full):
+        full = [i for i, w in enumerate(windows) if w is None]
+        if sizes.keys() != {*full} or len(sizes) != len(per_layer.values):
             raise ConfigError(
-                f"{f.where}: per_layer_config names layers {sorted(sizes)}; expected exactly the"
+                f"{f.where}: per_layer_config names layers {[*per_layer.values]}; expected the"
                 f" full-attention layers {full}"
             )
         found = {

@@ -6,6 +6,9 @@ from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields
 from dflash_jax.config.fields import Fields
 from dflash_jax.errors import ConfigError
 
+# What an absent field means to transformers, where the family differs from others.
+DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(TargetConfig):
@@ -28,7 +31,10 @@ def from_hf(f: Fields) -> GptOssConfig:
             f"{f.where} has neither rope_scaling nor rope_parameters; add the one it was"
             " published with (yarn), no other can be assumed"
         )
-    fields = dense_fields(f)
+    unsaid = {key: value for key, value in DEFAULTS.items() if f.values.get(key) is None}
+    read = Fields(f.values | unsaid, f.where)
+    fields = dense_fields(read)
+    f.used.update(read.used)
     window = f.integer("sliding_window")
     if f.get("layer_types") is None:
         alternate = ((window, None)[i % 2] for i in range(fields["num_layers"]))

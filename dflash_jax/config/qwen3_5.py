@@ -121,7 +121,6 @@ def from_hf(f: Fields) -> HybridConfig:
         recurrent=_kinds(reader, size["num_layers"]),
         **_recurrent_sizes(reader),
     )
-    _check_sections(text, config.rotary_dim // 2)
     reader.used.update(("model_type", "tie_word_embeddings", "dtype", "torch_dtype"))
     reader.refuse_rest()
     f.used.update(reader.used if text is f else ())
@@ -134,23 +133,25 @@ def _plain_rope(text: Fields, moe: bool) -> Fields:
     The three position rows of multimodal rotary embedding are equal for text, so its sections
     say nothing; the rotated part of a head is read apart.
     """
-    rope = dict(text.inner("rope_parameters").values)
-    for name in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
-        rope.pop(name, None)
-    values = text.values | {"rope_parameters": rope or None}
+    values = dict(text.values)
+    for spelling in ("rope_parameters", "rope_scaling"):
+        rope = dict(text.inner(spelling).values)
+        for name in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
+            rope.pop(name, None)
+        values[spelling] = rope or None
     if moe:  # what a token passes through in all; published files have no such field
         chosen, size = text.integer("num_experts_per_tok"), text.integer("moe_intermediate_size")
         shared = text.integer("shared_expert_intermediate_size")
         values["intermediate_size"] = chosen * size + shared
     values.setdefault("head_dim", 256)
-    reader = Fields(values, text.where)
-    reader.used.add("partial_rotary_factor")
-    return reader
+    values.pop("partial_rotary_factor", None)
+    return Fields(values, text.where)
 
 
 def _partial(text: Fields) -> float:
-    inner = text.inner("rope_parameters").number("partial_rotary_factor", 0.0)
-    return inner or text.number("partial_rotary_factor", 0.25)
+    named = [text.inner(spelling) for spelling in ("rope_parameters", "rope_scaling")]
+    found = [rope.number("partial_rotary_factor", 0.0) for rope in named]
+    return next(filter(None, found), text.number("partial_rotary_factor", 0.25))
 
 
 def _recurrent_sizes(f: Fields) -> dict[str, Any]:
@@ -161,16 +162,6 @@ def _recurrent_sizes(f: Fields) -> dict[str, Any]:
         "value_width": f.integer("linear_value_head_dim"),
         "conv_kernel": f.integer("linear_conv_kernel_dim", 4),
     }
-
-
-def _check_sections(text: Fields, pairs: int) -> None:
-    """Sections must share out all rotated pairs; which pair is whose is no matter for text."""
-    sections = text.inner("rope_parameters").get("mrope_section", [pairs])
-    numbers = isinstance(sections, list) and all(type(n) is int for n in sections)
-    if not numbers or sum(sections) != pairs:
-        raise ConfigError(
-            f"{text.where}: mrope_section {sections} does not add up to the {pairs} rotated pairs"
-        )
 
 
 def _kinds(f: Fields, layers: int) -> tuple[bool, ...]:

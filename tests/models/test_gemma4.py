@@ -302,6 +302,17 @@ def hub(oracle: Path, name: str = "gemma4", **changes: Any) -> dict[str, Any]:
     return json.loads((oracle / "targets" / name / "config.hub.json").read_text()) | changes
 
 
+def test_layers_of_deep_models_are_numbered_with_zeros_in_front(oracle: Path) -> None:
+    """As transformers saves them."""
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    deep = hub(oracle, num_hidden_layers=12, layer_types=kinds * 2)
+    own = {"num_key_value_heads": 2, "head_dim": 64}
+    plain = target_config(deep | {"per_layer_config": {"5": own, "11": own}})
+    assert target_config(deep | {"per_layer_config": {"05": own, "11": own}}) == plain
+    with pytest.raises(ConfigError, match=r"names layers \['05', '5', '11'\]"):
+        target_config(deep | {"per_layer_config": {"05": own, "5": own, "11": own}})
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -310,7 +321,7 @@ def hub(oracle: Path, name: str = "gemma4", **changes: Any) -> dict[str, Any]:
         ({"attention_bias": True}, "attention_bias is True"),
         ({"sliding_window": 0}, "sliding_window is 0; expected a positive"),
         ({"layer_types": ["sliding_attention"]}, "expected 4 entries"),
-        ({"per_layer_config": {"0": {"head_dim": 8}}}, "exactly the full-attention layers"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "expected the full-attention layers"),
         ({"num_kv_shared_layers": 3}, r"layers \[1, 3\] have no earlier layer of their kind"),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4"),
         ({"enable_moe_block": True}, "lacks 'num_experts'"),
