@@ -1,7 +1,7 @@
 """Any model on disk, opened: what it is, its configuration, its tensors under our names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,6 +143,9 @@ def _from_folder(path: Path, taps: str) -> Model:
     fields["eos_token_id"] = _stop_ids(fields, path)
     found = target_config(fields, where)
     tensors = huggingface.target(source, tied=found.tie_embeddings, folder=names.folder(found))
+    if found.tie_embeddings and "lm_head.weight" in tensors.names():
+        found = replace(found, tie_embeddings=False)
+        notes = (*notes, "head: the file's own, though tie_word_embeddings is true: they differ")
     return Model(path, "target", "Hugging Face", found, tensors, notes)
 
 

@@ -28,18 +28,15 @@ ALWAYS_IGNORED = {r"rotary_emb\.inv_freq$": "recomputed from the configuration"}
 
 
 def target(source: TensorSource, *, tied: bool, folder: Folder = PLAIN) -> Canonical:
-    """A target's folder; a tied head that repeats the embedding is dropped, another refused."""
+    """A target's folder; a tied head that repeats the embedding is dropped, another is kept."""
     found = canonical(source, ALWAYS_IGNORED | dict(folder.ignored))
     if folder.fused:
         split_experts(found, folder.fused)
     if tied and "lm_head.weight" in found.origins:
-        head = found.origins.pop("lm_head.weight").name
-        if not _equal(found, source, head):
-            raise CheckpointError(
-                f"tie_word_embeddings is true but {head} differs from the embedding table;"
-                " set tie_word_embeddings to false in config.json if the head is to be used"
-            )
-        found.ignored[head] = "tied: equal to the embedding table"
+        head = found.origins["lm_head.weight"].name
+        if _equal(found, source, head):
+            del found.origins["lm_head.weight"]
+            found.ignored[head] = "tied: equal to the embedding table"
     return found
 
 

@@ -8,6 +8,7 @@ import safetensors.numpy
 from weight_files import ORACLE
 
 from converters.load import load_drafter, load_target
+from converters.models import open_model
 from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.errors import CheckpointError, ConfigError
 
@@ -134,14 +135,17 @@ def test_all_differences_are_named_at_once(tmp_path):
         assert line in str(error.value)
 
 
-def test_a_tied_head_is_dropped_when_equal_and_refused_when_not(tmp_path):
+def test_a_tied_head_is_dropped_when_equal_and_kept_when_not(tmp_path):
     stored = safetensors.numpy.load_file(ORACLE / "targets/qwen3/model.safetensors")
     table = stored["model.embed_tokens.weight"]
     folder, config = target_folder(tmp_path, "qwen3", lm_head__weight=table)
     assert "embed" not in load_target(folder, config)
-    folder, config = target_folder(tmp_path, "qwen3", lm_head__weight=table + 1)
-    with pytest.raises(CheckpointError, match="differs from the embedding"):
-        load_target(folder, config)
+    folder, _ = target_folder(tmp_path, "qwen3", lm_head__weight=table + 1)
+    model = open_model(folder)
+    assert not model.config.tie_embeddings
+    assert "they differ" in model.notes[-1]
+    params = model.load("float32")
+    np.testing.assert_array_equal(params["head"], params["embed"] + 1)
 
 
 def test_values_that_are_not_finite_are_refused(tmp_path):
