@@ -74,6 +74,7 @@ class Alternating(Origin):
     """
 
     others: tuple[str, ...] = ()  # the stored parts after the first
+    stacked: int = 1  # parts that lie one below the other in each stored tensor
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,14 +93,43 @@ class Alternating(Origin):
         chosen = np.arange(math.prod((experts, *into)))[rows]
         if not len(chosen):
             return np.empty((0, width), self.dtype(source))
-        step, out = math.prod(into), width // len(self.names)
+        step, out = math.prod(into), width // len(self.names)  # rows of one stored tensor
         first, last = int(chosen.min()) // step, int(chosen.max()) // step + 1
         stored = slice(first * out, last * out) if into else slice(first, last)
-        shape = (last - first, out, step)
+        shape = (last - first, self.stacked, out // self.stacked, step)
         parts = [source.read_rows(name, stored).reshape(shape) for name in self.names]
-        together = np.stack(parts, axis=-1)  # [e, out, in, parts]
-        by_row = together.transpose(0, 2, 1, 3).reshape(-1, width)
+        together = np.concatenate(parts, axis=1)  # [e, parts, out, in]
+        by_row = together.transpose(0, 3, 2, 1).reshape(-1, width)
         return by_row[chosen - first * step]
+
+
+@dataclass(frozen=True)
+class Below(Origin):
+    """Stacked experts [E, out, in] of several parts, one below the other: [E, parts x out, in]."""
+
+    others: tuple[str, ...] = ()  # the stored parts after the first
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.others)
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    def shape(self, source: TensorSource) -> tuple[int, ...]:
+        experts, out, into = source.shape(self.name)
+        return experts, len(self.names) * out, into
+
+    def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        experts, height, into = self.shape(source)
+        out = height // len(self.names)
+        expert, row = np.divmod(np.arange(experts * height)[rows], height)
+        found = np.empty((len(row), into), self.dtype(source))
+        for i, name in enumerate(self.names):
+            own = row // out == i
+            found[own] = source.read_rows(name, expert[own] * out + row[own] % out)
+        return found
 
 
 class Canonical:

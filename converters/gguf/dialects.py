@@ -115,7 +115,7 @@ def _notes(fields: Fields, causal: bool | None) -> Iterator[str]:
         said = ignored if fields.get("attention.causal") is not None else ""
         yield f"inside the block sliding layers are causal, others not, as in training{said}"
     if fields.get("embedding_scale") is None and fields.architecture.startswith("gemma"):
-        yield "the file has no embedding scale; 1 is used, as the reference package does"
+        yield "the file has no embedding scale; the target's is used"
 
 
 def _taps(fields: Fields, keys: Mapping[str, str | None], choice: str) -> Taps:

@@ -20,6 +20,7 @@ from converters.gguf.dialects import (
 )
 from converters.gguf.fields import Fields, geometry, weight_dtype
 from converters.gguf.file import GgufFile
+from converters.gguf.header import GgufArray
 from converters.names.gguf import stored_name
 from converters.taps import AUTO
 from dflash_jax.config import FULL, SLIDING, DrafterConfig, drafter_config
@@ -114,7 +115,13 @@ def _windows(fields: Fields, layers: int) -> dict[str, Any]:
         return {}
     window = fields.count("attention.sliding_window", 1 << 24)
     key = "attention.sliding_window_pattern"
-    pattern = [1] * layers if fields.get(key) is None else fields.ints(key)
+    if fields.get(key) is None:
+        pattern = [1] * layers
+    elif isinstance(fields.get(key), GgufArray):
+        pattern = fields.ints(key)
+    else:  # every n-th layer is full
+        every = fields.count(key, 1024)
+        pattern = [(i + 1) % every for i in range(layers)]
     if len(pattern) != layers:
         raise ConfigError(
             f"{fields.where}: {fields.architecture}.{key} has {len(pattern)} entries;"

@@ -16,6 +16,7 @@ UNAPPLIED = {  # keys of other decoders, and the only values that change nothing
     "attention.clamp_kqv": None,
     "attn_logit_softcapping": None,
     "residual_scale": 1.0,
+    "rope.scale_linear": 1.0,
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
@@ -148,6 +149,7 @@ def geometry(
 def _scaling(fields: Fields) -> dict[str, Any] | None:
     kind = fields.get("rope.scaling.type")
     if kind in (None, "none"):
+        fields.refuse_unless({"rope.scaling.factor": 1.0} if kind is None else {})
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": fields.number("rope.scaling.factor", 1.0)}

@@ -1,11 +1,13 @@
 """Llama 3's rotary scaling recovered from the divisors a GGUF file stores instead."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
 from dflash_jax.errors import ConfigError
 
+FINE = 4096.0
 TOLERANCE = 1e-3  # divisors are stored as float32 of a few significant operations
 
 
@@ -14,7 +16,9 @@ def llama3_scaling(divisors: np.ndarray, theta: float, *, where: str) -> dict[st
 
     A divisor is 1 for short wavelengths and `factor` for long ones. Between, with
     s = original / wavelength, 1/divisor is linear in s, from 1/factor at low_freq_factor to 1 at
-    high_freq_factor. Only ratios of the three show in the divisors, so low_freq_factor is set to 1.
+    high_freq_factor. Only ratios of the three show in the divisors, so low_freq_factor is chosen:
+    1 for published settings, else so large that a whole number is exact enough for the original
+    length.
     """
     divisors = divisors.astype(np.float64)
     factor = float(divisors.max(initial=0.0))
@@ -24,13 +28,15 @@ def llama3_scaling(divisors: np.ndarray, theta: float, *, where: str) -> dict[st
             f" exceed 1 (it is {theta}); fetch the file again"
         )
     turns = theta ** (-np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)
-    for high, original in _candidates(divisors, turns, factor):
-        if np.allclose(divisors, _divisors(turns, factor, high, original), rtol=TOLERANCE):
+    for high, length in _candidates(divisors, turns, factor):
+        low = 1.0 if length == round(length) else min(FINE, 2**30 // max(length, 1.0))
+        original = round(low * length)
+        if np.allclose(divisors, _divisors(turns, factor, high, original / low), rtol=TOLERANCE):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": high,
+                "low_freq_factor": low,
+                "high_freq_factor": float(low * high),
                 "original_max_position_embeddings": original,
             }
     raise ConfigError(
@@ -38,24 +44,33 @@ def llama3_scaling(divisors: np.ndarray, theta: float, *, where: str) -> dict[st
     )
 
 
-def _candidates(divisors: np.ndarray, turns: np.ndarray, factor: float) -> list[tuple[float, int]]:
-    """Published settings first, then what the divisors between the ends determine."""
-    found = [(4.0, 8192)]
+def _candidates(
+    divisors: np.ndarray, turns: np.ndarray, factor: float
+) -> Iterator[tuple[float, float]]:
+    """Published settings first, then what the divisors between the ends leave possible.
+
+    Each is high_freq_factor and the original length, for a low_freq_factor of 1.
+    """
+    yield 4.0, 8192
     if factor <= 1.0:
-        return found
+        return
     share = (1 / divisors - 1 / factor) / (1 - 1 / factor)  # 0 long, 1 short wavelengths
     between = (share > 0.01) & (share < 0.99)
     if between.sum() >= 2:
         slope, offset = np.polyfit(turns[between], share[between], 1)
         if offset < 0:
-            high = round(1 - 1 / offset, 3)
-            found.append((high, round(-slope / offset)))
-    elif between.sum() == 1:
-        found.append((4.0, round(float((3 * share[between][0] + 1) / turns[between][0]))))
+            yield round(1 - 1 / offset, 3), round(-slope / offset)
+            yield 1 - 1 / offset, -slope / offset
+    elif between.any():  # a line through one point
+        at, of = float(turns[between][0]), float(share[between][0])
+        yield 4.0, round((3 * of + 1) / at)
+        for high in (4.0, *np.geomspace(1.01, 1e3, 400)):
+            yield high, ((high - 1) * of + 1) / at
     else:
-        longest_kept = turns[share >= 0.99].min(initial=np.inf)
-        found.append((4.0, math.ceil(4 / longest_kept)))
-    return found
+        kept, scaled = turns[share >= 0.99], turns[share <= 0.01]
+        yield 4.0, math.ceil(4 / kept.min(initial=np.inf))
+        length = float(1 / scaled.max())
+        yield max(length * float(kept.min(initial=4 / length)), 1.01), length
 
 
 def _divisors(turns: np.ndarray, factor: float, high: float, original: float) -> np.ndarray:

@@ -24,6 +24,11 @@ def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str
             f"{fields.where} holds the architecture {fields.architecture!r}; as a target this"
             f" version reads {', '.join(FAMILIES)}"
         )
+    if fields.get("attention.causal") is False:
+        raise ConfigError(
+            f"{fields.where}: {fields.architecture}.attention.causal is false; a model that looks"
+            " ahead cannot decode"
+        )
     present = set(source.names())
     if "token_embd.weight" not in present:
         raise ConfigError(f"{fields.where} has no token_embd.weight; it is not a whole target")

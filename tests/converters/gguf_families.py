@@ -25,8 +25,9 @@ def write_family(
     kind: Q = Q.F32,
     *,
     extra: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    form: Callable[[Tensors], Tensors] = lambda found: found,
 ) -> Path:
-    """A Hugging Face target of any family; `extra` may add keys and tensors."""
+    """A Hugging Face target of any family; `extra` may add keys, `form` respell tensors."""
     config = json.loads((folder / "config.json").read_text())
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     tensors = {name.removeprefix("model."): array for name, array in tensors.items()}
@@ -41,7 +42,7 @@ def write_family(
     found = outer | rename(tensors, config)
     if architecture.startswith("qwen35"):
         found["output_norm.weight"] = found["output_norm.weight"] + 1
-    for name, array in found.items():
+    for name, array in form(found).items():
         add(writer, name, array, kind)
     extra(writer)
     finish(writer)

@@ -94,6 +94,16 @@ def test_the_width_of_fc_must_fit_the_taps(tmp_path):
         read_config(open_gguf(path))
 
 
+def test_a_number_says_that_every_so_many_layers_are_full(tmp_path):
+    source = open_gguf(write_drafter(FOLDER, tmp_path / "x.gguf", "upstream"))
+    source.metadata |= {
+        "dflash.attention.sliding_window": 10,
+        "dflash.attention.sliding_window_pattern": 2,
+    }
+    windows = read_config(source)[0].windows
+    assert windows == tuple(10 if (i + 1) % 2 else None for i in range(len(windows)))
+
+
 def test_two_spellings_of_one_tensor_are_refused(tmp_path):
     path = write_drafter(FOLDER, tmp_path / "x.gguf", "upstream")
     source = open_gguf(path)

@@ -57,6 +57,60 @@ def test_a_file_gives_the_configuration_and_parameters_of_its_folder(tmp_path, n
     assert report["stored_tensors"] == report["used_tensors"] + len(report["ignored"])
 
 
+def joined(found, *, parts, name, axis):
+    """Tensors with some of each layer's in one."""
+    made = dict(found)
+    for first in [n for n in found if parts[0] in n]:
+        pieces = [made.pop(first.replace(parts[0], part)) for part in parts]
+        made[first.replace(parts[0], name)] = np.concatenate(pieces, axis=axis)
+    return made
+
+
+@pytest.mark.parametrize("kind", [Q.F32, Q.Q8_0], ids=lambda k: k.name)
+def test_gates_and_ups_may_lie_in_one_tensor(tmp_path, kind):
+    parts = {"parts": ("ffn_gate_exps", "ffn_up_exps"), "name": "ffn_gate_up_exps", "axis": 1}
+    folder = TARGETS / "gpt_oss"
+    apart = open_model(write_family(folder, tmp_path / "a.gguf", kind))
+    fused = write_family(folder, tmp_path / "b.gguf", kind, form=lambda x: joined(x, **parts))
+    together = open_model(fused)
+    assert comparable(together.config) == comparable(apart.config)
+    expected = leaves(apart.load("float32"))
+    for path, array in leaves(together.load("float32")).items():
+        np.testing.assert_array_equal(array, expected[path], path)
+
+
+def test_gates_and_ups_of_gemma_may_lie_apart(tmp_path):
+    def apart(found):
+        made = dict(found)
+        for name in [n for n in found if "ffn_gate_up_exps" in n]:
+            for i, half in enumerate(np.split(made.pop(name), 2, axis=1)):
+                made[name.replace("gate_up", ("gate", "up")[i])] = half
+        return made
+
+    folder = TARGETS / "gemma4_moe"
+    model = open_model(write_family(folder, tmp_path / "x.gguf", form=apart))
+    model.check()
+    expected = leaves(open_model(folder).load("float32"))
+    for path, array in leaves(model.load("float32")).items():
+        np.testing.assert_array_equal(array, expected[path], path)
+    rows = model.tensors.read_rows("layers.0.experts.gate_up_proj", np.array([5, 0, 3]))
+    whole = model.tensors.read("layers.0.experts.gate_up_proj")
+    np.testing.assert_array_equal(rows, whole.reshape(-1, whole.shape[-1])[[5, 0, 3]])
+
+
+def test_biases_of_a_mixture_may_lie_in_fused_tensors(tmp_path):
+    def biased(found):
+        parts = {"parts": ("attn_q.", "attn_k.", "attn_v."), "name": "attn_qkv.", "axis": 0}
+        made = joined(found, **parts)
+        for name in [n for n in made if "attn_qkv" in n or "attn_output" in n]:
+            made[name.replace("weight", "bias")] = made[name][:, 0].copy()
+        return made
+
+    model = open_model(write_family(TARGETS / "qwen3_moe", tmp_path / "x.gguf", form=biased))
+    model.check()
+    assert model.config.attention_bias
+
+
 def changes(model: Model) -> set[str]:
     return {origin.change for origin in model.tensors.origins.values()} - {""}
 
@@ -116,6 +170,9 @@ def test_keys_of_layers_that_borrow_them_are_set_aside(tmp_path):
     ("name", "key", "value", "message"),
     [
         ("qwen3_moe", "qwen3moe.expert_gating_func", 2, "expert_gating_func is 2"),
+        ("qwen3_moe", "qwen3moe.attention.causal", False, "causal is false"),
+        ("qwen3_moe", "qwen3moe.rope.scale_linear", 4.0, "does not apply"),
+        ("qwen3_moe", "qwen3moe.rope.scaling.factor", 4.0, "does not apply"),
         ("qwen3_moe", "qwen3moe.expert_count", 5000, "expert_count is 5000"),
         ("qwen3_moe", "qwen3moe.expert_weights_scale", 2.5, "does not apply"),
         ("qwen3_5", "qwen35.nextn_predict_layers", 5, "nextn_predict_layers is 5"),

@@ -59,6 +59,9 @@ def test_quantised_rows_are_reordered_whole(tmp_path, kind):
         (500000.0, 64, 32.0, 1.0, 4.0, 8192),
         (50000.0, 128, 8.0, 2.0, 6.0, 4096),
         (50000.0, 16, 8.0, 1.0, 4.0, 64),
+        (10000.0, 32, 3.0, 1.0, 2.0, 40),  # one pair between the ends
+        (10000.0, 16, 3.0, 1.0, 1.2, 40),  # none
+        (10000.0, 32, 5.0, 2.0, 19.0, 77),
     ],
 )
 def test_rotary_scaling_is_recovered_from_its_divisors(theta, width, factor, low, high, original):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from converters.canonical import Origin
+from converters.canonical import Below, Origin
 from converters.gguf.fields import Fields, geometry
 from converters.gguf.file import GgufFile
 from converters.gguf.header import GgufArray
@@ -172,6 +172,9 @@ def origin(name: str, config: Gemma4Config, shapes: Shapes) -> Origin | None:
         stored = f"blk.{match[1]}.{LAYER[match[2]]}"
     else:
         stored = OUTER[name] if name in OUTER else stored_name(name)
+    apart = [stored.replace("gate_up", which) for which in ("gate", "up")]
+    if stored not in shapes and shapes.keys() >= {*apart}:
+        return Below(apart[0], change="gates above ups", others=(apart[1],))
     return Origin(stored) if stored in shapes else None
 
 

@@ -79,12 +79,18 @@ def origin(name: str, config: GptOssConfig, shapes: dense.Shapes) -> Origin | No
     layer, stem = match.groups() if match else ("", name)
     if stem in STACKS:
         stored = [f"blk.{layer}.{part}" for part in STACKS[stem]]
+        fused = stored[0].replace("ffn_gate_exps", "ffn_gate_up_exps")
+        stacked = 1
+        if fused in shapes and stored[0] not in shapes:
+            stored, stacked = [fused], 2
         axes = {len(shapes.get(part, ())) for part in stored}
         if axes != {2 if stem.endswith("_bias") else 3}:
             return None
-        words = "inputs first" if len(stored) == 1 else "gates and ups alternate, inputs first"
+        one = len(STACKS[stem]) == 1
+        words = "inputs first" if one else "gates and ups alternate, inputs first"
         words = "gates and ups alternate" if stem.endswith("_bias") else words
-        return Alternating(stored[0], change=f"stacked experts: {words}", others=tuple(stored[1:]))
+        said = f"stacked experts: {words}"
+        return Alternating(stored[0], change=said, others=tuple(stored[1:]), stacked=stacked)
     stored = f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name)
     return Origin(stored) if stored in shapes else dense.origin(name, config, shapes)
 
