@@ -101,6 +101,12 @@ def _convert_verb(verbs: Any) -> None:
         default=convert.SAFETENSORS,
         help="a Hugging Face folder (safetensors) or a checkpoint of ours (orbax)",
     )
+    verb.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder whose tokenizer is copied, where a .gguf file's cannot be rebuilt",
+    )
     verb.add_argument("--dry-run", action="store_true", help="only account for every tensor")
 
 
@@ -117,6 +123,7 @@ def _convert(options: argparse.Namespace) -> int:
             to=options.to,
             dtype=options.dtype,
             overwrite=options.overwrite,
+            tokenizer=options.tokenizer,
             progress=progress,
         )
     _print(options, report, [*convert.lines(report), f"written to {options.destination}"])

@@ -11,9 +11,9 @@ from converters import names
 from converters.export import HUGGING_FACE, Weights, export
 from converters.gguf import GgufFile
 from converters.load import Progress, float_dtype
-from converters.models import Model
+from converters.models import Model, companions
 from dflash_jax.checkpoint import new_path, write
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, TokenizerError
 
 AUTO = "auto"
 REPORT = "conversion.json"
@@ -71,6 +71,7 @@ def convert(
     to: str = SAFETENSORS,
     dtype: str = AUTO,
     overwrite: bool = False,
+    tokenizer: Path | None = None,
     progress: Progress = lambda name, weights: None,
 ) -> dict[str, Any]:
     """Writes the model and returns the inventory, which is also kept in it.
@@ -78,12 +79,13 @@ def convert(
     Args:
       to: "safetensors", a Hugging Face folder, or "orbax", a checkpoint of ours: larger models
         must then fit into memory.
+      tokenizer: a folder whose tokenizer is copied, in place of the model's own.
     """
     keep_apart(model, path)
     kind = chosen_dtype(model, dtype)
     report = inventory(model, kind)
     text = json.dumps(report, indent=1) + "\n"
-    files = model.companions() | {REPORT: text}
+    files = _companions(model, tokenizer) | {REPORT: text}
     if to == ORBAX:
         config = dataclasses.replace(model.config, dtype=kind)
         needed = sum(math.prod(slot.shape) for slot in names.slots(config))
@@ -93,6 +95,20 @@ def convert(
     weights = Weights(model.config, model.tensors, files)
     export(weights, path, layout=HUGGING_FACE, dtype=kind, overwrite=overwrite, progress=progress)
     return report
+
+
+def _companions(model: Model, tokenizer: Path | None) -> dict[str, str | Path]:
+    """Tokenizer and generation files; a drafter does without."""
+    if tokenizer is None:
+        try:
+            return model.companions()
+        except TokenizerError:
+            if model.role == "target":
+                raise
+            return {}
+    if "tokenizer.json" not in (found := companions(tokenizer)):
+        raise CheckpointError(f"{tokenizer} holds no tokenizer.json; give a folder that does")
+    return found
 
 
 def keep_apart(model: Model, path: Path) -> None:

@@ -71,10 +71,18 @@ class Model:
         return stored_specs(self.tensors, self.config)
 
     def companions(self) -> dict[str, str | Path]:
-        """Tokenizer and generation files by name: texts where rebuilt, paths where they exist."""
+        """Tokenizer and generation files by name: texts where rebuilt, paths where they exist.
+
+        Raises TokenizerError for a file whose tokenizer cannot be rebuilt.
+        """
         if isinstance(self.tensors.source, GgufFile):
             return dict(tokenizer_files(self.tensors.source.metadata))
-        return {name: self.path / name for name in COMPANIONS if (self.path / name).is_file()}
+        return companions(self.path)
+
+
+def companions(folder: Path) -> dict[str, str | Path]:
+    """Tokenizer and generation files of a folder, by name."""
+    return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
 
 
 def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) -> Model:

@@ -16,6 +16,10 @@ class CheckpointError(DFlashError):
     """Weight or tokenizer files that are missing, damaged or do not fit their configuration."""
 
 
+class TokenizerError(CheckpointError):
+    """A tokenizer that cannot be rebuilt from what a file says; token ids can still be given."""
+
+
 class PlanError(DFlashError):
     """A plan that contradicts itself, the models or the memory of the device."""
 

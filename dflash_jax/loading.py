@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.resources
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -29,7 +30,7 @@ from dflash_jax.config import (
     read_target_config,
 )
 from dflash_jax.engine.engine import Engine
-from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
+from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError, TokenizerError
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import with_kernel
 from dflash_jax.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ def load(
     *,
     plan: Plan | None = None,
     taps: str = AUTO,
+    tokenizer: Source | None = None,
 ) -> Engine:
     """A ready engine.
 
@@ -58,6 +60,8 @@ def load(
       plan: what to decide differently from the defaults.
       taps: how a drafter file numbers the target layers it reads, "raw" or "plus1", where the
         file leaves doubt.
+      tokenizer: a folder with tokenizer.json, in place of the target's own. Where a file's
+        tokenizer cannot be rebuilt a warning says so, and only token ids can be given.
 
     Raises:
       ConfigError, CheckpointError: a model that cannot be run, or a pair that does not fit.
@@ -66,7 +70,8 @@ def load(
     plan = Plan() if plan is None else plan
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {plan!r}; expected None, or a dj.Plan(...)")
-    return open_pair(target, drafter, taps=taps, taps_at=plan.taps_at).engine(plan)
+    pair = open_pair(target, drafter, taps=taps, taps_at=plan.taps_at, tokenizer=tokenizer)
+    return pair.engine(plan)
 
 
 class OpenModel(Protocol):
@@ -83,6 +88,10 @@ class OpenModel(Protocol):
 
     def stored(self) -> dict[str, Spec]:
         """How its matrices are packed on disk, by path."""
+        ...
+
+    def companions(self) -> dict[str, str | Path]:
+        """Its tokenizer's files by name, each a path or its text."""
         ...
 
 
@@ -142,6 +151,7 @@ def open_pair(
     *,
     taps: str = AUTO,
     taps_at: str = AUTO,
+    tokenizer: Source | None = None,
 ) -> OpenPair:
     """Opens a pair without reading its weights; arguments as for `load`, and of its plan."""
     tune_allocator()
@@ -150,12 +160,26 @@ def open_pair(
     target_path, drafter_path = _paths(target, drafter)
     found = open_model(target_path, role="target")
     drafting = open_model(drafter_path, role="drafter", taps=taps) if drafter_path else None
-    tokenizer = Tokenizer.from_files(found.companions(), where=str(target_path))
-    pair = OpenPair(found, drafting, tokenizer)
+    pair = OpenPair(found, drafting, _tokenizer(found, target_path, tokenizer))
     target_config, drafter_config = pair.configs
     if drafter_config:
         check_pair(target_config, drafter_config, taps_at=taps_at)
     return pair
+
+
+def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer | None:
+    """The tokenizer of a folder that was given, or a model's own."""
+    if given is not None:
+        folder = locate(given, "target")
+        found = Tokenizer.from_directory(folder)
+        if found is None:
+            raise CheckpointError(f"{folder} holds no tokenizer.json; give a folder that does")
+        return found
+    try:
+        return Tokenizer.from_files(model.companions(), where=str(path))
+    except TokenizerError as error:
+        warnings.warn(f"{error}. Without it only token ids can be given", stacklevel=4)
+        return None
 
 
 def describe(
@@ -307,8 +331,10 @@ class TargetModel:
         return ForwardOutput(logits, hidden)
 
 
-def load_target(source: Source = SHIPPED, *, dtype: Dtype = "float32") -> TargetModel:
-    """A target alone; `dtype` is float32, bfloat16 or float16."""
+def load_target(
+    source: Source = SHIPPED, *, dtype: Dtype = "float32", tokenizer: Source | None = None
+) -> TargetModel:
+    """A target alone; `dtype` is float32, bfloat16 or float16, `tokenizer` as for `load`."""
     tune_allocator()
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype is {dtype!r}; expected float32, bfloat16 or float16")
@@ -316,8 +342,8 @@ def load_target(source: Source = SHIPPED, *, dtype: Dtype = "float32") -> Target
 
     found = open_model(locate(source, "target"), role="target")
     params = jax.device_put(found.load(dtype))
-    tokenizer = Tokenizer.from_files(found.companions(), where=str(found.path))
-    return TargetModel(_as(TargetConfig, found.config), params, dtype, tokenizer=tokenizer)
+    chosen = _tokenizer(found, found.path, tokenizer)
+    return TargetModel(_as(TargetConfig, found.config), params, dtype, tokenizer=chosen)
 
 
 def _forward(

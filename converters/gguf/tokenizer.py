@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.gguf.header import GgufArray
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, TokenizerError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 MAX_TOKENS = 1 << 22
@@ -32,6 +32,7 @@ PATTERNS = {
         rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
     ),
 }
+SAME_AS = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 NORMALISED = frozenset({"qwen2", "qwen35"})  # to NFC
 WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "gpt-4o"})  # a word in the vocabulary is not split
 STARTS_BY_DEFAULT = frozenset({"llama-bpe"})  # with the beginning-of-sequence token
@@ -55,7 +56,7 @@ SPACE = "\u2581"  # what Gemma's vocabulary has for a space
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The texts of tokenizer.json and tokenizer_config.json; empty where a file has no tokenizer.
 
-    Raises CheckpointError for a tokenizer that cannot be rebuilt from metadata.
+    Raises TokenizerError for a tokenizer that cannot be rebuilt from metadata.
     """
     if "tokenizer.ggml.model" not in metadata:
         return {}
@@ -138,12 +139,12 @@ def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
+    kind, pre = metadata["tokenizer.ggml.model"], _pre(metadata)
     if kind != "gpt2" or pre not in PATTERNS:
-        raise CheckpointError(
+        raise TokenizerError(
             f"the tokenizer {kind!r} with the word pattern {pre!r} cannot be rebuilt; known are"
-            f" 'gemma4', and 'gpt2' with {', '.join(PATTERNS)}. Give the folder of the original"
-            " tokenizer"
+            f" 'gemma4', and 'gpt2' with {', '.join((*PATTERNS, *SAME_AS))}. Give the folder of the"
+            " original tokenizer (--tokenizer, or tokenizer=)"
         )
     tokens, kinds = _tokens(metadata)
     vocabulary = _vocabulary(tokens, kinds)
@@ -174,6 +175,12 @@ def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
             "merges": _merges(metadata, vocabulary),
         },
     }
+
+
+def _pre(metadata: Mapping[str, Any]) -> Any:
+    """The name of the word pattern; some have several."""
+    named = metadata.get("tokenizer.ggml.pre")
+    return SAME_AS.get(named, named) if isinstance(named, str) else named
 
 
 def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
@@ -218,7 +225,7 @@ def _merges(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> list[lis
 def _starts(metadata: Mapping[str, Any]) -> bool:
     if metadata.get("tokenizer.ggml.model") == "gemma4":
         return True  # whatever the file says
-    default = metadata.get("tokenizer.ggml.pre") in STARTS_BY_DEFAULT
+    default = _pre(metadata) in STARTS_BY_DEFAULT
     return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
 
 

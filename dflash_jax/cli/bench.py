@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli.options import (
-    chosen_drafter,
     chosen_plan,
     model_options,
     new_verb,
+    open_pair,
     telling,
     use_compilation_cache,
 )
@@ -116,11 +116,7 @@ def _levels(text: str) -> list[int]:
 def _engine(options: argparse.Namespace, rows: int) -> Any:
     with telling("loading", quiet=options.json):
         use_compilation_cache()
-        from dflash_jax import loading
-
-        pair = loading.open_pair(
-            options.target, chosen_drafter(options), taps=options.taps, taps_at=options.taps_at
-        )
+        pair = open_pair(options)
         plan = dataclasses.replace(chosen_plan(options), rows=max(rows, options.rows))
         if not plan.max_length:
             plan = dataclasses.replace(plan, max_length=min(1024, pair.configs[0].max_length))

@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 from dflash_jax.cli.options import (
-    chosen_drafter,
     conversation_plan,
     model_options,
     new_verb,
+    open_pair,
     telling,
     use_compilation_cache,
 )
@@ -70,11 +70,7 @@ def run(options: argparse.Namespace) -> int:
 def _load(options: argparse.Namespace) -> Any:
     with telling("loading", quiet=False):
         use_compilation_cache()
-        from dflash_jax import loading
-
-        pair = loading.open_pair(
-            options.target, chosen_drafter(options), taps=options.taps, taps_at=options.taps_at
-        )
+        pair = open_pair(options)
         engine = pair.engine(conversation_plan(options, pair))
     if engine.tokenizer is None or engine.tokenizer.template is None:
         raise RequestError("this model ships no chat template; use `dflash-jax generate --raw`")

@@ -9,6 +9,7 @@ from dflash_jax.cli.options import (
     chosen_plan,
     model_options,
     new_verb,
+    open_pair,
     use_compilation_cache,
 )
 from dflash_jax.errors import RequestError
@@ -44,10 +45,7 @@ def run(options: argparse.Namespace) -> int:
     device = DEVICES.get(options.device or "") or find_device(jax.local_devices()[0].device_kind)
     plan = chosen_plan(options)
     if plan.weights == "packed":
-        pair = loading.open_pair(
-            options.target, chosen_drafter(options), taps=options.taps, taps_at=options.taps_at
-        )
-        plan = pair.with_stored(plan)
+        plan = open_pair(options).with_stored(plan)
     if options.device:
         from dflash_jax.compiler import resolve
 

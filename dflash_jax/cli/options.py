@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ def model_options(verb: argparse.ArgumentParser) -> None:
         choices=("auto", "raw", "plus1"),
         default="auto",
         help="how a drafter file numbers target layers: raw or plus1, where it leaves doubt",
+    )
+    models.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="folder with tokenizer.json, where the target's own cannot be used",
     )
     models.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16")
     models.add_argument(
@@ -150,6 +156,24 @@ def chosen_drafter(options: argparse.Namespace) -> str | None:
     return None if options.drafter == "none" else options.drafter
 
 
+def open_pair(options: argparse.Namespace) -> Any:
+    """The chosen models, not yet read; doubts are told on standard error."""
+    from dflash_jax import loading
+
+    with warnings.catch_warnings(record=True) as doubts:
+        warnings.simplefilter("always")
+        pair = loading.open_pair(
+            options.target,
+            chosen_drafter(options),
+            taps=options.taps,
+            taps_at=options.taps_at,
+            tokenizer=options.tokenizer,
+        )
+    for doubt in doubts:
+        print(f"dflash-jax: {doubt.message}", file=sys.stderr)
+    return pair
+
+
 def load_engine(
     options: argparse.Namespace,
     prompts: Callable[[Any], list[list[int]]],
@@ -170,11 +194,7 @@ def load_engine(
     """
     with telling("loading", quiet=quiet):
         use_compilation_cache()
-        from dflash_jax import loading
-
-        pair = loading.open_pair(
-            options.target, chosen_drafter(options), taps=options.taps, taps_at=options.taps_at
-        )
+        pair = open_pair(options)
         ids = prompts(pair.tokenizer)
         plan = chosen_plan(options)
         if not plan.max_length:

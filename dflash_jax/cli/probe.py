@@ -17,6 +17,7 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument("--overwrite", action="store_true", help="replace an existing file")
     verb.add_argument("--top", type=int, default=5, help="likeliest next tokens to print")
     verb.add_argument("--target", default="tiny")
+    verb.add_argument("--tokenizer", metavar="DIR", help="folder with tokenizer.json")
     verb.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
     verb.add_argument("--json", action="store_true")
 
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError(f"{options.out} exists; choose another name or add --overwrite")
     if options.out and options.out.suffix not in (".npz", ".safetensors"):
         raise RequestError(f"{options.out} must end in .safetensors or .npz")
-    model = loading.load_target(options.target, dtype=options.dtype)
+    model = loading.load_target(options.target, dtype=options.dtype, tokenizer=options.tokenizer)
     tokenizer = model.tokenizer
     ids = prompt_ids(options, tokenizer)
     output = model.forward([ids])

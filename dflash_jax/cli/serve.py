@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli.options import (
-    chosen_drafter,
     conversation_plan,
     model_options,
     new_verb,
+    open_pair,
     use_compilation_cache,
 )
 from dflash_jax.errors import RequestError
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     if options.queue < 1 or not 0 <= options.port < 2**16:
         raise RequestError("--queue has to be at least 1 and --port from 0 to 65535")
     opened = functools.partial(loading.open_pair, taps=options.taps, taps_at=options.taps_at)
-    pairs = {_name(options): opened(options.target, chosen_drafter(options))}
+    pairs = {_name(options): open_pair(options)}
     for text in options.model:
         name, _, paths = text.partition("=")
         target, _, drafter = paths.partition(",")

@@ -259,7 +259,8 @@ def token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> tupl
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError(
-                "the prompt is text, but this model ships no tokenizer.json; give token ids"
+                "the prompt is text, but this model ships no tokenizer.json; give token ids, or"
+                " load it with the tokenizer= of another folder"
             )
         prompt = tokenizer.encode(prompt)
     try:

@@ -3,11 +3,16 @@ import json
 import gguf
 import pytest
 import tokenizers
+from gguf_families import write_family
 from gguf_models import finish
+from weight_files import ORACLE
 
+import dflash_jax as dj
 from converters.gguf import open_gguf
 from converters.gguf.tokenizer import PATTERNS, stop_ids, tokenizer_files
+from dflash_jax.cli import main
 from dflash_jax.errors import CheckpointError
+from dflash_jax.loading import locate
 
 TEXTS = [
     "Hello, world! it's 12345 o'clock\n\n  indented\tTABS",
@@ -184,6 +189,45 @@ def test_chat_templates_are_carried_by_name(tmp_path):
     first, second = (json.loads(tokenizer_files(m)["tokenizer_config.json"]) for m in (one, both))
     assert first["chat_template"] == "A"
     assert sorted(second["chat_template"], key=lambda t: t["name"]) == templates
+
+
+@pytest.mark.parametrize(("name", "same"), [("llama3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2")])
+def test_some_word_patterns_have_several_names(tmp_path, name, same):
+    core = trained(PATTERNS[same], normalise=same == "qwen2", whole=same == "llama-bpe")
+    one, other = (write(tmp_path / f"{pre}.gguf", core, pre) for pre in (name, same))
+    assert tokenizer_files(one) == tokenizer_files(other)
+
+
+def test_a_model_whose_tokenizer_cannot_be_rebuilt_takes_ids_or_another_folders(tmp_path):
+    def unknown(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["a", "b"])
+
+    path = write_family(ORACLE / "targets/qwen3", tmp_path / "x.gguf", extra=unknown)
+    with pytest.warns(UserWarning, match="cannot be rebuilt.*only token ids can be given"):
+        model = dj.load_target(path)
+    assert model.tokenizer is None
+    assert model.forward([[1, 2, 3]]).logits.shape[1] == 3
+    tokenizer = dj.load_target(path, tokenizer="tiny").tokenizer
+    assert tokenizer is not None
+    assert tokenizer.encode("hello") == dj.load_target("tiny").tokenizer.encode("hello")
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json"):
+        dj.load_target(path, tokenizer=ORACLE / "targets/qwen3")
+
+
+def test_a_tokenizer_is_copied_from_a_folder_where_it_cannot_be_rebuilt(tmp_path, capsys):
+    def unknown(writer):
+        writer.add_tokenizer_model("llama")
+
+    path = write_family(ORACLE / "targets/qwen3", tmp_path / "x.gguf", extra=unknown)
+    assert main(["convert", str(path), str(tmp_path / "out")]) == 1
+    assert "cannot be rebuilt" in capsys.readouterr().err
+    folder = str(locate("tiny", "target"))
+    assert main(["convert", str(path), str(tmp_path / "out"), "--tokenizer", folder]) == 0
+    copied = (tmp_path / "out" / "tokenizer.json").read_bytes()
+    assert copied == (locate("tiny", "target") / "tokenizer.json").read_bytes()
+    assert main(["convert", str(path), str(tmp_path / "b"), "--tokenizer", str(tmp_path)]) == 1
+    assert "holds no tokenizer.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
