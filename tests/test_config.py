@@ -103,6 +103,20 @@ def test_what_gpt_oss_leaves_out_is_what_transformers_assumes(oracle: Path) -> N
     assert (config.rms_norm_eps, config.rope.theta, config.head_dim) == (1e-5, 150000.0, 64)
 
 
+def test_a_window_of_all_layers_outranks_their_types(oracle: Path) -> None:
+    """As ModelOpt writes it."""
+    base = fields(oracle, "drafters/v1_full/config.json")
+    plain = drafter_config(base)
+    extra = {"use_swa": True, "swa_window_size": 9, "causal": False, "has_embed_tokens": False}
+    config = drafter_config(base | {"dflash_config": base["dflash_config"] | extra})
+    assert config == dataclasses.replace(plain, windows=(9, 9, 9), causal=(False,) * 3)
+    extra = {"use_swa": False, "swa_window_size": 9, "rope_is_neox_style": True}
+    assert drafter_config(base | {"dflash_config": base["dflash_config"] | extra}) == plain
+    for wrong in ({"use_swa": True}, {"rope_is_neox_style": False}, {"attention_value_scale": 0.6}):
+        with pytest.raises(ConfigError, match=next(reversed(wrong)).replace("use_", "")):
+            drafter_config(base | wrong)
+
+
 def test_a_drafters_two_block_sizes_agree(oracle: Path) -> None:
     base = fields(oracle, "drafters/v1_full/config.json")
     inner = base["dflash_config"] | {"block_size": 4}

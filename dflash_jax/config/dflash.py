@@ -73,6 +73,14 @@ class DrafterFields:
         return value
 
 
+# Fields of relatives, and the only values that change nothing here.
+NEUTRAL = {
+    "rope_is_neox_style": True,
+    "attention_value_scale": 1.0,
+    "attention_sink_bias": False,
+}
+
+
 def from_hf(fields: DrafterFields) -> DrafterConfig:
     """The config of a v1 drafter; causal ones are JetSpec's."""
     return DrafterConfig(**common_fields(fields))
@@ -101,6 +109,16 @@ def common_fields(fields: DrafterFields) -> dict[str, Any]:
         )
     size = geometry(f)
     layers = layer_windows(f, size["num_layers"])
+    if fields.flag("use_swa", False):  # ModelOpt's: in every layer, whatever their types say
+        width = pick("swa_window_size").integer("swa_window_size")
+        if width < 1:
+            raise ConfigError(f"{f.where}: swa_window_size is {width}; expected a positive integer")
+        layers = [(SLIDING, width)] * size["num_layers"]
+    pick("swa_window_size")
+    fields.dflash.used.update(("swa_window_size", "has_embed_tokens"))
+    f.used.add("has_embed_tokens")  # the weights say it
+    for name, neutral in NEUTRAL.items():
+        pick(name).must_be(name, neutral)
     said = [x for x in (f.get("block_size"), fields.dflash.get("block_size")) if x is not None]
     if len(said) == 2 and said[0] != said[1]:
         raise ConfigError(
