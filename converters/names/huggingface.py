@@ -66,7 +66,23 @@ def drafter(source: TensorSource, config: DrafterConfig) -> Canonical:
     ignored |= {} if config.own_embedding else {r"^embed_tokens\.weight$": borrowed}
     ignored |= {} if config.own_head else {r"^lm_head\.weight$": borrowed}
     ignored |= {} if config.draft_vocab_size else {r"^d2t$": "the vocabulary is not reduced"}
+    if config.draft_vocab_size:
+        _check_mask(source)
     return canonical(source, ALWAYS_IGNORED | ignored)
+
+
+def _check_mask(source: TensorSource) -> None:
+    """t2d, where it was filled, marks the tokens that d2t lists."""
+    stored = {strip(name): name for name in source.names()}
+    if not {"d2t", "t2d"} <= stored.keys():
+        return
+    offsets, mask = (source.read(stored[name]).reshape(-1) for name in ("d2t", "t2d"))
+    listed = np.arange(len(offsets)) + offsets
+    if mask.any() and not np.array_equal(np.flatnonzero(mask), listed):
+        raise CheckpointError(
+            f"{stored['t2d']} marks {np.count_nonzero(mask)} tokens, and not the {len(listed)} that"
+            f" {stored['d2t']} lists; fetch or export the drafter again"
+        )
 
 
 def owned(source: TensorSource, config: DrafterConfig) -> DrafterConfig:

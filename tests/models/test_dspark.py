@@ -211,6 +211,12 @@ def test_speculators_folders_with_a_reduced_vocabulary(tmp_path: Path, kind: str
     weights = export.Weights(model.config, model.tensors)
     with pytest.raises(ConfigError, match="no published form"):
         export.export(weights, tmp_path / "x", layout="huggingface", dtype="float32")
+    mask = np.isin(np.arange(97), params["d2t"] + np.arange(40))
+    save_file(tensors | {"t2d": mask}, tmp_path / "model.safetensors")
+    open_model(tmp_path).check()
+    save_file(tensors | {"t2d": ~mask}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="t2d marks 57 tokens, and not the 40 that d2t"):
+        open_model(tmp_path)
     save_file(tensors | {"d2t": np.zeros(40, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="d2t holds F32, expected integers"):
         open_model(tmp_path).check()
