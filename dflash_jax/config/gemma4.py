@@ -187,6 +187,7 @@ def _ropes(f: Fields) -> tuple[RopeConfig, RopeConfig]:
     both = f.inner("rope_parameters")
     sliding, full = both.inner(SLIDING), both.inner(FULL)
     both.used.update((SLIDING, FULL))
+    both.must_be("rope_type", "default", "proportional")  # a writer's slip where all are full
     sliding.must_be("rope_type", "default")
     full.must_be("rope_type", "proportional")
     found = (

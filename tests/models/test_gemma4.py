@@ -313,6 +313,14 @@ def test_layers_of_deep_models_are_numbered_with_zeros_in_front(oracle: Path) ->
         target_config(deep | {"per_layer_config": {"05": own, "5": own, "11": own}})
 
 
+def test_a_rope_type_beside_those_of_the_layers_says_nothing(oracle: Path) -> None:
+    """As transformers saves models whose layers are all full."""
+    base = hub(oracle)
+    ropes = base["rope_parameters"]
+    beside = base | {"rope_parameters": ropes | {"rope_type": "default"}}
+    assert target_config(beside) == target_config(base)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
