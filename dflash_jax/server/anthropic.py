@@ -28,6 +28,7 @@ class MessagesRequest(Common, kw_only=True):
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thread: Any = None
     # Accepted, and without effect here.
     context_management: Any = None
     cache_control: Any = None
@@ -38,6 +39,8 @@ class MessagesRequest(Common, kw_only=True):
 def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
     """The request as an `Ask`; `counting` asks for no max_tokens."""
     found, unknown = decode(body, MessagesRequest)
+    if found.thread is not None:
+        raise _no_threads()
     if found.max_tokens is None and not counting:
         raise Problem(400, "max_tokens is missing", param="max_tokens")
     output = found.output_config or {}
@@ -81,6 +84,15 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
         clamp=True,
         **asked | more,
     )
+
+
+def _no_threads() -> Problem:
+    """What makes Anthropic's clients send the whole conversation instead."""
+    return Problem(
+        400, "thread is not supported: nothing is stored here; send the whole conversation",
+        param="thread",
+        details={"error_code": "thread_unsupported_request"},
+    )  # fmt: skip
 
 
 def _is_begun(messages: list[dict[str, Any]]) -> bool:

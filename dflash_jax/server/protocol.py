@@ -18,7 +18,12 @@ MOST_CHOICES = 64
 
 
 class Problem(Exception):
-    """A request that ends in an error object. `retry_s` becomes a Retry-After header."""
+    """A request that ends in an error object.
+
+    Args:
+      retry_s: becomes a Retry-After header.
+      details: Anthropic's, for programs.
+    """
 
     def __init__(
         self,
@@ -28,10 +33,11 @@ class Problem(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_s: int | None = None,
+        details: dict[str, Any] | None = None,
     ):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_s = retry_s
+        self.retry_s, self.details = retry_s, details
 
     @property
     def kind(self) -> str:
@@ -47,8 +53,10 @@ class Problem(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """The body; the outer `type` is for Anthropic's clients, the rest is OpenAI's."""
-        inner = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"type": "error", "error": inner}
+        inner: dict[str, Any] = {"message": self.message, "type": self.kind}
+        inner |= {"param": self.param, "code": self.code}
+        more = {"details": self.details} if self.details else {}
+        return {"type": "error", "error": inner | more}
 
 
 AUTO = Choice("auto")

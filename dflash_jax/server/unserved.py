@@ -15,6 +15,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
+    "compaction": (),
     "container": (),
     "continue_final_message": (False,),
     "documents": ([],),

@@ -81,3 +81,25 @@ def test_streamed_calls_are_the_whole_ones(shipped: Live) -> None:
     )
     items = [item for item in response.output if item.type == "function_call"]
     assert [json.loads(item.arguments) for item in items] == used
+
+
+def test_anthropics_tool_runner_sends_the_whole_conversation(shipped: Live) -> None:
+    from anthropic import beta_tool
+
+    heard: list[str] = []
+
+    @beta_tool
+    def get_weather(city: str) -> str:
+        """Get the weather."""
+        heard.append(city)
+        return "sunny"
+
+    talk: Any = [{"role": "user", "content": "Check the weather in Paris."}]
+    runner = shipped.anthropic.beta.messages.tool_runner(
+        model="tiny", max_tokens=64, messages=talk, tools=[get_weather], max_iterations=2
+    )
+    first, second = runner
+    assert heard
+    assert first.stop_reason == "tool_use"
+    sizes = [m.usage.input_tokens + (m.usage.cache_read_input_tokens or 0) for m in (first, second)]
+    assert sizes[1] >= sizes[0] + first.usage.output_tokens

@@ -1,0 +1,28 @@
+"""How bodies become asks: fields of other servers, past turns, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from dflash_jax.server.anthropic import decode_messages
+from dflash_jax.server.protocol import Ask, Problem
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def messages(**fields: Any) -> Ask:
+    body = {"messages": HELLO, "max_tokens": 5} | fields
+    return decode_messages(json.dumps(body).encode())
+
+
+def test_threads_and_compaction_are_refused_so_that_clients_send_everything() -> None:
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        with pytest.raises(Problem) as caught:
+            messages(thread=thread)
+        error = caught.value.to_json()["error"]
+        assert error["details"]["error_code"] == "thread_unsupported_request"
+        assert (caught.value.status, caught.value.param) == (400, "thread")
+    with pytest.raises(Problem, match="compaction is not supported"):
+        messages(compaction={"type": "enabled"})
+    assert messages(thread=None, compaction=None).max_tokens == 5
