@@ -159,7 +159,7 @@ CHANGES: list[dict] = [
     {"guided_regex": "("},
     {"guided_regex": "a" * 2**19},
     {"guided_grammar": "start: nowhere"},
-    {"reasoning_effort": "extreme"},
+    {"reasoning_effort": 5},
     {"timeout": -1},
     {"continue_final_message": True},
     {"top_logprobs": 2},

@@ -64,7 +64,8 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
     wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
     tools, declared, chosen = offered(given, wanted)
     given_template = found.chat_template_kwargs or {}
-    template = effort(output.get("effort"), given_template, "output_config.effort")
+    template, more_warnings = effort(output.get("effort"), given_template, "output_config.effort")
+    warnings += more_warnings
     thinking = found.thinking or {}
     if found.thinking is not None and "enable_thinking" not in given_template:
         template["enable_thinking"] = thinking.get("type") != "disabled"

@@ -30,13 +30,14 @@ def decode_chat(body: bytes) -> Ask:
     """POST /v1/chat/completions."""
     found, unknown = decode(body, ChatRequest)
     given = found.chat_template_kwargs or {}
-    template = effort(found.reasoning_effort, given, "reasoning_effort")
+    template, warnings = effort(found.reasoning_effort, given, "reasoning_effort")
     if found.add_generation_prompt is not None:
         template["add_generation_prompt"] = found.add_generation_prompt
     tools, declared, choice = offered(found.tools, found.tool_choice)
     if found.top_logprobs and not found.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     common = sampling(found, unknown)
+    common["warnings"] += warnings
     if found.max_completion_tokens is not None:
         common["max_tokens"] = found.max_completion_tokens
     return Ask(

@@ -246,13 +246,22 @@ def response_format(given: Any, where: str) -> tuple[str, Any]:
     raise Problem(400, f"{where} has the type {kind!r}; expected {known}", param=where)
 
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def effort(word: Any, template: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Template variables of a reasoning effort, if there is one; explicit ones win."""
+def effort(
+    word: Any, template: Mapping[str, Any], where: str
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Template variables of a reasoning effort, if there is one; explicit ones win. And warnings.
+
+    Words that we do not know count as high.
+    """
     if word is None:
-        return dict(template)
-    if word not in EFFORTS:
+        return dict(template), ()
+    if not isinstance(word, str):
         raise Problem(400, f"{where} is {word!r}; expected {', '.join(EFFORTS)}", param=where)
-    return {"reasoning_effort": word, "enable_thinking": word != "none"} | dict(template)
+    known = word if word in EFFORTS else "high"
+    warnings = () if known == word else (f"{where} {word!r} is unknown and counts as high",)
+    return {"reasoning_effort": known, "enable_thinking": known != "none"} | dict(
+        template
+    ), warnings

@@ -67,6 +67,8 @@ def decode_responses(body: bytes) -> Ask:
         given.append({"type": "function", "function": inner})
     tools, declared, choice = offered(given, found.tool_choice)
     word = (found.reasoning or {}).get("effort")
+    template, more = effort(word, found.chat_template_kwargs or {}, "reasoning.effort")
+    warnings += more
     likely = found.top_logprobs or LOGPROBS in (found.include or ())
     return Ask(
         api="responses",
@@ -75,7 +77,7 @@ def decode_responses(body: bytes) -> Ask:
         declared=declared,
         choice=choice,
         parallel=found.parallel_tool_calls is not False,
-        template=effort(word, found.chat_template_kwargs or {}, "reasoning.effort"),
+        template=template,
         max_tokens=found.max_output_tokens,
         logprobs=(found.top_logprobs or 0) if likely else None,
         echoed={

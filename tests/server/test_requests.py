@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from dflash_jax.server.anthropic import decode_messages
+from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.protocol import Ask, Problem
+from dflash_jax.server.responses import decode_responses
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -14,6 +16,14 @@ HELLO = [{"role": "user", "content": "Hello"}]
 def messages(**fields: Any) -> Ask:
     body = {"messages": HELLO, "max_tokens": 5} | fields
     return decode_messages(json.dumps(body).encode())
+
+
+def chat(**fields: Any) -> Ask:
+    return decode_chat(json.dumps({"messages": HELLO} | fields).encode())
+
+
+def responses(**fields: Any) -> Ask:
+    return decode_responses(json.dumps({"input": "Hello"} | fields).encode())
 
 
 def test_threads_and_compaction_are_refused_so_that_clients_send_everything() -> None:
@@ -26,3 +36,15 @@ def test_threads_and_compaction_are_refused_so_that_clients_send_everything() ->
     with pytest.raises(Problem, match="compaction is not supported"):
         messages(compaction={"type": "enabled"})
     assert messages(thread=None, compaction=None).max_tokens == 5
+
+
+@pytest.mark.parametrize(("word", "counts"), [("max", "max"), ("ultra", "high"), ("none", "none")])
+def test_every_effort_is_taken_and_unknown_ones_are_high(word: str, counts: str) -> None:
+    asks = [
+        chat(reasoning_effort=word),
+        messages(output_config={"effort": word}),
+        responses(reasoning={"effort": word}),
+    ]
+    for ask in asks:
+        assert ask.template == {"reasoning_effort": counts, "enable_thinking": counts != "none"}
+        assert len(ask.warnings) == (word != counts)
