@@ -14,6 +14,8 @@ from dflash_jax.server.writer import named
 from dflash_jax.tokenizer import well_formed
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 
+BILLING = "x-anthropic-billing-header:"  # a line that some clients send; new with every request
+
 
 class MessagesRequest(Common, kw_only=True):
     """POST /v1/messages, and its count_tokens."""
@@ -112,8 +114,8 @@ def _is_begun(messages: list[dict[str, Any]]) -> bool:
 def _messages(found: MessagesRequest) -> list[Message]:
     """The conversation in the chat completions shape."""
     made: list[Message] = []
-    if found.system:
-        made.append({"role": "system", "content": found.system})
+    if system := _without_billing(found.system):
+        made.append({"role": "system", "content": system})
     for at, message in enumerate(found.messages):
         role, content = message.get("role"), message.get("content")
         where = f"messages[{at}]"
@@ -126,6 +128,25 @@ def _messages(found: MessagesRequest) -> list[Message]:
             raise Problem(400, "content is no list of blocks", param=f"{where}.content")
         made += _turn(role, content)
     return made
+
+
+def _without_billing(
+    system: str | list[dict[str, Any]] | None,
+) -> str | list[dict[str, Any]] | None:
+    """The system prompt without the line that would make every prompt a new one."""
+    if not isinstance(system, list):
+        return _unbilled(system or "")
+    texts = [block.get("text") for block in system]
+    kept = [_unbilled(text) if isinstance(text, str) else text for text in texts]
+    return [
+        block if new == old else block | {"text": new}
+        for block, old, new in zip(system, texts, kept, strict=True)
+        if new == old or new
+    ]
+
+
+def _unbilled(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(BILLING) else text
 
 
 def _turn(role: str, blocks: list[dict[str, Any]]) -> list[Message]:

@@ -48,3 +48,17 @@ def test_every_effort_is_taken_and_unknown_ones_are_high(word: str, counts: str)
     for ask in asks:
         assert ask.template == {"reasoning_effort": counts, "enable_thinking": counts != "none"}
         assert len(ask.warnings) == (word != counts)
+
+
+def test_p31_a_billing_line_is_in_no_prompt_and_other_system_text_is() -> None:
+    def system(*texts: str) -> list[tuple[str, str]]:
+        ask = messages(system=[{"type": "text", "text": text} for text in texts])
+        return [(m["role"], m["content"]) for m in ask.messages or ()]
+
+    first, second = (f"x-anthropic-billing-header: cc_version=2.1; cch={n};" for n in "ab")
+    assert system(first, "Be brief.") == system(second, "Be brief.") == system("Be brief.")
+    assert system(first, "Be brief.") != system(first, "Be long.")
+    assert system(first + "\nBe brief.") == system("Be brief.")
+    assert system(first) == [("user", "Hello")]
+    whole = messages(system=f"{first}\nBe brief.").messages
+    assert [(m["role"], m["content"]) for m in whole or ()] == system("Be brief.")

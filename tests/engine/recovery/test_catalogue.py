@@ -11,9 +11,6 @@ CATALOGUE = {"E": 22, "S": 38, "T": 24, "G": 19, "R": 21, "C": 21, "V": 7, "L": 
 SERVER = "the server's: what its APIs say and how it watches its callers"
 PARSER = "the server's: calls read out of a stream"
 NO_TREES = "there are no draft trees here"
-NO_FILES = (
-    "prefixes are kept in memory, by their ids: no file can be damaged, no header be in a key"
-)
 ELSEWHERE = {
     **dict.fromkeys(("S35", "K10", "K11"), NO_TREES),
     **dict.fromkeys(("T19", "T20", "T21", "T22", "T23"), PARSER),
@@ -24,7 +21,6 @@ ELSEWHERE = {
     "K9": "tests/engine/test_lossless_drafters.py: drafts unlikely to survive are not verified",
     "K12": "tests/decode/test_sampling.py: the distribution of what is said",
     "P17": "there is no engine without rows: every plan has some, tests/engine/test_lossless.py",
-    **dict.fromkeys(("P30", "P31"), NO_FILES),
 }
 
 
