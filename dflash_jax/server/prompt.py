@@ -120,12 +120,25 @@ def _lead(
 
 
 def _render(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, Any]) -> str:
+    """The conversation by the template; system messages lead where it takes them nowhere else."""
     try:
-        return tokenizer.render(messages, **variables)
+        try:
+            return tokenizer.render(messages, **variables)
+        except RequestError:
+            if all(message["role"] != "system" for message in messages[1:]):
+                raise
+            return tokenizer.render(_led(messages), **variables)
     except RequestError as error:
         raise Problem(400, str(error), param="messages") from None
     except RecursionError:
         raise Problem(400, "the messages are nested too deeply", param="messages") from None
+
+
+def _led(messages: list[Message]) -> list[Message]:
+    """All system messages as one, before the others."""
+    system = [m["content"] for m in messages if m["role"] == "system"]
+    rest = [m for m in messages if m["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(system)}, *rest]
 
 
 def check_length(prompt: Sequence[int], ask: Ask, most: int, default: int) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -255,6 +256,37 @@ def test_developer_is_system_and_neighbouring_system_messages_are_one() -> None:
         ]
     )
     assert [(m["role"], m["content"]) for m in talk] == [("system", "A\n\nB"), ("user", "C")]
+
+
+GUARDED = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{ raise_exception('System message must be at the beginning.') }}{% endif %}
+<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"""
+
+
+def test_system_messages_lead_where_the_template_takes_them_nowhere_else(
+    tokenizer: Tokenizer,
+) -> None:
+    talk = [
+        {"role": "system", "content": "A"},
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": "V"},
+        {"role": "developer", "content": "B"},
+        {"role": "user", "content": "W"},
+    ]
+    guarded = Tokenizer(tokenizer.core, GUARDED, {})
+
+    def text(tokenizer: Tokenizer, *talk: dict[str, Any]) -> str:
+        ask = asked(messages=conversation(talk), tools=[])
+        return tokenizer.raw(chat_prompt(ask, tokenizer, ToolTurns(), None).ids)
+
+    lifted = text(guarded, *talk).replace("\n\n", "|").replace("\n", "")
+    order = ["system", "user", "assistant", "user"]
+    assert re.findall(r"<(\w+)>", lifted) == order
+    assert "<system>A|B</system>" in lifted
+    placed = text(tokenizer, *talk)
+    assert placed.index("V") < placed.index("B") < placed.index("W")
+    with pytest.raises(Problem, match="beginning"):
+        text(Tokenizer(tokenizer.core, "{{ raise_exception('beginning') }}", {}), *talk)
 
 
 # -- three shapes, one request -----------------------------------------------------------------
