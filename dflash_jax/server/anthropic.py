@@ -6,7 +6,7 @@ from typing import Any
 
 from dflash_jax.server import figures
 from dflash_jax.server.conversation import conversation, offered
-from dflash_jax.server.fields import Common, budget_of, common, effort, texts
+from dflash_jax.server.fields import Common, budget_of, common, texts, thoughts
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import Ask, Message, Problem, decode, new_id
 from dflash_jax.server.reply import Part, Reply
@@ -65,14 +65,15 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
         raise Problem(400, f"tool_choice type {kind!r}; expected auto, any, none or tool")
     wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
     tools, declared, chosen = offered(given, wanted)
-    given_template = found.chat_template_kwargs or {}
-    template, more_warnings = effort(output.get("effort"), given_template, "output_config.effort")
+    template, more_warnings = thoughts(
+        found.chat_template_kwargs,
+        word=output.get("effort"),
+        where="output_config.effort",
+        thinking=found.thinking,
+    )
     warnings += more_warnings
-    thinking = found.thinking or {}
-    if found.thinking is not None and "enable_thinking" not in given_template:
-        template["enable_thinking"] = thinking.get("type") != "disabled"
     stop = (*asked["stop"], *texts(found.stop_sequences))
-    budget = budget_of(thinking.get("budget_tokens")) or asked["thinking_budget"]
+    budget = budget_of((found.thinking or {}).get("budget_tokens")) or asked["thinking_budget"]
     more: dict[str, Any] = {"warnings": tuple(warnings), "stop": stop, "thinking_budget": budget}
     return Ask(
         api="messages",

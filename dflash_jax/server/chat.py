@@ -3,7 +3,7 @@
 from typing import Any
 
 from dflash_jax.server.conversation import conversation, offered
-from dflash_jax.server.fields import Sampling, effort, sampling
+from dflash_jax.server.fields import Sampling, budget_of, sampling, thoughts
 from dflash_jax.server.protocol import Ask, Problem, decode
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.writer import OpenAI
@@ -21,6 +21,9 @@ class ChatRequest(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -29,8 +32,17 @@ class ChatRequest(Sampling, kw_only=True):
 def decode_chat(body: bytes) -> Ask:
     """POST /v1/chat/completions."""
     found, unknown = decode(body, ChatRequest)
-    given = found.chat_template_kwargs or {}
-    template, warnings = effort(found.reasoning_effort, given, "reasoning_effort")
+    reasoning, thinking = found.reasoning, found.thinking
+    given = dict(found.chat_template_kwargs or {})
+    if found.enable_thinking is not None:
+        given.setdefault("enable_thinking", found.enable_thinking)
+    template, warnings = thoughts(
+        given,
+        word=found.reasoning_effort,
+        where="reasoning_effort",
+        reasoning=reasoning,
+        thinking=thinking,
+    )
     if found.add_generation_prompt is not None:
         template["add_generation_prompt"] = found.add_generation_prompt
     tools, declared, choice = offered(found.tools, found.tool_choice)
@@ -38,6 +50,9 @@ def decode_chat(body: bytes) -> Ask:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     common = sampling(found, unknown)
     common["warnings"] += warnings
+    budget = budget_of((thinking or {}).get("budget_tokens"))
+    budget = budget or budget_of((reasoning or {}).get("max_tokens"))
+    common["thinking_budget"] = budget or common["thinking_budget"]
     if found.max_completion_tokens is not None:
         common["max_tokens"] = found.max_completion_tokens
     return Ask(

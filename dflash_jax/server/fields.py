@@ -36,6 +36,8 @@ class Common(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None  # llama.cpp's name for it
+    rep_pen: float | None = None  # KoboldAI's
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -76,6 +78,8 @@ class Sampling(Common, kw_only=True):
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    max_output_tokens: int | None = None
+    stop_sequences: list[str] | None = None
     n: int | None = None
     response_format: dict[str, Any] | None = None
 
@@ -92,6 +96,7 @@ PASSED = (
     "ignore_eos",
     "min_tokens",
 )
+ALIASES = {"repetition_penalty": ("repeat_penalty", "rep_pen")}
 NEUTRAL = {
     "min_p": (0,),
     "repetition_penalty": (1,),
@@ -113,7 +118,7 @@ def common(
     """
     options: dict[str, Any] = {}
     for name in PASSED:
-        value = getattr(found, name)
+        value = first(found, name, *ALIASES.get(name, ()))
         if value is not None and value not in NEUTRAL.get(name, ()):
             options[name] = value
     if found.seed is not None:
@@ -140,15 +145,23 @@ def common(
     }
 
 
+def first(found: Any, *names: str) -> Any:
+    """The first of these fields that was given."""
+    values = (getattr(found, name) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
 def sampling(found: Sampling, unknown: Mapping[str, Any]) -> dict[str, Any]:
     """What a request to chat completions or completions says, as arguments of `Ask`."""
     n = 1 if found.n is None else found.n
     if not 1 <= n <= MOST_CHOICES:
         raise Problem(400, f"n is {n}; expected 1 to {MOST_CHOICES}", param="n")
     wanted = found.stream_options or StreamOptions()
-    return common(found, unknown, found.response_format) | {
+    asked = common(found, unknown, found.response_format)
+    return asked | {
         "n": n,
-        "max_tokens": found.max_tokens,
+        "max_tokens": first(found, "max_tokens", "max_output_tokens"),
+        "stop": (*asked["stop"], *texts(found.stop_sequences)),
         "usage_chunk": bool(wanted.include_usage),
         "usage_each": bool(wanted.include_usage and wanted.continuous_usage_stats),
     }
@@ -235,7 +248,10 @@ def response_format(given: Any, where: str) -> tuple[str, Any]:
     if kind == "text":
         return "json", None
     if kind == "json_object":
-        return "json", {"type": "object"}
+        schema = given.get("schema")  # llama.cpp's way
+        if schema is not None and not isinstance(schema, dict):
+            raise Problem(400, f"{where}.schema is no JSON schema", param=f"{where}.schema")
+        return "json", schema or {"type": "object"}
     if kind == "json_schema":
         inner = given.get("json_schema", given)
         schema = inner.get("schema") if isinstance(inner, dict) else None
@@ -249,19 +265,42 @@ def response_format(given: Any, where: str) -> tuple[str, Any]:
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def effort(
-    word: Any, template: Mapping[str, Any], where: str
+def thoughts(
+    given: Mapping[str, Any] | None,
+    *,
+    word: Any = None,
+    where: str = "reasoning.effort",
+    reasoning: Mapping[str, Any] | None = None,
+    thinking: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Template variables of a reasoning effort, if there is one; explicit ones win. And warnings.
+    """Template variables of what a request says about thoughts, and warnings.
 
-    Words that we do not know count as high.
+    Reasoning without an effort is on, `thinking` outranks it, unknown efforts count as high.
+
+    Args:
+      given: variables that were given as such; they win.
+      word: an effort that stands at `where`, outside of `reasoning`.
     """
-    if word is None:
-        return dict(template), ()
-    if not isinstance(word, str):
-        raise Problem(400, f"{where} is {word!r}; expected {', '.join(EFFORTS)}", param=where)
-    known = word if word in EFFORTS else "high"
-    warnings = () if known == word else (f"{where} {word!r} is unknown and counts as high",)
-    return {"reasoning_effort": known, "enable_thinking": known != "none"} | dict(
-        template
-    ), warnings
+    found: dict[str, Any] = {}
+    warnings: tuple[str, ...] = ()
+    if reasoning is not None:
+        if reasoning.get("exclude"):
+            raise Problem(
+                400, "reasoning.exclude is not supported here; leave out reasoning_content",
+                param="reasoning.exclude",
+            )  # fmt: skip
+        found["enable_thinking"] = True
+        if reasoning.get("effort") is not None:
+            word, where = reasoning["effort"], "reasoning.effort"
+    if word is not None:
+        if not isinstance(word, str):
+            raise Problem(400, f"{where} is {word!r}; expected {', '.join(EFFORTS)}", param=where)
+        if word not in EFFORTS:
+            warnings = (f"{where} {word!r} is unknown and counts as high",)
+            word = "high"
+        found |= {"reasoning_effort": word, "enable_thinking": word != "none"}
+    if reasoning is not None and reasoning.get("enabled") is False:
+        found["enable_thinking"] = False
+    if thinking is not None:
+        found["enable_thinking"] = thinking.get("type") != "disabled"
+    return found | dict(given or {}), warnings

@@ -16,6 +16,8 @@ from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Model, Models
 from dflash_jax.server.protocol import Ask, Problem, decode
 from dflash_jax.server.streaming import json_answer
+from dflash_jax.server.unserved import ignored
+from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.version import __version__
 
 
@@ -31,6 +33,9 @@ class TokenizeRequest(msgspec.Struct):
     add_special: bool | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None  # vLLM's
+    with_pieces: bool | None = None  # llama.cpp's
 
 
 class DetokenizeRequest(msgspec.Struct):
@@ -86,7 +91,8 @@ class Information:
         return json_answer({"input_tokens": len(prompt.ids)})
 
     async def _tokenize(self, request: Request) -> Response:
-        found, _ = decode(await self._gate.body(request), TokenizeRequest)
+        found, unknown = decode(await self._gate.body(request), TokenizeRequest)
+        warnings = ignored(unknown)
         model = self._models.named(found.model)
         tokenizer = model.engine.tokenizer
         if tokenizer is None:
@@ -104,6 +110,7 @@ class Information:
                 declared=declared,
                 choice=choice,
                 template=template,
+                continue_final=bool(found.continue_final_message),
             )
             ids = (await prepare(model, ask))[0].ids
         else:
@@ -114,7 +121,12 @@ class Information:
             specials = asked[0] if asked else found.content is None
             ids = await asyncio.to_thread(tokenizer.encode, text, specials=specials)
         most = model.engine.plan.max_length
-        return json_answer({"tokens": ids, "count": len(ids), "max_model_len": most})
+        answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": most}
+        if found.with_pieces:
+            answer["tokens"] = [{"id": i, "piece": _piece(tokenizer, i)} for i in ids]
+        if found.return_token_strs:
+            answer["token_strs"] = [tokenizer.core.id_to_token(i) for i in ids]
+        return json_answer(answer | ({"warnings": list(warnings)} if warnings else {}))
 
     async def _detokenize(self, request: Request) -> Response:
         found, _ = decode(await self._gate.body(request), DetokenizeRequest)
@@ -161,6 +173,12 @@ class Information:
                 "parameters": self._parameters,
             }
         )
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """A token's text, or its bytes where they are no text."""
+    text, known = tokenizer.raw([token]), tokenizer.raw_bytes(token)
+    return list(known) if known is not None and "\ufffd" in text else text
 
 
 def _described(model: Model) -> dict[str, Any]:

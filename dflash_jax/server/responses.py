@@ -5,7 +5,7 @@ from typing import Any
 
 from dflash_jax.server import figures
 from dflash_jax.server.conversation import conversation, offered
-from dflash_jax.server.fields import Common, common, effort
+from dflash_jax.server.fields import Common, common, thoughts
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs
 from dflash_jax.server.protocol import Ask, Message, Problem, decode, new_id
@@ -66,8 +66,7 @@ def decode_responses(body: bytes) -> Ask:
         inner = {key: tool[key] for key in keys if tool.get(key) is not None}
         given.append({"type": "function", "function": inner})
     tools, declared, choice = offered(given, found.tool_choice)
-    word = (found.reasoning or {}).get("effort")
-    template, more = effort(word, found.chat_template_kwargs or {}, "reasoning.effort")
+    template, more = thoughts(found.chat_template_kwargs, reasoning=found.reasoning)
     warnings += more
     likely = found.top_logprobs or LOGPROBS in (found.include or ())
     return Ask(

@@ -7,6 +7,7 @@ import pytest
 
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.chat import decode_chat
+from dflash_jax.server.completions import decode_completion
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.responses import decode_responses
 
@@ -62,3 +63,70 @@ def test_p31_a_billing_line_is_in_no_prompt_and_other_system_text_is() -> None:
     assert system(first) == [("user", "Hello")]
     whole = messages(system=f"{first}\nBe brief.").messages
     assert [(m["role"], m["content"]) for m in whole or ()] == system("Be brief.")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def test_names_that_other_servers_have_for_a_field_mean_that_field() -> None:
+    assert chat(repeat_penalty=1.2).options == chat(rep_pen=1.2).options
+    assert messages(rep_pen=1.2).options == {"repetition_penalty": 1.2}
+    assert chat(repetition_penalty=1.1, repeat_penalty=1.2).options["repetition_penalty"] == 1.1
+    assert chat(stop="A", stop_sequences=["B", ""]).stop == ("A", "B")
+    assert chat(max_output_tokens=7).max_tokens == 7
+    assert chat(max_tokens=6, max_output_tokens=7).max_tokens == 6
+    assert chat(max_tokens=6, max_completion_tokens=8).max_tokens == 8
+    text = json.dumps({"prompt": "a", "stop_sequences": ["B"], "max_output_tokens": 7})
+    ask = decode_completion(text.encode())
+    assert (ask.stop, ask.max_tokens, ask.warnings) == (("B",), 7, ())
+
+
+def test_a_json_object_may_come_with_its_schema() -> None:
+    assert chat(response_format={"type": "json_object", "schema": SCHEMA}).grammar == (
+        "json",
+        SCHEMA,
+    )
+    assert chat(response_format={"type": "json_object"}).grammar == ("json", {"type": "object"})
+    with pytest.raises(Problem, match="no JSON schema") as caught:
+        chat(response_format={"type": "json_object", "schema": "a"})
+    assert caught.value.param == "response_format.schema"
+
+
+THOUGHTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low", "enable_thinking": True}),
+    (
+        {"reasoning": {"effort": "low"}, "reasoning_effort": "high"},
+        {"reasoning_effort": "low", "enable_thinking": True},
+    ),
+    ({"reasoning": {}}, {"enable_thinking": True}),
+    ({"reasoning": {"enabled": False}}, {"enable_thinking": False}),
+    ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+    (
+        {"thinking": {"type": "enabled"}, "reasoning_effort": "none"},
+        {"reasoning_effort": "none", "enable_thinking": True},
+    ),
+    (
+        {
+            "thinking": {"type": "enabled"},
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+        {"enable_thinking": False},
+    ),
+    ({"enable_thinking": False, "reasoning": {}}, {"enable_thinking": False}),
+]
+
+
+@pytest.mark.parametrize(("fields", "template"), THOUGHTS)
+def test_chat_may_say_how_much_to_think_in_any_way(
+    fields: dict[str, Any], template: dict[str, Any]
+) -> None:
+    ask = chat(**fields)
+    assert (ask.template, ask.warnings) == (template, ())
+
+
+def test_a_budget_of_thoughts_is_found_in_any_way() -> None:
+    assert chat(thinking={"type": "enabled", "budget_tokens": 9}).thinking_budget == 9
+    assert chat(reasoning={"max_tokens": 8}).thinking_budget == 8
+    assert chat(thinking_token_budget=7).thinking_budget == 7
+    with pytest.raises(Problem, match="exclude is not supported"):
+        chat(reasoning={"exclude": True})

@@ -310,6 +310,15 @@ def test_small_routes(live: Live) -> None:
         assert text == "def add(a"
         chat = client.post("/tokenize", json={"messages": ASK["messages"]}).json()
         assert chat["tokens"] == live.engine.chat_ids(ASK["messages"])
+        begun = [*ASK["messages"], {"role": "assistant", "content": "I am"}]
+        body = {"messages": begun, "continue_final_message": True, "with_pieces": True}
+        found = client.post("/tokenize", json=body | {"return_token_strs": True}).json()
+        assert "".join(token["piece"] for token in found["tokens"]).endswith("I am")
+        assert len(found["token_strs"]) == found["count"]
+        half = client.post("/tokenize", json={"content": "\U0001f600", "with_pieces": True}).json()
+        codes = [token["piece"] for token in half["tokens"]]
+        assert b"".join(map(bytes, codes)).decode() == "\U0001f600"
+        assert client.post("/tokenize", json={"content": "a", "chat_template": "b"}).is_error
         assert client.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
         props = client.get("/props").json()
         assert props["models"][0]["plan"]["rows"] == live.engine.plan.rows
