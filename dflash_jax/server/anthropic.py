@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from dflash_jax.server import figures
-from dflash_jax.server.conversation import conversation, offered
+from dflash_jax.server.conversation import conversation, offered, thought_of
 from dflash_jax.server.fields import Common, budget_of, common, texts, thoughts
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import Ask, Message, Problem, decode, new_id
@@ -166,7 +166,8 @@ def _turn(role: str, blocks: list[dict[str, Any]]) -> list[Message]:
                 call = {"id": block.get("id"), "type": "function", "function": function}
                 rest.setdefault("tool_calls", []).append(call)
             case "thinking":
-                rest["reasoning_content"] = block.get("thinking") or ""
+                before = rest.get("reasoning_content")
+                rest["reasoning_content"] = thought_of(before, str(block.get("thinking") or ""))
             case "redacted_thinking":
                 pass
             case _:

@@ -85,6 +85,9 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         if role == "assistant":
             if message["content"] is None and not message.get("tool_calls"):
                 message["content"] = ""
+            thought = message.pop("reasoning", None)  # vLLM's name for it
+            if isinstance(thought, str) and not message.get("reasoning_content"):
+                message["reasoning_content"] = thought
             message["tool_calls"] = past_calls(message.get("tool_calls"), where)
             if not message["tool_calls"]:
                 del message["tool_calls"]
@@ -95,6 +98,11 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         else:
             made.append(message)
     return made
+
+
+def thought_of(*parts: str | None) -> str:
+    """Thoughts of one turn as one."""
+    return "\n\n".join(part for part in parts if part)
 
 
 def text_of(content: Any, where: str) -> str | None:

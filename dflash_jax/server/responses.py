@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from dflash_jax.server import figures
-from dflash_jax.server.conversation import conversation, offered
+from dflash_jax.server.conversation import conversation, offered, thought_of
 from dflash_jax.server.fields import Common, common, thoughts
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs
@@ -111,7 +111,8 @@ def _messages(found: ResponsesRequest) -> list[Message]:
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary")
             parts = parts if isinstance(parts, list) else []
-            thought = "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))
+            text = "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))
+            thought = thought_of(thought, text)
             continue
         elif kind == "message" and item.get("role") in ("system", "developer"):
             content = item.get("content")
@@ -123,7 +124,7 @@ def _messages(found: ResponsesRequest) -> list[Message]:
         else:
             raise Problem(400, f"an item of type {kind!r} is not supported", param=f"input[{at}]")
         if thought and made[-1]["role"] == "assistant":
-            made[-1]["reasoning_content"] = thought
+            made[-1]["reasoning_content"] = thought_of(made[-1].get("reasoning_content"), thought)
         thought = ""
     # One system message leads: many templates accept no other place.
     leading = [{"role": "system", "content": text} for text in system]

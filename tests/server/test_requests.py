@@ -130,3 +130,34 @@ def test_a_budget_of_thoughts_is_found_in_any_way() -> None:
     assert chat(thinking_token_budget=7).thinking_budget == 7
     with pytest.raises(Problem, match="exclude is not supported"):
         chat(reasoning={"exclude": True})
+
+
+def test_thoughts_of_past_turns_are_kept_whatever_their_field_is_called() -> None:
+    def of(ask: Ask) -> list[Any]:
+        return [m.get("reasoning_content") for m in ask.messages or () if m["role"] == "assistant"]
+
+    again = {"role": "user", "content": "Go on."}
+    for name in ("reasoning", "reasoning_content"):
+        past = {"role": "assistant", "content": "Hi", "reasoning_content": None} | {name: "R"}
+        talk = [*HELLO, past, again]
+        assert of(chat(messages=talk)) == ["R"]
+    both = {"role": "assistant", "content": "Hi", "reasoning": "S", "reasoning_content": "R"}
+    assert of(chat(messages=[*HELLO, both, again])) == ["R"]
+
+    first, second = ({"type": "thinking", "thinking": t, "signature": ""} for t in ("R", "S"))
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    blocks = [first, {"type": "text", "text": "Hi"}, second, call]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "1"}
+    talk = [*HELLO, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+    assert of(messages(messages=talk)) == ["R\n\nS"]
+
+    thoughts = [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": t}]}
+        for t in ("R", "S")
+    ]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    said = {"type": "message", "role": "assistant", "content": "Hi"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "1"}
+    assert of(responses(input=[*HELLO, *thoughts, call, output])) == ["R\n\nS"]
+    between = [*HELLO, thoughts[0], said, thoughts[1], call, output]
+    assert of(responses(input=between)) == ["R\n\nS"]
