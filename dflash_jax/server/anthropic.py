@@ -16,6 +16,8 @@ from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Eve
 
 BILLING = "x-anthropic-billing-header:"  # a line that some clients send; new with every request
 
+SIGNATURE = "unsigned"  # of thoughts; clients drop those that have none
+
 
 class MessagesRequest(Common, kw_only=True):
     """POST /v1/messages, and its count_tokens."""
@@ -183,6 +185,7 @@ class MessagesWriter:
     def __init__(self, generation: Generation):
         self.generation = generation
         self.id = new_id("msg_")
+        self._reused: int | None = None  # prompt tokens, as the beginning of the stream says
         self._at = -1  # content block being written
         self._open = ""  # its type, while it is open
 
@@ -192,12 +195,18 @@ class MessagesWriter:
         return self._message(content, reply, self._usage()) | self._more()
 
     def start(self) -> bytes:
-        prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
-        return named({"type": "message_start", "message": self._message([], None, usage)})
+        return b""  # what the prompt costs is known with the first token
+
+    def _begin(self) -> bytes:
+        """The beginning of the stream, once; its figures are those of its end."""
+        if self._reused is not None:
+            return b""
+        self._reused = self.generation.cached
+        message = self._message([], None, self._usage())
+        return named({"type": "message_start", "message": message})
 
     def events(self, reply: Reply, events: list[Event]) -> bytes:
-        out = b""
+        out = self._begin()
         for event in events:
             match event:
                 case Content(text):
@@ -219,7 +228,8 @@ class MessagesWriter:
         [reply] = self.generation.replies
         end = {"stop_reason": _reason(reply), "stop_sequence": reply.stop_string}
         delta = {"type": "message_delta", "delta": end, "usage": self._usage()}
-        return self._leave() + named(delta | self._more()) + named({"type": "message_stop"})
+        out = self._begin() + self._leave()
+        return out + named(delta | self._more()) + named({"type": "message_stop"})
 
     def problem(self, problem: Problem) -> bytes:
         return named(problem.to_json())
@@ -238,8 +248,11 @@ class MessagesWriter:
     def _leave(self) -> bytes:
         if not self._open:
             return b""
+        out = b""
+        if self._open == "thinking":
+            out = self._delta({"type": "signature_delta", "signature": SIGNATURE})
         self._open = ""
-        return named({"type": "content_block_stop", "index": self._at})
+        return out + named({"type": "content_block_stop", "index": self._at})
 
     def _more(self) -> dict[str, Any]:
         """What a finished answer adds to Anthropic's own fields."""
@@ -250,7 +263,7 @@ class MessagesWriter:
     def _usage(self) -> dict[str, Any]:
         stats = [reply.result.stats for reply in self.generation.replies if reply.result]
         prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        reused = figures.cached(stats)
+        reused = figures.cached(stats) if self._reused is None else self._reused
         return {
             "input_tokens": prompt_tokens - reused,
             "cache_read_input_tokens": reused,
@@ -276,7 +289,7 @@ class MessagesWriter:
 def _block(part: Part) -> dict[str, Any]:
     """A content block."""
     if part.kind == "thoughts":
-        return {"type": "thinking", "thinking": part.text, "signature": ""}
+        return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
     if part.call is None:
         return {"type": "text", "text": part.text}
     call = part.call

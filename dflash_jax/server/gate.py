@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.protocol import Problem
+from dflash_jax.server.protocol import Problem, new_id
 from dflash_jax.server.streaming import Gone, json_answer
 
 log = logging.getLogger("dflash_jax.server")
@@ -54,7 +54,7 @@ class Gate:
             try:
                 self._check_headers(request)
                 self._authorise(request)
-                return await handler(request)
+                return _numbered(await handler(request))
             except Problem as problem:
                 return self._refuse(problem)
             except Gone:
@@ -99,7 +99,9 @@ class Gate:
         headers = {"Retry-After": str(problem.retry_s)} if problem.retry_s else {}
         if problem.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return json_answer(problem.to_json(), problem.status, headers)
+        number = new_id("req_")
+        body = problem.to_json() | {"request_id": number}
+        return _numbered(json_answer(body, problem.status, headers), number)
 
     def _check_headers(self, request: Request) -> None:
         if sum(len(name) + len(value) for name, value in request.headers.raw) > MOST_HEADERS:
@@ -114,3 +116,11 @@ class Gate:
         good = [hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]
         if not any(good):
             raise Problem(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+def _numbered(response: Response, number: str = "") -> Response:
+    """The response with an id by which it can be named, in the headers of either API."""
+    number = number or new_id("req_")
+    for header in ("request-id", "x-request-id"):
+        response.headers[header] = number
+    return response

@@ -128,6 +128,11 @@ class Generation:
         return sum(live.fed for live in lives), sum(len(job.prompt) for job in self._jobs)
 
     @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were not computed anew, as is known with the first output."""
+        return max((job.live.stats.cached_tokens for job in self._jobs if job.live), default=0)
+
+    @property
     def phase(self) -> str:
         """What the engine does for it: "queued", "prompt" or "output"."""
         if self.first_token is not None:

@@ -52,7 +52,7 @@ class Problem(Exception):
         return named.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
 
     def to_json(self) -> dict[str, Any]:
-        """The body; the outer `type` is for Anthropic's clients, the rest is OpenAI's."""
+        """The body; `type` and `details` are for Anthropic's clients, the rest is OpenAI's."""
         inner: dict[str, Any] = {"message": self.message, "type": self.kind}
         inner |= {"param": self.param, "code": self.code}
         more = {"details": self.details} if self.details else {}

@@ -348,6 +348,11 @@ def test_a_prompt_that_was_seen_is_counted_as_cached(live: Live) -> None:
     message = live.anthropic.messages.create(model="tiny", max_tokens=4, messages=ask)
     assert message.usage.cache_read_input_tokens == cached
     assert message.usage.input_tokens == second.usage.prompt_tokens - cached
+    more: Any = {"model": "tiny", "max_tokens": 4, "messages": ask, "stream": True}
+    events = list(live.anthropic.messages.create(**more))
+    begun, ended = events[0].message.usage, events[-2].usage
+    for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
+        assert getattr(begun, name) == getattr(ended, name) == getattr(message.usage, name)
 
 
 def test_loops_and_long_thoughts_are_ended_and_said_so(live: Live) -> None:
@@ -383,3 +388,21 @@ def test_loops_and_long_thoughts_are_ended_and_said_so(live: Live) -> None:
         model="tiny", messages=ASK, max_tokens=100, extra_body={"recovery": {"runaway": True}}
     )
     assert plain.choices[0].finish_details["reason"]
+
+
+def test_every_answer_has_an_id_in_its_headers_and_errors_in_their_bodies(live: Live) -> None:
+    import anthropic
+    import openai
+
+    message = live.anthropic.messages.create(model="tiny", max_tokens=2, messages=ASK)
+    answer = live.openai.chat.completions.create(model="tiny", max_tokens=2, messages=ASK)
+    assert str(message._request_id).startswith("req_")
+    assert str(answer._request_id).startswith("req_")
+    assert message._request_id != answer._request_id
+    with pytest.raises(anthropic.NotFoundError) as lost:
+        live.anthropic.messages.create(model="none", max_tokens=2, messages=ASK)
+    body: Any = lost.value.body
+    assert body["request_id"] == lost.value.request_id is not None
+    with pytest.raises(openai.NotFoundError) as missing:
+        live.openai.embeddings.create(model="tiny", input="a")
+    assert missing.value.request_id is not None

@@ -75,7 +75,7 @@ def replied(
 def generation(reply: Reply, ask: Ask) -> Generation:
     model = SimpleNamespace(name="tiny", defaults=Defaults(), fingerprint="fp_0")
     prompts = [Prompt([1] * 5)]
-    made = SimpleNamespace(model=model, ask=ask, replies=[reply], prompts=prompts)
+    made = SimpleNamespace(model=model, ask=ask, replies=[reply], prompts=prompts, cached=0)
     return cast(Generation, made)
 
 
@@ -131,6 +131,10 @@ def test_anthropic_has_a_block_for_each(tokenizer: Tokenizer) -> None:
     stops = [c["index"] for c in chunks if c["type"] == "content_block_stop"]
     assert [c["content_block"]["type"] for c in starts] == ["thinking", "text", "tool_use"]
     assert stops == [0, 1, 2]
+    signed = [c for c in chunks if c.get("delta", {}).get("type") == "signature_delta"]
+    [said] = {c["delta"]["signature"] for c in signed} | {whole["content"][0]["signature"]}
+    assert said
+    assert [c["index"] for c in signed] == [0]
     parts = [
         c["delta"].get("partial_json", "") for c in chunks if c["type"] == "content_block_delta"
     ]
