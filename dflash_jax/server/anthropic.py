@@ -257,7 +257,9 @@ class MessagesWriter:
     def _more(self) -> dict[str, Any]:
         """What a finished answer adds to Anthropic's own fields."""
         [reply] = self.generation.replies
-        found = {"token_ids": reply.ids} if self.generation.ask.token_ids else {}
+        found: dict[str, Any] = {"finish_details": reply.details}
+        if self.generation.ask.token_ids:
+            found["token_ids"] = reply.ids
         return found | figures.asked_for(self.generation, self.id)
 
     def _usage(self) -> dict[str, Any]:

@@ -273,7 +273,7 @@ class ResponsesWriter:
         status = "incomplete" if cut else "completed" if reply else "in_progress"
         choice = {"type": "function", "name": ask.choice.name}
         temperature = self.generation.model.defaults.temperature
-        found = {
+        found: dict[str, Any] = {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
@@ -298,8 +298,10 @@ class ResponsesWriter:
         }
         if reply is None:
             return found
-        more = {"token_ids": reply.ids} if ask.token_ids else {}
-        return found | more | figures.asked_for(self.generation, self.id)
+        found["finish_details"] = reply.details
+        if ask.token_ids:
+            found["token_ids"] = reply.ids
+        return found | figures.asked_for(self.generation, self.id)
 
     def _usage(self) -> dict[str, Any]:
         found = figures.usage(self.generation)

@@ -490,6 +490,24 @@ def test_what_is_said_behind_a_call_stands_behind_it(
     assert [c[part]["type"] for c in chunks if c["type"] in begun] == kinds
 
 
+@pytest.mark.parametrize(
+    ("api", "writer"),
+    [("chat", ChatWriter), ("messages", MessagesWriter), ("responses", ResponsesWriter)],
+)
+def test_every_api_says_exactly_why_an_output_ended(
+    tokenizer: Tokenizer, api: str, writer: Any
+) -> None:
+    ask = asked(api)
+    reply, events = replied(tokenizer, "Round and round", ask, end="length")
+    assert reply.result is not None
+    reply.result.stats.recovery["repeat"] = 1
+    whole = writer(generation(reply, ask)).whole()
+    chunks = streamed(writer(generation(reply, ask)), reply, events)
+    found = whole["choices"][0] if api == "chat" else whole
+    assert found["finish_details"]["degenerate_decode"] == "repeat"
+    assert any(f'"finish_details": {json.dumps(reply.details)}' in json.dumps(c) for c in chunks)
+
+
 @pytest.mark.parametrize("end", ["length", "stop"])
 def test_an_item_that_was_cut_off_is_incomplete(tokenizer: Tokenizer, end: str) -> None:
     ask = asked("responses")
