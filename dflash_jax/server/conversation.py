@@ -1,14 +1,16 @@
 """Messages as chat templates want them, and the tools that are offered with them."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_jax.errors import RequestError
 from dflash_jax.server.protocol import Message, Problem
-from dflash_jax.tools.declared import SAFE, Choice, Tool, choice_of, tools_of
+from dflash_jax.tools.declared import Choice, Tool, choice_of, tools_of
 
 MOST_TOOLS = 1024
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # recovery begins no call of more than 64 characters
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -24,10 +26,10 @@ def offered(
         name = inner.get("name") if isinstance(inner, dict) else None
         if tool.get("type", "function") != "function" or not isinstance(name, str):
             raise Problem(400, f"tools[{at}] is no function with a name", param=f"tools[{at}]")
-        if not SAFE.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise Problem(
                 400,
-                f"the tool name {name[:80]!r}: expected 1 to 64 letters, digits, '_', '.', '-'",
+                f"the tool name {name[:150]!r}: expected 1 to 128 letters, digits, '_', '.', '-'",
                 param=f"tools[{at}].function.name",
             )
     declared = tools_of(given)

@@ -10,6 +10,10 @@ from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.completions import decode_completion
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.responses import decode_responses
+from dflash_jax.tools import SYNTAXES
+from dflash_jax.tools.declared import call_beginning
+from dflash_jax.tools.events import CallBegun
+from dflash_jax.tools.stream import OutputParser
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -161,3 +165,16 @@ def test_thoughts_of_past_turns_are_kept_whatever_their_field_is_called() -> Non
     assert of(responses(input=[*HELLO, *thoughts, call, output])) == ["R\n\nS"]
     between = [*HELLO, thoughts[0], said, thoughts[1], call, output]
     assert of(responses(input=between)) == ["R\n\nS"]
+
+
+@pytest.mark.parametrize("name", list(SYNTAXES))
+def test_tool_names_may_have_as_many_characters_as_anthropics(name: str) -> None:
+    long, syntax = "n" * 128, SYNTAXES[name]
+    ask = messages(tools=[{"name": long, "input_schema": SCHEMA}])
+    assert [tool.name for tool in ask.declared] == [long]
+    assert call_beginning(ask.declared, ask.choice, syntax) is None
+    parser = OutputParser(syntax, ask.declared)
+    events = parser.push(syntax.render(long, {"a": 1})) + parser.finish()
+    assert [event.name for event in events if isinstance(event, CallBegun)] == [long]
+    with pytest.raises(Problem, match="1 to 128 letters"):
+        messages(tools=[{"name": long + "n"}])
