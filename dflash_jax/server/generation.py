@@ -12,6 +12,7 @@ from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.cancellation import Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.server.conversation import past_calls
 from dflash_jax.server.models import Model
 from dflash_jax.server.prompt import Prompt, chat_prompt, check_length
 from dflash_jax.server.protocol import Ask, Problem
@@ -198,7 +199,12 @@ class Generation:
         while ids and ids[-1] in stop:
             ids.pop()
         prompt = self.prompts[reply.index // self.ask.n]
-        self.model.turns.remember([call.id for call in reply.calls], [*prompt.lead(), *ids])
+        calls = [
+            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.calls
+        ]
+        message = {"content": reply.content, "tool_calls": past_calls(calls, "")}
+        self.model.turns.remember(message, [*prompt.lead(), *ids])
 
 
 def queue_full() -> Problem:

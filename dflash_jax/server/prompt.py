@@ -35,24 +35,44 @@ class ToolTurns:
 
     def __init__(self, most_ids: int = 8_000_000, most_turns: int = 50_000):
         self._most_ids, self._most_turns = most_ids, most_turns
-        self._turns: collections.OrderedDict[tuple[str, ...], tuple[int, ...]]
-        self._turns = collections.OrderedDict()
+        self._turns: collections.OrderedDict[tuple[str, ...], _Turn] = collections.OrderedDict()
         self._size = 0
 
-    def remember(self, call_ids: Sequence[str], ids: Sequence[int]) -> None:
-        """Keeps what the model wrote in a turn with these calls."""
-        self._turns[tuple(call_ids)] = tuple(ids)
+    def remember(self, message: Message, ids: Sequence[int]) -> None:
+        """Keeps what the model wrote in a turn that clients will repeat as this message."""
+        self._turns[_call_ids(message)] = _Turn(tuple(ids), _said(message))
         self._size += len(ids)
         while self._size > self._most_ids or len(self._turns) > self._most_turns:
-            self._size -= len(self._turns.popitem(last=False)[1])
+            self._size -= len(self._turns.popitem(last=False)[1].ids)
 
     def recall(self, message: Message) -> tuple[int, ...] | None:
-        """What the model wrote, for an assistant's message that repeats all calls of a turn."""
-        key = tuple(str(call.get("id")) for call in message.get("tool_calls") or ())
+        """What the model wrote, for an assistant's message that repeats a turn and all its calls.
+
+        None where the client changed the text, a name or an argument: it wants that to be read.
+        """
+        key = _call_ids(message)
         if not key or key not in self._turns:
             return None
         self._turns.move_to_end(key)
-        return self._turns[key]
+        turn = self._turns[key]
+        return turn.ids if turn.said == _said(message) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    ids: tuple[int, ...]
+    said: tuple[str, list[Any]]  # text, and names and arguments of the calls
+
+
+def _call_ids(message: Message) -> tuple[str, ...]:
+    return tuple(str(call.get("id")) for call in message.get("tool_calls") or ())
+
+
+def _said(message: Message) -> tuple[str, list[Any]]:
+    """What of a turn a client may edit; space around the text is nobody's edit."""
+    functions = [call["function"] for call in message["tool_calls"]]
+    text = (message.get("content") or "").strip()
+    return text, [(function["name"], function["arguments"]) for function in functions]
 
 
 def chat_prompt(

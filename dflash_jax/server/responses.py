@@ -119,6 +119,8 @@ def _messages(found: ResponsesRequest) -> list[Message]:
             if not isinstance(content, str | list):
                 raise Problem(400, "content is missing", param=f"input[{at}].content")
             made.append({"role": "system", "content": content})
+        elif kind == "message" and item.get("role") == "assistant" and _called(made):
+            made[-1]["content"] = [*_texts(made[-1]["content"]), *_texts(item.get("content"))]
         elif kind == "message":
             made.append({"role": item.get("role"), "content": item.get("content")})
         else:
@@ -130,6 +132,16 @@ def _messages(found: ResponsesRequest) -> list[Message]:
     leading = [{"role": "system", "content": text} for text in system]
     leading += [m for m in made if m["role"] == "system"]
     return [*leading, *(m for m in made if m["role"] != "system")]
+
+
+def _called(made: list[Message]) -> bool:
+    """Whether the last message is a turn that calls: what is said behind it is said in it."""
+    return bool(made and made[-1].get("tool_calls"))
+
+
+def _texts(content: Any) -> list[Any]:
+    """A message's content as a list of parts."""
+    return content if isinstance(content, list) else [] if content is None else [content]
 
 
 class ResponsesWriter:

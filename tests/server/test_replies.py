@@ -213,10 +213,11 @@ def test_a_past_tool_turn_is_in_the_prompt_as_the_model_wrote_it(
         ids = tokenizer.encode(raw, specials=False)
         expected = prompt.ids + ids
         call_id = new_id("call_")
-        turns.remember([call_id], [*prompt.lead(), *ids])
         function = {"name": "read_file", "arguments": '{"path":"a.txt"}'}
         call = {"id": call_id, "type": "function", "function": function}
-        talk.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        said = {"role": "assistant", "content": f"Odd  spacing {turn}:", "tool_calls": [call]}
+        turns.remember(conversation([said])[0], [*prompt.lead(), *ids])
+        talk.append(said)
         talk.append({"role": "tool", "tool_call_id": call_id, "content": "hello"})
 
 
@@ -240,9 +241,27 @@ def test_unknown_calls_are_rendered_by_the_template(tokenizer: Tokenizer) -> Non
 def test_old_turns_are_forgotten_first() -> None:
     turns = ToolTurns(most_ids=10)
     for i in range(4):
-        turns.remember([str(i)], [i] * 4)
-    recalled = [turns.recall({"tool_calls": [{"id": str(i)}]}) for i in range(4)]
+        turns.remember(called(str(i)), [i] * 4)
+    recalled = [turns.recall(called(str(i))) for i in range(4)]
     assert recalled == [None, None, (2,) * 4, (3,) * 4]
+
+
+def called(call_id: str, content: str | None = "Look:", **changes: str) -> dict[str, Any]:
+    function = {"name": "read_file", "arguments": '{"path": "a.txt", "n": 1}'} | changes
+    call = {"id": call_id, "type": "function", "function": function}
+    [message] = conversation([{"role": "assistant", "content": content, "tool_calls": [call]}])
+    return message
+
+
+def test_a_past_turn_that_the_client_changed_is_not_put_back() -> None:
+    turns = ToolTurns()
+    turns.remember(called("c"), [1, 2])
+    assert turns.recall(called("c", arguments='{"n": 1.0,"path": "a.txt"}')) == (1, 2)
+    assert turns.recall(called("c", "Look:\n")) == (1, 2)
+    assert turns.recall(called("c", arguments='{"path": "b.txt", "n": 1}')) is None
+    assert turns.recall(called("c", "Look away:")) is None
+    assert turns.recall(called("c", None)) is None
+    assert turns.recall(called("c", name="write_file")) is None
 
 
 def test_a_continued_message_ends_the_prompt(tokenizer: Tokenizer) -> None:

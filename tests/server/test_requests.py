@@ -178,3 +178,14 @@ def test_tool_names_may_have_as_many_characters_as_anthropics(name: str) -> None
     assert [event.name for event in events if isinstance(event, CallBegun)] == [long]
     with pytest.raises(Problem, match="1 to 128 letters"):
         messages(tools=[{"name": long + "n"}])
+
+
+def test_what_was_said_behind_a_call_is_of_the_same_turn() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    said = {"type": "message", "role": "assistant"}
+    parts = [{"type": "output_text", "text": "B"}]
+    output = {"type": "function_call_output", "call_id": "c", "output": "1"}
+    talk = [*HELLO, said | {"content": "A"}, call, said | {"content": parts}, output]
+    ask = responses(input=talk)
+    assert [m["role"] for m in ask.messages or ()] == ["user", "assistant", "tool"]
+    assert ask.messages[1]["content"] == "AB"  # type: ignore[index]
