@@ -21,9 +21,10 @@ from dflash_jax.server.generation import Generation, Told, prepare
 from dflash_jax.server.information import Information
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Model, Models
+from dflash_jax.server.prompt import Prompt
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
-from dflash_jax.server.streaming import Stream, exhaust, json_answer, unless_gone
+from dflash_jax.server.streaming import Gone, Stream, exhaust, json_answer, unless_gone
 from dflash_jax.server.writer import Writer
 
 log = logging.getLogger("dflash_jax.server")
@@ -90,12 +91,12 @@ class Server:
         async def handler(request: Request) -> Response:
             body = await self._gate.body(request)
             self._gate.check_open()
-            large = len(body) > 100_000
-            ask = await asyncio.to_thread(read, body) if large else read(body)
-            if self._settings.metrics:
-                ask = dataclasses.replace(ask, metrics=True, timings=True)
-            model = self.models.named(ask.model)
-            prompts = await prepare(model, ask)
+            try:
+                understood = await unless_gone(self._understood(read, body), request.receive)
+            except Gone:
+                self._metrics.cancelled("disconnect", "tokenisation")
+                raise
+            model, ask, prompts = understood
             limits = [t for t in (ask.timeout, self._settings.timeout) if t is not None]
             generation = Generation(model, ask, prompts, min(limits, default=None))
             writer = WRITERS[ask.api](generation)
@@ -110,6 +111,17 @@ class Server:
             return json_answer(writer.whole())
 
         return handler
+
+    async def _understood(
+        self, read: Callable[[bytes], Ask], body: bytes
+    ) -> tuple[Model, Ask, list[Prompt]]:
+        """What a body asks for, and of which model."""
+        large = len(body) > 100_000
+        ask = await asyncio.to_thread(read, body) if large else read(body)
+        if self._settings.metrics:
+            ask = dataclasses.replace(ask, metrics=True, timings=True)
+        model = self.models.named(ask.model)
+        return model, ask, await prepare(model, ask)
 
     async def _followed(self, generation: Generation) -> AsyncGenerator[Told]:
         """The generation's events; it counts as running until they end."""

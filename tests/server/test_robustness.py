@@ -1,6 +1,7 @@
 """What clients must not be able to do: crash the server, hang it, or leave work behind."""
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 import threading
@@ -23,10 +24,16 @@ from benchmarks.soak_serve import (
     fuzz,
     is_error,
     leave,
+    send,
 )
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError
+from dflash_jax.server import app
 from dflash_jax.server.gate import Settings
+from dflash_jax.server.generation import prepare
+from dflash_jax.server.models import Model
+from dflash_jax.server.prompt import Prompt
+from dflash_jax.server.protocol import Ask
 from dflash_jax.server.run import Listening, serve
 from tests.server.conftest import QUEUE, Live, run_server
 
@@ -138,6 +145,30 @@ def test_ten_clients_leave_and_the_next_is_served(live: Live, stream: bool) -> N
     left = [n for name, n in found.items() if name.startswith("request_cancelled_total")]
     assert sum(left) >= 10
     assert any('phase="output",reason="disconnect"' in name for name in found) or not stream
+
+
+def test_C6_a_client_that_leaves_while_its_prompt_is_made_is_never_served(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gone, submitted = threading.Event(), threading.Event(), []
+
+    async def slow(model: Model, ask: Ask) -> list[Prompt]:
+        begun.set()
+        await asyncio.to_thread(gone.wait, 20)
+        return await prepare(model, ask)
+
+    monkeypatch.setattr(app, "prepare", slow)
+    monkeypatch.setattr(live.engine, "submit", lambda *a, **k: submitted.append(a))
+    sample = 'request_cancelled_total{phase="tokenisation",reason="disconnect"}'
+    with contextlib.closing(send(live.url, ASK)):
+        assert begun.wait(20)
+    end = time.monotonic() + 20
+    while sample not in scraped(live) and time.monotonic() < end:
+        time.sleep(0.01)
+    gone.set()
+    assert scraped(live)[sample] == 1
+    assert live.is_idle()
+    assert not submitted
 
 
 def test_a_deadline_ends_a_request_with_what_it_has(live: Live) -> None:

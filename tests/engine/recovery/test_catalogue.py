@@ -16,7 +16,7 @@ ELSEWHERE = {
     **dict.fromkeys(("T19", "T20", "T21", "T22", "T23"), PARSER),
     "T24": "drafts are not hinted here: the drafter alone proposes",
     **dict.fromkeys(("G9", "G10", "G16", "G17", "G18"), SERVER),
-    **dict.fromkeys(("C6", "C14", "C20", "C21", "P24"), SERVER),
+    **dict.fromkeys(("C14", "C20", "C21", "P24"), SERVER),
     "V7": "no rollback threshold: a commit selects exact states, whatever was accepted",
     "K9": "tests/engine/test_lossless_drafters.py: drafts unlikely to survive are not verified",
     "K12": "tests/decode/test_sampling.py: the distribution of what is said",
