@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from dflash_jax.server import figures
-from dflash_jax.server.conversation import conversation, offered, thought_of
+from dflash_jax.server.conversation import conversation, offered, text_of, thought_of
 from dflash_jax.server.fields import Common, budget_of, common, texts, thoughts
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import Ask, Message, Problem, decode, new_id
@@ -54,19 +54,24 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
     asked = common(found, unknown, form, where)
     warnings = list(asked["warnings"])
     given = []
-    for tool in found.tools or []:
+    places = []
+    for at, tool in enumerate(found.tools or []):
         if tool.get("type") not in (None, "custom"):
             warnings.append(f"the server tool {tool.get('name')!r} was ignored")
             continue
         inner = {"name": tool.get("name"), "description": tool.get("description", "")}
         inner["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
         given.append({"type": "function", "function": inner})
+        places.append(f"tools[{at}]")
     choice = found.tool_choice or {"type": "auto"}
     kind = choice.get("type")
     if kind not in ("auto", "any", "none", "tool"):
-        raise Problem(400, f"tool_choice type {kind!r}; expected auto, any, none or tool")
+        raise Problem(
+            400, f"tool_choice type {kind!r}; expected auto, any, none or tool",
+            param="tool_choice.type",
+        )  # fmt: skip
     wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
-    tools, declared, chosen = offered(given, wanted)
+    tools, declared, chosen = offered(given, wanted, places)
     template, more_warnings = thoughts(
         found.chat_template_kwargs,
         word=output.get("effort"),
@@ -118,7 +123,7 @@ def _messages(found: MessagesRequest) -> list[Message]:
     """The conversation in the chat completions shape."""
     made: list[Message] = []
     if system := _without_billing(found.system):
-        made.append({"role": "system", "content": system})
+        made.append({"role": "system", "content": text_of(system, "system")})
     for at, message in enumerate(found.messages):
         role, content = message.get("role"), message.get("content")
         where = f"messages[{at}]"
@@ -129,7 +134,7 @@ def _messages(found: MessagesRequest) -> list[Message]:
             continue
         if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
             raise Problem(400, "content is no list of blocks", param=f"{where}.content")
-        made += _turn(role, content)
+        made += _turn(role, content, f"{where}.content")
     return made
 
 
@@ -152,19 +157,23 @@ def _unbilled(text: str) -> str:
     return text.partition("\n")[2] if text.startswith(BILLING) else text
 
 
-def _turn(role: str, blocks: list[dict[str, Any]]) -> list[Message]:
+def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
     """Tool results, then the message with everything else."""
     results: list[Message] = []
     rest: Message = {"role": role, "content": []}
-    for block in blocks:
+    for at, block in enumerate(blocks):
+        place = f"{where}[{at}]"
         match block.get("type"):
             case "tool_result":
-                content = block.get("content") or ""
+                content = text_of(block.get("content") or "", f"{place}.content")
                 result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
                 results.append(result | {"content": content})
             case "tool_use":
+                name = block.get("name")
+                if not isinstance(name, str):
+                    raise Problem(400, "a tool_use has no name", param=f"{place}.name")
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                function = {"name": block.get("name"), "arguments": arguments}
+                function = {"name": name, "arguments": arguments}
                 call = {"id": block.get("id"), "type": "function", "function": function}
                 rest.setdefault("tool_calls", []).append(call)
             case "thinking":
@@ -173,7 +182,7 @@ def _turn(role: str, blocks: list[dict[str, Any]]) -> list[Message]:
             case "redacted_thinking":
                 pass
             case _:
-                rest["content"].append(block)
+                rest["content"].append(text_of([block], place))
     if not rest["content"] and len(rest) == 2:
         return results
     return [*results, rest]
@@ -260,6 +269,7 @@ class MessagesWriter:
         found: dict[str, Any] = {"finish_details": reply.details}
         if self.generation.ask.token_ids:
             found["token_ids"] = reply.ids
+            found["prompt_token_ids"] = self.generation.prompts[0].ids
         return found | figures.asked_for(self.generation, self.id)
 
     def _usage(self) -> dict[str, Any]:

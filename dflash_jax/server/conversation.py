@@ -15,22 +15,28 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def offered(
-    tools: list[dict[str, Any]] | None, choice: Any
+    tools: list[dict[str, Any]] | None, choice: Any, places: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], tuple[Tool, ...], Choice]:
-    """Tools as the model is shown them, as calls are checked against them, and the choice."""
+    """Tools as the model is shown them, as calls are checked against them, and the choice.
+
+    Args:
+      places: where the functions stand in the request, if not in `tools[0].function` and so on.
+    """
     given = tools or []
     if len(given) > MOST_TOOLS:
         raise Problem(400, f"{len(given)} tools were given; at most {MOST_TOOLS}", param="tools")
     for at, tool in enumerate(given):
+        where = places[at] if places else f"tools[{at}].function"
         inner = tool.get("function")
         name = inner.get("name") if isinstance(inner, dict) else None
         if tool.get("type", "function") != "function" or not isinstance(name, str):
-            raise Problem(400, f"tools[{at}] is no function with a name", param=f"tools[{at}]")
+            where = where.removesuffix(".function")
+            raise Problem(400, f"{where} is no function with a name", param=where)
         if not NAME.fullmatch(name):
             raise Problem(
                 400,
                 f"the tool name {name[:150]!r}: expected 1 to 128 letters, digits, '_', '.', '-'",
-                param=f"tools[{at}].function.name",
+                param=f"{where}.name",
             )
     declared = tools_of(given)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
@@ -77,13 +83,12 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     made: list[Message] = []
     for at, given in enumerate(messages):
         where = f"messages[{at}]"
-        message = dict(given)
+        message = _modern(given)
         role = message.get("role")
-        message["role"] = role = "system" if role == "developer" else role
         if role not in ROLES:
             known = ", ".join(ROLES)
             raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
-        message["content"] = text_of(message.get("content"), where)
+        message["content"] = text_of(message.get("content"), f"{where}.content")
         if role == "assistant":
             if message["content"] is None and not message.get("tool_calls"):
                 message["content"] = ""
@@ -93,6 +98,8 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             message["tool_calls"] = past_calls(message.get("tool_calls"), where)
             if not message["tool_calls"]:
                 del message["tool_calls"]
+        elif message["content"] is None and role == "tool":
+            message["content"] = ""
         elif message["content"] is None:
             raise Problem(400, f"a {role} message needs content", param=f"{where}.content")
         if role == "system" and made and made[-1]["role"] == "system":
@@ -102,17 +109,29 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return made
 
 
+def _modern(given: Mapping[str, Any]) -> Message:
+    """A message with today's names: `developer` is `system`, functions are tools."""
+    message = dict(given)
+    role = message.get("role")
+    if role in ("developer", "function"):
+        message["role"] = {"developer": "system", "function": "tool"}[role]
+    function = message.pop("function_call", None)
+    if role == "assistant" and function is not None and not message.get("tool_calls"):
+        message["tool_calls"] = [{"type": "function", "function": function}]
+    return message
+
+
 def thought_of(*parts: str | None) -> str:
     """Thoughts of one turn as one."""
     return "\n\n".join(part for part in parts if part)
 
 
-def text_of(content: Any, where: str) -> str | None:
-    """The text of a message's content; parts of type text are joined."""
+def text_of(content: Any, param: str) -> str | None:
+    """The text of a message's content, which stands at `param`; parts of type text are joined."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Problem(400, "content is neither a text nor a list", param=f"{where}.content")
+        raise Problem(400, "content is neither a text nor a list", param=param)
     found = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -121,9 +140,8 @@ def text_of(content: Any, where: str) -> str | None:
             text, str
         ):
             raise Problem(
-                400, f"a content part of type {kind!r}; this server reads text only",
-                param=f"{where}.content",
-            )  # fmt: skip
+                400, f"a content part of type {kind!r}; this server reads text only", param=param
+            )
         found.append(text)
     return "".join(found)
 

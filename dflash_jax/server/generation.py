@@ -170,7 +170,7 @@ class Generation:
                 reply = self.replies[index]
                 if isinstance(end, Exception):
                     failed = True
-                    raise _problem(end)
+                    raise problem_of(end, self.ask.api)
                 if pieces and self.first_token is None:
                     self.first_token = time.perf_counter()
                 events = [event for piece in pieces for event in reply.push(piece)]
@@ -232,10 +232,23 @@ async def prepare(model: Model, ask: Ask) -> list[Prompt]:
     return prompts
 
 
-def _problem(error: Exception) -> Problem:
-    """What a client is told of an error in the engine's thread."""
-    if isinstance(error, RequestError):
-        return Problem(400, str(error))
+FIELDS = {  # options of the engine that requests call otherwise
+    "block_size": "speculative.block_size",
+    "responses.max_tokens": "max_output_tokens",
+    "chat.logprobs": "top_logprobs",
+    "responses.logprobs": "top_logprobs",
+}
+
+
+def problem_of(error: Exception, api: str) -> Problem:
+    """What a client is told of an error in the engine's thread, in the words of its request."""
     if isinstance(error, QueueFullError):
         return queue_full()
-    return Problem(500, str(error), code="compute_failed")
+    if not isinstance(error, RequestError):
+        return Problem(500, str(error), code="compute_failed")
+    text = str(error)
+    option, is_, rest = text.partition(" is ")
+    if not is_ or not option.isidentifier():
+        return Problem(400, text)
+    param = FIELDS.get(f"{api}.{option}", FIELDS.get(option, option))
+    return Problem(400, f"{param} is {rest}", param=param)

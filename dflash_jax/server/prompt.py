@@ -85,6 +85,16 @@ def chat_prompt(
     """
     if tokenizer is None:
         raise Problem(400, "this model ships no tokenizer; use /v1/completions with token ids")
+    try:
+        return _chat_prompt(ask, tokenizer, turns, thought)
+    except Problem as problem:
+        problem.param = ask.source if problem.param == "messages" else problem.param
+        raise
+
+
+def _chat_prompt(
+    ask: Ask, tokenizer: Tokenizer, turns: ToolTurns, thought: Thought | None
+) -> Prompt:
     messages = list(ask.messages or ())
     variables: dict[str, Any] = {"tools": ask.tools or None} | ask.template
     if ask.continue_final:
@@ -179,7 +189,7 @@ def check_length(prompt: Sequence[int], ask: Ask, most: int, default: int) -> in
             400,
             f"the prompt has {len(prompt)} tokens{output}, but this server's context is {most}"
             " tokens for both; shorten the prompt or lower max_tokens",
-            param="messages" if ask.messages else "prompt",
+            param=ask.source,
             code="context_length_exceeded",
         )
     if asked is None:

@@ -114,6 +114,11 @@ class Ask:
     meta_info: bool = False
     warnings: tuple[str, ...] = ()
 
+    @property
+    def source(self) -> str:
+        """The field that holds what the prompt is made of."""
+        return {"responses": "input", "completions": "prompt"}.get(self.api, "messages")
+
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from dflash_jax.server import figures
-from dflash_jax.server.conversation import conversation, offered, thought_of
+from dflash_jax.server.conversation import conversation, offered, text_of, thought_of
 from dflash_jax.server.fields import Common, common, thoughts
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs
@@ -50,6 +50,8 @@ def decode_responses(body: bytes) -> Ask:
                 400, f"{name} is not supported: nothing is stored here; send the whole input",
                 param=name,
             )  # fmt: skip
+    if not found.input and isinstance(found.input, list):
+        raise Problem(400, "input is empty; give at least one item", param="input")
     text = found.text or {}
     asked = common(found, unknown, text.get("format"), "text.format")
     warnings = list(asked["warnings"])
@@ -58,14 +60,16 @@ def decode_responses(body: bytes) -> Ask:
     if text.get("verbosity"):
         warnings.append("text.verbosity was ignored")
     given = []
-    for tool in found.tools or []:
+    places = []
+    for at, tool in enumerate(found.tools or []):
         if tool.get("type") != "function":
             warnings.append(f"the tool type {tool.get('type')!r} was ignored")
             continue
         keys = ("name", "description", "parameters", "strict")
         inner = {key: tool[key] for key in keys if tool.get(key) is not None}
         given.append({"type": "function", "function": inner})
-    tools, declared, choice = offered(given, found.tool_choice)
+        places.append(f"tools[{at}]")
+    tools, declared, choice = offered(given, found.tool_choice, places)
     template, more = thoughts(found.chat_template_kwargs, reasoning=found.reasoning)
     warnings += more
     likely = found.top_logprobs or LOGPROBS in (found.include or ())
@@ -97,34 +101,34 @@ def _messages(found: ResponsesRequest) -> list[Message]:
         items = [{"role": "user", "content": items}]
     thought = ""
     for at, item in enumerate(items):
-        kind = item.get("type", "message")
+        kind, where = item.get("type", "message"), f"input[{at}]"
         if kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+            if not isinstance(item.get("name"), str):
+                raise Problem(400, "a function_call has no name", param=f"{where}.name")
+            function = {"name": item["name"], "arguments": item.get("arguments", "{}")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             if not (made and made[-1]["role"] == "assistant"):
                 made.append({"role": "assistant", "content": None})
             made[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = item.get("output")
+            output = text_of(item.get("output"), f"{where}.output")
             result = {"role": "tool", "tool_call_id": item.get("call_id")}
-            made.append(result | {"content": output if output is not None else ""})
+            made.append(result | {"content": output or ""})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary")
             parts = parts if isinstance(parts, list) else []
             text = "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))
             thought = thought_of(thought, text)
             continue
-        elif kind == "message" and item.get("role") in ("system", "developer"):
-            content = item.get("content")
-            if not isinstance(content, str | list):
-                raise Problem(400, "content is missing", param=f"input[{at}].content")
-            made.append({"role": "system", "content": content})
-        elif kind == "message" and item.get("role") == "assistant" and _called(made):
-            made[-1]["content"] = [*_texts(made[-1]["content"]), *_texts(item.get("content"))]
         elif kind == "message":
-            made.append({"role": item.get("role"), "content": item.get("content")})
+            message = _message_of(item, where)
+            if message["role"] == "assistant" and made and made[-1].get("tool_calls"):
+                # What is said behind a call is of the same turn.
+                made[-1]["content"] = (made[-1]["content"] or "") + message["content"]
+            else:
+                made.append(message)
         else:
-            raise Problem(400, f"an item of type {kind!r} is not supported", param=f"input[{at}]")
+            raise Problem(400, f"an item of type {kind!r} is not supported", param=where)
         if thought and made[-1]["role"] == "assistant":
             made[-1]["reasoning_content"] = thought_of(made[-1].get("reasoning_content"), thought)
         thought = ""
@@ -134,14 +138,15 @@ def _messages(found: ResponsesRequest) -> list[Message]:
     return [*leading, *(m for m in made if m["role"] != "system")]
 
 
-def _called(made: list[Message]) -> bool:
-    """Whether the last message is a turn that calls: what is said behind it is said in it."""
-    return bool(made and made[-1].get("tool_calls"))
-
-
-def _texts(content: Any) -> list[Any]:
-    """A message's content as a list of parts."""
-    return content if isinstance(content, list) else [] if content is None else [content]
+def _message_of(item: dict[str, Any], where: str) -> Message:
+    """An item of type message in the chat completions shape."""
+    role, content = item.get("role"), text_of(item.get("content"), f"{where}.content")
+    if role not in ("system", "developer", "user", "assistant"):
+        known = "system, developer, user or assistant"
+        raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
+    if content is None and role != "assistant":
+        raise Problem(400, "content is missing", param=f"{where}.content")
+    return {"role": "system" if role == "developer" else role, "content": content or ""}
 
 
 class ResponsesWriter:
@@ -313,6 +318,7 @@ class ResponsesWriter:
         found["finish_details"] = reply.details
         if ask.token_ids:
             found["token_ids"] = reply.ids
+            found["prompt_token_ids"] = self.generation.prompts[0].ids
         return found | figures.asked_for(self.generation, self.id)
 
     def _usage(self) -> dict[str, Any]:

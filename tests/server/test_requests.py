@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from dflash_jax.errors import RequestError
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.completions import decode_completion
+from dflash_jax.server.generation import problem_of
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tools import SYNTAXES
@@ -178,6 +180,78 @@ def test_tool_names_may_have_as_many_characters_as_anthropics(name: str) -> None
     assert [event.name for event in events if isinstance(event, CallBegun)] == [long]
     with pytest.raises(Problem, match="1 to 128 letters"):
         messages(tools=[{"name": long + "n"}])
+
+
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (chat, {"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+    (chat, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (
+        chat,
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools[0].function.name",
+    ),
+    (responses, {"input": []}, "input"),
+    (responses, {"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
+    (responses, {"instructions": "a", "input": [{"role": "user"}]}, "input[0].content"),
+    (responses, {"input": [*HELLO, {"type": "function_call"}]}, "input[1].name"),
+    (
+        responses,
+        {"input": [*HELLO, {"type": "function_call_output", "output": [{"type": "image"}]}]},
+        "input[1].output",
+    ),
+    (
+        responses,
+        {"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]},
+        "tools[1].name",
+    ),
+    (messages, {"tools": [{"name": "a b"}]}, "tools[0].name"),
+    (messages, {"system": [{"type": "image"}]}, "system"),
+    (messages, {"tool_choice": {"type": "some"}}, "tool_choice.type"),
+    (
+        messages,
+        {"system": "a", "messages": [*HELLO, {"role": "user", "content": [{"type": "image"}]}]},
+        "messages[1].content[0]",
+    ),
+    (
+        messages,
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c"}]}]},
+        "messages[0].content[0].name",
+    ),
+]
+
+
+@pytest.mark.parametrize(("ask", "fields", "param"), WRONG)
+def test_what_is_wrong_is_named_as_it_stands_in_the_request(
+    ask: Any, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(Problem) as caught:
+        ask(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_what_the_engine_refuses_is_named_as_the_request_calls_it() -> None:
+    def param(text: str, api: str = "chat") -> str | None:
+        return problem_of(RequestError(text), api).param
+
+    assert param("max_tokens is 0; expected an integer of at least 1") == "max_tokens"
+    assert param("max_tokens is 0; expected more", "responses") == "max_output_tokens"
+    assert param("logprobs is 21; expected less") == "top_logprobs"
+    assert param("logprobs is 21; expected less", "completions") == "logprobs"
+    assert param("block_size is 99; expected less") == "speculative.block_size"
+    assert param("the structure is not understood: why") is None
+
+
+def test_older_messages_are_read() -> None:
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    talk = [
+        *HELLO,
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "name": "f", "content": "1"},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+    ]
+    _, turn, first, second = chat(messages=talk).messages or ()
+    assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert (first["role"], first["content"], second["content"]) == ("tool", "1", "")
 
 
 def test_what_was_said_behind_a_call_is_of_the_same_turn() -> None:
