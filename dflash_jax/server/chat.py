@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dflash_jax.server import figures
 from dflash_jax.server.conversation import conversation, offered
 from dflash_jax.server.fields import Sampling, budget_of, sampling, thoughts
 from dflash_jax.server.protocol import Ask, Problem, decode
@@ -77,7 +78,8 @@ class ChatWriter(OpenAI):
     def start(self) -> bytes:
         self.kind = "chat.completion.chunk"
         first = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(reply, first) for reply in self.generation.replies)
+        more = self._prompt_ids()
+        return b"".join(self._chunk(reply, first, **more) for reply in self.generation.replies)
 
     def events(self, reply: Reply, events: list[Event]) -> bytes:
         out = b""
@@ -95,10 +97,7 @@ class ChatWriter(OpenAI):
                     call = {"index": index, "function": {"arguments": text}}
                     out += self._chunk(reply, {"tool_calls": [call]})
         if reply.result is not None:
-            choice: dict[str, Any] = {"finish_reason": reply.finish_reason}
-            choice["finish_details"] = reply.details
-            if self.ask.token_ids:
-                choice["token_ids"] = reply.ids
+            choice = figures.of_choice(reply, self.ask, self.id)
             out += self._chunk(reply, {}, choice, **self._last(reply))
         return out
 
@@ -124,13 +123,13 @@ class ChatWriter(OpenAI):
             message["reasoning_content"] = reply.thoughts
         if calls:
             message["tool_calls"] = calls
-        choice: dict[str, Any] = {
-            "index": reply.index,
-            "message": message,
-            "logprobs": self._logprobs(reply.logprobs),
-            "finish_reason": reply.finish_reason,
-            "finish_details": reply.details,
-        }
-        if self.ask.token_ids:
-            choice["token_ids"] = reply.ids
-        return choice
+        choice: dict[str, Any] = {"index": reply.index, "message": message}
+        choice["logprobs"] = self._logprobs(reply.logprobs)
+        return choice | figures.of_choice(reply, self.ask, self.id)
+
+    def whole(self) -> dict[str, Any]:
+        return super().whole() | self._prompt_ids()
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        found = {"prompt_token_ids": self.generation.prompts[0].ids}
+        return found if self.ask.token_ids else {}

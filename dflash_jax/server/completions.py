@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dflash_jax.server import figures
 from dflash_jax.server.fields import Sampling, sampling
 from dflash_jax.server.protocol import MOST_CHOICES, Ask, Problem, decode
 from dflash_jax.server.reply import Reply
@@ -72,8 +73,9 @@ class CompletionWriter(OpenAI):
         return self._line(base | (choice or {}), more)
 
     def _end(self, reply: Reply) -> dict[str, Any]:
-        end = {"finish_reason": reply.finish_reason, "finish_details": reply.details}
-        return end | ({"token_ids": reply.ids} if self.ask.token_ids else {})
+        end = figures.of_choice(reply, self.ask, self.id)
+        prompt = self.generation.prompts[reply.index // self.ask.n]
+        return end | ({"prompt_token_ids": prompt.ids} if self.ask.token_ids else {})
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
         text = (self._echo(reply) if self.ask.echo else "") + reply.content

@@ -6,6 +6,8 @@ from typing import Any
 
 from dflash_jax.engine.result import Stats
 from dflash_jax.server.generation import Generation
+from dflash_jax.server.protocol import Ask
+from dflash_jax.server.reply import Reply
 
 
 def usage(generation: Generation) -> dict[str, Any]:
@@ -38,6 +40,24 @@ def asked_for(generation: Generation, answer_id: str) -> dict[str, Any]:
         found["meta_info"] = {"id": answer_id} | meta_info(stats[0])
     if ask.warnings:
         found["warnings"] = list(ask.warnings)
+    return found
+
+
+def of_choice(reply: Reply, ask: Ask, answer_id: str) -> dict[str, Any]:
+    """What a finished entry of `choices` adds to OpenAI's fields: vLLM's and SGLang's."""
+    assert reply.result is not None
+    stop_ids = ask.options.get("stop_token_ids") or ()
+    last = next(reversed(reply.ids), None)
+    by_id = reply.finish_reason == "stop" and not reply.stop_string and last in stop_ids
+    found: dict[str, Any] = {
+        "finish_reason": reply.finish_reason,
+        "finish_details": reply.details,
+        "stop_reason": last if by_id else reply.stop_string,
+    }
+    if ask.token_ids:
+        found["token_ids"] = reply.ids
+    if ask.meta_info:
+        found["meta_info"] = {"id": answer_id} | meta_info(reply.result.stats)
     return found
 
 

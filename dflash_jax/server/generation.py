@@ -22,6 +22,7 @@ from dflash_jax.tools.events import Event
 from dflash_jax.tools.grammar import call_grammar
 
 SLOW_PROMPT = 20_000  # characters from which a prompt is made outside the event loop
+COMPLETION = 16  # tokens of completions that name no max_tokens, as OpenAI has it
 MOST_GRAMMAR = 2**18  # characters: larger grammars take seconds, in which nothing else is served
 
 
@@ -83,7 +84,8 @@ class Generation:
                 400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
                 code="grammar_too_large",
             )  # fmt: skip
-        most = check_length(prompt.ids, ask, engine.plan.max_length, defaults.max_tokens)
+        default = defaults.max_tokens or (COMPLETION if ask.api == "completions" else 0)
+        most = check_length(prompt.ids, ask, engine.plan.max_length, default)
         recovery = ask.recovery or (defaults.with_tools if ask.declared else defaults.recovery)
         if ask.thinking_budget is not None and ask.thinking_budget < most:
             recovery = dataclasses.replace(recovery, answer_reserve=most - ask.thinking_budget)

@@ -24,6 +24,8 @@ def test_a_chat_completion_says_what_the_engine_says(live: Live) -> None:
     assert answer.usage.completion_tokens == len(choice.token_ids) == 20
     assert choice.message.role == "assistant"
     assert answer.model == "tiny"
+    assert answer.prompt_token_ids == prompt
+    assert choice.stop_reason is None
     assert live.is_idle()
     assert choice.token_ids == live.engine.generate(prompt, max_tokens=20).token_ids
 
@@ -93,7 +95,28 @@ def test_a_stop_string_ends_the_output_before_it(live: Live) -> None:
     cut = create(model="tiny", prompt="abc", max_tokens=24, stop=[stop]).choices[0]
     assert cut.text == whole[: whole.index(stop)]
     assert cut.finish_reason == "stop"
-    assert cut.finish_details["stop_sequence"] == stop
+    assert cut.finish_details["stop_sequence"] == cut.stop_reason == stop
+
+
+def test_what_other_servers_tell_of_a_choice_is_told(live: Live) -> None:
+    ask: dict[str, Any] = {"model": "tiny", "prompt": "abc"}
+    body: dict[str, Any] = {"return_token_ids": True, "return_meta_info": True, "ignore_eos": True}
+    [whole] = live.openai.completions.create(**ask, extra_body=body).choices
+    assert len(whole.token_ids) == 16  # OpenAI's default
+    assert whole.prompt_token_ids == live.engine.tokenizer.encode("abc")
+    assert whole.meta_info["completion_tokens"] == 16
+    body["stop_token_ids"] = [whole.token_ids[3]]
+    for path in ("completions", "chat.completions"):
+        create = live.openai.completions.create
+        more: dict[str, Any] = dict(ask)
+        if path != "completions":
+            create, more = live.openai.chat.completions.create, {"model": "tiny", "messages": ASK}
+        *_, last = create(**more, max_tokens=30, stream=True, extra_body=body)
+        [choice] = last.choices
+        stopped = choice.finish_reason == "stop"
+        assert choice.stop_reason == (body["stop_token_ids"][0] if stopped else None)
+        assert choice.meta_info["completion_tokens"] == len(choice.token_ids)
+        assert stopped or path != "completions"
 
 
 def test_responses_whole_and_streamed(live: Live) -> None:
