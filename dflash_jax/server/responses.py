@@ -83,13 +83,33 @@ def decode_responses(body: bytes) -> Ask:
         template=template,
         max_tokens=found.max_output_tokens,
         logprobs=(found.top_logprobs or 0) if likely else None,
-        echoed={
-            "instructions": found.instructions,
-            "format": text.get("format"),
-            "metadata": found.metadata,
-        },
+        echoed=_echoed(found),
         **asked | {"warnings": tuple(warnings)},
     )
+
+
+def _echoed(found: ResponsesRequest) -> dict[str, Any]:
+    """Fields of the request as the answer repeats them, and what stands for those left out."""
+    text, reasoning = found.text or {}, found.reasoning or {}
+    functions = [tool for tool in found.tools or [] if tool.get("type") == "function"]
+    return {
+        "background": False,
+        "instructions": found.instructions,
+        "max_output_tokens": found.max_output_tokens,
+        "max_tool_calls": found.max_tool_calls,
+        "metadata": found.metadata or {},
+        "parallel_tool_calls": found.parallel_tool_calls is not False,
+        "prompt_cache_key": found.prompt_cache_key,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "safety_identifier": found.safety_identifier,
+        "service_tier": "default",
+        "store": bool(found.store),
+        "text": {"format": {"type": "text"}} | {k: v for k, v in text.items() if v is not None},
+        "tool_choice": found.tool_choice or "auto",
+        "tools": [{"strict": False} | tool for tool in functions],
+        "truncation": "disabled",
+        "user": found.user,
+    }
 
 
 def _messages(found: ResponsesRequest) -> list[Message]:
@@ -288,28 +308,20 @@ class ResponsesWriter:
         ask = self.generation.ask
         cut = reply is not None and reply.finish_reason == "length"
         status = "incomplete" if cut else "completed" if reply else "in_progress"
-        choice = {"type": "function", "name": ask.choice.name}
         temperature = self.generation.model.defaults.temperature
-        found: dict[str, Any] = {
+        found: dict[str, Any] = ask.echoed | {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": ask.echoed.get("instructions"),
-            "max_output_tokens": ask.max_tokens,
             "model": self.generation.model.name,
             "output": items,
-            "parallel_tool_calls": ask.parallel,
             "previous_response_id": None,
-            "store": False,
             "temperature": ask.options.get("temperature", temperature),
-            "text": {"format": ask.echoed.get("format") or {"type": "text"}},
-            "tool_choice": choice if ask.choice.kind == "named" else ask.choice.kind,
-            "tools": [{"type": "function", "strict": False} | t["function"] for t in ask.tools],
             "top_p": ask.options.get("top_p", 1.0),
-            "metadata": ask.echoed.get("metadata") or {},
             "top_logprobs": ask.logprobs or 0,
             "usage": self._usage() if reply else None,
         }

@@ -592,12 +592,40 @@ def test_allowed_tools_are_those_that_may_be_called(nested: bool) -> None:
 
 def test_a_response_repeats_what_was_asked(tokenizer: Tokenizer) -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
-    body = {"input": "hi", "instructions": "Be brief.", "metadata": {"a": "b"}}
-    ask = decode_responses(json.dumps(body | {"text": {"format": form}}).encode())
-    reply, _ = replied(tokenizer, "{}", ask)
-    whole = ResponsesWriter(generation(reply, ask)).whole()
-    assert (whole["instructions"], whole["metadata"]) == ("Be brief.", {"a": "b"})
-    assert whole["text"] == {"format": form}
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "f"}],
+    }
+    repeated = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 90,
+        "max_tool_calls": 3,
+        "metadata": {"a": "b"},
+        "prompt_cache_key": "k",
+        "reasoning": {"effort": "low", "summary": None},
+        "safety_identifier": "s",
+        "store": True,
+        "text": {"format": form, "verbosity": "low"},
+        "tool_choice": allowed,
+        "tools": [tool],
+        "user": "u",
+    }
+
+    def whole(body: dict[str, Any]) -> dict[str, Any]:
+        ask = decode_responses(json.dumps({"input": "hi"} | body).encode())
+        reply, _ = replied(tokenizer, "{}", ask)
+        return ResponsesWriter(generation(reply, ask)).whole()
+
+    assert repeated.items() <= whole(repeated).items()
+    none = whole({"tools": [tool], "tool_choice": "none"})
+    assert (none["tools"], none["tool_choice"]) == ([tool], "none")
+    plain = {"background": False, "service_tier": "default", "truncation": "disabled"}
+    plain |= {"store": False, "tool_choice": "auto", "text": {"format": {"type": "text"}}}
+    found = whole({})
+    assert plain.items() <= found.items()
+    assert found["completed_at"] >= found["created_at"]
 
 
 def test_parts_of_a_character_have_their_bytes(tokenizer: Tokenizer) -> None:
