@@ -15,7 +15,7 @@ from dflash_jax.server.streaming import Gone, json_answer
 
 log = logging.getLogger("dflash_jax.server")
 Handler = Callable[[Request], Awaitable[Response]]
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/", "/health", "/ready")
 MOST_HEADERS = 64 * 1024
 
 
@@ -66,7 +66,9 @@ class Gate:
         return answer
 
     async def no_route(self, request: Request, error: Any) -> Response:
-        """The answer where no route or method fits."""
+        """The answer where no route or method fits; OPTIONS asks what does."""
+        if request.method == "OPTIONS" and error.status_code == 405:
+            return _numbered(Response(status_code=204, headers=error.headers))
         message = f"{request.method} {request.url.path} does not exist"
         return self._refuse(Problem(error.status_code, message, code="unknown_url"))
 

@@ -1,6 +1,7 @@
 """The small routes: tokens of texts, models, health, figures."""
 
 import asyncio
+import datetime
 import json
 from typing import Any
 
@@ -79,6 +80,7 @@ class Information:
         return {
             "/v1/models": self._list_models,
             "/v1/models/{name:path}": self._one_model,
+            "/": self._health,
             "/health": self._health,
             "/ready": self._ready,
             "/metrics": self._show_metrics,
@@ -140,10 +142,17 @@ class Information:
         return json_answer({"content": text, "prompt": text})
 
     async def _list_models(self, request: Request) -> Response:
-        return json_answer({"object": "list", "data": [_described(m) for m in self._models]})
+        data = [_described(model) for model in self._models]
+        found: dict[str, Any] = {"object": "list", "data": data}
+        if _is_anthropic(request):
+            found["data"] = [entry | _as_anthropic(entry) for entry in data]
+            ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+            found |= {"has_more": False} | ends
+        return json_answer(found)
 
     async def _one_model(self, request: Request) -> Response:
-        return json_answer(_described(self._models.named(request.path_params["name"])))
+        found = _described(self._models.named(request.path_params["name"]))
+        return json_answer(found | (_as_anthropic(found) if _is_anthropic(request) else {}))
 
     async def _health(self, request: Request) -> Response:
         for model in self._models:
@@ -192,6 +201,18 @@ def _described(model: Model) -> dict[str, Any]:
     if (engine := model.worker.engine) is not None:
         found["max_model_len"] = engine.plan.max_length
     return found
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
+
+
+def _as_anthropic(model: dict[str, Any]) -> dict[str, Any]:
+    """What Anthropic's clients read of a model beside its id."""
+    made = datetime.datetime.fromtimestamp(model["created"], datetime.UTC)
+    found = {"type": "model", "display_name": model["id"], "lifecycle": "active"}
+    most = {"max_input_tokens": model["max_model_len"]} if "max_model_len" in model else {}
+    return found | {"created_at": made.isoformat().replace("+00:00", "Z")} | most
 
 
 def _properties(model: Model) -> dict[str, Any]:

@@ -429,3 +429,10 @@ def test_every_answer_has_an_id_in_its_headers_and_errors_in_their_bodies(live: 
     with pytest.raises(openai.NotFoundError) as missing:
         live.openai.embeddings.create(model="tiny", input="a")
     assert missing.value.request_id is not None
+
+
+def test_both_kinds_of_clients_list_the_models(live: Live) -> None:
+    [entry] = live.anthropic.models.list()
+    assert (entry.id, entry.type, entry.display_name) == ("tiny", "model", "tiny")
+    assert entry.created_at.timestamp() == next(iter(live.openai.models.list())).created
+    assert live.anthropic.models.retrieve("tiny").max_input_tokens == CONTEXT

@@ -351,6 +351,10 @@ def test_small_routes(live: Live) -> None:
         assert b"".join(map(bytes, codes)).decode() == "\U0001f600"
         assert client.post("/tokenize", json={"content": "a", "chat_template": "b"}).is_error
         assert client.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+        assert client.get("/").json() == {"status": "ok"}
+        options = client.options(CHAT)
+        assert (options.status_code, options.headers["allow"]) == (204, "POST")
+        assert client.options("/nothing").status_code == 404
         props = client.get("/props").json()
         assert props["models"][0]["plan"]["rows"] == live.engine.plan.rows
         assert CHAT in props["endpoints"]
