@@ -88,7 +88,7 @@ class ChatWriter(OpenAI):
                 case Content(text):
                     out += self._chunk(reply, {"content": text})
                 case Thinking(text):
-                    out += self._chunk(reply, {"reasoning_content": text})
+                    out += self._chunk(reply, {"reasoning_content": text, "reasoning": text})
                 case CallBegun(index, name):
                     head = {"index": index, "id": reply.calls[index].id, "type": "function"}
                     call = head | {"function": {"name": name, "arguments": ""}}
@@ -120,7 +120,9 @@ class ChatWriter(OpenAI):
         message: dict[str, Any] = {"role": "assistant"}
         message["content"] = reply.content if reply.content or not calls else None
         if reply.thoughts:
-            message["reasoning_content"] = reply.thoughts
+            message["reasoning_content"] = message["reasoning"] = reply.thoughts
+            detail = {"type": "reasoning.text", "text": reply.thoughts, "index": 0}
+            message["reasoning_details"] = [detail]
         if calls:
             message["tool_calls"] = calls
         choice: dict[str, Any] = {"index": reply.index, "message": message}

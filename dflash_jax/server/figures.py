@@ -18,12 +18,27 @@ def usage(generation: Generation) -> dict[str, Any]:
     prompt = sum(len(prompt.ids) for prompt in generation.prompts)
     completion = sum(s.output_tokens for s in stats) + sum(unfinished)
     thinking = sum(reply.thinking_tokens for reply in replies)
-    return {
+    more = _pace(stats) if stats and generation.ask.timings else {}
+    return more | {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": reused(generation)},
         "completion_tokens_details": {"reasoning_tokens": thinking},
+    }
+
+
+def _pace(stats: Sequence[Stats]) -> dict[str, Any]:
+    """How long the outputs took in all, and how many drafts were right."""
+    prefill, decode = sum(s.prefill_s for s in stats), sum(s.decode_s for s in stats)
+    tokens, drafted = sum(s.output_tokens for s in stats), sum(s.drafted for s in stats)
+    return {
+        "timings": {
+            "prefill_ms": round(prefill * 1e3, 1),
+            "decode_ms": round(decode * 1e3, 1),
+            "decode_tokens_per_sec": round(tokens / decode, 1) if decode > 0 else 0.0,
+        },
+        "accept_rate": sum(s.accepted for s in stats) / max(drafted, 1),
     }
 
 

@@ -191,6 +191,8 @@ def test_figures_come_in_the_shapes_of_other_engines(live: Live) -> None:
     assert answer.meta_info["spec_accept_length"] == speculative["mean_acceptance_length"]
     assert answer.timings["draft_n"] == speculative["num_draft_tokens"] > 0
     assert answer.timings["predicted_n"] == 16
+    assert answer.usage.timings["decode_ms"] == round(answer.timings["predicted_ms"], 1)
+    assert answer.usage.accept_rate == speculative["draft_acceptance_rate"]
     plain = live.openai.chat.completions.create(
         model="tiny", messages=ASK, max_tokens=16,
         extra_body=body | {"speculative": {"enabled": False}},

@@ -97,6 +97,8 @@ def test_chat_splits_thought_content_and_call(tokenizer: Tokenizer) -> None:
     [choice] = ChatWriter(generation(reply, ask)).whole()["choices"]
     message = choice["message"]
     assert message["reasoning_content"].strip() == "Look first."
+    assert message["reasoning"] == message["reasoning_content"]
+    assert [d["text"] for d in message["reasoning_details"]] == [message["reasoning"]]
     assert message["content"] == "Let me look:"
     [call] = message["tool_calls"]
     assert call["function"]["name"] == "read_file"
@@ -109,6 +111,7 @@ def test_chat_splits_thought_content_and_call(tokenizer: Tokenizer) -> None:
     deltas = [c["choices"][0]["delta"] for c in chunks]
     assert "".join(d.get("content") or "" for d in deltas) == "Let me look:"
     assert "".join(d.get("reasoning_content", "") for d in deltas) == message["reasoning_content"]
+    assert all(d.get("reasoning") == d.get("reasoning_content") for d in deltas)
     calls = [d["tool_calls"][0] for d in deltas if "tool_calls" in d]
     assert calls[0]["id"] == call["id"]
     arguments = "".join(c["function"].get("arguments", "") for c in calls)
