@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.conversation import conversation, offered
+from dflash_jax.server.fields import EFFORTS, PASSED
 from dflash_jax.server.gate import Gate, Handler, Settings
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
@@ -172,16 +173,17 @@ class Information:
 
     async def _props(self, request: Request) -> Response:
         limits = {"max_body": self._settings.max_body, "timeout": self._settings.timeout}
-        return json_answer(
-            {
-                "schema": 1,
-                "build_info": f"dflash_jax {__version__}",
-                "models": [_properties(model) for model in self._models],
-                "endpoints": sorted(route.path for route in request.app.routes),
-                "limits": limits,
-                "parameters": self._parameters,
-            }
-        )
+        endpoints = sorted(route.path for route in request.app.routes)
+        found = {
+            "schema": 2,
+            "build_info": f"dflash_jax {__version__}",
+            "models": [_properties(model) for model in self._models],
+            "endpoints": endpoints,
+            "api": {"endpoints": endpoints},
+            "limits": limits,
+            "parameters": self._parameters,
+        }
+        return json_answer(found | _default_model(self._models[0]))
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
@@ -228,4 +230,29 @@ def _properties(model: Model) -> dict[str, Any]:
         "tool_calls": syntax.name if syntax else None,
         "reasoning": bool(syntax and syntax.thought),
         "chat_template": engine.tokenizer.template if engine.tokenizer else None,
+    }
+
+
+def _default_model(model: Model) -> dict[str, Any]:
+    """The first model in the words in which llama.cpp's and lucebox's clients look for it."""
+    worker = model.worker
+    found: dict[str, Any] = {"model_alias": model.name, "daemon": {"alive": worker.error is None}}
+    if (engine := worker.engine) is None:
+        return found
+    plan, defaults, syntax = engine.plan, model.defaults, model.syntax
+    drafter, template = engine.drafter, engine.tokenizer.template if engine.tokenizer else None
+    params = {"temperature": defaults.temperature, "n_predict": defaults.max_tokens or -1}
+    thinks = bool(syntax and syntax.thought)
+    return found | {
+        "default_generation_settings": {"n_ctx": plan.max_length, "params": params},
+        "total_slots": plan.rows,
+        "chat_template": template,
+        "model_card": None,
+        "speculative_mode": "dflash" if drafter else "off",
+        "speculative": {"drafter": getattr(drafter, "kind", None), "block_size": plan.block},
+        "reasoning": {"supported": thinks, "efforts": list(EFFORTS) if thinks else []},
+        "sampling": {"capabilities": [*PASSED, "seed", "logit_bias", "logprobs"]},
+        "prefix_cache": {"bytes": plan.prefix_cache, "on_disk": bool(plan.prefix_folder)},
+        "tool_replay": {"turns": len(model.turns)},
+        "capabilities": {"chat": template is not None, "tools": syntax is not None},
     }

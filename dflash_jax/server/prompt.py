@@ -38,6 +38,9 @@ class ToolTurns:
         self._turns: collections.OrderedDict[tuple[str, ...], _Turn] = collections.OrderedDict()
         self._size = 0
 
+    def __len__(self) -> int:
+        return len(self._turns)
+
     def remember(self, message: Message, ids: Sequence[int]) -> None:
         """Keeps what the model wrote in a turn that clients will repeat as this message."""
         self._turns[_call_ids(message)] = _Turn(tuple(ids), _said(message))

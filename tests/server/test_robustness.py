@@ -29,6 +29,7 @@ from benchmarks.soak_serve import (
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError
 from dflash_jax.server import app
+from dflash_jax.server.fields import EFFORTS
 from dflash_jax.server.gate import Settings
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.models import Model
@@ -357,7 +358,13 @@ def test_small_routes(live: Live) -> None:
         assert client.options("/nothing").status_code == 404
         props = client.get("/props").json()
         assert props["models"][0]["plan"]["rows"] == live.engine.plan.rows
-        assert CHAT in props["endpoints"]
+        assert CHAT in props["endpoints"] == props["api"]["endpoints"]
+        plan = live.engine.plan
+        assert props["default_generation_settings"]["n_ctx"] == plan.max_length
+        assert (props["total_slots"], props["speculative_mode"]) == (plan.rows, "dflash")
+        assert props["reasoning"] == {"supported": True, "efforts": list(EFFORTS)}
+        assert props["prefix_cache"] == {"bytes": plan.prefix_cache, "on_disk": False}
+        assert props["daemon"]["alive"]
         assert {"min_tokens", "tools"} <= set(props["parameters"][CHAT])
         assert client.post(CHAT, json=ASK).status_code == 200
 
