@@ -5,16 +5,16 @@ import math
 from typing import Any
 
 from dflash_jax.server import figures
-from dflash_jax.server.conversation import conversation, offered, text_of, thought_of
-from dflash_jax.server.fields import Common, budget_of, common, texts, thoughts
+from dflash_jax.server.blocks import is_begun, messages_of
+from dflash_jax.server.conversation import conversation, offered
+from dflash_jax.server.fields import Common, common, texts
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.protocol import Ask, Message, Problem, decode, new_id
+from dflash_jax.server.protocol import Ask, Problem, decode, new_id
 from dflash_jax.server.reply import Part, Reply
+from dflash_jax.server.thinking import budget_of, thoughts
 from dflash_jax.server.writer import named
 from dflash_jax.tokenizer import well_formed
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
-
-BILLING = "x-anthropic-billing-header:"  # a line that some clients send; new with every request
 
 SIGNATURE = "unsigned"  # of thoughts; clients drop those that have none
 
@@ -84,13 +84,13 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
     more: dict[str, Any] = {"warnings": tuple(warnings), "stop": stop, "thinking_budget": budget}
     return Ask(
         api="messages",
-        messages=conversation(_messages(found)),
+        messages=conversation(messages_of(found.system, found.messages)),
         tools=tools,
         declared=declared,
         choice=chosen,
         parallel=not choice.get("disable_parallel_tool_use"),
         template=template,
-        continue_final=_is_begun(found.messages),
+        continue_final=is_begun(found.messages),
         max_tokens=found.max_tokens,
         clamp=True,
         **asked | more,
@@ -104,88 +104,6 @@ def _no_threads() -> Problem:
         param="thread",
         details={"error_code": "thread_unsupported_request"},
     )  # fmt: skip
-
-
-def _is_begun(messages: list[dict[str, Any]]) -> bool:
-    """Whether the last message is the beginning of the answer: an assistant's text."""
-    last = messages[-1] if messages else {}
-    content = last.get("content")
-    if isinstance(content, list):
-        return (
-            last.get("role") == "assistant"
-            and bool(content)
-            and all(isinstance(block, dict) and block.get("type") == "text" for block in content)
-        )
-    return last.get("role") == "assistant" and isinstance(content, str)
-
-
-def _messages(found: MessagesRequest) -> list[Message]:
-    """The conversation in the chat completions shape."""
-    made: list[Message] = []
-    if system := _without_billing(found.system):
-        made.append({"role": "system", "content": text_of(system, "system")})
-    for at, message in enumerate(found.messages):
-        role, content = message.get("role"), message.get("content")
-        where = f"messages[{at}]"
-        if role not in ("user", "assistant", "system"):
-            raise Problem(400, f"role {role!r}; expected user or assistant", param=f"{where}.role")
-        if isinstance(content, str):
-            made.append({"role": role, "content": content})
-            continue
-        if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
-            raise Problem(400, "content is no list of blocks", param=f"{where}.content")
-        made += _turn(role, content, f"{where}.content")
-    return made
-
-
-def _without_billing(
-    system: str | list[dict[str, Any]] | None,
-) -> str | list[dict[str, Any]] | None:
-    """The system prompt without the line that would make every prompt a new one."""
-    if not isinstance(system, list):
-        return _unbilled(system or "")
-    texts = [block.get("text") for block in system]
-    kept = [_unbilled(text) if isinstance(text, str) else text for text in texts]
-    return [
-        block if new == old else block | {"text": new}
-        for block, old, new in zip(system, texts, kept, strict=True)
-        if new == old or new
-    ]
-
-
-def _unbilled(text: str) -> str:
-    return text.partition("\n")[2] if text.startswith(BILLING) else text
-
-
-def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
-    """Tool results, then the message with everything else."""
-    results: list[Message] = []
-    rest: Message = {"role": role, "content": []}
-    for at, block in enumerate(blocks):
-        place = f"{where}[{at}]"
-        match block.get("type"):
-            case "tool_result":
-                content = text_of(block.get("content") or "", f"{place}.content")
-                result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-                results.append(result | {"content": content})
-            case "tool_use":
-                name = block.get("name")
-                if not isinstance(name, str):
-                    raise Problem(400, "a tool_use has no name", param=f"{place}.name")
-                arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                function = {"name": name, "arguments": arguments}
-                call = {"id": block.get("id"), "type": "function", "function": function}
-                rest.setdefault("tool_calls", []).append(call)
-            case "thinking":
-                before = rest.get("reasoning_content")
-                rest["reasoning_content"] = thought_of(before, str(block.get("thinking") or ""))
-            case "redacted_thinking":
-                pass
-            case _:
-                rest["content"].append(text_of([block], place))
-    if not rest["content"] and len(rest) == 2:
-        return results
-    return [*results, rest]
 
 
 class MessagesWriter:

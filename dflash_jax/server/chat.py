@@ -4,9 +4,10 @@ from typing import Any
 
 from dflash_jax.server import figures
 from dflash_jax.server.conversation import conversation, offered
-from dflash_jax.server.fields import Sampling, budget_of, sampling, thoughts
+from dflash_jax.server.fields import Sampling, sampling
 from dflash_jax.server.protocol import Ask, Problem, decode
 from dflash_jax.server.reply import Reply
+from dflash_jax.server.thinking import budget_of, thoughts
 from dflash_jax.server.writer import OpenAI
 from dflash_jax.tools.events import Arguments, CallBegun, Content, Event, Thinking
 

@@ -121,11 +121,6 @@ def _modern(given: Mapping[str, Any]) -> Message:
     return message
 
 
-def thought_of(*parts: str | None) -> str:
-    """Thoughts of one turn as one."""
-    return "\n\n".join(part for part in parts if part)
-
-
 def text_of(content: Any, param: str) -> str | None:
     """The text of a message's content, which stands at `param`; parts of type text are joined."""
     if content is None or isinstance(content, str):

@@ -8,6 +8,7 @@ import msgspec
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
+from dflash_jax.server.thinking import budget_of
 from dflash_jax.server.unserved import ignored
 
 
@@ -195,11 +196,6 @@ def recovery_of(given: bool | Mapping[str, Any] | None) -> Recovery | None:
         raise Problem(400, f"recovery: {error}", param="recovery") from None
 
 
-def budget_of(tokens: Any) -> int | None:
-    """A thinking budget; 0 and less is none."""
-    return tokens if isinstance(tokens, int) and tokens > 0 else None
-
-
 def biases(given: Mapping[str, float]) -> dict[int, float]:
     """`logit_bias` with token ids as numbers."""
     try:
@@ -260,47 +256,3 @@ def response_format(given: Any, where: str) -> tuple[str, Any]:
         raise Problem(400, f"{where} has no JSON schema", param=where)
     known = "text, json_object or json_schema"
     raise Problem(400, f"{where} has the type {kind!r}; expected {known}", param=where)
-
-
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-
-def thoughts(
-    given: Mapping[str, Any] | None,
-    *,
-    word: Any = None,
-    where: str = "reasoning.effort",
-    reasoning: Mapping[str, Any] | None = None,
-    thinking: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Template variables of what a request says about thoughts, and warnings.
-
-    Reasoning without an effort is on, `thinking` outranks it, unknown efforts count as high.
-
-    Args:
-      given: variables that were given as such; they win.
-      word: an effort that stands at `where`, outside of `reasoning`.
-    """
-    found: dict[str, Any] = {}
-    warnings: tuple[str, ...] = ()
-    if reasoning is not None:
-        if reasoning.get("exclude"):
-            raise Problem(
-                400, "reasoning.exclude is not supported here; leave out reasoning_content",
-                param="reasoning.exclude",
-            )  # fmt: skip
-        found["enable_thinking"] = True
-        if reasoning.get("effort") is not None:
-            word, where = reasoning["effort"], "reasoning.effort"
-    if word is not None:
-        if not isinstance(word, str):
-            raise Problem(400, f"{where} is {word!r}; expected {', '.join(EFFORTS)}", param=where)
-        if word not in EFFORTS:
-            warnings = (f"{where} {word!r} is unknown and counts as high",)
-            word = "high"
-        found |= {"reasoning_effort": word, "enable_thinking": word != "none"}
-    if reasoning is not None and reasoning.get("enabled") is False:
-        found["enable_thinking"] = False
-    if thinking is not None:
-        found["enable_thinking"] = thinking.get("type") != "disabled"
-    return found | dict(given or {}), warnings

@@ -11,13 +11,14 @@ from starlette.responses import Response
 
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.conversation import conversation, offered
-from dflash_jax.server.fields import EFFORTS, PASSED
+from dflash_jax.server.fields import PASSED
 from dflash_jax.server.gate import Gate, Handler, Settings
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Model, Models
 from dflash_jax.server.protocol import Ask, Problem, decode
 from dflash_jax.server.streaming import json_answer
+from dflash_jax.server.thinking import EFFORTS
 from dflash_jax.server.unserved import ignored
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.version import __version__

@@ -29,13 +29,13 @@ from benchmarks.soak_serve import (
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError
 from dflash_jax.server import app
-from dflash_jax.server.fields import EFFORTS
 from dflash_jax.server.gate import Settings
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.models import Model
 from dflash_jax.server.prompt import Prompt
 from dflash_jax.server.protocol import Ask
 from dflash_jax.server.run import Listening, serve
+from dflash_jax.server.thinking import EFFORTS
 from tests.server.conftest import QUEUE, Live, run_server
 
 

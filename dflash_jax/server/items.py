@@ -1,0 +1,63 @@
+"""The items of a Responses input, as messages in the chat completions shape."""
+
+from typing import Any
+
+from dflash_jax.server.conversation import text_of
+from dflash_jax.server.protocol import Message, Problem
+from dflash_jax.server.thinking import thought_of
+
+
+def messages_of(instructions: str | None, items: str | list[dict[str, Any]]) -> list[Message]:
+    """The conversation in the chat completions shape; neighbouring calls are one turn."""
+    system: list[str] = [instructions] if instructions else []
+    made: list[Message] = []
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    thought = ""
+    for at, item in enumerate(items):
+        kind, where = item.get("type", "message"), f"input[{at}]"
+        if kind == "function_call":
+            if not isinstance(item.get("name"), str):
+                raise Problem(400, "a function_call has no name", param=f"{where}.name")
+            function = {"name": item["name"], "arguments": item.get("arguments", "{}")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if not (made and made[-1]["role"] == "assistant"):
+                made.append({"role": "assistant", "content": None})
+            made[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = text_of(item.get("output"), f"{where}.output")
+            result = {"role": "tool", "tool_call_id": item.get("call_id")}
+            made.append(result | {"content": output or ""})
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary")
+            parts = parts if isinstance(parts, list) else []
+            text = "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))
+            thought = thought_of(thought, text)
+            continue
+        elif kind == "message":
+            message = _message_of(item, where)
+            if message["role"] == "assistant" and made and made[-1].get("tool_calls"):
+                # What is said behind a call is of the same turn.
+                made[-1]["content"] = (made[-1]["content"] or "") + message["content"]
+            else:
+                made.append(message)
+        else:
+            raise Problem(400, f"an item of type {kind!r} is not supported", param=where)
+        if thought and made[-1]["role"] == "assistant":
+            made[-1]["reasoning_content"] = thought_of(made[-1].get("reasoning_content"), thought)
+        thought = ""
+    # One system message leads: many templates accept no other place.
+    leading = [{"role": "system", "content": text} for text in system]
+    leading += [m for m in made if m["role"] == "system"]
+    return [*leading, *(m for m in made if m["role"] != "system")]
+
+
+def _message_of(item: dict[str, Any], where: str) -> Message:
+    """An item of type message in the chat completions shape."""
+    role, content = item.get("role"), text_of(item.get("content"), f"{where}.content")
+    if role not in ("system", "developer", "user", "assistant"):
+        known = "system, developer, user or assistant"
+        raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
+    if content is None and role != "assistant":
+        raise Problem(400, "content is missing", param=f"{where}.content")
+    return {"role": "system" if role == "developer" else role, "content": content or ""}
