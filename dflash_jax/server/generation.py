@@ -13,6 +13,7 @@ from dflash_jax.engine.recovery.cancellation import Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.errors import QueueFullError, RequestError
 from dflash_jax.server.conversation import past_calls
+from dflash_jax.server.fields import PASSED
 from dflash_jax.server.models import Model
 from dflash_jax.server.prompt import Prompt, chat_prompt, check_length
 from dflash_jax.server.protocol import Ask, Problem
@@ -234,6 +235,7 @@ async def prepare(model: Model, ask: Ask) -> list[Prompt]:
     return prompts
 
 
+NAMED = {*PASSED, "logit_bias", "stop"}  # options that requests call what the engine does
 FIELDS = {  # options of the engine that requests call otherwise
     "block_size": "speculative.block_size",
     "responses.max_tokens": "max_output_tokens",
@@ -251,6 +253,7 @@ def problem_of(error: Exception, api: str) -> Problem:
     text = str(error)
     option, is_, rest = text.partition(" is ")
     if not is_ or not option.isidentifier():
-        return Problem(400, text)
+        word = text.partition(" ")[0]
+        return Problem(400, text, param=word if word in NAMED else None)
     param = FIELDS.get(f"{api}.{option}", FIELDS.get(option, option))
     return Problem(400, f"{param} is {rest}", param=param)

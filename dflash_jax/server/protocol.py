@@ -5,6 +5,7 @@ API's own fields are read where its answers are written.
 """
 
 import dataclasses
+import re
 import secrets
 from typing import Any, Literal, TypeVar
 
@@ -140,7 +141,10 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$.")
         param = path.removesuffix("`") or None
-        raise Problem(400, f"{text}{f' in {param}' if param else ''}", param=param) from None
+        where = f" in {param}" if param else ""
+        if missing := re.fullmatch("Object missing required field `(.*)`", text):
+            param = missing[1]
+        raise Problem(400, f"{text}{where}", param=param) from None
     except RecursionError:
         raise Problem(400, "the body is nested too deeply", code="invalid_json") from None
     known = kind.__struct_fields__

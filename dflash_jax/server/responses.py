@@ -254,7 +254,7 @@ class ResponsesWriter:
         cut = reply is not None and reply.finish_reason == "length"
         status = "incomplete" if cut else "completed" if reply else "in_progress"
         temperature = self.generation.model.defaults.temperature
-        found: dict[str, Any] = ask.echoed | {
+        found: dict[str, Any] = {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
@@ -269,7 +269,7 @@ class ResponsesWriter:
             "top_p": ask.options.get("top_p", 1.0),
             "top_logprobs": ask.logprobs or 0,
             "usage": self._usage() if reply else None,
-        }
+        } | ask.echoed
         if reply is None:
             return found
         found["finish_details"] = reply.details

@@ -190,6 +190,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         {"tools": [{"type": "function", "function": {"name": "a b"}}]},
         "tools[0].function.name",
     ),
+    (lambda: decode_chat(b"{}"), {}, "messages"),
     (responses, {"input": []}, "input"),
     (responses, {"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
     (responses, {"instructions": "a", "input": [{"role": "user"}]}, "input[0].content"),
@@ -238,6 +239,8 @@ def test_what_the_engine_refuses_is_named_as_the_request_calls_it() -> None:
     assert param("logprobs is 21; expected less") == "top_logprobs"
     assert param("logprobs is 21; expected less", "completions") == "logprobs"
     assert param("block_size is 99; expected less") == "speculative.block_size"
+    assert param("min_tokens and structured output do not go together") == "min_tokens"
+    assert param("logit_bias names [9]; the target knows 0 to 8") == "logit_bias"
     assert param("the structure is not understood: why") is None
 
 
