@@ -194,12 +194,18 @@ FIELDS = sorted(
      "max_output_tokens", "instructions", "stop_sequences", "content", "tokens", "add_special",
      "presence_penalty", "guided_json", "guided_choice", "guided_regex", "parallel_tool_calls",
      "min_tokens", "speculative", "structured_outputs", "include", "truncation", "reasoning_effort",
-     "output_config", "thinking_token_budget", "recovery", "functions", "metadata"}
+     "output_config", "thinking_token_budget", "recovery", "functions", "metadata", "thread",
+     "repeat_penalty", "enable_thinking", "with_pieces", "return_token_strs"}
 )  # fmt: skip
 messages = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer"])},
-        optional={"content": st.text(max_size=8) | json_values, "tool_calls": json_values},
+        {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer", "function"])},
+        optional={
+            "content": st.text(max_size=8) | json_values,
+            "tool_calls": json_values,
+            "function_call": json_values,
+            "reasoning": json_values,
+        },
     ),
     max_size=3,
 )
