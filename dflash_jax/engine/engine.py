@@ -109,7 +109,7 @@ class Engine:
           recovery: rules that act when the model goes silent, stalls or loops; None is off.
             Where output is structured, those that dictate tokens or overrule ends are off.
           tools, tool_choice: the tools the prompt offers, in any API's shape; recovery may
-            begin a call of one of them.
+            begin a call of one of them, and inside calls no `stop` text counts.
           cancel: a cell by which anyone, from any thread, may end the request. Unlike `close`,
             it also keeps what the request added out of the prefix cache.
 

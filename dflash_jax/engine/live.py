@@ -16,6 +16,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
 from dflash_jax.engine.structured import Grammar
 from dflash_jax.engine.text import OutputText
+from dflash_jax.engine.vocabulary import opens_thought
 from dflash_jax.errors import ComputeError, DFlashError, RequestError
 from dflash_jax.tokenizer import Tokenizer
 
@@ -68,7 +69,7 @@ class Live:
         self._likely: list[TokenLogprob] = []  # of output tokens that were not emitted yet
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self.finish: controller.Finish | None = None
-        self._text = OutputText(tokenizer, request.stop)
+        self._text = output_text(request, tokenizer)
         self._has_text = tokenizer is not None
         self._submitted = self._started = self._first = time.perf_counter()
         allowed = request.recovery.deadline_s
@@ -232,6 +233,14 @@ class Live:
         if rest := self._text.finish():
             self.pieces.append(Piece((), rest))
         self.finish = reason  # last, as other threads may look at it
+
+
+def output_text(request: Request, tokenizer: Tokenizer | None) -> OutputText:
+    """The text of a request's output, which ends before the first stop string."""
+    if tokenizer is None or not (request.stop and request.tools):
+        return OutputText(tokenizer, request.stop)
+    thinking = opens_thought(tokenizer, request.prompt)
+    return OutputText(tokenizer, request.stop, request.tools, thinking=thinking)
 
 
 def _named(ids: tuple[int, ...], likely: list[TokenLogprob]) -> list[TokenLogprob]:

@@ -16,6 +16,7 @@ from dflash_jax.engine.structured import Structure
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tools.declared import Tool, tools_of
 
 HOTTEST = 1e6  # temperature; above it float32 ends sooner or later
 
@@ -43,6 +44,7 @@ class Request:
     block_size: int | None = None
     recovery: Recovery = OFF
     words: Words = SILENT
+    tools: tuple[Tool, ...] = ()  # in whose calls no stop string counts
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -191,6 +193,7 @@ def request_of(
         block_size=block_size,
         recovery=recovery,
         words=words_of(tokenizer, ids, recovery, tools, tool_choice),
+        tools=tools_of(tools),
     )
 
 

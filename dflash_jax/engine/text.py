@@ -3,46 +3,80 @@
 from collections.abc import Sequence
 
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tools import syntax_of
+from dflash_jax.tools.declared import Tool
+from dflash_jax.tools.stops import Stops
+from dflash_jax.tools.stream import OutputParser
 
 
 class OutputText:
-    """Turns ids into text; holds back what may become a stop string (C3: nothing retracted)."""
+    """Turns ids into text; holds back what may become a stop string (C3: nothing retracted).
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()):
+    Args:
+      tools: declared tools; in their calls, and in markup, no stop string is looked for.
+      thinking: whether the prompt opened a thought; asked for with tools only.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str] = (),
+        tools: Sequence[Tool] = (),
+        *,
+        thinking: bool = False,
+    ):
         self._decoder = tokenizer.stream() if tokenizer else None
-        self._stop = tuple(stop)
+        self._stops = Stops(stop)
         self._held = ""
-        self.stopped = False
-        self.stopped_by: str | None = None  # the stop string that was completed
+        self._parser: OutputParser | None = None
+        syntax = syntax_of(tokenizer.template) if tokenizer and tools and stop else None
+        if tokenizer and syntax:
+            self._marked = tokenizer.showing(syntax.markers(calls=True)).stream()
+            self._parser = OutputParser(syntax, tools, thinking=thinking, stop=stop)
         self.text = ""
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that was completed."""
+        return self._parser.stopped_by if self._parser else self._stops.found
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self.stopped_by is not None
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that is now certain; sets `stopped` when a stop string is complete."""
         if self._decoder is None or self.stopped:
             return ""
-        return self._give(self._decoder.push(ids), end=False)
+        if self._parser is None:
+            return self._give(self._stops.push(self._decoder.push(ids)))
+        given = ""
+        for token in ids:  # one by one: the parser's text has marks that this one lacks
+            if not self.stopped:
+                self._parser.push(self._marked.push([token]))
+                given += self._outside(self._decoder.push([token]), self._parser)
+        return given
 
     def finish(self) -> str:
         """What was held back, once no more ids come."""
         if self._decoder is None or self.stopped:
             return ""
-        return self._give(self._decoder.flush(), end=True)
+        new = self._decoder.flush()
+        if self._parser is None:
+            given = self._stops.push(new)
+            return self._give(given + self._stops.flush())
+        self._parser.push(self._marked.flush())
+        self._parser.finish()
+        return self._outside(new, self._parser)
 
-    def _give(self, new: str, *, end: bool) -> str:
+    def _outside(self, new: str, parser: OutputParser) -> str:
+        """The text of which the parser knows that it stands before any stop string."""
         pending = self._held + new
-        found = [(at, s) for s in self._stop if (at := pending.find(s)) >= 0]
-        if found:
-            at, self.stopped_by = min(found)
-            self.stopped, pending, keep = True, pending[:at], 0
-        else:
-            keep = 0 if end else max((_overlap(pending, s) for s in self._stop), default=0)
-        given = pending[: len(pending) - keep]
+        given = pending[: max(len(pending) - parser.waiting, 0)]
         self._held = pending[len(given) :]
-        self.text += given
-        return given
+        return self._give(given)
 
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that begins the stop string."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
+    def _give(self, text: str) -> str:
+        self.text += text
+        return text

@@ -34,7 +34,6 @@ def words_of(
     beginning = syntax and call_beginning(declared, choice, syntax)
     thought = syntax.thought if syntax else None
     close = recovery.close_text or (thought.forced if thought else "")
-    ending = tokenizer.raw(prompt[-PROMPT_END:]).rstrip()
     return Words(
         text=tokenizer.raw,
         syntax=syntax,
@@ -43,8 +42,17 @@ def words_of(
         close=_ids(tokenizer, close),
         skip=_ids(tokenizer, recovery.skip_phrase),
         colons=_colons(tokenizer) if recovery.below_floor == "compat" else frozenset(),
-        inside_thought=thought is not None and ending.endswith(thought.opening.rstrip()),
+        inside_thought=opens_thought(tokenizer, prompt),
     )
+
+
+def opens_thought(tokenizer: Tokenizer, prompt: Ids) -> bool:
+    """Whether a prompt ends inside a thought."""
+    syntax = syntax_of(tokenizer.template)
+    if syntax is None or syntax.thought is None:
+        return False
+    ending = tokenizer.raw(prompt[-PROMPT_END:]).rstrip()
+    return ending.endswith(syntax.thought.opening.rstrip())
 
 
 @functools.lru_cache(maxsize=256)

@@ -91,8 +91,10 @@ class Generation:
         if ask.thinking_budget is not None and ask.thinking_budget < most:
             recovery = dataclasses.replace(recovery, answer_reserve=most - ask.thinking_budget)
         if recovery != OFF:
+            options["recovery"] = recovery
+        if ask.declared:
             choice = {"name": ask.choice.name} if ask.choice.name else ask.choice.kind
-            options |= {"recovery": recovery, "tools": ask.tools, "tool_choice": choice}
+            options |= {"tools": ask.tools, "tool_choice": choice}
         return options | {"max_tokens": most}
 
     def _demanded(self, engine: Engine, prompt: Prompt) -> str:

@@ -54,9 +54,11 @@ class Reply:
         chat = ask.api != "completions"
         syntax = syntax if chat else None
         if tokenizer and syntax:
-            tokenizer = tokenizer.showing(_markers(syntax, calls=bool(ask.declared)))
-        self._text = OutputText(tokenizer, ask.stop)
-        self._parser = OutputParser(syntax, ask.declared, thinking=thinking)
+            tokenizer = tokenizer.showing(syntax.markers(calls=bool(ask.declared)))
+        among_calls = bool(syntax and ask.declared)  # in which no stop string counts
+        self._text = OutputText(tokenizer, () if among_calls else ask.stop)
+        stop = ask.stop if among_calls else ()
+        self._parser = OutputParser(syntax, ask.declared, thinking=thinking, stop=stop)
         self.ids: list[int] = []
         self.content = self.thoughts = ""
         self.logprobs: list[TokenLogprob] = []  # of `ids`, where they were asked for
@@ -85,7 +87,7 @@ class Reply:
             self.thinking_tokens += thinking
             if not (thinking or calling):
                 self.answer_logprobs += piece.logprobs[at : at + 1]
-            if self._text.stopped:
+            if self.stop_string is not None:
                 self.enough = True
         return list(joined(events))
 
@@ -138,7 +140,7 @@ class Reply:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the output."""
-        return self._text.stopped_by
+        return self._text.stopped_by or self._parser.stopped_by
 
     @property
     def finish_reason(self) -> str:
@@ -147,7 +149,7 @@ class Reply:
         open_call = self._parser.unfinished and self.cut != "call"
         if self.done_calls and not open_call:
             return "tool_calls"
-        if self.cut == "call" or self._text.stopped:
+        if self.cut == "call" or self.stop_string:
             return "stop"
         if self.result.finish_reason in ("length", "cancelled"):
             return "length"
@@ -177,13 +179,3 @@ class Reply:
         if stats.recovery:
             found["recovery"] = {kind: n for kind, n in stats.recovery.items() if n}
         return found
-
-
-def _markers(syntax: Syntax, *, calls: bool) -> list[str]:
-    """Texts whose special tokens the parser has to see."""
-    found = [syntax.thought.opening, syntax.thought.closing] if syntax.thought else []
-    if calls or syntax.name == "harmony":
-        found += [*syntax.opens, *syntax.closes, syntax.opening, syntax.render("f", {"k": "v"})]
-    if syntax.name == "harmony":
-        found += ["<|start|>assistant<|channel|>final<|message|><|end|><|call|>"]
-    return found

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from dflash_jax.tools.gemma4 import QUOTE
+from dflash_jax.tools.stops import overlap
 
 Reader = Generator[None, None, None]
 
@@ -29,8 +30,8 @@ class Arriving:
         self.ended = False
         self.record: str | None = None  # what was taken since `keep_record`
 
-    def keep_record(self, start: str) -> None:
-        self.record = "" if start == '{"name"' else start
+    def keep_record(self) -> None:
+        self.record = ""
 
     def drop_record(self) -> None:
         self.record = None
@@ -171,9 +172,3 @@ class Arriving:
             return json.loads(word)
         except json.JSONDecodeError:
             return word
-
-
-def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of the text that begins the marker."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)

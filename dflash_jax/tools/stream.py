@@ -21,10 +21,15 @@ from dflash_jax.tools.events import (
     Thinking,
     joined,
 )
+from dflash_jax.tools.stops import Stops
 from dflash_jax.tools.syntax import Syntax
 
 HARMONY_HEADERS = ("<|start|>", "<|channel|>")
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+
+class Stopped(Exception):
+    """A stop string came."""
 
 
 class OutputParser:
@@ -34,13 +39,21 @@ class OutputParser:
       syntax: the family's; None passes everything on as content.
       tools: the declared ones; without any, calls are not looked for.
       thinking: whether the prompt opened a thought.
+      stop: texts that end the output, in thoughts, what closes them and content; calls may
+        contain them.
     """
 
     def __init__(
-        self, syntax: Syntax | None, tools: Sequence[Tool] = (), *, thinking: bool = False
+        self,
+        syntax: Syntax | None,
+        tools: Sequence[Tool] = (),
+        *,
+        thinking: bool = False,
+        stop: Sequence[str] = (),
     ):
         self._syntax, self._tools = syntax, {tool.name: tool for tool in tools}
         self._text = Arriving()
+        self._stops = Stops(stop)
         self._events: list[Event] = []
         self._blank = ""  # white space that is content only if content follows
         self._trim = False  # drop white space before the next content: a thought or call ended
@@ -61,11 +74,26 @@ class OutputParser:
         self._text.ended = True
         return self._advance()
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the output."""
+        return self._stops.found
+
+    @property
+    def waiting(self) -> int:
+        """Characters that came last, and may yet begin a stop string or do already."""
+        text = self._text
+        if self.calling and text.record is None:
+            return 0
+        return len(text.record or "") + len(self._stops.held) + len(text.buffer)
+
     def _advance(self) -> list[Event]:
         try:
             next(self._reader, None)
         except Ended:
             self.unfinished = True
+        except Stopped:
+            pass
         if self._text.ended and self._blank and not self.calls:
             self._events.append(Content(self._blank))
         events, self._events = self._events, []
@@ -89,13 +117,15 @@ class OutputParser:
             else:
                 around = (thought.opening, thought.closing) if thought else ()
                 marker = yield from text.flow((*around, *opens, *closes), self._show)
+            self._show_held("" if marker in (*opens, *closes) else marker or "")
             if marker is None:
                 return
             if thought and marker in (thought.opening, thought.closing):
                 self.thinking, self._trim = marker == thought.opening, True
             elif marker in opens:
-                text.keep_record(marker)
                 self.calling = True
+                if marker == '{"name"':
+                    text.keep_record()
                 yield from self._call(marker)
                 text.drop_record()
                 self.calling = False
@@ -105,6 +135,7 @@ class OutputParser:
         text = self._text
         while True:
             marker = yield from text.flow(HARMONY_HEADERS + HARMONY_ENDS, self._show)
+            self._show_held(marker or "")
             if marker is None:
                 return
             self.thinking = False
@@ -232,6 +263,18 @@ class OutputParser:
         if self._trim:
             text = text.lstrip()
             self._trim = not text
+        self._tell(self._stops.push(text))
+
+    def _show_held(self, marker: str) -> None:
+        """What might have become a stop string, where a marker or the end follows."""
+        self._tell(self._stops.flush(marker))
+
+    def _tell(self, text: str) -> None:
+        self._write(text)
+        if self._stops.found is not None:
+            raise Stopped
+
+    def _write(self, text: str) -> None:
         if not text:
             return
         if self.thinking:

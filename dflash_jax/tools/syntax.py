@@ -71,6 +71,15 @@ class Syntax:
         """Where an output stands with its calls."""
         return self.read_state(self, text)
 
+    def markers(self, *, calls: bool) -> tuple[str, ...]:
+        """Texts whose special tokens whoever reads an output has to see."""
+        found = [self.thought.opening, self.thought.closing] if self.thought else []
+        if calls or self.name == "harmony":
+            found += [*self.opens, *self.closes, self.opening, self.render("f", {"k": "v"})]
+        if self.name == "harmony":
+            found += ["<|start|>assistant<|channel|>final<|message|><|end|><|call|>"]
+        return tuple(found)
+
 
 def as_json(value: Any) -> str:
     """JSON as chat templates write it: with spaces, letters of any language as they are."""

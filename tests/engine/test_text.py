@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from dflash_jax.engine.text import OutputText
+from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tools import SYNTAXES
+from dflash_jax.tools.declared import Tool
 
 
 def _byte_letters() -> list[str]:
@@ -102,3 +105,26 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     output = OutputText(None, ["x"])
     assert output.push([1, 2]) == output.finish() == output.text == ""
     assert not output.stopped
+
+
+@pytest.mark.parametrize("width", [1, 4, 1000])
+def test_stop_strings_do_not_act_in_calls_of_declared_tools(width: int) -> None:
+    tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
+    assert tokenizer is not None
+    call = SYNTAXES["hermes"].render("read", {"path": "a STOP"})
+    raw = f"<think>\nhm\n</think>\n\nLook:{call}\nDone STOP or not"
+    ids = tokenizer.encode(raw, specials=False)
+
+    def said(stop: str, tools: list[Tool]) -> tuple[str, bool]:
+        output = OutputText(tokenizer, [stop], tools)
+        pieces = [output.push(ids[i : i + width]) for i in range(0, len(ids), width)]
+        pieces.append(output.finish())
+        assert "".join(pieces) == output.text
+        return output.text, output.stopped
+
+    text, tools = tokenizer.decode(ids), [Tool("read", {})]
+    assert said("STOP", []) == (text[: text.index("STOP")], True)
+    assert said("STOP", tools) == (text[: text.rindex("STOP")], True)
+    for stop in ("path", "t or n", ":\n{", "}\n\nDone"):
+        assert said(stop, tools) == (text, False)
+    assert said("</think>", tools) == ("\nhm\n", True)

@@ -61,6 +61,10 @@ def test_streamed_calls_are_the_whole_ones(shipped: Live) -> None:
     parts = [[c.function.name, c.function.arguments] for c in final.tool_calls or []]
     assert parts == [[c.function.name, c.function.arguments] for c in whole.tool_calls or []]
     assert parts
+    stopped = create(**more, stop=["Paris", "{", "\n"]).choices[0]  # which act outside of calls
+    assert stopped.finish_reason == "tool_calls"
+    again = [[c.function.name, c.function.arguments] for c in stopped.message.tool_calls]
+    assert again == parts
 
     message = shipped.anthropic.messages.create(
         model="tiny",

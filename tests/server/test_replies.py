@@ -187,6 +187,19 @@ def test_a_plain_text_ends_as_the_engine_says(tokenizer: Tokenizer, end: str) ->
     assert reply.content == "Yes, it is.\n"
 
 
+@pytest.mark.parametrize("width", [1, 1000])
+def test_a_stop_string_in_a_call_does_not_end_the_answer(tokenizer: Tokenizer, width: int) -> None:
+    ask = asked(stop=("a.txt", "path", "{"))
+    reply, events = replied(tokenizer, TURN, ask, width=width)
+    assert not reply.enough
+    assert (reply.finish_reason, reply.content) == ("tool_calls", "Let me look:")
+    assert [call.arguments for call in reply.done_calls] == ['{"path": "a.txt"}']
+    chunks = streamed(ChatWriter(generation(reply, ask)), reply, events)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    reply, _ = replied(tokenizer, TURN, asked(stop=("me",)), width=width)
+    assert (reply.content, reply.calls, reply.finish_reason) == ("Let ", [], "stop")
+
+
 def test_a_stop_string_of_markup_works_and_is_named(tokenizer: Tokenizer) -> None:
     reply, _ = replied(tokenizer, TURN, asked(stop=("</think>",)))
     assert reply.enough

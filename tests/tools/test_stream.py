@@ -24,7 +24,11 @@ def read(
     family: str, pieces: Sequence[str], *, tools: Sequence[Tool] = TOOLS, thinking: bool = False
 ) -> Read:
     """Thoughts, content, calls (name, arguments, complete) and whether a call was left open."""
-    parser = OutputParser(SYNTAXES[family], tools, thinking=thinking)
+    return read_by(OutputParser(SYNTAXES[family], tools, thinking=thinking), pieces)
+
+
+def read_by(parser: OutputParser, pieces: Sequence[str]) -> Read:
+    """What a parser reads."""
     events: list[Event] = []
     for piece in pieces:
         events += parser.push(piece)
@@ -201,3 +205,44 @@ def test_slips_of_a_model_leak_nothing_and_leave_one_json_object(
     events = OutputParser(SYNTAXES["hermes"], TOOLS).push(raw)
     written = "".join(event.text for event in events if isinstance(event, Arguments))
     assert json.loads(written) == arguments
+
+
+def stopped(family: str, raw: str, stop: list[str], step: int = 1) -> tuple[Read, str | None]:
+    """What was read, cut into pieces of one size, and the stop string that ended it."""
+    parser = OutputParser(SYNTAXES[family], TOOLS, stop=stop)
+    found = read_by(parser, [raw[i : i + step] for i in range(0, len(raw), step)])
+    return found, parser.stopped_by
+
+
+@pytest.mark.parametrize("family", sorted(SYNTAXES))
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_stop_strings_do_not_act_in_calls(family: str, step: int) -> None:
+    call = SYNTAXES[family].render("read", {"path": "a STOP b", "count": 3})
+    inside = ["STOP", "path", "read", ":", "a"]
+    (_, content, calls, unfinished), by = stopped(family, call, inside, step)
+    assert (content, unfinished, by) == ("", False, None)
+    assert calls == [("read", {"path": "a STOP b", "count": 3}, True)]
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_a_stop_string_does_not_reach_over_a_calls_border(step: int) -> None:
+    call = SYNTAXES["hermes"].render(*READ)
+    begin = "Look: <" + call + "so"
+    for stop in (": <<", "<tool_call>", "<<tool", ">so", "</tool_call>"):
+        (_, content, calls, _), by = stopped("hermes", begin, [stop], step)
+        assert (content, calls, by) == ("Look: <so", [(*READ, True)], None)
+    two = f"{call}\n{call}\n\nDone. STOP and more"  # white space between calls is not shown
+    (_, content, calls, _), by = stopped("hermes", two, ["\n", "STOP"], step)
+    assert (content, len(calls), by) == ("Done.", 2, "STOP")
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_stop_strings_act_in_thoughts_and_content(step: int) -> None:
+    raw = "<think>\nhm STOP x\n</think>\n\nYes"
+    (thoughts, content, _, _), by = stopped("hermes", raw, ["STOP"], step)
+    assert (thoughts, content, by) == ("hm ", "", "STOP")
+    raw = "<think>\nhm\n</think>\n\nYes. STOP" + SYNTAXES["hermes"].render(*READ)
+    (thoughts, content, calls, _), by = stopped("hermes", raw, [". STOP", "x"], step)
+    assert (thoughts, content, calls, by) == ("hm\n", "Yes", [], ". STOP")
+    (_, content, _, _), by = stopped("llama", '{"name": STOP b"}', ["STOP"], step)
+    assert (content, by) == ('{"name": ', "STOP")  # it was no call
