@@ -5,22 +5,13 @@ written (XML and Gemma calls: value by value). Markup is never shown, nor is a c
 that was not declared.
 """
 
-import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from dflash_jax.tools.arriving import Arriving, Ended, NoCall, Reader
-from dflash_jax.tools.declared import Tool, typed
-from dflash_jax.tools.events import (
-    Arguments,
-    CallBegun,
-    CallDone,
-    Content,
-    Event,
-    Thinking,
-    joined,
-)
+from dflash_jax.tools.calls import UNTAGGED, CallReader
+from dflash_jax.tools.declared import Tool
+from dflash_jax.tools.events import CallBegun, Content, Event, Thinking, joined
 from dflash_jax.tools.stops import Stops
 from dflash_jax.tools.syntax import Syntax
 
@@ -57,11 +48,10 @@ class OutputParser:
         self._events: list[Event] = []
         self._blank = ""  # white space that is content only if content follows
         self._trim = False  # drop white space before the next content: a thought or call ended
-        self._live = False  # the call being read is of a declared tool
         self.thinking = thinking and syntax is not None and syntax.thought is not None
         self.calling = False  # a call is being read
         self.unfinished = False  # the output ended inside a call
-        self.calls = 0
+        self._calls = CallReader(syntax, self._tools, self._text, self._tell_call)
         self._reader = self._harmony() if self._harmonic else self._tagged()
 
     def push(self, text: str) -> list[Event]:
@@ -73,6 +63,11 @@ class OutputParser:
         """What was held back, once no more text comes."""
         self._text.ended = True
         return self._advance()
+
+    @property
+    def calls(self) -> int:
+        """Calls of declared tools that were begun."""
+        return self._calls.count
 
     @property
     def stopped_by(self) -> str | None:
@@ -124,7 +119,7 @@ class OutputParser:
                 self.thinking, self._trim = marker == thought.opening, True
             elif marker in opens:
                 self.calling = True
-                if marker == '{"name"':
+                if marker == UNTAGGED:
                     text.keep_record()
                 yield from self._call(marker)
                 text.drop_record()
@@ -145,119 +140,30 @@ class OutputParser:
             self.thinking, self._trim = "<|channel|>analysis" in header, False
             if (named := re.search(r"to=functions\.([^\s<]+)", header)) and self._tools:
                 self.calling = True
-                self._begin(named[1])
-                yield from text.value(self._give)
-                self._done()
+                yield from self._calls.harmony(named[1])
+                self._trim = True
                 yield from text.flow(HARMONY_ENDS, _ignore)
                 self.calling = False
 
     def _call(self, marker: str) -> Reader:
         """One call; what is none is dropped to its closing tag, or shown if it has no tags."""
         assert self._syntax is not None
-        self._live = False
-        readers = {"hermes": self._json, "qwen_xml": self._xml, "gemma4": self._gemma}
         before = self.calls
         try:
-            if marker == '{"name"':
-                self._text.buffer = marker + self._text.buffer
-            if marker != "<function=":
-                yield from readers.get(self._syntax.name, self._json)()
-            else:
-                yield from self._function()
+            yield from self._calls.read(marker)
+            self._trim = True
         except (NoCall, Ended) as reason:
-            if marker == '{"name"' and self.calls == before:
+            if marker == UNTAGGED and self.calls == before:
                 self._show(self._text.record or "")
             elif isinstance(reason, Ended):
                 raise
             else:
                 yield from self._text.flow(self._syntax.closes, _ignore)
 
-    # -- one call -----------------------------------------------------------------------------
-
-    def _json(self) -> Reader:
-        """An object with `name`, and `arguments` or `parameters`."""
-        text = self._text
-        held = ""  # arguments that came before the name
-        named = given = False
-        yield from text.expect("{")
-        while True:
-            key = yield from text.string()
-            yield from text.expect(":")
-            if key == "name":
-                named = True
-                self._begin((yield from text.string()))
-                self._give(held)
-            elif key in ("arguments", "parameters") and not given:
-                pieces: list[str] = []
-                given = True
-                yield from text.value(self._give if named else pieces.append)
-                held += "".join(pieces)
-            else:
-                yield from text.value(_ignore)
-            if (following := (yield from text.peek())) in ",}":
-                yield from text.character()
-            if following != ",":  # where a brace was forgotten, markup follows, which stays
-                break
-        if not named:
-            raise NoCall
-        if not given:
-            self._give("{}")
-        self._done()
-
-    def _xml(self) -> Reader:
-        yield from self._text.expect("<function=")
-        yield from self._function()
-
-    def _function(self) -> Reader:
-        """`NAME>`, parameter blocks, `</function>`."""
-        text = self._text
-        name = (yield from text.until(">")).strip()
-        self._begin(name)
-        lead = "{"
-        while (yield from text.one_of("<parameter=", "</function>")) == "<parameter=":
-            key = (yield from text.until(">")).strip()
-            raw = yield from text.until("</parameter>")
-            value = typed(raw.removeprefix("\n").removesuffix("\n"), self._tools.get(name), key)
-            self._give(f"{lead}{_json(key)}: {_json(value)}")
-            lead = ", "
-        self._give("{}" if lead == "{" else "}")
-        self._done()
-
-    def _gemma(self) -> Reader:
-        """`call:NAME{key:value,...}`."""
-        text = self._text
-        yield from text.expect("call:")
-        self._begin((yield from text.until("{")).strip())
-        lead = "{"
-        while (yield from text.peek()) != "}":
-            key = (yield from text.until(":")).strip()
-            value = yield from text.gemma_value()
-            self._give(f"{lead}{_json(key)}: {_json(value)}")
-            lead = ", "
-            if (yield from text.peek()) == ",":
-                yield from text.character()
-        yield from text.character()
-        self._give("{}" if lead == "{" else "}")
-        self._done()
-
-    # -- events -------------------------------------------------------------------------------
-
-    def _begin(self, name: str) -> None:
-        self._live = name in self._tools
-        if self._live:
+    def _tell_call(self, event: Event) -> None:
+        if isinstance(event, CallBegun):
             self._blank = ""
-            self._events.append(CallBegun(self.calls, name))
-            self.calls += 1
-
-    def _give(self, text: str) -> None:
-        if self._live and text:
-            self._events.append(Arguments(self.calls - 1, text))
-
-    def _done(self) -> None:
-        self._trim = True
-        if self._live:
-            self._events.append(CallDone(self.calls - 1))
-            self._live = False
+        self._events.append(event)
 
     def _show(self, text: str) -> None:
         if self._trim:
@@ -289,7 +195,3 @@ class OutputParser:
 
 def _ignore(_: str) -> None:
     pass
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
