@@ -36,13 +36,15 @@ class Arriving:
     def drop_record(self) -> None:
         self.record = None
 
-    def _take(self, count: int) -> str:
+    def take(self, count: int) -> str:
+        """So many characters, which are gone then."""
         taken, self.buffer = self.buffer[:count], self.buffer[count:]
         if self.record is not None:
             self.record += taken
         return taken
 
-    def _more(self) -> Reader:
+    def more(self) -> Reader:
+        """Waits for more text. Raises Ended if none will come."""
         if self.ended:
             raise Ended
         yield
@@ -55,17 +57,17 @@ class Arriving:
         firsts = {marker[0] for marker in markers}
         while True:
             if not self.ended and not any(first in self.buffer for first in firsts):
-                show(self._take(len(self.buffer)))  # most text is far from any marker
+                show(self.take(len(self.buffer)))  # most text is far from any marker
                 yield
                 continue
             found = [(at, -len(m), m) for m in markers if (at := self.buffer.find(m)) >= 0]
             if found:
                 at, _, marker = min(found)
-                show(self._take(at))
-                self._take(len(marker))
+                show(self.take(at))
+                self.take(len(marker))
                 return marker
             keep = 0 if self.ended else max((overlap(self.buffer, m) for m in markers), default=0)
-            show(self._take(len(self.buffer) - keep))
+            show(self.take(len(self.buffer) - keep))
             if self.ended:
                 return None
             yield
@@ -73,20 +75,20 @@ class Arriving:
     def until(self, marker: str) -> Generator[None, None, str]:
         """The text before a marker, which is taken too."""
         while (at := self.buffer.find(marker)) < 0:
-            yield from self._more()
-        return self._take(at + len(marker))[:at]
+            yield from self.more()
+        return self.take(at + len(marker))[:at]
 
     def peek(self) -> Generator[None, None, str]:
         """The next character that is not white space; it stays."""
         while not (rest := self.buffer.lstrip()):
-            yield from self._more()
-        self._take(len(self.buffer) - len(rest))
+            yield from self.more()
+        self.take(len(self.buffer) - len(rest))
         return rest[0]
 
     def character(self) -> Generator[None, None, str]:
         """The next character that is not white space."""
         yield from self.peek()
-        return self._take(1)
+        return self.take(1)
 
     def one_of(self, *words: str) -> Generator[None, None, str]:
         """Takes one of these words after white space."""
@@ -94,10 +96,10 @@ class Arriving:
             yield from self.peek()
             for word in words:
                 if self.buffer.startswith(word):
-                    return self._take(len(word))
+                    return self.take(len(word))
             if not any(word.startswith(self.buffer) for word in words):
                 raise NoCall
-            yield from self._more()
+            yield from self.more()
 
     def expect(self, word: str) -> Reader:
         yield from self.one_of(word)
@@ -124,14 +126,14 @@ class Arriving:
         while True:
             while at >= len(self.buffer):
                 if first in '{["':
-                    show(self._take(at))
+                    show(self.take(at))
                     at = 0
-                yield from self._more()
+                yield from self.more()
             c = self.buffer[at]
             if quoted:
                 if c == "\\":
                     while at + 1 >= len(self.buffer):
-                        yield from self._more()
+                        yield from self.more()
                     at += 1
                 quoted = c != '"'
             elif c == '"':
@@ -142,10 +144,10 @@ class Arriving:
                 depth -= 1
             scalar = first not in '{["'
             if scalar and (depth < 0 or c == "," or c.isspace()):
-                return show(self._take(at))
+                return show(self.take(at))
             at += 1
             if not scalar and depth == 0 and not quoted:
-                return show(self._take(at))
+                return show(self.take(at))
 
     def gemma_value(self) -> Generator[None, None, Any]:
         """A value in Gemma's notation."""
@@ -165,9 +167,9 @@ class Arriving:
             return list(items.values()) if first == "[" else items
         at = 0
         while not (end := re.search(r"[,}\]]", self.buffer)):
-            yield from self._more()
+            yield from self.more()
         at = end.start()
-        word = self._take(at).strip()
+        word = self.take(at).strip()
         try:
             return json.loads(word)
         except json.JSONDecodeError:

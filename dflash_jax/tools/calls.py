@@ -1,7 +1,8 @@
 """Reads tool calls, each in its family's form, out of text that is still arriving."""
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from dflash_jax.tools.arriving import Arriving, NoCall, Reader
@@ -9,6 +10,8 @@ from dflash_jax.tools.declared import Tool, typed
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Event
 from dflash_jax.tools.syntax import Syntax
 
+NEXT = re.compile(r"(?:(?<=\n)|^)<parameter=(?P<name>[^<>\n]+)>|</[^<>\s]+>")
+BEHIND = ("</tool_call>", "<tool_call>", "<function=")  # what may follow a call
 UNTAGGED = '{"name"'  # begins a call that no tags surround
 
 
@@ -40,7 +43,7 @@ class CallReader:
         if marker == UNTAGGED:
             self._text.buffer = marker + self._text.buffer
         if marker == "<function=":
-            return self._function()
+            return self._function("</function>")
         return readers.get(self._syntax.name, self._json)()
 
     def harmony(self, name: str) -> Reader:
@@ -83,22 +86,37 @@ class CallReader:
 
     def _xml(self) -> Reader:
         yield from self._text.expect("<function=")
-        yield from self._function()
+        yield from self._function("</function>", "</tool_call>")
 
-    def _function(self) -> Reader:
-        """`NAME>`, parameter blocks, `</function>`."""
+    def _function(self, *ends: str) -> Reader:
+        """`NAME>`, parameter blocks, and one of the ends."""
         text = self._text
         name = (yield from text.until(">")).strip()
+        tool = self._tools.get(name)
         self._begin(name)
-        lead = "{"
-        while (yield from text.one_of("<parameter=", "</function>")) == "<parameter=":
-            key = (yield from text.until(">")).strip()
-            raw = yield from text.until("</parameter>")
-            value = typed(raw.removeprefix("\n").removesuffix("\n"), self._tools.get(name), key)
-            self._give(f"{lead}{_json(key)}: {_json(value)}")
-            lead = ", "
-        self._give("{}" if lead == "{" else "}")
+        given: list[str] = []
+        while (yield from text.one_of("<parameter=", *ends)) == "<parameter=":
+            given.append((yield from text.until(">")).strip())
+            raw = yield from self._parameter(tool, given, ends)
+            value = typed(raw.removeprefix("\n").removesuffix("\n"), tool, given[-1])
+            lead = "{" if len(given) == 1 else ", "
+            self._give(f"{lead}{_json(given[-1])}: {_json(value)}")
+        self._give("}" if given else "{}")
         self._done()
+
+    def _parameter(
+        self, tool: Tool | None, given: list[str], ends: tuple[str, ...]
+    ) -> Generator[None, None, str]:
+        """A parameter's value, whose closing tag may be missing (`unclosed` says where)."""
+        text = self._text
+        while True:
+            closed = text.buffer.find("</parameter>")
+            at = unclosed(text.buffer, tool, given, ends, ended=text.ended, closed=closed)
+            if at is not None:
+                return text.take(at)
+            if closed >= 0:
+                return (yield from text.until("</parameter>"))
+            yield from text.more()
 
     def _gemma(self) -> Reader:
         """`call:NAME{key:value,...}`."""
@@ -133,6 +151,40 @@ class CallReader:
         if self._live:
             self._tell(CallDone(self.count - 1))
             self._live = False
+
+
+def unclosed(
+    buffer: str,
+    tool: Tool | None,
+    given: Sequence[str],
+    ends: Sequence[str],
+    *,
+    ended: bool,
+    closed: int,
+) -> int | None:
+    """Where a value ends that nothing closes; None where that is not known, or not so.
+
+    Values may hold any text, such as markup. So the next parameter has to stand on a line of its
+    own, be declared and not be given yet, and behind the call's end the output has to end or go
+    on with markup. Where the output ended and nothing else closes the value, any end does.
+
+    Args:
+      closed: where its closing tag stands; -1 if none came yet.
+    """
+    known = tool.parameters.get("properties") if tool else None
+    names = set(known or ()) - set(given)
+    last = closed if closed >= 0 else len(buffer)
+    for found in NEXT.finditer(buffer, 0, last):
+        if found["name"] is None:
+            rest = buffer[found.end() :].lstrip()
+            sure = rest.startswith(BEHIND) if rest else ended
+            if found[0] in ends and sure:
+                return found.start()
+        elif found["name"].strip() in names:
+            return found.start()
+    if ended and closed < 0:
+        return min((at for end in ends if (at := buffer.find(end)) >= 0), default=None)
+    return None
 
 
 def _ignore(_: str) -> None:

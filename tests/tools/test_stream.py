@@ -164,6 +164,7 @@ def test_any_mixture_of_markup_is_read_alike_however_it_is_cut(
         "a",
     ]
     words += ["<|message|>", "<parameter=path>", "\n", " ", "\\", thought(family, "x")]
+    words += ["<tool_call>\n<function=read>\n", "\n</parameter>\n", "\n<parameter=count>\n3"]
     raw = "".join(data.draw(st.lists(st.sampled_from(words), max_size=12)))
     whole = read_lenient(family, [raw])
     assert read_lenient(family, list(raw)) == whole
@@ -246,3 +247,44 @@ def test_stop_strings_act_in_thoughts_and_content(step: int) -> None:
     assert (thoughts, content, calls, by) == ("hm\n", "Yes", [], ". STOP")
     (_, content, _, _), by = stopped("llama", '{"name": STOP b"}', ["STOP"], step)
     assert (content, by) == ('{"name": ', "STOP")  # it was no call
+
+
+P, N = "<parameter=path>\nx\n</parameter>\n", "<parameter=count>\n3\n</parameter>\n"
+BOTH = {"path": "x", "count": 3}
+MARKUP = "a\n<parameter=other>\nb\n</function>\nc <parameter=count> <tool_call></tool_call>\nd"
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        (P + N + "</tool_call>", BOTH),  # no </function>
+        ("</tool_call>", {}),
+        (P.replace("</parameter>\n", "") + N + "</function>\n</tool_call>", BOTH),
+        (P + N.replace("</parameter>\n", "") + "</function>\n</tool_call>", BOTH),
+        (P + N.replace("</parameter>\n", "") + "</function>", BOTH),
+        (P + N.replace("</parameter>\n", "") + "</tool_call>", BOTH),
+        (P + N.replace("</parameter>\n", "") + "</function>\nSo much.", BOTH),
+        (P.replace("x", MARKUP) + "</function>\n</tool_call>", {"path": MARKUP}),
+    ],
+)
+def test_closing_tags_that_a_model_forgot(
+    body: str, arguments: dict[str, object], step: int
+) -> None:
+    call = f"<tool_call>\n<function=read>\n{body}"
+    for raw, calls in ((call, 1), (f"{call}\n{call}", 2)):
+        if calls == 2 and not body.endswith("</tool_call>"):
+            continue
+        _, _, found, unfinished = read(
+            "qwen_xml", [raw[i : i + step] for i in range(0, len(raw), step)]
+        )
+        assert found == [("read", arguments, True)] * calls
+        assert not unfinished
+
+
+def test_a_bare_function_needs_its_own_end() -> None:
+    for body in (P, P + "</tool_call>", P.replace("</parameter>\n", "") + "</tool_call>"):
+        found = read("qwen_xml", [f"<function=read>\n{body}"])[2]
+        assert not [call for call in found if call[2]]
+    raw = f"<function=read>\n{P.replace('</parameter>', '')}</function>\n</tool_call>\nDone."
+    assert read("qwen_xml", [raw]) == ("", "Done.", [("read", {"path": "x\n"}, True)], False)
