@@ -5,6 +5,7 @@ written (XML and Gemma calls: value by value). Markup is never shown, nor is a c
 that was not declared.
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 
@@ -140,7 +141,8 @@ class OutputParser:
             self.thinking, self._trim = "<|channel|>analysis" in header, False
             if (named := re.search(r"to=functions\.([^\s<]+)", header)) and self._tools:
                 self.calling = True
-                yield from self._calls.harmony(named[1])
+                with contextlib.suppress(NoCall):  # a text that is no JSON
+                    yield from self._calls.harmony(named[1])
                 self._trim = True
                 yield from text.flow(HARMONY_ENDS, _ignore)
                 self.calling = False

@@ -249,6 +249,14 @@ def test_stop_strings_act_in_thoughts_and_content(step: int) -> None:
     assert (content, by) == ('{"name": ', "STOP")  # it was no call
 
 
+def test_harmonys_arguments_that_are_no_json_are_no_call() -> None:
+    begun = SYNTAXES["harmony"].begin("read", None)
+    raw = begun + '"a\nb"<|call|>' + SYNTAXES["harmony"].render(*READ)
+    _, content, found, unfinished = read("harmony", list(raw))
+    assert (content, unfinished) == ("", False)
+    assert [call[2] for call in found] == [False, True]
+
+
 P, N = "<parameter=path>\nx\n</parameter>\n", "<parameter=count>\n3\n</parameter>\n"
 BOTH = {"path": "x", "count": 3}
 MARKUP = "a\n<parameter=other>\nb\n</function>\nc <parameter=count> <tool_call></tool_call>\nd"
