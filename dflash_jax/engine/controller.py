@@ -89,7 +89,7 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
         finite=event.draft_finite,
         break_even=policy.break_even,
     )
-    died = fallback == speculation.DEAD
+    died = lane.dead and not state.lane.dead
     fallback = None if died and lane.drafts else fallback  # where lanes are fixed it drafts on
     state = dataclasses.replace(state, lane=lane, ran=ran, fed=state.fed + decided)
     if not decided:

@@ -4,7 +4,7 @@ import dataclasses
 
 DEAD = "drafter_dead"
 DEAD_AFTER = 256  # drafts of which none was accepted
-BAD_DRAFTS = 3  # non-finite drafts after which a request goes on without drafting
+BAD_DRAFTS = 3  # non-finite drafts in a row after which a request goes on without drafting
 SMOOTHING = 0.2
 TRIAL, PROBE = 8, 4  # rounds before a verdict: at first, and after a pause
 PAUSE, LONGEST_PAUSE = 64, 1024  # tokens decoded plainly between probes
@@ -16,12 +16,13 @@ class Lane:
 
     Attributes:
       drafted, accepted: drafts so far.
-      bad: drafts whose numbers were not finite.
+      bad: the last drafts in a row whose numbers were not finite.
       length: smoothed tokens per round; 0 before the first.
       trial: rounds to go before the next verdict.
       pause: plain tokens to go before the next probe; 0 while drafting.
       pauses: pauses so far; each is twice as long as the one before.
-      dead: whether it was never right for long; known even where drafting has to go on.
+      dead: whether it was never right, for long or until its numbers broke for good; known even
+        where drafting has to go on.
       off: why this request drafts no more.
     """
 
@@ -55,9 +56,11 @@ def heard(
       break_even: tokens a round must decide to be worth its time; 0 if not known.
     """
     if not finite:
-        bad = lane.bad + 1
-        off = "draft_not_finite" if bad >= BAD_DRAFTS else lane.off
-        return dataclasses.replace(lane, bad=bad, off=off), "draft_not_finite"
+        lane = dataclasses.replace(lane, bad=lane.bad + 1)
+        if lane.bad >= BAD_DRAFTS:
+            dead = lane.dead or not lane.accepted
+            lane = dataclasses.replace(lane, off="draft_not_finite", dead=dead)
+        return lane, "draft_not_finite"
     if lane.pause:
         return _paused(lane, decided), None
     if not decided or not drafts or lane.off:
@@ -65,6 +68,7 @@ def heard(
     first = lane.length == 0
     lane = dataclasses.replace(
         lane,
+        bad=0,
         drafted=lane.drafted + drafts,
         accepted=lane.accepted + decided - 1,
         length=decided if first else lane.length + SMOOTHING * (decided - lane.length),

@@ -21,6 +21,19 @@ def test_P19_a_drafter_that_always_breaks_is_given_up_after_three() -> None:
     assert seen.drafted_steps == 3
     assert seen.emitted == run(SCRIPT, max_tokens=100, speculative=False).emitted
     assert seen.state.lane.off == "draft_not_finite"
+    assert seen.notes == {"drafter_dead": 1}
+
+
+def test_I7_drafts_that_break_now_and_then_do_not_end_drafting() -> None:
+    seen = run(SCRIPT, max_tokens=600, draft_finite=lambda step: step % 3 == 0)
+    assert seen.plain_steps == 0
+    assert seen.state.lane.off is None
+    assert not seen.notes
+    seen = run(SCRIPT, max_tokens=600, draft_finite=lambda step: step not in (2, 20, 21, 22))
+    assert seen.fallbacks == {"draft_not_finite": 4}
+    assert seen.state.lane.off == "draft_not_finite"
+    assert not seen.notes  # it was right before
+    assert seen.emitted == list(SCRIPT[:600])
 
 
 def test_P38_a_drafter_that_is_never_right_is_reported() -> None:
