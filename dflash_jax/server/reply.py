@@ -175,7 +175,7 @@ class Reply:
             forced = stats.recovery["thought_closed"] + stats.recovery["thought_closed_by_force"]
             found["close_kind"] = "hard" if forced else "natural"
         if loop:
-            found["degenerate_decode"] = loop
+            found |= {"degenerate_decode": True, "degenerate_kind": loop}
         if stats.recovery:
             found["recovery"] = {kind: n for kind, n in stats.recovery.items() if n}
         return found

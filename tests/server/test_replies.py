@@ -200,6 +200,16 @@ def test_a_stop_string_in_a_call_does_not_end_the_answer(tokenizer: Tokenizer, w
     assert (reply.content, reply.calls, reply.finish_reason) == ("Let ", [], "stop")
 
 
+@pytest.mark.parametrize("kind", ["repeat", "runaway", "period"])
+def test_a_loop_is_told_by_a_flag_and_its_kind(tokenizer: Tokenizer, kind: str) -> None:
+    reply, _ = replied(tokenizer, "Yes", asked(), end="length")
+    assert reply.result is not None
+    assert "degenerate_decode" not in reply.details
+    reply.result.stats.recovery[kind] += 1
+    assert reply.details["degenerate_decode"] is True
+    assert reply.details["degenerate_kind"] == kind
+
+
 def test_a_stop_string_of_markup_works_and_is_named(tokenizer: Tokenizer) -> None:
     reply, _ = replied(tokenizer, TURN, asked(stop=("</think>",)))
     assert reply.enough
