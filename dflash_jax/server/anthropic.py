@@ -248,7 +248,7 @@ def _finite(text: str) -> float:
 
 
 def _reason(reply: Reply) -> str:
-    if reply.stop_string:
+    if reply.stop_string and reply.finish_reason != "tool_calls":
         return "stop_sequence"
     words = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     return words[reply.finish_reason]

@@ -200,6 +200,15 @@ def test_a_stop_string_in_a_call_does_not_end_the_answer(tokenizer: Tokenizer, w
     assert (reply.content, reply.calls, reply.finish_reason) == ("Let ", [], "stop")
 
 
+def test_a_stop_string_behind_a_call_leaves_the_call_to_be_answered(tokenizer: Tokenizer) -> None:
+    turn = TURN.removesuffix("<|im_end|>") + "\n\nThe answer is STOP here"
+    ask = asked("messages", stop=("STOP",))
+    reply, _ = replied(tokenizer, turn, ask)
+    whole = MessagesWriter(generation(reply, ask)).whole()
+    assert reply.stop_string == "STOP"
+    assert (reply.finish_reason, whole["stop_reason"]) == ("tool_calls", "tool_use")
+
+
 @pytest.mark.parametrize("kind", ["repeat", "runaway", "period"])
 def test_a_loop_is_told_by_a_flag_and_its_kind(tokenizer: Tokenizer, kind: str) -> None:
     reply, _ = replied(tokenizer, "Yes", asked(), end="length")
