@@ -1,6 +1,7 @@
 """One output as a client sees it: thoughts, content and calls, and why it ended."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from dflash_jax.engine.result import Piece, Result, TokenLogprob
@@ -55,22 +56,32 @@ class Reply:
         syntax = syntax if chat else None
         if tokenizer and syntax:
             tokenizer = tokenizer.showing(syntax.markers(calls=bool(ask.declared)))
-        among_calls = bool(syntax and ask.declared)  # in which no stop string counts
-        self._text = OutputText(tokenizer, () if among_calls else ask.stop)
-        stop = ask.stop if among_calls else ()
-        self._parser = OutputParser(syntax, ask.declared, thinking=thinking, stop=stop)
+        self._tokenizer, self._syntax, self._opened = tokenizer, syntax, thinking
         self.ids: list[int] = []
-        self.content = self.thoughts = ""
         self.logprobs: list[TokenLogprob] = []  # of `ids`, where they were asked for
-        self.answer_logprobs: list[TokenLogprob] = []  # those outside thoughts and calls
-        self.reported = 0  # of either, in chunks that were sent
+        self.reported = 0  # log-probabilities in chunks that were sent
         self.spelled = 0  # characters of the tokens among them
-        self.calls: list[Call] = []
-        self._parts: list[Part] = []
         self.thinking_tokens = 0
         self.enough = False  # nothing more is wanted: a stop string, or the only call is done
         self.result: Result | None = None
         self.cut = ""  # why the server ended it: "deadline", "call", ...
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing was read yet."""
+        ask = self._ask
+        among_calls = bool(self._syntax and ask.declared)  # in which no stop string counts
+        self._text = OutputText(self._tokenizer, () if among_calls else ask.stop)
+        self._parser = OutputParser(
+            self._syntax,
+            ask.declared,
+            thinking=self._opened,
+            stop=ask.stop if among_calls else (),
+        )
+        self.content = self.thoughts = ""
+        self.answer_logprobs: list[TokenLogprob] = []  # those outside thoughts and calls
+        self.calls: list[Call] = []
+        self._parts: list[Part] = []
 
     def push(self, piece: Piece) -> list[Event]:
         """What a piece adds; texts of one kind in a row are one event."""
@@ -79,21 +90,36 @@ class Reply:
             if self.enough:
                 break
             self.ids.append(token)
-            self.logprobs += piece.logprobs[at : at + 1]
-            parser = self._parser
-            thinking, calling = parser.thinking, parser.calling
-            events += self._take(parser.push(self._text.push([token])))
-            thinking, calling = thinking or parser.thinking, calling or parser.calling
+            self.logprobs += (likely := piece.logprobs[at : at + 1])
+            new, thinking = self._read(token, likely)
+            events += new
             self.thinking_tokens += thinking
-            if not (thinking or calling):
-                self.answer_logprobs += piece.logprobs[at : at + 1]
             if self.stop_string is not None:
                 self.enough = True
         return list(joined(events))
 
+    def _read(self, token: int, likely: Sequence[TokenLogprob]) -> tuple[list[Event], bool]:
+        """What a token adds, and whether it is one of a thought."""
+        parser = self._parser
+        thinking, calling = parser.thinking, parser.calling
+        events = self._take(parser.push(self._text.push([token])))
+        thinking, calling = thinking or parser.thinking, calling or parser.calling
+        if not (thinking or calling):
+            self.answer_logprobs += likely
+        return events, thinking
+
+    def _shorten(self, count: int) -> None:
+        """Leaves the last tokens out of what was said; they stay among `ids`."""
+        self._begin()
+        for at, token in enumerate(self.ids[: len(self.ids) - count]):
+            self._read(token, self.logprobs[at : at + 1])
+
     def finish(self, result: Result) -> list[Event]:
         """What was held back, once the engine is done."""
         self.result = result
+        looped = result.stats.recovery["runaway_dropped_tokens"]
+        if looped and not (self._ask.stream or self.enough or self.cut):  # what was sent stays
+            self._shorten(looped)
         events = [] if self.cut == "call" else self._take(self._parser.push(self._text.finish()))
         if self.cut != "call":
             events += self._take(self._parser.finish())

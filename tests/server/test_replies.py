@@ -200,6 +200,26 @@ def test_a_stop_string_in_a_call_does_not_end_the_answer(tokenizer: Tokenizer, w
     assert (reply.content, reply.calls, reply.finish_reason) == ("Let ", [], "stop")
 
 
+def test_R19_a_whole_answer_leaves_out_what_a_loop_repeated(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("<think>\nhm\n</think>\n\nSo", specials=False)]
+    loop = tokenizer.encode(" a", specials=False)
+    said = {}
+    for stream in (False, True):
+        reply = Reply(0, asked(stream=stream), tokenizer, SYNTAXES["hermes"])
+        out = [*ids, *loop * 12]
+        events = reply.push(Piece(tuple(out), ""))
+        stats = Stats(prompt_tokens=5, output_tokens=len(out))
+        stats.recovery.update(runaway=1, runaway_dropped_tokens=9 * len(loop))
+        events += reply.finish(Result(out, "", "length", stats))
+        assert reply.ids == out
+        assert reply.finish_reason == "length"
+        assert reply.details["total_tokens"] == len(out)
+        assert reply.details["thinking_tokens"] > 2
+        assert reply.thoughts.strip() == "hm"
+        said[stream] = reply.content
+    assert said == {False: "So a a a", True: "So" + " a" * 12}
+
+
 def test_a_stop_string_behind_a_call_leaves_the_call_to_be_answered(tokenizer: Tokenizer) -> None:
     turn = TURN.removesuffix("<|im_end|>") + "\n\nThe answer is STOP here"
     ask = asked("messages", stop=("STOP",))
