@@ -239,8 +239,13 @@ def output_text(request: Request, tokenizer: Tokenizer | None) -> OutputText:
     """The text of a request's output, which ends before the first stop string."""
     if tokenizer is None or not (request.stop and request.tools):
         return OutputText(tokenizer, request.stop)
-    thinking = opens_thought(tokenizer, request.prompt)
-    return OutputText(tokenizer, request.stop, request.tools, thinking=thinking)
+    return OutputText(
+        tokenizer,
+        request.stop,
+        request.tools,
+        thinking=opens_thought(tokenizer, request.prompt),
+        slips=request.structured is None,
+    )
 
 
 def _named(ids: tuple[int, ...], likely: list[TokenLogprob]) -> list[TokenLogprob]:

@@ -14,7 +14,7 @@ class OutputText:
 
     Args:
       tools: declared tools; in their calls, and in markup, no stop string is looked for.
-      thinking: whether the prompt opened a thought; asked for with tools only.
+      thinking, slips: as `OutputParser` has them; asked for with tools only.
     """
 
     def __init__(
@@ -24,6 +24,7 @@ class OutputText:
         tools: Sequence[Tool] = (),
         *,
         thinking: bool = False,
+        slips: bool = True,
     ):
         self._decoder = tokenizer.stream() if tokenizer else None
         self._stops = Stops(stop)
@@ -32,7 +33,7 @@ class OutputText:
         syntax = syntax_of(tokenizer.template) if tokenizer and tools and stop else None
         if tokenizer and syntax:
             self._marked = tokenizer.showing(syntax.markers(calls=True)).stream()
-            self._parser = OutputParser(syntax, tools, thinking=thinking, stop=stop)
+            self._parser = OutputParser(syntax, tools, thinking=thinking, stop=stop, slips=slips)
         self.text = ""
 
     @property

@@ -77,6 +77,7 @@ class Reply:
             ask.declared,
             thinking=self._opened,
             stop=ask.stop if among_calls else (),
+            slips=ask.grammar is None,
         )
         self.content = self.thoughts = ""
         self.answer_logprobs: list[TokenLogprob] = []  # those outside thoughts and calls

@@ -33,8 +33,14 @@ class Arriving:
     def keep_record(self) -> None:
         self.record = ""
 
-    def drop_record(self) -> None:
-        self.record = None
+    def drop_record(self) -> str:
+        """What was recorded; nothing is from now on."""
+        record, self.record = self.record or "", None
+        return record
+
+    def put_back(self) -> None:
+        """What was recorded comes once more."""
+        self.buffer, self.record = (self.record or "") + self.buffer, ""
 
     def take(self, count: int) -> str:
         """So many characters, which are gone then."""
@@ -53,20 +59,18 @@ class Arriving:
         self, markers: Iterable[str], show: Callable[[str], None]
     ) -> Generator[None, None, str | None]:
         """Shows text as it becomes certain, up to a marker, which it takes and returns."""
-        markers = tuple(markers)
-        firsts = {marker[0] for marker in markers}
+        by_first: dict[str, list[str]] = {}
+        for marker in markers:
+            by_first.setdefault(marker[0], []).append(marker)
         while True:
-            if not self.ended and not any(first in self.buffer for first in firsts):
-                show(self.take(len(self.buffer)))  # most text is far from any marker
-                yield
-                continue
-            found = [(at, -len(m), m) for m in markers if (at := self.buffer.find(m)) >= 0]
+            near = [m for c, group in by_first.items() if c in self.buffer for m in group]
+            found = [(at, -len(m), m) for m in near if (at := self.buffer.find(m)) >= 0]
             if found:
                 at, _, marker = min(found)
                 show(self.take(at))
                 self.take(len(marker))
                 return marker
-            keep = 0 if self.ended else max((overlap(self.buffer, m) for m in markers), default=0)
+            keep = 0 if self.ended else max((overlap(self.buffer, m) for m in near), default=0)
             show(self.take(len(self.buffer) - keep))
             if self.ended:
                 return None
@@ -77,6 +81,18 @@ class Arriving:
         while (at := self.buffer.find(marker)) < 0:
             yield from self.more()
         return self.take(at + len(marker))[:at]
+
+    def before(self, ends: str) -> Generator[None, None, str]:
+        """The text before the first of these characters, which stays."""
+        while not (places := [at for c in ends if (at := self.buffer.find(c)) >= 0]):
+            yield from self.more()
+        return self.take(min(places))
+
+    def word(self) -> Generator[None, None, str]:
+        """Letters, digits and `_.:-` up to anything else."""
+        while not (end := re.search(r"[^\w.:-]", self.buffer)):
+            yield from self.more()
+        return self.take(end.start())
 
     def peek(self) -> Generator[None, None, str]:
         """The next character that is not white space; it stays."""
@@ -90,13 +106,13 @@ class Arriving:
         yield from self.peek()
         return self.take(1)
 
-    def one_of(self, *words: str) -> Generator[None, None, str]:
-        """Takes one of these words after white space."""
+    def one_of(self, *words: str, take: bool = True) -> Generator[None, None, str]:
+        """Takes one of these words after white space, or only looks for it."""
         while True:
             yield from self.peek()
             for word in words:
                 if self.buffer.startswith(word):
-                    return self.take(len(word))
+                    return self.take(len(word)) if take else word
             if not any(word.startswith(self.buffer) for word in words):
                 raise NoCall
             yield from self.more()
@@ -149,28 +165,44 @@ class Arriving:
             if not scalar and depth == 0 and not quoted:
                 return show(self.take(at))
 
-    def gemma_value(self) -> Generator[None, None, Any]:
-        """A value in Gemma's notation."""
+    def gemma_value(self, end: str = "}") -> Generator[None, None, Any]:
+        """A value in Gemma's notation; texts may stand in other quotes as well.
+
+        Args:
+          end: what ends a bare word, besides a comma.
+        """
         first = yield from self.peek()
         if first == "<":
             yield from self.expect(QUOTE)
             return (yield from self.until(QUOTE))
+        if first in "\"'`":
+            return (yield from self._quoted())
         if first in "{[":
             yield from self.character()
             items: dict[str, Any] = {}
             while (yield from self.peek()) not in "}]":
                 key = str(len(items)) if first == "[" else (yield from self.until(":")).strip()
-                items[key] = yield from self.gemma_value()
+                items[key.strip("\"'`")] = yield from self.gemma_value("}]")
                 if (yield from self.peek()) == ",":
                     yield from self.character()
             yield from self.character()
             return list(items.values()) if first == "[" else items
-        at = 0
-        while not (end := re.search(r"[,}\]]", self.buffer)):
-            yield from self.more()
-        at = end.start()
-        word = self.take(at).strip()
+        word = (yield from self.before("," + end)).strip()
         try:
             return json.loads(word)
         except json.JSONDecodeError:
             return word
+
+    def _quoted(self) -> Generator[None, None, str]:
+        """A text between two marks of one kind; escapes are JSON's."""
+        mark = yield from self.character()
+        inside = re.compile(rf"(?:[^{mark}\\]|\\.)*{mark}", re.DOTALL)
+        while not (found := inside.match(self.buffer)):
+            yield from self.more()
+        raw = self.take(found.end())[:-1]
+        if mark != '"':
+            raw = raw.replace(f"\\{mark}", mark).replace('"', '\\"')
+        try:
+            return json.loads(f'"{raw}"', strict=False)
+        except json.JSONDecodeError:
+            return raw

@@ -1,18 +1,16 @@
 """Reads tool calls, each in its family's form, out of text that is still arriving."""
 
 import json
-import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
+from dflash_jax.tools import slips
 from dflash_jax.tools.arriving import Arriving, NoCall, Reader
 from dflash_jax.tools.declared import Tool, typed
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Event
 from dflash_jax.tools.syntax import Syntax
 
-NEXT = re.compile(r"(?:(?<=\n)|^)<parameter=(?P<name>[^<>\n]+)>|</[^<>\s]+>")
-BEHIND = ("</tool_call>", "<tool_call>", "<function=")  # what may follow a call
-UNTAGGED = '{"name"'  # begins a call that no tags surround
+ARGUMENTS = ("arguments", "parameters")
 
 
 class CallReader:
@@ -31,20 +29,51 @@ class CallReader:
         self.count = 0
 
     def read(self, marker: str) -> Reader:
-        """A call behind the marker that begins it.
+        """A call that begins with the marker, which was taken if it is a tag.
 
         Raises:
           NoCall: it is none.
           Ended: the output ended inside it.
         """
-        assert self._syntax is not None
         self._live = False
-        readers = {"hermes": self._json, "qwen_xml": self._xml, "gemma4": self._gemma}
-        if marker == UNTAGGED:
-            self._text.buffer = marker + self._text.buffer
-        if marker == "<function=":
-            return self._function("</function>")
-        return readers.get(self._syntax.name, self._json)()
+        match marker:
+            case "<tool_call>":
+                return self._wrapped()
+            case "<function=":
+                return self._function("</function>")
+            case "<|tool_call>":
+                return self._gemma()
+            case slips.VERB:
+                return self._verb()
+            case tag if tag.startswith("<") and tag[1:-1] in self._tools:
+                return self._named_tag(tag)
+            case bare if bare in slips.BARE and not self._is_native(bare):
+                return self._bare()
+        return self._json()
+
+    def _is_native(self, marker: str) -> bool:
+        return self._syntax is not None and marker in self._syntax.opens
+
+    def whole(self, tool: Tool) -> Reader:
+        """The arguments of the only tool, where they are all of the output.
+
+        Raises:
+          NoCall, Ended: there is more, or something else; nothing was told.
+        """
+        text = self._text
+        yield from text.expect("{")
+        if (yield from text.string()) not in (tool.parameters.get("properties") or ()):
+            raise NoCall
+        text.put_back()
+        pieces: list[str] = []
+        yield from text.value(pieces.append, unpack=False)
+        while not text.buffer.strip() and not text.ended:
+            yield
+        if text.buffer.strip() or not slips.fits(tool, "".join(pieces)):
+            raise NoCall
+        self._begin(tool.name)
+        self._give("".join(pieces).strip())
+        self._done()
 
     def harmony(self, name: str) -> Reader:
         """A call whose header named the tool."""
@@ -67,7 +96,7 @@ class CallReader:
                 named = True
                 self._begin((yield from text.string()))
                 self._give(held)
-            elif key in ("arguments", "parameters") and not given:
+            elif key in ARGUMENTS and not given:
                 pieces: list[str] = []
                 given = True
                 yield from text.value(self._give if named else pieces.append)
@@ -84,34 +113,92 @@ class CallReader:
             self._give("{}")
         self._done()
 
-    def _xml(self) -> Reader:
-        yield from self._text.expect("<function=")
-        yield from self._function("</function>", "</tool_call>")
+    def _bare(self) -> Reader:
+        """An object without tags: a declared name, then its arguments."""
+        text = self._text
+        yield from text.expect("{")
+        yield from text.string()
+        yield from text.expect(":")
+        name = yield from text.string()
+        yield from text.expect(",")
+        key = yield from text.string()
+        yield from text.expect(":")
+        if name not in self._tools or key not in ARGUMENTS or (yield from text.peek()) != "{":
+            raise NoCall
+        self._begin(name)
+        yield from text.value(self._give)
+        yield from text.expect("}")
+        self._done()
+
+    def _wrapped(self) -> Reader:
+        """What stands in `<tool_call>`: JSON, a function, or a name with argument tags."""
+        match (yield from self._text.peek()):
+            case "{":
+                yield from self._json()
+            case "<":
+                yield from self._text.expect("<function=")
+                yield from self._function("</function>", "</tool_call>")
+            case _:
+                yield from self._argument_tags()
+
+    def _argument_tags(self) -> Reader:
+        """`NAME`, pairs of `<arg_key>` and `<arg_value>`, `</tool_call>`."""
+        text = self._text
+        name = (yield from text.before("<")).strip()
+        if name not in self._tools:
+            raise NoCall
+        tag = yield from text.one_of("<arg_key>", "</tool_call>")
+        self._begin(name)
+        lead = "{"
+        while tag == "<arg_key>":
+            key = (yield from text.until("</arg_key>")).strip()
+            yield from text.expect("<arg_value>")
+            raw = yield from text.until("</arg_value>")
+            self._give_typed(lead, name, key, raw)
+            lead = ", "
+            tag = yield from text.one_of("<arg_key>", "</tool_call>")
+        self._give("{}" if lead == "{" else "}")
+        self._done()
 
     def _function(self, *ends: str) -> Reader:
-        """`NAME>`, parameter blocks, and one of the ends."""
+        """`NAME>` and parameter blocks, or `NAME(key=value, ...)`, and one of the ends."""
         text = self._text
-        name = (yield from text.until(">")).strip()
-        tool = self._tools.get(name)
+        name = (yield from text.before(">(")).strip()
         self._begin(name)
+        if (yield from text.character()) == ">":
+            yield from self._parameters(name, ends)
+            return
+        yield from self._pairs("=", ")")
+        yield from text.one_of(*ends, ">")
+        self._done()
+
+    def _named_tag(self, tag: str) -> Reader:
+        """A tool's name as a tag, with parameter blocks in it."""
+        yield from self._text.expect(tag)
+        yield from self._text.one_of("<parameter=", take=False)
+        name = tag[1:-1]
+        self._begin(name)
+        yield from self._parameters(name, ("</function>", f"</{name}>"))
+
+    def _parameters(self, name: str, ends: tuple[str, ...]) -> Reader:
+        """Parameter blocks, and one of the ends."""
+        text = self._text
         given: list[str] = []
         while (yield from text.one_of("<parameter=", *ends)) == "<parameter=":
             given.append((yield from text.until(">")).strip())
-            raw = yield from self._parameter(tool, given, ends)
-            value = typed(raw.removeprefix("\n").removesuffix("\n"), tool, given[-1])
-            lead = "{" if len(given) == 1 else ", "
-            self._give(f"{lead}{_json(given[-1])}: {_json(value)}")
+            raw = yield from self._parameter(self._tools.get(name), given, ends)
+            self._give_typed("{" if len(given) == 1 else ", ", name, given[-1], raw)
         self._give("}" if given else "{}")
         self._done()
 
     def _parameter(
         self, tool: Tool | None, given: list[str], ends: tuple[str, ...]
     ) -> Generator[None, None, str]:
-        """A parameter's value, whose closing tag may be missing (`unclosed` says where)."""
+        """A parameter's value, whose closing tag may be missing (`slips.unclosed` says where)."""
         text = self._text
         while True:
             closed = text.buffer.find("</parameter>")
-            at = unclosed(text.buffer, tool, given, ends, ended=text.ended, closed=closed)
+            at = slips.unclosed(text.buffer, tool, given, ends, ended=text.ended, closed=closed)
             if at is not None:
                 return text.take(at)
             if closed >= 0:
@@ -120,20 +207,36 @@ class CallReader:
 
     def _gemma(self) -> Reader:
         """`call:NAME{key:value,...}`."""
+        yield from self._text.expect("call:")
+        self._begin((yield from self._text.until("{")).strip())
+        yield from self._pairs(":", "}")
+        self._done()
+
+    def _verb(self) -> Reader:
+        """The same without tags: then the name has to be declared."""
         text = self._text
-        yield from text.expect("call:")
-        self._begin((yield from text.until("{")).strip())
+        yield from text.expect(slips.VERB)
+        name = (yield from text.word()).rpartition(":")[2]
+        if name not in self._tools:
+            raise NoCall
+        yield from text.expect("{")
+        self._begin(name)
+        yield from self._pairs(":", "}")
+        self._done()
+
+    def _pairs(self, between: str, end: str) -> Reader:
+        """Keys and values in Gemma's notation, and the end."""
+        text = self._text
         lead = "{"
-        while (yield from text.peek()) != "}":
-            key = (yield from text.until(":")).strip()
-            value = yield from text.gemma_value()
+        while (yield from text.peek()) != end:
+            key = (yield from text.until(between)).strip().strip("\"'`")
+            value = yield from text.gemma_value(end)
             self._give(f"{lead}{_json(key)}: {_json(value)}")
             lead = ", "
             if (yield from text.peek()) == ",":
                 yield from text.character()
         yield from text.character()
         self._give("{}" if lead == "{" else "}")
-        self._done()
 
     # -- events -------------------------------------------------------------------------------
 
@@ -147,44 +250,15 @@ class CallReader:
         if self._live and text:
             self._tell(Arguments(self.count - 1, text))
 
+    def _give_typed(self, lead: str, name: str, key: str, raw: str) -> None:
+        """A parameter that was written as text; a newline on each side is markup."""
+        raw = raw.removeprefix("\n").removesuffix("\n")
+        self._give(f"{lead}{_json(key)}: {_json(typed(raw, self._tools.get(name), key))}")
+
     def _done(self) -> None:
         if self._live:
             self._tell(CallDone(self.count - 1))
             self._live = False
-
-
-def unclosed(
-    buffer: str,
-    tool: Tool | None,
-    given: Sequence[str],
-    ends: Sequence[str],
-    *,
-    ended: bool,
-    closed: int,
-) -> int | None:
-    """Where a value ends that nothing closes; None where that is not known, or not so.
-
-    Values may hold any text, such as markup. So the next parameter has to stand on a line of its
-    own, be declared and not be given yet, and behind the call's end the output has to end or go
-    on with markup. Where the output ended and nothing else closes the value, any end does.
-
-    Args:
-      closed: where its closing tag stands; -1 if none came yet.
-    """
-    known = tool.parameters.get("properties") if tool else None
-    names = set(known or ()) - set(given)
-    last = closed if closed >= 0 else len(buffer)
-    for found in NEXT.finditer(buffer, 0, last):
-        if found["name"] is None:
-            rest = buffer[found.end() :].lstrip()
-            sure = rest.startswith(BEHIND) if rest else ended
-            if found[0] in ends and sure:
-                return found.start()
-        elif found["name"].strip() in names:
-            return found.start()
-    if ended and closed < 0:
-        return min((at for end in ends if (at := buffer.find(end)) >= 0), default=None)
-    return None
 
 
 def _ignore(_: str) -> None:

@@ -106,7 +106,7 @@ def typed(text: str, tool: Tool | None, parameter: str) -> Any:
     """The value of an XML parameter, by the type its tool declares; a text if that fails."""
     properties = tool.parameters.get("properties") if tool else None
     schema = properties.get(parameter) if isinstance(properties, dict) else None
-    kinds = set(_types(schema)) if isinstance(schema, dict) else set()
+    kinds = types_of(schema) if isinstance(schema, dict) else set()
     if text == "null":
         return None
     if not kinds or "string" in kinds:
@@ -117,10 +117,17 @@ def typed(text: str, tool: Tool | None, parameter: str) -> Any:
         return text
 
 
+def types_of(schema: dict[str, Any]) -> set[str]:
+    """Types a value may have by its JSON schema; empty if it does not say."""
+    return set(_types(schema))
+
+
 def _types(schema: dict[str, Any]) -> Iterator[str]:
     kind = schema.get("type")
-    yield from [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else ()
+    kinds = kind if isinstance(kind, list) else [kind]
+    yield from (word for word in kinds if isinstance(word, str))
     for word in ("anyOf", "oneOf"):
-        for part in schema.get(word) or ():
+        parts = schema.get(word)
+        for part in parts if isinstance(parts, list) else ():
             if isinstance(part, dict):
                 yield from _types(part)

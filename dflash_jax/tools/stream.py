@@ -7,10 +7,11 @@ that was not declared.
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
+from dflash_jax.tools import slips
 from dflash_jax.tools.arriving import Arriving, Ended, NoCall, Reader
-from dflash_jax.tools.calls import UNTAGGED, CallReader
+from dflash_jax.tools.calls import CallReader
 from dflash_jax.tools.declared import Tool
 from dflash_jax.tools.events import CallBegun, Content, Event, Thinking, joined
 from dflash_jax.tools.stops import Stops
@@ -33,6 +34,7 @@ class OutputParser:
       thinking: whether the prompt opened a thought.
       stop: texts that end the output, in thoughts, what closes them and content; calls may
         contain them.
+      slips: read calls in forms of other families, too; not where a grammar says what comes.
     """
 
     def __init__(
@@ -42,10 +44,12 @@ class OutputParser:
         *,
         thinking: bool = False,
         stop: Sequence[str] = (),
+        slips: bool = True,
     ):
         self._syntax, self._tools = syntax, {tool.name: tool for tool in tools}
         self._text = Arriving()
-        self._stops = Stops(stop)
+        self._stops, self._slips = Stops(stop), slips
+        self._before: list[str] = []  # content as it was written
         self._events: list[Event] = []
         self._blank = ""  # white space that is content only if content follows
         self._trim = False  # drop white space before the next content: a thought or call ended
@@ -105,26 +109,34 @@ class OutputParser:
         """Every family but harmony: markers stand in the text."""
         syntax, text = self._syntax, self._text
         thought = syntax.thought if syntax else None
+        around = (thought.opening, thought.closing) if thought else ()
         opens = syntax.opens if syntax and self._tools else ()
         closes = tuple(c for c in syntax.closes if c.startswith("<")) if syntax and opens else ()
+        loose: tuple[str, ...] = ()
+        if opens and self._slips:
+            opens, closes = (*opens, *slips.OPENS), (*closes, *slips.CLOSES)
+            loose = slips.untagged(self._tools, (*around, *opens))
         while True:
             if self.thinking and thought:
                 marker = yield from text.flow((thought.closing,), self._show)
             else:
-                around = (thought.opening, thought.closing) if thought else ()
-                marker = yield from text.flow((*around, *opens, *closes), self._show)
-            self._show_held("" if marker in (*opens, *closes) else marker or "")
+                if loose and (yield from self._whole()):
+                    return
+                marker = yield from text.flow((*around, *opens, *closes, *loose), self._show)
             if marker is None:
+                self._show_held("")
                 return
-            if thought and marker in (thought.opening, thought.closing):
+            bare = marker in loose or not marker.startswith("<")
+            if not bare:
+                self._show_held(marker if marker in around else "")
+            if thought and marker in around:
                 self.thinking, self._trim = marker == thought.opening, True
             elif marker in opens:
-                self.calling = True
-                if marker == UNTAGGED:
-                    text.keep_record()
-                yield from self._call(marker)
-                text.drop_record()
-                self.calling = False
+                yield from self._call(marker, bare=bare)
+            elif marker in loose and slips.may_begin(marker, "".join(self._before)):
+                yield from self._call(marker, bare=True)
+            elif marker in loose:
+                self._show(marker)
 
     def _harmony(self) -> Reader:
         """Messages with headers, in channels."""
@@ -147,27 +159,51 @@ class OutputParser:
                 yield from text.flow(HARMONY_ENDS, _ignore)
                 self.calling = False
 
-    def _call(self, marker: str) -> Reader:
+    def _call(self, marker: str, *, bare: bool) -> Reader:
         """One call; what is none is dropped to its closing tag, or shown if it has no tags."""
         assert self._syntax is not None
-        before = self.calls
+        text, before = self._text, self.calls
+        self.calling = True
+        if bare:
+            text.buffer = marker + text.buffer
+            text.keep_record()
         try:
             yield from self._calls.read(marker)
             self._trim = True
+            self._before.append("\n")
         except (NoCall, Ended) as reason:
-            if marker == UNTAGGED and self.calls == before:
-                self._show(self._text.record or "")
+            if bare and self.calls == before:
+                self.calling = False
+                self._show(text.drop_record())
             elif isinstance(reason, Ended):
                 raise
             else:
-                yield from self._text.flow(self._syntax.closes, _ignore)
+                yield from text.flow((*self._syntax.closes, *slips.CLOSES), _ignore)
+        self.calling = False
+
+    def _whole(self) -> Generator[None, None, bool]:
+        """Whether the output was nothing but the arguments of the only tool."""
+        if len(self._tools) > 1 or self.calls or "".join(self._before).strip():
+            return False
+        [tool] = self._tools.values()
+        self._text.keep_record()
+        try:
+            yield from self._calls.whole(tool)
+        except (NoCall, Ended):
+            self._text.put_back()
+            self._text.drop_record()
+        return self.calls > 0
 
     def _tell_call(self, event: Event) -> None:
         if isinstance(event, CallBegun):
+            self._show_held("")
+            self._text.drop_record()
             self._blank = ""
         self._events.append(event)
 
     def _show(self, text: str) -> None:
+        if not self.thinking:
+            self._before.append(text)
         if self._trim:
             text = text.lstrip()
             self._trim = not text

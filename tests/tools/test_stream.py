@@ -1,5 +1,6 @@
 """Outputs of every family, cut at every place: the same thoughts, content and calls."""
 
+import itertools
 import json
 from collections.abc import Sequence
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.tools import SYNTAXES
+from dflash_jax.tools import SYNTAXES, slips
 from dflash_jax.tools.declared import Tool
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 from dflash_jax.tools.stream import OutputParser
@@ -164,6 +165,17 @@ def test_any_mixture_of_markup_is_read_alike_however_it_is_cut(
         "a",
     ]
     words += ["<|message|>", "<parameter=path>", "\n", " ", "\\", thought(family, "x")]
+    words += [
+        *slips.OPENS,
+        *slips.BARE,
+        "call:",
+        "read",
+        "<read>",
+        "<arg_key>",
+        "=",
+        ")",
+        "call:read{",
+    ]
     words += ["<tool_call>\n<function=read>\n", "\n</parameter>\n", "\n<parameter=count>\n3"]
     raw = "".join(data.draw(st.lists(st.sampled_from(words), max_size=12)))
     whole = read_lenient(family, [raw])
@@ -296,3 +308,89 @@ def test_a_bare_function_needs_its_own_end() -> None:
         assert not [call for call in found if call[2]]
     raw = f"<function=read>\n{P.replace('</parameter>', '')}</function>\n</tool_call>\nDone."
     assert read("qwen_xml", [raw]) == ("", "Done.", [("read", {"path": "x\n"}, True)], False)
+
+
+TAGGED = sorted(set(SYNTAXES) - {"harmony"})
+X3 = {"path": "x, y", "count": 3}
+
+
+def test_calls_in_the_forms_of_other_families() -> None:
+    pairs = "<arg_key>path</arg_key>\n<arg_value>x, y</arg_value>\n<arg_key>count</arg_key>"
+    blocks = "<parameter=path>\nx, y\n</parameter>\n<parameter=count>\n3\n</parameter>\n"
+    body = '"name": "read", "arguments": {"path": "x, y", "count": 3}}'
+    for family, form, step in itertools.product(
+        TAGGED,
+        (
+            f"<tool_call>read\n{pairs}\n<arg_value>3</arg_value>\n</tool_call>",
+            f"<tool_call>\n<function=read>\n{blocks}</function>\n</tool_call>",
+            f"<function=read>\n{blocks}</function>",
+            "<function=read(path='x, y', count=3)></function>",
+            '<tool_call><function=read(path="x, y", count=3)</function></tool_call>',
+            f"<read>\n{blocks}</function>",
+            f"<read>{blocks}</read>",
+            f"<tool_code>{{{body}</tool_code>",
+            f"<tool_call>{{{body}</tool_call>",
+            'call:read{path: "x, y", count: 3}',
+            "call:default_api:read{path:<|\"|>x, y<|\"|>,'count':3}",
+            "{" + body,
+            "{\n  " + body.replace("arguments", "parameters")[:-1] + "\n}",
+        ),
+        (1, 5, 1000),
+    ):
+        raw = f"So:\n{form}\nWell."
+        found = read(family, [raw[i : i + step] for i in range(0, len(raw), step)])
+        assert found == ("", "So:Well.", [("read", X3, True)], False), (family, form, step)
+
+
+def test_a_name_alone_in_a_wrapper_is_a_call_without_arguments() -> None:
+    assert read("hermes", list("<tool_call>stop</tool_call>"))[2] == [("stop", {}, True)]
+
+
+@pytest.mark.parametrize("family", sorted(set(SYNTAXES) - {"harmony", "llama"}))
+def test_text_that_only_looks_like_a_call_is_text(family: str) -> None:
+    call = '{"name": "read", "arguments": {"path": "x"}}'
+    for raw in (
+        f"Such as {call}, say.",
+        f"Such as:\n```json\n{call}\n```\nSo.",
+        '{"name": "other", "arguments": {"path": "x"}}',
+        '{"name": "read", "version": 3}',
+        '{"name": "read", "arguments": 3}',
+        '{"name": "read"}',
+        '{"name": "re',
+        "recall:read{path:x} and call: me, call:other{a:b} or call:read",
+        "<read> the book </read> and <read",
+        "<stop><b>",
+        '{"path": "x", "count": 3}',  # there are two tools
+        "{",
+    ):
+        for step in (1, 1000):
+            found = read(family, [raw[i : i + step] for i in range(0, len(raw), step)])
+            assert found == ("", raw, [], False), (raw, step)
+    for form in ("<tool_call>other<arg_key>a</arg_key>", "<tool_code>print(1)</tool_code>"):
+        assert read(family, [form])[1:3] == ("", [])  # markup is never shown
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+def test_the_arguments_of_the_only_tool_are_a_call_if_nothing_else_is_said(step: int) -> None:
+    def said(raw: str, **options: bool) -> Read:
+        only = [Tool("read", {**TOOLS[0].parameters, "required": ["path"]})]
+        parser = OutputParser(SYNTAXES["hermes"], only, **options)
+        return read_by(parser, [raw[i : i + step] for i in range(0, len(raw), step)])
+
+    raw = '<think>\nhm\n</think>\n\n{"path": "x", "count": 3}\n'
+    assert said(raw) == ("hm\n", "", [("read", {"path": "x", "count": 3}, True)], False)
+    assert said(raw, slips=False) == ("hm\n", raw[raw.index("{") :], [], False)
+    for other in (
+        '{"count": 3}',
+        '{"path": 3}',
+        '{"path": "x", "other": 3}',
+        '{"path": "x"} So.',
+        'So: {"path": "x"}',
+        '{"path": "x"',
+        "{}",
+        '{"path": "x"}\n{"path": "y"}',
+    ):
+        assert said(other) == ("", other, [], False)
+    # What cannot be its arguments is not held back.
+    parser = OutputParser(SYNTAXES["hermes"], [Tool("read", TOOLS[0].parameters)])
+    assert parser.push('{"other": "and') == [Content('{"other": "and')]

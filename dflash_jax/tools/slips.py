@@ -1,0 +1,106 @@
+"""Calls that are not written as their family writes them: where they begin, end and may stand.
+
+Models slip into each other's forms. All are read whatever the family, but only as calls of
+declared tools; what has no tags of its own is text unless it is a call beyond doubt.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash_jax.tools.declared import Tool, types_of
+
+OPENS = ("<tool_call>", "<function=", "<tool_code>")
+CLOSES = ("</tool_call>", "</function>", "</tool_code>")
+VERB = "call:"  # NAME{key: value}
+BARE = tuple(f'{{{space}"name"' for space in ("", " ", "\n", "\n  ", "\n    ", "\n\t"))
+FENCE = "```"
+
+NEXT = re.compile(r"(?:(?<=\n)|^)<parameter=(?P<name>[^<>\n]+)>|</[^<>\s]+>")
+BEHIND = ("</tool_call>", "<tool_call>", "<function=")  # what may follow a call
+KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
+
+
+def untagged(tools: Mapping[str, Tool], taken: Sequence[str]) -> tuple[str, ...]:
+    """Beginnings of calls that may as well be text: a tool's name as a tag, JSON, a verb.
+
+    Args:
+      taken: markers that mean something else.
+    """
+    tags = (f"<{name}>" for name in tools)
+    return (*BARE, VERB, *(tag for tag in tags if tag not in taken))
+
+
+def may_begin(marker: str, before: str) -> bool:
+    """Whether an untagged call may begin with this marker behind what was shown so far."""
+    if before.count(FENCE) % 2:
+        return False
+    if marker in BARE:
+        return before.rstrip(" \t")[-1:] in ("", "\n")
+    return marker != VERB or not re.search(r"[\w.:-]\Z", before)
+
+
+def fits(tool: Tool, text: str) -> bool:
+    """Whether a text is an object of the tool's arguments and nothing else can be meant."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    known = tool.parameters.get("properties")
+    required = tool.parameters.get("required")
+    if not (isinstance(found, dict) and found and isinstance(known, Mapping)):
+        return False
+    missing = isinstance(required, list) and any(name not in found for name in required)
+    if missing or found.keys() - known.keys():
+        return False
+    return all(_is_a(value, known[name]) for name, value in found.items())
+
+
+def _is_a(value: Any, schema: Any) -> bool:
+    kinds = types_of(schema) if isinstance(schema, dict) else set()
+    if isinstance(value, bool):
+        return not kinds or "boolean" in kinds
+    return not kinds or any(isinstance(value, KINDS.get(kind, object)) for kind in kinds)
+
+
+def unclosed(
+    buffer: str,
+    tool: Tool | None,
+    given: Sequence[str],
+    ends: Sequence[str],
+    *,
+    ended: bool,
+    closed: int,
+) -> int | None:
+    """Where a value ends that nothing closes; None where that is not known, or not so.
+
+    Values may hold any text, such as markup. So the next parameter has to stand on a line of its
+    own, be declared and not be given yet, and behind the call's end the output has to end or go
+    on with markup. Where the output ended and nothing else closes the value, any end does.
+
+    Args:
+      closed: where its closing tag stands; -1 if none came yet.
+    """
+    known = tool.parameters.get("properties") if tool else None
+    names = set(known or ()) - set(given)
+    last = closed if closed >= 0 else len(buffer)
+    for found in NEXT.finditer(buffer, 0, last):
+        if found["name"] is None:
+            rest = buffer[found.end() :].lstrip()
+            sure = rest.startswith(BEHIND) if rest else ended
+            if found[0] in ends and sure:
+                return found.start()
+        elif found["name"].strip() in names:
+            return found.start()
+    if ended and closed < 0:
+        return min((at for end in ends if (at := buffer.find(end)) >= 0), default=None)
+    return None
