@@ -30,6 +30,7 @@ class OutputText:
         self._stops = Stops(stop)
         self._held = ""
         self._parser: OutputParser | None = None
+        self._lengths: list[tuple[int, int]] = []  # of every token's text, with marks and without
         syntax = syntax_of(tokenizer.template) if tokenizer and tools and stop else None
         if tokenizer and syntax:
             self._marked = tokenizer.showing(syntax.markers(calls=True)).stream()
@@ -55,8 +56,9 @@ class OutputText:
         given = ""
         for token in ids:  # one by one: the parser's text has marks that this one lacks
             if not self.stopped:
-                self._parser.push(self._marked.push([token]))
-                given += self._outside(self._decoder.push([token]), self._parser)
+                marked, new = self._marked.push([token]), self._decoder.push([token])
+                self._parser.push(marked)
+                given += self._outside(marked, new, self._parser)
         return given
 
     def finish(self) -> str:
@@ -67,14 +69,22 @@ class OutputText:
         if self._parser is None:
             given = self._stops.push(new)
             return self._give(given + self._stops.flush())
-        self._parser.push(self._marked.flush())
+        marked = self._marked.flush()
+        self._parser.push(marked)
         self._parser.finish()
-        return self._outside(new, self._parser)
+        return self._outside(marked, new, self._parser)
 
-    def _outside(self, new: str, parser: OutputParser) -> str:
+    def _outside(self, marked: str, new: str, parser: OutputParser) -> str:
         """The text of which the parser knows that it stands before any stop string."""
+        self._lengths.append((len(marked), len(new)))
+        left, keep = parser.waiting, 0
+        for length, shown in reversed(self._lengths):
+            if left <= 0:
+                break
+            keep += min(left, shown)
+            left -= length
         pending = self._held + new
-        given = pending[: max(len(pending) - parser.waiting, 0)]
+        given = pending[: max(len(pending) - keep, 0)]
         self._held = pending[len(given) :]
         return self._give(given)
 

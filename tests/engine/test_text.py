@@ -128,3 +128,5 @@ def test_stop_strings_do_not_act_in_calls_of_declared_tools(width: int) -> None:
     for stop in ("path", "t or n", ":\n{", "}\n\nDone"):
         assert said(stop, tools) == (text, False)
     assert said("</think>", tools) == ("\nhm\n", True)
+    ids = tokenizer.encode(f"So call:{call}", specials=False)
+    assert said("all:", tools) == ("So c", True)  # known once a mark shows that it is no call
