@@ -196,13 +196,26 @@ class Arriving:
     def _quoted(self) -> Generator[None, None, str]:
         """A text between two marks of one kind; escapes are JSON's."""
         mark = yield from self.character()
-        inside = re.compile(rf"(?:[^{mark}\\]|\\.)*{mark}", re.DOTALL)
-        while not (found := inside.match(self.buffer)):
-            yield from self.more()
-        raw = self.take(found.end())[:-1]
+        end = 0
+        while True:
+            end = self.buffer.find(mark, end)
+            if end >= 0 and not escaped(self.buffer, end):
+                break
+            if end < 0:
+                end = len(self.buffer)
+                yield from self.more()
+            else:
+                end += 1
+        raw = self.take(end + 1)[:-1]
         if mark != '"':
             raw = raw.replace(f"\\{mark}", mark).replace('"', '\\"')
         try:
             return json.loads(f'"{raw}"', strict=False)
         except json.JSONDecodeError:
             return raw
+
+
+def escaped(text: str, at: int) -> bool:
+    """Whether an odd number of backslashes stands before a place."""
+    before = text[:at]
+    return (len(before) - len(before.rstrip("\\"))) % 2 == 1

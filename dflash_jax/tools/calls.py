@@ -195,14 +195,16 @@ class CallReader:
         self, tool: Tool | None, given: list[str], ends: tuple[str, ...]
     ) -> Generator[None, None, str]:
         """A parameter's value, whose closing tag may be missing (`slips.unclosed` says where)."""
-        text = self._text
+        text, start = self._text, 0
         while True:
-            closed = text.buffer.find("</parameter>")
-            at = slips.unclosed(text.buffer, tool, given, ends, ended=text.ended, closed=closed)
+            buffer = text.buffer
+            closed = buffer.find("</parameter>", start)
+            at = slips.unclosed(buffer, start, tool, given, ends, ended=text.ended, closed=closed)
             if at is not None:
                 return text.take(at)
             if closed >= 0:
                 return (yield from text.until("</parameter>"))
+            start = slips.settled(buffer, start)
             yield from text.more()
 
     def _gemma(self) -> Reader:

@@ -18,6 +18,7 @@ BARE = tuple(f'{{{space}"name"' for space in ("", " ", "\n", "\n  ", "\n    ", "
 FENCE = "```"
 
 NEXT = re.compile(r"(?:(?<=\n)|^)<parameter=(?P<name>[^<>\n]+)>|</[^<>\s]+>")
+TAIL = re.compile(r"</[^<>\s]+>\s*(?:<[^<>\n]*)?\Z|<[^<>\n]*\Z")  # tags that may yet be such
 BEHIND = ("</tool_call>", "<tool_call>", "<function=")  # what may follow a call
 KINDS: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -74,6 +75,7 @@ def _is_a(value: Any, schema: Any) -> bool:
 
 def unclosed(
     buffer: str,
+    start: int,
     tool: Tool | None,
     given: Sequence[str],
     ends: Sequence[str],
@@ -88,19 +90,25 @@ def unclosed(
     on with markup. Where the output ended and nothing else closes the value, any end does.
 
     Args:
+      start: nothing before it is any end (`settled`).
       closed: where its closing tag stands; -1 if none came yet.
     """
     known = tool.parameters.get("properties") if tool else None
     names = set(known or ()) - set(given)
     last = closed if closed >= 0 else len(buffer)
-    for found in NEXT.finditer(buffer, 0, last):
-        if found["name"] is None:
+    for found in NEXT.finditer(buffer, start, last):
+        if found[0] in ends:
             rest = buffer[found.end() :].lstrip()
-            sure = rest.startswith(BEHIND) if rest else ended
-            if found[0] in ends and sure:
+            if rest.startswith(BEHIND) if rest else ended:
                 return found.start()
-        elif found["name"].strip() in names:
+        elif found["name"] and found["name"].strip() in names:
             return found.start()
     if ended and closed < 0:
         return min((at for end in ends if (at := buffer.find(end)) >= 0), default=None)
     return None
+
+
+def settled(buffer: str, start: int) -> int:
+    """From where a value has to be looked at again, once more of it came."""
+    tail = TAIL.search(buffer, start)
+    return tail.start() if tail else len(buffer)

@@ -394,3 +394,15 @@ def test_the_arguments_of_the_only_tool_are_a_call_if_nothing_else_is_said(step:
     # What cannot be its arguments is not held back.
     parser = OutputParser(SYNTAXES["hermes"], [Tool("read", TOOLS[0].parameters)])
     assert parser.push('{"other": "and') == [Content('{"other": "and')]
+
+
+def test_of_a_long_value_only_the_end_is_looked_at_again() -> None:
+    for value, again in (
+        ("code\n" * 1000, ""),
+        ("a < b\n" * 1000, ""),
+        ("code\n</div>\nmore", ""),
+        ("code\n</div>\n", "</div>\n"),
+        ("code\n</function>\n<to", "</function>\n<to"),
+        ("code\n<parameter=pa", "<parameter=pa"),
+    ):
+        assert value[slips.settled(value, 0) :] == again
