@@ -17,11 +17,11 @@ from converters import compare, convert, export, inspect
 from converters.instruct import REFUSE
 from converters.models import Model, open_model
 from converters.taps import AUTO, CHOICES
+from dflash_jax.command import exit_code
 from dflash_jax.config import DrafterConfig
-from dflash_jax.errors import ConfigError, DFlashError
+from dflash_jax.errors import ConfigError
 
 CHECK_FAILED = 1
-INTERRUPTED = 130
 ZLAB = "zlab"  # a drafter as its authors publish it, which is a Hugging Face folder
 
 
@@ -29,15 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code: 0, 1 for a failed check or an error, 2 for usage."""
     parser = argparse.ArgumentParser(prog="python -m converters", description=__doc__)
     add_verbs(parser.add_subparsers(required=True, metavar="VERB"))
-    options = parser.parse_args(arguments)
-    try:
+
+    def run() -> int:
+        options = parser.parse_args(arguments)
         return options.run(options)
-    except (DFlashError, OSError) as error:
-        print(f"converters: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nconverters: interrupted", file=sys.stderr)
-        return INTERRUPTED
+
+    return exit_code("converters", run)
 
 
 def add_verbs(verbs: Any) -> None:

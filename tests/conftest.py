@@ -2,8 +2,6 @@
 
 import gc
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -59,14 +57,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first, which takes `--no-loadscope-reorder` with several workers."""
     place = {ORACLE.parent / f"{name}.py": i for i, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: place.get(item.path, len(place)))
-
-
-@pytest.fixture(autouse=True)
-def signals_stay() -> Iterator[None]:
-    """The command line lets a closed pipe end the process: a server's test would die of that."""
-    before = signal.getsignal(signal.SIGPIPE)
-    yield
-    signal.signal(signal.SIGPIPE, before)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,9 @@
 """The command line as a user meets it: what it prints, what it returns, how it fails."""
 
 import json
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from safetensors.numpy import load_file
 
 from dflash_jax import Plan, loading
 from dflash_jax.cli import main
-from dflash_jax.cli.options import INTERRUPTED
+from dflash_jax.command import INTERRUPTED, UNREAD
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.runner import Runner
@@ -415,6 +418,26 @@ def test_every_verb_has_help_and_the_version_is_told(capsys: pytest.CaptureFixtu
             main(arguments)
         assert ended.value.code == 0
         assert "dflash-jax" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["generate", "explain"])
+def test_output_that_nobody_reads_ends_the_command_and_not_the_process(
+    verb: str,
+    asked: list[object],
+    small: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nor does a library that writes to a closed socket while the verb runs."""
+    before = signal.getsignal(signal.SIGPIPE)
+    read, write = os.pipe()
+    os.close(read)
+    arguments = asked if verb == "generate" else [*small, "--no-compile", "--params"]
+    with open(write, "w") as unread:  # noqa: PTH123
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert main([verb, *map(str, arguments)]) == UNREAD == 141
+    assert capsys.readouterr().err == ""
+    assert signal.getsignal(signal.SIGPIPE) == before == signal.SIG_IGN
 
 
 def test_compiled_programs_are_kept_privately_in_the_cache_folder_of_the_user(

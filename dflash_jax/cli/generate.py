@@ -5,13 +5,13 @@ import json
 from typing import Any
 
 from dflash_jax.cli.options import (
-    INTERRUPTED,
     load_engine,
     model_options,
     new_verb,
     prompt_ids,
     prompt_options,
 )
+from dflash_jax.command import INTERRUPTED
 from dflash_jax.errors import RequestError
 
 

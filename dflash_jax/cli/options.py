@@ -13,7 +13,6 @@ from typing import Any
 
 from dflash_jax.errors import RequestError
 
-INTERRUPTED = 130  # the shell's code for a process ended by Ctrl-C
 LONGEST = 4096  # default capacity of conversations; a longer one costs time on a CPU
 
 

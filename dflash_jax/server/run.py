@@ -95,8 +95,6 @@ async def serve(
     Raises:
       DFlashError: a model could not be loaded.
     """
-    if hasattr(signal, "SIGPIPE") and _in_main_thread():
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a closed connection is an OSError
     workers = {name: Worker(make) for name, make in engines.items()}
     models = [Model(name, worker, listening.defaults) for name, worker in workers.items()]
     server = Server(models, listening.settings)

@@ -128,14 +128,16 @@ def test_converters_are_imported_inside_functions_of_loading_and_the_commands_al
 
 
 def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
-    allowed = [f"dflash_jax.{part}" for part in ("config", "quant", "checkpoint", "errors")]
+    parts = ("config", "quant", "checkpoint", "command", "errors")
+    allowed = [f"dflash_jax.{part}" for part in parts]
     for path in files("converters"):
         ours = [n for n in imports(path) if under(n, "dflash_jax")]
         assert not [n for n in ours if not under(n, *allowed)], path
 
 
 def test_configs_and_errors_are_free_of_jax() -> None:
-    for path in [*files("dflash_jax/config"), ROOT / "dflash_jax/errors.py"]:
+    single = [ROOT / "dflash_jax" / name for name in ("errors.py", "command.py")]
+    for path in [*files("dflash_jax/config"), *single]:
         assert not [n for n in imports(path) if under(n, "jax", "flax", "jaxlib")], path
 
 

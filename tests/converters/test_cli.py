@@ -1,5 +1,6 @@
 import ast
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -289,10 +290,19 @@ def test_a_process_of_its_own_runs_the_verbs(target):
     assert json.loads(done.stdout)["model"]["role"] == "target"
 
 
+def test_a_process_whose_output_nobody_reads_ends_quietly(target):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "converters", "inspect", target, "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_converters_import_nothing_that_computes():
     allowed = {"numpy", "ml_dtypes", "converters", *sys.stdlib_module_names}
     inside = ("dflash_jax.config", "dflash_jax.errors", "dflash_jax.checkpoint")
-    inside += ("dflash_jax.quant.layouts",)
+    inside += ("dflash_jax.quant.layouts", "dflash_jax.command")
     for path in (ROOT / "converters").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
