@@ -46,11 +46,12 @@ def build(schedule: Schedule, *, decay: float, kind: str = MUON) -> optax.Gradie
 
 def ramp(schedule: Schedule, peak: float) -> optax.Schedule:
     """Linear up to the peak, then a cosine down to a twentieth of it."""
+    warm_up = max(1, round(WARM_UP_SHARE * schedule.steps))
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=peak,
-        warmup_steps=max(1, round(WARM_UP_SHARE * schedule.steps)),
-        decay_steps=schedule.steps,
+        warmup_steps=warm_up,
+        decay_steps=max(schedule.steps, warm_up + 1),  # a single step is all warm-up
         end_value=LAST_RATE_SHARE * peak,
     )
 

@@ -87,3 +87,9 @@ def test_an_update_without_gradient_is_none() -> None:
     maker = optimizer.build(SCHEDULE, decay=0.0)
     update, _ = maker.update(nothing, maker.init(params), params)
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(update))
+
+
+def test_the_shortest_schedule_is_one_step() -> None:
+    maker, params = optimizer.build(Schedule(steps=1, rate=1e-2), decay=0.0), parameters(0)
+    update, _ = maker.update(params, maker.init(params), params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(update))
