@@ -22,6 +22,7 @@ SHIPPED = "tiny"  # the corpus of the shipped pair
 HELD_OUT_SHARE = 16  # one line in so many is never trained on
 CODE_CHARACTERS = 1_500_000  # of the shipped corpus
 FIRST_TURN_SHARE = 0.6  # of conversations answered at their first turn
+HIGHEST = 2**31 - 1  # token id that an array holds
 FORMS = '{"messages": [...]}, {"prompt": "..."}, {"text": "..."} or {"ids": [...]}'
 
 
@@ -80,21 +81,35 @@ def _example(line: str, where: str) -> Example:
     try:
         fields = json.loads(line)
         match fields:
-            case {"messages": [_, *_] as messages}:
-                tools = tuple(fields.get("tools") or ())
-                if not all(isinstance(m, dict) and "role" in m for m in messages):
-                    raise ValueError("a message has no role")
-                return Example(tuple(messages), tools, fields.get("thinking", True))
+            case {"messages": [_, *_]}:
+                return _conversation(fields)
             case {"prompt": str(prompt)} if prompt:
                 return Example(({"role": "user", "content": prompt},))
             case {"text": str(text)} if text:
                 return Example(text=text)
-            case {"ids": [_, *_] as ids} if all(type(i) is int and i >= 0 for i in ids):
+            case {"ids": [_, *_] as ids}:
+                if odd := [i for i in ids if type(i) is not int or not 0 <= i <= HIGHEST]:
+                    raise ValueError(f"{str(odd[0])[:40]} is no token id")
                 return Example(ids=tuple(ids))
             case _:
                 raise ValueError("none of the known forms")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} cannot be used ({error}); expected {FORMS}") from error
+
+
+def _conversation(fields: dict[str, Any]) -> Example:
+    messages, thinking = fields["messages"], fields.get("thinking", True)
+    tools = [] if fields.get("tools") is None else fields["tools"]
+    if not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ValueError("a message has no role")
+    for role in (m["role"] for m in messages):
+        if not isinstance(role, str):
+            raise ValueError(f"a role is {str(role)[:40]}, not a text")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"tools are {str(tools)[:40]}, not a list of objects")
+    if not isinstance(thinking, bool):
+        raise ValueError(f"thinking is {str(thinking)[:40]}, not true or false")
+    return Example(tuple(messages), tuple(tools), thinking)
 
 
 def shipped(recipe: Recipe) -> tuple[list[Example], list[Example]]:
@@ -143,7 +158,7 @@ def fingerprint(examples: Sequence[Example]) -> str:
     """A short hash of everything in the examples."""
     whole = hashlib.sha256()
     for example in examples:
-        whole.update(json.dumps(dataclasses.asdict(example), sort_keys=True).encode())
+        whole.update(json.dumps(vars(example), sort_keys=True).encode())
     return whole.hexdigest()[:16]
 
 

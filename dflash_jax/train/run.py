@@ -7,7 +7,7 @@ run that was stopped, or killed, is gone on with by the same call.
 import dataclasses
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from dflash_jax.train import rows as packing
 from dflash_jax.train.files import claim, saved_as, write_json
 from dflash_jax.train.fitting import Tell, fit
 from dflash_jax.train.recipe import FLOAT, Recipe, mask_token, new_drafter
-from dflash_jax.train.rows import Document, Rows
+from dflash_jax.train.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ def run(
     """
     model = open_target(target, recipe)
     training, held_out = data.load(source, recipe)
+    check_ids((example.ids for example in (*training, *held_out)), model.config)
     if mask_id is None:
         mask_id, why = mask_token(model.tokenizer, model.config)
         tell(f"mask token {mask_id}: {why}")
@@ -130,15 +131,15 @@ def stored_rows(
                 temperature=recipe.temperature,
                 seed=recipe.seed,
             )
-        check_ids(found, model.config)
+        check_ids((document.ids for document in found), model.config)
         random.Random(recipe.seed).shuffle(found)
         packing.save(path, packing.apart(found, recipe.buckets, fill=fill))
     return packing.load(path)
 
 
-def check_ids(found: Sequence[Document], config: TargetConfig) -> None:
+def check_ids(found: Iterable[Sequence[int] | np.ndarray], config: TargetConfig) -> None:
     """Raises ConfigError for token ids that the target does not have."""
-    highest = max((int(d.ids.max(initial=0)) for d in found), default=0)
+    highest = max((int(np.max(ids, initial=0)) for ids in found), default=0)
     if highest >= config.vocab_size:
         raise ConfigError(
             f"the data holds token {highest}, but the target knows 0 to {config.vocab_size - 1};"

@@ -49,19 +49,35 @@ def test_every_form_of_line_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line",
-    [{"message": []}, {"messages": []}, {"messages": [{"content": "x"}]}, {"ids": [-1]}, [1], "x"],
+    ("line", "why"),
+    [
+        ({"message": []}, "none of the known forms"),
+        ({"messages": []}, "none of the known forms"),
+        ([1], "none of the known forms"),
+        ("x", "none of the known forms"),
+        ({"messages": [{"content": "x"}]}, "a message has no role"),
+        ({"messages": [{"role": 5}]}, "a role is 5, not a text"),
+        (CHAT | {"tools": 5}, "tools are 5, not a list"),
+        (CHAT | {"tools": "abc"}, "tools are abc, not a list"),
+        (CHAT | {"tools": ["abc"]}, "not a list of objects"),
+        (CHAT | {"thinking": "maybe"}, "thinking is maybe, not true or false"),
+        ({"ids": [1, -1]}, "-1 is no token id"),
+        ({"ids": [1, "2"]}, "2 is no token id"),
+        ({"ids": [2**31, 1]}, "2147483648 is no token id"),
+        ({"ids": [99999999999999999999, 1]}, "99999999999999999999 is no token id"),
+    ],
 )
-def test_a_bad_line_is_named(tmp_path, line):
-    with pytest.raises(ConfigError, match=r"data.jsonl:2 cannot be used .*expected"):
+def test_a_bad_line_is_named(tmp_path, line, why):
+    with pytest.raises(ConfigError, match=rf"data.jsonl:2 cannot be used \(.*{why}.*expected"):
         data.read(written(tmp_path, CHAT, line))
 
 
 def test_broken_json_and_missing_files_are_named(tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_text('{"text": ')
-    with pytest.raises(ConfigError, match=r"data\.jsonl:1"):
-        data.read(path)
+    for line in ('{"text": ', "[" * 100_000):
+        path.write_text(line)
+        with pytest.raises(ConfigError, match=r"data\.jsonl:1"):
+            data.read(path)
     with pytest.raises(ConfigError, match="there is no data"):
         data.read(tmp_path / "nowhere")
 
@@ -197,3 +213,9 @@ def test_halves_of_characters_do_not_stop_training(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": "a\\ud800b"}\n')
     [example] = data.read(tmp_path / "x.jsonl")
     assert example.held_out in (True, False)
+
+
+def test_contents_nested_as_deep_as_json_allows_do_not_stop_training(tmp_path: Path) -> None:
+    nested = '{"messages": [{"role": "user", "content": ' + "[" * 600 + "]" * 600 + "}]}"
+    (tmp_path / "x.jsonl").write_text(nested)
+    assert len(data.fingerprint(data.read(tmp_path / "x.jsonl"))) == 16

@@ -81,6 +81,14 @@ def test_rows_in_which_no_block_can_start_are_refused():
         fitting.usable([dataclasses.replace(part, wanted=wanted)], RECIPE)
 
 
+def test_token_ids_that_the_target_does_not_have_are_refused_before_anything_is_made(tmp_path):
+    lines = tmp_path / "data.jsonl"
+    lines.write_text('{"ids": [1, 2, 3]}\n' * 20 + '{"ids": [1, 2147483647]}\n')
+    with pytest.raises(ConfigError, match=r"token 2147483647, but the target knows 0 to 2047;"):
+        run.run("tiny", str(lines), tmp_path / "out", SMOKE, tell=print)
+    assert not (tmp_path / "out").exists()
+
+
 def test_few_rows_fill_a_batch():
     (kept,) = fitting.usable(rows(1), RECIPE)
     assert len(kept.tokens) == 2
