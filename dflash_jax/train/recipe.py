@@ -1,6 +1,7 @@
 """How a drafter is made: its shape, its data, its objective, its steps."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
@@ -17,6 +18,25 @@ FLOAT, INT8, INT4 = TARGET_WEIGHTS = ("float", "int8", "int4")
 REGENERATED, GIVEN, MIXED = ANSWERS = ("target", "given", "mixed")
 MUON, ADAMW = OPTIMIZERS = ("muon", "adamw")
 MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
+LARGEST = 2**31 - 1  # whole number that an array holds
+
+# The least and the most that a setting may be.
+BUCKET = {"length": (3, LARGEST), "rows": (1, LARGEST)}
+SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGEST)}
+OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "prompts", "text_prompts", "given",
+           "held_out")  # fmt: skip
+OF_ONE = ("layers", "tap_count", "rank", "candidates", "anchors", "parts", "new_tokens",
+          "text_tokens", "text_prompt", "held_out_tokens", "devices")  # fmt: skip
+RECIPE = {
+    **dict.fromkeys(OF_NONE, (0, LARGEST)),
+    **dict.fromkeys(OF_ONE, (1, LARGEST)),
+    "block": (2, LARGEST),
+    "decay": (1e-3, 1e6),
+    "smoothing": (0, 1),
+    "head_weight": (0, 1e6),
+    "weight_decay": (0, 1e3),
+    "temperature": (0, 1e6),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +45,9 @@ class Bucket:
 
     length: int
     rows: int
+
+    def __post_init__(self) -> None:
+        check(self, BUCKET, "a bucket's ")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +59,7 @@ class Schedule:
     save_every: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("steps", "save_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
+        check(self, SCHEDULE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,14 +154,18 @@ class Recipe:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}"
                 )
-        ones = ("layers", "anchors", "devices", "parts", "new_tokens")
-        none = ("given", "held_out", "prompts", "text_prompts")
-        lowest = {**dict.fromkeys(ones, 1), **dict.fromkeys(none, 0), "block": 2}
-        for name, low in lowest.items():
-            if not getattr(self, name) >= low:
-                raise ConfigError(f"{name} is {getattr(self, name)}; expected at least {low}")
+        check(self, RECIPE)
+        for name in ("buckets", "answer_buckets"):
+            lengths = [bucket.length for bucket in getattr(self, name)]
+            if not lengths or lengths != sorted(lengths):
+                raise ConfigError(f"{name} are of lengths {lengths}; expected some, rising")
+        if self.anchors > self.buckets[0].length:
+            raise ConfigError(
+                f"anchors is {self.anchors}; expected at most {self.buckets[0].length}, the places"
+                " of a row of the first bucket"
+            )
         uneven = [b.rows for b in self.buckets if b.rows % (self.devices * self.parts)]
-        if uneven or not self.buckets:
+        if uneven:
             raise ConfigError(
                 f"buckets have {[b.rows for b in self.buckets]} rows in a batch; every number must"
                 f" be a multiple of {self.devices} devices x {self.parts} parts"
@@ -149,6 +174,15 @@ class Recipe:
     def blocks(self, bucket: int) -> int:
         """Anchors in each row of a bucket."""
         return max(1, self.anchors * self.buckets[bucket].length // self.buckets[0].length)
+
+
+def check(settings: Any, bounds: Mapping[str, tuple[float, float]], of: str = "") -> None:
+    """Raises ConfigError for a setting that is outside its bounds, or no number."""
+    for name, (least, most) in bounds.items():
+        value = getattr(settings, name)
+        if not least <= value <= most:
+            wanted = f"at most {most}" if value > most else f"at least {least}"
+            raise ConfigError(f"{of}{name} is {value}; expected {wanted}")
 
 
 def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterConfig:

@@ -146,6 +146,7 @@ def recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
     found = RECIPES[name]
     types = typing.get_type_hints(Recipe) | typing.get_type_hints(Schedule)
     inner = {f.name for f in dataclasses.fields(Schedule)}
+    changed: dict[str, Any] = {}
     for setting in settings:
         key, _, text = setting.partition("=")
         if key not in types or key in ("schedule", "name") or not text:
@@ -154,13 +155,10 @@ def recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
                 f"setting {setting!r} is not known; expected NAME=VALUE with one of"
                 f" {', '.join(known)}"
             )
-        value = _read(key, text, types[key])
-        if key in inner:
-            schedule = dataclasses.replace(found.schedule, **{key: value})
-            found = dataclasses.replace(found, schedule=schedule)
-        else:
-            found = dataclasses.replace(found, **{key: value})
-    return found
+        changed[key] = _read(key, text, types[key])
+    own = {key: changed.pop(key) for key in inner & changed.keys()}
+    changed["schedule"] = dataclasses.replace(found.schedule, **own)
+    return dataclasses.replace(found, **changed)
 
 
 def _read(key: str, text: str, kind: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dflash_jax.compiler import Plan
 from dflash_jax.compiler.programs import weight_specs
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import TargetModel
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
@@ -65,6 +65,8 @@ def run(
     if mask_id is None:
         mask_id, why = mask_token(model.tokenizer, model.config)
         tell(f"mask token {mask_id}: {why}")
+    config = new_drafter(recipe, model.config, mask_id)
+    check_pair(model.config, config)
     about = {
         "target": str(target),
         "data": data.fingerprint(training),
@@ -74,9 +76,8 @@ def run(
     }
     claim(out, "run.json", about)
     identity = json.dumps(about, sort_keys=True)
-    rows = stored_rows(out, model, training, recipe, tell)
-    config = new_drafter(recipe, model.config, mask_id)
     params = read_start(start, config) if start else None
+    rows = stored_rows(out, model, training, recipe, tell)
     if not (out / "drafter").is_dir():
         _, trained = fit(
             model, recipe, mask_id, rows, out, identity=identity, tell=tell, start=params

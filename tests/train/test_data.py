@@ -158,6 +158,8 @@ def test_settings_change_a_preset_and_nonsense_is_refused():
     changed = recipe("smoke", ["steps=9", "kind=dflash2", "taps=0,2", "buckets=64x2,128x1"])
     assert (changed.schedule.steps, changed.kind, changed.taps) == (9, "dflash2", (0, 2))
     assert [(b.length, b.rows) for b in changed.buckets] == [(64, 2), (128, 1)]
+    together = ["buckets=32x3", "anchors=9", "devices=3"]
+    assert recipe("qwen3-8b", together) == recipe("qwen3-8b", together[::-1])
     for bad, why in {
         "stepz=9": "not known",
         "steps=many": "cannot be read",
@@ -197,10 +199,24 @@ def test_the_mask_token_is_the_tokenizers_or_an_unused_row(tokenizer):
         mask_token(plain, tiny_target(vocab_size=size))
 
 
-@pytest.mark.parametrize("bad", ["steps=0", "save_every=0", "held_out=-1", "prompts=-1"])
-def test_counts_that_cannot_be_are_refused_by_name(bad: str) -> None:
-    with pytest.raises(ConfigError, match=f"{bad.partition('=')[0]} is .*; expected at least"):
+WRONG = """
+    steps=0 save_every=0 held_out=-1 prompts=-1 seed=-1 inner=-3 heads=-1 tap_count=0 text_prompt=0
+    text_tokens=0 held_out_tokens=-5 new_tokens=0 rate=-1 rate=nan rate=inf decay=0 smoothing=7
+    weight_decay=-1 head_weight=nan temperature=-1 anchors=100000 steps=99999999999
+"""
+
+
+@pytest.mark.parametrize("bad", WRONG.split())
+def test_numbers_that_cannot_be_are_refused_by_name(bad: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{bad.partition('=')[0]} is .*; expected at "):
         recipe("smoke", [bad])
+
+
+@pytest.mark.parametrize("name", ["buckets", "answer_buckets"])
+@pytest.mark.parametrize("bad", ["160x0", "-5x4", "448x4,160x4"])
+def test_buckets_that_cannot_be_are_refused_by_name(name: str, bad: str) -> None:
+    with pytest.raises(ConfigError, match=r"(a bucket's (rows|length) is|buckets are).*; expected"):
+        recipe("smoke", [f"{name}={bad}"])
 
 
 def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:

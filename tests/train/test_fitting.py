@@ -89,6 +89,13 @@ def test_token_ids_that_the_target_does_not_have_are_refused_before_anything_is_
     assert not (tmp_path / "out").exists()
 
 
+def test_a_drafter_that_cannot_be_is_refused_before_anything_is_made(tmp_path):
+    for wrong, why in ({"taps": (9,)}, r"target layers \[9\]"), ({"kv_heads": 2}, "heads"):
+        with pytest.raises(ConfigError, match=why):
+            run.run("tiny", "tiny", tmp_path, dataclasses.replace(SMOKE, **wrong), tell=print)
+    assert not list(tmp_path.iterdir())
+
+
 def test_few_rows_fill_a_batch():
     (kept,) = fitting.usable(rows(1), RECIPE)
     assert len(kept.tokens) == 2
