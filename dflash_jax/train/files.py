@@ -20,18 +20,27 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
       about: what decides the results that the folder holds.
 
     Raises:
-      ConfigError: the folder was begun with other settings, or holds other things.
+      ConfigError: the folder was begun with other settings, holds other things, or cannot be made.
     """
     path, wanted = folder / note, json.loads(json.dumps(about))
-    others = folder.is_dir() and any(inside.name != note for inside in folder.iterdir())
-    if others and not path.is_file():
-        raise ConfigError(f"{folder} holds other things; give a new folder, or one of a run")
-    if not others:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, wanted)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found != wanted:
+    try:
+        others = folder.is_dir() and any(inside.name != note for inside in folder.iterdir())
+        if others and not path.is_file():
+            raise ConfigError(f"{folder} holds other things; give a new folder, or one of a run")
+        if not others:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, wanted)
+        found = json.loads(path.read_text(encoding="utf-8"))
         changed = sorted(k for k in wanted if found.get(k) != wanted[k])
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made or written ({error.strerror}); give another --out"
+        ) from error
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}); give another --out, or remove the folder"
+        ) from error
+    if found != wanted:
         raise ConfigError(
             f"{folder} was begun with other settings ({', '.join(changed)} differ);"
             " give another --out, or remove the folder"

@@ -119,6 +119,18 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
         claim(tmp_path / "other", "run.json", {"target": "a"})
 
 
+def test_a_folder_that_cannot_be_made_and_a_damaged_note_are_named(tmp_path):
+    (tmp_path / "file").touch()
+    for folder, why in ("file", "File exists"), ("file/in", "Not a directory"):
+        with pytest.raises(ConfigError, match=rf"{folder} cannot be made .*{why}.*give another"):
+            claim(tmp_path / folder, "run.json", {})
+    (tmp_path / "rows.npz").touch()
+    for text in ('{"target": ', "[]"):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"run\.json is damaged"):
+            claim(tmp_path, "run.json", {"target": "a"})
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=pytest.mark.soak) for k in ("dflash", "dflash2", "dspark")]
 )
