@@ -15,6 +15,7 @@ import functools
 import importlib
 import json
 import os
+import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -297,8 +298,9 @@ def copy_companions(companions: Mapping[str, str | Path], place: Path) -> None:
 def new_path(path: Path, *, overwrite: bool, needed: int = 0) -> Iterator[Path]:
     """Yields a temporary path to write a file or folder at; it becomes `path` at the end.
 
-    Nothing is left behind on failure. Raises CheckpointError if `path` exists and may not be
-    overwritten, if fewer than `needed` bytes are free, or if the disk fills up.
+    Nothing is left behind on failure, and several may write at a time. Raises CheckpointError if
+    `path` exists and may not be overwritten, also if it is a folder that another writer made
+    meanwhile; if fewer than `needed` bytes are free, or if the disk fills up.
     """
     if os.path.lexists(path) and not overwrite:
         raise CheckpointError(f"{path} exists; choose another place or give --overwrite")
@@ -313,21 +315,22 @@ def new_path(path: Path, *, overwrite: bool, needed: int = 0) -> Iterator[Path]:
             f"{path} needs {needed / 1e9:.2f} GB and {parent} has {free / 1e9:.2f} GB free;"
             " free some space or choose another place"
         )
-    temporary = parent / f".{path.name}.partial-{os.getpid()}"
+    own = f"{os.getpid()}-{secrets.token_hex(4)}"
+    temporary, old = (parent / f".{path.name}.{kind}-{own}" for kind in ("partial", "old"))
     try:
         yield temporary
-        _swap(temporary, path)
+        _swap(temporary, path, old if overwrite else None)
     except OSError as error:
         raise _explained(error, path) from error
     finally:
         _remove(temporary)
 
 
-def _swap(temporary: Path, path: Path) -> None:
-    if not os.path.lexists(path):
+def _swap(temporary: Path, path: Path, old: Path | None) -> None:
+    """Puts the one in place of the other, which lies at `old` meanwhile; None replaces none."""
+    if old is None or not os.path.lexists(path):
         temporary.rename(path)
         return
-    old = path.with_name(f".{path.name}.old-{os.getpid()}")
     path.rename(old)
     try:
         temporary.rename(path)

@@ -9,6 +9,7 @@ damaged, or another's, is a miss and is removed. Threads do all the work: no ste
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -35,7 +36,9 @@ from dflash_jax.version import __version__
 log = logging.getLogger("dflash_jax.prefixes")
 ABOUT, ARRAYS, FIRST = "about.json", "arrays", "first"
 HOME = re.compile(r"prefixes-[0-9a-f]{32}")
-ENTRY = re.compile(r"\.?[0-9a-f]{32}(\.(partial|old)-\d+)?")
+ENTRY = re.compile(r"[0-9a-f]{32}")
+PARTIAL = re.compile(r"\.[0-9a-f]{32}\.(partial|old)-[0-9a-f-]+")
+ABANDONED = 3600 * 10**9  # nanoseconds: what is half-written for so long will stay so
 BACKLOG = 8  # requests whose prefixes wait to be written; those of more are not
 LEFT = 0.9  # of the budget, once entries had to go
 # What of a plan no bit of a segment hangs on.
@@ -169,7 +172,8 @@ class PrefixDisk:
             self._make_room()
         except Exception as error:  # a full disk, or one of the many kinds orbax raises
             self.counters.failed += 1
-            log.warning("a prefix was not written to %s: %s", self._home, error)
+            reason = str(error).partition("\n")[0][:200]
+            log.warning("a prefix was not written to %s: %s", self._home, reason)
         finally:
             self._backlog -= 1
 
@@ -177,18 +181,24 @@ class PrefixDisk:
         leaves = jax.tree.leaves(segment)
         arrays: dict[Keys, np.ndarray] = {(str(i),): np.asarray(x) for i, x in enumerate(leaves)}
         size, token = sum(x.nbytes for x in arrays.values()), secrets.token_hex(8)
-        with new_path(place, overwrite=True, needed=size) as partial:
-            partial.mkdir()
-            files = write_arrays(partial / ARRAYS, arrays)
-            about = {
-                "identity": self._identity,
-                "continues": before,
-                "token": token,
-                "ids": list(map(int, chunk)),
-                "arrays": len(arrays),
-                "files": files,
-            }
-            (partial / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        try:
+            with new_path(place, overwrite=False, needed=size) as partial:
+                partial.mkdir()
+                files = write_arrays(partial / ARRAYS, arrays)
+                about = {
+                    "identity": self._identity,
+                    "continues": before,
+                    "token": token,
+                    "ids": list(map(int, chunk)),
+                    "arrays": len(arrays),
+                    "files": files,
+                }
+                (partial / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        except CheckpointError:
+            about = self._about(place, chunk, before)  # another engine may have been faster
+            if about is None:
+                raise
+            return about["token"]
         self.counters.written += 1
         if self._bytes is not None:
             self._bytes += _size(place)
@@ -243,9 +253,12 @@ class PrefixDisk:
                 continue  # another process evicted it
 
     def _make_room(self) -> None:
-        """Removes the entries longest unused while they are too many bytes."""
+        """Removes the entries longest unused while they are too many bytes, and old fragments.
+
+        What another engine writes just now is neither counted nor touched.
+        """
         if self._bytes is None or self._bytes > self._budget:
-            entries = sorted((x.stat().st_mtime_ns, x) for x in self._entries())
+            entries = sorted((_used(place), place) for place in self._inside(ENTRY))
             sizes = {place: _size(place) for _, place in entries}
             self._bytes = sum(sizes.values())
             most = self._budget if self._bytes <= self._budget else int(self._budget * LEFT)
@@ -254,11 +267,28 @@ class PrefixDisk:
                     break
                 shutil.rmtree(place, ignore_errors=True)
                 self._bytes -= size
+            for place in self._inside(PARTIAL):
+                if _used(place) < time.time_ns() - ABANDONED:
+                    shutil.rmtree(place, ignore_errors=True)
 
-    def _entries(self) -> list[Path]:
+    def _inside(self, kind: re.Pattern[str]) -> list[Path]:
         homes = [home for home in self._folder.iterdir() if HOME.fullmatch(home.name)]
-        return [x for home in homes for x in home.iterdir() if ENTRY.fullmatch(x.name)]
+        return [x for home in homes for x in home.iterdir() if kind.fullmatch(x.name)]
+
+
+def _used(place: Path) -> int:
+    """The nanosecond an entry was last used; the first if another engine removed it meanwhile."""
+    try:
+        return place.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _size(place: Path) -> int:
-    return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    """Bytes of an entry's files; those that another engine removes meanwhile are none."""
+    found = 0
+    for folder, _, names in os.walk(place):
+        for name in names:
+            with contextlib.suppress(OSError):
+                found += Path(folder, name).stat().st_size
+    return found

@@ -239,6 +239,68 @@ def test_folders_and_budgets_that_cannot_be_are_refused(tiny: Engine, tmp_path: 
         opened(tiny, tmp_path, prefix_disk=9)
 
 
+def kept_apart(folder: Path, budget: int = 1 << 30) -> PrefixDisk:
+    """One of several engines that share a folder."""
+    return PrefixDisk(folder, chunk=CHUNK, budget=budget, identity="0" * 32)
+
+
+SEGMENTS = {end: [np.full((2, 8), end, np.float32)] for end in range(CHUNK, len(PROMPT), CHUNK)}
+
+
+def test_engines_of_a_process_write_the_same_prompt_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, together = prefix_disk.write_arrays, threading.Barrier(2)
+
+    def both(*given: Any) -> Any:
+        together.wait(60)
+        found = write(*given)
+        together.wait(60)
+        return found
+
+    monkeypatch.setattr(prefix_disk, "write_arrays", both)
+    disks = [kept_apart(tmp_path) for _ in range(2)]
+    for one in disks:
+        one.keep(PROMPT, SEGMENTS)
+    for one in disks:
+        one.flush()
+    assert caplog.text == ""
+    assert [one.counters.failed for one in disks] == [0, 0]
+    assert sum(one.counters.written for one in disks) == len(SEGMENTS) == len(entries(tmp_path))
+    reading = kept_apart(tmp_path).read(PROMPT, 0, 9)
+    assert reading
+    assert [start for start, _ in reading.result()] == [end - CHUNK for end in SEGMENTS]
+
+
+def test_what_others_write_just_now_is_let_be_and_old_fragments_go(tmp_path: Path) -> None:
+    one = kept_apart(tmp_path, budget=1 << 16)
+    home = tmp_path / f"prefixes-{'0' * 32}"
+    fresh, old = (home / f".{'a' * 32}.partial-{name}" for name in ("8", "7"))
+    for fragment in (fresh, old):
+        fragment.mkdir()
+        (fragment / "large").write_bytes(bytes(1 << 20))
+    os.utime(old, (0, 0))
+    one.keep(PROMPT, SEGMENTS)
+    one.flush()
+    assert (fresh / "large").is_file()
+    assert not old.exists()
+    assert len(entries(tmp_path)) == len(SEGMENTS) + 1
+
+
+def test_a_prefix_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no\n" + "and a page of why\n" * 50)
+
+    monkeypatch.setattr(prefix_disk, "write_arrays", fail)
+    one = kept_apart(tmp_path)
+    one.keep(PROMPT, SEGMENTS)
+    one.flush()
+    [record] = caplog.records
+    assert record.getMessage().endswith(": no")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {"kv_dtype": "int8"}])
 @pytest.mark.parametrize(
