@@ -196,7 +196,7 @@ def measured(
             tell("no line fell to the held-out side; acceptance length was not measured")
             return {}
         with saved_as(out / "heldout.jsonl") as partial:
-            lines = (json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+            lines = (json.dumps(entry) + "\n" for entry in entries)
             partial.write_text("".join(lines), encoding="utf-8")
         found = evaluate.evaluate(
             target,

@@ -21,7 +21,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.loading import TargetModel, locate, open_pair, resolve_here
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.testing import random_engine, random_params, tiny_target
-from dflash_jax.train import drafter, export, fitting, run
+from dflash_jax.train import data, drafter, evaluate, export, fitting, run
 from dflash_jax.train.files import claim
 from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
 from dflash_jax.train.recipes import SMOKE, TINY_DFLASH2
@@ -94,6 +94,20 @@ def test_a_drafter_that_cannot_be_is_refused_before_anything_is_made(tmp_path):
         with pytest.raises(ConfigError, match=why):
             run.run("tiny", "tiny", tmp_path, dataclasses.replace(SMOKE, **wrong), tell=print)
     assert not list(tmp_path.iterdir())
+
+
+def test_held_out_prompts_may_hold_any_character(tmp_path, monkeypatch):
+    texts = ["a\u2028b\x85c", "half of one \ud800"]
+    examples = [data.Example(messages=({"role": "user", "content": text},)) for text in texts]
+    asked = []
+
+    def read(target, drafter, prompts, **rest):
+        asked.extend(e["messages"][0]["content"] for e in evaluate.read_prompts(prompts))
+        return {}
+
+    monkeypatch.setattr(evaluate, "evaluate", read)
+    run.measured(tmp_path, "tiny", model(), examples, SMOKE, print)
+    assert asked == texts
 
 
 def test_few_rows_fill_a_batch():
