@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
         ) from error
     use_compilation_cache()
     from dflash_jax.train import run as training
+    from dflash_jax.train.evaluate import summary
     from dflash_jax.train.loop import Stopped
     from dflash_jax.train.recipes import recipe
 
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     for kind, row in made.results.items():
         if isinstance(row, dict):
-            print(f"{kind}: acceptance length {row['acceptance_length']:.2f} on held-out prompts")
+            print(f"{kind}: {summary(row)}")
     print(f"written to {made.drafter}" + (f", curves to {plotted}" if plotted else ""))
     return 0
 

@@ -14,6 +14,7 @@ from dflash_jax.errors import RequestError
 
 CHAT, CODE, IDS = KINDS = ("chat", "code", "ids")
 LENGTH = 2048  # of prompt and answer together
+COMPARED = 4  # prompts of each kind that are answered without the drafter as well
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,14 @@ def score(results: Sequence[Result], block: int) -> Score:
     )
 
 
+def summary(row: dict[str, Any]) -> str:
+    """One line about the figures of a kind of prompt."""
+    line = f"acceptance length {row['acceptance_length']:.2f} on {row['prompts']} held-out prompts"
+    if "compared" in row:  # those of an earlier version were not
+        line += f"; {row['equal']} of {row['compared']} answers equal to plain decoding's"
+    return line
+
+
 def evaluate(
     target: str | Path,
     drafter: str | Path,
@@ -72,6 +81,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Scores of each kind of prompt, greedy; `max_tokens` for each answer.
 
+    The first few are answered without the drafter as well: `equal` of `compared` were the same.
+
     Args:
       dtype, weights: of the plan.
     """
@@ -82,12 +93,19 @@ def evaluate(
     plan = Plan(dtype=dtype, weights=weights, max_length=length)  # pyrefly: ignore
     engine = pair.engine(plan)
     entries = read_prompts(prompts)
+
+    def answers(asked: Sequence[Sequence[int]], drafted: bool) -> list[Result]:
+        return [engine.generate(x, max_tokens=max_tokens, speculative=drafted) for x in asked]
+
     found: dict[str, Any] = {"max_tokens": max_tokens, "dtype": dtype, "temperature": 0}
     for kind in KINDS:
         asked = [prompt_ids(engine, entry) for entry in entries if entry["kind"] == kind]
         asked = [ids for ids in asked if len(ids) + max_tokens <= length]
         if asked:
-            results = [engine.generate(ids, max_tokens=max_tokens) for ids in asked]
-            found[kind] = dataclasses.asdict(score(results, engine.plan.block))
-            tell(f"{kind}: acceptance length {found[kind]['acceptance_length']}")
+            results, plain = answers(asked, True), answers(asked[:COMPARED], False)
+            pairs = zip(results, plain, strict=False)
+            equal = sum(drafted.token_ids == alone.token_ids for drafted, alone in pairs)
+            row = dataclasses.asdict(score(results, engine.plan.block))
+            found[kind] = row | {"compared": len(plain), "equal": equal}
+            tell(f"{kind}: {summary(found[kind])}")
     return found

@@ -11,7 +11,7 @@ from dflash_jax import Plan, load
 from dflash_jax.cli import main
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
 from dflash_jax.loading import load_target
-from dflash_jax.train import data, rows, run, tiny
+from dflash_jax.train import data, evaluate, rows, run, tiny
 from dflash_jax.train.recipes import recipe
 
 
@@ -45,6 +45,13 @@ def test_the_pair_says_the_same_with_and_without_its_drafter(made):
     )
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.rounds > 0 == plain.stats.rounds
+
+
+def test_some_measured_answers_are_compared_with_plain_decoding(made):
+    results = json.loads((made / "tiny" / "results.json").read_text())
+    for kind, compared in ("chat", 4), ("code", 2):
+        assert results[kind]["compared"] == results[kind]["equal"] == compared
+    assert evaluate.summary(results["code"]).endswith("2 of 2 answers equal to plain decoding's")
 
 
 def test_a_second_run_does_nothing(made, capsys):
