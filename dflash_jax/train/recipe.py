@@ -159,11 +159,12 @@ class Recipe:
             lengths = [bucket.length for bucket in getattr(self, name)]
             if not lengths or lengths != sorted(lengths):
                 raise ConfigError(f"{name} are of lengths {lengths}; expected some, rising")
-        if self.anchors > self.buckets[0].length:
-            raise ConfigError(
-                f"anchors is {self.anchors}; expected at most {self.buckets[0].length}, the places"
-                " of a row of the first bucket"
-            )
+        for name in ("anchors", "block"):
+            if getattr(self, name) > self.buckets[0].length:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; expected at most {self.buckets[0].length},"
+                    " the places of a row of the first bucket"
+                )
         uneven = [b.rows for b in self.buckets if b.rows % (self.devices * self.parts)]
         if uneven:
             raise ConfigError(

@@ -202,7 +202,7 @@ def test_the_mask_token_is_the_tokenizers_or_an_unused_row(tokenizer):
 WRONG = """
     steps=0 save_every=0 held_out=-1 prompts=-1 seed=-1 inner=-3 heads=-1 tap_count=0 text_prompt=0
     text_tokens=0 held_out_tokens=-5 new_tokens=0 rate=-1 rate=nan rate=inf decay=0 smoothing=7
-    weight_decay=-1 head_weight=nan temperature=-1 anchors=100000 steps=99999999999
+    weight_decay=-1 head_weight=nan temperature=-1 anchors=100000 block=999 steps=99999999999
 """
 
 
