@@ -578,7 +578,8 @@ def test_every_api_says_exactly_why_an_output_ended(
     whole = writer(generation(reply, ask)).whole()
     chunks = streamed(writer(generation(reply, ask)), reply, events)
     found = whole["choices"][0] if api == "chat" else whole
-    assert found["finish_details"]["degenerate_decode"] == "repeat"
+    assert found["finish_details"]["degenerate_decode"] is True
+    assert found["finish_details"]["degenerate_kind"] == "repeat"
     assert any(f'"finish_details": {json.dumps(reply.details)}' in json.dumps(c) for c in chunks)
 
 
