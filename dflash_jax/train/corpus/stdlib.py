@@ -1,5 +1,6 @@
 """Source text of the running interpreter's standard library (PSF licence), split by file."""
 
+import functools
 import hashlib
 import itertools
 import sysconfig
@@ -15,7 +16,8 @@ SMALLEST = 1_500
 PLACES = 9  # a file is opened at every ninth part of it
 
 
-def modules() -> list[tuple[str, str]]:
+@functools.cache
+def modules() -> tuple[tuple[str, str], ...]:
     """(path below the library, text) of every usable source file, in order of the path's hash.
 
     Tests, tables and generated files are left out. The order spreads a prefix of the list over
@@ -30,7 +32,7 @@ def modules() -> list[tuple[str, str]]:
         text = path.read_text(encoding="utf-8", errors="replace")
         if SMALLEST <= len(text) <= LARGEST and text.isascii():
             found.append((name, text))
-    return sorted(found, key=lambda item: digest(item[0]))
+    return tuple(sorted(found, key=lambda item: digest(item[0])))
 
 
 def digest(name: str) -> bytes:
