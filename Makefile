@@ -1,6 +1,8 @@
 # Everything runs in .venv, which is made on first use. Needs Python >= 3.11 with venv, and make.
 PYTHON ?= python3
 BIN := .venv/bin
+# Processes here are many: what one compiled of a module, the next ones read.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint fix soak bench clean
 
