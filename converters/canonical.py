@@ -67,14 +67,10 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Alternating(Origin):
-    """Stacked experts [E, out, in] seen as [E, in, parts x out]: the parts' outputs alternate.
-
-    Vectors [E, out] become [E, parts x out].
-    """
+class Stacks(Origin):
+    """Stacked experts made of several stored tensors."""
 
     others: tuple[str, ...] = ()  # the stored parts after the first
-    stacked: int = 1  # parts that lie one below the other in each stored tensor
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,6 +79,16 @@ class Alternating(Origin):
     @property
     def whole(self) -> bool:
         return False
+
+
+@dataclass(frozen=True)
+class Alternating(Stacks):
+    """Stacked experts [E, out, in] seen as [E, in, parts x out]: the parts' outputs alternate.
+
+    Vectors [E, out] become [E, parts x out].
+    """
+
+    stacked: int = 1  # parts that lie one below the other in each stored tensor
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         experts, out, *into = source.shape(self.name)
@@ -104,18 +110,8 @@ class Alternating(Origin):
 
 
 @dataclass(frozen=True)
-class Below(Origin):
+class Below(Stacks):
     """Stacked experts [E, out, in] of several parts, one below the other: [E, parts x out, in]."""
-
-    others: tuple[str, ...] = ()  # the stored parts after the first
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.others)
-
-    @property
-    def whole(self) -> bool:
-        return False
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         experts, out, into = source.shape(self.name)
