@@ -18,7 +18,8 @@ from dflash_jax.errors import (
     QueueFullError,
     RequestError,
 )
-from dflash_jax.loading import TargetModel, load, load_target
+from dflash_jax.loading import load, load_target
+from dflash_jax.target_model import TargetModel
 from dflash_jax.version import __version__
 
 __all__ = [

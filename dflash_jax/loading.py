@@ -4,23 +4,20 @@ With the command line the only place that imports `converters`, and only inside 
 """
 
 import dataclasses
-import functools
 import importlib.resources
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import jax
-import numpy as np
-from jaxtyping import Array, Float, Int
 
 from dflash_jax.allocator import tune_allocator
 from dflash_jax.checkpoint import is_checkpoint
-from dflash_jax.compiler import Plan, jit, resolve
+from dflash_jax.compiler import Plan, resolve
 from dflash_jax.compiler.plan import Dtype
-from dflash_jax.compiler.programs import build_pair, empty_state, weight_specs
+from dflash_jax.compiler.programs import weight_specs
 from dflash_jax.compiler.sharding import device_mesh, param_shardings
 from dflash_jax.config import (
     DrafterConfig,
@@ -30,9 +27,10 @@ from dflash_jax.config import (
     read_target_config,
 )
 from dflash_jax.engine.engine import Engine
-from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError, TokenizerError
+from dflash_jax.errors import CheckpointError, ConfigError, PlanError, TokenizerError
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import with_kernel
+from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 
 Source = str | os.PathLike[str]
@@ -283,54 +281,6 @@ def _download(repository: str, role: str) -> Path:
         ) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardOutput:
-    """A whole forward pass, no cache kept."""
-
-    logits: Float[Array, "B T V"]  # float32
-    hidden: Float[Array, "L+1 B T D"]  # input of layer 0, then every layer's output
-
-
-class TargetModel:
-    """A target alone, for looking into it. Made by `load_target`."""
-
-    def __init__(
-        self,
-        config: TargetConfig,
-        params: dict[str, Any],
-        dtype: Dtype,
-        *,
-        tokenizer: Tokenizer | None = None,
-    ):
-        self.config, self.params, self.dtype, self.tokenizer = config, params, dtype, tokenizer
-        self._forward = jit(functools.partial(_forward, config, dtype))
-
-    def forward(self, ids: Sequence[Sequence[int]] | Int[Array, "B T"]) -> ForwardOutput:
-        """Logits and hidden states of token ids [B, T], unpadded, at positions 0 .. T-1.
-
-        The last hidden state is the last layer's output, before the final norm. Every new
-        shape [B, T] is compiled once.
-
-        Raises:
-          RequestError: ids that are not [B, T] integers of the vocabulary.
-        """
-        try:
-            tokens = np.asarray(ids)
-        except ValueError as error:
-            raise RequestError("ids have rows of different lengths; pad or split them") from error
-        if tokens.ndim != 2 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
-            raise RequestError(
-                f"ids have shape {tokens.shape} and dtype {tokens.dtype}; expected integers [B, T]"
-            )
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise RequestError(
-                f"ids run from {tokens.min()} to {tokens.max()}; the target knows 0 to"
-                f" {self.config.vocab_size - 1}"
-            )
-        logits, hidden = self._forward(self.params, tokens.astype(np.int32))
-        return ForwardOutput(logits, hidden)
-
-
 def load_target(
     source: Source = SHIPPED, *, dtype: Dtype = "float32", tokenizer: Source | None = None
 ) -> TargetModel:
@@ -344,17 +294,3 @@ def load_target(
     params = jax.device_put(found.load(dtype))
     chosen = _tokenizer(found, found.path, tokenizer)
     return TargetModel(_as(TargetConfig, found.config), params, dtype, tokenizer=chosen)
-
-
-def _forward(
-    config: TargetConfig, dtype: Dtype, params: dict[str, Any], tokens: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T V"], Float[Array, "L+1 B T D"]]:
-    rows, width = tokens.shape
-    plan = Plan(rows=rows, max_length=max(width, 2), block=2, chunk=1, dtype=dtype, rings=False)
-    state = empty_state(plan, config, None)
-    pair = build_pair(config, None)
-    every = tuple(range(config.num_layers + 1))
-    params = {"target": params}
-    out = pair.target_call(params, tokens, state.target, state.position, taps=every, chunked=True)
-    logits = pair.target_call(params, out.hidden, method="logits")
-    return logits, jax.numpy.stack(out.taps)

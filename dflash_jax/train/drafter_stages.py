@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.loading import TargetModel, load_target
+from dflash_jax.loading import load_target
+from dflash_jax.target_model import TargetModel
 from dflash_jax.train import (
     card,
     documents,

@@ -12,7 +12,7 @@ from dflash_jax.compiler import jit
 from dflash_jax.compiler.programs import build_pair
 from dflash_jax.config import DrafterConfig, check_pair
 from dflash_jax.errors import ConfigError
-from dflash_jax.loading import TargetModel
+from dflash_jax.target_model import TargetModel
 from dflash_jax.train import drafter, features, loop, objective, optimizer
 from dflash_jax.train.recipe import CACHE, Recipe, new_drafter
 from dflash_jax.train.rows import Batches, Rows

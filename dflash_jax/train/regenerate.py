@@ -16,7 +16,8 @@ from dflash_jax.compiler.memory import budget
 from dflash_jax.compiler.programs import GREEDY, SAMPLED
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
-from dflash_jax.loading import TargetModel, resolve_here
+from dflash_jax.loading import resolve_here
+from dflash_jax.target_model import TargetModel
 from dflash_jax.train.loop import Stopped, stop_flag
 from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.rows import Document

@@ -18,8 +18,8 @@ from dflash_jax.compiler import Plan
 from dflash_jax.compiler.programs import weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ConfigError
-from dflash_jax.loading import TargetModel
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
+from dflash_jax.target_model import TargetModel
 from dflash_jax.train import data, evaluate, regenerate
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import claim, saved_as, write_json

@@ -16,8 +16,8 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.decode import steps
 from dflash_jax.decode.block import Draft, draft_block, undrafted, verify_block
 from dflash_jax.engine.engine import Engine
-from dflash_jax.loading import TargetModel
 from dflash_jax.state import DecodeState, RowRules, read_output
+from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
     random_engine,
     tiny_drafter,

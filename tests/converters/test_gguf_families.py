@@ -249,7 +249,7 @@ def wide(tmp_path_factory):
 def test_k_types_compute_what_compare_predicts(tmp_path, wide, kind, monkeypatch):
     import gguf
 
-    from dflash_jax.loading import TargetModel
+    from dflash_jax.target_model import TargetModel
 
     plain = gguf.quants.quantize
 

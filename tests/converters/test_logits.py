@@ -10,7 +10,7 @@ from weight_files import ORACLE
 
 from converters.compare import compare
 from converters.models import open_model
-from dflash_jax.loading import TargetModel
+from dflash_jax.target_model import TargetModel
 
 TOLERANCE = 2e-4  # of the vectors, float32
 

@@ -8,7 +8,7 @@ import numpy as np
 import scipy.stats
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.loading import TargetModel
+from dflash_jax.target_model import TargetModel
 
 VOCAB, ROWS, SAID = 6, 256, 4
 PROMPT = [3, 1, 4, 1, 5]

@@ -12,7 +12,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import RequestError
-from dflash_jax.loading import TargetModel
+from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import force_acceptance, set_script
 
 PROMPT = [5, 4, 3, 2, 1, 5, 5]

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from dflash_jax import Recovery
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
-from dflash_jax.loading import TargetModel
+from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import force_acceptance, scripted_engine, set_script
 from dflash_jax.tokenizer import Tokenizer
 

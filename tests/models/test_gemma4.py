@@ -29,9 +29,9 @@ from dflash_jax.config import (
 from dflash_jax.config.gemma4 import Gemma4Config
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError
-from dflash_jax.loading import TargetModel
 from dflash_jax.models import build_drafter
 from dflash_jax.state import DecodeState, commit
+from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
     force_acceptance,
     random_engine,

@@ -21,8 +21,8 @@ from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.loading import TargetModel
 from dflash_jax.models.gpt_oss import clamped
+from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
     random_engine,
     random_params,

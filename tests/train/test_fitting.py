@@ -18,8 +18,9 @@ from dflash_jax.compiler.programs import build_pair, weight_specs
 from dflash_jax.config import read_drafter_config
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
-from dflash_jax.loading import TargetModel, locate, open_pair, resolve_here
+from dflash_jax.loading import locate, open_pair, resolve_here
 from dflash_jax.quant.layouts import dequantise
+from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_engine, random_params, tiny_target
 from dflash_jax.train import data, drafter, evaluate, export, fitting, run
 from dflash_jax.train.files import claim

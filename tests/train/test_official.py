@@ -15,7 +15,7 @@ import pytest
 from converters.load import load_drafter, load_target
 from dflash_jax.compiler.programs import build_pair
 from dflash_jax.config import read_drafter_config, read_target_config
-from dflash_jax.loading import TargetModel
+from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.train import drafter, export, features, fitting, run
 from dflash_jax.train.recipe import Bucket, Schedule

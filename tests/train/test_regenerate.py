@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.loading import TargetModel
+from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.train import regenerate, threads
 from dflash_jax.train.loop import Stopped

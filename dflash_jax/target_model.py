@@ -1,0 +1,79 @@
+"""A target alone, for looking into it: logits and hidden states of whole sequences."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.compiler import Plan, jit
+from dflash_jax.compiler.plan import Dtype
+from dflash_jax.compiler.programs import build_pair, empty_state
+from dflash_jax.config import TargetConfig
+from dflash_jax.errors import RequestError
+from dflash_jax.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardOutput:
+    """A whole forward pass, no cache kept."""
+
+    logits: Float[Array, "B T V"]  # float32
+    hidden: Float[Array, "L+1 B T D"]  # input of layer 0, then every layer's output
+
+
+class TargetModel:
+    """A target alone, for looking into it. Made by `load_target`."""
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        params: dict[str, Any],
+        dtype: Dtype,
+        *,
+        tokenizer: Tokenizer | None = None,
+    ):
+        self.config, self.params, self.dtype, self.tokenizer = config, params, dtype, tokenizer
+        self._forward = jit(functools.partial(_forward, config, dtype))
+
+    def forward(self, ids: Sequence[Sequence[int]] | Int[Array, "B T"]) -> ForwardOutput:
+        """Logits and hidden states of token ids [B, T], unpadded, at positions 0 .. T-1.
+
+        The last hidden state is the last layer's output, before the final norm. Every new
+        shape [B, T] is compiled once.
+
+        Raises:
+          RequestError: ids that are not [B, T] integers of the vocabulary.
+        """
+        try:
+            tokens = np.asarray(ids)
+        except ValueError as error:
+            raise RequestError("ids have rows of different lengths; pad or split them") from error
+        if tokens.ndim != 2 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
+            raise RequestError(
+                f"ids have shape {tokens.shape} and dtype {tokens.dtype}; expected integers [B, T]"
+            )
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            raise RequestError(
+                f"ids run from {tokens.min()} to {tokens.max()}; the target knows 0 to"
+                f" {self.config.vocab_size - 1}"
+            )
+        logits, hidden = self._forward(self.params, tokens.astype(np.int32))
+        return ForwardOutput(logits, hidden)
+
+
+def _forward(
+    config: TargetConfig, dtype: Dtype, params: dict[str, Any], tokens: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T V"], Float[Array, "L+1 B T D"]]:
+    rows, width = tokens.shape
+    plan = Plan(rows=rows, max_length=max(width, 2), block=2, chunk=1, dtype=dtype, rings=False)
+    state = empty_state(plan, config, None)
+    pair = build_pair(config, None)
+    every = tuple(range(config.num_layers + 1))
+    params = {"target": params}
+    out = pair.target_call(params, tokens, state.target, state.position, taps=every, chunked=True)
+    logits = pair.target_call(params, out.hidden, method="logits")
+    return logits, jax.numpy.stack(out.taps)
