@@ -168,7 +168,7 @@ def open_pair(
 def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer | None:
     """The tokenizer of a folder that was given, or a model's own."""
     if given is not None:
-        folder = locate(given, "target")
+        folder = locate(given, "target" if str(given) == SHIPPED else "tokenizer")
         found = Tokenizer.from_directory(folder)
         if found is None:
             raise CheckpointError(f"{folder} holds no tokenizer.json; give a folder that does")

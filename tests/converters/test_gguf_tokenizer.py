@@ -213,6 +213,8 @@ def test_a_model_whose_tokenizer_cannot_be_rebuilt_takes_ids_or_another_folders(
     assert tokenizer.encode("hello") == dj.load_target("tiny").tokenizer.encode("hello")
     with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json"):
         dj.load_target(path, tokenizer=ORACLE / "targets/qwen3")
+    with pytest.raises(CheckpointError, match="there is no tokenizer at"):
+        dj.load_target(path, tokenizer=tmp_path / "nowhere")
 
 
 def test_a_tokenizer_is_copied_from_a_folder_where_it_cannot_be_rebuilt(tmp_path, capsys):
