@@ -108,7 +108,7 @@ def replace(state: DecodeState, rows: Bool[Array, " B"], anchor: Int[Array, " B"
 
 
 def wipe(state: DecodeState, rows: Bool[Array, " B"]) -> DecodeState:
-    """Zeroes rows whose caches may hold non-finite numbers; masks alone do not stop those."""
+    """Zeroes rows whose caches may hold non-finite numbers; no mask stops recurrent states."""
     return clear_rows(state, rows)
 
 

@@ -26,9 +26,18 @@ def write_rows(
     v: Float[Array, "B T K H"],
     start: Int[Array, " B"],
 ) -> LayerCache:
-    """The cache with rows k, v at positions start .. start+T-1 of each batch row."""
+    """The cache with rows k, v at positions start .. start+T-1 of each batch row.
+
+    A mask stops keys that are not finite, but not values: nothing times infinity is not nothing.
+    So such a value is written as zero and its key as not a number. Queries that see the row
+    break as they should; those before a rejected draft do not.
+    """
     k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))  # [B, K, T, H]
-    names, arrays = ["k", "v"], [k.astype(cache.k.dtype), v.astype(cache.v.dtype)]
+    if cache.k_scale is None:
+        k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+    finite = jnp.isfinite(v)
+    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+    names, arrays = ["k", "v"], [k, v]
     if cache.k_scale is not None:
         names, arrays = ["k", "k_scale", "v", "v_scale"], [*to_int8(k), *to_int8(v)]
     if k.shape[2] == 1:

@@ -430,6 +430,18 @@ def test_a_broken_target_fails_its_request_and_leaves_a_clean_row(
     assert after.token_ids == truth[:20]
 
 
+def test_a_rejected_draft_that_would_break_the_target_breaks_nothing(
+    broken: Engine, scripted: Engine, truth: list[int]
+) -> None:
+    """What plain decoding never feeds cannot end it, nor the drafter's context."""
+    assert 77 not in [*PROMPT, *truth[:20]]
+    scripted = twin(scripted, params=scripted.params | {"target": broken.params["target"]})
+    set_script(scripted, [77 if p % 3 == 0 else t for p, t in enumerate([*PROMPT, *truth])])
+    result = scripted.generate(PROMPT, max_tokens=20)
+    assert result.token_ids == truth[:20]
+    assert result.stats.acceptance_lengths[1:5] == [3, 3, 3, 3]
+
+
 @pytest.mark.parametrize("cancelled", [True, False])
 def test_numbers_that_broke_where_nobody_heard_it_do_not_fail_the_next_request(
     broken: Engine, truth: list[int], cancelled: bool

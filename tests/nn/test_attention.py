@@ -1,6 +1,7 @@
 """Masks and cache writes against loops."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,23 @@ def test_dead_pieces_are_not_read() -> None:
     )
     wanted = attend_pieces(q, cache, seen, None, scale=0.7)
     np.testing.assert_array_equal(attend_pieces(q, spoilt, seen, None, scale=0.7), wanted)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+@pytest.mark.parametrize("ring", [False, True])
+def test_values_that_broke_are_felt_by_those_who_see_them(dtype: Any, ring: bool, bad: float):
+    rng = np.random.default_rng(8)
+    q, k, v = (jnp.asarray(rng.standard_normal((B, T, K, H)), jnp.float32) for _ in range(3))
+    cache, start, at = empty_cache(B, K, S, H, dtype=dtype, ring=ring), jnp.array([1, 4]), T - 2
+    positions = start[:, None] + jnp.arange(T)[None, :]
+    seen = visible(positions, slot_positions(start + T, S), causal=True, window=T)
+    clean, spoilt = (
+        attend_whole(q[:, :, :, None], write_rows(cache, k, x, start), seen, None, scale=0.7)
+        for x in (v, v.at[:, at, 1, 2].set(bad))
+    )
+    np.testing.assert_array_equal(spoilt[:, :at], clean[:, :at])
+    assert jnp.isnan(spoilt[:, at:, H:]).all()  # of the kv head whose value it is
 
 
 @pytest.mark.parametrize("ring", [False, True])
