@@ -46,11 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--quick-compile"):
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK])
     if not jax.config.values["jax_compilation_cache_dir"]:
-        folder = str(config.cache.mkdir("compiled"))
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder  # for commands that tests start
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        cache = {
+            "jax_compilation_cache_dir": str(config.cache.mkdir("compiled")),
+            "jax_persistent_cache_min_compile_time_secs": 0.05,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+        for name, value in cache.items():
+            os.environ[name.upper()] = str(value)  # for workers, and commands that tests start
+            jax.config.update(name, value)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

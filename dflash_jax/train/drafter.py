@@ -1,5 +1,6 @@
 """Training of drafters: the engine's own modules, called on many anchored blocks at once."""
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.compiler import jit
 from dflash_jax.config import ALWAYS_FLOAT32
 from dflash_jax.decode.block import Pair
 from dflash_jax.nn.layers import rms_norm
@@ -264,7 +266,8 @@ def initial(pair: Pair, seed: int) -> dict[str, Any]:
     taps = [jnp.zeros((1, 1, c.hidden_size))] * len(c.target_layer_ids)
     blocks = jnp.zeros((1, 1, c.block_size, c.hidden_size))
     where = jnp.zeros((1, 1), jnp.int32)
-    made: Any = drafter.init(jax.random.key(seed), taps, blocks, where, method=anchored)
+    init = jit(functools.partial(drafter.init, method=anchored))
+    made: Any = init(jax.random.key(seed), taps, blocks, where)
     params = made["params"]
     if "successor" in params:
         params["successor"] = jnp.zeros_like(params["successor"])

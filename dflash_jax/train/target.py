@@ -1,5 +1,6 @@
 """Training of the target: next-token cross entropy over packed rows."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.compiler import jit
 from dflash_jax.config import TargetConfig
 from dflash_jax.state import LayerCache, empty_cache
 
@@ -41,7 +43,7 @@ def initial(model: nn.Module, config: TargetConfig, seed: int) -> dict:
         out = module(tokens, blank_caches(config, 1, 2), jnp.zeros(1, jnp.int32))
         return module.logits(out.hidden)
 
-    made: Any = model.init(jax.random.key(seed), method=touch)
+    made: Any = jit(functools.partial(model.init, method=touch))(jax.random.key(seed))
     return made["params"]
 
 

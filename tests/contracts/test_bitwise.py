@@ -94,6 +94,7 @@ SINKS = tiny_gpt_oss(num_layers=2, windows=(12, None))
 WIDE = tiny_target(num_layers=1, hidden_size=64, intermediate_size=64, windows=(None,))
 INT4: dict[str, Any] = {"weights": "int4", "kv_dtype": "int8"}
 INT8: dict[str, Any] = {"weights": "int8"}
+SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)}  # drafters
 
 
 @pytest.mark.optimised
@@ -123,7 +124,7 @@ INT8: dict[str, Any] = {"weights": "int8"}
 def test_verify_rows_equal_plain_rows_bit_for_bit(
     target: TargetConfig, dtype: str, rows: int, packing: dict[str, Any]
 ) -> None:
-    drafter = tiny_drafter(target, target_layer_ids=(0,))
+    drafter = tiny_drafter(target, target_layer_ids=(0,), **SMALL)
     length = 640 if rows == 3 else 128  # attention in pieces, and at once
     plan = Plan(rows=rows, max_length=length, chunk=CHUNK, block=BLOCK, dtype=dtype, **packing)
     lanes = Lanes(random_engine(target, drafter, plan))
@@ -172,7 +173,8 @@ def test_steps_of_one_call_have_the_bits_of_single_steps(
 ) -> None:
     """Caches, anchors and answers; programs of single steps and of several meet in one row."""
     plan = Plan(rows=2, max_length=128, chunk=CHUNK, block=BLOCK, dtype=dtype)
-    engine = random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
+    drafter = tiny_drafter(target, target_layer_ids=(0,), **SMALL)
+    engine = random_engine(target, drafter, plan)
     lanes, rounds = Lanes(engine), 4
     prompt = np.random.default_rng(4).integers(0, VOCAB, 19).tolist()
     pair, own = build_pair(engine.target, engine.drafter), {"width": BLOCK, "sampled": False}

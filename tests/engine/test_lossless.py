@@ -1,5 +1,7 @@
 """C1: speculative output equals plain output, whatever the drafter, block, prompt or row."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -19,17 +21,14 @@ LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUN
 NEW = 40
 
 
-def make(dtype: str, block: int, **changes: object) -> Engine:
+@functools.cache
+def make(dtype: str, block: int, rows: int = 1, **changes: object) -> Engine:
     target = tiny_target(**{"num_layers": 2} | changes)
-    plan = Plan(max_length=256, chunk=CHUNK, block=block, dtype=dtype)
+    plan = Plan(rows=rows, max_length=256, chunk=CHUNK, block=block, dtype=dtype)
     return random_engine(target, tiny_drafter(target), plan)
 
 
-def scripted_alone(engine: Engine) -> Engine:
-    """A scripted engine that only drafts: its plain program would say what the given one's does."""
-    scripted = scripted_engine(engine)
-    del scripted.programs["plain"]
-    return scripted
+scripted_like = functools.cache(scripted_engine)
 
 
 def prompts(engine: Engine, lengths=LENGTHS) -> list[list[int]]:
@@ -38,19 +37,22 @@ def prompts(engine: Engine, lengths=LENGTHS) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block"),
+    ("dtype", "block", "rows"),
     [
-        ("float32", 8),  # other tests here have the same programs
-        pytest.param("bfloat16", 4, marks=pytest.mark.optimised),
-        pytest.param("float32", 4, marks=pytest.mark.soak),
-        pytest.param("bfloat16", 8, marks=pytest.mark.soak),
-        pytest.param("float32", 2, marks=pytest.mark.soak),
-        pytest.param("bfloat16", 2, marks=pytest.mark.soak),
+        ("float32", 8, 1),  # other tests here have the same engines
+        pytest.param("bfloat16", 4, 3, marks=pytest.mark.optimised),
+        pytest.param("bfloat16", 4, 1, marks=pytest.mark.soak),
+        pytest.param("float32", 4, 1, marks=pytest.mark.soak),
+        pytest.param("bfloat16", 8, 1, marks=pytest.mark.soak),
+        pytest.param("float32", 2, 1, marks=pytest.mark.soak),
+        pytest.param("bfloat16", 2, 1, marks=pytest.mark.soak),
     ],
 )
-def test_every_drafter_and_prompt_length_gives_plain_tokens(dtype: str, block: int) -> None:
-    real = make(dtype, block)
-    scripted = scripted_alone(real)
+def test_every_drafter_and_prompt_length_gives_plain_tokens(
+    dtype: str, block: int, rows: int
+) -> None:
+    real = make(dtype, block, rows)
+    scripted = scripted_like(real)
     rng = np.random.default_rng(block)
     for prompt in prompts(real):
         plain = real.generate(prompt, max_tokens=NEW, speculative=False)
@@ -76,7 +78,7 @@ def test_every_drafter_and_prompt_length_gives_plain_tokens(dtype: str, block: i
 
 def test_forced_patterns_are_accepted_as_written() -> None:
     engine = make("float32", 8)
-    scripted = scripted_alone(engine)
+    scripted = scripted_like(engine)
     prompt = prompts(engine, [20])[0]
     truth = [*prompt, *engine.generate(prompt, max_tokens=100, speculative=False).token_ids]
     pattern = [3, 1, 5, 2, 7, 0, 4, 4]
@@ -106,9 +108,7 @@ def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_a_row_does_not_depend_on_its_neighbours_or_its_past(dtype: str) -> None:
     """R8, R9, R10: same plan, other rows idle or busy, row fresh or used."""
-    target = tiny_target(num_layers=2)
-    plan = Plan(rows=3, max_length=256, chunk=CHUNK, block=4, dtype=dtype)
-    engine = random_engine(target, tiny_drafter(target), plan)
+    engine = make(dtype, 4, 3)
     given = prompts(engine, (1, 15, 16, 33, 50, 7, 20))
     alone = [engine.generate(p, max_tokens=NEW).token_ids for p in given]
     plain = [engine.generate(p, max_tokens=NEW, speculative=False).token_ids for p in given]
@@ -135,8 +135,8 @@ def test_one_token_lane_agrees_in_float32() -> None:
 @pytest.mark.optimised
 def test_switching_lanes_midway_keeps_the_tokens() -> None:
     """C2: plain steps keep the drafter's context, so that drafting can resume at any step."""
-    engine = make("bfloat16", 4)
-    scripted = scripted_engine(engine)
+    engine = make("bfloat16", 4, 3)
+    scripted = scripted_like(engine)
     prompt = prompts(engine, [21])[0]
     plain = engine.generate(prompt, max_tokens=60, speculative=False).token_ids
     set_script(scripted, [*prompt, *plain])

@@ -9,6 +9,7 @@ import optax
 import pytest
 from optax import contrib
 
+from dflash_jax.compiler import jit
 from dflash_jax.train import optimizer
 from dflash_jax.train.recipe import Schedule
 
@@ -47,10 +48,11 @@ def test_updates_are_those_of_optax() -> None:
     ours, theirs = optimizer.build(SCHEDULE, decay=0.1), by_optax(0.1)
     params = parameters(0)
     mine, other = ours.init(params), theirs.init(params)
+    our_update, their_update = jit(ours.update), jit(theirs.update)
     for step in range(5):
         slopes = parameters(step + 1)
-        update, mine = ours.update(slopes, mine, params)
-        wanted, other = theirs.update(slopes, other, params)
+        update, mine = our_update(slopes, mine, params)
+        wanted, other = their_update(slopes, other, params)
         for got, want in zip(jax.tree.leaves(update), jax.tree.leaves(wanted), strict=True):
             assert np.abs(want).max() > 0 or step == 0
             np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
