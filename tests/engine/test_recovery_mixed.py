@@ -107,7 +107,7 @@ def alike_alone_and_in_company(
 def test_recovered_answers_do_not_depend_on_company_or_lane(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    happened = alike_alone_and_in_company(engine, monkeypatch, range(4))
+    happened = alike_alone_and_in_company(engine, monkeypatch, range(8))
     assert happened >= {"floor", "empty_retry", "thought_closed_by_force"}
 
 
