@@ -91,4 +91,6 @@ def make_tiny(rows: int) -> Engine:
     target = tiny_target(num_layers=2, vocab_size=251)
     one: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)}
     drafter = tiny_drafter(target, target_layer_ids=(0,), **one)
-    return random_engine(target, drafter, Plan(rows=rows, max_length=128, chunk=16, block=4), seed=1)
+    return random_engine(
+        target, drafter, Plan(rows=rows, max_length=128, chunk=16, block=4), seed=1
+    )

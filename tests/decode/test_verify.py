@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from dflash_jax.compiler import jit
 from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, is_stop, without_stops
 from dflash_jax.state import RowRules
 
 B, T, E, V = 4, 5, 3, 7
+ACCEPT, CUT = jit(accept_greedy), jit(cut)
 tokens = st.lists(st.integers(0, V - 1), min_size=B * T, max_size=B * T)
 stop_sets = st.lists(st.sets(st.integers(0, V - 1), max_size=E), min_size=B, max_size=B)
 
@@ -25,13 +27,13 @@ def rules(stops: list[set[int]], limit: Any = 1000) -> RowRules:
         row[: len(stop)] = sorted(stop)
     return RowRules(
         stop_ids=jnp.asarray(ids),
-        limit=jnp.broadcast_to(jnp.asarray(limit, jnp.int32), (B,)),
-        drafts=jnp.full((B,), T - 1, jnp.int32),
-        temperature=jnp.zeros((B,), jnp.float32),
-        top_k=jnp.zeros((B,), jnp.int32),
-        top_p=jnp.ones((B,), jnp.float32),
-        min_p=jnp.zeros((B,), jnp.float32),
-        seed=jnp.zeros((B,), jnp.uint32),
+        limit=jnp.asarray(np.broadcast_to(np.array(limit, np.int32), (B,))),
+        drafts=jnp.asarray(np.full((B,), T - 1, np.int32)),
+        temperature=jnp.asarray(np.zeros((B,), np.float32)),
+        top_k=jnp.asarray(np.zeros((B,), np.int32)),
+        top_p=jnp.asarray(np.ones((B,), np.float32)),
+        min_p=jnp.asarray(np.zeros((B,), np.float32)),
+        seed=jnp.asarray(np.zeros((B,), np.uint32)),
     )
 
 
@@ -44,7 +46,7 @@ def test_greedy_acceptance_is_the_longest_prefix_the_target_would_have_said(
     best = np.roll(fed, -1, axis=1)
     for row, places in zip(best, right, strict=True):
         row[places:] = (row[places:] + 1) % V  # wrong from there on, the last place counts for none
-    n = accept_greedy(jnp.asarray(fed), jnp.asarray(best))
+    n = np.asarray(ACCEPT(fed, best))
     for b in range(B):
         accepted = 0
         while accepted < T - 1 and fed[b, accepted + 1] == best[b, accepted]:
@@ -70,9 +72,8 @@ def test_the_cut_stops_at_stop_tokens_and_limits_and_freezes_ended_rows(
     stops: list[set[int]],
 ) -> None:
     decided = np.array(new, np.int32).reshape(B, T)
-    kept = cut(
-        *(jnp.asarray(x, jnp.int32) for x in (n, decided, anchor, position)), rules(stops, limit)
-    )
+    columns = (np.array(x, np.int32) for x in (n, decided, anchor, position))
+    kept = np.asarray(CUT(*columns, rules(stops, limit)))
     for b in range(B):
         wanted = 0
         total = position[b] + 1  # committed tokens and the anchor

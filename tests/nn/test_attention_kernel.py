@@ -48,8 +48,8 @@ def test_the_kernels_give_what_attention_is(
 ) -> None:
     q, cache, seen = case(ends, slots, tokens, window=window, int8=int8)
     sinks = None if int8 else jnp.asarray([[0.5, 2.0, -1.0]] * K)
-    wanted = attend_whole(q, cache, seen, sinks, scale=0.7)
-    found = attend_kernel(q, cache, seen, sinks, scale=0.7, interpret=True)
+    wanted = jit(functools.partial(attend_whole, scale=0.7))(q, cache, seen, sinks)
+    found = jit(functools.partial(attend_kernel, scale=0.7, interpret=True))(q, cache, seen, sinks)
     np.testing.assert_allclose(found, wanted, atol=3e-6)
 
 

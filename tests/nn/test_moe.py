@@ -10,6 +10,7 @@ import pytest
 
 from dflash_jax.nn.moe import (
     ExpertWeights,
+    Tiles,
     by_all,
     by_tile,
     softmax_then_top,
@@ -26,7 +27,7 @@ def draw(dtype: str, *, experts: int, width: int, hidden: int, bias: bool) -> Ex
     shapes = [(experts, width, 2, hidden), (experts, hidden, width)]
     shapes += [(experts, 2, hidden), (experts, width)] if bias else []
     return ExpertWeights(
-        *(jnp.asarray(rng.standard_normal(s) / np.sqrt(width), dtype) for s in shapes)
+        *(np.asarray(rng.standard_normal(s) / np.sqrt(width), jnp.dtype(dtype)) for s in shapes)
     )
 
 
@@ -58,14 +59,17 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(form: str, bias: bool) 
 
 
 def test_tiles_hold_every_choice_once_for_any_routing() -> None:
-    rng = np.random.default_rng(2)
+    rng, sort = (
+        np.random.default_rng(2),
+        jax.jit(lambda *x: vars(sort_into_tiles(*x)), static_argnums=1),
+    )
     for experts, tokens, count in ((4, 1, 1), (8, 30, 2), (4, 64, 4), (128, 16, 8), (6, 50, 1)):
         for routing in ("even", "one"):
             chosen = [rng.permutation(experts)[:count] for _ in range(tokens)]
             if routing == "one":  # all tokens to the same experts
                 chosen = [np.arange(experts - count, experts)] * tokens
             ids = np.stack(chosen).astype(np.int32)
-            tiles = sort_into_tiles(jnp.asarray(ids), experts)
+            tiles = Tiles(**sort(ids, experts))
             places, rows = np.asarray(tiles.places), np.asarray(tiles.tokens)
             assert len(set(places.flat)) == ids.size
             assert (rows[places] == np.arange(tokens)[:, None]).all()
@@ -99,8 +103,8 @@ def test_bits_of_a_token_do_not_depend_on_its_row_or_companions(
         shares = rng.random((tokens, count)).astype(np.float32)
         row = trial * 5 % tokens
         x[row], others[row], shares[row] = mine, ids, p
-        out = multiply(jnp.asarray(x, dtype), w, jnp.asarray(others, jnp.int32), shares)
-        seen.add(np.asarray(out[row]).tobytes())
+        out = multiply(np.asarray(x, jnp.dtype(dtype)), w, others.astype(np.int32), shares)
+        seen.add(np.asarray(out)[row].tobytes())
     assert len(seen) == 1
 
 

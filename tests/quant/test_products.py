@@ -31,15 +31,16 @@ def packed(kind: str, depth: int = D, columns: int = N) -> Packed:
 
 
 def inputs(rows: int, dtype: str, depth: int = D) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(4).standard_normal((rows, depth)), dtype)
+    drawn = np.random.default_rng(4).standard_normal((rows, depth))
+    return jnp.asarray(drawn.astype(jnp.dtype(dtype)))
 
 
 def expected(x: jax.Array, w: Packed) -> np.ndarray:
     """In float64, with the weights rounded as the product rounds them."""
     full = layouts.dequantise(w.arrays, w.kind)
     if w.kind != "int8":
-        full = np.asarray(jnp.asarray(full).astype(x.dtype).astype(jnp.float32))
-    return np.asarray(x.astype(jnp.float32), np.float64) @ full.astype(np.float64)
+        full = full.astype(x.dtype)
+    return np.asarray(x).astype(np.float64) @ full.astype(np.float64)
 
 
 def assert_near(found: jax.Array, wanted: np.ndarray) -> None:
@@ -52,24 +53,24 @@ def assert_near(found: jax.Array, wanted: np.ndarray) -> None:
 def test_the_product_is_that_of_the_unpacked_weights(kind: str, dtype: str) -> None:
     w, x = packed(kind), inputs(5, dtype)
     wanted = expected(x, w)
-    assert_near(products.at_once(x, w.arrays, kind=kind), wanted)
-    assert_near(products.contract(x.reshape(1, 5, D), w)[0], wanted)
+    assert_near(jit(functools.partial(products.at_once, kind=kind))(x, w.arrays), wanted)
+    assert_near(jit(products.contract)(x.reshape(1, 5, D), w)[0], wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_column_tiles_give_what_the_whole_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "TILE", 64 * D)
     w, x = packed(kind, columns=64 * 3 - 8), inputs(5, "float32")
-    assert_near(products.by_tile(x, w.arrays, kind=kind), expected(x, w))
+    assert_near(jit(functools.partial(products.by_tile, kind=kind))(x, w.arrays), expected(x, w))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "int8"])
 def test_the_kernel_gives_what_the_whole_gives(kind: str, dtype: str) -> None:
-    w = packed(kind)
+    w, product = packed(kind), jit(functools.partial(multiply, kind=kind, interpret=True))
     for rows in (3, 70):  # one tile of rows, and two
         x = inputs(rows, dtype)
-        assert_near(multiply(x, w.arrays, kind=kind, interpret=True), expected(x, w))
+        assert_near(product(x, w.arrays), expected(x, w))
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "int8"])
@@ -92,7 +93,7 @@ def test_joined_parts_stand_side_by_side() -> None:
         jnp.asarray(third),
     )
     x = inputs(4, "float32")
-    found = products.contract(x, Joined(parts, 2, (D, 2, 64)))
+    found = jit(products.contract)(x, Joined(parts, 2, (D, 2, 64)))
     full = [layouts.dequantise(w.arrays, w.kind).reshape(D, 2, -1) for w in (first, second)]
     whole = np.concatenate([*full, third], axis=2)
     assert_near(found, np.einsum("md,dgn->mgn", np.asarray(x, np.float64), whole))
@@ -102,7 +103,7 @@ def test_joined_parts_stand_side_by_side() -> None:
 def test_a_table_gives_its_rows(kind: str) -> None:
     w = packed(kind)
     ids = jnp.asarray([[3, 0], [N - 1, 3]])
-    found = products.gather(w, ids, jnp.dtype("float32"))
+    found = jit(lambda w, ids: products.gather(w, ids, jnp.dtype("float32")))(w, ids)
     np.testing.assert_array_equal(found, layouts.dequantise(w.arrays, kind).T[np.asarray(ids)])
 
 

@@ -67,7 +67,7 @@ def test_what_has_no_slope_gets_none(shape: tuple[int, int], rank: int) -> None:
     left, right = rng.standard_normal((shape[0], rank)), rng.standard_normal((rank, shape[1]))
     matrix = (left * np.logspace(0, -2, rank) @ right).astype(np.float32)
     wanted = contrib_orthogonal(matrix)
-    found = np.asarray(optimizer.orthogonal(matrix))
+    found = np.asarray(jit(optimizer.orthogonal)(matrix))
     np.testing.assert_allclose(found, wanted, atol=2e-3)
     values = np.linalg.svd(found, compute_uv=False)
     assert values[0] < 1.3
@@ -79,7 +79,7 @@ def contrib_orthogonal(matrix: np.ndarray) -> np.ndarray:
     axes = {"x": contrib.MuonDimensionNumbers(0, 1)}
     muon = contrib.scale_by_muon(beta=0.0, weight_dimension_numbers=axes)
     given = {"x": jnp.asarray(matrix)}
-    made: Any = muon.update(given, muon.init(given))[0]
+    made: Any = jit(muon.update)(given, muon.init(given))[0]
     return np.asarray(made["x"])
 
 
@@ -87,11 +87,11 @@ def test_an_update_without_gradient_is_none() -> None:
     params = parameters(0)
     nothing = jax.tree.map(np.zeros_like, params)
     maker = optimizer.build(SCHEDULE, decay=0.0)
-    update, _ = maker.update(nothing, maker.init(params), params)
+    update, _ = jit(maker.update)(nothing, maker.init(params), params)
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(update))
 
 
 def test_the_shortest_schedule_is_one_step() -> None:
     maker, params = optimizer.build(Schedule(steps=1, rate=1e-2), decay=0.0), parameters(0)
-    update, _ = maker.update(params, maker.init(params), params)
+    update, _ = jit(maker.update)(params, maker.init(params), params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(update))
