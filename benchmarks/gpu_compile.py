@@ -41,7 +41,7 @@ device_description_str: "NVIDIA H200"
 ITEM = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 LINE = re.compile(r"\s+(?:ROOT )?%([\w.-]+) = \(?(\w+)\[([\d,]*)\].*?[\])}] ([\w-]+)\(")
 CALLED = re.compile(r"(?:to_apply|body|condition|branch_computations)=\{?%([\w.-]+)")
-NAMES = re.compile(r"metadata=\{[^}]*\}|%[\w.-]+|(?:params|state|parameter|param)[\w.-]*")
+NAMES = re.compile(r",? ?metadata=\{[^}]*\}|%[\w.-]+|(?:params|state|parameter|param)[\w.-]*")
 FREE = {"parameter", "bitcast", "get-tuple-element", "constant", "tuple", "iota"}
 
 

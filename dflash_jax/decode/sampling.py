@@ -69,8 +69,8 @@ def draw(keys: Key[Array, " B"], p: Float[Array, "B *places V"]) -> Int[Array, "
 class Drafting:
     """How drafts are chosen: the best, or drawn with keys of the block's own (`nn.proposal`).
 
-    Scores that are not finite are never compared (C7): their row chooses among zeros, and says
-    so. Whoever drafts, q is exactly what was drawn from; acceptance rests on it.
+    Scores that are not finite are never compared (C7): their row chooses as if all were zero, and
+    says so. Whoever drafts, q is exactly what was drawn from; acceptance rests on it.
     """
 
     rules: RowRules
@@ -80,9 +80,9 @@ class Drafting:
     def every(self, logits: Float[Array, "B R N"]) -> Choice:
         """All places at once, q filtered as the target's p is."""
         finite = jnp.isfinite(logits).all(axis=(1, 2))
+        if not self.sampled:  # one pass over the vocabulary less than to compare zeros
+            return Choice(jnp.where(finite[:, None], likeliest(logits), 0), None, finite)
         logits = jnp.where(finite[:, None, None], logits, 0.0)
-        if not self.sampled:
-            return Choice(likeliest(logits), None, finite)
         q = probabilities(logits, self.rules)
         return Choice(draw(row_keys(self.rules, self.position, DRAFT), q), q, finite)
 
