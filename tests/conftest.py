@@ -2,11 +2,13 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
@@ -67,6 +69,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def oracle() -> Path:
     """Vectors from Hugging Face transformers and the official dflash package."""
     return ORACLE
+
+
+@pytest.fixture
+def as_on_a_gpu() -> Iterator[None]:
+    """From jax 0.11 on, kernels for GPUs are lowered for one that is there, or named here."""
+    device = AbstractDevice("NVIDIA H100", None, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -66,6 +66,7 @@ def test_a_rows_bits_depend_on_its_own_slots_alone() -> None:
     np.testing.assert_array_equal(alone, run(q, spoilt, seen))
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_on_a_gpu_plans_with_kernels_attend_by_two_of_them() -> None:
     q, cache, seen = case([300], 2 * LEAST, 4)
     for kernel in (False, True):

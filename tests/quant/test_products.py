@@ -73,6 +73,7 @@ def test_the_kernel_gives_what_the_whole_gives(kind: str, dtype: str) -> None:
         assert_near(product(x, w.arrays), expected(x, w))
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "int8"])
 def test_the_kernel_lowers_for_a_gpu(kind: str) -> None:
     """As far as that goes without one: it becomes one Triton call, and nothing unpacks outside."""
