@@ -70,10 +70,20 @@ class Gate:
         if request.method == "OPTIONS" and error.status_code == 405:
             return _numbered(Response(status_code=204, headers=error.headers))
         message = f"{request.method} {request.url.path} does not exist"
-        return self._refuse(Problem(error.status_code, message, code="unknown_url"))
+        refusal = self._refuse(Problem(error.status_code, message, code="unknown_url"))
+        refusal.headers.update(error.headers or {})
+        return refusal
 
     async def body(self, request: Request) -> bytes:
-        """The request's body. Problem 413 if it is too large; Gone if the client left."""
+        """The request's body.
+
+        Raises:
+          Problem: 413 if it is too large, 415 if it is compressed.
+          Gone: the client left.
+        """
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("identity", ""):
+            raise Problem(415, f"content-encoding {coding!r}; send the body as it is")
         most = self._settings.max_body
         too_large = Problem(413, f"the body is larger than {most} bytes", code="body_too_large")
         length = request.headers.get("content-length", "")

@@ -146,6 +146,8 @@ class Information:
     async def _list_models(self, request: Request) -> Response:
         data = [_described(model) for model in self._models]
         found: dict[str, Any] = {"object": "list", "data": data}
+        if "client_version" in request.query_params:
+            found["models"] = []  # Codex looks for its catalogue; to an empty one it adds its own
         if _is_anthropic(request):
             found["data"] = [entry | _as_anthropic(entry) for entry in data]
             ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
@@ -153,6 +155,8 @@ class Information:
         return json_answer(found)
 
     async def _one_model(self, request: Request) -> Response:
+        if not request.path_params["name"]:  # "/v1/models/"
+            return await self._list_models(request)
         found = _described(self._models.named(request.path_params["name"]))
         return json_answer(found | (_as_anthropic(found) if _is_anthropic(request) else {}))
 

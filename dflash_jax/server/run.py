@@ -15,6 +15,7 @@ import uvicorn
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server.app import Server
+from dflash_jax.server.connection import Connection
 from dflash_jax.server.gate import Settings
 from dflash_jax.server.models import Defaults, Model
 from dflash_jax.server.worker import Worker
@@ -102,10 +103,11 @@ async def serve(
         server.app,
         host=listening.host,
         port=listening.port,
-        http="h11",  # its limit on headers is ours to set
+        http=Connection,
         h11_max_incomplete_event_size=64 * 1024,
         loop="asyncio",
         lifespan="off",
+        timeout_keep_alive=75,  # longer than clients keep a connection that they mean to use again
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=round(listening.drain) + 5,

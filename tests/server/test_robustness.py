@@ -3,7 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import gzip
+import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -104,7 +108,12 @@ def test_odd_requests_are_served_or_refused_but_do_not_fail(
 
 def test_what_is_not_there_or_too_large_is_refused(live: Live) -> None:
     assert httpx.get(live.url + "/nothing").status_code == 404
-    assert httpx.get(live.url + CHAT).status_code == 405
+    wrong = httpx.get(live.url + CHAT)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert [m["id"] for m in httpx.get(live.url + "/v1/models/").json()["data"]] == ["tiny"]
+    packed = gzip.compress(json.dumps(ASK).encode())
+    response = httpx.post(live.url + CHAT, content=packed, headers={"Content-Encoding": "gzip"})
+    assert (response.status_code, is_error(response)) == (415, True)
     assert is_error(httpx.get(live.url + "/v1/models/other"))
     large = httpx.post(live.url + CHAT, content=b" " * (2**20 + 1))
     assert large.status_code == 413
@@ -146,6 +155,19 @@ def test_ten_clients_leave_and_the_next_is_served(live: Live, stream: bool) -> N
     left = [n for name, n in found.items() if name.startswith("request_cancelled_total")]
     assert sum(left) >= 10
     assert any('phase="output",reason="disconnect"' in name for name in found) or not stream
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_C21_a_client_that_closes_its_sending_side_is_still_served(
+    live: Live, stream: bool
+) -> None:
+    body = ASK | {"max_tokens": 200, "ignore_eos": True, "stream": stream}
+    with contextlib.closing(send(live.url, body)) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        came = b"".join(iter(functools.partial(connection.recv, 2**16), b""))
+    assert b"HTTP/1.1 200 OK" in came
+    assert (b"[DONE]" if stream else b'"completion_tokens":200') in came
+    assert live.is_idle()
 
 
 def test_C6_a_client_that_leaves_while_its_prompt_is_made_is_never_served(

@@ -1,0 +1,46 @@
+"""Connections of clients that may close their sending side and go on reading."""
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 5.0  # seconds between two probes
+
+
+class Connection(H11Protocol):
+    """Serves such a client to the end, and tells it from one that left.
+
+    Either looks the same until something is sent: the system of a client that left answers with a
+    reset, after which writing fails. So what says nothing is sent, now and then.
+    """
+
+    _heard_all = False  # the client sends nothing more
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open: a whole request is being answered."""
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_complete:
+            return False
+        if not cycle.response_started and cycle.scope["http_version"] == "1.0":
+            return False  # HTTP/1.0 has no answer that says nothing
+        if not self._heard_all:
+            self._heard_all = True
+            self._probe(FIRST_PAUSE)
+        return True
+
+    def _probe(self, pause: float) -> None:
+        cycle = self.cycle
+        if self.transport.is_closing() or cycle.response_complete:
+            return
+        nothing = (
+            h11.Data(data=b":\n\n")  # a comment among server-sent events
+            if cycle.response_started
+            else h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        )
+        self.transport.write(self.conn.send(nothing) or b"")
+        self.loop.call_later(pause, self._probe, min(2 * pause, LONGEST_PAUSE))
+
+    def on_response_complete(self) -> None:
+        """Nothing else comes from this client, unless it had sent it already."""
+        super().on_response_complete()
+        if self._heard_all and self.cycle.response_complete:
+            self.transport.close()
