@@ -188,10 +188,13 @@ def check_length(prompt: Sequence[int], ask: Ask, most: int, default: int) -> in
     asked = ask.max_tokens
     if free < 1 or (asked is not None and asked > free and not ask.clamp):
         output = "" if asked is None else f" and max_tokens is {asked}"
+        told = f"the prompt has {len(prompt)} tokens{output}"
+        if free < 1:  # in the words by which agents know that they have to shorten it
+            told = f"prompt is too long: {len(prompt)} tokens > {most - 1} maximum{output}"
         raise Problem(
             400,
-            f"the prompt has {len(prompt)} tokens{output}, but this server's context is {most}"
-            " tokens for both; shorten the prompt or lower max_tokens",
+            f"{told}; this model's maximum context length is {most} tokens for prompt and output"
+            " together; shorten the prompt or lower max_tokens",
             param=ask.source,
             code="context_length_exceeded",
         )

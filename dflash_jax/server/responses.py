@@ -184,7 +184,7 @@ class ResponsesWriter:
     def problem(self, problem: Problem) -> bytes:
         response = self._response(self._items, None) | {
             "status": "failed",
-            "error": {"code": problem.code or "server_error", "message": problem.message},
+            "error": {"code": "server_error", "message": problem.message},
         }
         return self._event("response.failed", response=response)
 
@@ -282,7 +282,7 @@ class ResponsesWriter:
         found = figures.usage(self.generation)
         return {
             "input_tokens": found["prompt_tokens"],
-            "input_tokens_details": found["prompt_tokens_details"],
+            "input_tokens_details": found["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": found["completion_tokens"],
             "output_tokens_details": found["completion_tokens_details"],
             "total_tokens": found["total_tokens"],

@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.conftest import CONTEXT, Live
@@ -170,9 +171,53 @@ def test_max_tokens_beyond_the_context_are_cut_for_anthropic_and_refused_by_open
     )
     used = whole.usage.input_tokens + whole.usage.cache_read_input_tokens
     assert whole.stop_reason == "end_turn" or used + whole.usage.output_tokens == CONTEXT
-    with pytest.raises(openai.BadRequestError, match="context is 512") as caught:
+    with pytest.raises(openai.BadRequestError, match="context length is 512 tokens") as caught:
         live.openai.chat.completions.create(model="tiny", messages=ASK, max_tokens=CONTEXT)
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_words_that_agents_know(live: Live) -> None:
+    import anthropic
+    import openai
+
+    long: Any = [{"role": "user", "content": "x y " * CONTEXT}]
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens"):
+        live.openai.chat.completions.create(model="tiny", messages=long)
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 511"):
+        live.anthropic.messages.create(model="tiny", max_tokens=5, messages=long)
+
+
+def test_answers_and_events_are_what_the_clients_declare(live: Live) -> None:
+    import anthropic.types
+    import openai.types.chat
+    import openai.types.responses
+    import pydantic
+
+    chat, responses = openai.types.chat, openai.types.responses
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    shapes: Any = {
+        "/v1/chat/completions": (chat.ChatCompletion, chat.ChatCompletionChunk, {"messages": ASK}),
+        "/v1/responses": (
+            responses.Response,
+            responses.ResponseStreamEvent,
+            {"input": "Hello", "max_output_tokens": 4, "tools": [tool]},
+        ),
+        "/v1/messages": (
+            anthropic.types.Message,
+            anthropic.types.RawMessageStreamEvent,
+            {"messages": ASK},
+        ),
+    }
+    for path, (whole, event, body) in shapes.items():
+        more = body if "input" in body else body | {"max_tokens": 4}
+        answer = httpx.post(live.url + path, json=more, timeout=60)
+        whole.model_validate_json(answer.content, strict=True)
+        stream = httpx.post(live.url + path, json=more | {"stream": True}, timeout=60)
+        lines = [line[6:] for line in stream.text.splitlines() if line.startswith("data: {")]
+        assert len(lines) > 3
+        declared = pydantic.TypeAdapter(event)
+        for line in lines:
+            declared.validate_json(line, strict=True)
 
 
 def test_figures_come_in_the_shapes_of_other_engines(live: Live) -> None:
@@ -439,3 +484,5 @@ def test_both_kinds_of_clients_list_the_models(live: Live) -> None:
     assert (entry.id, entry.type, entry.display_name) == ("tiny", "model", "tiny")
     assert entry.created_at.timestamp() == next(iter(live.openai.models.list())).created
     assert live.anthropic.models.retrieve("tiny").max_input_tokens == CONTEXT
+    codex = httpx.get(live.url + "/v1/models", params={"client_version": "0.145.0"}).json()
+    assert (codex["models"], codex["data"][0]["id"]) == ([], "tiny")

@@ -583,6 +583,14 @@ def test_every_api_says_exactly_why_an_output_ended(
     assert any(f'"finish_details": {json.dumps(reply.details)}' in json.dumps(c) for c in chunks)
 
 
+def test_a_response_that_failed_says_so_by_a_code_that_clients_know(tokenizer: Tokenizer) -> None:
+    reply, _ = replied(tokenizer, "So", ask := asked("responses"))
+    raw = ResponsesWriter(generation(reply, ask)).problem(Problem(500, "x", code="compute_failed"))
+    response = json.loads(raw.partition(b"data: ")[2])["response"]
+    assert response["status"] == "failed"
+    assert response["error"] == {"code": "server_error", "message": "x"}
+
+
 @pytest.mark.parametrize("end", ["length", "stop"])
 def test_an_item_that_was_cut_off_is_incomplete(tokenizer: Tokenizer, end: str) -> None:
     ask = asked("responses")
