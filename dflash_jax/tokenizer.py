@@ -112,8 +112,9 @@ class Tokenizer:
 
     @property
     def special_texts(self) -> list[str]:
-        """Texts of the special tokens."""
-        return list(self._special.values())
+        """Texts that are tokens of their own in a grammar: special ones, and tags like <think>."""
+        known = self.core.get_added_tokens_decoder().values()
+        return [t.content for t in known if t.special or re.fullmatch("<.*>", t.content)]
 
     @functools.cached_property
     def _special(self) -> dict[int, str]:

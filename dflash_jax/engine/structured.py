@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tools.grammar import bounded
+from dflash_jax.tools.grammar import behind_thought, bounded
 
 KINDS = ("json", "regex", "choice", "grammar")
 Structure = Mapping[str, Any]
@@ -31,7 +31,8 @@ class Grammars:
 
         Args:
           structure: one of {"json": a schema}, {"regex": a pattern}, {"choice": texts} or
-            {"grammar": a Lark grammar}.
+            {"grammar": a Lark grammar}; with "thought" as well, behind a thought that the prompt
+            opened and that this text closes.
 
         Raises:
           RequestError: no tokenizer, no llguidance, or a structure that is not understood.
@@ -46,7 +47,14 @@ class Grammars:
             raise RequestError(
                 "structured output needs the extra: pip install 'dflash-jax[structured]'"
             ) from error
+        closing = structure.get("thought") if isinstance(structure, Mapping) else None
+        if closing is not None:
+            structure = {kind: value for kind, value in structure.items() if kind != "thought"}
         source = _source(structure, llguidance.LLMatcher)
+        if closing is not None:
+            thought = behind_thought(closing, self._tokenizer.special_texts)
+            answer = _as_grammar(source) | {"name": "answer"}
+            source = json.dumps({"grammars": [{"lark_grammar": thought}, answer]})
         if self._shared is None:
             text = self._tokenizer.core.to_str()
             self._shared = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)
@@ -98,6 +106,13 @@ class Grammar:
 def _why(matcher: Any) -> str:
     """What a matcher complains about, without the dump of its state and of the grammar."""
     return matcher.get_error().partition("\n<state>")[0]
+
+
+def _as_grammar(source: str) -> dict[str, Any]:
+    """What `_source` said, as an entry of llguidance's list of grammars."""
+    if source.startswith("{"):
+        return json.loads(source)["grammars"][0]
+    return {"lark_grammar": source}
 
 
 def _source(structure: Any, matcher: Any) -> str:

@@ -63,9 +63,9 @@ class Generation:
 
     def _options(self, engine: Engine, prompt: Prompt) -> dict[str, Any]:
         """Arguments of `Engine.submit`."""
-        ask = self.ask
+        ask, syntax = self.ask, self.model.syntax
         defaults = self.model.defaults
-        options = {"temperature": defaults.temperature} | ask.options
+        options: dict[str, Any] = {"temperature": defaults.temperature} | ask.options
         if ask.stop:
             options["stop"] = ask.stop
         if ask.logprobs is not None:
@@ -73,6 +73,8 @@ class Generation:
         if ask.grammar is not None:
             kind, value = ask.grammar
             options["structured"] = {kind: value}
+            if prompt.thinking and syntax and syntax.thought:
+                options["structured"]["thought"] = syntax.thought.closing
         if ask.choice.kind in ("required", "named"):
             if "structured" in options:
                 raise Problem(

@@ -12,6 +12,7 @@ from dflash_jax.tools.gemma4 import QUOTE
 from dflash_jax.tools.syntax import Syntax
 
 Quote = Callable[[str], str]
+THOUGHT = [r"TEXT: /(.|\n)*/", r"BLANK: /\n*/"]
 SPACE = r"( |\n {0,16})?"  # between JSON's symbols: a model may not dwell on it for ever
 
 
@@ -53,8 +54,13 @@ def call_grammar(
         body = f"TEXT {quote(thought.closing)} BLANK"
         opened = body if thinking else f"({quote(thought.opening)} {body})?" if thoughts else ""
         start = f"{opened} {start}"
-        lines += ["TEXT: /(.|\\n)*/", "BLANK: /\\n*/"]
+        lines += THOUGHT
     return "\n".join([f"start: {start}", *lines, *_rules(syntax, quote)])
+
+
+def behind_thought(closing: str, specials: Collection[str]) -> str:
+    """A Lark grammar of the rest of a thought, up to `closing`, and of the grammar `answer`."""
+    return "\n".join([f"start: TEXT {_symbols(closing, specials)} BLANK @answer", *THOUGHT])
 
 
 def _symbols(text: str, specials: Collection[str]) -> str:

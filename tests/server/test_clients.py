@@ -1,6 +1,7 @@
 """The official clients against a real server: every API, whole and streamed."""
 
 import asyncio
+import dataclasses
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from dflash_jax.server import app
+from dflash_jax.server.generation import prepare
+from dflash_jax.server.models import Model
+from dflash_jax.server.prompt import Prompt
+from dflash_jax.server.protocol import Ask
 from tests.server.conftest import CONTEXT, Live
 
 Nothing = SimpleNamespace(content=())
@@ -372,6 +378,28 @@ def test_an_output_follows_the_schema_that_was_given(live: Live) -> None:
         model="tiny", prompt="a", extra_body={"guided_choice": ["red", "blue"]}
     )
     assert choice.choices[0].text in ("red", "blue")
+
+
+def test_a_schema_is_followed_behind_a_thought_that_the_prompt_opened(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def opened(model: Model, ask: Ask) -> list[Prompt]:
+        [prompt] = await prepare(model, ask)
+        return [dataclasses.replace(prompt, thinking=True)]
+
+    monkeypatch.setattr(app, "prepare", opened)
+    tokenizer = live.engine.tokenizer
+    assert tokenizer is not None
+    [closing] = tokenizer.encode("</think>", specials=False)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "mood", "schema": MOOD}}
+    answer = live.openai.chat.completions.create(
+        model="tiny",
+        messages=ASK,
+        max_tokens=100,
+        response_format=form,
+        logit_bias={str(closing): 100},
+    )
+    assert json.loads(answer.choices[0].message.content)["mood"] in ("good", "bad")
 
 
 def test_a_demanded_call_is_made_whatever_the_model_would_say(live: Live) -> None:

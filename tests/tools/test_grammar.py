@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import tokenizers
 
+from dflash_jax.engine.structured import Grammar, Grammars
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import SYNTAXES
@@ -68,6 +70,44 @@ def test_thoughts_may_come_before_and_several_calls_behind(tokenizer: Tokenizer)
     single = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS, parallel=False)
     assert not matches(tokenizer, single, f"{call}\n{call}")
     assert json.dumps(SCHEMA)[1:] in free
+
+
+def test_tags_that_a_tokenizer_does_not_call_special_are_tokens_too(tokenizer: Tokenizer) -> None:
+    """As in Qwen3's files; a grammar that spelt them would never let a thought end."""
+    raw = json.loads(tokenizer.core.to_str())
+    for token in raw["added_tokens"]:
+        token["special"] = token["content"].startswith("<|")
+    plain = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(raw)), None, {})
+    syntax = SYNTAXES["hermes"]
+    call = syntax.render("read", {"path": "x"})
+    inside = call_grammar(syntax, TOOLS, Choice("required"), plain.special_texts, thinking=True)
+    assert matches(plain, inside, f"\nHm.\n</think>\n\n{call}")
+    assert not matches(plain, inside, "\nHm.\n</think>\n\nSo.")
+
+
+@pytest.mark.parametrize(
+    ("structure", "text"),
+    [
+        ({"json": SCHEMA}, '{"path": "x"}'),
+        ({"regex": "a/b+"}, "a/bb"),
+        ({"choice": ["red", "blue"]}, "blue"),
+        ({"grammar": "start: A A\nA: /x/"}, "xx"),
+    ],
+)
+def test_a_structure_may_stand_behind_a_thought(
+    tokenizer: Tokenizer, structure: dict, text: str
+) -> None:
+    def said(whole: str) -> Grammar:
+        grammar = Grammars(tokenizer, 2048, [2040]).make(structure | {"thought": "</think>"})
+        grammar.accept(tokenizer.encode(whole, specials=False))
+        return grammar
+
+    assert not said(text).finished
+    behind = said(f"Hm {text} hm.\n</think>\n\n{text}")
+    if not behind.finished:
+        behind.accept([2040])
+    assert (behind.error, behind.finished) == (None, True)
+    assert said("Hm.\n</think>\n\nSo.").error
 
 
 RICH = {
