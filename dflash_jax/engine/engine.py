@@ -101,8 +101,8 @@ class Engine:
           logit_bias: numbers to add to the logits of token ids.
           logprobs: report the log-probability of every token, and of this many alternatives.
           structured: what the text must follow: {"json": a schema}, {"regex": a pattern},
-            {"choice": texts} or {"grammar": a Lark grammar}; {"thought": "</think>"} beside it lets
-            the thought that a prompt opened come first. Needs the extra `structured`.
+            {"choice": texts} or {"grammar": a Lark grammar}; {"around": a Lark grammar} beside it
+            says what comes around it, which is `@answer` there. Needs the extra `structured`.
           stop: text or texts that end the output; they are not part of it.
           stop_token_ids: ids that end the output, besides the model's own end tokens.
           ignore_eos: let the model's end tokens pass.

@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tools.grammar import behind_thought, bounded
+from dflash_jax.tools.grammar import bounded
 
 KINDS = ("json", "regex", "choice", "grammar")
 Structure = Mapping[str, Any]
@@ -31,8 +31,8 @@ class Grammars:
 
         Args:
           structure: one of {"json": a schema}, {"regex": a pattern}, {"choice": texts} or
-            {"grammar": a Lark grammar}; with "thought" as well, behind a thought that the prompt
-            opened and that this text closes.
+            {"grammar": a Lark grammar}; with "around" as well, a Lark grammar of the whole output,
+            which calls it `@answer`.
 
         Raises:
           RequestError: no tokenizer, no llguidance, or a structure that is not understood.
@@ -47,14 +47,13 @@ class Grammars:
             raise RequestError(
                 "structured output needs the extra: pip install 'dflash-jax[structured]'"
             ) from error
-        closing = structure.get("thought") if isinstance(structure, Mapping) else None
-        if closing is not None:
-            structure = {kind: value for kind, value in structure.items() if kind != "thought"}
+        around = structure.get("around") if isinstance(structure, Mapping) else None
+        if around is not None:
+            structure = {kind: value for kind, value in structure.items() if kind != "around"}
         source = _source(structure, llguidance.LLMatcher)
-        if closing is not None:
-            thought = behind_thought(closing, self._tokenizer.special_texts)
+        if around is not None:
             answer = _as_grammar(source) | {"name": "answer"}
-            source = json.dumps({"grammars": [{"lark_grammar": thought}, answer]})
+            source = json.dumps({"grammars": [{"lark_grammar": around}, answer]})
         if self._shared is None:
             text = self._tokenizer.core.to_str()
             self._shared = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)

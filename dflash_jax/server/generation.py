@@ -20,7 +20,7 @@ from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.worker import Job
 from dflash_jax.tools.events import Event
-from dflash_jax.tools.grammar import call_grammar
+from dflash_jax.tools.grammar import behind_thought, call_grammar
 
 SLOW_PROMPT = 20_000  # characters from which a prompt is made outside the event loop
 COMPLETION = 16  # tokens of completions that name no max_tokens, as OpenAI has it
@@ -63,7 +63,7 @@ class Generation:
 
     def _options(self, engine: Engine, prompt: Prompt) -> dict[str, Any]:
         """Arguments of `Engine.submit`."""
-        ask, syntax = self.ask, self.model.syntax
+        ask = self.ask
         defaults = self.model.defaults
         options: dict[str, Any] = {"temperature": defaults.temperature} | ask.options
         if ask.stop:
@@ -72,16 +72,14 @@ class Generation:
             options["logprobs"] = ask.logprobs
         if ask.grammar is not None:
             kind, value = ask.grammar
-            options["structured"] = {kind: value}
-            if prompt.thinking and syntax and syntax.thought:
-                options["structured"]["thought"] = syntax.thought.closing
+            options["structured"] = {kind: value} | self._around(engine, prompt)
         if ask.choice.kind in ("required", "named"):
             if "structured" in options:
                 raise Problem(
                     400, "a demanded call leaves no room for another output grammar; give one of"
                     " tool_choice and response_format", param="tool_choice",
                 )  # fmt: skip
-            options["structured"] = {"grammar": self._demanded(engine, prompt)}
+            options["structured"] = {"grammar": self._calls(engine, prompt)}
         if len(str(options.get("structured", ""))) > MOST_GRAMMAR:
             raise Problem(
                 400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
@@ -99,8 +97,19 @@ class Generation:
             options |= {"tools": ask.tools, "tool_choice": choice}
         return options | {"max_tokens": most}
 
-    def _demanded(self, engine: Engine, prompt: Prompt) -> str:
-        """The grammar of a call that has to be made."""
+    def _around(self, engine: Engine, prompt: Prompt) -> dict[str, str]:
+        """What may come before an answer that has a grammar, and instead of it."""
+        syntax, tokenizer = self.model.syntax, engine.tokenizer
+        if syntax is None or tokenizer is None:
+            return {}
+        if self.ask.declared and self.ask.choice.kind == "auto":
+            return {"around": self._calls(engine, prompt, answer=True)}
+        if syntax.thought is None or not prompt.thinking:
+            return {}
+        return {"around": behind_thought(syntax.thought.closing, tokenizer.special_texts)}
+
+    def _calls(self, engine: Engine, prompt: Prompt, *, answer: bool = False) -> str:
+        """The grammar of a call that has to be made, unless an answer is given."""
         ask, syntax = self.ask, self.model.syntax
         if syntax is None or engine.tokenizer is None:
             raise Problem(400, "this model's template knows no tool calls", param="tool_choice")
@@ -112,6 +121,7 @@ class Generation:
             thinking=prompt.thinking,
             thoughts=ask.template.get("enable_thinking") is not False,
             parallel=ask.parallel,
+            answer=answer,
         )
 
     def _hear(self, index: int, pieces: list[Piece], end: Result | Exception | None) -> None:

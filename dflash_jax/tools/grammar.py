@@ -12,13 +12,18 @@ from dflash_jax.tools.gemma4 import QUOTE
 from dflash_jax.tools.syntax import Syntax
 
 Quote = Callable[[str], str]
+DEFINITIONS = ("$defs", "definitions")  # what a schema's parts may refer to
 THOUGHT = [r"TEXT: /(.|\n)*/", r"BLANK: /\n*/"]
 SPACE = r"( |\n {0,16})?"  # between JSON's symbols: a model may not dwell on it for ever
 
 
-def bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON schema whose texts have little white space, if it does not say how much itself."""
-    return {"x-guidance": {"whitespace_pattern": SPACE}, **schema}
+def bounded(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:
+    """A JSON schema whose texts have little white space, if it does not say how much itself.
+
+    Args:
+      lenient: leave out what no grammar can say, as "uniqueItems", instead of refusing it.
+    """
+    return {"x-guidance": {"whitespace_pattern": SPACE, "lenient": lenient}, **schema}
 
 
 def call_grammar(
@@ -30,6 +35,7 @@ def call_grammar(
     thinking: bool = False,
     thoughts: bool = True,
     parallel: bool = True,
+    answer: bool = False,
 ) -> str:
     """A Lark grammar of one call or several, behind an optional thought.
 
@@ -38,7 +44,7 @@ def call_grammar(
       specials: texts of the tokenizer's special tokens.
       thinking: the prompt opened a thought, which has to be closed first.
       thoughts: the output may begin with a thought.
-
+      answer: instead of calls, what the grammar `answer` says may come.
     """
     allowed = [tool for tool in tools if choice.kind != "named" or tool.name == choice.name]
 
@@ -50,6 +56,7 @@ def call_grammar(
     several = parallel and syntax.name in ("hermes", "qwen_xml", "gemma4")
     lines = [f"call: {calls}"]
     start = "call (/\\n/ call)*" if several else "call"
+    start = f"({start} | @answer)" if answer else start
     if thought := syntax.thought:
         body = f"TEXT {quote(thought.closing)} BLANK"
         opened = body if thinking else f"({quote(thought.opening)} {body})?" if thoughts else ""
@@ -73,7 +80,7 @@ def _symbols(text: str, specials: Collection[str]) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    return f"%json {json.dumps(bounded(tool.parameters or {'type': 'object'}))}"
+    return f"%json {json.dumps(bounded(tool.parameters or {'type': 'object'}, lenient=True))}"
 
 
 def _hermes(tool: Tool, quote: Quote) -> str:
@@ -93,13 +100,14 @@ def _harmony(tool: Tool, quote: Quote) -> str:
 
 
 def _xml(tool: Tool, quote: Quote) -> str:
+    named = {key: tool.parameters[key] for key in DEFINITIONS if key in tool.parameters}
+
     def value(schema: Any) -> str:
         if texts := _choices(schema):
             return "(" + " | ".join(map(quote, texts)) + ") " + quote("\n</parameter>\n")
         if isinstance(schema, Mapping) and schema.get("type", "string") != "string":
-            return (
-                f"%json {json.dumps(bounded(schema))} {quote(chr(10) + '</parameter>' + chr(10))}"
-            )
+            inner = json.dumps(bounded(named | dict(schema), lenient=True))
+            return f"%json {inner} {quote(chr(10) + '</parameter>' + chr(10))}"
         return "parameter"
 
     blocks = []

@@ -402,6 +402,27 @@ def test_a_schema_is_followed_behind_a_thought_that_the_prompt_opened(
     assert json.loads(answer.choices[0].message.content)["mood"] in ("good", "bad")
 
 
+def test_where_tools_are_offered_an_answer_with_a_schema_may_be_a_call(live: Live) -> None:
+    tokenizer = live.engine.tokenizer
+    assert tokenizer is not None
+    tags = [tokenizer.encode(tag, specials=False)[0] for tag in ("<tool_call>", "<think>")]
+    ask: dict[str, Any] = {
+        "model": "tiny",
+        "messages": ASK,
+        "max_tokens": 100,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "m", "schema": MOOD}},
+        "tools": [{"type": "function", "function": {"name": "set_mood", "parameters": MOOD}}],
+        "parallel_tool_calls": False,
+    }
+    for bias in (100, -100):
+        biases = {str(tags[0]): bias, str(tags[1]): -100}
+        [choice] = live.openai.chat.completions.create(**ask, logit_bias=biases).choices
+        called = choice.message.tool_calls
+        said = called[0].function.arguments if called else choice.message.content
+        assert json.loads(said)["mood"] in ("good", "bad")
+        assert choice.finish_reason == ("tool_calls" if bias > 0 else "stop")
+
+
 def test_a_demanded_call_is_made_whatever_the_model_would_say(live: Live) -> None:
     about: dict[str, Any] = {"name": "set_mood", "parameters": MOOD}
     other = {"name": "stop", "parameters": {"type": "object", "additionalProperties": False}}

@@ -10,7 +10,7 @@ from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import SYNTAXES
 from dflash_jax.tools.declared import Choice, Tool
-from dflash_jax.tools.grammar import call_grammar
+from dflash_jax.tools.grammar import behind_thought, call_grammar
 
 llguidance = pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -72,6 +72,23 @@ def test_thoughts_may_come_before_and_several_calls_behind(tokenizer: Tokenizer)
     assert json.dumps(SCHEMA)[1:] in free
 
 
+@pytest.mark.parametrize("family", ["hermes", "qwen_xml"])
+def test_schemas_of_arguments_may_say_more_than_a_grammar_can(
+    tokenizer: Tokenizer, family: str
+) -> None:
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}}
+    places = {"type": "array", "items": {"$ref": "#/$defs/place"}}
+    schema = {
+        "type": "object",
+        "properties": {"tags": tags, "more": record, "places": places},
+        "$defs": {"place": {"type": "integer"}},
+    }
+    grammar = call_grammar(SYNTAXES[family], [Tool("f", schema)], Choice("required"), SPECIALS)
+    call = SYNTAXES[family].render("f", {"tags": ["a"], "more": {"b": 1}, "places": [3]})
+    assert matches(tokenizer, grammar, call)
+
+
 def test_tags_that_a_tokenizer_does_not_call_special_are_tokens_too(tokenizer: Tokenizer) -> None:
     """As in Qwen3's files; a grammar that spelt them would never let a thought end."""
     raw = json.loads(tokenizer.core.to_str())
@@ -94,20 +111,26 @@ def test_tags_that_a_tokenizer_does_not_call_special_are_tokens_too(tokenizer: T
         ({"grammar": "start: A A\nA: /x/"}, "xx"),
     ],
 )
-def test_a_structure_may_stand_behind_a_thought(
+def test_a_structure_may_stand_behind_a_thought_or_beside_calls(
     tokenizer: Tokenizer, structure: dict, text: str
 ) -> None:
-    def said(whole: str) -> Grammar:
-        grammar = Grammars(tokenizer, 2048, [2040]).make(structure | {"thought": "</think>"})
+    def said(whole: str, around: str) -> Grammar:
+        grammar = Grammars(tokenizer, 2048, [2040]).make(structure | {"around": around})
         grammar.accept(tokenizer.encode(whole, specials=False))
+        if not grammar.finished:
+            grammar.accept([2040])
         return grammar
 
-    assert not said(text).finished
-    behind = said(f"Hm {text} hm.\n</think>\n\n{text}")
-    if not behind.finished:
-        behind.accept([2040])
-    assert (behind.error, behind.finished) == (None, True)
-    assert said("Hm.\n</think>\n\nSo.").error
+    behind = behind_thought("</think>", SPECIALS)
+    assert not said(f"Hm {text} hm.\n</think>\n\n{text}", behind).error
+    assert said("Hm.\n</think>\n\nSo.", behind).error
+    assert said(text, behind).error
+    syntax = SYNTAXES["hermes"]
+    either = call_grammar(syntax, TOOLS, Choice("auto"), SPECIALS, answer=True)
+    for whole in (text, call := syntax.render("stop", {}), f"<think>Hm.</think>{text}"):
+        assert not said(whole, either).error
+    assert said("So.", either).error
+    assert said(call + text, either).error
 
 
 RICH = {
