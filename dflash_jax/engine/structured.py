@@ -124,7 +124,7 @@ def _source(structure: Any, matcher: Any) -> str:
     if kind == "json" and isinstance(value, str | Mapping):
         try:
             schema = json.loads(value) if isinstance(value, str) else value
-            schema = bounded(schema) if isinstance(schema, Mapping) else schema
+            schema = bounded(schema, strict=True) if isinstance(schema, Mapping) else schema
             return matcher.grammar_from_json_schema(json.dumps(schema))
         except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(f"the JSON schema is not understood: {error}") from error

@@ -12,18 +12,16 @@ from dflash_jax.tools.gemma4 import QUOTE
 from dflash_jax.tools.syntax import Syntax
 
 Quote = Callable[[str], str]
-DEFINITIONS = ("$defs", "definitions")  # what a schema's parts may refer to
-THOUGHT = [r"TEXT: /(.|\n)*/", r"BLANK: /\n*/"]
 SPACE = r"( |\n {0,16})?"  # between JSON's symbols: a model may not dwell on it for ever
 
 
-def bounded(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:
+def bounded(schema: Mapping[str, Any], *, strict: bool = False) -> dict[str, Any]:
     """A JSON schema whose texts have little white space, if it does not say how much itself.
 
     Args:
-      lenient: leave out what no grammar can say, as "uniqueItems", instead of refusing it.
+      strict: refuse what no grammar can say, as "uniqueItems", instead of leaving it out.
     """
-    return {"x-guidance": {"whitespace_pattern": SPACE, "lenient": lenient}, **schema}
+    return {"x-guidance": {"whitespace_pattern": SPACE, "lenient": not strict}, **schema}
 
 
 def call_grammar(
@@ -65,6 +63,9 @@ def call_grammar(
     return "\n".join([f"start: {start}", *lines, *_rules(syntax, quote)])
 
 
+THOUGHT = [r"TEXT: /(.|\n)*/", r"BLANK: /\n*/"]
+
+
 def behind_thought(closing: str, specials: Collection[str]) -> str:
     """A Lark grammar of the rest of a thought, up to `closing`, and of the grammar `answer`."""
     return "\n".join([f"start: TEXT {_symbols(closing, specials)} BLANK @answer", *THOUGHT])
@@ -80,7 +81,7 @@ def _symbols(text: str, specials: Collection[str]) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    return f"%json {json.dumps(bounded(tool.parameters or {'type': 'object'}, lenient=True))}"
+    return f"%json {json.dumps(bounded(tool.parameters or {'type': 'object'}))}"
 
 
 def _hermes(tool: Tool, quote: Quote) -> str:
@@ -100,14 +101,13 @@ def _harmony(tool: Tool, quote: Quote) -> str:
 
 
 def _xml(tool: Tool, quote: Quote) -> str:
-    named = {key: tool.parameters[key] for key in DEFINITIONS if key in tool.parameters}
-
     def value(schema: Any) -> str:
         if texts := _choices(schema):
             return "(" + " | ".join(map(quote, texts)) + ") " + quote("\n</parameter>\n")
         if isinstance(schema, Mapping) and schema.get("type", "string") != "string":
-            inner = json.dumps(bounded(named | dict(schema), lenient=True))
-            return f"%json {inner} {quote(chr(10) + '</parameter>' + chr(10))}"
+            return (
+                f"%json {json.dumps(bounded(schema))} {quote(chr(10) + '</parameter>' + chr(10))}"
+            )
         return "parameter"
 
     blocks = []
