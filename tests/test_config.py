@@ -96,6 +96,26 @@ def test_what_qwen3_leaves_out_is_what_transformers_assumes(oracle: Path) -> Non
     assert drafter_config(drafting | {"layer_types": kinds}).windows == (4096, 4096, None)
 
 
+def test_a_drafter_that_names_no_model_is_a_qwen3(oracle: Path) -> None:
+    base = fields(oracle, "drafters/v1_sliding/config.json")
+    base = {k: v for k, v in base.items() if k not in ("head_dim", "use_sliding_window")}
+    named, unnamed = (
+        drafter_config({k: v for k, v in base.items() if k != left_out})
+        for left_out in ("", "model_type")
+    )
+    assert unnamed == named
+    assert (named.head_dim, named.windows, named.causal) == (128, (None,) * 3, (True, True, False))
+
+
+def test_of_two_rotary_scalings_the_older_spelling_counts(oracle: Path) -> None:
+    base = fields(oracle, "targets/qwen3/config.hub.json") | {
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+    }
+    rope = target_config(base).rope
+    assert (rope.kind, rope.factor, rope.theta) == ("linear", 4.0, base["rope_theta"])
+
+
 def test_what_gpt_oss_leaves_out_is_what_transformers_assumes(oracle: Path) -> None:
     base = fields(oracle, "targets/gpt_oss/config.hub.json")
     left = {k: v for k, v in base.items() if k not in ("rms_norm_eps", "rope_theta", "head_dim")}
@@ -192,6 +212,10 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
         ({"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk' is not supported; default,"),
         ({"rope_scaling": {"rope_type": "yarn", "mscale": 2}}, "does not understand: mscale"),
         ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; expected an object"),
+        ({"rope_scaling": {"type": "yarn"}, "max_position_embeddings": 0}, "yarn rotary scal"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_slow": 0}}, "is impossible; original_max_p"),
+        ({"rope_scaling": {"rope_type": "yarn", "rope_theta": 1.0}}, "the base 1.0 by"),
+        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4}}, "llama3 rotary scaling"),
         ({"layer_types": ["full_attention"]}, "expected 3 entries of 'full_attention' or 'sliding"),
         ({"sliding_window": -4}, "sliding_window is -4; expected a positive integer"),
     ],
@@ -302,7 +326,9 @@ def test_every_misfit_is_named_at_once() -> None:
         check_pair(target, misfit)
 
 
-@pytest.mark.parametrize("text", ["{", "not json", '{"a": 1,}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["{", "not json", '{"a": 1,}', "\x00", "[" * 100_000, f'{{"a": {"9" * 5000}}}']
+)
 def test_a_config_that_is_not_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json is not JSON .*; fetch the file again"):

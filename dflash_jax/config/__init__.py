@@ -102,7 +102,7 @@ def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetC
 
 def drafter_config(fields: dict[str, Any], where: str = "config.json") -> DrafterConfig:
     """The drafter described by a published config, of the kind its `architectures` name."""
-    outer = Fields(fields, where)
+    outer = Fields({"model_type": "qwen3"} | fields, where)  # whose defaults drafters share
     both = DrafterFields(outer, outer.inner("dflash_config"))
     kind = _drafter_kind(both)
     config = importlib.import_module(f"dflash_jax.config.{kind}").from_hf(both)

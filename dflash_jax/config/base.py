@@ -180,10 +180,13 @@ def geometry(f: Fields) -> dict[str, Any]:
 
 
 def rope_config(f: Fields) -> RopeConfig:
-    """Both spellings: `rope_theta` + `rope_scaling`, or `rope_parameters` with the base inside."""
+    """Both spellings: `rope_theta` + `rope_scaling`, or `rope_parameters` with the base inside.
+
+    The former outranks the latter, as in transformers.
+    """
     outer_theta = f.number("rope_theta", 10000.0)
     old, new = f.inner("rope_scaling"), f.inner("rope_parameters")
-    r = new if new.values else old
+    r = old if old.values else new
     kind = r.get("rope_type", r.get("type", "default"))
     r.used.update(("rope_type", "type"))
     theta, factor = r.number("rope_theta", outer_theta), r.number("factor", 1.0)
@@ -200,11 +203,13 @@ def rope_config(f: Fields) -> RopeConfig:
             f"{f.where}: rope type {kind!r} is not supported; default, linear, llama3, yarn are"
         )
     extra: dict[str, Any] = {}
+    sound = True
     if kind == "llama3":
         extra = {
             "low_freq_factor": r.number("low_freq_factor", 1.0),
             "high_freq_factor": r.number("high_freq_factor", 4.0),
         }
+        sound = extra["high_freq_factor"] > extra["low_freq_factor"]
     elif kind == "yarn":
         extra = {
             "beta_fast": r.number("beta_fast", 32.0),
@@ -214,7 +219,15 @@ def rope_config(f: Fields) -> RopeConfig:
                 "attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0
             ),
         }
+        sound = theta > 1 and min(extra["beta_fast"], extra["beta_slow"]) > 0
     r.refuse_rest()
+    if extra and not (original > 0 and sound):
+        raise ConfigError(
+            f"{f.where}: {kind} rotary scaling of the base {theta} by {r.values} is impossible;"
+            " original_max_position_embeddings (or max_position_embeddings) must be above 0, for"
+            " llama3 high_freq_factor above low_freq_factor, for yarn the base above 1 and the"
+            " betas above 0"
+        )
     return RopeConfig(theta=theta, kind=kind, factor=factor, original_length=original, **extra)
 
 

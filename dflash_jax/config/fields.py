@@ -130,7 +130,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}); fetch the file again") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}; expected a JSON object")
