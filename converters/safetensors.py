@@ -132,9 +132,11 @@ def parse_header(raw: bytes, *, where: str) -> Header:
             f"{where}: the header is not valid JSON ({error}); fetch the file again"
         ) from None
     metadata = fields.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or any(type(v) is not str for v in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        key.isprintable() and type(value) is str for key, value in metadata.items()
+    ):
         raise CheckpointError(
-            f"{where}: __metadata__ must map strings to strings; rewrite the file"
+            f"{where}: __metadata__ must map printable strings to strings; rewrite the file"
         )
     entries = [_entry(name, fields[name], where) for name in fields]
     entries.sort(key=lambda entry: (entry.begin, entry.end))
@@ -155,6 +157,8 @@ def _no_constant(text: str) -> None:
 
 
 def _entry(name: str, fields: Any, where: str) -> Entry:
+    if not name.isprintable():
+        raise CheckpointError(f"{where}: the tensor name {name!r} is unprintable; rewrite the file")
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(
             f"{where}: tensor {name!r} must have exactly dtype, shape and data_offsets"

@@ -1,5 +1,6 @@
 """How a command ends: errors in one line, Ctrl-C and pipes that nobody reads without a trace."""
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -39,6 +40,8 @@ def open_streams() -> None:
     sys.stdin = sys.stdin or nothing.open(encoding="utf-8")
     sys.stdout = sys.stdout or nothing.open("w", encoding="utf-8")
     sys.stderr = sys.stderr or nothing.open("w", encoding="utf-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names in files may be none it can encode
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def leave_unread() -> None:

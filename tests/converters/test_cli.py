@@ -1,4 +1,5 @@
 import ast
+import io
 import json
 import os
 import shutil
@@ -53,6 +54,14 @@ def test_inspect_shows_what_it_cannot_run_with_the_reason(capsys, tmp_path):
     assert report["tensors"][0]["type"] == "IQ2_XXS"
     code, report = run_json(capsys, "inspect", DRAFTER / "model.safetensors")
     assert "has no configuration" in report["problem"]
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(monkeypatch, tmp_path):
+    safetensors.numpy.save_file({"ü": np.zeros(1)}, tmp_path / "x.safetensors")
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, "ascii"))
+    assert main(["inspect", str(tmp_path / "x.safetensors")]) == 0
+    assert b"\\xfc F64" in shown.getvalue()
 
 
 def test_convert_accounts_for_every_tensor_and_writes_a_folder_that_loads(capsys, tmp_path, target):

@@ -77,6 +77,9 @@ BAD_HEADERS = {
     "overlaps": raw_safetensors({"x": GOOD, "y": entry("F32", [4], 8, 24)}, b"\0" * 24),
     "leaves a gap": raw_safetensors({"x": GOOD, "y": entry("F32", [4], 20, 36)}, b"\0" * 36),
     "belong to nothing": raw_safetensors({"x": GOOD}, b"\0" * 20),
+    "'\\x1b[2J' is unprintable": raw_safetensors({"\x1b[2J": GOOD}, b"\0" * 16),
+    "'\\ud800' is unprintable": raw_safetensors({"\ud800": GOOD}, b"\0" * 16),
+    "must map printable strings": raw_safetensors({"__metadata__": {"\x1b[2J": ""}}),
     "exactly dtype, shape": raw_safetensors({"x": {"dtype": "F32"}}),
     "strings to strings": raw_safetensors({"__metadata__": {"a": 1}}),
 }
