@@ -14,7 +14,9 @@ import errno
 import functools
 import importlib
 import json
+import logging
 import os
+import re
 import secrets
 import shutil
 import zlib
@@ -221,8 +223,18 @@ def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> dict[str, d
 
     # Weights hardly compress, and trying takes longer than writing them.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    with ocp.Checkpointer(handler) as writer:
-        writer.save(folder.resolve(), args=ocp.args.PyTreeSave(_nested(arrays)))
+    log = logging.getLogger("absl")  # where orbax traces back what it raises anyway
+    before, log.disabled = log.disabled, True
+    try:
+        with ocp.Checkpointer(handler) as writer:
+            writer.save(folder.resolve(), args=ocp.args.PyTreeSave(_nested(arrays)))
+    except ValueError as error:  # of tensorstore, with the system's code inside
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+    finally:
+        log.disabled = before
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     return {
         file.relative_to(folder).as_posix(): {

@@ -82,3 +82,13 @@ def test_a_conversion_cut_short_leaves_no_checkpoint(tmp_path, monkeypatch):
     assert left.name.startswith(".ours.partial")
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         open_model(left)
+
+
+def test_a_disk_that_fills_up_is_named_and_keeps_nothing(tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']")
+
+    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", full)
+    assert main(["convert", str(DRAFTER), str(tmp_path / "x"), "--to", "orbax"]) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert "CheckpointError: the disk is full; nothing was left" in capsys.readouterr().err
