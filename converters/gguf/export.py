@@ -1,5 +1,6 @@
 """A drafter's configuration as the metadata of llama.cpp's `dflash` architecture, and its names."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,15 +66,17 @@ def _rope(config: DrafterConfig) -> dict[str, Typed]:
     }
     if rope.kind == "linear":
         return found
-    if rope.kind == "yarn" and rope.truncate:
+    usual = math.isclose(rope.attention_factor, 0.1 * math.log(max(rope.factor, 1.0)) + 1.0)
+    if rope.kind == "yarn" and rope.truncate and usual:
         return found | {
             "rope.scaling.original_context_length": Typed(U32, rope.original_length),
             "rope.scaling.yarn_beta_fast": Typed(F32, rope.beta_fast),
             "rope.scaling.yarn_beta_slow": Typed(F32, rope.beta_slow),
         }
     raise ConfigError(
-        f"rotary scaling {rope.kind} (truncate {rope.truncate}) has no place in a drafter GGUF;"
-        " export to the Hugging Face layout instead"
+        f"rotary scaling {rope.kind} (truncate {rope.truncate}, attention factor"
+        f" {rope.attention_factor}) has no place in a drafter GGUF; export to the Hugging Face"
+        " layout instead"
     )
 
 

@@ -160,12 +160,11 @@ def test_what_a_layout_cannot_hold_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="'onnx' is not one of"):
         write(target, tmp_path / "x", "onnx")
     model = open_model(DRAFTER)
-    rope = RopeConfig(kind="llama3", factor=8.0, original_length=64)
-    odd = dataclasses.replace(model.config, rope=rope)
-    with pytest.raises(ConfigError, match="has no place in a drafter GGUF"):
-        export.export(
-            Weights(odd, model.tensors), tmp_path / "x.gguf", layout="gguf", dtype="float32"
-        )
+    for kind in ("llama3", "yarn"):  # with yarn's usual attention factor it would be 1.2079
+        rope = RopeConfig(kind=kind, factor=8.0, original_length=64, attention_factor=1.0)
+        weights = Weights(dataclasses.replace(model.config, rope=rope), model.tensors)
+        with pytest.raises(ConfigError, match="has no place in a drafter GGUF"):
+            export.export(weights, tmp_path / "x.gguf", layout="gguf", dtype="float32")
     assert list(tmp_path.iterdir()) == []
 
 
