@@ -145,6 +145,13 @@ def test_a_drafters_two_block_sizes_agree(oracle: Path) -> None:
     assert drafter_config(base | {"block_size": 4, "dflash_config": inner}).block_size == 4
 
 
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_drafters_block_has_a_place(oracle: Path, size: int) -> None:
+    base = fields(oracle, "drafters/v1_full/config.json") | {"block_size": size}
+    with pytest.raises(ConfigError, match=f"block_size is {size}; it must be at least 1"):
+        drafter_config(base)
+
+
 def test_a_neutral_share_of_rotation_is_accepted(oracle: Path) -> None:
     base = fields(oracle, "targets/llama3/config.hub.json")
     assert target_config(base | {"partial_rotary_factor": 1.0}) == target_config(base)

@@ -12,7 +12,7 @@ from converters.quants.types import BY_NAME
 from converters.safetensors_writer import Planned, flat_bytes
 
 ALIGNMENT = 32
-U32, I32, F32, BOOL = 4, 5, 6, 7
+U32, I32, F32, BOOL, I64 = 4, 5, 6, 7, 11
 _KINDS = {kind.dtype: kind for kind in BY_NAME.values() if kind.dtype is not None}
 
 
@@ -28,7 +28,8 @@ def typed(value: Any) -> Typed:
     """A value read from a file, ready to be written to another."""
     if isinstance(value, GgufArray):
         return Typed(value.kind, value.tolist())
-    kinds = {bool: BOOL, int: U32, float: F32, str: STRING}
+    small = type(value) is int and 0 <= value < 1 << 32
+    kinds = {bool: BOOL, int: U32 if small else I64, float: F32, str: STRING}
     return Typed(kinds[type(value)], value)
 
 

@@ -36,6 +36,11 @@ class DrafterConfig(AttentionConfig):
     final_logit_softcapping: float | None = None  # 0 is none; None: as the target's
     dtype: str = "float32"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size < 1:
+            raise ConfigError(f"block_size is {self.block_size}; it must be at least 1")
+
     @property
     def step_width(self) -> int:
         """Tokens of a decode step at the trained size: the anchor and every draft."""

@@ -243,6 +243,7 @@ def test_export_copies_a_targets_tokenizer(tmp_path):
     writer.add_token_list(["a", "b"])
     writer.add_token_types([1, 3])
     writer.add_eos_token_id(1)
+    writer.add_int32("tokenizer.ggml.padding_token_id", -1)
     finish(writer)
     from converters.export import Weights, export
     from converters.gguf import open_gguf
@@ -254,6 +255,7 @@ def test_export_copies_a_targets_tokenizer(tmp_path):
     found = open_gguf(tmp_path / "d.gguf").metadata
     assert found["tokenizer.ggml.tokens"].tolist() == ["a", "b"]
     assert found["tokenizer.ggml.eos_token_id"] == 1
+    assert found["tokenizer.ggml.padding_token_id"] == -1
     assert found["tokenizer.ggml.mask_token_id"] == model.config.mask_token_id
 
 
