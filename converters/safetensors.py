@@ -168,7 +168,7 @@ def _entry(name: str, fields: Any, where: str) -> Entry:
         raise CheckpointError(
             f"{where}: tensor {name!r} has the dtype {kind!r}; supported are {', '.join(DTYPES)}"
         )
-    if not _is_counts(shape) or len(shape) > MAX_DIMS or math.prod(shape) >= 2**63:
+    if not _is_counts(shape) or len(shape) > MAX_DIMS or math.prod(filter(None, shape)) >= 2**60:
         raise CheckpointError(
             f"{where}: tensor {name!r} has the shape {shape!r}; expected up to {MAX_DIMS}"
             " non-negative integers"

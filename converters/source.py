@@ -48,7 +48,8 @@ class TensorSource(Protocol):
 
 def as_rows(array: np.ndarray) -> np.ndarray:
     """A row-major array as [rows, last axis]; a vector [N] as [N, 1]."""
-    return array.reshape(-1, array.shape[-1] if array.ndim > 1 else 1)
+    width = array.shape[-1] if array.ndim > 1 else 1
+    return array.reshape(array.size // width if width else 0, width)
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -111,7 +111,7 @@ def _optional(fields: Fields, key: str) -> float | None:
 
 
 def _windows(fields: Fields, layers: int) -> dict[str, Any]:
-    if fields.get("attention.sliding_window") is None:
+    if fields.get("attention.sliding_window") in (None, 0):  # as llama.cpp has it
         return {}
     window = fields.count("attention.sliding_window", 1 << 24)
     key = "attention.sliding_window_pattern"

@@ -60,6 +60,13 @@ def test_an_early_file_is_refused_with_both_readings(tmp_path):
     assert read_config(open_gguf(path), "raw")[0].target_layer_ids == (1, 2, 3)
 
 
+def test_a_window_of_zero_is_none(tmp_path):
+    source = open_gguf(write_drafter(FOLDER, tmp_path / "x.gguf", "upstream"))
+    config, _ = read_config(source)
+    source.metadata["dflash.attention.sliding_window"] = 0
+    assert read_config(source)[0] == config
+
+
 @pytest.mark.parametrize(
     ("written", "convention", "why"),
     [

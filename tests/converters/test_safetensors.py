@@ -25,6 +25,7 @@ def test_tensors_written_by_the_safetensors_package_are_read_bit_for_bit(tmp_pat
         for i, d in enumerate(dtypes)
     }
     arrays["scalar"], arrays["empty"] = np.array(3.0, np.float32), np.zeros((0, 4), np.float32)
+    arrays["flat"] = np.zeros((4, 0), np.float32)
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors", {"who": "test"})
     file = open_safetensors(tmp_path / "x.safetensors")
     assert file.metadata == {"who": "test"}
@@ -34,6 +35,7 @@ def test_tensors_written_by_the_safetensors_package_are_read_bit_for_bit(tmp_pat
         assert file.dtype(name) == array.dtype
         assert file.nbytes(name) == array.nbytes
         np.testing.assert_array_equal(file.read(name), array)
+    assert file.read_rows("flat", slice(1)).size == 0
     rows = file.read_rows("t0", np.array([2, 0]))
     np.testing.assert_array_equal(rows, arrays["t0"][[2, 0]])
 
@@ -71,6 +73,7 @@ BAD_HEADERS = {
     "has the shape": raw_safetensors({"x": entry("F32", [-4], 0, 16)}, b"\0" * 16),
     "has the shape [True]": raw_safetensors({"x": entry("U8", [True], 0, 1)}, b"\0"),
     "expected up to 8": raw_safetensors({"x": entry("U8", [1] * 9, 0, 1)}, b"\0"),
+    "[0, 4611686018427387904]": raw_safetensors({"x": entry("F32", [0, 2**62], 0, 0)}),
     "9223372036854775808": raw_safetensors({"x": entry("U8", [2**63], 0, 1)}, b"\0"),
     "needs 16 bytes": raw_safetensors({"x": entry("F32", [4], 0, 15)}, b"\0" * 15),
     "is truncated": raw_safetensors({"x": GOOD}, b"\0" * 12),
