@@ -8,10 +8,21 @@ import re
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
+from dflash_jax.tools.declared import parsed
 from dflash_jax.tools.gemma4 import QUOTE
 from dflash_jax.tools.stops import overlap
 
 Reader = Generator[None, None, None]
+
+
+NO_WORD = re.compile(r"[^\w.:-]")
+MARKS = "\"'`"
+DEEPEST = 64  # lists and objects in each other
+
+
+def as_written(word: str) -> Any:
+    """What a bare word means as JSON, if it is any."""
+    return parsed(word, word)
 
 
 class Ended(Exception):
@@ -78,19 +89,25 @@ class Arriving:
 
     def until(self, marker: str) -> Generator[None, None, str]:
         """The text before a marker, which is taken too."""
-        while (at := self.buffer.find(marker)) < 0:
+        start = 0
+        while (at := self.buffer.find(marker, start)) < 0:
+            start = max(len(self.buffer) - len(marker) + 1, 0)
             yield from self.more()
         return self.take(at + len(marker))[:at]
 
     def before(self, ends: str) -> Generator[None, None, str]:
         """The text before the first of these characters, which stays."""
-        while not (places := [at for c in ends if (at := self.buffer.find(c)) >= 0]):
+        start = 0
+        while not (places := [at for c in ends if (at := self.buffer.find(c, start)) >= 0]):
+            start = len(self.buffer)
             yield from self.more()
         return self.take(min(places))
 
     def word(self) -> Generator[None, None, str]:
         """Letters, digits and `_.:-` up to anything else."""
-        while not (end := re.search(r"[^\w.:-]", self.buffer)):
+        at = 0
+        while not (end := NO_WORD.search(self.buffer, at)):
+            at = len(self.buffer)
             yield from self.more()
         return self.take(end.start())
 
@@ -132,24 +149,28 @@ class Arriving:
             raise NoCall from None
 
     def value(self, show: Callable[[str], None], *, unpack: bool = True) -> Reader:
-        """Shows a JSON value's text; an object that was written as a string is unpacked."""
+        """Shows a JSON value's text.
+
+        Args:
+          unpack: an object may be written as a string, and nothing stands for an empty one.
+        """
         first = yield from self.peek()
         if first == '"' and unpack:
             text = yield from self.string()
-            show(text if text.lstrip().startswith("{") else json.dumps(text))
+            written = not text.strip() or text.lstrip().startswith("{")
+            show((text.strip() or "{}") if written else json.dumps(text))
             return
         depth, quoted, at = 0, False, 0
         while True:
             while at >= len(self.buffer):
                 if first in '{["':
-                    show(self.take(at))
-                    at = 0
+                    piece = self.take(at)
+                    at -= len(piece)
+                    show(piece)
                 yield from self.more()
             c = self.buffer[at]
             if quoted:
                 if c == "\\":
-                    while at + 1 >= len(self.buffer):
-                        yield from self.more()
                     at += 1
                 quoted = c != '"'
             elif c == '"':
@@ -160,38 +181,53 @@ class Arriving:
                 depth -= 1
             scalar = first not in '{["'
             if scalar and (depth < 0 or c == "," or c.isspace()):
-                return show(self.take(at))
+                word = self.take(at)
+                return show("{}" if unpack and word == "null" else word)
             at += 1
             if not scalar and depth == 0 and not quoted:
                 return show(self.take(at))
 
-    def gemma_value(self, end: str = "}") -> Generator[None, None, Any]:
+    def key(self, sign: str) -> Generator[None, None, str]:
+        """A name, which may be quoted, and the sign behind it."""
+        first = yield from self.peek()
+        if first == "<":
+            yield from self.expect(QUOTE)
+            name = yield from self.until(QUOTE)
+        elif first in MARKS:
+            name = yield from self._quoted()
+        else:
+            name = (yield from self.before(sign + "<>{}[],\n")).strip()
+        yield from self.expect(sign)
+        return name
+
+    def gemma_value(
+        self, end: str = "}", read: Callable[[str], Any] = as_written, depth: int = 0
+    ) -> Generator[None, None, Any]:
         """A value in Gemma's notation; texts may stand in other quotes as well.
 
         Args:
           end: what ends a bare word, besides a comma.
+          read: what a bare word means.
         """
         first = yield from self.peek()
         if first == "<":
             yield from self.expect(QUOTE)
             return (yield from self.until(QUOTE))
-        if first in "\"'`":
+        if first in MARKS:
             return (yield from self._quoted())
         if first in "{[":
+            if depth > DEEPEST:
+                raise NoCall
             yield from self.character()
             items: dict[str, Any] = {}
             while (yield from self.peek()) not in "}]":
-                key = str(len(items)) if first == "[" else (yield from self.until(":")).strip()
-                items[key.strip("\"'`")] = yield from self.gemma_value("}]")
+                key = str(len(items)) if first == "[" else (yield from self.key(":"))
+                items[key] = yield from self.gemma_value("}]", depth=depth + 1)
                 if (yield from self.peek()) == ",":
                     yield from self.character()
             yield from self.character()
             return list(items.values()) if first == "[" else items
-        word = (yield from self.before("," + end)).strip()
-        try:
-            return json.loads(word)
-        except json.JSONDecodeError:
-            return word
+        return read((yield from self.before("," + end)).strip())
 
     def _quoted(self) -> Generator[None, None, str]:
         """A text between two marks of one kind; escapes are JSON's."""

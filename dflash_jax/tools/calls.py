@@ -1,12 +1,14 @@
 """Reads tool calls, each in its family's form, out of text that is still arriving."""
 
+import functools
 import json
+import string
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from dflash_jax.tools import slips
-from dflash_jax.tools.arriving import Arriving, NoCall, Reader
-from dflash_jax.tools.declared import Tool, typed
+from dflash_jax.tools.arriving import Arriving, NoCall, Reader, as_written
+from dflash_jax.tools.declared import Tool, kinds_of, typed
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Event
 from dflash_jax.tools.syntax import Syntax
 
@@ -32,7 +34,7 @@ class CallReader:
         """A call that begins with the marker, which was taken if it is a tag.
 
         Raises:
-          NoCall: it is none.
+          NoCall: it is none; it is text if a record of it is still kept.
           Ended: the output ended inside it.
         """
         self._live = False
@@ -62,7 +64,7 @@ class CallReader:
         """
         text = self._text
         yield from text.expect("{")
-        if (yield from text.string()) not in (tool.parameters.get("properties") or ()):
+        if (yield from text.string()) not in tool.properties:
             raise NoCall
         text.put_back()
         pieces: list[str] = []
@@ -76,9 +78,21 @@ class CallReader:
         self._done()
 
     def harmony(self, name: str) -> Reader:
-        """A call whose header named the tool."""
+        """A call whose header named the tool.
+
+        Raises:
+          NoCall: what follows is no object; it may be missing, though.
+        """
+        first = yield from self._text.peek()
+        if first == "<":
+            yield from self._text.one_of("<|", take=False)
+        elif first not in '{"':
+            raise NoCall
         self._begin(name)
-        yield from self._text.value(self._give)
+        if first == "<":
+            self._give("{}")
+        else:
+            yield from self._text.value(self._give)
         self._done()
 
     # -- forms --------------------------------------------------------------------------------
@@ -92,9 +106,12 @@ class CallReader:
         while True:
             key = yield from text.string()
             yield from text.expect(":")
-            if key == "name":
+            if key == "name" and not named:
                 named = True
-                self._begin((yield from text.string()))
+                name = yield from text.string()
+                if text.record is not None and name not in self._tools:
+                    raise NoCall
+                self._begin(name)
                 self._give(held)
             elif key in ARGUMENTS and not given:
                 pieces: list[str] = []
@@ -132,7 +149,10 @@ class CallReader:
 
     def _wrapped(self) -> Reader:
         """What stands in `<tool_call>`: JSON, a function, or a name with argument tags."""
-        match (yield from self._text.peek()):
+        first = yield from self._text.peek()
+        if first in "{[<":
+            self._text.drop_record()
+        match first:
             case "{":
                 yield from self._json()
             case "<":
@@ -144,9 +164,7 @@ class CallReader:
     def _argument_tags(self) -> Reader:
         """`NAME`, pairs of `<arg_key>` and `<arg_value>`, `</tool_call>`."""
         text = self._text
-        name = (yield from text.before("<")).strip()
-        if name not in self._tools:
-            raise NoCall
+        name = yield from text.before("<`" + string.whitespace)
         tag = yield from text.one_of("<arg_key>", "</tool_call>")
         self._begin(name)
         lead = "{"
@@ -163,12 +181,15 @@ class CallReader:
     def _function(self, *ends: str) -> Reader:
         """`NAME>` and parameter blocks, or `NAME(key=value, ...)`, and one of the ends."""
         text = self._text
-        name = (yield from text.before(">(")).strip()
-        self._begin(name)
-        if (yield from text.character()) == ">":
+        yield from text.peek()
+        name = yield from text.before(">(<`" + string.whitespace)
+        if (yield from text.one_of(">", "(")) == ">":
+            if name not in self._tools:  # then it may be text about such tags
+                yield from text.one_of("<parameter=", *ends, take=False)
+            self._begin(name)
             yield from self._parameters(name, ends)
             return
-        yield from self._pairs("=", ")")
+        yield from self._pairs(name, "=", ")")
         yield from text.one_of(*ends, ">")
         self._done()
 
@@ -210,8 +231,9 @@ class CallReader:
     def _gemma(self) -> Reader:
         """`call:NAME{key:value,...}`."""
         yield from self._text.expect("call:")
-        self._begin((yield from self._text.until("{")).strip())
-        yield from self._pairs(":", "}")
+        name = (yield from self._text.before("{<")).strip()
+        yield from self._text.expect("{")
+        yield from self._pairs(name, ":", "}")
         self._done()
 
     def _verb(self) -> Reader:
@@ -222,34 +244,40 @@ class CallReader:
         if name not in self._tools:
             raise NoCall
         yield from text.expect("{")
-        self._begin(name)
-        yield from self._pairs(":", "}")
+        yield from self._pairs(name, ":", "}")
         self._done()
 
-    def _pairs(self, between: str, end: str) -> Reader:
+    def _pairs(self, name: str, between: str, end: str) -> Reader:
         """Keys and values in Gemma's notation, and the end."""
-        text = self._text
+        text, tool = self._text, self._tools.get(name)
         lead = "{"
         while (yield from text.peek()) != end:
-            key = (yield from text.until(between)).strip().strip("\"'`")
-            value = yield from text.gemma_value(end)
+            key = yield from text.key(between)
+            if lead == "{":  # before, it may be text
+                self._begin(name)
+            known = functools.partial(typed, tool=tool, parameter=key)
+            value = yield from text.gemma_value(end, known if kinds_of(tool, key) else as_written)
             self._give(f"{lead}{_json(key)}: {_json(value)}")
             lead = ", "
             if (yield from text.peek()) == ",":
                 yield from text.character()
         yield from text.character()
+        if lead == "{":
+            self._begin(name)
         self._give("{}" if lead == "{" else "}")
 
     # -- events -------------------------------------------------------------------------------
 
     def _begin(self, name: str) -> None:
+        self._text.drop_record()
         self._live = name in self._tools
         if self._live:
             self._tell(CallBegun(self.count, name))
             self.count += 1
 
     def _give(self, text: str) -> None:
-        if self._live and text:
+        if self._live and text:  # halves of characters, which cannot be sent, as JSON's escapes
+            text = text.encode("utf-8", "backslashreplace").decode()
             self._tell(Arguments(self.count - 1, text))
 
     def _give_typed(self, lead: str, name: str, key: str, raw: str) -> None:

@@ -6,12 +6,21 @@ Chat completions nest a `function`, Responses are flat, Anthropic says `input_sc
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dflash_jax.errors import RequestError
 from dflash_jax.tools.syntax import Syntax
 
+KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
 SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 PREFERRED = "terminal"  # of several tools, the one an agent can do anything with
 
@@ -28,8 +37,13 @@ class Tool:
         """The first required parameter, else the first declared one."""
         required = self.parameters.get("required")
         names = [n for n in required if isinstance(n, str)] if isinstance(required, list) else []
-        properties = self.parameters.get("properties")
-        return next(iter(names or (properties if isinstance(properties, Mapping) else ())), None)
+        return next(iter(names or self.properties), None)
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """The parameters' schemas by name."""
+        found = self.parameters.get("properties")
+        return found if isinstance(found, Mapping) else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,30 +118,47 @@ def call_beginning(tools: Sequence[Tool], choice: Choice, syntax: Syntax) -> str
 
 def typed(text: str, tool: Tool | None, parameter: str) -> Any:
     """The value of an XML parameter, by the type its tool declares; a text if that fails."""
-    properties = tool.parameters.get("properties") if tool else None
-    schema = properties.get(parameter) if isinstance(properties, dict) else None
-    kinds = types_of(schema) if isinstance(schema, dict) else set()
+    kinds = kinds_of(tool, parameter)
     if text == "null":
         return None
     if not kinds or "string" in kinds:
         return text
+    if "boolean" in kinds and (word := text.strip().lower()) in ("true", "false"):
+        return word == "true"
+    return parsed(text, text)
+
+
+def parsed(text: str, otherwise: Any) -> Any:
+    """The value of a JSON text; something else where it is none, or none that may be written."""
     try:
-        return json.loads(text.lower() if "boolean" in kinds else text)
-    except json.JSONDecodeError:
-        return text
+        found = json.loads(text)
+        json.dumps(found, allow_nan=False)
+    except (ValueError, RecursionError):
+        return otherwise
+    return found
 
 
-def types_of(schema: dict[str, Any]) -> set[str]:
-    """Types a value may have by its JSON schema; empty if it does not say."""
-    return set(_types(schema))
+def kinds_of(tool: Tool | None, parameter: str) -> set[str]:
+    """Types that a tool's parameter may have; empty if its schema does not say."""
+    kinds: set[str] = set()
+    todo, met = [tool.properties.get(parameter)] if tool else [], set()
+    while tool and todo:
+        if not isinstance(schema := todo.pop(), Mapping):
+            continue
+        if (kind := schema.get("type")) is not None:
+            kinds.update(k for k in (kind if isinstance(kind, list) else [kind]) if type(k) is str)
+        elif isinstance(values := schema.get("enum"), list):
+            kinds.update(name for name, types in KINDS.items() for v in values if type(v) in types)
+        for word in ("anyOf", "oneOf", "allOf"):
+            todo += parts if isinstance(parts := schema.get(word), list) else ()
+        if isinstance(place := schema.get("$ref"), str) and place not in met:
+            met.add(place)
+            todo.append(_referred(tool.parameters, place))
+    return kinds
 
 
-def _types(schema: dict[str, Any]) -> Iterator[str]:
-    kind = schema.get("type")
-    kinds = kind if isinstance(kind, list) else [kind]
-    yield from (word for word in kinds if isinstance(word, str))
-    for word in ("anyOf", "oneOf"):
-        parts = schema.get(word)
-        for part in parts if isinstance(parts, list) else ():
-            if isinstance(part, dict):
-                yield from _types(part)
+def _referred(schema: Any, place: str) -> Any:
+    """What a reference such as #/$defs/NAME means."""
+    for step in place.removeprefix("#/").split("/"):
+        schema = schema.get(step) if isinstance(schema, Mapping) else None
+    return schema

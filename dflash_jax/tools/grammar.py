@@ -139,10 +139,9 @@ def _gemma4(tool: Tool, quote: Quote) -> str:
 
 def _parameters(tool: Tool) -> list[tuple[str, Any, bool]]:
     """Names, schemas and whether they are required, in the order of declaration."""
-    properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
+    required = tool.parameters.get("required")
     required = required if isinstance(required, list) else []
-    found = properties.items() if isinstance(properties, Mapping) else ()
-    return [(name, schema, name in required) for name, schema in found]
+    return [(name, schema, name in required) for name, schema in tool.properties.items()]
 
 
 def _choices(schema: Any) -> list[str]:

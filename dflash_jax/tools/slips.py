@@ -4,31 +4,23 @@ Models slip into each other's forms. All are read whatever the family, but only 
 declared tools; what has no tags of its own is text unless it is a call beyond doubt.
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dflash_jax.tools.declared import Tool, types_of
+from dflash_jax.tools.declared import KINDS, Tool, kinds_of, parsed
 
 OPENS = ("<tool_call>", "<function=", "<tool_code>")
+WORDS = ("<tool_call>", "<function=")  # of these, texts about tools may speak
 CLOSES = ("</tool_call>", "</function>", "</tool_code>")
 VERB = "call:"  # NAME{key: value}
 BARE = tuple(f'{{{space}"name"' for space in ("", " ", "\n", "\n  ", "\n    ", "\n\t"))
 FENCE = "```"
+LOOK_BACK = 80  # characters in which a line begins, if white space is all it has
 
 NEXT = re.compile(r"(?:(?<=\n)|^)<parameter=(?P<name>[^<>\n]+)>|</[^<>\s]+>")
 TAIL = re.compile(r"</[^<>\s]+>\s*(?:<[^<>\n]*)?\Z|<[^<>\n]*\Z")  # tags that may yet be such
 BEHIND = ("</tool_call>", "<tool_call>", "<function=")  # what may follow a call
-KINDS: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
 
 
 def untagged(tools: Mapping[str, Tool], taken: Sequence[str]) -> tuple[str, ...]:
@@ -41,33 +33,41 @@ def untagged(tools: Mapping[str, Tool], taken: Sequence[str]) -> tuple[str, ...]
     return (*BARE, VERB, *(tag for tag in tags if tag not in taken))
 
 
-def may_begin(marker: str, before: str) -> bool:
-    """Whether an untagged call may begin with this marker behind what was shown so far."""
-    if before.count(FENCE) % 2:
-        return False
-    if marker in BARE:
-        return before.rstrip(" \t")[-1:] in ("", "\n")
-    return marker != VERB or not re.search(r"[\w.:-]\Z", before)
+class Before:
+    """What was shown so far, as far as it tells whether an untagged call may begin behind it."""
+
+    def __init__(self) -> None:
+        self.blank = True  # nothing but white space
+        self._fenced = False  # inside a block of code
+        self._ticks = self._end = ""
+
+    def add(self, text: str) -> None:
+        self.blank = self.blank and not text.strip()
+        *fences, ticks = (self._ticks + text).split(FENCE)
+        self._fenced ^= len(fences) % 2 == 1
+        self._ticks, self._end = ticks[-2:], (self._end + text)[-LOOK_BACK:]
+
+    def allows(self, marker: str) -> bool:
+        """Whether an untagged call may begin with this marker here."""
+        if self._fenced:
+            return False
+        if marker in BARE:
+            return self._end.rstrip(" \t")[-1:] in ("", "\n")
+        return marker != VERB or not re.search(r"[\w.:-]\Z", self._end)
 
 
 def fits(tool: Tool, text: str) -> bool:
     """Whether a text is an object of the tool's arguments and nothing else can be meant."""
-    try:
-        found = json.loads(text)
-    except ValueError:
+    found = parsed(text, None)
+    if not (isinstance(found, dict) and found and found.keys() <= tool.properties.keys()):
         return False
-    known = tool.parameters.get("properties")
     required = tool.parameters.get("required")
-    if not (isinstance(found, dict) and found and isinstance(known, Mapping)):
+    if isinstance(required, list) and any(name not in [*found] for name in required):
         return False
-    missing = isinstance(required, list) and any(name not in found for name in required)
-    if missing or found.keys() - known.keys():
-        return False
-    return all(_is_a(value, known[name]) for name, value in found.items())
+    return all(_is_a(value, kinds_of(tool, name)) for name, value in found.items())
 
 
-def _is_a(value: Any, schema: Any) -> bool:
-    kinds = types_of(schema) if isinstance(schema, dict) else set()
+def _is_a(value: Any, kinds: Collection[str]) -> bool:
     if isinstance(value, bool):
         return not kinds or "boolean" in kinds
     return not kinds or any(isinstance(value, KINDS.get(kind, object)) for kind in kinds)
@@ -93,8 +93,7 @@ def unclosed(
       start: nothing before it is any end (`settled`).
       closed: where its closing tag stands; -1 if none came yet.
     """
-    known = tool.parameters.get("properties") if tool else None
-    names = set(known or ()) - set(given)
+    names = set(tool.properties if tool else ()) - set(given)
     last = closed if closed >= 0 else len(buffer)
     for found in NEXT.finditer(buffer, start, last):
         if found[0] in ends:

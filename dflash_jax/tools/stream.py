@@ -14,6 +14,7 @@ from dflash_jax.tools.arriving import Arriving, Ended, NoCall, Reader
 from dflash_jax.tools.calls import CallReader
 from dflash_jax.tools.declared import Tool
 from dflash_jax.tools.events import CallBegun, Content, Event, Thinking, joined
+from dflash_jax.tools.slips import Before
 from dflash_jax.tools.stops import Stops
 from dflash_jax.tools.syntax import Syntax
 
@@ -49,11 +50,11 @@ class OutputParser:
         self._syntax, self._tools = syntax, {tool.name: tool for tool in tools}
         self._text = Arriving()
         self._stops, self._slips = Stops(stop), slips
-        self._before: list[str] = []  # content as it was written
+        self._before = Before()  # the content as it was written
         self._events: list[Event] = []
         self._blank = ""  # white space that is content only if content follows
-        self._trim = False  # drop white space before the next content: a thought or call ended
         self.thinking = thinking and syntax is not None and syntax.thought is not None
+        self._trim = self.thinking  # drop white space: a thought began, or a thought or call ended
         self.calling = False  # a call is being read
         self.unfinished = False  # the output ended inside a call
         self._calls = CallReader(syntax, self._tools, self._text, self._tell_call)
@@ -118,7 +119,7 @@ class OutputParser:
             loose = slips.untagged(self._tools, (*around, *opens))
         while True:
             if self.thinking and thought:
-                marker = yield from text.flow((thought.closing,), self._show)
+                marker = yield from text.flow(around, self._show)
             else:
                 if loose and (yield from self._whole()):
                     return
@@ -126,14 +127,17 @@ class OutputParser:
             if marker is None:
                 self._show_held("")
                 return
+            if thought and self.thinking and marker == thought.opening and not self._trim:
+                self._show(marker)
+                continue
             bare = marker in loose or not marker.startswith("<")
             if not bare:
                 self._show_held(marker if marker in around else "")
             if thought and marker in around:
                 self.thinking, self._trim = marker == thought.opening, True
             elif marker in opens:
-                yield from self._call(marker, bare=bare)
-            elif marker in loose and slips.may_begin(marker, "".join(self._before)):
+                yield from self._call(marker, [tag for tag in opens if tag[0] == "<"], bare=bare)
+            elif marker in loose and self._before.allows(marker):
                 yield from self._call(marker, bare=True)
             elif marker in loose:
                 self._show(marker)
@@ -159,31 +163,37 @@ class OutputParser:
                 yield from text.flow(HARMONY_ENDS, _ignore)
                 self.calling = False
 
-    def _call(self, marker: str, *, bare: bool) -> Reader:
-        """One call; what is none is dropped to its closing tag, or shown if it has no tags."""
+    def _call(self, marker: str, opens: Sequence[str] = (), *, bare: bool) -> Reader:
+        """One call; what is none is text, or dropped to the next tag if only a call begins so."""
         assert self._syntax is not None
-        text, before = self._text, self.calls
+        text = self._text
         self.calling = True
-        if bare:
+        if bare or marker in slips.WORDS:
             text.buffer = marker + text.buffer
             text.keep_record()
+            text.take(0 if bare else len(marker))
         try:
             yield from self._calls.read(marker)
             self._trim = True
-            self._before.append("\n")
+            self._before.add("\n")
         except (NoCall, Ended) as reason:
-            if bare and self.calls == before:
+            if text.record is not None and (bare or isinstance(reason, NoCall)):
+                text.put_back()
+                text.drop_record()
                 self.calling = False
-                self._show(text.drop_record())
+                self._show(text.take(len(marker)))
             elif isinstance(reason, Ended):
+                text.drop_record()
                 raise
             else:
-                yield from text.flow((*self._syntax.closes, *slips.CLOSES), _ignore)
+                tag = yield from text.flow((*opens, *self._syntax.closes, *slips.CLOSES), _ignore)
+                if tag and tag in opens:
+                    text.buffer = tag + text.buffer
         self.calling = False
 
     def _whole(self) -> Generator[None, None, bool]:
         """Whether the output was nothing but the arguments of the only tool."""
-        if len(self._tools) > 1 or self.calls or "".join(self._before).strip():
+        if len(self._tools) > 1 or self.calls or not self._before.blank:
             return False
         [tool] = self._tools.values()
         self._text.keep_record()
@@ -197,13 +207,12 @@ class OutputParser:
     def _tell_call(self, event: Event) -> None:
         if isinstance(event, CallBegun):
             self._show_held("")
-            self._text.drop_record()
             self._blank = ""
         self._events.append(event)
 
     def _show(self, text: str) -> None:
         if not self.thinking:
-            self._before.append(text)
+            self._before.add(text)
         if self._trim:
             text = text.lstrip()
             self._trim = not text

@@ -6,7 +6,16 @@ import pytest
 
 from dflash_jax.errors import RequestError
 from dflash_jax.tools import SYNTAXES
-from dflash_jax.tools.declared import Choice, Tool, call_beginning, choice_of, tools_of
+from dflash_jax.tools.declared import (
+    Choice,
+    Tool,
+    call_beginning,
+    choice_of,
+    parsed,
+    tools_of,
+    typed,
+)
+from dflash_jax.tools.stream import OutputParser
 
 XML = SYNTAXES["qwen_xml"]
 OPEN = "\n<function="
@@ -90,3 +99,71 @@ def test_schemas_keep_their_order_and_choices_compare() -> None:
     assert tools_of([TERMINAL]) == (Tool("terminal", TERMINAL["function"]["parameters"]),)
     assert choice_of(named("a"), tools_of([A])) == Choice("named", "a")
     assert tools_of("text") == ()
+
+
+SCHEMA: dict[str, Any] = {
+    "$defs": {
+        "Place": {"properties": {"x": {"type": "number"}}, "type": "object"},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "integer"}]},
+    },
+    "properties": {
+        "text": {"type": "string"},
+        "any": {},
+        "place": {"$ref": "#/$defs/Place"},
+        "inner": {"allOf": [{"$ref": "#/$defs/Place"}], "description": "where"},
+        "loop": {"$ref": "#/$defs/Loop"},
+        "lost": {"$ref": "#/$defs/Nothing"},
+        "some": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "level": {"enum": [1, 2]},
+        "word": {"enum": ["1", "2"]},
+        "odd": {"type": ["boolean", "object"]},
+        "number": {"type": "number"},
+        "either": {"type": ["string", "integer"]},
+        "strange": {"type": [["integer"], {}], "anyOf": 3, "enum": 3},
+        "stranger": 3,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("parameter", "text", "value"),
+    [
+        ("text", "12", "12"),
+        ("either", "12", "12"),
+        ("any", "12", "12"),
+        ("unknown", "12", "12"),
+        ("place", '{"x": 1}', {"x": 1}),
+        ("inner", '{"x": 1}', {"x": 1}),
+        ("loop", "12", 12),
+        ("lost", "12", "12"),
+        ("some", "12", 12),
+        ("some", "null", None),
+        ("level", "1", 1),
+        ("word", "1", "1"),
+        ("odd", "True", True),
+        ("odd", '{"A": "B"}', {"A": "B"}),
+        ("strange", "1", "1"),
+        ("stranger", "1", "1"),
+        *[("number", text, text) for text in ("NaN", "-Infinity", "1e999", "9" * 5000, "x")],
+        ("place", "[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_a_text_becomes_the_value_its_schema_asks_for(
+    parameter: str, text: str, value: object
+) -> None:
+    assert typed(text, Tool("f", SCHEMA), parameter) == value
+
+
+def test_what_cannot_be_written_as_json_is_not_read_as_json() -> None:
+    for text in ("NaN", "[Infinity]", "9" * 5000, "[" * 100_000, "x", ""):
+        assert parsed(text, None) is None
+    assert parsed('{"a": [1.5]}', None) == {"a": [1.5]}
+
+
+def test_schemas_that_are_none_do_no_harm() -> None:
+    for schema in ({"properties": 3}, {"properties": ["a"], "required": [["a"], {}]}):
+        declared = tools_of([{"name": "a", "parameters": schema}])
+        assert call_beginning(declared, Choice("auto"), XML) == OF_A
+        assert typed("1", declared[0], "a") == "1"
+        parser = OutputParser(XML, declared)
+        assert parser.push('{"a": 1}') + parser.finish()

@@ -114,9 +114,17 @@ def test_an_undeclared_tool_is_neither_called_nor_shown(family: str) -> None:
 
 
 def test_json_that_is_no_call_is_content_where_calls_have_no_tags() -> None:
-    for raw in ('{"name": "Ann", "age": 3}', '{"name": 3}', '{"name": "read", x', 'a {"name"'):
-        assert read("llama", [raw])[1].replace(" ", "") in (raw.replace(" ", ""), "")
-    assert read("llama", ['{"name": 3}'])[1] == '{"name": 3}'
+    for raw in (
+        '{"name": "Ann", "age": 3}',
+        'So: {"name": "Ann", "age": 3}, and so on',
+        '{"name": "other", "parameters": {"path": "x"}}',
+        '{"name": 3}',
+        'a {"name"',
+    ):
+        for step in (1, 1000):
+            found = read("llama", [raw[i : i + step] for i in range(0, len(raw), step)])
+            assert found == ("", raw, [], False)
+    assert read("llama", ['{"name": "read", x'])[1] == ""
 
 
 def test_arguments_arrive_while_they_are_written() -> None:
@@ -406,3 +414,124 @@ def test_of_a_long_value_only_the_end_is_looked_at_again() -> None:
         ("code\n<parameter=pa", "<parameter=pa"),
     ):
         assert value[slips.settled(value, 0) :] == again
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+def test_text_about_tags_is_text(step: int) -> None:
+    for raw in (
+        "Write `<tool_call>` before it, then go on.",
+        "The <tool_call> tag\n\nhas a name in it (at times).",
+        "Use <function=NAME> and blocks, or `<function=` alone.",
+    ):
+        for family in ("hermes", "qwen_xml", "gemma4"):
+            found = read(family, [raw[i : i + step] for i in range(0, len(raw), step)])
+            assert found == ("", raw, [], False), (family, raw)
+    raw = "See `<tool_call>`. STOP here"
+    assert stopped("hermes", raw, ["STOP"], step)[0][1] == "See `<tool_call>`. "
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("family", "before"),
+    [
+        ("hermes", "<tool_call>\n"),
+        ("hermes", '<tool_call>\n{"name": bad\n'),
+        ("hermes", '<tool_call>\n{"name": bad}\n</tool_call>\n'),
+        ("hermes", '{"name": "a\n'),
+        ("qwen_xml", "<tool_call>\n"),
+        ("qwen_xml", "<tool_call>\n<function=other>\nbad\n"),
+        ("gemma4", "<|tool_call>call:read{path<tool_call|>"),
+        ("gemma4", "<|tool_call>call:read<tool_call|>"),
+        ("gemma4", "<|tool_call>call:read{<tool_call|>"),
+    ],
+)
+def test_a_call_behind_a_broken_one_is_read(family: str, before: str, step: int) -> None:
+    raw = before + SYNTAXES[family].render(*READ)
+    _, content, calls, unfinished = read(
+        family, [raw[i : i + step] for i in range(0, len(raw), step)]
+    )
+    assert [call for call in calls if call[2]] == [(*READ, True)]
+    assert (content, unfinished) == ('{"name": "a' if before[0] == "{" else "", False)
+
+
+def test_arguments_are_one_json_object_whatever_stands_in_them() -> None:
+    for raw, arguments in (
+        ('<tool_call>{"name": "stop", "arguments": null}</tool_call>', {}),
+        ('<tool_call>{"name": "stop", "arguments": ""}</tool_call>', {}),
+        ('<tool_call>{"name": "stop", "name": "read", "arguments": {}}</tool_call>', {}),
+        ("call:stop{a:NaN,b:1e999,c:[-Infinity]}", {"a": "NaN", "b": "1e999", "c": ["-Infinity"]}),
+        (f"call:stop{{a:{'9' * 5000}}}", {"a": "9" * 5000}),
+        ("call:read{path:1.10,count:3}", {"path": "1.10", "count": 3}),
+        ('call:stop{<|"|>a:b<|"|>:{"c d:e": 1}}', {"a:b": {"c d:e": 1}}),
+        ('call:stop{a:"\\ud800"}', {"a": "\ud800"}),
+        (
+            '<tool_call>{"name": "stop", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>',
+            {"a": "\ud800"},
+        ),
+    ):
+        for family in ("hermes", "gemma4"):
+            parser = OutputParser(SYNTAXES[family], TOOLS)
+            events = [event for c in raw for event in parser.push(c)]
+            assert [type(e) for e in events if not isinstance(e, Arguments)] == [
+                CallBegun,
+                CallDone,
+            ]
+            text = "".join(e.text for e in events if isinstance(e, Arguments))
+            text.encode()  # as whoever sends it does
+            assert json.loads(text, parse_constant=float) == arguments, raw
+
+
+def test_harmonys_arguments_may_be_missing() -> None:
+    begun = SYNTAXES["harmony"].begin("stop", None)
+    answer = "<|start|>assistant<|channel|>final<|message|>ok"
+    assert read("harmony", list(begun + "<|call|>"))[2] == [("stop", {}, True)]
+    assert read("harmony", list(f"{begun}a b<|end|>{answer}")) == ("", "ok", [], False)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', "{a:"])
+def test_deep_nesting_ends_in_no_call_and_in_no_error(opening: str) -> None:
+    deep = opening * 20_000
+    for family in SYNTAXES:
+        for head in (
+            "call:read{path:",
+            "<|tool_call>call:read{path:",
+            "<function=read(path=",
+            '<tool_call>{"name": "read", "arguments": ',
+            '{"name": "read", "parameters": ',
+        ):
+            calls = read(family, [head, deep])[2]
+            assert not [call for call in calls if call[2]]
+    raw = f"<function=read>\n<parameter=path>\n{deep}\n</parameter>\n</function>"
+    listed = [Tool("read", {"properties": {"path": {"type": "array"}}})]
+    assert read("qwen_xml", [raw], tools=listed)[2] == [("read", {"path": deep}, True)]
+
+
+def test_what_was_written_of_a_text_is_given_however_it_was_cut() -> None:
+    raw = '<tool_call>{"name": "read", "arguments": {"path": "a\\'
+    assert read_lenient("hermes", [raw]) == read_lenient("hermes", list(raw))
+
+
+def test_a_thought_that_is_opened_twice() -> None:
+    for step in (1, 1000):
+        for raw, thoughts in (
+            ("<think>\nhm</think>ok", "hm"),
+            ("\n <think>hm</think>ok", "hm"),
+            ("hm <think> or so</think>ok", "hm <think> or so"),
+        ):
+            pieces = [raw[i : i + step] for i in range(0, len(raw), step)]
+            assert read("hermes", pieces, thinking=True)[:2] == (thoughts, "ok")
+
+
+def test_fences_and_lines_are_counted_however_text_is_cut() -> None:
+    text = "a\n``" + "`json\n" + "x" * 200 + "\n"
+    for step in (1, 2, 3, 1000):
+        before = slips.Before()
+        for i in range(0, len(text), step):
+            before.add(text[i : i + step])
+        assert not before.allows(slips.BARE[0])
+        before.add("``")
+        before.add("`\n")
+        assert before.allows(slips.BARE[0])
+        before.add("call")
+        assert not before.allows(slips.VERB)
+        assert not before.blank
