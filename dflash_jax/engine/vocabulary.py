@@ -37,6 +37,7 @@ def words_of(
     return Words(
         text=tokenizer.raw,
         syntax=syntax,
+        tools=declared,
         hidden=_hidden(tokenizer, syntax),
         prefix=_ids(tokenizer, beginning or ""),
         close=_ids(tokenizer, close),

@@ -27,7 +27,7 @@ def _state(syntax: Syntax, text: str) -> CallState:
     start = text.find("{", begun)
     try:
         json.JSONDecoder().raw_decode(text, start if start >= 0 else len(text))
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return CallState.OPEN
     return CallState.COMPLETE
 

@@ -4,7 +4,6 @@ import enum
 
 from dflash_jax.engine.recovery.settings import ROOM_FOR_CALL, Recovery
 from dflash_jax.engine.recovery.words import Ids, Words
-from dflash_jax.tools.syntax import CallState
 
 LOOK_BACK = 32  # ids whose text shows whether a preamble was the last thing said
 ID_LOOK_BACK = 17
@@ -56,7 +55,7 @@ def is_stalled(ids: Ids, recovery: Recovery, words: Words) -> bool:
         if by_ids
         else ends_on_colon(words.text(ids[-LOOK_BACK:]))
     )
-    return ends and not just_said(ids, words.skip) and words.calls(ids) is CallState.NONE
+    return ends and not just_said(ids, words.skip) and not words.has_called(ids)
 
 
 def ends_on_colon(text: str) -> bool:

@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Callable
 
-from dflash_jax.tools.syntax import CallState, Syntax
+from dflash_jax.tools.declared import Tool
+from dflash_jax.tools.stream import OutputParser
+from dflash_jax.tools.syntax import Syntax
 
 Ids = tuple[int, ...]
 
@@ -14,6 +16,7 @@ class Words:
 
     Attributes:
       text: raw text of ids, special tokens written out.
+      tools: the declared ones.
       hidden: ids a caller never sees: special tokens but for those around thoughts.
       prefix: the beginning of a tool call to dictate; empty where none may be dictated.
       close: what ends a thought that has to end.
@@ -24,6 +27,7 @@ class Words:
 
     text: Callable[[Ids], str] = lambda ids: ""
     syntax: Syntax | None = None
+    tools: tuple[Tool, ...] = ()
     hidden: frozenset[int] = frozenset()
     prefix: Ids = ()
     close: Ids = ()
@@ -42,9 +46,12 @@ class Words:
             return False
         return thought.is_open(self.text(ids), inside=self.inside_thought)
 
-    def calls(self, ids: Ids) -> CallState:
-        """Where the output so far stands with its tool calls."""
-        return self.syntax.call_state(self.text(ids)) if self.syntax else CallState.NONE
+    def has_called(self, ids: Ids) -> bool:
+        """Whether the output so far began a tool call, in its family's form or another's."""
+        parser = OutputParser(self.syntax, self.tools, thinking=self.inside_thought)
+        parser.push(self.text(ids))
+        parser.finish()
+        return parser.calls > 0 or parser.unfinished
 
 
 SILENT = Words()

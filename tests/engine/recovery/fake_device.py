@@ -20,12 +20,13 @@ from dflash_jax.engine.controller import (
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.tools import SYNTAXES
+from dflash_jax.tools.declared import Tool
 
 EOS, CHAT_EOS, COLON = 2, 3, 58
 STOPS = frozenset({EOS, CHAT_EOS})
 PREFIX = (900, 901, 902)
 BEST = 77  # what the target says where an end token is masked
-THINK, END_THINK, FUNCTION, END_FUNCTION = 60, 61, 62, 63
+THINK, END_THINK, FUNCTION, END_FUNCTION, SLIP, MENTION = 60, 61, 62, 63, 64, 65
 SPECIAL = 70  # hidden from callers
 TEXTS = {
     COLON: ":",
@@ -34,13 +35,16 @@ TEXTS = {
     46: ".",
     THINK: "<think>",
     END_THINK: "</think>",
-    FUNCTION: "<function=",
+    FUNCTION: "<function=w>",
     END_FUNCTION: "</function>",
+    SLIP: "\ncall:w{}",
+    MENTION: "`<tool_call>`",
     900: "\n<function=",
 }
 WORDS = Words(
     text=lambda ids: "".join(TEXTS.get(i, "w") for i in ids),
     syntax=SYNTAXES["qwen_xml"],
+    tools=(Tool("w", {}),),
     hidden=frozenset({SPECIAL}),
     prefix=PREFIX,
     skip=(50, 51),
