@@ -7,11 +7,12 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from dflash_jax.tools.declared import Choice, Tool
+from dflash_jax.tools.declared import Choice, Tool, kinds_of
 from dflash_jax.tools.gemma4 import QUOTE
 from dflash_jax.tools.syntax import Syntax
 
 Quote = Callable[[str], str]
+DEFINITIONS = ("$defs", "definitions")  # where a schema's references point
 SPACE = r"( |\n {0,16})?"  # between JSON's symbols: a model may not dwell on it for ever
 
 
@@ -101,18 +102,19 @@ def _harmony(tool: Tool, quote: Quote) -> str:
 
 
 def _xml(tool: Tool, quote: Quote) -> str:
-    def value(schema: Any) -> str:
+    end = quote("\n</parameter>\n")
+    shared = {key: tool.parameters[key] for key in DEFINITIONS if key in tool.parameters}
+
+    def value(name: str, schema: Any) -> str:
         if texts := _choices(schema):
-            return "(" + " | ".join(map(quote, texts)) + ") " + quote("\n</parameter>\n")
-        if isinstance(schema, Mapping) and schema.get("type", "string") != "string":
-            return (
-                f"%json {json.dumps(bounded(schema))} {quote(chr(10) + '</parameter>' + chr(10))}"
-            )
-        return "parameter"
+            return "(" + " | ".join(map(quote, texts)) + f") {end}"
+        if "string" in (kinds_of(tool, name) or ("string",)):  # read back as it is written
+            return "parameter"
+        return f"%json {json.dumps(bounded(shared | schema))} {end}"
 
     blocks = []
     for name, schema, required in _parameters(tool):
-        block = f"{quote(f'<parameter={name}>' + chr(10))} {value(schema)}"
+        block = f"{quote(f'<parameter={name}>' + chr(10))} {value(name, schema)}"
         blocks.append(block if required else f"({block})?")
     head = f"<tool_call>\n<function={tool.name}>\n"
     return " ".join([quote(head), *blocks, quote("</function>\n</tool_call>")])

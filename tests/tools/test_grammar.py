@@ -10,7 +10,9 @@ from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import SYNTAXES
 from dflash_jax.tools.declared import Choice, Tool
+from dflash_jax.tools.events import Arguments
 from dflash_jax.tools.grammar import behind_thought, call_grammar
+from dflash_jax.tools.stream import OutputParser
 
 llguidance = pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -155,6 +157,30 @@ def test_arguments_have_the_declared_types(tokenizer: Tokenizer, family: str) ->
         assert matches(tokenizer, grammar, text), text
     for wrong in ({"lines": 12}, good | {"lines": "x"}, good | {"mode": "q"}):
         assert not matches(tokenizer, grammar, said(family, wrong)), wrong
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "array", "items": {"$ref": "#/$defs/Item"}}, [{"x": 1}]),
+        ({"$ref": "#/$defs/Item"}, {"x": 1}),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 3),
+        ({"type": ["string", "null"]}, "x"),
+        ({"enum": [1, 2]}, 2),
+    ],
+)
+def test_what_a_grammar_demands_is_what_the_parser_reads(
+    tokenizer: Tokenizer, family: str, schema: dict, value: object
+) -> None:
+    item = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    tool = Tool("read", {"$defs": {"Item": item}, "properties": {"a": schema}, "required": ["a"]})
+    text = said(family, {"a": value})
+    grammar = call_grammar(SYNTAXES[family], [tool], Choice("required"), SPECIALS)
+    assert matches(tokenizer, grammar, text)
+    events = OutputParser(SYNTAXES[family], [tool], slips=False).push(text)
+    written = "".join(event.text for event in events if isinstance(event, Arguments))
+    assert json.loads(written) == {"a": value}
 
 
 def said(family: str, arguments: dict) -> str:
