@@ -1,5 +1,6 @@
 """Text of a growing output, cut before the first stop string."""
 
+import collections
 from collections.abc import Sequence
 
 from dflash_jax.tokenizer import Tokenizer
@@ -30,7 +31,8 @@ class OutputText:
         self._stops = Stops(stop)
         self._held = ""
         self._parser: OutputParser | None = None
-        self._lengths: list[tuple[int, int]] = []  # of every token's text, with marks and without
+        self._lengths: collections.deque[tuple[int, int]] = collections.deque()  # see `_outside`
+        self._marks = self._shown = 0  # their sums
         syntax = syntax_of(tokenizer.template) if tokenizer and tools and stop else None
         if tokenizer and syntax:
             self._marked = tokenizer.showing(syntax.markers(calls=True)).stream()
@@ -76,13 +78,16 @@ class OutputText:
 
     def _outside(self, marked: str, new: str, parser: OutputParser) -> str:
         """The text of which the parser knows that it stands before any stop string."""
-        self._lengths.append((len(marked), len(new)))
+        self._lengths.append((len(marked), len(new)))  # of a token's text, with marks and without
+        self._marks, self._shown = self._marks + len(marked), self._shown + len(new)
         left, keep = parser.waiting, 0
-        for length, shown in reversed(self._lengths):
-            if left <= 0:
+        while self._lengths:
+            length, shown = self._lengths[0]
+            if self._marks - length < left:  # the first token of which something waits
+                keep = self._shown - shown + min(left - self._marks + length, shown)
                 break
-            keep += min(left, shown)
-            left -= length
+            self._marks, self._shown = self._marks - length, self._shown - shown
+            self._lengths.popleft()
         pending = self._held + new
         given = pending[: max(len(pending) - keep, 0)]
         self._held = pending[len(given) :]

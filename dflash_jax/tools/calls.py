@@ -73,6 +73,7 @@ class CallReader:
             yield
         if text.buffer.strip() or not slips.fits(tool, "".join(pieces)):
             raise NoCall
+        text.take(len(text.buffer))
         self._begin(tool.name)
         self._give("".join(pieces).strip())
         self._done()

@@ -1,6 +1,7 @@
 """Text of a growing output: whole characters, stop strings over any chunk borders."""
 
 import itertools
+import time
 
 import pytest
 import tokenizers
@@ -130,3 +131,20 @@ def test_stop_strings_do_not_act_in_calls_of_declared_tools(width: int) -> None:
     assert said("</think>", tools) == ("\nhm\n", True)
     ids = tokenizer.encode(f"So call:{call}", specials=False)
     assert said("all:", tools) == ("So c", True)  # known once a mark shows that it is no call
+
+
+def test_a_long_text_that_may_be_a_call_is_held_in_linear_time() -> None:
+    tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
+    assert tokenizer is not None
+    read = Tool("read", {"properties": {"path": {"type": "string"}}})
+    call = '{"path": "x"}\n'
+    output = OutputText(tokenizer, ["STOP"], [read])
+    assert output.push(tokenizer.encode(call, specials=False)) + output.finish() == call
+    text = '{"path": "' + "ab " * 10_000 + "STOP"
+    output, ids = OutputText(tokenizer, ["STOP"], [read]), tokenizer.encode(text, specials=False)
+    began = time.process_time()
+    shown = [output.push([token]) for token in ids]
+    assert time.process_time() - began < 5
+    assert shown == [""] * len(ids)
+    assert output.finish() == text.removesuffix("STOP")
+    assert output.stopped_by == "STOP"
