@@ -149,7 +149,7 @@ class Arriving:
             raise NoCall from None
 
     def value(self, show: Callable[[str], None], *, unpack: bool = True) -> Reader:
-        """Shows a JSON value's text.
+        """Shows a JSON value's text, its lines and tabs as JSON writes them.
 
         Args:
           unpack: an object may be written as a string, and nothing stands for an empty one.
@@ -172,6 +172,10 @@ class Arriving:
             if quoted:
                 if c == "\\":
                     at += 1
+                elif c < " " and first == "{" and self.record is None:  # JSON has it escaped
+                    c = json.dumps(c)[1:-1]
+                    self.buffer = self.buffer[:at] + c + self.buffer[at + 1 :]
+                    at += len(c) - 1
                 quoted = c != '"'
             elif c == '"':
                 quoted = True
@@ -180,7 +184,7 @@ class Arriving:
             elif c in "}]":
                 depth -= 1
             scalar = first not in '{["'
-            if scalar and (depth < 0 or c == "," or c.isspace()):
+            if scalar and (depth < 0 or c in ",<" or c.isspace()):
                 word = self.take(at)
                 return show("{}" if unpack and word == "null" else word)
             at += 1

@@ -210,6 +210,7 @@ def read_lenient(family: str, pieces: Sequence[str]) -> list[Event]:
     [
         ('{"name": "read", "arguments": {"path": "a"}\n', {"path": "a"}),  # a brace is missing
         ('{"name": "stop"}', {}),
+        ('{"name": "stop", "arguments": null', {}),
         ('{"name": "read", "arguments": {"path": "a"}, "arguments": {"path": "b"}}', {"path": "a"}),
     ],
 )
@@ -461,6 +462,10 @@ def test_arguments_are_one_json_object_whatever_stands_in_them() -> None:
         ('<tool_call>{"name": "stop", "name": "read", "arguments": {}}</tool_call>', {}),
         ("call:stop{a:NaN,b:1e999,c:[-Infinity]}", {"a": "NaN", "b": "1e999", "c": ["-Infinity"]}),
         (f"call:stop{{a:{'9' * 5000}}}", {"a": "9" * 5000}),
+        (
+            '<tool_call>{"name": "stop", "arguments": {"a\tb":\n"c\n\\\\\nd\x00"}}</tool_call>',
+            {"a\tb": "c\n\\\nd\0"},
+        ),
         ("call:read{path:1.10,count:3}", {"path": "1.10", "count": 3}),
         ('call:stop{<|"|>a:b<|"|>:{"c d:e": 1}}', {"a:b": {"c d:e": 1}}),
         ('call:stop{a:"\\ud800"}', {"a": "\ud800"}),
