@@ -1,8 +1,8 @@
 """Splits a growing output into thoughts, content and tool calls; nothing given is taken back.
 
 A call's name is given as soon as it is complete, its arguments as pieces of JSON as they are
-written (XML and Gemma calls: value by value). Markup is never shown, nor is a call of a tool
-that was not declared.
+written (XML and Gemma calls: value by value). Markup is not shown unless a text is about it, nor
+is a call in tags of a tool that was not declared.
 """
 
 import contextlib
