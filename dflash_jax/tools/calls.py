@@ -84,16 +84,13 @@ class CallReader:
         Raises:
           NoCall: what follows is no object; it may be missing, though.
         """
-        first = yield from self._text.peek()
-        if first == "<":
-            yield from self._text.one_of("<|", take=False)
-        elif first not in '{"':
-            raise NoCall
-        self._begin(name)
-        if first == "<":
-            self._give("{}")
-        else:
+        if (yield from self._text.peek()) in '{"':
+            self._begin(name)
             yield from self._text.value(self._give)
+        else:
+            yield from self._text.one_of("<|", "null", take=False)
+            self._begin(name)
+            self._give("{}")
         self._done()
 
     # -- forms --------------------------------------------------------------------------------

@@ -47,6 +47,11 @@ class Before:
         self._fenced ^= len(fences) % 2 == 1
         self._ticks, self._end = ticks[-2:], (self._end + text)[-LOOK_BACK:]
 
+    @property
+    def within_object(self) -> bool:
+        """Whether what follows is the value of a JSON object's key."""
+        return re.search(r'"\s*:\s*\Z', self._end) is not None
+
     def allows(self, marker: str) -> bool:
         """Whether an untagged call may begin with this marker here."""
         if self._fenced:

@@ -135,11 +135,11 @@ class OutputParser:
                 self._show_held(marker if marker in around else "")
             if thought and marker in around:
                 self.thinking, self._trim = marker == thought.opening, True
-            elif marker in opens:
+            elif marker in opens and not (bare and self._before.within_object):
                 yield from self._call(marker, [tag for tag in opens if tag[0] == "<"], bare=bare)
             elif marker in loose and self._before.allows(marker):
                 yield from self._call(marker, bare=True)
-            elif marker in loose:
+            elif bare:
                 self._show(marker)
 
     def _harmony(self) -> Reader:

@@ -118,6 +118,7 @@ def test_json_that_is_no_call_is_content_where_calls_have_no_tags() -> None:
         '{"name": "Ann", "age": 3}',
         'So: {"name": "Ann", "age": 3}, and so on',
         '{"name": "other", "parameters": {"path": "x"}}',
+        '{"name": "other", "parameters": {"tool": {"name": "read"}}}',
         '{"name": 3}',
         'a {"name"',
     ):
@@ -489,7 +490,8 @@ def test_arguments_are_one_json_object_whatever_stands_in_them() -> None:
 def test_harmonys_arguments_may_be_missing() -> None:
     begun = SYNTAXES["harmony"].begin("stop", None)
     answer = "<|start|>assistant<|channel|>final<|message|>ok"
-    assert read("harmony", list(begun + "<|call|>"))[2] == [("stop", {}, True)]
+    for written in ("", "null", "{}"):
+        assert read("harmony", list(f"{begun}{written}<|call|>"))[2] == [("stop", {}, True)]
     assert read("harmony", list(f"{begun}a b<|end|>{answer}")) == ("", "ok", [], False)
 
 
