@@ -30,9 +30,9 @@ KINDS: dict[str, dict[str, Any]] = {
     ("kind", "dtype"),
     [
         ("dflash2", "float32"),
-        pytest.param("dspark", "bfloat16", marks=pytest.mark.optimised),
+        ("dspark", "float32"),
+        pytest.param("dspark", "bfloat16", marks=[pytest.mark.optimised, pytest.mark.soak]),
         pytest.param("dflash2", "bfloat16", marks=pytest.mark.soak),
-        pytest.param("dspark", "float32", marks=pytest.mark.soak),
     ],
 )
 def test_speculative_tokens_are_the_plain_ones(kind: str, dtype: str) -> None:

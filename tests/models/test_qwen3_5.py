@@ -322,7 +322,6 @@ def test_chunks_of_any_size_prefill_the_same_state() -> None:
         np.testing.assert_allclose(cache.inputs, found[0][1].inputs, atol=2e-5)
 
 
-@pytest.mark.optimised
 @pytest.mark.parametrize("engine", [("float32", PAIR)], indirect=True, ids=["float32"])
 def test_inexact_plans_commit_from_factors_and_agree_in_float32(engine: Engine) -> None:
     given, plan = prompt_of(20), dataclasses.replace(engine.plan, exact=False)
