@@ -12,18 +12,11 @@ from dflash_jax.engine.recovery import Recovery
 from dflash_jax.engine.result import Result
 from dflash_jax.errors import RequestError
 from dflash_jax.tools import CallState, Syntax, syntax_of
-from dflash_jax.tools.declared import Tool, tools_of
+from dflash_jax.tools.declared import Tool, kinds_of, tools_of
+from dflash_jax.tools.slips import is_a
 
 CLASSES = ("empty", "tool call", "prose", "bounded length")
 _HERMES_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,13 +152,9 @@ def _fits(call: dict[str, Any], tools: Sequence[Tool]) -> bool:
     arguments = call.get("arguments")
     if tool is None or not isinstance(arguments, dict):
         return False
-    properties = tool.parameters.get("properties", {})
-    if not set(tool.parameters.get("required", ())) <= set(arguments) <= set(properties):
+    if not set(tool.parameters.get("required", ())) <= set(arguments) <= set(tool.properties):
         return False
-    return all(
-        isinstance(value, _TYPES.get(properties[key].get("type"), (object,)))
-        for key, value in arguments.items()
-    )
+    return all(is_a(value, kinds_of(tool, key)) for key, value in arguments.items())
 
 
 def table(played: Iterable[Played]) -> list[dict[str, Any]]:

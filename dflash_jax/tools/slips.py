@@ -69,10 +69,11 @@ def fits(tool: Tool, text: str) -> bool:
     required = tool.parameters.get("required")
     if isinstance(required, list) and any(name not in [*found] for name in required):
         return False
-    return all(_is_a(value, kinds_of(tool, name)) for name, value in found.items())
+    return all(is_a(value, kinds_of(tool, name)) for name, value in found.items())
 
 
-def _is_a(value: Any, kinds: Collection[str]) -> bool:
+def is_a(value: Any, kinds: Collection[str]) -> bool:
+    """Whether a value is of one of these JSON types; any is where none is named."""
     if isinstance(value, bool):
         return not kinds or "boolean" in kinds
     return not kinds or any(isinstance(value, KINDS.get(kind, object)) for kind in kinds)

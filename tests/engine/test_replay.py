@@ -18,7 +18,7 @@ TOOL = {
     "function": {
         "name": "move",
         "parameters": {
-            "properties": {"to": {"type": "string"}, "steps": {"type": "integer"}},
+            "properties": {"to": {"type": "string"}, "steps": {"type": ["integer", "null"]}},
             "required": ["to"],
         },
     },
@@ -30,6 +30,7 @@ TOOL = {
     [
         ('{"name": "move", "arguments": {"to": "a", "steps": 3}}', True),
         ('{"name": "move", "arguments": {"to": "a"}}', True),
+        ('{"name": "move", "arguments": {"to": "a", "steps": null}}', True),
         ('{"name": "move", "arguments": {"steps": 3}}', False),
         ('{"name": "move", "arguments": {"to": 7}}', False),
         ('{"name": "move", "arguments": {"to": "a", "by": "b"}}', False),
