@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from dflash_jax.compiler.processor import widest_vectors
+
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "dflash-jax", "torch", "transformers", "dflash")
 
 
@@ -36,6 +38,4 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     said = dict(re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if ":" in line)
-    has = said.get("flags", "").split()
-    widest = next((flag for flag in ("avx512f", "avx2", "avx") if flag in has), "")
-    return " ".join([said.get("model name", platform.processor()), widest]).strip()
+    return " ".join([said.get("model name", platform.processor()), widest_vectors()]).strip()

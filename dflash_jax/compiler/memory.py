@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import abstract_params, empty_state
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.quant.layouts import Joined, Packed
+from dflash_jax.quant.layouts import KEPT
 from dflash_jax.state import LayerCache, RecurrentCache
 
 
@@ -66,7 +66,7 @@ def weight_bytes(
         role: {
             jax.tree_util.keystr(path, simple=True, separator="/"): tree_bytes(leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(
-                tree[role], is_leaf=lambda x: isinstance(x, Packed | Joined)
+                tree[role], is_leaf=lambda x: isinstance(x, KEPT)
             )
         }
         for role in tree

@@ -4,9 +4,11 @@ import dataclasses
 
 from dflash_jax.compiler.memory import Budget, budget, gibi
 from dflash_jax.compiler.plan import Dtype, Plan
+from dflash_jax.compiler.processor import widest_vectors
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.errors import PlanError
 
+WIDE = 512  # from this width on, a block of tokens gains where matrices are transposed
 ROUNDS = 4  # of a call on a CPU, where calling costs about a millisecond
 
 
@@ -25,6 +27,11 @@ def resolve(
     small = platform == "cpu"
     default_dtype: Dtype = "float32" if small else "bfloat16"
     alone = not plan.apart and plan.mesh == (1, 1)
+    may_transpose = alone and plan.weights == "float"
+    transposed = plan.transposed
+    if transposed is None:
+        wide = target.hidden_size >= WIDE
+        transposed = small and may_transpose and wide and widest_vectors() == "avx2"
     default_block = drafter.step_width if drafter else 8
     plan = dataclasses.replace(
         plan,
@@ -32,6 +39,7 @@ def resolve(
         block=plan.block or default_block,
         chunk=plan.chunk or (64 if small else 256),
         rounds=plan.rounds or (ROUNDS if small and alone else 1),
+        transposed=transposed,
         dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
         memory_limit=plan.memory_limit or memory,
     )
@@ -53,6 +61,11 @@ def resolve(
     if plan.apart and drafter is None:
         raise PlanError(
             f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
+        )
+    if plan.transposed and not may_transpose:
+        raise PlanError(
+            f"transposed is True for weights {plan.weights!r}, mesh {plan.mesh} and devices"
+            f" {plan.devices}; it needs weights='float' and one device: leave it None"
         )
     if plan.weights == "packed" and not plan.stored:
         raise PlanError(

@@ -35,6 +35,8 @@ from dflash_jax.engine.live import Live
 from dflash_jax.engine.prefix_disk import identity
 from dflash_jax.engine.shaper import Shaper
 from dflash_jax.engine.snapshots import Snapshots
+from dflash_jax.quant.layouts import KEPT
+from dflash_jax.quant.products import transpose
 from dflash_jax.state import RowRules, StepOutput
 
 DICTATING = {"forced", "replace"}  # programs that requests without recovery never need
@@ -190,12 +192,14 @@ class Runner:
         return Snapshots(self.plan, self.programs, functools.partial(identity, *made))
 
     def _place(self, params: Params) -> Params:
-        """Parameters where the plan wants them."""
+        """Parameters where the plan wants them, as it wants them."""
+        params = jax.tree.map(lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, KEPT))
+        transpose(params, bool(self.plan.transposed))  # in the copy of the tree
         if self._apart:
             return apart.place_params(self.plan, params)
         if self._mesh is not None:
             return jax.device_put(params, param_shardings(self._mesh, params))
-        return params
+        return jax.device_put(params)
 
     def _empty_state(self) -> Any:
         """A `DecodeState`, or its two `Halves` where target and drafter have a device each."""

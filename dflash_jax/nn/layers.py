@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.quant.layouts import Joined, Packed
+from dflash_jax.quant.layouts import KEPT
 from dflash_jax.quant.products import Weight, contract, gather
 
 
@@ -45,7 +45,7 @@ def declare(
     """
     if module.has_variable("params", name):
         stored = module.get_variable("params", name)
-        if isinstance(stored, Packed | Joined) or stored.shape == shape:
+        if isinstance(stored, KEPT) or stored.shape == shape:
             return stored
     return module.param(name, initial, shape, dtype)
 
@@ -57,7 +57,7 @@ def dot(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
 
 def project(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
     """As `dot`, in float32: for logits."""
-    if isinstance(w, Packed | Joined):
+    if isinstance(w, KEPT):
         return contract(x, w)
     over, kept = string.ascii_lowercase[: x.ndim], string.ascii_uppercase[: w.ndim - 1]
     return product(f"{over},{over[-1]}{kept}->{over[:-1]}{kept}", x, w)
@@ -126,7 +126,7 @@ halves.defvjp(lambda both: (halves(both), None), _join_slopes)
 
 def columns_of(w: Weight, ids: Int[Array, "*places"], dtype: Any) -> Float[Array, "*places D"]:
     """Columns of a table [D, V]: the embeddings of tokens."""
-    if isinstance(w, Packed | Joined):
+    if isinstance(w, KEPT):
         return gather(w, ids, dtype)
     return jnp.moveaxis(jnp.take(w, ids, axis=1, mode="clip"), 0, -1)
 

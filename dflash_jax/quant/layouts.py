@@ -113,6 +113,31 @@ class Joined:
     shape: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A float weight [D, ...] kept as [..., D], so that it can come first in its products."""
+
+    array: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        *columns, depth = self.array.shape
+        return depth, *columns
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The weight [D, ...]."""
+        return np.array(np.moveaxis(np.asarray(self.array), -1, 0), dtype, copy=copy)
+
+
+KEPT = Packed | Joined | Transposed  # weights that are more than an array
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a parameter of this name is multiplied or gathered from, and nothing else."""
+    return name in MATRICES or name == TABLE
+
+
 def spec(weights: str, path: str, shape: tuple[int, ...]) -> Spec | None:
     """How int8 or int4 packs a parameter, None if it does not.
 

@@ -1,8 +1,9 @@
-"""Products with packed weights that never hold the unpacked weight in memory.
+"""Products with weights that are more than an array.
 
-On a CPU a few columns are unpacked at a time. On a GPU the Pallas kernel unpacks in registers;
-without it XLA is given the whole expression to fuse, as it is for int8, whose scale follows the
-product. All three multiply the same rounded weights, so they differ in the order of sums only.
+Those with packed ones never hold the unpacked weight in memory. On a CPU a few columns are unpacked
+at a time. On a GPU the Pallas kernel unpacks in registers; without it XLA is given the whole
+expression to fuse, as it is for int8, whose scale follows the product. All three multiply the same
+rounded weights, so they differ in the order of sums only.
 """
 
 import dataclasses
@@ -15,19 +16,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.quant.kernel import COLUMNS, multiply
-from dflash_jax.quant.layouts import KINDS, RUN, Arrays, Joined, Packed, Spec
+from dflash_jax.quant.layouts import (
+    KEPT,
+    KINDS,
+    RUN,
+    Arrays,
+    Joined,
+    Packed,
+    Spec,
+    Transposed,
+    is_matrix,
+)
 
 jax.tree_util.register_dataclass(
     Packed, data_fields=["arrays"], meta_fields=["kind", "shape", "kernel"]
 )
 jax.tree_util.register_dataclass(Joined, data_fields=["parts"], meta_fields=["axis", "shape"])
+jax.tree_util.register_dataclass(Transposed, data_fields=["array"], meta_fields=[])
 
 TILE = 1 << 19  # weights unpacked at a time on a CPU
-Weight = Array | Packed | Joined
+Weight = Array | KEPT
 
 
-def contract(x: Float[Array, "... D"], w: Packed | Joined) -> Float[Array, "..."]:
+def contract(x: Float[Array, "... D"], w: KEPT) -> Float[Array, "..."]:
     """x · w over the last axis of x and the first of w, float32."""
+    if isinstance(w, Transposed):
+        return _weight_first(x, w)
     if isinstance(w, Joined):
         parts = [
             contract(x, part) if isinstance(part, Packed | Joined) else _plain(x, part)
@@ -44,8 +58,10 @@ def contract(x: Float[Array, "... D"], w: Packed | Joined) -> Float[Array, "..."
     return out.reshape(*x.shape[:-1], *w.shape[1:])
 
 
-def gather(w: Packed | Joined, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
+def gather(w: KEPT, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
     """Columns of w [D, V]: rows of the embedding table it is the transpose of, [*places, D]."""
+    if isinstance(w, Transposed):
+        return jnp.take(w.array, ids, axis=0, mode="clip")
     assert isinstance(w, Packed), "a table has one part"
     columns = {name: jnp.take(a, ids.ravel(), axis=1, mode="clip") for name, a in w.arrays.items()}
     table = unpack(columns, w.kind)
@@ -154,12 +170,24 @@ def _of_run(
     return spread(scale) * spread(sub) if sub in arrays else spread(scale)
 
 
+def _weight_first(x: Float[Array, "... D"], w: Transposed) -> Float[Array, "..."]:
+    """A product that reads the weight as it lies, where x · w would put it in order every time."""
+    rows, columns = x.reshape(-1, x.shape[-1]), w.array.reshape(-1, x.shape[-1])
+    out = _dot(columns, rows, ((1,), (1,)))
+    out = jax.lax.optimization_barrier(out)  # or XLA makes x · w of the transposed product
+    return out.T.reshape(*x.shape[:-1], *w.shape[1:])
+
+
 def _plain(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
+    return _dot(x, w, ((x.ndim - 1,), (0,)))
+
+
+def _dot(x: Array, y: Array, over: tuple[tuple[int], tuple[int]]) -> Float[Array, "..."]:
     wide = x.dtype == jnp.float32
     return jax.lax.dot_general(
         x,
-        w,
-        (((x.ndim - 1,), (0,)), ((), ())),
+        y,
+        (over, ((), ())),
         precision=jax.lax.Precision.HIGHEST if wide else jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
@@ -172,3 +200,18 @@ def with_kernel(params: Any, kernel: bool) -> Any:
         return dataclasses.replace(leaf, kernel=kernel) if isinstance(leaf, Packed) else leaf
 
     return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, Packed))
+
+
+def transpose(params: dict[str, Any], transposed: bool) -> None:
+    """Has a parameter tree keep all its float matrices [..., D], or all [D, ...].
+
+    Done in place, one after the other: it takes no more memory than the largest.
+    """
+    for name, leaf in params.items():
+        if isinstance(leaf, dict):
+            transpose(leaf, transposed)
+        elif is_matrix(name) and not isinstance(leaf, Packed | Joined):
+            if isinstance(leaf, Transposed) and not transposed:
+                params[name] = jnp.moveaxis(leaf.array, -1, 0)
+            elif transposed and not isinstance(leaf, Transposed):
+                params[name] = Transposed(jnp.moveaxis(jnp.asarray(leaf), 0, -1))

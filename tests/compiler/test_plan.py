@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 from typing import Any
 
 import jax
@@ -72,6 +73,7 @@ def test_a_plan_survives_json(plan: Plan) -> None:
         ("lookahead", 2, "expected 0 or 1"),
         ("exact", "no", "expected True or False"),
         ("rings", 1, "expected True or False"),
+        ("transposed", "yes", "expected True, False or None"),
         ("dtype", "int8", "expected one of auto, float32, bfloat16, float16"),
     ],
 )
@@ -129,8 +131,32 @@ def test_a_call_makes_several_steps_where_calls_are_dear() -> None:
 
 def test_made_choices_stay() -> None:
     shape = {"rows": 2, "max_length": 77, "block": 5, "chunk": 9, "rounds": 3}
-    plan = Plan(dtype="float16", memory_limit=10**9, **shape)
-    assert complete(plan, memory=1) == plan
+    for transposed in (True, False):
+        plan = Plan(dtype="float16", memory_limit=10**9, transposed=transposed, **shape)
+        assert complete(plan, memory=1) == plan
+
+
+def test_wide_float_matrices_are_transposed_where_vectors_are_256_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wide = tiny_target(hidden_size=512)
+
+    def chosen(vectors: str, platform: str = "cpu", target: Any = wide, **fields: Any) -> Any:
+        monkeypatch.setattr(
+            sys.modules["dflash_jax.compiler.resolve"], "widest_vectors", lambda: vectors
+        )
+        plan = Plan(**fields)
+        return resolve(plan, target, None, platform=platform, memory=AMPLE).transposed
+
+    assert chosen("avx2")
+    assert not chosen("avx512f")  # not measured, nor were processors of other kinds
+    assert not chosen("")
+    assert not chosen("avx2", platform="gpu")
+    assert not chosen("avx2", target=tiny_target())
+    assert not chosen("avx2", mesh=(1, 2))
+    assert not chosen("avx2", weights="int8")
+    with pytest.raises(PlanError, match="it needs weights='float' and one device: leave it None"):
+        chosen("avx2", weights="int8", transposed=True)
 
 
 def test_more_positions_than_the_target_has_are_refused() -> None:

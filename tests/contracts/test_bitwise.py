@@ -95,6 +95,7 @@ SINKS = tiny_gpt_oss(num_layers=2, windows=(12, None))
 WIDE = tiny_target(num_layers=1, hidden_size=64, intermediate_size=64, windows=(None,))
 INT4: dict[str, Any] = {"weights": "int4", "kv_dtype": "int8"}
 INT8: dict[str, Any] = {"weights": "int8"}
+TRANSPOSED: dict[str, Any] = {"transposed": True}
 SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)}  # drafters
 
 
@@ -104,6 +105,9 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
     [
         (DENSE, "bfloat16", 3, {}),
         (dataclasses.replace(RECURRENT_MIXED, num_layers=1, recurrent=(True,)), "bfloat16", 2, {}),
+        (WIDE, "float32", 2, TRANSPOSED),
+        pytest.param(DENSE, "bfloat16", 2, TRANSPOSED, marks=pytest.mark.soak),
+        pytest.param(RECURRENT_MIXED, "bfloat16", 1, TRANSPOSED, marks=pytest.mark.soak),
         pytest.param(RECURRENT_MIXED, "bfloat16", 2, {}, marks=pytest.mark.soak),
         pytest.param(DENSE, "float32", 1, {}, marks=pytest.mark.soak),
         pytest.param(RECURRENT_MIXED, "bfloat16", 3, {}, marks=pytest.mark.soak),

@@ -1,5 +1,6 @@
 """What a caller of the engine sees: streams, ends, rows, statistics, broken numbers."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any, cast
@@ -17,6 +18,7 @@ from dflash_jax.engine.result import Piece
 from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.text import OutputText
 from dflash_jax.errors import ComputeError, QueueFullError, RequestError
+from dflash_jax.quant.layouts import Transposed
 from dflash_jax.testing import force_acceptance, set_script
 from dflash_jax.tokenizer import Tokenizer
 
@@ -86,6 +88,20 @@ def test_prompt_and_output_may_fill_the_plan_exactly(tiny: Engine) -> None:
     fast = tiny.generate(prompt, max_tokens=28)
     assert len(plain.token_ids) == 28
     assert plain.token_ids == fast.token_ids
+
+
+def test_other_plans_may_transpose_the_weights_of_an_engine_and_give_them_back(
+    tiny: Engine, truth: list[int]
+) -> None:
+    turned = twin(tiny, plan=dataclasses.replace(tiny.plan, transposed=True))
+    assert isinstance(turned.params["target"]["layers_0"]["mlp"]["down"], Transposed)
+    back = Engine(tiny.target, tiny.drafter, turned.params, tiny.plan)
+    for ours, theirs in zip(*map(jax.tree.leaves, (back.params, tiny.params)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    turned.executables = {}
+    for speculative in (True, False):
+        said = turned.generate(PROMPT, max_tokens=MANY, speculative=speculative)
+        assert said.token_ids == truth[:MANY]
 
 
 @pytest.mark.parametrize("pattern", [[0], [1], [3], [2, 0, 3]])

@@ -1,4 +1,4 @@
-"""Products with packed weights against those with unpacked ones, in memory and in numbers."""
+"""Products with packed and transposed weights against those with arrays: memory and numbers."""
 
 import functools
 import re
@@ -11,7 +11,7 @@ import pytest
 from dflash_jax.compiler import jit
 from dflash_jax.quant import layouts, products
 from dflash_jax.quant.kernel import COLUMNS, multiply
-from dflash_jax.quant.layouts import KINDS, Joined, Packed
+from dflash_jax.quant.layouts import KINDS, Joined, Packed, Transposed
 
 D, N = 512, 2 * COLUMNS
 
@@ -128,3 +128,50 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it() -> None:
     x = inputs(8, "bfloat16")
     other = x.at[1:].set(jnp.asarray(7, jnp.bfloat16))
     np.testing.assert_array_equal(product(x, w.arrays)[0], product(other, w.arrays)[0])
+
+
+def transposed(*shape: int, dtype: str = "float32") -> Transposed:
+    drawn = np.random.default_rng(5).standard_normal(shape) / shape[-1] ** 0.5
+    return Transposed(jnp.asarray(drawn.astype(jnp.dtype(dtype))))
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_transposed_weight_gives_a_token_the_same_bits_at_every_place(dtype: str) -> None:
+    w, rng = transposed(2, 384, 768, dtype=dtype), np.random.default_rng(6)
+    multiply, drawn = jit(products.contract), rng.standard_normal((2, 8, 768))
+    token, found = drawn[0, 0].copy(), []
+    for place in range(16):
+        x = 10 * rng.standard_normal((16, 768))
+        x[place] = token
+        out = multiply(jnp.asarray(x.reshape(2, 8, 768).astype(jnp.dtype(dtype))), w)
+        found.append(np.asarray(out).reshape(16, -1)[place])
+    assert np.ptp(np.stack(found), axis=0).max() == 0
+    x = jnp.asarray(drawn.astype(jnp.dtype(dtype)))
+    full = np.moveaxis(np.asarray(w.array).astype(np.float64), -1, 0)
+    assert_near(multiply(x, w), np.einsum("btd,dgn->btgn", np.asarray(x).astype(float), full))
+
+
+def test_a_transposed_weight_comes_first_in_its_product() -> None:
+    """Nothing is put in another order: the compiler would, if it saw how the result is used."""
+    w, x = transposed(256, 128), inputs(8, "float32", 128)
+    made = jit(lambda x, w: jax.nn.silu(products.contract(x, w))).lower(x, w).compile()
+    assert re.search(r"f32\[256,8\]\{1,0\} dot\(", made.as_text())
+
+
+def test_matrices_of_a_tree_are_transposed_in_place_and_back() -> None:
+    table, norm = jnp.arange(6.0).reshape(2, 3), jnp.ones(2)
+    packed_one = packed("int8", 32, 8)
+    tree = {"mlp": {"down": table, "o": packed_one}, "norm": norm, "embed": table}
+    products.transpose(tree, True)
+    down = tree["mlp"]["down"]
+    assert isinstance(down, Transposed)
+    assert (down.shape, down.array.shape) == ((2, 3), (3, 2))
+    assert tree["norm"] is norm
+    assert tree["mlp"]["o"] is packed_one
+    np.testing.assert_array_equal(np.asarray(down), table)
+    ids = jnp.array([[2, 0]])
+    rows = products.gather(tree["embed"], ids, jnp.float32)
+    np.testing.assert_array_equal(rows[0], np.asarray(table).T[[2, 0]])
+    products.transpose(tree, False)
+    np.testing.assert_array_equal(tree["mlp"]["down"], table)
