@@ -200,6 +200,14 @@ def test_null_is_no_truncation_of_yarn_and_no_factor(oracle: Path) -> None:
             target_config(base | {"rope_scaling": scaling})
 
 
+def test_a_llama_sees_everything_whatever_windows_its_file_names(oracle: Path) -> None:
+    base = fields(oracle, "targets/llama3/config.hub.json")
+    named = {"sliding_window": 8, "max_window_layers": 1}
+    assert target_config(base | named) == target_config(base)
+    kinds = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8}
+    assert target_config(base | kinds) == target_config(base)
+
+
 @pytest.mark.parametrize("config", [tiny_target(windows=(4, None, 9)), tiny_drafter(tiny_target())])
 def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
     stored = json.loads(json.dumps(config.to_json()))
