@@ -189,6 +189,25 @@ def test_yarn_brings_its_attention_factor(oracle: Path) -> None:
     )
 
 
+def test_null_is_no_truncation_of_yarn_and_no_factor(oracle: Path) -> None:
+    """Transformers computes a factor of null from lengths; here it has to be said."""
+    base = fields(oracle, "targets/qwen3/config.hub.json")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for said, truncate in ({}, True), ({"truncate": None}, False):
+        assert target_config(base | {"rope_scaling": yarn | said}).rope.truncate is truncate
+    for scaling in (yarn | {"factor": None}, {"type": "linear"}):
+        with pytest.raises(ConfigError, match=r"rope_scaling lacks the 'factor' of (yarn|linear)"):
+            target_config(base | {"rope_scaling": scaling})
+
+
+def test_a_llama_sees_everything_whatever_windows_its_file_names(oracle: Path) -> None:
+    base = fields(oracle, "targets/llama3/config.hub.json")
+    named = {"sliding_window": 8, "max_window_layers": 1}
+    assert target_config(base | named) == target_config(base)
+    kinds = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8}
+    assert target_config(base | kinds) == target_config(base)
+
+
 @pytest.mark.parametrize("config", [tiny_target(windows=(4, None, 9)), tiny_drafter(tiny_target())])
 def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
     stored = json.loads(json.dumps(config.to_json()))

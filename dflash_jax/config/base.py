@@ -214,7 +214,7 @@ def rope_config(f: Fields) -> RopeConfig:
         extra = {
             "beta_fast": r.number("beta_fast", 32.0),
             "beta_slow": r.number("beta_slow", 1.0),
-            "truncate": bool(r.get("truncate", True)),
+            "truncate": bool(r.get("truncate", "truncate" not in r.values)),  # null is false
             "attention_factor": r.number(
                 "attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0
             ),
@@ -227,6 +227,10 @@ def rope_config(f: Fields) -> RopeConfig:
             " original_max_position_embeddings (or max_position_embeddings) must be above 0, for"
             " llama3 high_freq_factor above low_freq_factor, for yarn the base above 1 and the"
             " betas above 0"
+        )
+    if kind != "default" and r.get("factor") is None:
+        raise ConfigError(
+            f"{r.where} lacks the 'factor' of {kind} scaling; add the one it was published with"
         )
     return RopeConfig(theta=theta, kind=kind, factor=factor, original_length=original, **extra)
 

@@ -41,6 +41,9 @@ UNREAD = (
     "stream_and_decode_in_f32",
 )
 PATTERN = 6  # every sixth layer is full where the config has no layer_types
+# The rotary embedding of full layers: of a config that has none, and what one may leave out.
+FULL_ROPE = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+BARE_ROPE = {"rope_type": "default", "partial_rotary_factor": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,13 +136,16 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
     f.must_be("use_bidirectional_attention", None, "vision")  # concerns image tokens only
     f.used.update(UNREAD)
     layers, hidden = f.integer("num_hidden_layers"), f.integer("hidden_size")
-    heads, windows = f.integer("num_attention_heads"), _windows(f, layers)
+    unified = "unified" in str(outer.get("model_type"))
+    f.used.add("model_type")
+    heads = f.integer("num_attention_heads")
+    windows = _windows(f, layers, 1024 if unified else 512)
     sliding, full = _ropes(f)
     eos = id_tuple(outer.get("eos_token_id")) + id_tuple(f.get("eos_token_id"))
     double = bool(f.get("use_double_wide_mlp", False))
     cap = f.number("final_logit_softcapping", 0.0)
     return Gemma4Config(
-        model_type=str(f.get("model_type")),
+        model_type="gemma4_unified_text" if unified else "gemma4_text",
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
@@ -166,9 +172,9 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
     )
 
 
-def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
+def _windows(f: Fields, layers: int, unsaid: int) -> tuple[int | None, ...]:
     """Window of each layer; the last layer is full whatever the file says."""
-    window = f.integer("sliding_window", 512)
+    window = f.integer("sliding_window", unsaid)
     if window < 1:
         raise ConfigError(f"{f.where}: sliding_window is {window}; expected a positive integer")
     default = [FULL if (i + 1) % PATTERN == 0 else SLIDING for i in range(layers)]
@@ -186,6 +192,7 @@ def _ropes(f: Fields) -> tuple[RopeConfig, RopeConfig]:
     """Rotary embedding of sliding and of full layers."""
     both = f.inner("rope_parameters")
     sliding, full = both.inner(SLIDING), both.inner(FULL)
+    full = Fields(BARE_ROPE | (full.values or FULL_ROPE), full.where)
     both.used.update((SLIDING, FULL))
     both.must_be("rope_type", "default", "proportional")  # a writer's slip where all are full
     sliding.must_be("rope_type", "default")
@@ -196,7 +203,7 @@ def _ropes(f: Fields) -> tuple[RopeConfig, RopeConfig]:
             kind="proportional",
             theta=full.number("rope_theta", 1e6),
             factor=full.number("factor", 1.0),
-            partial_rotary_factor=full.number("partial_rotary_factor", 0.25),
+            partial_rotary_factor=full.number("partial_rotary_factor", 1.0),
         ),
     )
     for reader in (both, sliding, full):
@@ -209,22 +216,22 @@ def _full_layers(f: Fields, windows: tuple[int | None, ...]) -> dict[str, Any]:
     shared = bool(f.get("attention_k_eq_v", False))
     heads, width = f.integer("num_key_value_heads"), f.integer("head_dim", 256)
     f.used.update(("global_head_dim", "num_global_key_value_heads"))
-    per_layer = f.inner("per_layer_config")
+    per_layer = f.inner("per_layer_config")  # what differs from the sliding layers: maybe nothing
     # Layers are numbered in text, by some writers with zeros in front.
     sizes = {int(i) if i.isdecimal() else i: per_layer.inner(i) for i in per_layer.values}
-    if not sizes:
+    if "per_layer_config" not in f.values:
         own = f.integer("num_global_key_value_heads", heads) if shared else heads
         found = {(own, f.integer("global_head_dim", 512))}
     else:
         full = [i for i, w in enumerate(windows) if w is None]
-        if sizes.keys() != {*full} or len(sizes) != len(per_layer.values):
+        if sizes.keys() not in (set(), {*full}) or len(sizes) != len(per_layer.values):
             raise ConfigError(
                 f"{f.where}: per_layer_config names layers {[*per_layer.values]}; expected the"
                 f" full-attention layers {full}"
             )
         found = {
             (s.integer("num_key_value_heads", heads), s.integer("head_dim", width))
-            for s in sizes.values()
+            for s in sizes.values() or [per_layer]
         }
         for reader in sizes.values():
             reader.refuse_rest()

@@ -5,6 +5,10 @@ from dflash_jax.config.fields import Fields
 
 
 def from_hf(f: Fields) -> TargetConfig:
-    """The config of a dense Llama."""
+    """The config of a dense Llama, whose layers see everything, as transformers runs them.
+
+    Some files converted from other families name windows that theirs had.
+    """
     f.must_be("mlp_bias", False)
-    return TargetConfig(**dense_fields(f))
+    fields = dense_fields(f)
+    return TargetConfig(**fields | {"windows": (None,) * fields["num_layers"]})

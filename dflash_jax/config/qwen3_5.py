@@ -149,9 +149,11 @@ def _plain_rope(text: Fields, moe: bool) -> Fields:
 
 
 def _partial(text: Fields) -> float:
-    named = [text.inner(spelling) for spelling in ("rope_parameters", "rope_scaling")]
-    found = [rope.number("partial_rotary_factor", 0.0) for rope in named]
-    return next(filter(None, found), text.number("partial_rotary_factor", 0.25))
+    """The rotated share of a head; of the two places a rescaled embedding takes the outer."""
+    old, new = text.inner("rope_scaling"), text.inner("rope_parameters")
+    rope, outer = old if old.values else new, text.number("partial_rotary_factor", 0.25)
+    plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    return rope.number("partial_rotary_factor", outer) if plain else outer
 
 
 def _recurrent_sizes(f: Fields) -> dict[str, Any]:

@@ -313,6 +313,30 @@ def test_layers_of_deep_models_are_numbered_with_zeros_in_front(oracle: Path) ->
         target_config(deep | {"per_layer_config": {"05": own, "5": own, "11": own}})
 
 
+def test_full_layers_without_sizes_of_their_own_have_the_others(oracle: Path) -> None:
+    """As transformers saves a model whose layers are all of one size: it lists no difference."""
+    base = hub(oracle)
+    config = target_config(base | {"per_layer_config": {}})
+    assert (config.full_kv_heads, config.full_head_dim) == (config.num_kv_heads, config.head_dim)
+    assert target_config(base | {"per_layer_config": None}) == config
+
+
+def test_what_a_config_leaves_out_means_what_transformers_takes_it_for(oracle: Path) -> None:
+    base = hub(oracle)
+    theta = {"rope_type": "proportional", "rope_theta": 5.0}
+    rope = target_config(base | {"rope_parameters": {"full_attention": theta}}).full_rope
+    assert (rope.theta, rope.partial_rotary_factor) == (5.0, 1.0)
+    rope = target_config(base | {"rope_parameters": None}).full_rope
+    assert (rope.theta, rope.partial_rotary_factor) == (1e6, 0.25)
+    with pytest.raises(ConfigError, match="rope_type is 'default'; only 'proportional'"):
+        target_config(base | {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}})
+    for name, window in (("gemma4", 512), ("gemma4_unified", 1024)):
+        assert target_config(hub(oracle, name, sliding_window=None)).windows[0] == window
+    nested = hub(oracle, "gemma4_vl")
+    del nested["text_config"]["model_type"]
+    assert target_config(nested).model_type == "gemma4_text"
+
+
 def test_a_rope_type_beside_those_of_the_layers_says_nothing(oracle: Path) -> None:
     """As transformers saves models whose layers are all full."""
     base = hub(oracle)

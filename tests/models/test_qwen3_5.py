@@ -403,3 +403,16 @@ def test_rotary_sections_say_nothing_of_text(dense: SimpleNamespace) -> None:
     assert target_config(found | other) == wanted
     if rope["partial_rotary_factor"] == 0.25:
         assert target_config(found | older) == wanted
+
+
+def test_a_rescaled_embedding_rotates_the_outer_share(dense: SimpleNamespace) -> None:
+    """As transformers does, whatever the object of the rotary settings says."""
+    found = json.loads((dense.path / "config.hub.json").read_text())
+    width, rope = found["head_dim"], found["rope_parameters"]
+    plain = rope | {"partial_rotary_factor": 0.5}
+    linear = plain | {"rope_type": "linear", "factor": 2.0}
+    outer = {"partial_rotary_factor": 0.75}
+    for said, share in ({}, 0.25), (outer, 0.75):
+        for rope, rotated in (plain, 0.5), (linear, share):
+            config = target_config(found | said | {"rope_parameters": rope})
+            assert config.rotary_dim == width * rotated
