@@ -63,7 +63,7 @@ class Runner:
         self._apart = plan.apart and drafter is not None
         self._mesh = device_mesh(plan)
         self.params = self._place(params)
-        self.state = self._empty_state()
+        self.state: Any = self._empty_state()
         self.snapshots = self._make_snapshots()
         self._shaper = Shaper(plan.rows, target.vocab_size)
 
@@ -170,10 +170,11 @@ class Runner:
 
     def reset(self) -> None:
         """Makes a new state after a failed step, which took the donated one with it."""
-        self.state = self._empty_state()
+        self.state = None  # what is left of it makes room first
         self._shaper.reset()
         if self.snapshots:
             self.snapshots.cache.clear()  # segments may have been cut from what is lost
+        self.state = self._empty_state()
 
     def break_even(self, rules: RowRules) -> float:
         """Tokens a drafted round must decide to pay, measured; every row stands still."""
