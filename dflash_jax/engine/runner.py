@@ -170,11 +170,15 @@ class Runner:
 
     def reset(self) -> None:
         """Makes a new state after a failed step, which took the donated one with it."""
-        self.state = None  # what is left of it makes room first
+        self.drop()
+        self.state = self._empty_state()
+
+    def drop(self) -> None:
+        """Lets go of what is left of the state, and of what is kept of prompts."""
+        self.state = None
         self._shaper.reset()
         if self.snapshots:
             self.snapshots.cache.clear()  # segments may have been cut from what is lost
-        self.state = self._empty_state()
 
     def break_even(self, rules: RowRules) -> float:
         """Tokens a drafted round must decide to pay, measured; every row stands still."""
