@@ -21,18 +21,21 @@ class EventLog:
     """Reports events of one engine: to the logger, and to a file where a directory is given."""
 
     def __init__(self) -> None:
-        self.failures = 0  # events that a file refused
+        self.failures = 0  # events that a file or a handler refused
 
     def report(
         self, kind: str, request: int, *, directory: str | None = None, **figures: int
     ) -> None:
-        """One event. A file that cannot be written costs a count, never a request."""
+        """One event. A file or a handler that fails costs a count, never a request."""
         record = {"event": kind, "request": request} | figures
-        logger.info("%s", kind, extra={"dflash": record})
+        try:
+            logger.info("%s", kind, extra={"dflash": record})
+        except Exception:  # a handler is anybody's
+            self.failures += 1
         if directory is not None:
             try:
                 append(Path(directory), json.dumps(record) + "\n")
-            except OSError:
+            except (OSError, ValueError):  # the latter for a name that no file can have
                 self.failures += 1
 
 

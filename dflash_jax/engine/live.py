@@ -171,15 +171,27 @@ class Live:
         self.fed, self.uncached = 0, uncached
         self.stats.cached_tokens = 0
 
-    def fail(self, error: Exception) -> bool:
-        """The device lost the request's state; True if that ends it, else it is fed anew."""
-        self.failures += 1
+    def fail(self, error: Exception | None) -> bool:
+        """The request's state was lost; True if that ends it, else it is fed anew.
+
+        Args:
+          error: the device's failure, if it was one.
+        """
+        self.failures += error is not None
+        heard = len(self.state.ids) - self.state.held
         if self.failures > 1:
             self.error = ComputeError(
                 f"the device failed twice while the request ran ({error}); lower rows or"
                 " max_length if its memory is short, else look at the device's log"
             )
-            self.take(controller.Stepped((), finite=False))
+        elif self.state.phase is controller.Phase.DONE or len(self.ids) != heard:
+            self.error = ComputeError(
+                "the thread that ran the request was stopped while it took in an answer, so that a"
+                " part of the output is lost; send the request again"
+            )
+        if self.error:
+            self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
+            self._end(controller.Finish.ERROR)
             return True
         self.stats.recovery["rebuilt"] += 1
         self.fed, self.rebuilding = 0, bool(self.state.ids)
@@ -223,11 +235,11 @@ class Live:
             if self.grammar:
                 self.grammar.accept(ids[used : used + 1])
             used += 1
-        self.ids += ids[:used]
-        self.stats.output_tokens = len(self.ids)
         likely, self._likely = tuple(self._likely[:used]), self._likely[len(ids) :]
-        self.logprobs += likely
         self.pieces.append(Piece(ids[:used], text, likely))
+        self.logprobs += likely
+        self.ids += ids[:used]  # last: `fail` asks whether the output was taken in
+        self.stats.output_tokens = len(self.ids)
 
     def _end(self, reason: controller.Finish) -> None:
         if rest := self._text.finish():

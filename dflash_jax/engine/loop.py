@@ -8,9 +8,10 @@ the pause is a small part of such a call, and most requests end in one of the ne
 
 import collections
 import concurrent.futures
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -51,6 +52,7 @@ class Loop:
         self._fed_last = False  # the last step fed prompts
         self._lock = threading.RLock()  # over queue, rows and requests; never held while waiting
         self._driving = threading.Lock()
+        self._left = False  # somebody who made steps was stopped in between
 
     @property
     def busy(self) -> bool:
@@ -84,22 +86,35 @@ class Loop:
 
     def break_even(self) -> float:
         """Tokens a drafted round must decide to pay, measured while nothing runs."""
-        with self._driving, self._lock, jax.no_tracing():
-            if self.rows.waiting or any(self.rows.lives):
-                raise RequestError("requests are running; measure before the first of them")
-            while self.flights:  # behind requests that ended
-                self._read_first()
-            return self._runner.break_even(self.rows.rules)
+        with self._steps(), self._lock, jax.no_tracing():
+            if not (self.rows.waiting or any(self.rows.lives)):
+                while self.flights:  # behind requests that ended
+                    self._read_first()
+                return self._runner.break_even(self.rows.rules)
+        raise RequestError("requests are running; measure before the first of them")
 
     def advance(self) -> None:
         """One turn: dispatch a step if any row can use one, then read what is due."""
-        with self._driving:
+        with self._steps():
             try:
                 with jax.no_tracing():
                     self._turn()
             except jax.errors.JaxRuntimeError as error:
                 with self._lock:
                     self._rebuild(error)
+
+    @contextlib.contextmanager
+    def _steps(self) -> Iterator[None]:
+        """The right to make steps. Whoever was stopped meanwhile, as by Ctrl-C, may have left
+        without the state that a step gave back, or the answer: then all rows are fed anew.
+        """
+        with self._driving:
+            if self._left:
+                with self._lock:
+                    self._rebuild()
+            self._left = True
+            yield
+            self._left = False
 
     def _turn(self) -> None:
         with self._lock:
@@ -128,16 +143,19 @@ class Loop:
         if recalls:
             concurrent.futures.wait(recalls, PATIENCE, concurrent.futures.FIRST_COMPLETED)
 
-    def _rebuild(self, error: Exception) -> None:
+    def _rebuild(self, error: Exception | None = None) -> None:
         """After a failed step its donated state is lost: prompts and outputs are fed anew (R12).
 
         A request that saw two failures ends, whoever caused them.
+
+        Args:
+          error: the failure; None where the device did not fail.
         """
         self.flights.clear()
         self._runner.reset()
         self.rows.changed()
         for live in filter(None, list(self.rows.lives)):
-            if live.fail(error):
+            if live.done or live.fail(error):
                 self.release(live)
             elif live.rebuilding:
                 self._runner.compile(lane_of(live.request), dictating=True)
@@ -146,10 +164,10 @@ class Loop:
         """Cancelled requests and those whose time is up, queued ones included."""
         now = time.perf_counter()
         there = (*self.rows.waiting, *self.rows.lives)
-        for live in [x for x in there if x and (x.handle.cell or now > x.deadline)]:
-            if live.handle.cell:
+        for live in [x for x in there if x and (x.done or x.handle.cell or now > x.deadline)]:
+            if live.handle.cell and not live.done:
                 live.leave()
-            else:
+            elif not live.done:  # else whoever ended it was stopped before it was let go
                 live.stats.recovery["deadline"] += 1
                 self._report(live, ("deadline",))
                 live.take(controller.Cancelled(controller.Finish.LENGTH))

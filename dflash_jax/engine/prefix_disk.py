@@ -118,7 +118,7 @@ class PrefixDisk:
         None where there is nothing to read, so that nobody waits for it.
         """
         ids, end = tuple(ids), start + self._chunk
-        if end >= len(ids) or not self._place(ids[:end]).is_dir():
+        if end >= len(ids) or not _is_there(self._place(ids[:end])):
             return None
         return self._reader.submit(self._read, ids, start, most)
 
@@ -214,7 +214,7 @@ class PrefixDisk:
 
     def _about(self, place: Path, chunk: tuple[int, ...], before: str) -> dict[str, Any] | None:
         """What an entry says of itself; None if there is none that is what it should be."""
-        if not place.is_dir():
+        if not _is_there(place):
             return None
         try:
             about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
@@ -274,6 +274,14 @@ class PrefixDisk:
     def _inside(self, kind: re.Pattern[str]) -> list[Path]:
         homes = [home for home in self._folder.iterdir() if HOME.fullmatch(home.name)]
         return [x for home in homes for x in home.iterdir() if kind.fullmatch(x.name)]
+
+
+def _is_there(place: Path) -> bool:
+    """Whether there is an entry; a disk that fails, a network's for example, has none."""
+    try:
+        return place.is_dir()
+    except OSError:
+        return False
 
 
 def _used(place: Path) -> int:

@@ -65,7 +65,7 @@ class Runner:
         self._apart = plan.apart and drafter is not None
         self._mesh = device_mesh(plan)
         self.params = self._place(params)
-        self.state = self._empty_state()
+        self.state: Any = self._empty_state()
         self.snapshots = self._make_snapshots()
         self._shaper = Shaper(plan.rows, target.vocab_size)
 
@@ -172,7 +172,12 @@ class Runner:
 
     def reset(self) -> None:
         """Makes a new state after a failed step, which took the donated one with it."""
+        self.drop()
         self.state = self._empty_state()
+
+    def drop(self) -> None:
+        """Lets go of what is left of the state, and of what is kept of prompts."""
+        self.state = None
         self._shaper.reset()
         if self.snapshots:
             self.snapshots.cache.clear()  # segments may have been cut from what is lost

@@ -1,5 +1,6 @@
 """A running request as its caller holds it."""
 
+import sys
 from collections.abc import Callable, Iterator
 
 from dflash_jax.engine.live import Live
@@ -9,6 +10,8 @@ from dflash_jax.errors import RequestError
 
 class Stream:
     """A running request: iterate for pieces, then read `result`. Closing it cancels it."""
+
+    _at_exit = staticmethod(sys.is_finalizing)  # modules are emptied then, this class is not
 
     def __init__(self, live: Live, advance: Callable[[], None], cancel: Callable[[Live], None]):
         self._live, self._advance, self._cancel = live, advance, cancel
@@ -26,7 +29,8 @@ class Stream:
                     return
                 self._advance()
         finally:
-            self.close()
+            if not self._at_exit():
+                self.close()
 
     def close(self) -> None:
         """Ends the request if it still runs; what it produced so far stays in `result`."""

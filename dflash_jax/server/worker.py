@@ -217,13 +217,17 @@ class Worker:
         )  # fmt: skip
         self._tell([(job, job.live.pieces[job.given :], failure) for job in self._jobs if job.live])
         self._failures += 1
-        if self._failures >= FAILURES:
+        old = self.engine
+        parts = old.target, old.drafter, old.params, old.plan
+        old.runner.drop()  # there may be no room for two states
+        try:
+            new = None if self._failures >= FAILURES else Engine(*parts, tokenizer=old.tokenizer)
+        except Exception as last:
+            new, error = None, last
+        if new is None:
             self._give_up(error)
             self._stopping = True
             return
-        old = self.engine
-        parts = old.target, old.drafter, old.params, old.plan
-        new = Engine(*parts, tokenizer=old.tokenizer)
         new.executables, new.break_even = old.executables, old.break_even
         new.runner.compile_s = old.compile_s
         self.engine = new

@@ -200,6 +200,17 @@ def test_a_result_cannot_be_read_before_its_end(tiny: Engine) -> None:
     assert stream.result.token_ids == []
 
 
+def test_a_stream_left_open_at_exit_needs_nothing_of_the_emptied_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emptied: Any = None
+    live: Any = type("Live", (), {"done": False, "pieces": ["a"]})
+    monkeypatch.setattr(Stream, "_at_exit", staticmethod(lambda: True))
+    pieces: Any = iter(Stream(live, emptied, emptied))
+    assert next(pieces) == "a"
+    pieces.close()
+
+
 def test_streams_share_one_row_by_taking_turns(tiny: Engine, truth: list[int]) -> None:
     """The second waits for the row; drawing from it runs the first to its end."""
     first = tiny.stream(PROMPT, max_tokens=20)

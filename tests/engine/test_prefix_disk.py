@@ -74,6 +74,23 @@ def test_what_memory_evicted_and_what_was_fed_before_a_restart_comes_back(
     assert engine.prefix_cache.counters.evictions >= 6
 
 
+def test_a_disk_that_stops_answering_costs_the_prefixes_and_no_request(
+    tiny: Engine, truth: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = opened(tiny, folder)
+    real = os.stat
+
+    def stale(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(folder)):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stale)
+    again = engine.generate(PROMPT, **SAMPLED)
+    assert (again.token_ids, again.stats.cached_tokens) == (truth, 0)
+    engine.close()
+
+
 def test_p28_p30_what_is_damaged_or_forged_is_a_miss_and_removed(
     tiny: Engine, truth: list[int], folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

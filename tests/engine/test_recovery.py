@@ -373,7 +373,10 @@ def test_lanes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) ->
     assert not seeded.stats.fallbacks
 
 
-def failing(engine: Engine, name: str, calls: set[int]) -> Engine:
+FAILURE = jax.errors.JaxRuntimeError("INTERNAL: made to fail")
+
+
+def failing(engine: Engine, name: str, calls: set[int], error: BaseException = FAILURE) -> Engine:
     """The same engine; some calls of one of its programs fail and take their state with them."""
     made = Engine(engine.target, engine.drafter, engine.params, engine.plan)
     number = iter(range(10_000))
@@ -381,7 +384,7 @@ def failing(engine: Engine, name: str, calls: set[int]) -> Engine:
     def call(params: Any, state: Any, *rest: Any) -> Any:
         if next(number) in calls:
             engine.executables[name](params, state, *rest)  # the donated state is gone
-            raise jax.errors.JaxRuntimeError("INTERNAL: made to fail")
+            raise error
         return engine.executables[name](params, state, *rest)
 
     made.executables = engine.executables | {name: call}
@@ -409,6 +412,37 @@ def test_a_device_that_keeps_failing_ends_requests_by_name(tiny: Engine) -> None
     with pytest.raises(dj.ComputeError, match=r"failed twice .*INTERNAL: made to fail"):
         engine.generate(PROMPT, max_tokens=40)
     assert not engine.active
+
+
+@pytest.mark.parametrize("lost", ["state", "output", "row"])
+def test_after_a_caller_was_stopped_in_a_turn_the_engine_goes_on(
+    tiny: Engine, truth: list[int], monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """By Ctrl-C, say: before the state comes back, as an answer is heard, or as a row is freed."""
+    stops = iter([KeyboardInterrupt])
+
+    def stop(*_: Any) -> None:
+        for error in stops:
+            raise error
+
+    engine = failing(tiny, "speculative", {2} if lost == "state" else set(), KeyboardInterrupt())
+    live = engine.submit(PROMPT, max_tokens=20)
+    if lost == "output":
+        monkeypatch.setattr(live, "_emit", stop)
+    elif lost == "row":
+        monkeypatch.setattr(engine.loop.rows, "release", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_out(engine, live)
+    monkeypatch.undo()
+    if lost == "output":
+        run_out(engine, live)
+        with pytest.raises(dj.ComputeError, match="send the request again"):
+            live.result()
+    else:
+        assert run_out(engine, live) == truth[:20]
+    again = engine.submit(PROMPT, max_tokens=20)
+    assert run_out(engine, again) == truth[:20]
+    assert not engine.busy
 
 
 def test_a_demanded_tool_that_was_not_declared_is_refused(tiny: Engine) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jax
 import pytest
 
 from benchmarks.soak_serve import (
@@ -31,7 +32,8 @@ from benchmarks.soak_serve import (
     send,
 )
 from dflash_jax.engine.engine import Engine
-from dflash_jax.errors import CheckpointError
+from dflash_jax.engine.runner import Runner
+from dflash_jax.errors import CheckpointError, ComputeError
 from dflash_jax.server import app
 from dflash_jax.server.gate import Settings
 from dflash_jax.server.generation import prepare
@@ -40,6 +42,7 @@ from dflash_jax.server.prompt import Prompt
 from dflash_jax.server.protocol import Ask
 from dflash_jax.server.run import Listening, serve
 from dflash_jax.server.thinking import EFFORTS
+from dflash_jax.server.worker import Job, Worker
 from tests.server.conftest import QUEUE, Live, run_server
 
 
@@ -314,6 +317,29 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     assert (live.engine.break_even, live.engine.compile_s) == (0.5, 0.5)
     failures.append(True)
     live.stop()
+
+
+def test_an_engine_that_has_no_room_to_start_anew_is_given_up_by_name(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, ends = twin(random_tiny), []
+
+    def full(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    async def run() -> Worker:
+        worker = Worker(lambda: engine)
+        await worker.ready.wait()
+        monkeypatch.setattr(Runner, "_empty_state", full)
+        monkeypatch.setattr(engine.runner, "step", full)
+        worker.submit(Job([1, 2], {"max_tokens": 4}, 0, lambda _, __, end: ends.append(end)))
+        await asyncio.wait_for(worker.ended.wait(), 20)
+        await worker.stop()
+        return worker
+
+    worker = asyncio.run(run())
+    assert "RESOURCE_EXHAUSTED" in str(worker.error)
+    assert isinstance(ends[-1], ComputeError)
 
 
 def test_a_silent_stream_says_how_far_its_prompt_has_come(

@@ -34,6 +34,23 @@ def test_L3_a_link_is_refused_and_counted(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere").read_text() == ""
 
 
+def test_a_handler_that_fails_and_a_folder_nobody_can_name_cost_a_count_each() -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("the handler is broken")
+
+    log, broken = EventLog(), Broken(logging.INFO)
+    events.logger.addHandler(broken)
+    level = events.logger.level
+    events.logger.setLevel(logging.INFO)
+    try:
+        log.report("floor", 1, directory="a\0b")
+    finally:
+        events.logger.removeHandler(broken)
+        events.logger.setLevel(level)
+    assert log.failures == 2
+
+
 @pytest.mark.parametrize("kind", ["pipe", "folder", "hard link"])
 def test_L4_what_is_no_plain_file_is_refused_without_waiting(tmp_path: Path, kind: str) -> None:
     if kind == "pipe":
