@@ -1,9 +1,11 @@
 """The command line as a user meets it: what it prints, what it returns, how it fails."""
 
+import gc
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from safetensors.numpy import load_file
 
 from dflash_jax import Plan, loading
 from dflash_jax.cli import main
-from dflash_jax.command import INTERRUPTED, UNREAD
+from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.runner import Runner
@@ -418,6 +420,23 @@ def test_every_verb_has_help_and_the_version_is_told(capsys: pytest.CaptureFixtu
             main(arguments)
         assert ended.value.code == 0
         assert "dflash-jax" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_that_comes_during_garbage_collection_is_heard(number: int, code: int) -> None:
+    """Python drops what is raised there, and jax has it run Python."""
+
+    def press(phase: str, about: dict[str, int]) -> None:
+        gc.callbacks.remove(press)
+        os.kill(os.getpid(), number)
+
+    def work() -> int:
+        gc.callbacks.append(press)
+        gc.collect()
+        time.sleep(5)
+        return 0
+
+    assert exit_code("a verb", work) == code
 
 
 @pytest.mark.parametrize("verb", ["generate", "explain"])

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import safetensors.numpy
 from gguf_models import Q, finish, interleave, write_drafter, write_target
 from weight_files import ORACLE, raw_gguf, tensor
 
-from converters.cli import main
+from converters.cli import ProgressBar, main
 from converters.instruct import check_instruct
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +106,19 @@ def test_errors_are_one_line_and_exit_code_one(capsys, tmp_path, target):
     assert main(["convert", str(target), str(tmp_path), "--overwrite"]) == 1
     assert "which would be lost" in capsys.readouterr().err
     assert target.is_file()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("verb", [["convert", "--to", "orbax"], ["export"]])
+def test_a_signal_ends_a_verb_and_leaves_nothing_behind(
+    capsys, monkeypatch, tmp_path, target, verb, number, code
+):
+    monkeypatch.setattr(ProgressBar, "__call__", lambda *_: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    assert main([*verb, str(target), str(tmp_path / "out")]) == code
+    assert capsys.readouterr().err.startswith("\nconverters: ")
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    assert signal.getsignal(number) == before
 
 
 def test_compare_fails_on_a_wrong_transform_and_names_it_worst(capsys, tmp_path):
