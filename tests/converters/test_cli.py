@@ -213,6 +213,18 @@ def test_export_writes_every_format(capsys, tmp_path):
         assert (tmp_path / "h" / file).read_bytes() == (tmp_path / "z" / file).read_bytes()
 
 
+def test_names_by_which_nobody_would_open_it_again_are_refused(capsys, tmp_path):
+    for verb, name, why in (
+        (["export", "--format", "gguf"], "x", "ends in .gguf"),
+        (["export"], "x.gguf", "without .gguf"),
+        (["convert"], "x.safetensors", "without .safetensors"),
+        (["convert", "--to", "orbax"], "x.gguf", "without .gguf"),
+    ):
+        assert main([*verb, str(DRAFTER), str(tmp_path / name)]) == 1
+        assert why in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_target_is_no_drafter_folder(capsys, tmp_path):
     assert main(["export", str(TARGET), str(tmp_path / "z"), "--format", "zlab"]) == 1
     assert "is a target; the format zlab is for drafters" in capsys.readouterr().err
