@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan, loading
-from dflash_jax.cli import main
+from dflash_jax.cli import main, probe
 from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
@@ -317,6 +317,19 @@ def test_probe_writes_logits_and_hidden_states(
     assert best[0]["id"] == int(v["logits"][0, -1].argmax())
     assert 0 < best[1]["probability"] <= best[0]["probability"] < 1
     assert [p.name for p in tmp_path.iterdir()] == [out.name]  # nothing half-written
+
+
+def test_probe_leaves_nothing_behind_when_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(file: Any, **arrays: Any) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        probe._write_arrays(tmp_path / "probe.npz", {})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
