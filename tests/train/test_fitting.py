@@ -91,7 +91,9 @@ def test_token_ids_that_the_target_does_not_have_are_refused_before_anything_is_
 
 
 def test_a_drafter_that_cannot_be_is_refused_before_anything_is_made(tmp_path):
-    for wrong, why in ({"taps": (9,)}, r"target layers \[9\]"), ({"kv_heads": 2}, "heads"):
+    many = {"devices": 64, "buckets": (Bucket(length=256, rows=64),)}
+    wrongs = ({"taps": (9,)}, r"target layers \[9\]"), ({"kv_heads": 2}, "heads"), (many, "devices")
+    for wrong, why in wrongs:
         with pytest.raises(ConfigError, match=why):
             run.run("tiny", "tiny", tmp_path, dataclasses.replace(SMOKE, **wrong), tell=print)
     assert not list(tmp_path.iterdir())
