@@ -5,7 +5,7 @@ import hashlib
 import importlib.resources
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,13 +199,21 @@ def prompts(
                     rounds.append([])
                 rounds[i].append(cut)
         elif len(texts) < recipe.text_prompts:
-            ids = np.asarray(token_ids(example, tokenizer), np.int32)
-            texts += documents.pieces(ids, recipe.text_prompt)
+            texts += _pieces(example, tokenizer, recipe.text_prompt)
     chosen = [cut for one in rounds for cut in one][: recipe.prompts]
     found = [Prompt(_given(token_ids(cut, tokenizer)), recipe.new_tokens) for cut in chosen]
-    return found + [
-        Prompt(_given(piece.ids), recipe.text_tokens) for piece in texts[: recipe.text_prompts]
-    ]
+    return found + [Prompt(piece, recipe.text_tokens) for piece in texts[: recipe.text_prompts]]
+
+
+def _pieces(example: Example, tokenizer: Tokenizer | None, length: int) -> Iterator[Document]:
+    """Prompts of `length` tokens, behind the start token where a tokenizer puts one."""
+    ids, opening = list(token_ids(example, tokenizer)), []
+    if example.text and tokenizer is not None:
+        bare = tokenizer.encode(example.text, specials=False)
+        start = len(ids) - len(bare)
+        opening, ids = (ids[:start] if ids[start:] == bare else []), bare
+    for piece in documents.pieces(np.asarray(ids, np.int32), length):
+        yield _given([*opening, *piece.ids])
 
 
 def held_out(
@@ -238,7 +246,7 @@ def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:
     if tokenizer is None:
         raise ConfigError('the target ships no tokenizer; give data as lines of {"ids": [...]}')
     if example.text:
-        return tokenizer.encode(example.text, specials=False)
+        return tokenizer.encode(example.text)
     return tokenizer.chat(example.messages, **example.variables())
 
 
