@@ -224,6 +224,8 @@ def test_a_drafter_comes_back_from_its_folder_as_it_was_trained(kind, tmp_path):
     run.write_drafter(tmp_path / "drafter", config, params)
     read = read_drafter_config(tmp_path / "drafter")
     assert read == config
+    written = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert written["max_position_embeddings"] == tiny_target().max_length
     rounded = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), params)
     back = load_drafter(tmp_path / "drafter", read, "float32")
     jax.tree.map(np.testing.assert_array_equal, back, rounded)
