@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -226,6 +227,9 @@ def test_explain_reports_a_pair_without_compiling(run: Run, pair: list[object]) 
     assert "device   H200" in out
     assert "bfloat16" in out
     assert "speculative_sampled" in out
+    times = re.findall(r"(\S+) ms [mc]", out)
+    assert len(times) == 6
+    assert all(0 < float(time) < 1 for time in times)  # no column runs into the next
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if "/" in line}
     assert rows["target/embed"] == ["bfloat16", "64x256"]
     assert rows["drafter/fc"] == ["bfloat16", "128x64"]
