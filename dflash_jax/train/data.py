@@ -186,6 +186,9 @@ def prompts(
     """What the target shall answer, at most as much as the recipe asks for.
 
     Each conversation gives one turn before any gives two.
+
+    Raises:
+      ConfigError: there is nothing to answer.
     """
     rng = random.Random(f"prompts {recipe.seed}")
     examples = list(examples)
@@ -202,7 +205,14 @@ def prompts(
             texts += _pieces(example, tokenizer, recipe.text_prompt)
     chosen = [cut for one in rounds for cut in one][: recipe.prompts]
     found = [Prompt(_given(token_ids(cut, tokenizer)), recipe.new_tokens) for cut in chosen]
-    return found + [Prompt(piece, recipe.text_tokens) for piece in texts[: recipe.text_prompts]]
+    found += [Prompt(piece, recipe.text_tokens) for piece in texts[: recipe.text_prompts]]
+    if not found:
+        raise ConfigError(
+            f"none of {len(examples)} lines gives the target anything to answer: a conversation"
+            " needs a message before the assistant's and prompts above 0, a text or ids need"
+            " text_prompts above 0; answers=given learns them as they stand"
+        )
+    return found
 
 
 def _pieces(example: Example, tokenizer: Tokenizer | None, length: int) -> Iterator[Document]:

@@ -117,6 +117,17 @@ def test_each_turn_of_a_conversation_is_a_prompt_that_waits_for_the_assistant(to
     assert found == {bytes(np.asarray(ids, np.int32)) for ids in expected}
 
 
+def test_lines_that_ask_nothing_are_refused(tokenizer):
+    silent = data.Example(messages=({"role": "assistant", "content": "Hi"},))
+    for chosen, example in (
+        (SMOKE, silent),
+        (dataclasses.replace(SMOKE, prompts=0), data.Example(messages=tuple(CHAT["messages"]))),
+        (dataclasses.replace(SMOKE, text_prompts=0), data.Example(ids=(1, 2, 3))),
+    ):
+        with pytest.raises(ConfigError, match="none of 1 lines gives the target anything"):
+            data.prompts([example], tokenizer, chosen)
+
+
 def test_texts_begin_with_the_start_token_as_prompts_do(tokenizer, tmp_path):
     """Llama and Gemma never see a text without."""
     core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
