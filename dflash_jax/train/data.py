@@ -67,7 +67,7 @@ def read(path: Path) -> list[Example]:
     if not path.is_file():
         raise ConfigError(f"there is no data at {path}; give a file of lines like {FORMS}")
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # Windows likes to begin files with a mark
             lines = list(enumerate(file, 1))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 ({error}); save it so") from error

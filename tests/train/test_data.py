@@ -253,6 +253,12 @@ def test_buckets_that_cannot_be_are_refused_by_name(name: str, bad: str) -> None
         recipe("smoke", [f"{name}={bad}"])
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "x"}\r\n{"text": "y"}\r\n')
+    assert [example.text for example in data.read(path)] == ["x", "y"]
+
+
 def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes('{"text": "café"}\n'.encode("latin-1"))
     with pytest.raises(ConfigError, match="is not UTF-8"):
