@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import documents
 from dflash_jax.train.recipe import GIVEN, MIXED, Recipe
@@ -249,7 +249,7 @@ def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:
     """The prompt of an example as token ids.
 
     Raises:
-      ConfigError: it is text, and the target ships no tokenizer.
+      ConfigError: it is text, and the target ships no tokenizer; or the chat template refuses it.
     """
     if example.ids:
         return example.ids
@@ -257,7 +257,19 @@ def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:
         raise ConfigError('the target ships no tokenizer; give data as lines of {"ids": [...]}')
     if example.text:
         return tokenizer.encode(example.text)
-    return tokenizer.chat(example.messages, **example.variables())
+    return _rendered(example, len(example.messages), tokenizer)
+
+
+def _rendered(
+    example: Example, count: int, tokenizer: Tokenizer, *, opens: bool = True
+) -> list[int]:
+    """The first messages of a conversation; `opens` the assistant's next turn behind them."""
+    messages, variables = example.messages[:count], example.variables()
+    try:
+        return tokenizer.chat(messages, add_generation_prompt=opens, **variables)
+    except RequestError as error:
+        begins = json.dumps(messages[0], ensure_ascii=False)[:80]
+        raise ConfigError(f"{error}; that is the conversation that begins {begins}") from error
 
 
 def as_given(
@@ -294,10 +306,8 @@ def _continues(turn: Document, earlier: Document) -> bool:
 
 def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -> list[Document]:
     """The conversation up to an assistant turn, by rendering it with and without that turn."""
-    before = tokenizer.chat(example.messages[:i], **example.variables())
-    whole = tokenizer.chat(
-        example.messages[: i + 1], add_generation_prompt=False, **example.variables()
-    )
+    before = _rendered(example, i, tokenizer)
+    whole = _rendered(example, i + 1, tokenizer, opens=False)
     if whole[: len(before)] != before:
         return []  # the template rewrites history here
     last = next((j for j in range(len(whole) - 1, 0, -1) if whole[j] in ends), len(whole) - 1)

@@ -128,6 +128,12 @@ def test_lines_that_ask_nothing_are_refused(tokenizer):
             data.prompts([example], tokenizer, chosen)
 
 
+def test_a_conversation_that_the_template_refuses_is_named(tokenizer):
+    odd = data.Example(messages=({"role": "wizard", "content": "Abracadabra"},))
+    with pytest.raises(ConfigError, match=r"unknown role wizard.*begins .*Abracadabra"):
+        data.prompts([odd], tokenizer, SMOKE)
+
+
 def test_texts_begin_with_the_start_token_as_prompts_do(tokenizer, tmp_path):
     """Llama and Gemma never see a text without."""
     core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
