@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from converters import names
-from converters.export import HUGGING_FACE, Weights, export
+from converters.export import HUGGING_FACE, Weights, check_name, export
 from converters.gguf import GgufFile
 from converters.load import Progress, float_dtype
 from converters.models import Model, companions
@@ -82,6 +82,7 @@ def convert(
       tokenizer: a folder whose tokenizer is copied, in place of the model's own.
     """
     keep_apart(model, path)
+    check_name(path, folder=True)
     kind = chosen_dtype(model, dtype)
     report = inventory(model, kind)
     text = json.dumps(report, indent=1) + "\n"

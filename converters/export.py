@@ -27,6 +27,7 @@ from dflash_jax.errors import ConfigError
 
 HUGGING_FACE, SPECULATORS, GGUF = "huggingface", "speculators", "gguf"
 LAYOUTS = (HUGGING_FACE, SPECULATORS, GGUF)
+FILES = (".gguf", ".safetensors")
 WHOLE = np.dtype(np.int64)  # of token ids
 
 
@@ -56,7 +57,8 @@ def export(
 ) -> None:
     """Writes a folder (Hugging Face, speculators) or a file (GGUF) at `path`.
 
-    Raises CheckpointError if it cannot be written, ConfigError for a layout that cannot hold it.
+    Raises CheckpointError if it cannot be written, ConfigError for a layout that cannot hold it
+    or a name by which nobody would know it again.
     """
     writers: dict[str, Callable[[_Output], None]] = {
         HUGGING_FACE: _write_huggingface,
@@ -65,10 +67,22 @@ def export(
     }
     if layout not in writers:
         raise ConfigError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+    check_name(path, folder=layout != GGUF)
     kind = float_dtype(dtype)
     needed = sum(planned.nbytes for planned in plan(weights, kind))
     with new_path(path, overwrite=overwrite, needed=needed) as place:
         writers[layout](_Output(weights, place, dtype, kind, progress))
+
+
+def check_name(path: Path, *, folder: bool) -> None:
+    """Raises ConfigError for a folder named as a file of weights, or a GGUF file named otherwise.
+
+    Readers judge by the ending.
+    """
+    if folder and path.suffix in FILES:
+        raise ConfigError(f"{path} is to be a folder; give a name without {path.suffix}")
+    if not folder and path.suffix != ".gguf":
+        raise ConfigError(f"{path} is to be a GGUF file; give a name that ends in .gguf")
 
 
 def plan(weights: Weights, dtype: np.dtype) -> list[Planned]:

@@ -1,15 +1,26 @@
-"""How a command ends: errors in one line, Ctrl-C and pipes that nobody reads without a trace."""
+"""How a command ends: errors in one line, signals and pipes that nobody reads without a trace."""
 
+import contextlib
+import functools
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from dflash_jax.errors import DFlashError
 
 INTERRUPTED = 130  # the shell's code for a process ended by Ctrl-C
 UNREAD = 141  # and by a closed pipe, as behind `| head`
+TERMINATED = 143  # and by SIGTERM
+
+
+class Terminated(SystemExit):
+    """SIGTERM came. Raised where Ctrl-C would be, so that nothing half-made is left behind."""
 
 
 def exit_code(name: str, run: Callable[[], int]) -> int:
@@ -19,7 +30,8 @@ def exit_code(name: str, run: Callable[[], int]) -> int:
     """
     open_streams()
     try:
-        code = run()
+        with terminable():
+            code = run()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -30,8 +42,46 @@ def exit_code(name: str, run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"\n{name}: interrupted\n")
         return INTERRUPTED
+    except Terminated:
+        sys.stderr.write(f"\n{name}: terminated\n")
+        return TERMINATED
     finally:
         leave_unread()
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Makes SIGTERM an exception while the block runs, and lets neither it nor Ctrl-C get lost.
+
+    Where another handler takes SIGTERM, or outside the main thread, nothing is changed.
+    """
+    free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if not free or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated(TERMINATED)
+
+    hook = sys.unraisablehook
+    signal.signal(signal.SIGTERM, end)
+    sys.unraisablehook = functools.partial(sent_again, hook)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def sent_again(hook: Callable[[Any], object], lost: Any) -> None:
+    """Repeats a signal whose exception Python dropped: jax runs code in garbage collection, where
+    nothing can be raised, and as much as every seventh signal while it traces comes there.
+    """
+    numbers = {KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM}
+    if lost.exc_type in numbers:
+        threading.Timer(0.01, os.kill, (os.getpid(), numbers[lost.exc_type])).start()
+    else:
+        hook(lost)
 
 
 def open_streams() -> None:

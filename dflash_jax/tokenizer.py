@@ -129,7 +129,8 @@ class Tokenizer:
         """Text of a conversation by the chat template, ready for the assistant's next turn.
 
         Args:
-          messages: dicts with `role` and `content`, as in the OpenAI API.
+          messages: dicts with `role` and `content`, as in the OpenAI API; a content may be a
+            list of texts, see `plain`.
           variables: passed to the template: `tools`, `enable_thinking`, ...
 
         Raises:
@@ -139,6 +140,37 @@ class Tokenizer:
             raise RequestError(
                 "this model ships no chat template; give a plain text or token ids instead"
             )
+        return self._rendered([self.plain(message) for message in messages], **variables)
+
+    def plain(self, message: Message) -> Message:
+        """The message, its content a text if it is a list of them, or of parts of type text.
+
+        They are joined as the template joins them; by a newline, as other servers do it, where
+        the template reads no lists.
+        """
+        content = message.get("content")
+        if not isinstance(content, list):
+            return message
+        parts = (part.get("text") if isinstance(part, dict) else part for part in content)
+        texts = [text for text in parts if isinstance(text, str)]
+        if len(texts) < len(content):
+            return message
+        return message | {"content": self._between.join(texts)}
+
+    @functools.cached_property
+    def _between(self) -> str:
+        """What stands between two parts of a text."""
+        first, second = "\ue000", "\ue001"
+        parts = [{"type": "text", "text": text} for text in (first, second)]
+        try:
+            text = self._rendered([{"role": "user", "content": parts}])
+        except RequestError:
+            return "\n"
+        between, found, _ = text.partition(first)[2].partition(second)
+        return between if found and not between.strip() else "\n"
+
+    def _rendered(self, messages: Sequence[Message], /, **variables: Any) -> str:
+        assert self.template is not None
         variables = {"add_generation_prompt": True, "tools": None} | self.specials | variables
         try:
             return _compiled(self.template).render(variables | {"messages": messages})

@@ -1,9 +1,12 @@
 """The command line as a user meets it: what it prints, what it returns, how it fails."""
 
+import gc
 import json
 import os
+import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan, loading
-from dflash_jax.cli import main
-from dflash_jax.command import INTERRUPTED, UNREAD
+from dflash_jax.cli import main, probe
+from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.runner import Runner
@@ -224,6 +227,9 @@ def test_explain_reports_a_pair_without_compiling(run: Run, pair: list[object]) 
     assert "device   H200" in out
     assert "bfloat16" in out
     assert "speculative_sampled" in out
+    times = re.findall(r"(\S+) ms [mc]", out)
+    assert len(times) == 6
+    assert all(0 < float(time) < 1 for time in times)  # no column runs into the next
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if "/" in line}
     assert rows["target/embed"] == ["bfloat16", "64x256"]
     assert rows["drafter/fc"] == ["bfloat16", "128x64"]
@@ -315,6 +321,19 @@ def test_probe_writes_logits_and_hidden_states(
     assert best[0]["id"] == int(v["logits"][0, -1].argmax())
     assert 0 < best[1]["probability"] <= best[0]["probability"] < 1
     assert [p.name for p in tmp_path.iterdir()] == [out.name]  # nothing half-written
+
+
+def test_probe_leaves_nothing_behind_when_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(file: Any, **arrays: Any) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        probe._write_arrays(tmp_path / "probe.npz", {})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
@@ -418,6 +437,23 @@ def test_every_verb_has_help_and_the_version_is_told(capsys: pytest.CaptureFixtu
             main(arguments)
         assert ended.value.code == 0
         assert "dflash-jax" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_that_comes_during_garbage_collection_is_heard(number: int, code: int) -> None:
+    """Python drops what is raised there, and jax has it run Python."""
+
+    def press(phase: str, about: dict[str, int]) -> None:
+        gc.callbacks.remove(press)
+        os.kill(os.getpid(), number)
+
+    def work() -> int:
+        gc.callbacks.append(press)
+        gc.collect()
+        time.sleep(5)
+        return 0
+
+    assert exit_code("a verb", work) == code
 
 
 @pytest.mark.parametrize("verb", ["generate", "explain"])

@@ -74,5 +74,6 @@ def _write_arrays(path: Path, arrays: dict[str, Any]) -> None:
             save_file(arrays, partial)
         partial.replace(path)
     except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
         raise RequestError(f"{path} could not be written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)

@@ -99,7 +99,7 @@ class Explanation:
 
     def _table(self) -> Iterable[str]:
         columns = ("args", "donated", "aliased", "temp", "moves", "GFLOP", "roofline", "compile")
-        yield f"{'program':20}" + "".join(f"{c:>12}" for c in columns)
+        yield f"{'program':20}" + "".join(f" {c:>12}" for c in columns)
         for p in self.programs:
             cells = (
                 str(p.arguments),
@@ -111,7 +111,7 @@ class Explanation:
                 f"{p.roofline.seconds * 1e3:.3g} ms {p.roofline.bound[0]}" if p.roofline else "-",
                 "-" if p.compile_s is None else f"{p.compile_s:.1f} s",
             )
-            yield f"{p.name:20}" + "".join(f"{c:>12}" for c in cells)
+            yield f"{p.name:20}" + "".join(f" {c:>12}" for c in cells)
         yield "roofline: m = bound by memory, c = by compute; moves: weights and caches once"
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.server.conversation import text_of
+from dflash_jax.server.conversation import text_of, texts_of
 from dflash_jax.server.protocol import Message, Problem
 from dflash_jax.server.thinking import thought_of
 
@@ -29,7 +29,7 @@ def messages_of(system: System, messages: Sequence[dict[str, Any]]) -> list[Mess
     """The conversation in the chat completions shape."""
     made: list[Message] = []
     if kept := _without_billing(system):
-        made.append({"role": "system", "content": text_of(kept, "system")})
+        made.append({"role": "system", "content": texts_of(kept, "system")})
     for at, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         where = f"messages[{at}]"
@@ -69,7 +69,7 @@ def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
         place = f"{where}[{at}]"
         match block.get("type"):
             case "tool_result":
-                content = text_of(block.get("content") or "", f"{place}.content")
+                content = texts_of(block.get("content") or "", f"{place}.content")
                 result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
                 results.append(result | {"content": content})
             case "tool_use":

@@ -1,9 +1,17 @@
 """Connections of clients that may close their sending side and go on reading."""
 
+from typing import Any
+
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 5.0  # seconds between two probes
+COMMENTS = "dflash_jax.comments"  # in a scope's state: server-sent events are the answer
+
+
+def allow_comments(scope: Any) -> None:
+    """Says that the answer to this ASGI scope may have comments of server-sent events in it."""
+    scope.setdefault("state", {})[COMMENTS] = True
 
 
 class Connection(H11Protocol):
@@ -31,12 +39,13 @@ class Connection(H11Protocol):
         cycle = self.cycle
         if self.transport.is_closing() or cycle.response_complete:
             return
-        nothing = (
-            h11.Data(data=b":\n\n")  # a comment among server-sent events
-            if cycle.response_started
-            else h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-        )
-        self.transport.write(self.conn.send(nothing) or b"")
+        nothing: h11.Event | None = None
+        if not cycle.response_started:
+            nothing = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        elif COMMENTS in cycle.scope["state"]:
+            nothing = h11.Data(data=b":\n\n")
+        if nothing is not None:
+            self.transport.write(self.conn.send(nothing) or b"")
         self.loop.call_later(pause, self._probe, min(2 * pause, LONGEST_PAUSE))
 
     def on_response_complete(self) -> None:

@@ -75,8 +75,9 @@ def _allowed(choice: Mapping[str, Any], declared: tuple[Tool, ...]) -> tuple[tup
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Messages as chat templates want them.
 
-    Contents are texts, `developer` is `system`, neighbouring system messages are one, and the
-    arguments of calls are objects.
+    Contents are texts, or lists of them, which the tokenizer joins as its template would;
+    `developer` is `system`, neighbouring system messages are one, and the arguments of calls are
+    objects.
     """
     if not messages:
         raise Problem(400, "messages is empty; give at least one", param="messages")
@@ -88,7 +89,8 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         if role not in ROLES:
             known = ", ".join(ROLES)
             raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
-        message["content"] = text_of(message.get("content"), f"{where}.content")
+        read = text_of if role == "assistant" else texts_of
+        message["content"] = read(message.get("content"), f"{where}.content")
         if role == "assistant":
             if message["content"] is None and not message.get("tool_calls"):
                 message["content"] = ""
@@ -103,7 +105,7 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         elif message["content"] is None:
             raise Problem(400, f"a {role} message needs content", param=f"{where}.content")
         if role == "system" and made and made[-1]["role"] == "system":
-            made[-1]["content"] += f"\n\n{message['content']}"
+            made[-1] |= {"content": _behind(made[-1]["content"], message["content"])}
         else:
             made.append(message)
     return made
@@ -121,8 +123,24 @@ def _modern(given: Mapping[str, Any]) -> Message:
     return message
 
 
+def _behind(first: Any, second: Any) -> str | list[str]:
+    """Two contents as one, a blank line between them."""
+    before, after = ([c] if isinstance(c, str) else c for c in (first, second))
+    return _one([*before[:-1], f"{before[-1]}\n\n{after[0]}", *after[1:]])
+
+
+def _one(texts: list[str]) -> str | list[str]:
+    return texts[0] if len(texts) == 1 else texts
+
+
 def text_of(content: Any, param: str) -> str | None:
-    """The text of a message's content, which stands at `param`; parts of type text are joined."""
+    """As `texts_of`, but one text: what a model wrote in one go, and a client cut into parts."""
+    found = texts_of(content, param)
+    return "".join(found) if isinstance(found, list) else found
+
+
+def texts_of(content: Any, param: str) -> str | list[str] | None:
+    """The text of a message's content, which stands at `param`, or its texts if it has more."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -138,7 +156,7 @@ def text_of(content: Any, param: str) -> str | None:
                 400, f"a content part of type {kind!r}; this server reads text only", param=param
             )
         found.append(text)
-    return "".join(found)
+    return _one(found or [""])
 
 
 def past_calls(calls: Any, where: str) -> list[dict[str, Any]]:

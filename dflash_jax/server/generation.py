@@ -235,7 +235,9 @@ async def prepare(model: Model, ask: Ask) -> list[Prompt]:
     tokenizer = engine.tokenizer
     if ask.messages is not None:
         thought = model.syntax.thought if model.syntax else None
-        size = sum(len(m.get("content") or "") for m in ask.messages) + 200 * len(ask.tools)
+        contents = (m["content"] or "" for m in ask.messages)
+        sizes = (len(c) if isinstance(c, str) else sum(map(len, c)) for c in contents)
+        size = sum(sizes) + 200 * len(ask.tools)
         make = functools.partial(chat_prompt, ask, tokenizer, model.turns, thought)
         return [await asyncio.to_thread(make) if size > SLOW_PROMPT else make()]
     prompts = []

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dflash_jax.server.conversation import text_of
+from dflash_jax.server.conversation import text_of, texts_of
 from dflash_jax.server.protocol import Message, Problem
 from dflash_jax.server.thinking import thought_of
 
@@ -25,7 +25,7 @@ def messages_of(instructions: str | None, items: str | list[dict[str, Any]]) -> 
                 made.append({"role": "assistant", "content": None})
             made[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = text_of(item.get("output"), f"{where}.output")
+            output = texts_of(item.get("output"), f"{where}.output")
             result = {"role": "tool", "tool_call_id": item.get("call_id")}
             made.append(result | {"content": output or ""})
         elif kind == "reasoning":
@@ -54,7 +54,8 @@ def messages_of(instructions: str | None, items: str | list[dict[str, Any]]) -> 
 
 def _message_of(item: dict[str, Any], where: str) -> Message:
     """An item of type message in the chat completions shape."""
-    role, content = item.get("role"), text_of(item.get("content"), f"{where}.content")
+    role, read = item.get("role"), text_of if item.get("role") == "assistant" else texts_of
+    content = read(item.get("content"), f"{where}.content")
     if role not in ("system", "developer", "user", "assistant"):
         known = "system, developer, user or assistant"
         raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")

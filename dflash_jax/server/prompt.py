@@ -98,7 +98,7 @@ def chat_prompt(
 def _chat_prompt(
     ask: Ask, tokenizer: Tokenizer, turns: ToolTurns, thought: Thought | None
 ) -> Prompt:
-    messages = list(ask.messages or ())
+    messages = [tokenizer.plain(message) for message in ask.messages or ()]
     variables: dict[str, Any] = {"tools": ask.tools or None} | ask.template
     if ask.continue_final:
         return _continued(messages, tokenizer, variables)

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dflash_jax.server.connection import allow_comments
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.writer import encode
 
@@ -54,6 +55,7 @@ class Stream(Response):
         self._generation, self._chunks = generation, chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        allow_comments(scope)
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         try:

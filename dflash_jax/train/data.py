@@ -5,13 +5,13 @@ import hashlib
 import importlib.resources
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import documents
 from dflash_jax.train.recipe import GIVEN, MIXED, Recipe
@@ -67,7 +67,7 @@ def read(path: Path) -> list[Example]:
     if not path.is_file():
         raise ConfigError(f"there is no data at {path}; give a file of lines like {FORMS}")
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # Windows likes to begin files with a mark
             lines = list(enumerate(file, 1))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 ({error}); save it so") from error
@@ -186,6 +186,9 @@ def prompts(
     """What the target shall answer, at most as much as the recipe asks for.
 
     Each conversation gives one turn before any gives two.
+
+    Raises:
+      ConfigError: there is nothing to answer.
     """
     rng = random.Random(f"prompts {recipe.seed}")
     examples = list(examples)
@@ -199,13 +202,28 @@ def prompts(
                     rounds.append([])
                 rounds[i].append(cut)
         elif len(texts) < recipe.text_prompts:
-            ids = np.asarray(token_ids(example, tokenizer), np.int32)
-            texts += documents.pieces(ids, recipe.text_prompt)
+            texts += _pieces(example, tokenizer, recipe.text_prompt)
     chosen = [cut for one in rounds for cut in one][: recipe.prompts]
     found = [Prompt(_given(token_ids(cut, tokenizer)), recipe.new_tokens) for cut in chosen]
-    return found + [
-        Prompt(_given(piece.ids), recipe.text_tokens) for piece in texts[: recipe.text_prompts]
-    ]
+    found += [Prompt(piece, recipe.text_tokens) for piece in texts[: recipe.text_prompts]]
+    if not found:
+        raise ConfigError(
+            f"none of {len(examples)} lines gives the target anything to answer: a conversation"
+            " needs a message before the assistant's and prompts above 0, a text or ids need"
+            " text_prompts above 0; answers=given learns them as they stand"
+        )
+    return found
+
+
+def _pieces(example: Example, tokenizer: Tokenizer | None, length: int) -> Iterator[Document]:
+    """Prompts of `length` tokens, behind the start token where a tokenizer puts one."""
+    ids, opening = list(token_ids(example, tokenizer)), []
+    if example.text and tokenizer is not None:
+        bare = tokenizer.encode(example.text, specials=False)
+        start = len(ids) - len(bare)
+        opening, ids = (ids[:start] if ids[start:] == bare else []), bare
+    for piece in documents.pieces(np.asarray(ids, np.int32), length):
+        yield _given([*opening, *piece.ids])
 
 
 def held_out(
@@ -231,15 +249,27 @@ def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:
     """The prompt of an example as token ids.
 
     Raises:
-      ConfigError: it is text, and the target ships no tokenizer.
+      ConfigError: it is text, and the target ships no tokenizer; or the chat template refuses it.
     """
     if example.ids:
         return example.ids
     if tokenizer is None:
         raise ConfigError('the target ships no tokenizer; give data as lines of {"ids": [...]}')
     if example.text:
-        return tokenizer.encode(example.text, specials=False)
-    return tokenizer.chat(example.messages, **example.variables())
+        return tokenizer.encode(example.text)
+    return _rendered(example, len(example.messages), tokenizer)
+
+
+def _rendered(
+    example: Example, count: int, tokenizer: Tokenizer, *, opens: bool = True
+) -> list[int]:
+    """The first messages of a conversation; `opens` the assistant's next turn behind them."""
+    messages, variables = example.messages[:count], example.variables()
+    try:
+        return tokenizer.chat(messages, add_generation_prompt=opens, **variables)
+    except RequestError as error:
+        begins = json.dumps(messages[0], ensure_ascii=False)[:80]
+        raise ConfigError(f"{error}; that is the conversation that begins {begins}") from error
 
 
 def as_given(
@@ -276,10 +306,8 @@ def _continues(turn: Document, earlier: Document) -> bool:
 
 def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -> list[Document]:
     """The conversation up to an assistant turn, by rendering it with and without that turn."""
-    before = tokenizer.chat(example.messages[:i], **example.variables())
-    whole = tokenizer.chat(
-        example.messages[: i + 1], add_generation_prompt=False, **example.variables()
-    )
+    before = _rendered(example, i, tokenizer)
+    whole = _rendered(example, i + 1, tokenizer, opens=False)
     if whole[: len(before)] != before:
         return []  # the template rewrites history here
     last = next((j for j in range(len(whole) - 1, 0, -1) if whole[j] in ends), len(whole) - 1)

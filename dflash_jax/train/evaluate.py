@@ -41,7 +41,7 @@ def prompt_ids(engine: Engine, entry: dict[str, Any]) -> list[int]:
     if engine.tokenizer is None:
         raise RequestError("the target ships no tokenizer; give held-out prompts as token ids")
     if entry["kind"] == CODE:
-        return engine.tokenizer.encode(entry["text"], specials=False)
+        return engine.tokenizer.encode(entry["text"])
     switch = {} if entry.get("thinking", True) else {"enable_thinking": False}
     return engine.chat_ids(entry["messages"], tools=entry.get("tools") or None, **switch)
 

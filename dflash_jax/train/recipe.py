@@ -187,7 +187,10 @@ def check(settings: Any, bounds: Mapping[str, tuple[float, float]], of: str = ""
 
 
 def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterConfig:
-    """The config of the drafter a recipe makes for a target: full attention, both ways."""
+    """The config of the drafter a recipe makes for a target: full attention, both ways.
+
+    It says how long a text may be as the target does: other engines draft no further than that.
+    """
     own: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
         DFLASH: (DrafterConfig, {}),
         DFLASH2: (
@@ -212,7 +215,7 @@ def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterCo
         head_dim=recipe.head_dim or target.head_dim,
         intermediate_size=recipe.inner or target.intermediate_size,
         rms_norm_eps=target.rms_norm_eps,
-        rope=RopeConfig(theta=target.rope.theta),
+        rope=RopeConfig(theta=target.rope.theta, original_length=target.max_length),
         vocab_size=target.vocab_size,
         block_size=recipe.block,
         mask_token_id=mask_id,

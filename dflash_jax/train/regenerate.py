@@ -87,7 +87,7 @@ def answer(
                 file.write(json.dumps(done[-1]) + "\n")
                 file.flush()
                 tell(f"answers {len(done)}/{len(groups)} groups")
-                if flag.raised and len(done) < len(groups):
+                if flag.raised:
                     raise Stopped(
                         f"answers stopped at group {len(done)} of {len(groups)}; state saved"
                     )

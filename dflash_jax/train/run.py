@@ -23,7 +23,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.train import data, evaluate, regenerate
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import claim, saved_as, write_json
-from dflash_jax.train.fitting import Tell, fit
+from dflash_jax.train.fitting import Placement, Tell, fit
 from dflash_jax.train.recipe import FLOAT, Recipe, mask_token, new_drafter
 from dflash_jax.train.rows import Rows
 
@@ -67,6 +67,7 @@ def run(
         tell(f"mask token {mask_id}: {why}")
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
+    Placement(recipe.devices)  # refuses what is not there before the target has answered for hours
     about = {
         "target": str(target),
         "data": data.fingerprint(training),

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import safetensors.numpy
 from gguf_models import Q, finish, interleave, write_drafter, write_target
 from weight_files import ORACLE, raw_gguf, tensor
 
-from converters.cli import main
+from converters.cli import ProgressBar, main
 from converters.instruct import check_instruct
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +108,19 @@ def test_errors_are_one_line_and_exit_code_one(capsys, tmp_path, target):
     assert target.is_file()
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("verb", [["convert", "--to", "orbax"], ["export"]])
+def test_a_signal_ends_a_verb_and_leaves_nothing_behind(
+    capsys, monkeypatch, tmp_path, target, verb, number, code
+):
+    monkeypatch.setattr(ProgressBar, "__call__", lambda *_: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    assert main([*verb, str(target), str(tmp_path / "out")]) == code
+    assert capsys.readouterr().err.startswith("\nconverters: ")
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    assert signal.getsignal(number) == before
+
+
 def test_compare_fails_on_a_wrong_transform_and_names_it_worst(capsys, tmp_path):
     good = write_target(TARGET, tmp_path / "good.gguf")
     source = gguf.GGUFReader(good)
@@ -197,6 +211,18 @@ def test_export_writes_every_format(capsys, tmp_path):
     assert main(["export", str(DRAFTER), str(tmp_path / "h")]) == 0
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "h" / file).read_bytes() == (tmp_path / "z" / file).read_bytes()
+
+
+def test_names_by_which_nobody_would_open_it_again_are_refused(capsys, tmp_path):
+    for verb, name, why in (
+        (["export", "--format", "gguf"], "x", "ends in .gguf"),
+        (["export"], "x.gguf", "without .gguf"),
+        (["convert"], "x.safetensors", "without .safetensors"),
+        (["convert", "--to", "orbax"], "x.gguf", "without .gguf"),
+    ):
+        assert main([*verb, str(DRAFTER), str(tmp_path / name)]) == 1
+        assert why in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_target_is_no_drafter_folder(capsys, tmp_path):

@@ -117,7 +117,7 @@ def test_heads_that_a_layout_does_not_know_are_refused(tmp_path):
     config = tiny_drafter(target, "dspark", markov_head="rnn")
     tree = TreeSource(random_params(target, config)["drafter"], config)
     with pytest.raises(ConfigError, match="a rnn Markov head has no place in a drafter GGUF"):
-        export.export(Weights(config, tree), tmp_path / "x", layout="gguf", dtype="float32")
+        export.export(Weights(config, tree), tmp_path / "x.gguf", layout="gguf", dtype="float32")
 
 
 def test_the_gguf_package_reads_what_we_write(tmp_path):
@@ -156,7 +156,7 @@ def test_parameters_that_do_not_fit_are_named():
 def test_what_a_layout_cannot_hold_is_refused(tmp_path):
     target = ORACLE / "targets" / "qwen3"
     with pytest.raises(ConfigError, match="is for drafters"):
-        write(target, tmp_path / "x", "gguf")
+        write(target, tmp_path / "x.gguf", "gguf")
     with pytest.raises(ConfigError, match="'onnx' is not one of"):
         write(target, tmp_path / "x", "onnx")
     model = open_model(DRAFTER)

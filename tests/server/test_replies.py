@@ -331,9 +331,49 @@ def test_developer_is_system_and_neighbouring_system_messages_are_one() -> None:
             {"role": "developer", "content": "A"},
             {"role": "system", "content": [{"type": "text", "text": "B"}]},
             {"role": "user", "content": "C"},
+            {"role": "system", "content": [{"type": "text", "text": text} for text in "DE"]},
+            {"role": "system", "content": [{"type": "text", "text": text} for text in "FG"]},
         ]
     )
-    assert [(m["role"], m["content"]) for m in talk] == [("system", "A\n\nB"), ("user", "C")]
+    said = [(m["role"], m["content"]) for m in talk]
+    assert said[:2] == [("system", "A\n\nB"), ("user", "C")]
+    assert said[2:] == [("system", ["D", "E\n\nF", "G"])]
+
+
+def every_message(content: str) -> str:
+    return "{% for m in messages %}<{{ " + content + " }}>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "seam"),
+    [
+        (every_message("m.content if m.content is string"), "\n"),
+        (every_message("m.content | trim"), "\n"),
+        (every_message("m.content.strip()"), "\n"),
+        (every_message("m.content if m.content is string else m.content[0].text"), "\n"),
+        (every_message("m.content if m.content is string else m.content | join('', 'text')"), ""),
+        (None, ""),
+    ],
+)
+def test_parts_of_a_text_are_joined_as_the_template_does_or_by_newlines(
+    tokenizer: Tokenizer, template: str | None, seam: str
+) -> None:
+    """As vLLM and llama.cpp do it. What an assistant said in parts was one text."""
+    if template:
+        tokenizer = Tokenizer(tokenizer.core, template, {})
+    parts = [{"type": "text", "text": text} for text in "AB"]
+    talk = [{"role": role, "content": parts} for role in ("user", "assistant", "user")]
+    inputs = [m | {"content": [p | {"type": "input_text"} for p in parts]} for m in talk]
+    asks = [
+        decode_chat(json.dumps({"messages": talk}).encode()),
+        decode_messages(json.dumps({"messages": talk, "max_tokens": 1}).encode()),
+        decode_responses(json.dumps({"input": inputs}).encode()),
+    ]
+    one = [{"role": "user", "content": f"A{seam}B"}, {"role": "assistant", "content": "AB"}]
+    wanted = tokenizer.chat([*one, one[0]])
+    for ask in asks:
+        assert chat_prompt(ask, tokenizer, ToolTurns(), None).ids == wanted
+    assert tokenizer.chat(talk[:1]) == tokenizer.chat(one[:1])
 
 
 GUARDED = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}

@@ -4,14 +4,17 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train import data, vocabulary
+from dflash_jax.train import data, evaluate, vocabulary
 from dflash_jax.train.recipe import mask_token, spread_taps
 from dflash_jax.train.recipes import SMOKE, recipe
 
@@ -112,6 +115,43 @@ def test_each_turn_of_a_conversation_is_a_prompt_that_waits_for_the_assistant(to
     found = {bytes(p.document.ids) for p in data.prompts(examples, tokenizer, SMOKE)}
     expected = [tokenizer.chat(CHAT["messages"][:i]) for i in (1, 3)]
     assert found == {bytes(np.asarray(ids, np.int32)) for ids in expected}
+
+
+def test_lines_that_ask_nothing_are_refused(tokenizer):
+    silent = data.Example(messages=({"role": "assistant", "content": "Hi"},))
+    for chosen, example in (
+        (SMOKE, silent),
+        (dataclasses.replace(SMOKE, prompts=0), data.Example(messages=tuple(CHAT["messages"]))),
+        (dataclasses.replace(SMOKE, text_prompts=0), data.Example(ids=(1, 2, 3))),
+    ):
+        with pytest.raises(ConfigError, match="none of 1 lines gives the target anything"):
+            data.prompts([example], tokenizer, chosen)
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tokenizer):
+    odd = data.Example(messages=({"role": "wizard", "content": "Abracadabra"},))
+    with pytest.raises(ConfigError, match=r"unknown role wizard.*begins .*Abracadabra"):
+        data.prompts([odd], tokenizer, SMOKE)
+
+
+def test_texts_begin_with_the_start_token_as_prompts_do(tokenizer, tmp_path):
+    """Llama and Gemma never see a text without."""
+    core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
+    start = core.token_to_id("<|endoftext|>")
+    core.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", start)]
+    )
+    starting, text = Tokenizer(core, tokenizer.template, {}), "one two three four " * 20
+    recipe = dataclasses.replace(SMOKE, text_prompt=16, text_prompts=3)
+    bare = data.token_ids(data.Example(text=text), tokenizer)
+    found = data.prompts([data.Example(text=text)], starting, recipe)
+    assert [p.document.ids.tolist() for p in found] == [
+        [start, *bare[i : i + 16]] for i in (0, 16, 32)
+    ]
+    (document,) = data.as_given([data.Example(text=text)], starting, [])
+    assert document.ids.tolist() == [start, *bare] == starting.encode(text)
+    engine = SimpleNamespace(tokenizer=starting)
+    assert evaluate.prompt_ids(engine, data.Example(text=text).entry()) == [start, *bare]
 
 
 def test_given_answers_are_wanted_up_to_their_end(tokenizer, tmp_path):
@@ -217,6 +257,12 @@ def test_numbers_that_cannot_be_are_refused_by_name(bad: str) -> None:
 def test_buckets_that_cannot_be_are_refused_by_name(name: str, bad: str) -> None:
     with pytest.raises(ConfigError, match=r"(a bucket's (rows|length) is|buckets are).*; expected"):
         recipe("smoke", [f"{name}={bad}"])
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "x"}\r\n{"text": "y"}\r\n')
+    assert [example.text for example in data.read(path)] == ["x", "y"]
 
 
 def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:

@@ -91,7 +91,9 @@ def test_token_ids_that_the_target_does_not_have_are_refused_before_anything_is_
 
 
 def test_a_drafter_that_cannot_be_is_refused_before_anything_is_made(tmp_path):
-    for wrong, why in ({"taps": (9,)}, r"target layers \[9\]"), ({"kv_heads": 2}, "heads"):
+    many = {"devices": 64, "buckets": (Bucket(length=256, rows=64),)}
+    wrongs = ({"taps": (9,)}, r"target layers \[9\]"), ({"kv_heads": 2}, "heads"), (many, "devices")
+    for wrong, why in wrongs:
         with pytest.raises(ConfigError, match=why):
             run.run("tiny", "tiny", tmp_path, dataclasses.replace(SMOKE, **wrong), tell=print)
     assert not list(tmp_path.iterdir())
@@ -222,6 +224,8 @@ def test_a_drafter_comes_back_from_its_folder_as_it_was_trained(kind, tmp_path):
     run.write_drafter(tmp_path / "drafter", config, params)
     read = read_drafter_config(tmp_path / "drafter")
     assert read == config
+    written = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert written["max_position_embeddings"] == tiny_target().max_length
     rounded = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), params)
     back = load_drafter(tmp_path / "drafter", read, "float32")
     jax.tree.map(np.testing.assert_array_equal, back, rounded)

@@ -72,7 +72,11 @@ def test_answers_go_on_where_they_were_stopped(
         patch.setattr(regenerate, "stop_flag", lambda: signalled)
         with pytest.raises(Stopped, match=f"group 1 of {len(lines)}"):
             said(tmp_path / "cut", model, prompts)
+        (tmp_path / "last").write_text("".join(lines[:-1]))
+        with pytest.raises(Stopped, match=f"group {len(lines)} of {len(lines)}"):
+            said(tmp_path / "last", model, prompts)  # and what follows does not begin
     assert (tmp_path / "cut").read_text() == lines[0]
+    assert (tmp_path / "last").read_text() == "".join(lines)
     with (tmp_path / "cut").open("a") as file:
         file.write(lines[1][:7])  # a killed process leaves half a line
     assert said(tmp_path / "cut", model, prompts) == whole
