@@ -105,7 +105,7 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
     [
         (DENSE, "bfloat16", 3, {}),
         (dataclasses.replace(RECURRENT_MIXED, num_layers=1, recurrent=(True,)), "bfloat16", 2, {}),
-        (WIDE, "float32", 2, TRANSPOSED),
+        pytest.param(WIDE, "float32", 2, TRANSPOSED, marks=pytest.mark.soak),
         pytest.param(DENSE, "bfloat16", 2, TRANSPOSED, marks=pytest.mark.soak),
         pytest.param(RECURRENT_MIXED, "bfloat16", 1, TRANSPOSED, marks=pytest.mark.soak),
         pytest.param(RECURRENT_MIXED, "bfloat16", 2, {}, marks=pytest.mark.soak),
