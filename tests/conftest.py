@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from dflash_jax.testing import random_engine, scripted_engine, tiny_drafter, tin
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in runs that a shell put behind it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(100_000, 50, 100)  # traces of programs are millions of objects, and few die
 
 ORACLE = Path(__file__).parent / "oracle"
