@@ -59,6 +59,11 @@ def project(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
     """As `dot`, in float32: for logits."""
     if isinstance(w, KEPT):
         return contract(x, w)
+    if w.shape[1:] == (1,):  # a CPU's matrix-vector product would sum rows by where they stand
+        both = x.astype(jnp.float32) * w[:, 0].astype(jnp.float32).reshape(
+            (1,) * (x.ndim - 1) + (-1,)
+        )
+        return jnp.expand_dims(jax.lax.reduce_sum(both, (x.ndim - 1,)), -1)
     over, kept = string.ascii_lowercase[: x.ndim], string.ascii_uppercase[: w.ndim - 1]
     return product(f"{over},{over[-1]}{kept}->{over[:-1]}{kept}", x, w)
 

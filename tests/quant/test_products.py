@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.compiler import jit
+from dflash_jax.nn.layers import project
 from dflash_jax.quant import layouts, products
 from dflash_jax.quant.kernel import COLUMNS, multiply
 from dflash_jax.quant.layouts import KINDS, Joined, Packed, Transposed
@@ -133,6 +134,20 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it() -> None:
 def transposed(*shape: int, dtype: str = "float32") -> Transposed:
     drawn = np.random.default_rng(5).standard_normal(shape) / shape[-1] ** 0.5
     return Transposed(jnp.asarray(drawn.astype(jnp.dtype(dtype))))
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("columns", [1, 2, 9])
+def test_a_narrow_weight_gives_a_token_the_same_bits_at_every_place(columns: int) -> None:
+    """One column is what gates a shared expert; as a matrix-vector product it did not."""
+    rng, multiply = np.random.default_rng(7), jit(project)
+    w = jnp.asarray(rng.standard_normal((256, columns)), jnp.float32)
+    x = rng.standard_normal((12, 256)).astype(np.float32)
+    out = np.asarray(multiply(jnp.asarray(x), w))
+    for places in range(1, 12):
+        moved = multiply(jnp.asarray(np.roll(x, places, axis=0)), w)
+        np.testing.assert_array_equal(moved, np.roll(out, places, axis=0))
+    assert_near(jnp.asarray(out), x.astype(float) @ np.asarray(w).astype(float))
 
 
 @pytest.mark.optimised
