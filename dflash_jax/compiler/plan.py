@@ -118,7 +118,7 @@ class Plan:
         for name in ("exact", "rings"):
             if type(value := getattr(self, name)) is not bool:
                 raise PlanError(f"{name} is {value!r}; expected True or False")
-        if self.transposed not in (None, True, False):
+        if self.transposed is not None and type(self.transposed) is not bool:
             raise PlanError(f"transposed is {self.transposed!r}; expected True, False or None")
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")

@@ -205,13 +205,14 @@ def with_kernel(params: Any, kernel: bool) -> Any:
 def transpose(params: dict[str, Any], transposed: bool) -> None:
     """Has a parameter tree keep all its float matrices [..., D], or all [D, ...].
 
-    Done in place, one after the other: it takes no more memory than the largest.
+    Done in place, one waited for after the other: it takes no more memory than the largest.
     """
     for name, leaf in params.items():
         if isinstance(leaf, dict):
             transpose(leaf, transposed)
         elif is_matrix(name) and not isinstance(leaf, Packed | Joined):
             if isinstance(leaf, Transposed) and not transposed:
-                params[name] = jnp.moveaxis(leaf.array, -1, 0)
+                params[name] = jax.block_until_ready(jnp.moveaxis(leaf.array, -1, 0))
             elif transposed and not isinstance(leaf, Transposed):
-                params[name] = Transposed(jnp.moveaxis(jnp.asarray(leaf), 0, -1))
+                moved = jax.block_until_ready(jnp.moveaxis(jnp.asarray(leaf), 0, -1))
+                params[name] = Transposed(moved)

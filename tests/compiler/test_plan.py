@@ -74,6 +74,7 @@ def test_a_plan_survives_json(plan: Plan) -> None:
         ("exact", "no", "expected True or False"),
         ("rings", 1, "expected True or False"),
         ("transposed", "yes", "expected True, False or None"),
+        ("transposed", 1, "expected True, False or None"),
         ("dtype", "int8", "expected one of auto, float32, bfloat16, float16"),
     ],
 )
