@@ -29,7 +29,7 @@ from dflash_jax.config import (
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, TokenizerError
 from dflash_jax.quant.layouts import Spec
-from dflash_jax.quant.products import transpose, with_kernel
+from dflash_jax.quant.products import put_in_order, with_kernel
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 
@@ -121,7 +121,7 @@ class OpenPair:
                 if path.startswith(start)
             }
             params[role] = model.load(plan.dtype, specs=own)
-        transpose(params, bool(plan.transposed))
+        put_in_order(params, plan.order)
         params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
         where = None if mesh is None else param_shardings(mesh, params)

@@ -14,7 +14,7 @@ from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import Program, abstract_params, declare
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
-from dflash_jax.quant.layouts import KEPT, Joined, Packed, Transposed
+from dflash_jax.quant.layouts import KEPT, ORDERED, Joined, Packed
 
 MOST_RUNS = 8
 _KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
@@ -185,8 +185,8 @@ def _stored_as(leaf: Any) -> str:
     """A dtype, or the kinds of a packed weight's parts."""
     if isinstance(leaf, Joined):
         return "+".join(dict.fromkeys(_stored_as(part) for part in leaf.parts))
-    if isinstance(leaf, Transposed):
-        return _stored_as(leaf.array)
+    if isinstance(leaf, ORDERED):
+        return str(jax.tree.leaves(leaf)[0].dtype)
     return leaf.kind if isinstance(leaf, Packed) else str(leaf.dtype)
 
 

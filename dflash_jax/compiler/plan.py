@@ -19,6 +19,7 @@ DTYPES = get_args(Dtype)
 Weights = Literal["float", "int8", "int4", "packed"]
 Kernels = Literal["auto", "xla", "pallas"]
 KvDtype = Literal["auto", "int8"]
+Order = Literal["auto", "rows", "columns", "panels"]
 TapsAt = Literal["auto", "early", "late", "upstream"]
 CHOICES = {
     "dtype": DTYPES,
@@ -26,6 +27,7 @@ CHOICES = {
     "kv_dtype": get_args(KvDtype),
     "kernels": get_args(Kernels),
     "taps_at": TAPS_AT,
+    "order": get_args(Order),
 }
 
 
@@ -43,9 +45,11 @@ class Plan:
         and drafter to int8 either way; "packed" keeps Q8_0, Q4_0, Q4_K and Q6_K blocks of .gguf
         files as they are. Packed weights are multiplied without being unpacked in memory.
       stored: which kinds a file keeps its matrices in, for "packed"; filled in on loading.
-      transposed: keep float matrices [D, N] as [N, D], to come first in their products: blocks of
-        models 512 wide or wider then take about half the time where vectors are 256 bits wide.
-        None does so there: for those models, on one CPU device with AVX2 and without AVX-512.
+      order: how float matrices [D, N] lie: "rows" as in the products x · w; "columns" as [N, D], to
+        come first in them; "panels" besides as [N/16, D, 16] up to 4096 columns, the others in
+        columns. On a CPU with vectors of 256 bits a block then takes half to four fifths of the
+        time. "auto" chooses on one CPU device with AVX2 and without AVX-512: panels for float32
+        models narrower than 512, columns for wider ones.
       kv_dtype: of cached keys and values; "auto" is dtype, "int8" scales every row by itself.
       kernels: what GPUs run beside XLA's own kernels: "auto" multiplies packed weights by Pallas
         kernels, "pallas" attends by them too, reading only what is live; with "xla" alone,
@@ -83,7 +87,7 @@ class Plan:
     dtype: Dtype = "auto"
     weights: Weights = "float"
     stored: Stored = ()
-    transposed: bool | None = None
+    order: Order = "auto"
     kv_dtype: KvDtype = "auto"
     kernels: Kernels = "auto"
     exact: bool = True
@@ -118,8 +122,6 @@ class Plan:
         for name in ("exact", "rings"):
             if type(value := getattr(self, name)) is not bool:
                 raise PlanError(f"{name} is {value!r}; expected True or False")
-        if self.transposed is not None and type(self.transposed) is not bool:
-            raise PlanError(f"transposed is {self.transposed!r}; expected True, False or None")
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
         if not isinstance(self.prefix_folder, str) or (

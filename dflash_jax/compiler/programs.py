@@ -32,8 +32,8 @@ from dflash_jax.decode.shaping import neutral_shaping, set_row
 from dflash_jax.decode.snapshot import put_segment, take_segment
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
 from dflash_jax.nn.decoder import Decoder
-from dflash_jax.quant.layouts import Spec, Transposed, is_matrix, spec
-from dflash_jax.quant.products import abstract
+from dflash_jax.quant.layouts import Spec, is_matrix, spec
+from dflash_jax.quant.products import abstract, in_order
 from dflash_jax.state import DecodeState, RowRules
 
 # Lanes, the suffixes of their programs' names: greedy; drawn; either, from logits the request
@@ -96,9 +96,8 @@ def abstract_params(
         if name in specs:
             return abstract(x.shape, specs[name], dtype, kernel=kernel)
         kept = jnp.issubdtype(x.dtype, jnp.integer) or path[-1].key in ALWAYS_FLOAT32
-        if plan.transposed and is_matrix(path[-1].key):
-            return Transposed(jax.ShapeDtypeStruct((*x.shape[1:], x.shape[0]), dtype))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype if kept else dtype)
+        stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else dtype)
+        return in_order(stored, plan.order) if is_matrix(path[-1].key) else stored
 
     return jax.tree_util.tree_map_with_path(planned, _shapes(target, drafter))
 

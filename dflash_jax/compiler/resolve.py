@@ -3,12 +3,13 @@
 import dataclasses
 
 from dflash_jax.compiler.memory import Budget, budget, gibi
-from dflash_jax.compiler.plan import Dtype, Plan
+from dflash_jax.compiler.plan import Dtype, Order, Plan
 from dflash_jax.compiler.processor import widest_vectors
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.errors import PlanError
 
-WIDE = 512  # from this width on, a block of tokens gains where matrices are transposed
+NARROW, WIDE = 128, 512  # widths from which blocks gain by panels, and by columns
+MANY = 64  # tokens of a step from which they gain no more
 ROUNDS = 4  # of a call on a CPU, where calling costs about a millisecond
 
 
@@ -27,11 +28,7 @@ def resolve(
     small = platform == "cpu"
     default_dtype: Dtype = "float32" if small else "bfloat16"
     alone = not plan.apart and plan.mesh == (1, 1)
-    may_transpose = alone and plan.weights == "float"
-    transposed = plan.transposed
-    if transposed is None:
-        wide = target.hidden_size >= WIDE
-        transposed = small and may_transpose and wide and widest_vectors() == "avx2"
+    may_order = alone and plan.weights == "float"
     default_block = drafter.step_width if drafter else 8
     plan = dataclasses.replace(
         plan,
@@ -39,7 +36,6 @@ def resolve(
         block=plan.block or default_block,
         chunk=plan.chunk or (64 if small else 256),
         rounds=plan.rounds or (ROUNDS if small and alone else 1),
-        transposed=transposed,
         dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
         memory_limit=plan.memory_limit or memory,
     )
@@ -62,10 +58,15 @@ def resolve(
         raise PlanError(
             f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
         )
-    if plan.transposed and not may_transpose:
+    if plan.order == "auto":
+        tokens = plan.rows * (plan.block if drafter or plan.exact else 1)  # of a step
+        blocks = small and may_order and 1 < tokens <= MANY
+        order = _order_for_blocks(plan.dtype, target.hidden_size) if blocks else "rows"
+        plan = dataclasses.replace(plan, order=order)
+    elif plan.order != "rows" and not may_order:
         raise PlanError(
-            f"transposed is True for weights {plan.weights!r}, mesh {plan.mesh} and devices"
-            f" {plan.devices}; it needs weights='float' and one device: leave it None"
+            f"order is {plan.order!r} for weights {plan.weights!r}, mesh {plan.mesh} and devices"
+            f" {plan.devices}; it needs weights='float' and one device: leave it 'auto'"
         )
     if plan.weights == "packed" and not plan.stored:
         raise PlanError(
@@ -82,6 +83,15 @@ def resolve(
     if need.total > plan.memory_limit:
         raise PlanError(_does_not_fit(plan, target, beside, need))
     return plan
+
+
+def _order_for_blocks(dtype: Dtype, width: int) -> Order:
+    """How matrices lie where steps of several tokens run on this CPU; measured with AVX2 only."""
+    if widest_vectors() != "avx2":
+        return "rows"
+    if width >= WIDE:
+        return "columns"
+    return "panels" if dtype == "float32" and width >= NARROW else "rows"
 
 
 def _does_not_fit(

@@ -36,7 +36,7 @@ from dflash_jax.engine.prefix_disk import identity
 from dflash_jax.engine.shaper import Shaper
 from dflash_jax.engine.snapshots import Snapshots
 from dflash_jax.quant.layouts import KEPT
-from dflash_jax.quant.products import transpose
+from dflash_jax.quant.products import put_in_order
 from dflash_jax.state import RowRules, StepOutput
 
 DICTATING = {"forced", "replace"}  # programs that requests without recovery never need
@@ -199,7 +199,7 @@ class Runner:
     def _place(self, params: Params) -> Params:
         """Parameters where the plan wants them, as it wants them."""
         params = jax.tree.map(lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, KEPT))
-        transpose(params, bool(self.plan.transposed))  # in the copy of the tree
+        put_in_order(params, self.plan.order)  # in the copy of the tree
         if self._apart:
             return apart.place_params(self.plan, params)
         if self._mesh is not None:

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 
 RUN = 32
+PANEL = 16  # columns side by side
+BROAD = 4096  # columns above which panels gain nothing
 Arrays = dict[str, Any]  # of NumPy or JAX
 
 
@@ -130,7 +132,36 @@ class Transposed:
         return np.array(np.moveaxis(np.asarray(self.array), -1, 0), dtype, copy=copy)
 
 
-KEPT = Packed | Joined | Transposed  # weights that are more than an array
+@dataclasses.dataclass(frozen=True)
+class Panels:
+    """A small float weight [D, ...] kept twice: as it is, and as panels [P, D, PANEL].
+
+    Panels have neighbouring columns side by side, as libraries order a weight before they multiply;
+    the last one is filled up with zeros. They are for the few tokens of a block.
+    """
+
+    whole: Any
+    panels: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.whole.shape
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The weight [D, ...]."""
+        return np.array(self.whole, dtype, copy=copy)
+
+
+ORDERED = Transposed | Panels
+KEPT = Packed | Joined | ORDERED  # weights that are more than an array
+
+
+def order_of(order: str, shape: tuple[int, ...]) -> type[ORDERED] | None:
+    """How a plan's `order` keeps a float matrix [D, ...]; None is as it is."""
+    if order == "panels" and math.prod(shape[1:]) <= BROAD:
+        return Panels
+    return Transposed if order in ("columns", "panels") else None
 
 
 def is_matrix(name: str) -> bool:

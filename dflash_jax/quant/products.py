@@ -8,6 +8,7 @@ rounded weights, so they differ in the order of sums only.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,13 +20,17 @@ from dflash_jax.quant.kernel import COLUMNS, multiply
 from dflash_jax.quant.layouts import (
     KEPT,
     KINDS,
+    ORDERED,
+    PANEL,
     RUN,
     Arrays,
     Joined,
     Packed,
+    Panels,
     Spec,
     Transposed,
     is_matrix,
+    order_of,
 )
 
 jax.tree_util.register_dataclass(
@@ -33,15 +38,20 @@ jax.tree_util.register_dataclass(
 )
 jax.tree_util.register_dataclass(Joined, data_fields=["parts"], meta_fields=["axis", "shape"])
 jax.tree_util.register_dataclass(Transposed, data_fields=["array"], meta_fields=[])
+jax.tree_util.register_dataclass(Panels, data_fields=["whole", "panels"], meta_fields=[])
 
 TILE = 1 << 19  # weights unpacked at a time on a CPU
+FEW = 32  # tokens at most that are multiplied by panels
 Weight = Array | KEPT
+Axes = tuple[int, ...]
 
 
 def contract(x: Float[Array, "... D"], w: KEPT) -> Float[Array, "..."]:
     """x · w over the last axis of x and the first of w, float32."""
     if isinstance(w, Transposed):
         return _weight_first(x, w)
+    if isinstance(w, Panels):
+        return _by_panels(x, w)
     if isinstance(w, Joined):
         parts = [
             contract(x, part) if isinstance(part, Packed | Joined) else _plain(x, part)
@@ -62,6 +72,8 @@ def gather(w: KEPT, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
     """Columns of w [D, V]: rows of the embedding table it is the transpose of, [*places, D]."""
     if isinstance(w, Transposed):
         return jnp.take(w.array, ids, axis=0, mode="clip")
+    if isinstance(w, Panels):
+        return jnp.moveaxis(jnp.take(w.whole, ids, axis=1, mode="clip"), 0, -1)
     assert isinstance(w, Packed), "a table has one part"
     columns = {name: jnp.take(a, ids.ravel(), axis=1, mode="clip") for name, a in w.arrays.items()}
     table = unpack(columns, w.kind)
@@ -178,16 +190,29 @@ def _weight_first(x: Float[Array, "... D"], w: Transposed) -> Float[Array, "..."
     return out.T.reshape(*x.shape[:-1], *w.shape[1:])
 
 
+def _by_panels(x: Float[Array, "... D"], w: Panels) -> Float[Array, "..."]:
+    """A product with each panel side by side; for one token and for many x · w is as good."""
+    rows, count = x.reshape(-1, x.shape[-1]), math.prod(w.shape[1:])
+    if not 1 < len(rows) <= FEW:
+        return _plain(x, w.whole)
+    each = jnp.broadcast_to(rows, (len(w.panels), *rows.shape))
+    out = _dot(each, w.panels, ((2,), (1,)), ((0,), (0,)))  # [P, M, PANEL]
+    out = out.swapaxes(0, 1).reshape(len(rows), -1)[:, :count]
+    return out.reshape(*x.shape[:-1], *w.shape[1:])
+
+
 def _plain(x: Float[Array, "... D"], w: Float[Array, "D ..."]) -> Float[Array, "..."]:
     return _dot(x, w, ((x.ndim - 1,), (0,)))
 
 
-def _dot(x: Array, y: Array, over: tuple[tuple[int], tuple[int]]) -> Float[Array, "..."]:
+def _dot(
+    x: Array, y: Array, over: tuple[Axes, Axes], along: tuple[Axes, Axes] = ((), ())
+) -> Float[Array, "..."]:
     wide = x.dtype == jnp.float32
     return jax.lax.dot_general(
         x,
         y,
-        (over, ((), ())),
+        (over, along),
         precision=jax.lax.Precision.HIGHEST if wide else jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
@@ -202,17 +227,39 @@ def with_kernel(params: Any, kernel: bool) -> Any:
     return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, Packed))
 
 
-def transpose(params: dict[str, Any], transposed: bool) -> None:
-    """Has a parameter tree keep all its float matrices [..., D], or all [D, ...].
+def put_in_order(params: dict[str, Any], order: str) -> None:
+    """Has a parameter tree keep its float matrices [D, ...] as a plan's `order` says.
 
-    Done in place, one waited for after the other: it takes no more memory than the largest.
+    Done in place, one waited for after the other: beside the tree it takes no more memory than the
+    largest.
     """
     for name, leaf in params.items():
         if isinstance(leaf, dict):
-            transpose(leaf, transposed)
+            put_in_order(leaf, order)
         elif is_matrix(name) and not isinstance(leaf, Packed | Joined):
-            if isinstance(leaf, Transposed) and not transposed:
-                params[name] = jax.block_until_ready(jnp.moveaxis(leaf.array, -1, 0))
-            elif transposed and not isinstance(leaf, Transposed):
-                moved = jax.block_until_ready(jnp.moveaxis(jnp.asarray(leaf), 0, -1))
-                params[name] = Transposed(moved)
+            wanted = order_of(order, leaf.shape)
+            if wanted is None and not isinstance(leaf, ORDERED):
+                continue
+            if wanted is None or not isinstance(leaf, wanted):
+                params[name] = jax.block_until_ready(_ordered(_in_rows(leaf), wanted))
+
+
+def in_order(w: Any, order: str) -> Any:
+    """The shapes of a float matrix [D, ...] kept as a plan's `order` says."""
+    return jax.eval_shape(functools.partial(_ordered, wanted=order_of(order, w.shape)), w)
+
+
+def _ordered(w: Array, wanted: type[ORDERED] | None) -> Any:
+    if wanted is Transposed:
+        return Transposed(jnp.moveaxis(w, 0, -1))
+    if wanted is Panels:
+        flat = w.reshape(len(w), -1)
+        flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % PANEL)))
+        return Panels(w, flat.reshape(len(w), -1, PANEL).swapaxes(0, 1))
+    return w
+
+
+def _in_rows(w: Any) -> Float[Array, "D ..."]:
+    if isinstance(w, Transposed):
+        return jnp.moveaxis(w.array, -1, 0)
+    return w.whole if isinstance(w, Panels) else jnp.asarray(w)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dflash_jax import Plan
 from dflash_jax.compiler import resolve
 from dflash_jax.compiler.memory import budget
+from dflash_jax.compiler.plan import Order
 from dflash_jax.compiler.programs import empty_state
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.errors import PlanError
@@ -73,8 +74,8 @@ def test_a_plan_survives_json(plan: Plan) -> None:
         ("lookahead", 2, "expected 0 or 1"),
         ("exact", "no", "expected True or False"),
         ("rings", 1, "expected True or False"),
-        ("transposed", "yes", "expected True, False or None"),
-        ("transposed", 1, "expected True, False or None"),
+        ("order", "transposed", "expected one of auto, rows, columns, panels"),
+        ("order", None, "expected one of auto, rows, columns, panels"),
         ("dtype", "int8", "expected one of auto, float32, bfloat16, float16"),
     ],
 )
@@ -132,32 +133,36 @@ def test_a_call_makes_several_steps_where_calls_are_dear() -> None:
 
 def test_made_choices_stay() -> None:
     shape = {"rows": 2, "max_length": 77, "block": 5, "chunk": 9, "rounds": 3}
-    for transposed in (True, False):
-        plan = Plan(dtype="float16", memory_limit=10**9, transposed=transposed, **shape)
+    orders: tuple[Order, ...] = ("rows", "columns", "panels")
+    for order in orders:
+        plan = Plan(dtype="float16", memory_limit=10**9, order=order, **shape)
         assert complete(plan, memory=1) == plan
 
 
-def test_wide_float_matrices_are_transposed_where_vectors_are_256_bits(
+def test_float_matrices_are_in_the_order_of_blocks_where_vectors_are_256_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wide = tiny_target(hidden_size=512)
+    wide, middling = (tiny_target(hidden_size=width) for width in (512, 256))
 
     def chosen(vectors: str, platform: str = "cpu", target: Any = wide, **fields: Any) -> Any:
         monkeypatch.setattr(
             sys.modules["dflash_jax.compiler.resolve"], "widest_vectors", lambda: vectors
         )
         plan = Plan(**fields)
-        return resolve(plan, target, None, platform=platform, memory=AMPLE).transposed
+        return resolve(plan, target, None, platform=platform, memory=AMPLE).order
 
-    assert chosen("avx2")
-    assert not chosen("avx512f")  # not measured, nor were processors of other kinds
-    assert not chosen("")
-    assert not chosen("avx2", platform="gpu")
-    assert not chosen("avx2", target=tiny_target())
-    assert not chosen("avx2", mesh=(1, 2))
-    assert not chosen("avx2", weights="int8")
-    with pytest.raises(PlanError, match="it needs weights='float' and one device: leave it None"):
-        chosen("avx2", weights="int8", transposed=True)
+    assert chosen("avx2") == "columns"
+    assert chosen("avx2", dtype="bfloat16") == "columns"
+    assert chosen("avx2", target=middling) == "panels"
+    assert chosen("avx2", target=middling, dtype="bfloat16") == "rows"
+    assert chosen("avx2", target=tiny_target()) == "rows"
+    assert chosen("avx512f") == chosen("") == "rows"  # not measured there
+    assert chosen("avx2", platform="gpu") == "rows"
+    assert chosen("avx2", mesh=(1, 2)) == chosen("avx2", weights="int8") == "rows"
+    assert chosen("avx2", rows=9) == "rows"  # times 8 tokens of a block
+    assert chosen("avx2", exact=False) == "rows"  # a token at a time
+    with pytest.raises(PlanError, match="it needs weights='float' and one device: leave it 'auto'"):
+        chosen("avx2", weights="int8", order="panels")
 
 
 def test_more_positions_than_the_target_has_are_refused() -> None:

@@ -95,7 +95,8 @@ SINKS = tiny_gpt_oss(num_layers=2, windows=(12, None))
 WIDE = tiny_target(num_layers=1, hidden_size=64, intermediate_size=64, windows=(None,))
 INT4: dict[str, Any] = {"weights": "int4", "kv_dtype": "int8"}
 INT8: dict[str, Any] = {"weights": "int8"}
-TRANSPOSED: dict[str, Any] = {"transposed": True}
+COLUMNS: dict[str, Any] = {"order": "columns"}
+PANELS: dict[str, Any] = {"order": "panels"}
 SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)}  # drafters
 
 
@@ -105,9 +106,12 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
     [
         (DENSE, "bfloat16", 3, {}),
         (dataclasses.replace(RECURRENT_MIXED, num_layers=1, recurrent=(False,)), "float32", 2, {}),
-        pytest.param(WIDE, "float32", 2, TRANSPOSED, marks=pytest.mark.soak),
-        pytest.param(DENSE, "bfloat16", 2, TRANSPOSED, marks=pytest.mark.soak),
-        pytest.param(RECURRENT_MIXED, "bfloat16", 1, TRANSPOSED, marks=pytest.mark.soak),
+        (WIDE, "float32", 2, PANELS),
+        pytest.param(WIDE, "float32", 2, COLUMNS, marks=pytest.mark.soak),
+        pytest.param(DENSE, "bfloat16", 2, COLUMNS, marks=pytest.mark.soak),
+        pytest.param(RECURRENT_MIXED, "bfloat16", 1, COLUMNS, marks=pytest.mark.soak),
+        pytest.param(DENSE, "float32", 3, PANELS, marks=pytest.mark.soak),
+        pytest.param(RECURRENT_MIXED, "float32", 3, PANELS, marks=pytest.mark.soak),
         pytest.param(RECURRENT_MIXED, "bfloat16", 2, {}, marks=pytest.mark.soak),
         pytest.param(RECURRENT_MIXED, "float32", 3, {}, marks=pytest.mark.soak),
         pytest.param(DENSE, "float32", 1, {}, marks=pytest.mark.soak),

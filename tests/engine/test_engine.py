@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
+from dflash_jax.compiler.plan import Order
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.pace import Pace
@@ -18,7 +19,7 @@ from dflash_jax.engine.result import Piece
 from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.text import OutputText
 from dflash_jax.errors import ComputeError, QueueFullError, RequestError
-from dflash_jax.quant.layouts import Transposed
+from dflash_jax.quant.layouts import Panels, Transposed
 from dflash_jax.testing import force_acceptance, set_script
 from dflash_jax.tokenizer import Tokenizer
 
@@ -90,11 +91,12 @@ def test_prompt_and_output_may_fill_the_plan_exactly(tiny: Engine) -> None:
     assert plain.token_ids == fast.token_ids
 
 
-def test_other_plans_may_transpose_the_weights_of_an_engine_and_give_them_back(
-    tiny: Engine, truth: list[int]
+@pytest.mark.parametrize(("order", "kept"), [("columns", Transposed), ("panels", Panels)])
+def test_other_plans_may_reorder_the_weights_of_an_engine_and_give_them_back(
+    tiny: Engine, truth: list[int], order: Order, kept: type
 ) -> None:
-    turned = twin(tiny, plan=dataclasses.replace(tiny.plan, transposed=True))
-    assert isinstance(turned.params["target"]["layers_0"]["mlp"]["down"], Transposed)
+    turned = twin(tiny, plan=dataclasses.replace(tiny.plan, order=order))
+    assert isinstance(turned.params["target"]["layers_0"]["mlp"]["down"], kept)
     back = Engine(tiny.target, tiny.drafter, turned.params, tiny.plan)
     for ours, theirs in zip(*map(jax.tree.leaves, (back.params, tiny.params)), strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from dflash_jax.compiler import jit
 from dflash_jax.nn.layers import project
 from dflash_jax.quant import layouts, products
 from dflash_jax.quant.kernel import COLUMNS, multiply
-from dflash_jax.quant.layouts import KINDS, Joined, Packed, Transposed
+from dflash_jax.quant.layouts import KINDS, Joined, Packed, Panels, Transposed
 
 D, N = 512, 2 * COLUMNS
 
@@ -131,9 +132,11 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it() -> None:
     np.testing.assert_array_equal(product(x, w.arrays)[0], product(other, w.arrays)[0])
 
 
-def transposed(*shape: int, dtype: str = "float32") -> Transposed:
-    drawn = np.random.default_rng(5).standard_normal(shape) / shape[-1] ** 0.5
-    return Transposed(jnp.asarray(drawn.astype(jnp.dtype(dtype))))
+def reordered(order: str, *shape: int, dtype: str = "float32") -> Any:
+    drawn = np.random.default_rng(5).standard_normal(shape) / shape[0] ** 0.5
+    params = {"down": jnp.asarray(drawn.astype(jnp.dtype(dtype)))}
+    products.put_in_order(params, order)
+    return params["down"]
 
 
 @pytest.mark.optimised
@@ -151,9 +154,13 @@ def test_a_narrow_weight_gives_a_token_the_same_bits_at_every_place(columns: int
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_transposed_weight_gives_a_token_the_same_bits_at_every_place(dtype: str) -> None:
-    w, rng = transposed(2, 384, 768, dtype=dtype), np.random.default_rng(6)
+@pytest.mark.parametrize(
+    ("order", "dtype"), [("columns", "float32"), ("columns", "bfloat16"), ("panels", "float32")]
+)
+def test_a_reordered_weight_gives_a_token_the_same_bits_at_every_place(
+    order: str, dtype: str
+) -> None:
+    w, rng = reordered(order, 768, 2, 381, dtype=dtype), np.random.default_rng(6)
     multiply, drawn = jit(products.contract), rng.standard_normal((2, 8, 768))
     token, found = drawn[0, 0].copy(), []
     for place in range(16):
@@ -163,30 +170,45 @@ def test_a_transposed_weight_gives_a_token_the_same_bits_at_every_place(dtype: s
         found.append(np.asarray(out).reshape(16, -1)[place])
     assert np.ptp(np.stack(found), axis=0).max() == 0
     x = jnp.asarray(drawn.astype(jnp.dtype(dtype)))
-    full = np.moveaxis(np.asarray(w.array).astype(np.float64), -1, 0)
+    full = np.asarray(w).astype(float)
     assert_near(multiply(x, w), np.einsum("btd,dgn->btgn", np.asarray(x).astype(float), full))
 
 
 def test_a_transposed_weight_comes_first_in_its_product() -> None:
     """Nothing is put in another order: the compiler would, if it saw how the result is used."""
-    w, x = transposed(256, 128), inputs(8, "float32", 128)
+    w, x = reordered("columns", 128, 256), inputs(8, "float32", 128)
     made = jit(lambda x, w: jax.nn.silu(products.contract(x, w))).lower(x, w).compile()
     assert re.search(r"f32\[256,8\]\{1,0\} dot\(", made.as_text())
 
 
-def test_matrices_of_a_tree_are_transposed_in_place_and_back() -> None:
+@pytest.mark.parametrize(("tokens", "panels"), [(1, False), (2, True), (32, True), (33, False)])
+def test_panels_are_for_the_few_tokens_of_a_block(tokens: int, panels: bool) -> None:
+    w, x = reordered("panels", 128, 40), inputs(tokens, "float32", 128)
+    multiply = jit(products.contract)
+    assert ("f32[3,128,16]" in multiply.lower(x, w).as_text("hlo")) is panels
+    assert_near(multiply(x, w), np.asarray(x).astype(float) @ np.asarray(w).astype(float))
+
+
+def test_broad_matrices_are_in_columns_where_others_are_in_panels() -> None:
+    assert isinstance(reordered("panels", 4, 2, 2048), Panels)
+    assert isinstance(reordered("panels", 4, 4097), Transposed)
+
+
+@pytest.mark.parametrize(("order", "kept"), [("columns", Transposed), ("panels", Panels)])
+def test_matrices_of_a_tree_are_reordered_in_place_and_back(order: str, kept: type) -> None:
     table, norm = jnp.arange(6.0).reshape(2, 3), jnp.ones(2)
     packed_one = packed("int8", 32, 8)
     tree = {"mlp": {"down": table, "o": packed_one}, "norm": norm, "embed": table}
-    products.transpose(tree, True)
+    products.put_in_order(tree, order)
     down = tree["mlp"]["down"]
-    assert isinstance(down, Transposed)
-    assert (down.shape, down.array.shape) == ((2, 3), (3, 2))
+    assert isinstance(down, kept)
+    assert down.shape == (2, 3)
+    assert jax.tree.leaves(down)[-1].shape == {Transposed: (3, 2), Panels: (1, 2, 16)}[kept]
     assert tree["norm"] is norm
     assert tree["mlp"]["o"] is packed_one
     np.testing.assert_array_equal(np.asarray(down), table)
     ids = jnp.array([[2, 0]])
     rows = products.gather(tree["embed"], ids, jnp.float32)
     np.testing.assert_array_equal(rows[0], np.asarray(table).T[[2, 0]])
-    products.transpose(tree, False)
+    products.put_in_order(tree, "rows")
     np.testing.assert_array_equal(tree["mlp"]["down"], table)
