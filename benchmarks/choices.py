@@ -1,20 +1,21 @@
 """What was tried: the forms a step could take, timed against each other on this device.
 
-    python -m benchmarks.choices [--pairs 15] [--json benchmarks/results/choices.json]
+    python -m benchmarks.choices [--pairs 15] [--only product] [--pin 0]
+        [--json benchmarks/results/choices.json]
 
 Attention over the whole of a large cache and over its live pieces; products with packed weights
-and with float ones, a few columns at a time and all at once; the engine with and without
-lookahead. Samples are taken in turn; a ratio is over the first form of its group. Temporaries
-are those of the compiled program.
+and with float ones, a few columns at a time and all at once; float matrices in the orders of
+`Plan.order`; the engine with and without lookahead. Samples are taken in turn; a ratio is over
+the first form of its group. Temporaries are those of the compiled program.
 """
 
 import argparse
-import functools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,15 @@ from benchmarks.environment import environment
 from benchmarks.paired import interleaved, ratio, spread
 from dflash_jax.compiler import jit
 from dflash_jax.nn.attention import attend_pieces, attend_whole, slot_positions, visible
+from dflash_jax.nn.layers import project
 from dflash_jax.quant import products
 from dflash_jax.quant.layouts import KINDS
 from dflash_jax.state import LayerCache
 
 Forms = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+# Tokens of a call, and a matrix: the shipped pair's, those of 9M and 60M parameters, prompts.
+ORDERS = ((1, 192, 1024), (8, 192, 1024), (8, 512, 192), (16, 256, 1536), (16, 512, 3072))
+ORDERS += ((64, 192, 1024), (64, 512, 3072))
 
 
 def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
@@ -51,7 +56,7 @@ def attention(live: int, *, slots: int = 8192, kv: int = 8, groups: int = 4) -> 
     seen = visible(query, slot_positions(end, slots), causal=True, window=None)
     forms = {"whole": attend_whole, "pieces": attend_pieces}
     return {
-        name: (functools.partial(form, sinks=None, scale=0.1), (q, cache, seen))
+        name: (partial(form, sinks=None, scale=0.1), (q, cache, seen))
         for name, form in forms.items()
     }
 
@@ -66,9 +71,24 @@ def product(rows: int, *, depth: int = 4096, columns: int = 12288) -> Forms:
             name: noise((count, columns), dtype, 3)
             for name, (count, dtype) in KINDS[kind].arrays(depth).items()
         }
-        forms[kind] = (functools.partial(products.by_tile, kind=kind), (x, arrays))
+        forms[kind] = (partial(products.by_tile, kind=kind), (x, arrays))
         if kind == "Q4_0":
-            forms["Q4_0 at once"] = (functools.partial(products.at_once, kind=kind), (x, arrays))
+            forms["Q4_0 at once"] = (partial(products.at_once, kind=kind), (x, arrays))
+    return forms
+
+
+def orders(tokens: int, depth: int, columns: int) -> Forms:
+    """Products of a call with four million weights, as each order keeps them."""
+    x, count = noise((tokens, depth), jnp.float32), max(1, (1 << 22) // (depth * columns))
+
+    def multiply(x: Any, weights: dict[str, Any]) -> list[Any]:
+        return [project(x, layer["down"]) for layer in weights.values()]
+
+    forms: Forms = {}
+    for order in ("rows", "columns", "panels"):
+        weights = {str(i): {"down": noise((depth, columns), jnp.float32, i)} for i in range(count)}
+        products.put_in_order(weights, order)
+        forms[order] = multiply, (x, weights)
     return forms
 
 
@@ -97,8 +117,8 @@ def lookahead(pairs: int) -> dict[str, Any]:
         result = engine.generate(prompt, max_tokens=96, ignore_eos=True)
         return result.stats.decode_s / len(result.token_ids) * 1e3
 
-    lanes = {name: functools.partial(lane, engine) for name, engine in engines.items()}
-    return {"name": "lookahead, shipped pair, a token"} | _figures(lanes, pairs)
+    lanes = {name: partial(lane, engine) for name, engine in engines.items()}
+    return _figures(lanes, pairs)
 
 
 def _figures(lanes: dict[str, Callable[[], float]], pairs: int) -> dict[str, Any]:
@@ -114,14 +134,25 @@ def main() -> int:
     """Measures every group and prints a line for each form."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--only", default="", metavar="TEXT", help="groups whose name has it")
+    parser.add_argument("--pin", type=int, metavar="CPU", help="keeps to one core")
     parser.add_argument("--json", type=Path, metavar="OUT")
     options, load = parser.parse_args(), os.getloadavg()[0]  # others' work slows both forms
-    groups = [
-        *((f"attention, {live} of 8192 slots live", attention(live)) for live in (256, 2048, 8000)),
-        *((f"product 4096 x 12288, {rows} rows", product(rows)) for rows in (1, 16)),
+    if options.pin is not None:
+        os.sched_setaffinity(0, {options.pin})  # before JAX starts its threads
+    groups: dict[str, Callable[[], Forms]] = {
+        **{f"attention, {n} of 8192 slots live": partial(attention, n) for n in (256, 2048, 8000)},
+        **{f"product 4096 x 12288, {rows} rows": partial(product, rows) for rows in (1, 16)},
+        **{"order {}: {} x {}".format(*shape): partial(orders, *shape) for shape in ORDERS},
+    }
+    lookahead_group = "lookahead, shipped pair, a token"
+    found = [
+        compare(name, forms(), options.pairs)
+        for name, forms in groups.items()
+        if options.only in name
     ]
-    found = [compare(name, forms, options.pairs) for name, forms in groups]
-    found.append(lookahead(options.pairs))
+    if options.only in lookahead_group:
+        found.append({"name": lookahead_group} | lookahead(options.pairs))
     for group in found:
         print(group["name"])
         for form, ms in group["ms"].items():
