@@ -98,7 +98,8 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
     width = {"prefill": plan.chunk, "plain1": 1}.get(name, plan.block)
     rows = plan.fed_rows if name == "prefill" else plan.rows
     tokens, head_rows = rows * width, rows * (1 if name == "prefill" else width)
-    counts, sizes = parameters(target, drafter), weight_bytes(plan, target, drafter)
+    once = dataclasses.replace(plan, order="rows")  # a call reads one form of what is kept in two
+    counts, sizes = parameters(target, drafter), weight_bytes(once, target, drafter)
     head, table = target.vocab_size * target.hidden_size, sizes["target"]["head"]
     body = _multiplied(counts["target"])
     idle, _ = _idle_experts(target, counts["target"], tokens)

@@ -7,7 +7,8 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.compiler import resolve
 from dflash_jax.compiler.explain import Explanation, explain
-from dflash_jax.compiler.memory import Work, work
+from dflash_jax.compiler.memory import Work, budget, work
+from dflash_jax.compiler.plan import Order
 from dflash_jax.compiler.roofline import DEVICES, find_device, roofline
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
@@ -127,6 +128,16 @@ def test_work_counts_every_weight_once() -> None:
     narrow = work(plan, QWEN3_8B, None, "plain1")
     assert counted.bytes == narrow.bytes
     assert counted.flops == plan.block * narrow.flops
+
+
+def test_what_panels_keep_twice_is_in_memory_twice_and_read_once() -> None:
+    def plan(order: Order) -> Plan:
+        return resolve(Plan(order=order), target, None, platform="cpu", memory=AMPLE)
+
+    target = tiny_target()
+    rows, panels = plan("rows"), plan("panels")
+    assert budget(panels, target, None).weights > 1.8 * budget(rows, target, None).weights
+    assert work(panels, target, None, "plain") == work(rows, target, None, "plain")
 
 
 def test_a_roofline_is_the_slower_of_memory_and_compute() -> None:
