@@ -7,9 +7,10 @@ from dflash_jax.compiler.plan import Dtype, Order, Plan
 from dflash_jax.compiler.processor import widest_vectors
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.errors import PlanError
+from dflash_jax.quant.layouts import FEW
 
 NARROW, WIDE = 128, 512  # widths from which blocks gain by panels, and by columns
-MANY = 64  # tokens of a step from which they gain no more
+MANY = 64  # tokens of a step above which columns gain no more
 ROUNDS = 4  # of a call on a CPU, where calling costs about a millisecond
 
 
@@ -60,8 +61,7 @@ def resolve(
         )
     if plan.order == "auto":
         tokens = plan.rows * (plan.block if drafter or plan.exact else 1)  # of a step
-        blocks = small and may_order and 1 < tokens <= MANY
-        order = _order_for_blocks(plan.dtype, target.hidden_size) if blocks else "rows"
+        order = _order(plan.dtype, target.hidden_size, tokens) if small and may_order else "rows"
         plan = dataclasses.replace(plan, order=order)
     elif plan.order != "rows" and not may_order:
         raise PlanError(
@@ -85,13 +85,13 @@ def resolve(
     return plan
 
 
-def _order_for_blocks(dtype: Dtype, width: int) -> Order:
-    """How matrices lie where steps of several tokens run on this CPU; measured with AVX2 only."""
-    if widest_vectors() != "avx2":
+def _order(dtype: Dtype, width: int, tokens: int) -> Order:
+    """How matrices lie for steps of so many tokens on this CPU; measured with AVX2 only."""
+    if widest_vectors() != "avx2" or tokens == 1 or width < NARROW:
         return "rows"
     if width >= WIDE:
-        return "columns"
-    return "panels" if dtype == "float32" and width >= NARROW else "rows"
+        return "columns" if tokens <= MANY else "rows"
+    return "panels" if dtype == "float32" and tokens <= FEW else "rows"
 
 
 def _does_not_fit(

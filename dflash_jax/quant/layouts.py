@@ -25,6 +25,7 @@ import numpy as np
 
 RUN = 32
 PANEL = 16  # columns side by side
+FEW = 32  # tokens at most that are multiplied by panels
 BROAD = 4096  # columns above which panels gain nothing
 Arrays = dict[str, Any]  # of NumPy or JAX
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.quant.kernel import COLUMNS, multiply
 from dflash_jax.quant.layouts import (
+    FEW,
     KEPT,
     KINDS,
     ORDERED,
@@ -41,7 +42,6 @@ jax.tree_util.register_dataclass(Transposed, data_fields=["array"], meta_fields=
 jax.tree_util.register_dataclass(Panels, data_fields=["whole", "panels"], meta_fields=[])
 
 TILE = 1 << 19  # weights unpacked at a time on a CPU
-FEW = 32  # tokens at most that are multiplied by panels
 Weight = Array | KEPT
 Axes = tuple[int, ...]
 

@@ -159,7 +159,10 @@ def test_float_matrices_are_in_the_order_of_blocks_where_vectors_are_256_bits(
     assert chosen("avx512f") == chosen("") == "rows"  # not measured there
     assert chosen("avx2", platform="gpu") == "rows"
     assert chosen("avx2", mesh=(1, 2)) == chosen("avx2", weights="int8") == "rows"
-    assert chosen("avx2", rows=9) == "rows"  # times 8 tokens of a block
+    assert (
+        chosen("avx2", rows=8) == chosen("avx2", rows=4) == "columns"
+    )  # times 8 tokens of a block
+    assert chosen("avx2", rows=9) == chosen("avx2", target=middling, rows=5) == "rows"
     assert chosen("avx2", exact=False) == "rows"  # a token at a time
     with pytest.raises(PlanError, match="it needs weights='float' and one device: leave it 'auto'"):
         chosen("avx2", weights="int8", order="panels")
