@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
+import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import RequestError
 from dflash_jax.server.app import Server
 from dflash_jax.server.connection import Connection
 from dflash_jax.server.gate import Settings
@@ -21,6 +25,8 @@ from dflash_jax.server.models import Defaults, Model
 from dflash_jax.server.worker import Worker
 
 log = logging.getLogger("dflash_jax.server")
+
+ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # as where IPv6 is known by name, and off
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,15 +100,15 @@ async def serve(
       started: called once it listens.
 
     Raises:
-      DFlashError: a model could not be loaded.
+      DFlashError: nobody can listen there, or a model could not be loaded.
     """
+    sockets = _bind(listening.host, listening.port)  # first: models take long to load
     workers = {name: Worker(make) for name, make in engines.items()}
     models = [Model(name, worker, listening.defaults) for name, worker in workers.items()]
     server = Server(models, listening.settings)
     config = uvicorn.Config(
         server.app,
         host=listening.host,
-        port=listening.port,
         http=Connection,
         h11_max_incomplete_event_size=64 * 1024,
         loop="asyncio",
@@ -116,7 +122,7 @@ async def serve(
     watch = asyncio.ensure_future(_watch(runner, workers))
     announce = asyncio.ensure_future(_announce(runner, server, started))
     try:
-        await runner.serve()
+        await runner.serve(sockets)
     finally:
         for task in (watch, announce):
             task.cancel()
@@ -124,6 +130,34 @@ async def serve(
     for worker in workers.values():
         if worker.error is not None:
             raise worker.error
+
+
+def _bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets on every address that a host name has here, all on one port."""
+    made: list[socket.socket] = []
+    failures: list[Exception] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        found = []
+        failures.append(error)
+    for family, _, _, _, address in dict.fromkeys(found):
+        at = (address[0], made[0].getsockname()[1] if made else port, *address[2:])
+        try:
+            made.append(socket.create_server(at, family=family))
+        except OSError as error:
+            failures.append(error)
+    if made and all(getattr(error, "errno", 0) in ABSENT for error in failures):
+        return made
+    for bound in made:
+        bound.close()
+    error = failures[-1]
+    number = getattr(error, "errno", 0) or 0  # those of names are negative
+    why = os.strerror(number) if number > 0 else error
+    raise RequestError(
+        f"cannot listen on {host}, port {port}: {why}; give an address of this machine as --host,"
+        " and a free port (--port 0 takes one)"
+    ) from error
 
 
 def _in_main_thread() -> bool:

@@ -33,7 +33,7 @@ from benchmarks.soak_serve import (
 )
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.runner import Runner
-from dflash_jax.errors import CheckpointError, ComputeError
+from dflash_jax.errors import CheckpointError, ComputeError, RequestError
 from dflash_jax.server import app
 from dflash_jax.server.gate import Settings
 from dflash_jax.server.generation import prepare
@@ -380,6 +380,32 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error() -> None:
 
     with pytest.raises(CheckpointError, match="no weights"):
         asyncio.run(serve({"x": make}, Listening(port=0)))
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [("127.0.0.1", "Address already in use"), ("nobody.invalid", ""), ("a" * 70, "")],
+)
+def test_where_nobody_can_listen_no_model_is_loaded(live: Live, host: str, why: str) -> None:
+    def make() -> Engine:
+        raise AssertionError("too late")
+
+    listening = Listening(host=host, port=live.running.port)
+    with pytest.raises(RequestError, match=f"cannot listen on {host}, port .*{why}; give an"):
+        asyncio.run(serve({"x": make}, listening))
+
+
+def test_addresses_that_this_machine_lacks_do_not_matter_beside_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make() -> Engine:
+        raise CheckpointError("no weights")  # it came so far
+
+    known = socket.getaddrinfo
+    both = [*known("192.0.2.1", 0, type=socket.SOCK_STREAM), *known("127.0.0.1", 0)[:1]]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    with pytest.raises(CheckpointError, match="no weights"):
+        asyncio.run(serve({"x": make}, Listening(host="both.example", port=0)))
 
 
 def test_small_routes(live: Live) -> None:
