@@ -22,6 +22,7 @@ from dflash_jax.engine import controller
 from dflash_jax.engine.controller import Restart
 from dflash_jax.engine.dictation import Dictated
 from dflash_jax.engine.events import EventLog
+from dflash_jax.engine.feeder import Feeder
 from dflash_jax.engine.flight import Flight
 from dflash_jax.engine.lanes import lane_of
 from dflash_jax.engine.live import Live
@@ -49,7 +50,7 @@ class Loop:
         self.events = EventLog()
         self.flights: collections.deque[Flight] = collections.deque()
         self.pace = Pace(plan.rounds)
-        self._fed_last = False  # the last step fed prompts
+        self._feeder = Feeder(plan, runner, self.rows, self._dispatch)
         self._lock = threading.RLock()  # over queue, rows and requests; never held while waiting
         self._driving = threading.Lock()
         self._left = False  # somebody who made steps was stopped in between
@@ -122,7 +123,7 @@ class Loop:
             for live in self.rows.admit():
                 self._runner.recall(live)
             waits = self._waits_for_several()
-            dispatched = not waits and (self._dispatch_prefill() or self._dispatch_decode())
+            dispatched = not waits and (self._feeder.turn() or self._dispatch_decode())
             single = dispatched and self.flights[-1].rounds == 1
             lookahead = single and self.rows.work.lane != MASKED
         if not dispatched and not self.flights:
@@ -174,62 +175,6 @@ class Loop:
             self.release(live)
 
     # -- dispatching --------------------------------------------------------------------------
-
-    def _dispatch_prefill(self) -> bool:
-        """Feeds the next chunk of every unfinished prompt, in turns with decoding.
-
-        A prompt of which the disk is still being read waits.
-        """
-        work = self.rows.work
-        feeding = {r: x for r, x in work.feeding.items() if not x.recall or x.recall.done()}
-        if not feeding or (self._fed_last and work.decoding):
-            self._fed_last = False
-            return False
-        self._fed_last = True
-        if self._plan.fed_rows < self._plan.rows:
-            self._feed_in_turn(feeding)
-            return True
-        for row, live in feeding.items():
-            self._runner.restore(row, live)
-        self._feed(feeding)
-        return True
-
-    def _feed_in_turn(self, feeding: dict[int, Live]) -> None:
-        """One chunk of each prompt. Rows of one prompt get it from the first of them that stood
-        where they stand; only a last chunk is everyone's own, as it says a token.
-        """
-        fed: dict[tuple[int, int], int] = {}  # rows by prompt and how much of it they had
-        for row, live in feeding.items():
-            self._runner.restore(row, live)
-            start, prompt = live.fed, live.request.prompt
-            stand = id(prompt), start
-            if stand in fed and start + self._plan.chunk < len(prompt):
-                self._runner.copy_row(fed[stand], row)
-                live.fed += self._plan.chunk
-                self._runner.keep(row, live, start)
-            else:
-                fed[stand] = row
-                self._feed({row: live}, first=row)
-
-    def _feed(self, feeding: dict[int, Live], first: int = 0) -> None:
-        """Dispatches one chunk of some prompts, in a call of rows from `first` on."""
-        rows, chunk = self._plan.fed_rows, self._plan.chunk
-        tokens, count = np.zeros((rows, chunk), np.int32), np.zeros(rows, np.int32)
-        fresh = np.zeros(rows, bool)
-        finished: dict[int, Live] = {}
-        starts = {}
-        for row, live in feeding.items():
-            starts[row], at = live.fed, row - first
-            part = live.request.prompt[live.fed : live.fed + chunk]
-            tokens[at, : len(part)], count[at], fresh[at] = part, len(part), live.fed == 0
-            live.fed += len(part)
-            if live.fed == len(live.request.prompt):
-                finished[row] = live
-                self.rows.changed()
-                self._runner.shape(row, live)
-        self._dispatch("prefill", tokens, count, fresh, readers=finished, first=first)
-        for row, live in feeding.items():
-            self._runner.keep(row, live, starts[row])
 
     def _dispatch_decode(self) -> bool:
         work = self.rows.work

@@ -1,0 +1,79 @@
+"""Prompts on their way to the device, a chunk at a time, in turns with decoding."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dflash_jax.compiler.plan import Plan
+from dflash_jax.engine.live import Live
+from dflash_jax.engine.rows import Rows
+from dflash_jax.engine.runner import Runner
+
+
+class Feeder:
+    """Feeds the prompts of the rows.
+
+    Args:
+      dispatch: sends a prefill call on its way: with its tokens, what is to be read, the first row.
+    """
+
+    def __init__(self, plan: Plan, runner: Runner, rows: Rows, dispatch: Callable[..., None]):
+        self._plan, self._runner, self._rows = plan, runner, rows
+        self._dispatch = dispatch
+        self._fed_last = False  # the last step fed prompts
+
+    def turn(self) -> bool:
+        """Feeds the next chunk of every unfinished prompt, unless decoding is next.
+
+        A prompt of which the disk is still being read waits.
+        """
+        work = self._rows.work
+        feeding = {r: x for r, x in work.feeding.items() if not x.recall or x.recall.done()}
+        if not feeding or (self._fed_last and work.decoding):
+            self._fed_last = False
+            return False
+        self._fed_last = True
+        if self._plan.fed_rows < self._plan.rows:
+            self._feed_in_turn(feeding)
+            return True
+        for row, live in feeding.items():
+            self._runner.restore(row, live)
+        self._feed(feeding)
+        return True
+
+    def _feed_in_turn(self, feeding: dict[int, Live]) -> None:
+        """One chunk of each prompt. Rows of one prompt get it from the first of them that stood
+        where they stand; only a last chunk is everyone's own, as it says a token.
+        """
+        fed: dict[tuple[int, int], int] = {}  # rows by prompt and how much of it they had
+        for row, live in feeding.items():
+            self._runner.restore(row, live)
+            start, prompt = live.fed, live.request.prompt
+            stand = id(prompt), start
+            if stand in fed and start + self._plan.chunk < len(prompt):
+                self._runner.copy_row(fed[stand], row)
+                live.fed += self._plan.chunk
+                self._runner.keep(row, live, start)
+            else:
+                fed[stand] = row
+                self._feed({row: live}, first=row)
+
+    def _feed(self, feeding: dict[int, Live], first: int = 0) -> None:
+        """Dispatches one chunk of some prompts, in a call of rows from `first` on."""
+        rows, chunk = self._plan.fed_rows, self._plan.chunk
+        tokens, count = np.zeros((rows, chunk), np.int32), np.zeros(rows, np.int32)
+        fresh = np.zeros(rows, bool)
+        finished: dict[int, Live] = {}
+        starts = {}
+        for row, live in feeding.items():
+            starts[row], at = live.fed, row - first
+            part = live.request.prompt[live.fed : live.fed + chunk]
+            tokens[at, : len(part)], count[at], fresh[at] = part, len(part), live.fed == 0
+            live.fed += len(part)
+            if live.fed == len(live.request.prompt):
+                finished[row] = live
+                self._rows.changed()
+                self._runner.shape(row, live)
+        self._dispatch("prefill", tokens, count, fresh, readers=finished, first=first)
+        for row, live in feeding.items():
+            self._runner.keep(row, live, starts[row])
