@@ -49,6 +49,11 @@ def model_options(verb: argparse.ArgumentParser) -> None:
         default="float",
         help="float (default), int8 or int4 quantised on loading, or packed as in a .gguf file",
     )
+    models.add_argument(
+        "--order",
+        default="auto",
+        help="how float matrices lie: rows, columns or panels; what suits the processor by default",
+    )
     models.add_argument("--kv-dtype", default="auto", help="of cached keys and values: int8")
     models.add_argument("--block", type=int, default=0, help="tokens per step, anchor included")
     models.add_argument("--max-length", type=int, default=0, help="prompt and output together")
@@ -132,6 +137,7 @@ def chosen_plan(options: argparse.Namespace) -> Any:
         chunk=options.chunk,
         dtype=options.dtype,
         weights=options.weights,
+        order=options.order,
         kv_dtype=options.kv_dtype,
         exact=not options.inexact,
         rings=not options.no_rings,

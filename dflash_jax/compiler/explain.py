@@ -82,6 +82,7 @@ class Explanation:
             f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"
             f"  chunk {p.chunk}  {p.dtype}"
             + f"  {p.weights} weights" * (p.weights != "float")
+            + f"  matrices in {p.order}" * (p.order in ("columns", "panels"))
             + f"  {p.kv_dtype} keys and values" * (p.kv_dtype != "auto")
             + f"  {'exact' if p.exact else 'inexact'}"
             f"  lookahead {p.lookahead}  rounds {p.rounds}"

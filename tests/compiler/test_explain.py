@@ -138,6 +138,8 @@ def test_what_panels_keep_twice_is_in_memory_twice_and_read_once() -> None:
     rows, panels = plan("rows"), plan("panels")
     assert budget(panels, target, None).weights > 1.8 * budget(rows, target, None).weights
     assert work(panels, target, None, "plain") == work(rows, target, None, "plain")
+    text = str(explain(target, None, panels, DEVICES["CPU"], compile=False))
+    assert "float32  matrices in panels  exact" in text
 
 
 def test_a_roofline_is_the_slower_of_memory_and_compute() -> None:
