@@ -12,6 +12,7 @@ from converters import names
 from converters.canonical import Canonical
 from converters.gguf.file import GgufFile
 from converters.names.slots import Part, Path, Slot
+from converters.quants.types import BY_NAME
 from dflash_jax.config import AttentionConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.quant.layouts import (
@@ -66,8 +67,20 @@ def read(
 
 
 def _kind(found: Canonical, part: Part) -> str:
-    kind = found.kind(part.name) if part.name in found.names() else FLOAT
-    return kind if kind in STORED and fits(kind, part.shape[-1]) else FLOAT
+    if part.name not in found.origins:
+        return FLOAT
+    kind, columns = found.kind(part.name), found.origins[part.name].columns
+    if kind not in STORED or not fits(kind, part.shape[-1]):
+        return FLOAT
+    return kind if columns is None or _moved(columns, kind) is not None else FLOAT
+
+
+def _moved(columns: np.ndarray, kind: str) -> np.ndarray | None:
+    """An order of columns as one of blocks; None where it would tear blocks apart."""
+    size = BY_NAME[kind].block_size
+    first = columns[::size]
+    whole = (first[:, None] + np.arange(size)).reshape(-1)
+    return first // size if np.array_equal(whole, columns) and not (first % size).any() else None
 
 
 def _as_stored(found: Canonical, slot: Slot, kinds: list[str]) -> bool:
@@ -125,6 +138,9 @@ def _blocks(found: Canonical, part: Part, kind: str) -> Arrays:
     rows = origin.rows
     if rows is not None:
         raw = raw[slice(rows.start, rows.stop) if isinstance(rows, range) else rows]
+    if origin.columns is not None:
+        size = BY_NAME[kind].block_bytes
+        raw = raw.reshape(len(raw), -1, size)[:, _moved(origin.columns, kind)]
     arrays = unpack_blocks(raw, kind)
     for name in ("scale", "low"):
         if name in arrays and not np.isfinite(arrays[name]).all():

@@ -10,7 +10,10 @@ import gguf
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
+from gguf_families import write_family
 from gguf_models import finish, hyperparameters
+from weight_files import ORACLE
 
 import dflash_jax as dj
 from converters.models import open_model
@@ -125,6 +128,26 @@ def test_packed_parameters_are_the_float_ones_bit_for_bit(
     assert [getattr(part, "kind", "float") for part in qkv.parts] == (
         ["Q4_K", "Q4_K", "Q6_K"] if kinds is MIXED else ["Q4_K", "float", "float"]
     )
+
+
+@pytest.mark.parametrize(("width", "kept"), [(32, Packed), (24, np.ndarray)])
+def test_packed_columns_of_value_heads_are_moved_as_whole_blocks(
+    tmp_path: Path, width: int, kept: type
+) -> None:
+    """A Qwen3.5 file tiles value heads: heads as wide as blocks move, others would be torn."""
+    sizes = {24: width, 96: 4 * width, 160: 64 + 4 * width}
+    config = json.loads((ORACLE / "targets/qwen3_5/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"linear_value_head_dim": width}))
+    tensors = safetensors.numpy.load_file(ORACLE / "targets/qwen3_5/model.safetensors")
+    for name in [n for n in tensors if "linear_attn" in n]:
+        tensors[name] = np.resize(tensors[name], [sizes.get(n, n) for n in tensors[name].shape])
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    model = open_model(write_family(tmp_path, tmp_path / "x.gguf", Q.Q8_0))
+    floats = leaves(model.load("float32"))
+    found = leaves(model.load("float32", specs=model.stored()))
+    assert isinstance(found["layers_0/delta/out"], kept)
+    for path, leaf in found.items():
+        np.testing.assert_array_equal(unpacked(leaf), floats[path], path)
 
 
 def test_decoding_from_packed_blocks_is_decoding_from_their_floats(mixed: Path) -> None:
