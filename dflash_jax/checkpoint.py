@@ -127,15 +127,17 @@ def save(
     """Writes a checkpoint at `path`, whole or not at all.
 
     Args:
-      params: the parameter tree of `config`.
+      params: the parameter tree of `config`, an engine's included whatever its plan's `order`.
       companions: files to keep beside the weights by name, as texts or as paths to copy.
 
     Raises:
-      CheckpointError: `path` exists and may not be overwritten, or the disk is full.
+      CheckpointError: `path` exists and may not be overwritten, parameters are packed, or the disk
+        is full.
     """
-    needed = sum(leaf.nbytes for _, leaf in _flat(params))
+    arrays = {keys: np.asarray(leaf) for keys, leaf in _flat(params)}
+    needed = sum(array.nbytes for array in arrays.values())
     with new_path(path, overwrite=overwrite, needed=needed) as place:
-        write(place, config, params, companions or {})
+        write(place, config, _nested(arrays), companions or {})
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -202,7 +204,10 @@ def write(
     arrays = {keys: np.asarray(leaf) for keys, leaf in _flat(params)}
     unknown = sorted({str(a.dtype) for a in arrays.values()} - set(DTYPES))
     if unknown:
-        raise CheckpointError(f"parameters of {', '.join(unknown)}; expected {', '.join(DTYPES)}")
+        raise CheckpointError(
+            f"parameters of {', '.join(unknown)}; expected {', '.join(DTYPES)}: packed ones cannot"
+            " be saved, load the model with weights='float'"
+        )
     files = write_arrays(place / WEIGHTS, arrays)
     manifest = {
         "format": FORMAT,

@@ -14,6 +14,8 @@ from dflash_jax import checkpoint
 from dflash_jax.checkpoint import open_checkpoint, save
 from dflash_jax.config import AttentionConfig, DrafterConfig
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.quant.layouts import pack
+from dflash_jax.quant.products import put_in_order
 from dflash_jax.testing import (
     tiny_drafter,
     tiny_gemma,
@@ -60,6 +62,23 @@ def test_what_is_saved_is_loaded_bit_for_bit(path):
     assert (path / "tokenizer.json").read_text() == "{}"
     with pytest.raises(ConfigError, match="'int4' is not one of float32"):
         found.load("int4")
+
+
+@pytest.mark.parametrize("order", ["columns", "panels"])
+def test_reordered_weights_are_saved_as_they_were(tmp_path, order):
+    params = {"layers_0": {"attention": {"q": np.arange(40, dtype=np.float32).reshape(2, 4, 5)}}}
+    turned = {"layers_0": {"attention": dict(params["layers_0"]["attention"])}}
+    put_in_order(turned, order)
+    save(tmp_path / "x", tiny_target(), turned)
+    found = open_checkpoint(tmp_path / "x").load()["layers_0"]["attention"]["q"]
+    np.testing.assert_array_equal(found, params["layers_0"]["attention"]["q"])
+
+
+def test_packed_weights_are_not_saved(tmp_path):
+    packed = {"head": pack(np.ones((4, 2), np.float32), (1, (("int8", 2),)))}
+    with pytest.raises(CheckpointError, match=r"packed ones cannot.*weights='float'"):
+        save(tmp_path / "x", tiny_target(), packed)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
