@@ -178,6 +178,13 @@ def test_end_tokens_are_completed_from_the_generation_config(oracle: Path, tmp_p
     assert read_target_config(tmp_path).eos_token_ids == (2, 5, 9)
 
 
+def test_end_tokens_that_no_token_has_are_left_out(oracle: Path) -> None:
+    """Some files say -1, or 2^32 - 1, for none; neither is an id that a device could hold."""
+    config = fields(oracle, "targets/qwen3/config.json")
+    ids = [-1, 0, config["vocab_size"] - 1, config["vocab_size"], 2**32 - 1]
+    assert target_config(config | {"eos_token_id": ids}).eos_token_ids == tuple(ids[1:3])
+
+
 def test_yarn_brings_its_attention_factor(oracle: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     base = fields(oracle, "targets/llama3/config.hub.json")

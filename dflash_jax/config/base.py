@@ -102,7 +102,7 @@ class TargetConfig(AttentionConfig):
     tie_embeddings: bool = False
     windows: tuple[int | None, ...] = ()  # per layer; None sees everything
     max_length: int = 4096
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()  # ids that no token has, such as -1, are left out
     dtype: str = "float32"  # of the published weights
     qk_norm: bool = False  # queries and keys normalised per head before rotation
     num_experts: int = 0  # of each layer that has some
@@ -110,6 +110,11 @@ class TargetConfig(AttentionConfig):
     expert_size: int = 0  # width of each expert's MLP
     embedding_scale: float = 1.0  # times table rows, both rounded to the weights' dtype
     final_softcap: float | None = None  # logits become cap tanh(logits / cap)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ends = tuple(i for i in self.eos_token_ids if 0 <= i < self.vocab_size)
+        object.__setattr__(self, "eos_token_ids", ends)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
