@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from converters import quants
 from converters.names.slots import Slot
+from converters.quants.types import BY_NAME
 from converters.source import Rows, TensorSource, as_rows
 from dflash_jax.errors import CheckpointError
 
@@ -179,7 +181,10 @@ def _stored_rows(kept: np.ndarray | range | None, rows: Rows) -> Rows:
 
 
 def check(slots: list[Slot], found: Canonical, *, where: str) -> None:
-    """Refuses a source that does not fill exactly these parameters, naming every difference."""
+    """Refuses a source that does not fill exactly these parameters, naming every difference.
+
+    Or that holds some of them in a type that cannot be decoded.
+    """
     wanted = {part.name: part.shape for slot in slots for part in slot.parts}
     whole = {part.name for slot in slots for part in slot.parts if slot.integer}
     present = set(found.names())
@@ -207,3 +212,10 @@ def check(slots: list[Slot], found: Canonical, *, where: str) -> None:
             f"{where} does not match its configuration ({len(lines)} differences);"
             " give the weights that belong to this configuration\n  " + "\n  ".join(shown)
         )
+    stored = {name for used in wanted for name in found.origins[used].names}
+    kinds = {name: found.source.kind(name) for name in sorted(stored)}
+    coded = [n for n, kind in kinds.items() if kind in BY_NAME and kind not in quants.READABLE]
+    if coded:
+        more = f" and {len(coded) - 1} more" if len(coded) > 1 else ""
+        why = quants.unreadable(kinds[coded[0]])
+        raise CheckpointError(f"{where}: {coded[0]}{more}: {why}")

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from gguf_models import Q, finish, interleave, write_drafter, write_target
-from weight_files import ORACLE, raw_gguf, tensor
+from weight_files import ORACLE, raw_gguf, tensor, text
 
 from converters.cli import ProgressBar, main
 from converters.instruct import check_instruct
@@ -55,6 +56,19 @@ def test_inspect_shows_what_it_cannot_run_with_the_reason(capsys, tmp_path):
     assert report["tensors"][0]["type"] == "IQ2_XXS"
     code, report = run_json(capsys, "inspect", DRAFTER / "model.safetensors")
     assert "has no configuration" in report["problem"]
+
+
+def test_a_type_that_cannot_be_decoded_is_named_before_anything_is_read(capsys, tmp_path, target):
+    name = text("blk.1.attn_q.weight")
+    raw = bytearray(target.read_bytes())
+    at = raw.index(name) + len(name) + 4 + 2 * 8
+    raw[at : at + 4] = struct.pack("<I", 40)
+    target.write_bytes(raw)
+    code, report = run_json(capsys, "inspect", target)
+    assert code == 0
+    assert "blk.1.attn_q.weight: the type NVFP4 cannot be decoded" in report["problem"]
+    assert main(["convert", "--dry-run", str(target), str(tmp_path / "x")]) == 1
+    assert "Use a file quantised to one of these" in capsys.readouterr().err
 
 
 def test_a_name_that_the_terminal_cannot_show_is_escaped(monkeypatch, tmp_path):
