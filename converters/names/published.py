@@ -52,7 +52,8 @@ def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
         raise ConfigError(
             f"a {config.model_type} target cannot be exported;"
             f" {', '.join((*ARCHITECTURES, *qwen3_5.ARCHITECTURES))} can."
-            " Its published folder is the form others read"
+            " Its published folder is the form others read; `convert --to orbax` keeps it for"
+            " dflash_jax"
         )
     found = {"architectures": [ARCHITECTURES[config.model_type]], "model_type": config.model_type}
     found |= (

@@ -21,6 +21,15 @@ def leaves(node, path=()):
     return {"/".join(path): node}
 
 
+def test_a_family_without_a_folder_of_ours_becomes_a_checkpoint(tmp_path, capsys):
+    source, place = str(ORACLE / "targets" / "gemma4"), tmp_path / "ours"
+    assert main(["convert", source, str(place)]) == 1
+    assert "`convert --to orbax`" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main(["convert", source, str(place), "--to", "orbax"]) == 0
+    assert open_model(place).config == open_model(source).config
+
+
 def test_a_checkpoint_stands_where_its_source_stood(tmp_path, capsys):
     file = write_target(TARGET, tmp_path / "x.gguf", Q.Q8_0)
     place = tmp_path / "ours"
