@@ -214,9 +214,10 @@ def _merges(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> list[lis
     for line in lines:
         space = line.find(" ", 1)  # a left part may itself begin with one
         left, right = line[:space], line[space + 1 :]
-        if space < 0 or left not in vocabulary or right not in vocabulary:
+        if space < 0 or not vocabulary.keys() >= {left, right, left + right}:
             raise CheckpointError(
-                f"the merge {line!r} is not two tokens of the vocabulary; fetch the file again"
+                f"the merge {line!r} is not two tokens of the vocabulary that make a third; fetch"
+                " the file again"
             )
         merges.append([left, right])
     return merges

@@ -237,6 +237,7 @@ def test_a_tokenizer_is_copied_from_a_folder_where_it_cannot_be_rebuilt(tmp_path
     [
         ({"model": "llama"}, "'llama' with the word pattern 'qwen2' cannot be rebuilt"),
         ({"merges": ["zz qq"]}, "merge 'zz qq' is not two tokens"),
+        ({"merges": ["~ ~"]}, "merge '~ ~' is not two tokens of the vocabulary that make a third"),
         ({"kinds": [1]}, "shorter than the"),
         ({"tokens": ["a", "a", "<|im_end|>", "<|endoftext|>"], "merges": ["a a"]}, "are equal"),
     ],
