@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.config import LATE
 from dflash_jax.decode.sampling import (
     ACCEPT,
+    FLOOR,
     TOKEN,
     Drafting,
     draw,
@@ -197,12 +198,13 @@ def choose(
     rules: RowRules,
     *,
     sampled: bool,
+    purpose: int = TOKEN,
 ) -> Int[Array, " B"]:
     """The token that row `at` of the logits says; `position` is the place it will stand at."""
     row = jnp.take_along_axis(logits, at[:, None, None], axis=1)
     if not sampled:
         return likeliest(row[:, 0])
-    return draw(row_keys(rules, position, TOKEN), probabilities(row, rules)[:, 0])
+    return draw(row_keys(rules, position, purpose), probabilities(row, rules)[:, 0])
 
 
 def floor(
@@ -213,9 +215,14 @@ def floor(
     *,
     sampled: bool,
 ) -> Int[Array, " B"]:
-    """As `choose`, with the stop set masked: what replaces a stop token (R6)."""
+    """As `choose`, with the stop set masked: what replaces a stop token (R6).
+
+    Drawn by a key of its own: under the one by which a residual said the stop token, other
+    tokens of that residual are less likely than they should be.
+    """
     row = without_stops(jnp.take_along_axis(logits, at[:, None, None], axis=1), rules)
-    return choose(row, jnp.zeros_like(at), position, rules, sampled=sampled)
+    first = jnp.zeros_like(at)
+    return choose(row, first, position, rules, sampled=sampled, purpose=FLOOR)
 
 
 def is_finite(logits: Float[Array, "B T V"], n: Int[Array, " B"]) -> Bool[Array, " B"]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 from dflash_jax.nn.proposal import Choice
 from dflash_jax.state import RowRules
 
-DRAFT, ACCEPT, TOKEN = range(3)  # purposes of a random number
+DRAFT, ACCEPT, TOKEN, FLOOR = range(4)  # purposes of a random number
 
 
 def likeliest(scores: Float[Array, "*places N"]) -> Int[Array, "*places"]:

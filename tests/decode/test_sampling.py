@@ -1,5 +1,6 @@
 """Filters against the official vectors, keys, and the law of sampled speculative output."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -15,9 +16,11 @@ from laws import PROMPT, ROWS, SAID, VOCAB, all_logits, chisquare, filtered, law
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan
+from dflash_jax.decode.block import floor
 from dflash_jax.decode.sampling import (
     ACCEPT,
     DRAFT,
+    FLOOR,
     TOKEN,
     draw,
     likeliest,
@@ -86,10 +89,10 @@ def test_keys_depend_on_seed_position_and_purpose_alone() -> None:
     rows = list(itertools.product((0, 1, 2**32 - 1), (0, 1, 77)))
     keys = {
         (row, purpose): tuple(key)
-        for purpose in (DRAFT, ACCEPT, TOKEN)
+        for purpose in (DRAFT, ACCEPT, TOKEN, FLOOR)
         for row, key in zip(rows, data(rows, purpose), strict=True)
     }
-    assert len(set(keys.values())) == len(rows) * 3
+    assert len(set(keys.values())) == len(rows) * 4
     for row in rows:  # alone as in company
         assert tuple(data([row], ACCEPT)[0]) == keys[row, ACCEPT]
 
@@ -103,6 +106,20 @@ def test_draws_follow_their_distribution_and_never_leave_it() -> None:
     assert counts[p == 0].sum() == 0
     inside = p > 0
     assert chisquare(counts[inside], p[inside] * rows) > 1e-3
+
+
+def test_what_replaces_a_stop_token_has_its_law_behind_a_residual_too() -> None:
+    p, rest = np.array([0.4, 0.3, 0.3], np.float32), np.array([0.8, 0.0, 0.2], np.float32)
+    rows, place = 4000, jnp.ones((4000,), jnp.int32)
+    by_seed = dataclasses.replace(
+        rules(rows, seed=np.arange(rows)), stop_ids=jnp.zeros((rows, 1), jnp.int32)
+    )
+    said = draw(row_keys(by_seed, place, TOKEN), jnp.broadcast_to(rest, (rows, 3)))
+    logits = jnp.broadcast_to(jnp.log(p), (rows, 1, 3))
+    instead = floor(logits, jnp.zeros_like(place), place, by_seed, sampled=True)
+    counts = np.bincount(np.asarray(instead)[np.asarray(said) == 0], minlength=3)
+    assert counts[0] == 0
+    assert chisquare(counts[1:], np.full(2, counts.sum() / 2)) > 1e-3
 
 
 # -- the law of what the engine says -----------------------------------------------------------
