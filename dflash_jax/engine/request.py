@@ -19,6 +19,7 @@ from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools.declared import Tool, tools_of
 
 HOTTEST = 1e6  # temperature; above it float32 ends sooner or later
+HARSHEST = 1e6  # repetition_penalty, and one by it the mildest, likewise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,10 +81,11 @@ class Request:
             "a number from 0 (off) to 1",
         )
         _check(
-            _is_number(self.repetition_penalty) and 0 < self.repetition_penalty < float("inf"),
+            _is_number(self.repetition_penalty)
+            and 1 / HARSHEST <= self.repetition_penalty <= HARSHEST,
             "repetition_penalty",
             self.repetition_penalty,
-            "a positive number; 1 is off",
+            f"a positive number from {1 / HARSHEST} to {HARSHEST}; 1 is off",
         )
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
