@@ -5,6 +5,7 @@ API's own fields are read where its answers are written.
 """
 
 import dataclasses
+import functools
 import re
 import secrets
 from typing import Any, Literal, TypeVar
@@ -136,6 +137,9 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
         raise Problem(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise Problem(400, "the body is not a JSON object", code="invalid_json")
+    for name in _whole_numbers(kind) & raw.keys():
+        if isinstance(given := raw[name], float) and given.is_integer():
+            raw[name] = int(given)  # some languages write 8 as 8.0
     try:
         found = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
@@ -149,6 +153,13 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
         raise Problem(400, "the body is nested too deeply", code="invalid_json") from None
     known = kind.__struct_fields__
     return found, {name: value for name, value in raw.items() if name not in known}
+
+
+@functools.cache
+def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Fields of a body that are whole numbers."""
+    fields = msgspec.structs.fields(kind)
+    return frozenset(field.encode_name for field in fields if field.type == int | None)
 
 
 def new_id(prefix: str) -> str:

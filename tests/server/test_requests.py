@@ -244,6 +244,16 @@ def test_what_the_engine_refuses_is_named_as_the_request_calls_it() -> None:
     assert param("the structure is not understood: why") is None
 
 
+def test_whole_numbers_may_be_written_with_a_point() -> None:
+    ask = chat(max_tokens=8.0, n=2.0, top_k=5.0, seed=3.0, logprobs=True, top_logprobs=1.0)
+    assert (ask.max_tokens, ask.n, ask.logprobs) == (8, 2, 1)
+    assert ask.options == {"top_k": 5, "seed": 3}
+    assert type(ask.max_tokens) is type(ask.options["seed"]) is int
+    with pytest.raises(Problem, match="got `float`") as caught:
+        chat(max_tokens=8.5)
+    assert caught.value.param == "max_tokens"
+
+
 def test_older_messages_are_read() -> None:
     function = {"name": "f", "arguments": '{"a": 1}'}
     talk = [
