@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_jax.engine.result import TokenLogprob
-from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tokenizer import TextStream, Tokenizer
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -17,18 +17,27 @@ def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None) 
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None, start: int = 0
+    entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None, said: TextStream | None = None
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of completions, for a text that begins at `start` of the output."""
-    tokens = [_text(entry.token_id, tokenizer) for entry in entries]
-    offsets = [start]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
+    """`choices[].logprobs` of completions; the token that was said is among the likeliest.
+
+    Args:
+      said: the output before these tokens, to which they are added. A token's offset is the
+        number of whole characters before it.
+    """
+    said = said or (tokenizer.stream() if tokenizer else None)
+    offsets, top = [], []
+    for entry in entries:
+        offsets.append(len(said.text) if said else 0)
+        if said:
+            said.push([entry.token_id])
+        own = () if entry.logprob is None else ((entry.token_id, entry.logprob),)
+        top.append({_text(i, tokenizer): value for i, value in (*entry.top, *own)})
     return {
-        "tokens": tokens,
+        "tokens": [_text(entry.token_id, tokenizer) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [{_text(i, tokenizer): v for i, v in entry.top} for entry in entries],
-        "text_offset": offsets[:-1],
+        "top_logprobs": top,
+        "text_offset": offsets,
     }
 
 

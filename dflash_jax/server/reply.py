@@ -60,7 +60,7 @@ class Reply:
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []  # of `ids`, where they were asked for
         self.reported = 0  # log-probabilities in chunks that were sent
-        self.spelled = 0  # characters of the tokens among them
+        self.said = tokenizer.stream() if tokenizer else None  # the text of the tokens among them
         self.thinking_tokens = 0
         self.enough = False  # nothing more is wanted: a stop string, or the only call is done
         self.result: Result | None = None

@@ -12,6 +12,7 @@ from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
 from dflash_jax.server.protocol import Problem, new_id
 from dflash_jax.server.reply import Reply
+from dflash_jax.tokenizer import TextStream
 from dflash_jax.tools.events import Event
 
 encode = msgspec.json.Encoder().encode
@@ -101,26 +102,25 @@ class OpenAI(abc.ABC):
         usage = figures.usage(self.generation)
         return {"usage": usage} | figures.asked_for(self.generation, self.id)
 
-    def _logprobs(self, entries: list[TokenLogprob], start: int = 0) -> dict[str, Any] | None:
+    def _logprobs(
+        self, entries: list[TokenLogprob], said: TextStream | None = None
+    ) -> dict[str, Any] | None:
         """What `entries` become in a choice; None where nobody asked.
 
         Args:
-          start: characters of the tokens before them.
+          said: the output before them, to which they are added; None where it begins with them.
         """
         if self.ask.logprobs is None:
             return None
         tokenizer = self.generation.model.engine.tokenizer
         if self.ask.api == "chat":
             return chat_logprobs(entries, tokenizer)
-        return completion_logprobs(entries, tokenizer, start)
+        return completion_logprobs(entries, tokenizer, said)
 
     def _fresh_logprobs(self, reply: Reply) -> dict[str, Any] | None:
         """Those of a chunk: what no chunk has had yet."""
         entries, reply.reported = reply.logprobs[reply.reported :], len(reply.logprobs)
-        found = self._logprobs(entries, reply.spelled)
-        if found and self.ask.api != "chat":
-            reply.spelled += sum(map(len, found["tokens"]))
-        return found
+        return self._logprobs(entries, reply.said)
 
     def _last(self, reply: Reply) -> dict[str, Any]:
         """What the end of an output adds to its chunk."""

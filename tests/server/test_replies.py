@@ -739,6 +739,19 @@ def test_parts_of_a_character_have_their_bytes(tokenizer: Tokenizer) -> None:
     assert bytes(itertools.chain(*said)).decode() == "é😀z"
 
 
+def test_offsets_are_places_in_the_text_and_the_said_token_is_among_the_likeliest(
+    tokenizer: Tokenizer,
+) -> None:
+    ids = tokenizer.encode("aé😀z<|im_end|>b", specials=False)
+    assert ids[-2] in tokenizer._special
+    entries = [TokenLogprob(i, -2.0, ((ids[0], -0.5),)) for i in ids]
+    found = completion_logprobs(entries, tokenizer)
+    text, offsets = tokenizer.decode(ids), found["text_offset"]
+    assert [offsets[i] for i in (0, 1, -3, -2, -1)] == [text.index(c) for c in "aézbb"]
+    assert offsets == sorted(offsets)
+    assert found["top_logprobs"][-1] == {"a": -0.5, "b": -2.0}
+
+
 def test_offsets_go_on_from_chunk_to_chunk(tokenizer: Tokenizer) -> None:
     ask = asked("completions", logprobs=0, stream=True)
     reply = Reply(0, ask, tokenizer, None)
