@@ -122,7 +122,7 @@ def common(
         value = first(found, name, *ALIASES.get(name, ()))
         if value is not None and value not in NEUTRAL.get(name, ()):
             options[name] = value
-    if found.seed is not None:
+    if found.seed not in (None, -1):  # -1 is no seed to vLLM and llama.cpp
         options["seed"] = found.seed % 2**32
     if found.logit_bias:
         options["logit_bias"] = biases(found.logit_bias)

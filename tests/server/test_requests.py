@@ -254,6 +254,12 @@ def test_whole_numbers_may_be_written_with_a_point() -> None:
     assert caught.value.param == "max_tokens"
 
 
+def test_seeds_may_be_any_number_and_minus_one_is_none() -> None:
+    assert chat(seed=-2).options == {"seed": 2**32 - 2}
+    assert chat(seed=2**64).options == {"seed": 0}
+    assert chat(seed=-1).options == {}
+
+
 def test_older_messages_are_read() -> None:
     function = {"name": "f", "arguments": '{"a": 1}'}
     talk = [
