@@ -11,7 +11,7 @@ import numpy as np
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import GREEDY, MASKED, SAMPLED, SHAPED
 from dflash_jax.engine.live import Live
-from dflash_jax.engine.request import Request
+from dflash_jax.engine.request import COLDEST, Request
 from dflash_jax.state import DecodeState, RowRules, read_output
 
 
@@ -45,7 +45,9 @@ def make_rules(
         stop[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         limit[row] = live.limit if row in ready else 0
         drafts[row] = (request.block_size or plan.block) - 1 if live.speculates else 0
-        temperature[row], top_p[row] = request.temperature, request.top_p
+        if request.temperature > 0:
+            temperature[row] = max(request.temperature, COLDEST)
+        top_p[row] = request.top_p
         min_p[row], top_k[row], seed[row] = request.min_p, request.top_k, request.seed
     columns: dict[str, Any] = {
         "stop_ids": stop,

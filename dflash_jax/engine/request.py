@@ -19,6 +19,7 @@ from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools.declared import Tool, tools_of
 
 HOTTEST = 1e6  # temperature; above it float32 ends sooner or later
+COLDEST = 1e-30  # above 0, likewise below it: nearer to greedy there is nothing
 HARSHEST = 1e6  # repetition_penalty, and one by it the mildest, likewise
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ from dflash_jax.decode.sampling import (
     row_keys,
 )
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.lanes import make_rules
+from dflash_jax.engine.request import Request
 from dflash_jax.state import RowRules
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
@@ -197,6 +200,14 @@ def test_seeds_reproduce_and_do_not_depend_on_companions(many: Engine) -> None:
     again, _ = said(many, range(40), **filters)
     assert again.tolist() == together.tolist()
     assert live.result().token_ids == greedy
+
+
+def test_the_coldest_temperatures_say_the_likeliest_token() -> None:
+    wanted = Request(prompt=(1,), temperature=2e-38)
+    plan = Plan(rows=1, max_length=8, block=2, chunk=2, stop_slots=1)
+    live: Any = SimpleNamespace(request=wanted, limit=9, speculates=True)
+    p = probabilities(jnp.asarray([[[3.0, 30.0, 10.0]]]), make_rules(plan, [live], {0}, {}))
+    assert p.tolist() == [[[0, 1, 0]]]  # 30 / 2e-38 is infinite
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
