@@ -246,7 +246,8 @@ def put_in_order(params: dict[str, Any], order: str) -> None:
 
 def in_order(w: Any, order: str) -> Any:
     """The shapes of a float matrix [D, ...] kept as a plan's `order` says."""
-    return jax.eval_shape(functools.partial(_ordered, wanted=order_of(order, w.shape)), w)
+    wanted = order_of(order, w.shape)
+    return jax.eval_shape(functools.partial(_ordered, wanted=wanted), w) if wanted else w
 
 
 def _ordered(w: Array, wanted: type[ORDERED] | None) -> Any:

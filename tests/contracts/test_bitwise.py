@@ -105,8 +105,14 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
     ("target", "dtype", "rows", "packing"),
     [
         (DENSE, "bfloat16", 3, {}),
-        (dataclasses.replace(RECURRENT_MIXED, num_layers=1, recurrent=(False,)), "float32", 2, {}),
         (WIDE, "float32", 2, PANELS),
+        pytest.param(
+            dataclasses.replace(RECURRENT_MIXED, num_layers=1, recurrent=(False,)),
+            "float32",
+            2,
+            {},
+            marks=pytest.mark.soak,
+        ),
         pytest.param(WIDE, "float32", 2, COLUMNS, marks=pytest.mark.soak),
         pytest.param(DENSE, "bfloat16", 2, COLUMNS, marks=pytest.mark.soak),
         pytest.param(RECURRENT_MIXED, "bfloat16", 1, COLUMNS, marks=pytest.mark.soak),
