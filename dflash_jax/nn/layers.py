@@ -131,9 +131,7 @@ halves.defvjp(lambda both: (halves(both), None), _join_slopes)
 
 def columns_of(w: Weight, ids: Int[Array, "*places"], dtype: Any) -> Float[Array, "*places D"]:
     """Columns of a table [D, V]: the embeddings of tokens."""
-    if isinstance(w, KEPT):
-        return gather(w, ids, dtype)
-    return jnp.moveaxis(jnp.take(w, ids, axis=1, mode="clip"), 0, -1)
+    return gather(w, ids, dtype)
 
 
 def precision(x: Array) -> jax.lax.Precision:

@@ -68,12 +68,13 @@ def contract(x: Float[Array, "... D"], w: KEPT) -> Float[Array, "..."]:
     return out.reshape(*x.shape[:-1], *w.shape[1:])
 
 
-def gather(w: KEPT, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
+def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
     """Columns of w [D, V]: rows of the embedding table it is the transpose of, [*places, D]."""
     if isinstance(w, Transposed):
         return jnp.take(w.array, ids, axis=0, mode="clip")
-    if isinstance(w, Panels):
-        return jnp.moveaxis(jnp.take(w.whole, ids, axis=1, mode="clip"), 0, -1)
+    if isinstance(w, Panels) or not isinstance(w, KEPT):
+        whole = w.whole if isinstance(w, Panels) else w
+        return jnp.moveaxis(jnp.take(whole, ids, axis=1, mode="clip"), 0, -1)
     assert isinstance(w, Packed), "a table has one part"
     columns = {name: jnp.take(a, ids.ravel(), axis=1, mode="clip") for name, a in w.arrays.items()}
     table = unpack(columns, w.kind)
