@@ -61,7 +61,7 @@ class Plan:
         every engine does; "early", before per-layer inputs and layer scalars; "upstream", late,
         but the last layer's after the final norm. "auto" is late for all but the last layer.
       lookahead: calls the host stays ahead of what it has read, 0 or 1; 0 behind several steps.
-      rounds: most decode steps of one call. With more than 1 it makes as many as take about 50 ms
+      rounds: most decode steps of one call. With more than 1 it makes as many as take about 0.1 s
         where nobody waits for a row, and none once no row can go on: faster where a step takes
         less than a few milliseconds, but tokens are heard in bursts. 4 by default on one CPU
         device, else 1.

@@ -2,7 +2,7 @@
 
 import time
 
-BURST = 0.05  # seconds between two answers that nobody takes for a pause
+BURST = 0.1  # seconds between two answers that nobody takes for a pause (Nielsen's limit)
 
 
 class Pace:

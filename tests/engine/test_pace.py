@@ -143,6 +143,19 @@ def test_a_call_makes_no_step_that_no_row_can_use(several: Engine) -> None:
     assert answers[0, 0, -4] == 0  # one was made to be timed; no row decided anything
 
 
+@pytest.mark.parametrize("speculative", [True, False])
+def test_decoding_sends_nothing_to_the_device(several: Engine, speculative: bool) -> None:
+    live = several.submit([3, 1, 4], max_tokens=30, speculative=speculative)
+    while not live.ids:
+        several.advance()
+    several.advance()
+    with jax.transfer_guard_host_to_device("disallow"):
+        while len(live.ids) < 25 and not live.done:
+            several.advance()
+    assert not live.failures
+    several.cancel(live)
+
+
 def test_a_first_token_is_given_before_a_call_of_several_steps_is_waited_for(
     several: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
