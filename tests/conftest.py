@@ -20,6 +20,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in runs that a shell put behind it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(100_000, 50, 100)  # traces of programs are millions of objects, and few die
+# Nobody looks up which line an operation of a program came from; to note it takes time.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # for commands that tests start
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 ORACLE = Path(__file__).parent / "oracle"
 # Files that take longest, longest first: begun late, one would keep a single worker busy.

@@ -23,12 +23,17 @@ class Executable:
 
     name: str
     compiled: jax.stages.Compiled
-    stablehlo: str
+    lowered: jax.stages.Lowered
     donated_bytes: int
     seconds: float  # tracing, lowering and compiling
 
     def __call__(self, *args: Any) -> Any:
         return self.compiled(*args)
+
+    @property
+    def stablehlo(self) -> str:
+        """What was given to XLA."""
+        return self.lowered.as_text()
 
     @property
     def _memory(self) -> Any:
@@ -52,13 +57,17 @@ class Executable:
 
 @dataclasses.dataclass(frozen=True)
 class JoinedExecutable(Executable):
-    """A program that runs on two devices; `compiled` is its first part, bytes are of all."""
+    """A program that runs on two devices; `compiled` is its first part, texts and bytes of all."""
 
     parts: tuple[Executable, ...]
     call: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
         return self.call(*self.parts, *args)
+
+    @property
+    def stablehlo(self) -> str:
+        return "\n".join(part.stablehlo for part in self.parts)
 
     @property
     def aliased_bytes(self) -> int:
@@ -91,7 +100,7 @@ def _compile(program: Program) -> Executable:
         return JoinedExecutable(
             program.name,
             parts[0].compiled,
-            "\n".join(part.stablehlo for part in parts),
+            parts[0].lowered,
             sum(part.donated_bytes for part in parts),
             sum(part.seconds for part in parts),
             parts,
@@ -108,7 +117,7 @@ def _compile(program: Program) -> Executable:
         for leaf in jax.tree.leaves(program.arguments[i])
     )
     seconds = time.perf_counter() - started
-    built = Executable(program.name, compiled, lowered.as_text(), donated, seconds)
+    built = Executable(program.name, compiled, lowered, donated, seconds)
     if built.aliased_bytes < donated:
         raise PlanError(
             f"program {program.name} would copy {donated - built.aliased_bytes} of {donated}"

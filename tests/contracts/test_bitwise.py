@@ -104,8 +104,9 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
 @pytest.mark.parametrize(
     ("target", "dtype", "rows", "packing"),
     [
-        (DENSE, "bfloat16", 3, {}),
+        (dataclasses.replace(DENSE, num_layers=1, windows=(None,)), "bfloat16", 3, {}),
         (WIDE, "float32", 2, PANELS),
+        pytest.param(DENSE, "bfloat16", 3, {}, marks=pytest.mark.soak),
         pytest.param(
             dataclasses.replace(RECURRENT_MIXED, num_layers=1, recurrent=(False,)),
             "float32",
