@@ -118,7 +118,7 @@ CHANGES: list[dict] = [
     {"max_tokens": True},
     {"temperature": -1},
     {"temperature": "hot"},
-    {"top_p": 0},
+    {"top_p": -0.5},
     {"top_p": 2},
     {"top_k": -5},
     {"min_p": 2},

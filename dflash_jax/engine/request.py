@@ -64,10 +64,10 @@ class Request:
             f"0 (greedy) or a positive number up to {HOTTEST}",
         )
         _check(
-            isinstance(self.top_p, Real) and 0 < self.top_p <= 1,
+            isinstance(self.top_p, Real) and 0 <= self.top_p <= 1,
             "top_p",
             self.top_p,
-            "a number above 0, up to 1",
+            "a number from 0 (the likeliest token alone) to 1 (off)",
         )
         _check(
             type(self.top_k) is int and 0 <= self.top_k < 2**31,

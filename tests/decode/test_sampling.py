@@ -202,8 +202,9 @@ def test_seeds_reproduce_and_do_not_depend_on_companions(many: Engine) -> None:
     assert live.result().token_ids == greedy
 
 
-def test_the_coldest_temperatures_say_the_likeliest_token() -> None:
-    wanted = Request(prompt=(1,), temperature=2e-38)
+@pytest.mark.parametrize("filters", [{"temperature": 2e-38}, {"temperature": 2.0, "top_p": 0}])
+def test_the_narrowest_filters_leave_the_likeliest_token(filters: dict[str, Any]) -> None:
+    wanted = Request(prompt=(1,), **filters)
     plan = Plan(rows=1, max_length=8, block=2, chunk=2, stop_slots=1)
     live: Any = SimpleNamespace(request=wanted, limit=9, speculates=True)
     p = probabilities(jnp.asarray([[[3.0, 30.0, 10.0]]]), make_rules(plan, [live], {0}, {}))
