@@ -102,8 +102,12 @@ def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetC
 
 def drafter_config(fields: dict[str, Any], where: str = "config.json") -> DrafterConfig:
     """The drafter described by a published config, of the kind its `architectures` name."""
-    outer = Fields({"model_type": "qwen3"} | fields, where)  # whose defaults drafters share
-    both = DrafterFields(outer, outer.inner("dflash_config"))
+    if fields.get("model_type") in (None, "dspark"):
+        fields = fields | {"model_type": "qwen3"}  # whose defaults drafters share
+    outer = Fields(fields, where)
+    heads = outer.inner("dspark_config")  # SpecForge's, apart from the rest
+    own = outer.inner("dflash_config")
+    both = DrafterFields(outer, Fields(own.values | heads.values, own.where))
     kind = _drafter_kind(both)
     config = importlib.import_module(f"dflash_jax.config.{kind}").from_hf(both)
     outer.refuse_rest()

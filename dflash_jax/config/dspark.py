@@ -6,6 +6,13 @@ from dflash_jax.config.dflash import DrafterConfig, DrafterFields, common_fields
 from dflash_jax.errors import ConfigError
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
+TRAINING = (
+    "ce_loss_alpha",
+    "confidence_head_alpha",
+    "l1_loss_alpha",
+    "loss_decay_gamma",
+    "num_anchors",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,15 +46,15 @@ class DSparkConfig(DrafterConfig):
 
 
 def from_hf(fields: DrafterFields) -> DSparkConfig:
-    """The config of a DSpark drafter, in DeepSpec's or ModelOpt's spelling."""
-    fields.outer.used.add("num_anchors")  # of training
-    fields.dflash.used.update(("num_anchors", "projector_type"))
+    """The config of a DSpark drafter, in DeepSpec's, SpecForge's or ModelOpt's spelling."""
+    fields.outer.used.update(TRAINING)
+    fields.dflash.used.update((*TRAINING, "projector_type"))
     fields.pick("attention_mode").must_be("attention_mode", "gqa")
     rank = fields.pick("markov_rank").integer("markov_rank", 256)
     enabled = fields.flag("enable_confidence_head", fields.flag("use_confidence_head", False))
-    common = common_fields(fields)
+    shifted = fields.flag("sample_from_anchor", fields.flag("shift_label", True))
     return DSparkConfig(
-        **common | {"sample_from_anchor": fields.flag("sample_from_anchor", True)},
+        **common_fields(fields) | {"sample_from_anchor": shifted},
         markov_rank=rank,
         markov_head=fields.pick("markov_head_type").get("markov_head_type", "vanilla"),
         confidence_head=enabled,

@@ -1,5 +1,6 @@
 """DSpark: alignment, Markov heads and confidence against plain NumPy; reduced vocabularies."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,22 @@ def test_folders_load_in_every_spelling(tmp_path: Path, spelling: str) -> None:
     weights = export.Weights(model.config, model.tensors)
     export.export(weights, tmp_path / "again", layout="huggingface", dtype="float32")
     assert open_model(tmp_path / "again").config == model.config
+
+
+def test_configs_of_specforge_and_modelopt_mean_the_same() -> None:
+    """Weights of losses say nothing about the model; `shift_label` is where a place predicts."""
+    config, _ = make()
+    assert isinstance(config, DSparkConfig)
+    fields = published(config)
+    plain, kinds = drafter_config(fields), {"architectures": ["DSparkDraftModel"]}
+    heads = {k: fields.pop(k) for k in tuple(fields) if "markov" in k or "confidence" in k}
+    losses = {"confidence_head_alpha": 1.0, "ce_loss_alpha": 0.1, "loss_decay_gamma": 4.0}
+    apart = {"dspark_config": heads, "dflash_config": {"projector_type": "dspark"}}
+    assert drafter_config(fields | {"dflash_config": heads | losses} | kinds) == plain
+    assert drafter_config(fields | apart | {"model_type": "dspark"}) == plain
+    for shifted in (True, False):
+        found = drafter_config(fields | {"dflash_config": heads | {"shift_label": shifted}})
+        assert found == dataclasses.replace(plain, sample_from_anchor=shifted)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
