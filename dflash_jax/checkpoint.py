@@ -155,7 +155,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         }
         sizes = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
         checksums = {name: int(entry["crc32"]) for name, entry in manifest["files"].items()}
-    except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (ConfigError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"{path / MANIFEST} cannot be understood ({type(error).__name__}: {error}); convert"
             " the model again"

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 import os
 from pathlib import Path
 
@@ -152,6 +153,7 @@ def outside(manifest):
         (lambda m: m["config"]["fields"].pop("vocab_size"), "cannot be understood"),
         (lambda m: m["parameters"][0].update(dtype="int4"), "cannot be understood"),
         (lambda m: m.pop("files"), "cannot be understood"),
+        (lambda m: next(iter(m["files"].values())).update(bytes=math.inf), "cannot be understood"),
         (outside, "names the file '../x' outside it"),
         (lambda m: m["parameters"][0].update(shape=[4, 3]), "its manifest says"),
         (lambda m: m["parameters"].append({"path": ["y"], "shape": [1], "dtype": "int32"}), "read"),

@@ -386,7 +386,20 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
         read_target_config(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"rope": 0}, {"windows": [[1]]}, {"windows": 3}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope": 0},
+        {"rope": {"theta": "x"}},
+        {"windows": [[1], None, None]},
+        {"windows": 3},
+        {"windows": [None]},
+        {"num_layers": 3.0},
+        {"num_layers": 10**9, "windows": []},
+        {"rms_norm_eps": math.nan},
+        {"tie_embeddings": 1},
+    ],
+)
 def test_a_damaged_config_of_ours_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="expected an object, and integers or null"):
+    with pytest.raises(ConfigError, match=rf"{next(iter(change))}|theta"):
         TargetConfig.from_json(tiny_target().to_json() | change)

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import types
+import typing
 from typing import Any, Self
 
 from dflash_jax.config.fields import Fields
@@ -11,6 +13,7 @@ from dflash_jax.errors import ConfigError
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_EXPERTS, WIDEST_HEAD = 4096, 65536
 MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
+PER_LAYER = ("windows", "causal", "recurrent", "sparse")  # fields with an entry for each layer
 OPT_IN = ("qwen3", "qwen3_moe")  # whose sliding_window counts only with use_sliding_window
 
 # Parameters, by the last part of their path, that are float32 whatever the dtype of the others:
@@ -58,6 +61,8 @@ class AttentionConfig:
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_layers > MOST_LAYERS:
+            raise ConfigError(f"num_layers is {self.num_layers}; expected up to {MOST_LAYERS:,}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value"
@@ -75,22 +80,39 @@ class AttentionConfig:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The config written by `to_json`; unknown fields are refused."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        if extra := sorted(set(fields) - known):
-            raise ConfigError(f"unknown {cls.__name__} fields {extra}; known are {sorted(known)}")
-        rope, windows = fields.get("rope", {}), fields.get("windows", [])
-        listed = isinstance(windows, list) and all(type(w) in (int, type(None)) for w in windows)
-        if not (isinstance(rope, dict) and listed):
-            raise ConfigError(
-                f"rope is {rope!r} and windows are {windows!r}; expected an object, and integers"
-                " or null"
-            )
-        values: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
-        }
-        values |= {k: RopeConfig(**v) for k, v in values.items() if isinstance(v, dict)}
+        """The config written by `to_json`; other fields, types and lengths are refused."""
+        values = _typed(cls, fields)
+        layers = values.get("num_layers")
+        for name in PER_LAYER:
+            if values.get(name) and len(values[name]) != layers:
+                raise ConfigError(f"{name} has {len(values[name])} entries for {layers} layers")
         return cls(**values)
+
+
+def _typed(cls: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """Values read from JSON as a config class has them; ConfigError names the first that is not."""
+    kinds, values = typing.get_type_hints(cls), {}
+    if extra := sorted(set(fields) - set(kinds)):
+        raise ConfigError(f"unknown {cls.__name__} fields {extra}; known are {sorted(kinds)}")
+    for name, value in fields.items():
+        if kinds[name] is RopeConfig and isinstance(value, dict):
+            value = RopeConfig(**_typed(RopeConfig, value))
+        value = tuple(value) if isinstance(value, list) else value
+        if not _fits(value, kinds[name]):
+            raise ConfigError(f"{name} is {value!r}; expected {kinds[name]}")
+        values[name] = value
+    return values
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of an annotated type; a whole number may stand for a finite float."""
+    if isinstance(kind, types.UnionType):
+        return any(_fits(value, one) for one in kind.__args__)
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(one, kind.__args__[0]) for one in value)
+    if kind is float:
+        return type(value) in (int, float) and abs(value) < math.inf
+    return type(value) is kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
