@@ -137,6 +137,14 @@ def test_a_window_of_all_layers_outranks_their_types(oracle: Path) -> None:
             drafter_config(base | wrong)
 
 
+@pytest.mark.parametrize("name", ["is_causal", "attention_bias", "use_sliding_window"])
+def test_what_is_true_or_false_is_not_a_text(oracle: Path, name: str) -> None:
+    """The text "false" would count as true."""
+    base = fields(oracle, "drafters/v1_sliding/config.json")
+    with pytest.raises(ConfigError, match=f"{name} is 'false'; expected true or false"):
+        drafter_config(base | {name: "false"})
+
+
 def test_a_drafters_two_block_sizes_agree(oracle: Path) -> None:
     base = fields(oracle, "drafters/v1_full/config.json")
     inner = base["dflash_config"] | {"block_size": 4}

@@ -162,7 +162,7 @@ def dense_fields(f: Fields) -> dict[str, Any]:
     return size | {
         "model_type": f.get("model_type"),
         "vocab_size": f.integer("vocab_size"),
-        "tie_embeddings": bool(f.get("tie_word_embeddings", False)),
+        "tie_embeddings": f.flag("tie_word_embeddings", False),
         "windows": tuple(window for _, window in windows),
         "max_length": f.integer("max_position_embeddings", 4096),
         "eos_token_ids": id_tuple(f.get("eos_token_id")),
@@ -201,7 +201,7 @@ def geometry(f: Fields) -> dict[str, Any]:
         "head_dim": f.integer("head_dim", unsaid),
         "intermediate_size": f.integer("intermediate_size"),
         "rms_norm_eps": f.number("rms_norm_eps", 1e-6),
-        "attention_bias": bool(f.get("attention_bias", False)),
+        "attention_bias": f.flag("attention_bias", False),
         "rope": rope_config(f),
     }
 
@@ -241,7 +241,7 @@ def rope_config(f: Fields) -> RopeConfig:
         extra = {
             "beta_fast": r.number("beta_fast", 32.0),
             "beta_slow": r.number("beta_slow", 1.0),
-            "truncate": bool(r.get("truncate", "truncate" not in r.values)),  # null is false
+            "truncate": r.flag("truncate", "truncate" not in r.values),  # null is false
             "attention_factor": r.number(
                 "attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0
             ),
@@ -267,7 +267,7 @@ def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
     opt_in = f.values.get("model_type") in OPT_IN
     unsaid = 4096 if opt_in and "sliding_window" not in f.values else None  # as transformers has it
     window = f.get("sliding_window", unsaid)
-    enabled = f.get("use_sliding_window", not opt_in)
+    enabled = f.flag("use_sliding_window", not opt_in)
     first = f.integer("max_window_layers", 28 if opt_in else num_layers)
     if not enabled:
         window = None

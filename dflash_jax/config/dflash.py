@@ -71,11 +71,7 @@ class DrafterFields:
 
     def flag(self, name: str, default: bool) -> bool:
         """A drafter field that is true or false."""
-        found = self.pick(name)
-        value = found.get(name, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{found.where}: {name} is {value!r}; expected true or false")
-        return value
+        return self.pick(name).flag(name, default)
 
 
 # Fields of relatives, and the only values that change nothing here.
@@ -130,7 +126,6 @@ def common_fields(fields: DrafterFields) -> dict[str, Any]:
             f"{f.where}: block_size is {said[0]!r}, and {said[1]!r} in dflash_config; remove the"
             " one that is wrong"
         )
-    is_causal = f.get("is_causal", fields.dflash.get("causal"))
     vocab = f.integer("vocab_size")
     reduced = f.integer("draft_vocab_size", vocab)
     return size | {
@@ -141,7 +136,7 @@ def common_fields(fields: DrafterFields) -> dict[str, Any]:
         "num_target_layers": f.integer("num_target_layers", 0),
         "windows": tuple(window for _, window in layers),
         "causal": tuple(
-            kind == SLIDING if is_causal is None else bool(is_causal) for kind, _ in layers
+            f.flag("is_causal", fields.dflash.flag("causal", kind == SLIDING)) for kind, _ in layers
         ),
         "sample_from_anchor": fields.flag("sample_from_anchor", False),
         "draft_vocab_size": 0 if reduced == vocab else reduced,

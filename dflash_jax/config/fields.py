@@ -103,6 +103,12 @@ class Fields:
             raise ConfigError(f"{self.where}: {name} is {value!r}; expected a finite number")
         return float(value)
 
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {name} is {value!r}; expected true or false")
+        return value
+
     def must_be(self, name: str, *allowed: Any) -> None:
         value = self.get(name, allowed[0])
         if value not in allowed:

@@ -142,7 +142,7 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
     windows = _windows(f, layers, 1024 if unified else 512)
     sliding, full = _ropes(f)
     eos = id_tuple(outer.get("eos_token_id")) + id_tuple(f.get("eos_token_id"))
-    double = bool(f.get("use_double_wide_mlp", False))
+    double = f.flag("use_double_wide_mlp", False)
     cap = f.number("final_logit_softcapping", 0.0)
     return Gemma4Config(
         model_type="gemma4_unified_text" if unified else "gemma4_text",
@@ -156,7 +156,7 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
         rope=sliding,
         full_rope=full,
         vocab_size=f.integer("vocab_size"),
-        tie_embeddings=bool(outer.get("tie_word_embeddings", True)),
+        tie_embeddings=outer.flag("tie_word_embeddings", True),
         windows=windows,
         max_length=f.integer("max_position_embeddings", 131072),
         eos_token_ids=tuple(dict.fromkeys(eos)),
@@ -213,7 +213,7 @@ def _ropes(f: Fields) -> tuple[RopeConfig, RopeConfig]:
 
 def _full_layers(f: Fields, windows: tuple[int | None, ...]) -> dict[str, Any]:
     """Sizes of full layers, in either spelling."""
-    shared = bool(f.get("attention_k_eq_v", False))
+    shared = f.flag("attention_k_eq_v", False)
     heads, width = f.integer("num_key_value_heads"), f.integer("head_dim", 256)
     f.used.update(("global_head_dim", "num_global_key_value_heads"))
     per_layer = f.inner("per_layer_config")  # what differs from the sliding layers: maybe nothing

@@ -110,7 +110,7 @@ def from_hf(f: Fields) -> HybridConfig:
         **experts,
         model_type="qwen3_5_moe_text" if moe else "qwen3_5_text",
         vocab_size=reader.integer("vocab_size"),
-        tie_embeddings=bool(f.get("tie_word_embeddings", False)),  # the outer one decides
+        tie_embeddings=f.flag("tie_word_embeddings", False),  # the outer one decides
         max_length=reader.integer("max_position_embeddings", 262144),
         eos_token_ids=tuple(
             dict.fromkeys(id_tuple(f.get("eos_token_id")) + id_tuple(reader.get("eos_token_id")))

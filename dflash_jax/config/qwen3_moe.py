@@ -35,5 +35,5 @@ def from_hf(f: Fields) -> Qwen3MoeConfig:
         **expert_fields(f, f.integer("moe_intermediate_size")),
         qk_norm=True,
         sparse=tuple((i + 1) % every == 0 and i not in dense for i in layers),
-        normalise_shares=bool(f.get("norm_topk_prob", False)),
+        normalise_shares=f.flag("norm_topk_prob", False),
     )
