@@ -55,10 +55,10 @@ def open_directory(path: str | Path) -> TensorSource:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give one that holds {SINGLE}")
+    if (path / SINGLE).is_file():  # before an index that was left behind, as transformers does
+        return open_safetensors(path / SINGLE)
     if (path / INDEX).is_file():
         return _open_sharded(path)
-    if (path / SINGLE).is_file():
-        return open_safetensors(path / SINGLE)
     pickles = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".pt", ".pth"})
     found = f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}{found}")

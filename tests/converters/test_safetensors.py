@@ -120,6 +120,14 @@ def test_shards_are_read_as_one(tmp_path):
         source.read("c")
 
 
+def test_a_whole_file_outranks_an_index_that_was_left_behind(tmp_path):
+    """As in transformers."""
+    safetensors.numpy.save_file(
+        {"c": np.ones(1, np.float32)}, shards(tmp_path) / "model.safetensors"
+    )
+    assert open_directory(tmp_path).names() == ("c",)
+
+
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
