@@ -66,18 +66,20 @@ def published_fields(
         choice=choice,
         where=where,
     )
+    shifted = config.get("sample_from_anchor")
     fields = {key: layers[key] for key in CARRIED if key in layers}
     fields |= _rope(layers) | {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": "qwen3",
         "block_size": config.get("block_size", 8),
         "draft_vocab_size": config.get("draft_vocab_size"),
-        "sample_from_anchor": config.get("sample_from_anchor"),
+        "sample_from_anchor": config.get("shift_label") if shifted is None else shifted,
         "dtype": config.get("dtype") or config.get("torch_dtype"),
         "is_causal": False if config.get("sliding_window_non_causal") else None,
         "dflash_config": {
             "mask_token_id": config.get("mask_token_id"),
             "target_layer_ids": list(taps.ids),
+            "projector_type": config.get("projector_type"),
             **{key: config[key] for key in MARKOV if kind == "dspark" and key in config},
         },
     }

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from converters import export, names
 from converters.models import open_model
+from converters.names import speculators
 from converters.tree_source import TreeSource
 from dflash_jax import Plan
 from dflash_jax.compiler.programs import empty_state, idle_rules
@@ -237,6 +238,29 @@ def test_speculators_folders_with_a_reduced_vocabulary(tmp_path: Path, kind: str
     save_file(tensors | {"d2t": np.zeros(40, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="d2t holds F32, expected integers"):
         open_model(tmp_path).check()
+
+
+def test_speculators_configs_say_where_a_place_predicts() -> None:
+    """By either name; a head of another projector is refused before its weights are missed."""
+    config, _ = make()
+    assert isinstance(config, DSparkConfig)
+    base = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": published(config),
+        "draft_vocab_size": 97,
+        "aux_hidden_state_layer_ids": [1],
+        "mask_token_id": 96,
+        "projector_type": "dflash",
+    }
+
+    def read(**said: Any) -> bool:
+        fields, _ = speculators.published_fields(base | said, where="config.json")
+        return drafter_config(fields).sample_from_anchor
+
+    assert [read(), read(shift_label=False), read(shift_label=True)] == [False, False, True]
+    assert read(sample_from_anchor=True, shift_label=False)
+    with pytest.raises(ConfigError, match="projector_type is 'domino'"):
+        read(projector_type="domino", shift_label=True)
 
 
 def test_jetspec_is_version_one_with_causal_blocks() -> None:
