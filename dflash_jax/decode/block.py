@@ -21,7 +21,7 @@ from dflash_jax.decode.sampling import (
     row_keys,
 )
 from dflash_jax.decode.shaping import Shaping, logprobs
-from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, without_stops
+from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, frozen, without_stops
 from dflash_jax.models import Drafter
 from dflash_jax.nn.proposal import Lender, Proposal
 from dflash_jax.state import (
@@ -159,8 +159,9 @@ def verify_block(
         place = jnp.arange(draft.block.shape[1])[None, :]
         following = jnp.roll(draft.block, -1, axis=1)
         new = jnp.where(place == n[:, None] - 1, token[:, None], following)
-        finite = is_finite(raw, n)
-        keep = jnp.where(finite, cut(n, new, state.anchor, state.position, rules), 0)
+        good = finite_places(raw)
+        keep = cut(jnp.minimum(n, good), new, state.anchor, state.position, rules)
+        stands = frozen(state.anchor, state.position, rules)  # and says nothing of its numbers
         last = jnp.maximum(keep - 1, 0)
         anchor = jnp.take_along_axis(new, last[:, None], axis=1)[:, 0]
         least = floor(logits, last, state.position + keep, rules, sampled=sampled)
@@ -168,9 +169,9 @@ def verify_block(
         if draft.drafted:
             most = jnp.full_like(keep, draft.block.shape[1] - 1)
             drafts = most if draft.count is None else draft.count
-            drafts = jnp.where(draft.finite | (rules.drafts == 0), drafts, -1)
+            drafts = jnp.where(draft.finite | (rules.drafts == 0) | stands, drafts, -1)
         likely = logprobs(raw, new) if shaping else None
-        out = pack_output(new, keep, least, finite, drafts, likely)
+        out = pack_output(new, keep, least, (good > 0) | stands, drafts, likely)
     with jax.named_scope("commit"):
         return logits, commit(state, target, context, keep, anchor), out
 
@@ -225,8 +226,6 @@ def floor(
     return choose(row, first, position, rules, sampled=sampled, purpose=FLOOR)
 
 
-def is_finite(logits: Float[Array, "B T V"], n: Int[Array, " B"]) -> Bool[Array, " B"]:
-    """Whether the logits that decided a row's n tokens are all finite."""
-    rows = jnp.isfinite(logits).all(axis=-1)
-    unused = jnp.arange(logits.shape[1])[None, :] >= n[:, None]
-    return (rows | unused).all(axis=1)
+def finite_places(logits: Float[Array, "B T V"]) -> Int[Array, " B"]:
+    """How many places of each row have finite logits, up to the first that has not."""
+    return jnp.cumprod(jnp.isfinite(logits).all(axis=-1).astype(jnp.int32), axis=1).sum(axis=1)

@@ -26,9 +26,9 @@ from dflash_jax.decode.block import (
     Params,
     choose,
     draft_block,
+    finite_places,
     floor,
     forward,
-    is_finite,
     undrafted,
     verify_block,
 )
@@ -80,7 +80,8 @@ def prefill(
     token = choose(logits, zero, state.position + count, rules, sampled=sampled)
     least = floor(logits, zero, state.position + count, rules, sampled=sampled)
     likely = logprobs(raw, token[:, None]) if shaping else None
-    out = pack_output(token[:, None], n, least, is_finite(raw, n), zero, likely)
+    finite = (finite_places(raw) > 0) | (n == 0)
+    out = pack_output(token[:, None], n, least, finite, zero, likely)
     return commit(state, target, draft, count, token), out
 
 

@@ -485,18 +485,58 @@ def test_numbers_that_broke_where_nobody_heard_it_do_not_fail_the_next_request(
     assert broken.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
 
 
-def test_a_target_that_breaks_midway_keeps_what_was_given(tiny: Engine, truth: list[int]) -> None:
-    at = next(i for i in range(5, 60) if truth[i] not in [*truth[:i], *PROMPT, 0])
-    table = np.array(tiny.params["target"]["embed"])
+@pytest.fixture
+def breaking(scripted: Engine, truth: list[int]) -> tuple[Engine, int]:
+    """A target that breaks behind a draft which its own continuation holds, and that place."""
+    new = [i for i in range(5, 60) if truth[i] not in [*truth[:i], *PROMPT, 0]]
+    at = next(i for i in new if i % 4)  # blocks of 4: the others are no drafts
+    table = np.array(scripted.params["target"]["embed"])
     table[:, truth[at]] = np.inf
-    target = tiny.params["target"] | {"embed": jax.device_put(table)}
-    engine = twin(tiny, params=tiny.params | {"target": target})
-    stream = engine.stream(PROMPT, max_tokens=60, speculative=False)
-    pieces = iter(stream)
-    got = [i for _ in range(at + 1) for i in next(pieces).token_ids]
+    target = scripted.params["target"] | {"embed": jax.device_put(table)}
+    engine = twin(scripted, params=scripted.params | {"target": target})
+    set_script(engine, [*PROMPT, *truth])
+    return engine, at
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_a_target_that_breaks_midway_keeps_what_was_given(
+    breaking: tuple[Engine, int], truth: list[int], speculative: bool
+) -> None:
+    engine, at = breaking
+    pieces = iter(engine.stream(PROMPT, max_tokens=60, speculative=speculative))
+    got: list[int] = []
+    while len(got) <= at:
+        got += next(pieces).token_ids
     assert got == truth[: at + 1]
     with pytest.raises(ComputeError, match=f"after {at + 1} output tokens; the weights are dam"):
         next(pieces)
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_numbers_that_break_behind_the_end_of_an_output_do_not_fail_it(
+    breaking: tuple[Engine, int], truth: list[int], speculative: bool
+) -> None:
+    """Drafts behind a stop token or the limit are verified with the others."""
+    engine, at = breaking
+    for end in ({"stop_token_ids": [truth[at]]}, {"max_tokens": at + 1}):
+        options: dict[str, Any] = {"max_tokens": 60, "speculative": speculative} | end
+        assert engine.generate(PROMPT, **options).token_ids == truth[: at + 1]
+
+
+def test_numbers_of_an_end_token_that_is_replaced_do_not_fail_the_output(
+    tiny3: Engine, truth: list[int]
+) -> None:
+    """The step ahead feeds it, though its row is frozen, as a neighbour goes on."""
+    table = np.array(tiny3.params["target"]["embed"])
+    table[:, truth[0]] = np.nan
+    target = tiny3.params["target"] | {"embed": jax.device_put(table)}
+    broken = twin(tiny3, params=tiny3.params | {"target": target})
+    options: dict[str, Any] = {"max_tokens": 9, "min_tokens": 9, "stop_token_ids": [truth[0]]}
+    wanted, found = (
+        [r.token_ids for r in engine.generate_many([[9], PROMPT], **options)]
+        for engine in (tiny3, broken)
+    )
+    assert found == wanted
 
 
 def test_a_broken_request_does_not_disturb_its_neighbours(tiny3: Engine, tiny: Engine) -> None:
