@@ -126,18 +126,20 @@ class PrefixCache:
     def drop(self, node: Node) -> None:
         """Drops a node and all that continues it."""
         if node.parent is not None:
-            del node.parent.children[node.ids]
+            node.parent.children.pop(node.ids, None)  # gone if whoever dropped it was stopped
         left = [node]
         while left:
             last = left.pop()
             left += last.children.values()
-            del self._recent[last]
             last.kept, last.segment = False, None
+            del self._recent[last]
 
     def clear(self) -> None:
-        """Drops everything."""
-        for node in list(self.root.children.values()):
-            self.drop(node)
+        """Drops everything, also what somebody who was stopped, as by Ctrl-C, left half done."""
+        for node in self._recent:
+            node.kept, node.segment = False, None
+        self._recent.clear()
+        self.root.children.clear()
 
     def _touch(self, node: Node) -> None:
         """Marks a prefix as used, its end first: it is the first of them to go."""

@@ -1,5 +1,9 @@
 """The prefix cache as a tree: what is found, kept, refused, evicted, and in which order."""
 
+import itertools
+import sys
+from typing import Any
+
 import pytest
 
 from dflash_jax.engine.prefix_cache import Node, PrefixCache
@@ -131,3 +135,37 @@ def test_deep_prefixes_are_dropped_without_recursion() -> None:
     keep(tree, [1] * 3000)
     tree.clear()
     assert tree.segments == tree.bytes == 0
+
+
+def test_after_a_stop_at_any_line_nothing_is_left_half_done() -> None:
+    """Ctrl-C while a prefix is kept and another evicted: requests end, then all is dropped."""
+    for line in itertools.count(1):
+        tree, left = cache(capacity=3), line
+        nodes = [keep(tree, [9]), keep(tree, [8]), keep(tree, [8, 1])]
+
+        def stop(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            left -= event == "line" and frame.f_code.co_filename.endswith("prefix_cache.py")
+            if not left:
+                raise KeyboardInterrupt
+            return stop
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(stop)
+            keep(tree, [7, 7])
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        for node in nodes:  # as requests do that showed nothing
+            if node and node.kept:
+                tree.drop(node)
+        tree.clear()
+        assert tree.segments == 0
+        assert not any(node and node.kept for node in nodes)
+        for i in range(5):
+            keep(tree, [i, i])
+        assert found(tree, [4, 4, 4]) == 2
+        if left > 0:
+            return
