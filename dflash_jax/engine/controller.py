@@ -88,9 +88,9 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
         event.drafts,
         finite=event.draft_finite,
         break_even=policy.break_even,
+        fixed=policy.fixed,
     )
     died = lane.dead and not state.lane.dead
-    fallback = None if died and lane.drafts else fallback  # where lanes are fixed it drafts on
     state = dataclasses.replace(state, lane=lane, ran=ran, fed=state.fed + decided)
     if not decided:
         return state, Effects(fallback=fallback)

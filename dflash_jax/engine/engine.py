@@ -259,8 +259,8 @@ class Engine:
         structure = request.structured
         grammar = None if structure is None else self._grammars.make(structure)
         free = self.plan.exact and request.temperature == 0  # to change lanes by the clock (R11)
-        cost = self.break_even if free else 0.0
-        live = Live(request, self.tokenizer, grammar, cancel=cancel, break_even=cost)
+        lanes: dict[str, Any] = {"break_even": self.break_even if free else 0.0, "fixed": not free}
+        live = Live(request, self.tokenizer, grammar, cancel=cancel, **lanes)
         dictating = request.recovery != OFF
         live.stats.compile_s = self.runner.compile(lane_of(request), dictating=dictating)
         return live

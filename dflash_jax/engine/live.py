@@ -30,6 +30,7 @@ class Live:
     Args:
       cancel: a cell by which anyone may end it.
       break_even: tokens a drafted round must decide to pay; 0 where lanes may not change.
+      fixed: they may not change for any other reason either.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Live:
         *,
         cancel: CancelCell | None = None,
         break_even: float = 0.0,
+        fixed: bool = False,
     ):
         self.request = request
         self.number = next(_numbers)
@@ -49,6 +51,7 @@ class Live:
             stop_ids=request.stop_ids,
             speculative=request.speculative,
             break_even=break_even,
+            fixed=fixed,
             recovery=request.recovery,
             words=request.words,
         )

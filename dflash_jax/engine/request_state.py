@@ -44,6 +44,7 @@ class Policy:
     stop_ids: frozenset[int] = frozenset()
     speculative: bool = True
     break_even: float = 0.0  # tokens a drafted round must decide to pay; 0 if not known
+    fixed: bool = False  # drafting is never left: seeded and inexact tokens would hang on when
     recovery: Recovery = OFF
     words: Words = SILENT
 

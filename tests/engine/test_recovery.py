@@ -369,8 +369,12 @@ def test_lanes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) ->
     assert found.token_ids == truth
     assert found.stats.fallbacks["below_break_even"] >= 1
     assert found.stats.plain_steps > 10
-    seeded = engine.generate(PROMPT, max_tokens=30, temperature=0.5, seed=1)
-    assert not seeded.stats.fallbacks
+    seeded = engine.stream(PROMPT, max_tokens=30, temperature=0.5, seed=1)
+    assert len(list(seeded)) > 0
+    assert not seeded.result.stats.fallbacks
+    greedy = engine.submit(PROMPT, max_tokens=1)
+    assert (seeded._live.policy.fixed, greedy.policy.fixed) == (True, False)
+    engine.cancel(greedy)
 
 
 FAILURE = jax.errors.JaxRuntimeError("INTERNAL: made to fail")

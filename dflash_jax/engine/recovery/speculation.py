@@ -46,7 +46,7 @@ UNTRIED = Lane()
 
 
 def heard(
-    lane: Lane, decided: int, drafts: int, *, finite: bool, break_even: float
+    lane: Lane, decided: int, drafts: int, *, finite: bool, break_even: float, fixed: bool
 ) -> tuple[Lane, str | None]:
     """What a step taught, and why a fallback follows from it, if one does.
 
@@ -54,12 +54,14 @@ def heard(
       decided: tokens the step decided; 0 if the row was frozen.
       drafts: tokens drafted for the row; 0 in a plain step.
       break_even: tokens a round must decide to be worth its time; 0 if not known.
+      fixed: drafting goes on whatever happens. Whether the step in the air drafts, too, hangs on
+        the clock, and tokens that are drawn hang on whether it does (R11).
     """
     if not finite:
         lane = dataclasses.replace(lane, bad=lane.bad + 1)
         if lane.bad >= BAD_DRAFTS:
-            dead = lane.dead or not lane.accepted
-            lane = dataclasses.replace(lane, off="draft_not_finite", dead=dead)
+            off, dead = None if fixed else "draft_not_finite", lane.dead or not lane.accepted
+            lane = dataclasses.replace(lane, off=off, dead=dead)
         return lane, "draft_not_finite"
     if lane.pause:
         return _paused(lane, decided), None
@@ -75,7 +77,8 @@ def heard(
         trial=max(lane.trial - 1, 0),
     )
     if lane.drafted >= DEAD_AFTER and not lane.accepted and not lane.dead:
-        return dataclasses.replace(lane, dead=True, off=DEAD if break_even else None), DEAD
+        off = DEAD if break_even else None
+        return dataclasses.replace(lane, dead=True, off=off), off
     if lane.trial == 0 and lane.length < break_even:
         pause = min(PAUSE << min(lane.pauses, 8), LONGEST_PAUSE)
         return dataclasses.replace(lane, pause=pause, pauses=lane.pauses + 1), "below_break_even"

@@ -24,6 +24,16 @@ def test_P19_a_drafter_that_always_breaks_is_given_up_after_three() -> None:
     assert seen.notes == {"drafter_dead": 1}
 
 
+def test_drafting_goes_on_where_tokens_would_hang_on_when_it_ends() -> None:
+    """Behind the third broken draft a step is in the air, or not, by the clock (R11)."""
+    policy = Policy(max_tokens=100, fixed=True)
+    seen = Device(says(SCRIPT), policy, draft_finite=lambda step: step > 7).run()
+    assert seen.fallbacks == {"draft_not_finite": 8}
+    assert seen.plain_steps == 0
+    assert seen.notes == {"drafter_dead": 1}
+    assert seen.emitted == list(SCRIPT[:100])
+
+
 def test_I7_drafts_that_break_now_and_then_do_not_end_drafting() -> None:
     seen = run(SCRIPT, max_tokens=600, draft_finite=lambda step: step % 3 == 0)
     assert seen.plain_steps == 0
