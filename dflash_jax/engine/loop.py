@@ -8,10 +8,9 @@ the pause is a small part of such a call, and most requests end in one of the ne
 
 import collections
 import concurrent.futures
-import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -87,35 +86,40 @@ class Loop:
 
     def break_even(self) -> float:
         """Tokens a drafted round must decide to pay, measured while nothing runs."""
-        with self._steps(), self._lock, jax.no_tracing():
-            if not (self.rows.waiting or any(self.rows.lives)):
-                while self.flights:  # behind requests that ended
+        with self._driving:
+            self._take_over()
+            with self._lock, jax.no_tracing():
+                idle = not (self.rows.waiting or any(self.rows.lives))
+                while idle and self.flights:  # behind requests that ended
                     self._read_first()
-                return self._runner.break_even(self.rows.rules)
-        raise RequestError("requests are running; measure before the first of them")
+                tokens = self._runner.break_even(self.rows.rules) if idle else 0.0
+            self._left = False
+        if not idle:
+            raise RequestError("requests are running; measure before the first of them")
+        return tokens
 
     def advance(self) -> None:
         """One turn: dispatch a step if any row can use one, then read what is due."""
-        with self._steps():
+        with self._driving:
+            self._take_over()
             try:
                 with jax.no_tracing():
                     self._turn()
             except jax.errors.JaxRuntimeError as error:
                 with self._lock:
                     self._rebuild(error)
-
-    @contextlib.contextmanager
-    def _steps(self) -> Iterator[None]:
-        """The right to make steps. Whoever was stopped meanwhile, as by Ctrl-C, may have left
-        without the state that a step gave back, or the answer: then all rows are fed anew.
-        """
-        with self._driving:
-            if self._left:
-                with self._lock:
-                    self._rebuild()
-            self._left = True
-            yield
             self._left = False
+
+    def _take_over(self) -> None:
+        """Begins to make steps. Whoever was stopped at it, as by Ctrl-C, may have left without the
+        state that a step gave back, or the answer: then all rows are fed anew.
+
+        No context manager of our own does this: one stopped as it begins or ends holds its lock.
+        """
+        if self._left:
+            with self._lock:
+                self._rebuild()
+        self._left = True
 
     def _turn(self) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -447,6 +448,31 @@ def test_after_a_caller_was_stopped_in_a_turn_the_engine_goes_on(
     again = engine.submit(PROMPT, max_tokens=20)
     assert run_out(engine, again) == truth[:20]
     assert not engine.busy
+
+
+def test_a_caller_stopped_where_a_turn_begins_or_ends_keeps_nobody_out(
+    tiny: Engine, truth: list[int]
+) -> None:
+    """Python looks for signals where a function begins; a notebook keeps the traceback."""
+    live = tiny.submit(PROMPT, max_tokens=20)
+    kept: list[BaseException] = []
+    for name in ("__enter__", "__exit__"):
+
+        def stop(frame: Any, event: str, _: Any, name: str = name) -> None:
+            of, by = frame.f_code, frame.f_back.f_code
+            if of.co_name == name and "contextlib" in of.co_filename and by.co_name == "advance":
+                raise KeyboardInterrupt
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(stop)
+            tiny.advance()
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.settrace(before)
+        assert not tiny.loop._driving.locked()
+    assert run_out(tiny, live) == truth[:20]
 
 
 def test_a_demanded_tool_that_was_not_declared_is_refused(tiny: Engine) -> None:
