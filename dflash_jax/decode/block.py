@@ -228,4 +228,6 @@ def floor(
 
 def finite_places(logits: Float[Array, "B T V"]) -> Int[Array, " B"]:
     """How many places of each row have finite logits, up to the first that has not."""
-    return jnp.cumprod(jnp.isfinite(logits).all(axis=-1).astype(jnp.int32), axis=1).sum(axis=1)
+    places = logits.shape[1]
+    good = jnp.isfinite(logits).all(axis=-1)
+    return jnp.where(good, places, jnp.arange(places)[None, :]).min(axis=1)
