@@ -27,13 +27,16 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 ORACLE = Path(__file__).parent / "oracle"
 # Files that take longest, longest first: begun late, one would keep a single worker busy.
 LONGEST = """
-contracts/test_bitwise engine/test_lossless models/test_gemma4 engine/test_lossless_drafters
-server/test_clients test_cli engine/test_recovery train/test_tiny models/test_drafter_oracle
-models/test_qwen3_5 train/test_drafter decode/test_sampling engine/test_prefixes test_shipped_pair
-quant/test_products compiler/test_published models/test_mixtures train/test_fitting
-models/test_target_oracle models/test_dflash2 nn/test_moe engine/test_structured
-engine/test_shaping server/test_agents engine/test_load nn/test_attention server/test_robustness
-compiler/test_sharding test_notebooks server/test_commands engine/test_engine
+contracts/test_bitwise engine/test_lossless test_shipped_pair models/test_qwen3_5
+server/test_clients test_cli train/test_tiny models/test_gemma4 decode/test_sampling
+compiler/test_published server/test_robustness models/test_target_oracle engine/test_recovery
+models/test_drafter_oracle server/test_commands server/test_agents models/test_dflash2
+test_notebooks engine/test_engine train/test_drafter engine/test_structured engine/test_prefixes
+train/test_fitting engine/test_lossless_drafters engine/test_shaping models/test_mixtures
+models/test_dspark compiler/test_sharding contracts/test_programs quant/test_products
+train/test_regenerate engine/test_load nn/test_attention compiler/test_apart
+converters/test_packed nn/test_moe engine/test_recovery_mixed compiler/test_explain
+contracts/test_imports train/test_loop
 """
 
 
