@@ -83,15 +83,19 @@ def launched(hlo: str) -> Iterator[tuple[str, str, int, str]]:
 
 
 def target_kernels(hlo: str) -> collections.Counter[str]:
-    """The target's products as they will run, free of names: alike in every lane (R1)."""
+    """What of the target adds numbers up, as it will run, free of names: alike in every lane (R1).
+
+    Products, norms, softmax: sums hang on the order in which a kernel adds.
+    """
     bodies = {}
     for text in re.split(r"\n(?=%|ENTRY)", hlo):
         if found := re.match(r"%([\w.-]+)", text):
             bodies[found[1]] = text
     made = collections.Counter()
     for _, kind, _, line in launched(hlo):
-        if ("/target/" in line or "/head/" in line) and "/draft/" not in line and "dot" in line:
-            body = bodies.get(next(iter(re.findall(r"calls=%([\w.-]+)", line)), ""), "")
+        body = bodies.get(next(iter(re.findall(r"calls=%([\w.-]+)", line)), ""), "")
+        adds = re.search(r" (dot|reduce|reduce-window|custom-call)\(", body + line)
+        if adds and ("/target/" in line or "/head/" in line) and "/draft/" not in line:
             config = re.findall(r"backend_config=(.*)", line)
             made[f"{kind} {NAMES.sub('', body)} {config}"] += 1
     return made

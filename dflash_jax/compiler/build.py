@@ -1,8 +1,10 @@
 """Lowering and compiling programs ahead of time, and the contracts they must meet (C6)."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +17,7 @@ from dflash_jax.errors import PlanError
 
 # On a GPU XLA joins products that share an input by copying their weights into one, every call.
 OPTIONS: dict[str, bool | str] = {"xla_gpu_dot_merger_threshold_mb": "0"}
+_choosing = threading.Lock()  # kernels by their time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,12 @@ def jit(function: Callable[..., Any], *, donate: tuple[int, ...] = (), **options
 
 
 def compile_programs(programs: Iterable[Program]) -> dict[str, Executable]:
-    """Compiles programs in threads; raises PlanError if donated state would be copied."""
+    """Compiles programs; raises PlanError if donated state would be copied.
+
+    In threads on a CPU. On a GPU XLA times the kernels it could take for a product and remembers
+    the fastest: two programs that are compiled at once would each time their own, might take
+    different ones, and the lanes would round differently. There one program follows another.
+    """
     with concurrent.futures.ThreadPoolExecutor() as pool:
         built = list(pool.map(_compile, programs))
     return {executable.name: executable for executable in built}
@@ -110,7 +118,8 @@ def _compile(program: Program) -> Executable:
     options = {} if program.placement is None else {"out_shardings": program.placement}
     jitted = jax.jit(program.function, donate_argnums=program.donated, **options)
     lowered = jitted.lower(*program.arguments)
-    compiled = lowered.compile(compiler_options=OPTIONS)
+    with contextlib.nullcontext() if jax.default_backend() == "cpu" else _choosing:
+        compiled = lowered.compile(compiler_options=OPTIONS)
     donated = sum(
         _bytes_per_device(leaf)
         for i in program.donated

@@ -1,7 +1,9 @@
 """C5, C6 and R1 on the compiled programs: which there are, and what they copy."""
 
+import contextlib
 import dataclasses
 import re
+import threading
 from typing import Any
 
 import flax.linen as nn
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler import Executable, compile_programs, declare, resolve
+from dflash_jax.compiler import Executable, Program, compile_programs, declare, resolve
 from dflash_jax.compiler.memory import budget
 from dflash_jax.compiler.programs import ALL_LANES, empty_state, idle_rules
 from dflash_jax.decode import block, steps
@@ -170,6 +172,28 @@ def test_no_step_has_room_for_an_unpacked_matrix(weights: str) -> None:
     program = compile_programs([programs["plain"]])["plain"]
     assert program.temporary_bytes < largest * 0.75
     assert program.argument_bytes < 1.2 * budget(made, target, None).weights
+
+
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
+def test_kernels_are_chosen_for_one_program_at_a_time(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs compiled at once on a GPU could take different kernels for one product."""
+    compiling, together = [], threading.Barrier(2)
+    compile_ = jax.stages.Lowered.compile
+
+    def watched(self: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
+        compiling.append(self)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.2)  # until another is compiled as well
+            compiling.append("together")
+        return compile_(self, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", watched)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    compile_programs(Program(name, jnp.sin, (shape,)) for name in "ab")
+    assert ("together" in compiling) == (backend == "cpu")
 
 
 def test_a_prompt_is_fed_to_its_row_and_to_no_other(
