@@ -139,7 +139,7 @@ def verify_block(
     state = dataclasses.replace(state, draft=draft.caches)
     chunked = not pair.exact
     target, context, hidden = forward(pair, params, state, draft.block, chunked=chunked)
-    raw = pair.target_call(params, hidden, method="logits")  # [B, T, V]
+    raw = logits_of(pair, params, hidden)
     logits = shaping.applied(raw, draft.block[:, 1:]) if shaping else raw
     with jax.named_scope("verify"):
         n = jnp.ones_like(state.anchor)
@@ -190,6 +190,12 @@ def forward(
     if pair.drafter is not None and not pair.apart:
         draft = pair.drafter_call(params, out.taps, draft, state.position, method="context")
     return out.caches, draft, out.hidden
+
+
+def logits_of(pair: Pair, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    """The target's logits, fenced in: lanes do different things with them, and XLA would join the
+    last sum of a product with some of those and not with others."""
+    return jax.lax.optimization_barrier(pair.target_call(params, hidden, method="logits"))
 
 
 def choose(

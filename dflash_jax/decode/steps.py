@@ -29,6 +29,7 @@ from dflash_jax.decode.block import (
     finite_places,
     floor,
     forward,
+    logits_of,
     undrafted,
     verify_block,
 )
@@ -74,7 +75,7 @@ def prefill(
     target, draft, hidden = forward(pair, params, state, tokens, chunked=True)
     last = jnp.maximum(count - 1, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
-    raw = pair.target_call(params, hidden, method="logits")  # [B, 1, V]
+    raw = logits_of(pair, params, hidden)  # [B, 1, V]
     logits = shaping.applied(raw, tokens[:, :0]) if shaping else raw
     n, zero = jnp.minimum(count, 1), jnp.zeros_like(count)
     token = choose(logits, zero, state.position + count, rules, sampled=sampled)

@@ -196,6 +196,15 @@ def test_kernels_are_chosen_for_one_program_at_a_time(
     assert ("together" in compiling) == (backend == "cpu")
 
 
+@pytest.mark.parametrize("name", ["plain_sampled", "plain_shaped", "prefill_sampled"])
+def test_no_lane_joins_what_it_does_with_the_sums_that_make_logits(name: str) -> None:
+    """On a GPU a product may end with a sum of parts, which XLA would join with its only reader."""
+    program = declare(plan(3), TARGET, DRAFTER, lanes=ALL_LANES)[name]
+    text = jax.jit(program.function).lower(*program.arguments).as_text()
+    shape = "1x1" if name.startswith("prefill") else f"3x{BLOCK}"
+    assert re.search(rf"optimization_barrier .*: tensor<{shape}x{TARGET.vocab_size}xf32>", text)
+
+
 def test_a_prompt_is_fed_to_its_row_and_to_no_other(
     built: dict[tuple[int, str], Executable],
 ) -> None:
