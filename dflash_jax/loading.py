@@ -23,7 +23,8 @@ from dflash_jax.config import (
     DrafterConfig,
     TargetConfig,
     check_pair,
-    read_drafter_config,
+    drafter_config,
+    read_json,
     read_target_config,
 )
 from dflash_jax.engine.engine import Engine
@@ -189,12 +190,12 @@ def describe(
     `taps_at` is the plan's.
     """
     target_path, drafter_path = _paths(target, drafter)
-    target_config = _as(TargetConfig, _config(target_path, read_target_config))
+    whole = _as(TargetConfig, _config(target_path, read_target_config))
     if drafter_path is None:
-        return target_config, None
-    drafter_config = _as(DrafterConfig, _config(drafter_path, read_drafter_config))
-    check_pair(target_config, drafter_config, taps_at=taps_at)
-    return target_config, drafter_config
+        return whole, None
+    small = _as(DrafterConfig, _config(drafter_path, _read_drafter))
+    check_pair(whole, small, taps_at=taps_at)
+    return whole, small
 
 
 def _paths(target: Source, drafter: Source | None) -> tuple[Path, Path | None]:
@@ -210,6 +211,18 @@ def _config(path: Path, read: Callable[[Path], Config]) -> Config:
     from converters.models import open_model
 
     return open_model(path).config
+
+
+def _read_drafter(directory: Path) -> DrafterConfig:
+    """A drafter's bare config.json, in the published layout or in speculators' own."""
+    from converters.names import speculators
+
+    where = str(directory / "config.json")
+    fields = read_json(directory / "config.json")
+    if speculators.is_speculators(fields):
+        fields, _ = speculators.published_fields(fields, where=where)
+    config = drafter_config(fields, where)
+    return dataclasses.replace(config, own_head=bool(config.draft_vocab_size))
 
 
 def _as(kind: type[AnyConfig], config: Config) -> AnyConfig:

@@ -8,8 +8,10 @@ from gguf_models import write_drafter, write_target
 from weight_files import ORACLE
 
 from converters.models import open_model
+from dflash_jax.compiler import Plan, declare
 from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.loading import describe, resolve_here
 
 DRAFTER = ORACLE / "drafters" / "v1_sliding"
 
@@ -61,6 +63,16 @@ def test_a_speculators_folder_is_the_published_drafter(tmp_path):
     ours, expected = model.load("float32"), open_model(DRAFTER).load("float32")
     np.testing.assert_array_equal(ours["fc"], expected["fc"])
     assert set(model.tensors.ignored.values()) == {"borrowed from the target"}
+
+
+@pytest.mark.parametrize("vocabulary", [None, 40])
+def test_a_speculators_drafter_is_described_by_its_config_alone(tmp_path, vocabulary):
+    folder = speculators_folder(tmp_path, draft_vocab_size=vocabulary)
+    (folder / "model.safetensors").unlink()
+    target, drafter = describe(ORACLE / "drafters" / "target_qwen3", folder)
+    assert (drafter.draft_vocab_size, drafter.own_head) == (vocabulary or 0, bool(vocabulary))
+    plan = resolve_here(Plan(max_length=64), target, drafter)
+    assert declare(plan, target, drafter)
 
 
 @pytest.mark.parametrize(
