@@ -3,12 +3,13 @@
     pip install --no-deps --target PLUGIN jax-cuda12-plugin==J jax-cuda12-pjrt==J \\
         nvidia-cuda-nvcc-cu12                               # J is the version of jax here
     python -m benchmarks.gpu_compile PLUGIN [--models qwen3-8b] [--weights float,int8,int4]
-        [--json OUT]
+        [--parts] [--lanes] [--json OUT]
 
 For each program of a full-size model: bytes updated in place, bytes of temporaries, kernels, and
 the largest arrays that are written to memory, where an unpacked weight, a copied cache or scores
-over the whole buffer would show. Kernels are not tuned by timing here, so a real device may
-choose others; nothing here is a time.
+over the whole buffer would show. Whether lanes may round differently shows as well: what adds
+numbers up in the target has to be the same kernels in each (R1). Kernels are not tuned by timing
+here, so a real device may choose others; nothing here is a time.
 """
 
 import argparse
@@ -94,6 +95,8 @@ def target_kernels(hlo: str) -> collections.Counter[str]:
     made = collections.Counter()
     for _, kind, _, line in launched(hlo):
         body = bodies.get(next(iter(re.findall(r"calls=%([\w.-]+)", line)), ""), "")
+        if " scatter(" in body:  # never tuned, so the order of what it reads means nothing
+            body = "\n".join(row for row in body.splitlines()[1:] if " parameter(" not in row)
         adds = re.search(r" (dot|reduce|reduce-window|custom-call)\(", body + line)
         if adds and ("/target/" in line or "/head/" in line) and "/draft/" not in line:
             config = re.findall(r"backend_config=(.*)", line)
@@ -132,6 +135,37 @@ def parts() -> Iterator[Any]:
                 yield Program(name, run, (q, cache, seen))
 
 
+def lanes() -> Iterator[tuple[str, dict[str, Any]]]:
+    """A small model of each family: what decodes and what feeds prompts, in every lane."""
+    from dflash_jax import Plan
+    from dflash_jax.compiler import declare, resolve
+    from dflash_jax.compiler.programs import ALL_LANES
+    from dflash_jax.testing import (
+        AMPLE,
+        tiny_drafter,
+        tiny_gemma,
+        tiny_gpt_oss,
+        tiny_hybrid,
+        tiny_moe,
+        tiny_target,
+    )
+
+    made = {
+        "dense": tiny_target(windows=(None, 32, 32)),
+        "experts": tiny_moe(),
+        "hybrid": tiny_hybrid(),
+        "gpt-oss": tiny_gpt_oss(),
+        "gemma": tiny_gemma(),
+    }
+    for name, target in made.items():
+        drafter = tiny_drafter(target, block_size=8, target_layer_ids=(0,))
+        plan = Plan(rows=2, max_length=512, block=8, chunk=64, dtype="bfloat16")
+        plan = resolve(plan, target, drafter, platform="gpu", memory=AMPLE)
+        programs = declare(plan, target, drafter, lanes=ALL_LANES)
+        kinds = ("prefill", "plain", "speculative", "verify")
+        yield name, {key: p for key, p in programs.items() if key.split("_")[0] in kinds}
+
+
 def report(executable: Any) -> dict[str, Any]:
     """What a compiled program keeps in place, writes and launches."""
     found = list(launched(executable.compiled.as_text()))
@@ -159,6 +193,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--parts", action="store_true", help="single products and attention too")
+    parser.add_argument("--lanes", action="store_true", help="small models in every lane, too")
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="keep what was compiled")
     options = parser.parse_args(given)
@@ -199,6 +234,12 @@ def main(given: list[str] | None = None) -> int:
 
     for program in parts() if options.parts else ():
         add(report(compiled(program)))
+    for name, programs in lanes() if options.lanes else ():
+        kernels = {k: target_kernels(compiled(p).compiled.as_text()) for k, p in programs.items()}
+        for key, there in kernels.items():
+            like = "prefill" if key.startswith("prefill") else "plain"
+            row = {"model": name, "program": key, "kernels": sum(there.values())}
+            add(row | {f"target_as_in_{like}": there == kernels[like]})
     for name in filter(None, options.models.split(",")):
         target, drafter = full(name)
         for weights in options.weights.split(","):

@@ -17,7 +17,8 @@ from dflash_jax.errors import PlanError
 
 # On a GPU XLA joins products that share an input by copying their weights into one, every call.
 OPTIONS: dict[str, bool | str] = {"xla_gpu_dot_merger_threshold_mb": "0"}
-_choosing = threading.Lock()  # kernels by their time
+TIMED = ("plain", "prefill")  # programs of these kinds have every kernel of the target
+_choosing = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +92,21 @@ def jit(function: Callable[..., Any], *, donate: tuple[int, ...] = (), **options
 
 
 def compile_programs(programs: Iterable[Program]) -> dict[str, Executable]:
-    """Compiles programs; raises PlanError if donated state would be copied.
+    """Compiles programs in threads; raises PlanError if donated state would be copied.
 
-    In threads on a CPU. On a GPU XLA times the kernels it could take for a product and remembers
-    the fastest: two programs that are compiled at once would each time their own, might take
-    different ones, and the lanes would round differently. There one program follows another.
+    On a GPU XLA times the kernels it could take for a product and remembers the fastest. Two
+    programs compiled at once would each time their own and might take different ones: the lanes
+    would round differently. So what runs the target at a width comes before what shares it.
     """
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        built = list(pool.map(_compile, programs))
+    rest, first = list(programs), []
+    timed = jax.default_backend() != "cpu"
+    if timed:
+        first = [program for program in rest if program.name.split("_")[0] in TIMED]
+        rest = [program for program in rest if program not in first]
+    with _choosing if timed else contextlib.nullcontext():
+        built = list(map(_compile, first))
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            built += pool.map(_compile, rest)
     return {executable.name: executable for executable in built}
 
 
@@ -118,8 +126,7 @@ def _compile(program: Program) -> Executable:
     options = {} if program.placement is None else {"out_shardings": program.placement}
     jitted = jax.jit(program.function, donate_argnums=program.donated, **options)
     lowered = jitted.lower(*program.arguments)
-    with contextlib.nullcontext() if jax.default_backend() == "cpu" else _choosing:
-        compiled = lowered.compile(compiler_options=OPTIONS)
+    compiled = lowered.compile(compiler_options=OPTIONS)
     donated = sum(
         _bytes_per_device(leaf)
         for i in program.donated
