@@ -140,6 +140,7 @@ def lanes() -> Iterator[tuple[str, dict[str, Any]]]:
     from dflash_jax import Plan
     from dflash_jax.compiler import declare, resolve
     from dflash_jax.compiler.programs import ALL_LANES
+    from dflash_jax.config import TargetConfig
     from dflash_jax.testing import (
         AMPLE,
         tiny_drafter,
@@ -150,16 +151,19 @@ def lanes() -> Iterator[tuple[str, dict[str, Any]]]:
         tiny_target,
     )
 
-    made = {
-        "dense": tiny_target(windows=(None, 32, 32)),
-        "experts": tiny_moe(),
-        "hybrid": tiny_hybrid(),
-        "gpt-oss": tiny_gpt_oss(),
-        "gemma": tiny_gemma(),
+    dense = tiny_target(windows=(None, 32, 32), hidden_size=256, intermediate_size=512)
+    made: dict[str, tuple[TargetConfig, dict[str, Any]]] = {
+        "dense": (dense, {}),
+        "dense, kernels": (dense, {"kernels": "pallas"}),
+        "dense, int4, int8 caches": (dense, {"weights": "int4", "kv_dtype": "int8"}),
+        "experts": (tiny_moe(), {}),
+        "hybrid": (tiny_hybrid(), {}),
+        "gpt-oss": (tiny_gpt_oss(), {}),
+        "gemma": (tiny_gemma(), {}),
     }
-    for name, target in made.items():
+    for name, (target, fields) in made.items():
         drafter = tiny_drafter(target, block_size=8, target_layer_ids=(0,))
-        plan = Plan(rows=2, max_length=512, block=8, chunk=64, dtype="bfloat16")
+        plan = Plan(rows=2, max_length=512, block=8, chunk=64, dtype="bfloat16", **fields)
         plan = resolve(plan, target, drafter, platform="gpu", memory=AMPLE)
         programs = declare(plan, target, drafter, lanes=ALL_LANES)
         kinds = ("prefill", "plain", "speculative", "verify")
