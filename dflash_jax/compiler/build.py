@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from dflash_jax.compiler.programs import Program
+from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.errors import PlanError
 
 # On a GPU XLA joins products that share an input by copying their weights into one, every call.
@@ -110,6 +111,7 @@ def compile_programs(programs: Iterable[Program]) -> dict[str, Executable]:
     return {executable.name: executable for executable in built}
 
 
+@undisturbed()
 def _compile(program: Program) -> Executable:
     if program.call is not None:
         parts = tuple(map(_compile, program.parts))

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from dflash_jax.compiler import apart
 from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.compiler.sharding import (
     device_mesh,
     param_shardings,
@@ -124,12 +125,14 @@ def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, An
 
 
 @functools.lru_cache(maxsize=16)
+@undisturbed()
 def _target_shapes(target: TargetConfig) -> dict[str, Any]:
     """Shapes of a target's parameters, as float32; tracing a large model takes seconds."""
     return jax.eval_shape(lambda: _init_target(target, jax.random.key(0)))
 
 
 @functools.lru_cache(maxsize=16)
+@undisturbed()
 def _drafter_shapes(target: TargetConfig, drafter: DrafterConfig) -> dict[str, Any]:
     return jax.eval_shape(lambda: _init_drafter(target, drafter, jax.random.key(0)))
 
@@ -189,6 +192,7 @@ def repeats(plan: Plan, lane: str) -> bool:
     return plan.rounds > 1 and lane in LANES
 
 
+@undisturbed()
 def declare(
     plan: Plan,
     target: TargetConfig,

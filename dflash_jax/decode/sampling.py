@@ -35,7 +35,8 @@ def row_keys(rules: RowRules, position: Int[Array, " B"], purpose: int) -> Key[A
     """One key per row from (request seed, position, purpose): no neighbour can change it (R11)."""
 
     def key(seed: Array, at: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), at), purpose)
+        start = jax.random.key(seed, impl="threefry2x32")  # others draw by neighbours, too
+        return jax.random.fold_in(jax.random.fold_in(start, at), purpose)
 
     return jax.vmap(key)(rules.seed, position)
 

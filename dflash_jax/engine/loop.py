@@ -17,6 +17,7 @@ import numpy as np
 
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import MASKED, repeats
+from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.engine import controller
 from dflash_jax.engine.controller import Restart
 from dflash_jax.engine.dictation import Dictated
@@ -88,7 +89,7 @@ class Loop:
         """Tokens a drafted round must decide to pay, measured while nothing runs."""
         with self._driving:
             self._take_over()
-            with self._lock, jax.no_tracing():
+            with self._lock, undisturbed(), jax.no_tracing():
                 idle = not (self.rows.waiting or any(self.rows.lives))
                 while idle and self.flights:  # behind requests that ended
                     self._read_first()
@@ -103,7 +104,7 @@ class Loop:
         with self._driving:
             self._take_over()
             try:
-                with jax.no_tracing():
+                with undisturbed(), jax.no_tracing():
                     self._turn()
             except jax.errors.JaxRuntimeError as error:
                 with self._lock:

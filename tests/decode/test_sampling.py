@@ -98,6 +98,8 @@ def test_keys_depend_on_seed_position_and_purpose_alone() -> None:
     assert len(set(keys.values())) == len(rows) * 4
     for row in rows:  # alone as in company
         assert tuple(data([row], ACCEPT)[0]) == keys[row, ACCEPT]
+    with jax.default_prng_impl("rbg"):  # whose numbers hang on the other rows
+        assert tuple(data([rows[0]], ACCEPT)[0]) == keys[rows[0], ACCEPT]
 
 
 def test_draws_follow_their_distribution_and_never_leave_it() -> None:

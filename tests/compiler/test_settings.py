@@ -1,0 +1,48 @@
+"""Engines do what they do whatever the user set in JAX for other work."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from dflash_jax.compiler import compile_programs, declare
+from dflash_jax.engine.engine import Engine
+
+SETTINGS: dict[str, Any] = {
+    "jax_enable_x64": True,
+    "jax_debug_nans": True,
+    "jax_debug_infs": True,
+    "jax_disable_jit": True,
+    "jax_transfer_guard": "disallow",
+}
+
+
+@pytest.fixture
+def disturbed() -> Iterator[None]:
+    """The settings in every thread, a mesh in this one."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    with contextlib.ExitStack() as entered:
+        for name, value in before.items():
+            entered.callback(jax.config.update, name, value)
+        mesh = jax.make_mesh((1,), ("x",))
+        for name, value in SETTINGS.items():
+            jax.config.update(name, value)
+        entered.enter_context(jax.set_mesh(mesh))
+        yield
+
+
+def test_programs_are_the_same_under_any_settings(tiny: Engine, disturbed: None) -> None:
+    plan = dataclasses.replace(tiny.plan, prefix_cache=1 << 20)
+    made = declare(plan, tiny.target, tiny.drafter)
+    for name in made.keys() & tiny.programs.keys():
+        assert made[name].arguments == tiny.programs[name].arguments
+    compile_programs([made["wipe"]])  # refused if it did not give its state back in place
+
+
+def test_steps_are_made_under_any_settings(tiny: Engine, request: pytest.FixtureRequest) -> None:
+    wanted = tiny.generate([1, 2, 3], max_tokens=9).token_ids
+    request.getfixturevalue("disturbed")
+    assert tiny.generate([1, 2, 3], max_tokens=9).token_ids == wanted
