@@ -32,6 +32,10 @@ class Stream:
             if not self._at_exit():
                 self.close()
 
+    def __del__(self) -> None:  # one that nobody iterates would keep a row from others
+        if not self._at_exit():
+            self.close()
+
     def close(self) -> None:
         """Ends the request if it still runs; what it produced so far stays in `result`."""
         self._cancel(self._live)
