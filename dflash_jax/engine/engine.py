@@ -6,6 +6,7 @@ thread of its own, which calls `advance` while the engine is `busy`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -203,12 +204,17 @@ class Engine:
 
     @property
     def params(self) -> Params:
-        """The parameters of both models; others of the same shapes may be put in their place."""
+        """The parameters of both models; others of the same shapes may be put in their place.
+
+        Raises:
+          CheckpointError: they are made otherwise.
+          RequestError: requests are running.
+        """
         return self.runner.params
 
     @params.setter
     def params(self, params: Params) -> None:
-        self.runner.exchange(params)
+        self.loop.while_idle(functools.partial(self.runner.exchange, params))
 
     @property
     def programs(self) -> dict[str, Program]:

@@ -10,7 +10,8 @@ import collections
 import concurrent.futures
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -34,6 +35,7 @@ from dflash_jax.engine.shaper import likely_tokens
 from dflash_jax.errors import QueueFullError, RequestError
 from dflash_jax.state import RowStep, read_output
 
+Returned = TypeVar("Returned")
 PATIENCE = 0.01  # seconds a turn waits for the disk where there is nothing else to do
 
 
@@ -85,19 +87,28 @@ class Loop:
         self.rows.release(live)
         self._runner.settle(live)
 
-    def break_even(self) -> float:
-        """Tokens a drafted round must decide to pay, measured while nothing runs."""
+    def while_idle(self, work: Callable[[], Returned]) -> Returned:
+        """Does what no request may run beside; raises RequestError if one does."""
         with self._driving:
             self._take_over()
-            with self._lock, undisturbed(), jax.no_tracing():
+            with self._lock:
                 idle = not (self.rows.waiting or any(self.rows.lives))
                 while idle and self.flights:  # behind requests that ended
                     self._read_first()
-                tokens = self._runner.break_even(self.rows.rules) if idle else 0.0
+                done = [work()] if idle else []
             self._left = False
-        if not idle:
-            raise RequestError("requests are running; measure before the first of them")
-        return tokens
+        if not done:
+            raise RequestError("requests are running; let them end, or close their streams, first")
+        return done[0]
+
+    def break_even(self) -> float:
+        """Tokens a drafted round must decide to pay, measured while nothing runs."""
+
+        def measure() -> float:
+            with undisturbed(), jax.no_tracing():
+                return self._runner.break_even(self.rows.rules)
+
+        return self.while_idle(measure)
 
     def advance(self) -> None:
         """One turn: dispatch a step if any row can use one, then read what is due."""

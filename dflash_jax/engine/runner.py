@@ -35,6 +35,7 @@ from dflash_jax.engine.live import Live
 from dflash_jax.engine.prefix_disk import identity
 from dflash_jax.engine.shaper import Shaper
 from dflash_jax.engine.snapshots import Snapshots
+from dflash_jax.errors import CheckpointError
 from dflash_jax.quant.layouts import KEPT
 from dflash_jax.quant.products import put_in_order
 from dflash_jax.state import RowRules, StepOutput
@@ -124,8 +125,25 @@ class Runner:
         """Goes on with other parameters of the same shapes; what is kept of prompts is not theirs.
 
         Nothing may run meanwhile.
+
+        Raises:
+          CheckpointError: they are made otherwise; the engine keeps those it has.
         """
-        self.params, self.snapshots = self._place(params), None
+        try:
+            placed = self._place(params)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"what was given is no tree of parameters ({error}); give one like `engine.params`"
+            ) from error
+        given, wanted = _leaves(placed), _leaves(self.params)
+        if wrong := sorted(given.items() ^ wanted.items()):
+            name = wrong[0][0]
+            raise CheckpointError(
+                f"the parameter {name} is {given.get(name, 'missing')}, but the engine's is"
+                f" {wanted.get(name, 'none')}; give a tree like `engine.params`, or load anew"
+            )
+        where = jax.tree.map(lambda leaf: leaf.sharding, self.params)
+        self.params, self.snapshots = jax.device_put(placed, where), None
         self.snapshots = self._make_snapshots()
 
     def recall(self, live: Live) -> None:
@@ -238,3 +256,10 @@ class Runner:
             if live.grammar:
                 live.grammar.fill(masks[row - first], drafts[row].tolist())
         return name, arguments, masks
+
+
+def _leaves(params: Params) -> dict[str, str]:
+    """Type and shape of every parameter, by its path."""
+    found = jax.tree_util.tree_leaves_with_path(params)
+    named = ((jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in found)
+    return {name: f"{x.dtype}{list(x.shape)}" for name, x in named}

@@ -18,7 +18,7 @@ from dflash_jax.engine.pace import Pace
 from dflash_jax.engine.result import Piece
 from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.text import OutputText
-from dflash_jax.errors import ComputeError, QueueFullError, RequestError
+from dflash_jax.errors import CheckpointError, ComputeError, QueueFullError, RequestError
 from dflash_jax.quant.layouts import Panels, Transposed
 from dflash_jax.testing import force_acceptance, set_script
 from dflash_jax.tokenizer import Tokenizer
@@ -104,6 +104,32 @@ def test_other_plans_may_reorder_the_weights_of_an_engine_and_give_them_back(
     for speculative in (True, False):
         said = turned.generate(PROMPT, max_tokens=MANY, speculative=speculative)
         assert said.token_ids == truth[:MANY]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: None, "no tree of parameters"),
+        (lambda p: {"target": p["target"]}, "drafter/.* is missing"),
+        (lambda p: p | {"target": p["target"] | {"norm": "x"}}, "no tree of parameters"),
+        (lambda p: p | {"more": p["drafter"]}, r"more/.* float32\[.*the engine's is none"),
+        (lambda p: jax.tree.map(lambda x: x[:-1], p), r"float32\[.*the engine's is float32\["),
+        (lambda p: jax.tree.map(lambda x: x.astype("bfloat16"), p), r"bfloat16\[.*is float32\["),
+    ],
+)
+def test_parameters_of_other_shapes_are_refused_by_name(
+    tiny: Engine, truth: list[int], change: Any, said: str
+) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        tiny.params = change(tiny.params)
+    assert tiny.generate(PROMPT, max_tokens=5).token_ids == truth[:5]
+
+
+def test_parameters_are_not_exchanged_under_a_request(tiny: Engine) -> None:
+    stream = tiny.stream(PROMPT, max_tokens=5)
+    with pytest.raises(RequestError, match="requests are running"):
+        tiny.params = tiny.params
+    stream.close()
 
 
 @pytest.mark.parametrize("pattern", [[0], [1], [3], [2, 0, 3]])
@@ -200,6 +226,13 @@ def test_a_result_cannot_be_read_before_its_end(tiny: Engine) -> None:
     stream.close()
     stream.close()
     assert stream.result.token_ids == []
+
+
+def test_a_stream_that_nobody_iterates_waits_for_no_row_once_it_is_dropped(tiny: Engine) -> None:
+    stream = tiny.stream(PROMPT, max_tokens=5)
+    assert tiny.queued == 1
+    del stream
+    assert tiny.queued == 0
 
 
 def test_a_stream_left_open_at_exit_needs_nothing_of_the_emptied_modules(
