@@ -1,4 +1,4 @@
-"""How wide this machine's vectors are, which decides what products on a CPU are made of."""
+"""What this machine's processor is, which decides what products on a CPU are made of."""
 
 import functools
 import re
@@ -8,8 +8,18 @@ from pathlib import Path
 @functools.cache
 def widest_vectors() -> str:
     """The widest of "avx512f", "avx2" and "avx" that the processor has; "" where none is known."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8") if info.is_file() else ""
-    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    flags = re.search(r"^flags\s*:(.*)$", _information(), re.MULTILINE)
     has = flags[1].split() if flags else []
     return next((flag for flag in ("avx512f", "avx2", "avx") if flag in has), "")
+
+
+@functools.cache
+def processor() -> str:
+    """Model and features, which compiled code hangs on; "" where none are known."""
+    named = r"^(?:model name|flags|CPU part|Features)\s*:.*$"
+    return "\n".join(sorted(set(re.findall(named, _information(), re.MULTILINE))))
+
+
+def _information() -> str:
+    info = Path("/proc/cpuinfo")
+    return info.read_text(encoding="utf-8") if info.is_file() else ""

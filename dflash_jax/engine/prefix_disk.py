@@ -29,6 +29,7 @@ import numpy as np
 
 from dflash_jax.checkpoint import Keys, checksum, new_path, read_arrays, write_arrays
 from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.processor import processor
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.version import __version__
@@ -60,16 +61,20 @@ class Counters:
 
 
 def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Any) -> str:
-    """A digest of all that decides a segment's bits: models, weights, plan, device, versions."""
+    """A digest of all that decides a segment's bits.
+
+    Models, weights, plan, device, versions, and how XLA was told to compile.
+    """
     device = jax.local_devices()[0]
     decided = {k: v for k, v in dataclasses.asdict(plan).items() if k not in FREE}
-    versions = [__version__, jax.__version__, jaxlib.__version__]
+    versions = [__version__, jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS")]
+    kind = [device.platform, device.device_kind, device.platform == "cpu" and processor()]
     made = [type(c).__name__ + repr(c) for c in (target, drafter)]
     leaves = jax.tree_util.tree_leaves_with_path(params)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = list(pool.map(lambda leaf: _digest(leaf[1]), leaves))
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    facts = [versions, device.platform, device.device_kind, made, decided, names, weights]
+    facts = [versions, kind, made, decided, names, weights]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -134,8 +134,8 @@ def test_p28_p30_what_is_damaged_or_forged_is_a_miss_and_removed(
     assert opened(tiny, folder).generate(PROMPT, **SAMPLED).stats.cached_tokens == 3 * CHUNK
 
 
-def test_p29_other_weights_plans_and_models_find_nothing(
-    tiny: Engine, truth: list[int], folder: Path
+def test_p29_other_weights_plans_models_and_compilers_find_nothing(
+    tiny: Engine, truth: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = np.array(tiny.params["target"]["embed"])
     table[:, 250] += 1  # a single column of the weights
@@ -154,6 +154,12 @@ def test_p29_other_weights_plans_and_models_find_nothing(
     assert len(names) == 4
     queue = dataclasses.replace(tiny.plan, queue=3, prefix_cache=5)
     assert prefix_disk.identity(queue, *ours[1:]) in names  # no bit hangs on those
+    for settings in ("--xla_cpu_max_isa=AVX", "--xla_backend_optimization_level=0"):
+        monkeypatch.setenv("XLA_FLAGS", settings)
+        names.add(prefix_disk.identity(*ours))
+    monkeypatch.setattr(prefix_disk, "processor", lambda: "another one")
+    assert prefix_disk.identity(*ours) not in names
+    assert len(names) == 6
     assert len({entry.parent for entry in entries(folder)}) == 2
 
 
