@@ -109,7 +109,8 @@ class PrefixDisk:
                 " be written to"
             ) from error
         self.counters = Counters()
-        self._bytes: int | None = None  # of all entries; not counted yet
+        self._bytes = budget + 1  # of all entries once they are counted, which is due, and of
+        self._since = 0  # those of ours since then
         self._backlog = 0
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "prefixes-out")
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "prefixes-in")
@@ -205,8 +206,8 @@ class PrefixDisk:
                 raise
             return about["token"]
         self.counters.written += 1
-        if self._bytes is not None:
-            self._bytes += _size(place)
+        size = _size(place)
+        self._bytes, self._since = self._bytes + size, self._since + size
         return token
 
     def _drop(self, ids: tuple[int, ...], after: int) -> None:
@@ -260,9 +261,11 @@ class PrefixDisk:
     def _make_room(self) -> None:
         """Removes the entries longest unused while they are too many bytes, and old fragments.
 
-        What another engine writes just now is neither counted nor touched.
+        What others wrote is counted whenever we wrote some more. What another engine writes just
+        now is neither counted nor touched.
         """
-        if self._bytes is None or self._bytes > self._budget:
+        if self._bytes > self._budget or self._since > self._budget * (1 - LEFT):
+            self._since = 0
             entries = sorted((_used(place), place) for place in self._inside(ENTRY))
             sizes = {place: _size(place) for _, place in entries}
             self._bytes = sum(sizes.values())

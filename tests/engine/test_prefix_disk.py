@@ -199,6 +199,14 @@ def test_the_folder_keeps_to_its_budget_and_its_own_files(
     assert found.stats.cached_tokens == CHUNK * len({entry.name for entry in left} & kept)
 
 
+def test_engines_that_share_a_folder_share_its_budget(tmp_path: Path) -> None:
+    disks = [PrefixDisk(tmp_path, chunk=2, budget=30_000, identity="0" * 32) for _ in range(3)]
+    for i in range(15):
+        disks[i % 3].keep((i, 1, 2), {2: np.zeros(500, np.float32)})
+        disks[i % 3].flush()
+    assert 20_000 < prefix_disk._size(tmp_path) < 45_000  # 63,000 were written
+
+
 def test_what_was_doubted_leaves_the_disk_with_all_that_continues_it(
     tiny: Engine, truth: list[int], folder: Path
 ) -> None:
