@@ -182,4 +182,5 @@ def _open_disk(plan: Plan, identity: Callable[[], str]) -> PrefixDisk:
             " calls; leave it out where several processes share a mesh"
         )
     size = {"chunk": plan.chunk, "budget": plan.prefix_disk}
-    return PrefixDisk(Path(plan.prefix_folder).expanduser(), identity=identity(), **size)
+    folder = Path(plan.prefix_folder).expanduser().absolute()
+    return PrefixDisk(folder, identity=identity(), **size)

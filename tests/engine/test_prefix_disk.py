@@ -199,6 +199,17 @@ def test_the_folder_keeps_to_its_budget_and_its_own_files(
     assert found.stats.cached_tokens == CHUNK * len({entry.name for entry in left} & kept)
 
 
+def test_a_folder_stays_where_it_was_when_the_process_goes_elsewhere(
+    tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = opened(tiny, Path("here"))
+    monkeypatch.chdir("/")
+    engine.generate(PROMPT, max_tokens=1)
+    engine.close()
+    assert len(entries(tmp_path / "here")) == 3
+
+
 def test_engines_that_share_a_folder_share_its_budget(tmp_path: Path) -> None:
     disks = [PrefixDisk(tmp_path, chunk=2, budget=30_000, identity="0" * 32) for _ in range(3)]
     for i in range(15):
