@@ -5,6 +5,7 @@ A plan can be printed, compared, hashed and stored next to a result.
 
 import dataclasses
 import json
+import os
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ class Plan:
     lookahead: int = 1
     rounds: int = 0
     prefix_cache: int = 0
-    prefix_folder: str = ""
+    prefix_folder: str | os.PathLike[str] = ""  # a str once made
     prefix_disk: int = 1 << 33
     mesh: tuple[int, int] = (1, 1)
     devices: tuple[int, int] = (0, 0)
@@ -124,6 +125,8 @@ class Plan:
                 raise PlanError(f"{name} is {value!r}; expected True or False")
         if self.lookahead not in (0, 1):
             raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
+        if isinstance(self.prefix_folder, os.PathLike):
+            object.__setattr__(self, "prefix_folder", os.fspath(self.prefix_folder))
         if not isinstance(self.prefix_folder, str) or (
             self.prefix_folder and not self.prefix_cache
         ):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,6 +36,11 @@ def test_a_plan_is_frozen_and_hashable() -> None:
         plan.block = 8  # type: ignore[misc]
     assert {plan: "here"}[Plan(block=4)] == "here"
     assert plan != Plan(block=5)
+
+
+def test_a_folder_may_be_given_as_a_path() -> None:
+    plan = Plan(prefix_cache=1, prefix_folder=Path("a/b"))
+    assert Plan.from_json(plan.to_json()) == plan == Plan(prefix_cache=1, prefix_folder="a/b")
 
 
 @settings(max_examples=50, deadline=None)
