@@ -67,7 +67,7 @@ class Runner:
         self._mesh = device_mesh(plan)
         self.params = self._place(params)
         self.state: Any = self._empty_state()
-        self.snapshots = self._make_snapshots()
+        self.snapshots = self._make_snapshots(self.params)
         self._shaper = Shaper(plan.rows, target.vocab_size)
         # Kept there, as to send a number in every call takes 0.1 ms.
         self._counts = jax.device_put([np.int32(n) for n in range(plan.rounds + 1)])
@@ -143,8 +143,8 @@ class Runner:
                 f" {wanted.get(name, 'none')}; give a tree like `engine.params`, or load anew"
             )
         where = jax.tree.map(lambda leaf: leaf.sharding, self.params)
-        self.params, self.snapshots = jax.device_put(placed, where), None
-        self.snapshots = self._make_snapshots()
+        placed = jax.device_put(placed, where)
+        self.params, self.snapshots = placed, self._make_snapshots(placed)
 
     def recall(self, live: Live) -> None:
         """Begins to read what the disk keeps of a prompt, where the plan keeps any."""
@@ -210,10 +210,10 @@ class Runner:
         self.state, tokens = measured
         return tokens
 
-    def _make_snapshots(self) -> Snapshots | None:
+    def _make_snapshots(self, params: Params) -> Snapshots | None:
         if not self.plan.prefix_cache:
             return None
-        made = (self.plan, self.target, self.drafter, self.params)
+        made = (self.plan, self.target, self.drafter, params)
         return Snapshots(self.plan, self.programs, functools.partial(identity, *made))
 
     def _place(self, params: Params) -> Params:

@@ -199,6 +199,21 @@ def test_the_folder_keeps_to_its_budget_and_its_own_files(
     assert found.stats.cached_tokens == CHUNK * len({entry.name for entry in left} & kept)
 
 
+def test_a_ctrl_c_while_parameters_are_exchanged_leaves_the_old_ones_and_their_prefixes(
+    tiny: Engine, truth: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(leaf: Any) -> str:
+        raise KeyboardInterrupt
+
+    engine = opened(tiny, folder)
+    before = engine.params
+    monkeypatch.setattr(prefix_disk, "_digest", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        engine.params = dict(before)
+    assert engine.params is before
+    assert engine.generate(PROMPT, **SAMPLED).stats.cached_tokens == 3 * CHUNK
+
+
 def test_a_folder_stays_where_it_was_when_the_process_goes_elsewhere(
     tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
