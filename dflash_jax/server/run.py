@@ -194,4 +194,5 @@ def log_to_stderr(*, quiet: bool) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
     logger = logging.getLogger("dflash_jax")
     logger.addHandler(handler)
+    logger.propagate = False  # orbax has absl set up a handler of its own above it
     logger.setLevel(logging.WARNING if quiet else logging.INFO)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.errors import RequestError
+from dflash_jax.server.run import log_to_stderr
 from tests.server.conftest import Live
 
 Run = Callable[..., tuple[int, str, str]]
@@ -245,3 +247,16 @@ def test_bench_against_a_url_and_what_it_refuses(
         assert "RequestError" in err
     with pytest.raises(RequestError, match="404"):
         OverHttp(live.url, "other", Asking(4)).run(read_talks(str(talks), 1), 1, "plain")
+
+
+def test_a_line_is_logged_once_whatever_other_libraries_set_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger, level = logging.getLogger("dflash_jax"), logging.getLogger("dflash_jax").level
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(sys.stderr)])
+    log_to_stderr(quiet=False)
+    logging.getLogger("dflash_jax.server").info("a line")
+    logger.setLevel(level)
+    assert capsys.readouterr().err.count("a line") == 1
