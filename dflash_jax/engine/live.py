@@ -63,6 +63,7 @@ class Live:
         self.uncached = False  # the prompt has to be fed whole
         self.recall: Future[list[Any]] | None = None  # segments on their way from the disk
         self.failures = 0  # of the device, while the request ran
+        self.dropped = False  # nobody holds its stream any more
         self.cleaned = False  # its row was cleared, as the prompt's numbers were not finite there
         self.rebuilding = False  # the output so far is to be fed anew, behind the prompt
         self.error: DFlashError | None = None

@@ -180,10 +180,13 @@ class Loop:
     def _end_what_nobody_waits_for(self) -> None:
         """Cancelled requests and those whose time is up, queued ones included."""
         now = time.perf_counter()
-        there = (*self.rows.waiting, *self.rows.lives)
-        for live in [x for x in there if x and (x.done or x.handle.cell or now > x.deadline)]:
+        there = filter(None, (*self.rows.waiting, *self.rows.lives))
+        ended = [x for x in there if x.done or x.dropped or x.handle.cell or now > x.deadline]
+        for live in ended:
             if live.handle.cell and not live.done:
                 live.leave()
+            elif live.dropped and not live.done:
+                live.take(controller.Cancelled())
             elif not live.done:  # else whoever ended it was stopped before it was let go
                 live.stats.recovery["deadline"] += 1
                 self._report(live, ("deadline",))

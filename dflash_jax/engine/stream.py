@@ -32,9 +32,12 @@ class Stream:
             if not self._at_exit():
                 self.close()
 
-    def __del__(self) -> None:  # one that nobody iterates would keep a row from others
-        if not self._at_exit():
-            self.close()
+    def __del__(self) -> None:
+        """Has the next turn end a request that nobody may iterate any more.
+
+        Not this thread: it may be anywhere, and hold any lock.
+        """
+        self._live.dropped = True
 
     def close(self) -> None:
         """Ends the request if it still runs; what it produced so far stays in `result`."""

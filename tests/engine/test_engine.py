@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -229,10 +230,17 @@ def test_a_result_cannot_be_read_before_its_end(tiny: Engine) -> None:
 
 
 def test_a_stream_that_nobody_iterates_waits_for_no_row_once_it_is_dropped(tiny: Engine) -> None:
+    """Whoever collects it may hold any lock, and waits for none."""
     stream = tiny.stream(PROMPT, max_tokens=5)
     assert tiny.queued == 1
-    del stream
+    dropping = threading.Thread(target=stream.__del__)
+    with tiny.loop._lock:
+        dropping.start()
+        dropping.join(5)
+        assert not dropping.is_alive()
+    tiny.advance()
     assert tiny.queued == 0
+    assert not tiny.busy
 
 
 def test_a_stream_left_open_at_exit_needs_nothing_of_the_emptied_modules(
