@@ -70,16 +70,11 @@ class Generation:
             options["stop"] = ask.stop
         if ask.logprobs is not None:
             options["logprobs"] = ask.logprobs
-        if ask.grammar is not None:
+        if ask.choice.kind in ("required", "named"):  # leaves no answer that had a grammar
+            options["structured"] = {"grammar": self._calls(engine, prompt)}
+        elif ask.grammar is not None:
             kind, value = ask.grammar
             options["structured"] = {kind: value} | self._around(engine, prompt)
-        if ask.choice.kind in ("required", "named"):
-            if "structured" in options:
-                raise Problem(
-                    400, "a demanded call leaves no room for another output grammar; give one of"
-                    " tool_choice and response_format", param="tool_choice",
-                )  # fmt: skip
-            options["structured"] = {"grammar": self._calls(engine, prompt)}
         if len(str(options.get("structured", ""))) > MOST_GRAMMAR:
             raise Problem(
                 400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",

@@ -435,6 +435,7 @@ def test_a_demanded_call_is_made_whatever_the_model_would_say(live: Live) -> Non
             tools=tools,
             tool_choice=choice,
             parallel_tool_calls=False,
+            response_format={"type": "json_schema", "json_schema": {"name": "m", "schema": MOOD}},
             max_tokens=100,
             extra_body=quiet,
         )
