@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,6 +20,7 @@ from dflash_jax.server.completions import CompletionRequest, CompletionWriter, d
 from dflash_jax.server.gate import Gate, Handler, Settings
 from dflash_jax.server.generation import Generation, Told, prepare
 from dflash_jax.server.information import Information
+from dflash_jax.server.kept import Kept
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Model, Models
 from dflash_jax.server.prompt import Prompt
@@ -60,7 +62,7 @@ class Server:
         posts = information.posts | {
             "/v1/chat/completions": self._generating(decode_chat),
             "/v1/completions": self._generating(decode_completion),
-            "/v1/responses": self._generating(decode_responses),
+            "/v1/responses": self._generating(functools.partial(decode_responses, kept=Kept())),
             "/v1/messages": self._generating(decode_messages),
         }
         guarded = self._gate.guarded

@@ -7,12 +7,10 @@ from dflash_jax.server.protocol import Message, Problem
 from dflash_jax.server.thinking import thought_of
 
 
-def messages_of(instructions: str | None, items: str | list[dict[str, Any]]) -> list[Message]:
+def messages_of(instructions: str | None, items: list[dict[str, Any]]) -> list[Message]:
     """The conversation in the chat completions shape; neighbouring calls are one turn."""
     system: list[str] = [instructions] if instructions else []
     made: list[Message] = []
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
     thought = ""
     for at, item in enumerate(items):
         kind, where = item.get("type", "message"), f"input[{at}]"

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import re
 import secrets
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -80,6 +81,7 @@ class Ask:
       thinking_budget: tokens after which an open thought is closed.
       echo: what to put before the output: nothing, or the prompt.
       echoed: fields of the request that the answer repeats.
+      keep: called with the answer's id and, as `made`, its items, for requests that refer to them.
       clamp: shorten max_tokens to what fits, instead of refusing.
       usage_chunk: a stream's last chunk has `usage`; `usage_each`: every chunk has.
       warnings: what was ignored.
@@ -109,6 +111,7 @@ class Ask:
     logprobs: int | None = None  # alternatives asked for; None for no log probabilities
     echo: bool = False
     echoed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    keep: Callable[..., None] | None = None
     timeout: float | None = None
     token_ids: bool = False
     timings: bool = False

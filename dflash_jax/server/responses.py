@@ -1,5 +1,6 @@
-"""OpenAI's /v1/responses, the part that agents need: nothing is stored between requests."""
+"""OpenAI's /v1/responses, the part that agents need."""
 
+import functools
 import time
 from typing import Any
 
@@ -8,6 +9,7 @@ from dflash_jax.server.conversation import conversation, offered
 from dflash_jax.server.fields import Common, common
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.items import messages_of
+from dflash_jax.server.kept import Kept
 from dflash_jax.server.logprobs import chat_logprobs
 from dflash_jax.server.protocol import Ask, Problem, decode, new_id
 from dflash_jax.server.reply import Part, Reply
@@ -43,17 +45,23 @@ class ResponsesRequest(Common, kw_only=True):
     client_metadata: Any = None
 
 
-def decode_responses(body: bytes) -> Ask:
-    """The request as an `Ask`."""
+def decode_responses(body: bytes, kept: Kept | None = None) -> Ask:
+    """The request as an `Ask`.
+
+    Args:
+      kept: responses it may refer to, where its own is kept unless it says `store: false`.
+    """
+    kept = kept or Kept()
     found, unknown = decode(body, ResponsesRequest)
-    for name in ("previous_response_id", "background", "prompt", "conversation"):
+    for name in ("background", "prompt", "conversation"):
         if getattr(found, name):
-            raise Problem(
-                400, f"{name} is not supported: nothing is stored here; send the whole input",
-                param=name,
-            )  # fmt: skip
+            raise Problem(400, f"{name} is not supported here; send the whole input", param=name)
     if not found.input and isinstance(found.input, list):
         raise Problem(400, "input is empty; give at least one item", param="input")
+    items = found.input
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    items = kept.whole(found.previous_response_id, items)
     text = found.text or {}
     asked = common(found, unknown, text.get("format"), "text.format")
     warnings = list(asked["warnings"])
@@ -77,7 +85,7 @@ def decode_responses(body: bytes) -> Ask:
     likely = found.top_logprobs or LOGPROBS in (found.include or ())
     return Ask(
         api="responses",
-        messages=conversation(messages_of(found.instructions, found.input)),
+        messages=conversation(messages_of(found.instructions, items)),
         tools=tools,
         declared=declared,
         choice=choice,
@@ -86,6 +94,7 @@ def decode_responses(body: bytes) -> Ask:
         max_tokens=found.max_output_tokens,
         logprobs=(found.top_logprobs or 0) if likely else None,
         echoed=_echoed(found),
+        keep=None if found.store is False else functools.partial(kept.keep, given=items),
         **asked | {"warnings": tuple(warnings)},
     )
 
@@ -101,11 +110,12 @@ def _echoed(found: ResponsesRequest) -> dict[str, Any]:
         "max_tool_calls": found.max_tool_calls,
         "metadata": found.metadata or {},
         "parallel_tool_calls": found.parallel_tool_calls is not False,
+        "previous_response_id": found.previous_response_id,
         "prompt_cache_key": found.prompt_cache_key,
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
         "safety_identifier": found.safety_identifier,
         "service_tier": "default",
-        "store": bool(found.store),
+        "store": found.store is not False,
         "text": {"format": {"type": "text"}} | {k: v for k, v in text.items() if v is not None},
         "tool_choice": found.tool_choice or "auto",
         "tools": [{"strict": False} | tool for tool in functions],
@@ -264,7 +274,6 @@ class ResponsesWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "model": self.generation.model.name,
             "output": items,
-            "previous_response_id": None,
             "temperature": ask.options.get("temperature", temperature),
             "top_p": ask.options.get("top_p", 1.0),
             "top_logprobs": ask.logprobs or 0,
@@ -272,6 +281,8 @@ class ResponsesWriter:
         } | ask.echoed
         if reply is None:
             return found
+        if ask.keep:
+            ask.keep(self.id, made=items)
         found["finish_details"] = reply.details
         if ask.token_ids:
             found["token_ids"] = reply.ids

@@ -18,6 +18,7 @@ from dflash_jax.server.completions import CompletionRequest, CompletionWriter, d
 from dflash_jax.server.conversation import conversation, offered
 from dflash_jax.server.figures import reused
 from dflash_jax.server.generation import Generation
+from dflash_jax.server.kept import Kept
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
 from dflash_jax.server.models import Defaults
 from dflash_jax.server.prompt import Prompt, ToolTurns, chat_prompt
@@ -726,10 +727,51 @@ def test_a_response_repeats_what_was_asked(tokenizer: Tokenizer) -> None:
     none = whole({"tools": [tool], "tool_choice": "none"})
     assert (none["tools"], none["tool_choice"]) == ([tool], "none")
     plain = {"background": False, "service_tier": "default", "truncation": "disabled"}
-    plain |= {"store": False, "tool_choice": "auto", "text": {"format": {"type": "text"}}}
+    plain |= {"store": True, "tool_choice": "auto", "text": {"format": {"type": "text"}}}
     found = whole({})
     assert plain.items() <= found.items()
     assert found["completed_at"] >= found["created_at"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_later_requests_refer_to_a_response_and_to_its_items(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    kept = Kept()
+    flat = [{"type": "function"} | tool["function"] for tool in TOOLS]
+    first = {"input": "Read a.txt", "tools": flat}
+
+    def answered(**more: Any) -> dict[str, Any]:
+        ask = decode_responses(json.dumps(first | more).encode(), kept)
+        reply, events = replied(tokenizer, TURN, ask)
+        writer = ResponsesWriter(generation(reply, ask))
+        return streamed(writer, reply, events)[-1]["response"] if stream else writer.whole()
+
+    def later(*items: Any, **more: Any) -> list[dict[str, Any]]:
+        body = {"input": [*items, result], **more}
+        return decode_responses(json.dumps(body).encode(), kept).messages or []
+
+    answer = answered()
+    question = {"role": "user", "content": "Read a.txt"}
+    result = {"type": "function_call_output", "output": "x"}
+    result["call_id"] = answer["output"][-1]["call_id"]
+    whole = later(question, *answer["output"])
+    assert [message["role"] for message in whole] == ["user", "assistant", "tool"]
+    assert later(previous_response_id=answer["id"]) == whole
+    refers = [{"type": "item_reference", "id": item["id"]} for item in answer["output"]]
+    assert later(question, *refers) == whole
+    more = answered(previous_response_id=answer["id"])
+    assert more["previous_response_id"] == answer["id"]
+    assert later(previous_response_id=more["id"])[0] == question
+
+    kept = Kept(most_characters=1)
+    for gone in (answered(), answered(store=False)):
+        with pytest.raises(Problem, match="not kept") as caught:
+            later(previous_response_id=gone["id"])
+        assert caught.value.code == "previous_response_not_found"
+        with pytest.raises(Problem, match="not kept") as caught:
+            later({"type": "item_reference", "id": gone["output"][0]["id"]})
+        assert caught.value.param == "input[0]"
 
 
 def test_parts_of_a_character_have_their_bytes(tokenizer: Tokenizer) -> None:
