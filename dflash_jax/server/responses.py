@@ -221,8 +221,8 @@ class ResponsesWriter:
         self._item, self._text, self._likely = item, "", []
         shown = item if item["type"] == "function_call" else item | {"content": []}
         out += self._event("response.output_item.added", output_index=len(self._items), item=shown)
-        if item["type"] == "message":
-            out += self._place("response.content_part.added", part=_part("", []))
+        if parts := item.get("content"):
+            out += self._place("response.content_part.added", part=parts[0])
         return out
 
     def _place(self, kind: str, **fields: Any) -> bytes:
@@ -245,10 +245,11 @@ class ResponsesWriter:
             likely = self._likely + self._fresh_logprobs()
             item = _message(item["id"], text, likely, status)
             out = self._place("response.output_text.done", text=text, logprobs=likely)
-            out += self._place("response.content_part.done", part=_part(text, likely))
+            out += self._place("response.content_part.done", part=item["content"][0])
         elif item["type"] == "reasoning":
             item = _reasoning(item["id"], text, status)
             out = self._place("response.reasoning_text.done", text=text)
+            out += self._place("response.content_part.done", part=item["content"][0])
         else:
             item = _call(item["id"], item["call_id"], item["name"], text or "{}", status)
             place = {"item_id": item["id"], "output_index": len(self._items)}

@@ -161,6 +161,14 @@ def test_responses_have_an_item_for_each(tokenizer: Tokenizer) -> None:
     assert json.loads(done[2]["arguments"]) == {"path": "a.txt"}
     assert done[2]["call_id"] == whole["output"][2]["call_id"]
     assert chunks[-1]["response"]["output"] == done
+    for item in done[:2]:  # whose texts come in parts, as OpenAI's helpers for streams want them
+        kind = item["content"][0]["type"]
+        own = [c for c in chunks if c.get("item_id") == item["id"]]
+        kinds = [c["type"].removeprefix("response.") for c in own if "delta" not in c]
+        assert kinds == ["content_part.added", f"{kind}.done", "content_part.done"]
+        assert own[0]["part"]["type"] == kind
+        assert own[0]["part"]["text"] == ""
+        assert own[-1]["part"] == item["content"][0]
 
 
 def test_a_call_that_was_cut_off_is_length_and_no_call(tokenizer: Tokenizer) -> None:
