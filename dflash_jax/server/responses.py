@@ -55,7 +55,7 @@ def decode_responses(body: bytes, kept: Kept | None = None) -> Ask:
     found, unknown = decode(body, ResponsesRequest)
     for name in ("background", "prompt", "conversation"):
         if getattr(found, name):
-            raise Problem(400, f"{name} is not supported here; send the whole input", param=name)
+            raise Problem(400, f"{name} is not supported here", param=name)
     if not found.input and isinstance(found.input, list):
         raise Problem(400, "input is empty; give at least one item", param="input")
     items = found.input
