@@ -244,9 +244,10 @@ def response_format(given: Any, where: str) -> tuple[str, Any]:
     if kind == "text":
         return "json", None
     if kind == "json_object":
-        schema = given.get("schema")  # llama.cpp's way
+        name = "value" if "value" in given else "schema"  # as Hugging Face has it, and llama.cpp
+        schema = given.get(name)
         if schema is not None and not isinstance(schema, dict):
-            raise Problem(400, f"{where}.schema is no JSON schema", param=f"{where}.schema")
+            raise Problem(400, f"{where}.{name} is no JSON schema", param=f"{where}.{name}")
         return "json", schema or {"type": "object"}
     if kind == "json_schema":
         inner = given.get("json_schema", given)

@@ -17,6 +17,7 @@ from dflash_jax.server.worker import Worker
 from dflash_jax.tools import Syntax, syntax_of
 
 ANY = "any"
+UNNAMED = (None, "", ANY, "dummy")  # the last is what Hugging Face's client says for none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,11 +86,11 @@ class Models:
         return self._models[at]
 
     def named(self, name: str | None) -> Model:
-        """The model of this name; "any" and none: the one used last, else the first."""
+        """The model of this name; for `UNNAMED` the one used last, else the first."""
         for model in self:
             if name == model.name:
                 return model
-        if name in (None, "", ANY):
+        if name in UNNAMED:
             return max(self, key=lambda m: m.last_used_ms)
         known = ", ".join(model.name for model in self)
         raise Problem(

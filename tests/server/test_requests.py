@@ -88,14 +88,13 @@ def test_names_that_other_servers_have_for_a_field_mean_that_field() -> None:
 
 
 def test_a_json_object_may_come_with_its_schema() -> None:
-    assert chat(response_format={"type": "json_object", "schema": SCHEMA}).grammar == (
-        "json",
-        SCHEMA,
-    )
+    for name in ("schema", "value"):
+        form = {"type": "json_object", name: SCHEMA}
+        assert chat(response_format=form).grammar == ("json", SCHEMA)
+        with pytest.raises(Problem, match="no JSON schema") as caught:
+            chat(response_format=form | {name: "a"})
+        assert caught.value.param == f"response_format.{name}"
     assert chat(response_format={"type": "json_object"}).grammar == ("json", {"type": "object"})
-    with pytest.raises(Problem, match="no JSON schema") as caught:
-        chat(response_format={"type": "json_object", "schema": "a"})
-    assert caught.value.param == "response_format.schema"
 
 
 THOUGHTS: list[tuple[dict[str, Any], dict[str, Any]]] = [

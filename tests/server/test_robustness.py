@@ -287,6 +287,7 @@ def test_keys_are_needed_and_any_takes_the_model_that_was_used_last(locked: Live
             assert client.post(CHAT, json=ASK | {"model": name}).json()["model"] == name
             answer = client.post(CHAT, json=ASK | {"model": "any"}).json()
             assert answer["model"] == name
+            assert client.get("/v1/models/dummy").json()["id"] == name
             assert "timings" in answer
             after = {m["id"]: m["last_used_ms"] for m in client.get("/v1/models").json()["data"]}
             assert after[name] > before[name]
