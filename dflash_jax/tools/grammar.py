@@ -13,6 +13,9 @@ from dflash_jax.tools.syntax import Syntax
 
 Quote = Callable[[str], str]
 DEFINITIONS = ("$defs", "definitions")  # where a schema's references point
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid",
+           "uri", "unknown")  # of texts, that a grammar knows; any other says nothing  # fmt: skip
+LITERALS = ("const", "enum", "default", "examples")  # under which no schemas stand
 SPACE = r"( |\n {0,16})?"  # between JSON's symbols: a model may not dwell on it for ever
 
 
@@ -22,7 +25,21 @@ def bounded(schema: Mapping[str, Any], *, strict: bool = False) -> dict[str, Any
     Args:
       strict: refuse what no grammar can say, as "uniqueItems", instead of leaving it out.
     """
-    return {"x-guidance": {"whitespace_pattern": SPACE, "lenient": not strict}, **schema}
+    guidance = {"whitespace_pattern": SPACE, "lenient": not strict}
+    return {"x-guidance": guidance, **(_without_unknown_formats(schema) if strict else schema)}
+
+
+def _without_unknown_formats(schema: Any) -> Any:
+    """The schema without formats that no grammar knows: they are remarks, such as "password"."""
+    if isinstance(schema, list):
+        return [_without_unknown_formats(inner) for inner in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: inner if key in LITERALS else _without_unknown_formats(inner)
+        for key, inner in schema.items()
+        if key != "format" or not isinstance(inner, str) or inner in FORMATS
+    }
 
 
 def call_grammar(

@@ -137,6 +137,7 @@ def test_neighbours_of_structured_rows_say_what_they_say_alone(
         ({"json": SCHEMA, "regex": "a"}, "expected a mapping with one of"),
         ("json", "structured is 'json'; expected a mapping"),
         ({"json": {"type": "nothing"}}, "the structure is not understood"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "the structure is not understood"),
         ({"regex": "("}, "the structure is not understood"),
         ({"regex": 3}, "structured regex is 3; expected a text"),
         ({"choice": "ab"}, "structured choice is 'ab'; expected a list of texts"),

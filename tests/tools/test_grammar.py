@@ -99,10 +99,21 @@ def test_tags_that_a_tokenizer_does_not_call_special_are_tokens_too(tokenizer: T
     assert not matches(plain, inside, "\nHm.\n</think>\n\nSo.")
 
 
+SECRET = {
+    "type": "object",
+    "properties": {
+        "format": {"type": "string", "format": "password"},
+        "kind": {"const": {"format": "byte"}},
+    },
+    "required": ["format", "kind"],
+}
+
+
 @pytest.mark.parametrize(
     ("structure", "text"),
     [
         ({"json": SCHEMA}, '{"path": "x"}'),
+        ({"json": SECRET}, '{"format": "x", "kind": {"format": "byte"}}'),
         ({"regex": "a/b+"}, "a/bb"),
         ({"choice": ["red", "blue"]}, "blue"),
         ({"grammar": "start: A A\nA: /x/"}, "xx"),
