@@ -1,9 +1,12 @@
 """What users set in JAX for work of their own: engines hang on none of it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import jax
+
+Returned = TypeVar("Returned")
 
 # Programs are typed in 32 bits, give their state back in place, and are compiled ahead of time;
 # numbers that are not finite are judged by the engine.
@@ -13,6 +16,7 @@ OFF = {
     "jax_debug_infs": jax.debug_infs,
     "jax_disable_jit": jax.disable_jit,
 }
+TRACELESS = "jax_no_tracing"
 # Steps are given arguments from the host, and their answers are read there.
 GUARDS = ("jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_host")
 
@@ -32,3 +36,14 @@ def undisturbed() -> Iterator[None]:
         if not jax.sharding.get_abstract_mesh().empty:
             entered.enter_context(jax.set_mesh(None))
         yield
+
+
+def untraced(work: Callable[[], Returned]) -> Returned:
+    """Does work that may trace nothing. Also where a Ctrl-C comes, the thread may trace on then."""
+    before = getattr(jax.config, TRACELESS)
+    try:
+        with undisturbed(), jax.no_tracing():
+            return work()
+    finally:
+        if getattr(jax.config, TRACELESS) != before:  # it came as jax entered or left the setting
+            jax.no_tracing(before).__enter__()

@@ -8,17 +8,17 @@ the pause is a small part of such a call, and most requests end in one of the ne
 
 import collections
 import concurrent.futures
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import jax
 import numpy as np
 
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import MASKED, repeats
-from dflash_jax.compiler.settings import undisturbed
+from dflash_jax.compiler.settings import Returned, untraced
 from dflash_jax.engine import controller
 from dflash_jax.engine.controller import Restart
 from dflash_jax.engine.dictation import Dictated
@@ -35,7 +35,6 @@ from dflash_jax.engine.shaper import likely_tokens
 from dflash_jax.errors import QueueFullError, RequestError
 from dflash_jax.state import RowStep, read_output
 
-Returned = TypeVar("Returned")
 PATIENCE = 0.01  # seconds a turn waits for the disk where there is nothing else to do
 
 
@@ -103,11 +102,7 @@ class Loop:
 
     def break_even(self) -> float:
         """Tokens a drafted round must decide to pay, measured while nothing runs."""
-
-        def measure() -> float:
-            with undisturbed(), jax.no_tracing():
-                return self._runner.break_even(self.rows.rules)
-
+        measure = functools.partial(untraced, lambda: self._runner.break_even(self.rows.rules))
         return self.while_idle(measure)
 
     def advance(self) -> None:
@@ -115,8 +110,7 @@ class Loop:
         with self._driving:
             self._take_over()
             try:
-                with undisturbed(), jax.no_tracing():
-                    self._turn()
+                untraced(self._turn)
             except jax.errors.JaxRuntimeError as error:
                 with self._lock:
                     self._rebuild(error)

@@ -46,3 +46,23 @@ def test_steps_are_made_under_any_settings(tiny: Engine, request: pytest.Fixture
     wanted = tiny.generate([1, 2, 3], max_tokens=9).token_ids
     request.getfixturevalue("disturbed")
     assert tiny.generate([1, 2, 3], max_tokens=9).token_ids == wanted
+
+
+def test_a_ctrl_c_at_the_end_of_a_turn_lets_the_thread_trace_on(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = jax.no_tracing
+
+    class Stopped:
+        def __enter__(self) -> None:
+            real().__enter__()
+
+        def __exit__(self, *_: object) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(jax, "no_tracing", Stopped)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.generate([1, 2, 3], max_tokens=9)
+    assert jax.jit(lambda x: x + 1)(1) == 2
+    assert len(tiny.generate([1, 2, 3], max_tokens=9).token_ids) == 9
