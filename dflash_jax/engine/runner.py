@@ -27,6 +27,7 @@ from dflash_jax.compiler.programs import (
     repeats,
     words,
 )
+from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine import lanes
@@ -216,6 +217,7 @@ class Runner:
         made = (self.plan, self.target, self.drafter, params)
         return Snapshots(self.plan, self.programs, functools.partial(identity, *made))
 
+    @undisturbed()
     def _place(self, params: Params) -> Params:
         """Parameters where the plan wants them, as it wants them."""
         params = jax.tree.map(lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, KEPT))

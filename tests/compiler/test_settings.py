@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from dflash_jax.compiler import compile_programs, declare
@@ -46,6 +47,15 @@ def test_steps_are_made_under_any_settings(tiny: Engine, request: pytest.Fixture
     wanted = tiny.generate([1, 2, 3], max_tokens=9).token_ids
     request.getfixturevalue("disturbed")
     assert tiny.generate([1, 2, 3], max_tokens=9).token_ids == wanted
+
+
+def test_weights_are_put_in_order_under_any_settings(
+    tiny: Engine, request: pytest.FixtureRequest
+) -> None:
+    params = jax.tree.map(np.asarray, tiny.params)
+    request.getfixturevalue("disturbed")
+    plan = dataclasses.replace(tiny.plan, order="panels")
+    assert Engine(tiny.target, tiny.drafter, params, plan).params["target"]["embed"].shape
 
 
 def test_a_ctrl_c_at_the_end_of_a_turn_lets_the_thread_trace_on(
