@@ -18,6 +18,7 @@ from dflash_jax.checkpoint import is_checkpoint
 from dflash_jax.compiler import Plan, resolve
 from dflash_jax.compiler.plan import Dtype
 from dflash_jax.compiler.programs import weight_specs
+from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.compiler.sharding import device_mesh, param_shardings
 from dflash_jax.config import (
     DrafterConfig,
@@ -108,6 +109,7 @@ class OpenPair:
         drafter = _as(DrafterConfig, self.drafter.config) if self.drafter else None
         return _as(TargetConfig, self.target.config), drafter
 
+    @undisturbed()
     def engine(self, plan: Plan | None = None) -> Engine:
         """Completes the plan, reads the weights, and gives a ready engine."""
         target, drafter = self.configs
@@ -236,8 +238,16 @@ def _as(kind: type[AnyConfig], config: Config) -> AnyConfig:
 
 def resolve_here(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Plan:
     """The plan, completed and checked for the default device."""
-    device = jax.local_devices()[0]
+    device = default_device()
     return resolve(plan, target, drafter, platform=device.platform, memory=free_memory(device))
+
+
+def default_device() -> jax.Device:
+    """The device that everything is put on; PlanError where JAX finds none that it may use."""
+    try:
+        return jax.local_devices()[0]
+    except RuntimeError as error:
+        raise PlanError(f"JAX found no device to run on: {error}") from error
 
 
 def free_memory(device: jax.Device) -> int:
@@ -305,6 +315,7 @@ def load_target(
     from converters.models import open_model
 
     found = open_model(locate(source, "target"), role="target")
+    default_device()  # refused before weights are read
     params = jax.device_put(found.load(dtype))
     chosen = _tokenizer(found, found.path, tokenizer)
     return TargetModel(_as(TargetConfig, found.config), params, dtype, tokenizer=chosen)

@@ -284,3 +284,13 @@ def test_forward_refuses_what_are_no_token_ids(oracle: Path, ids: Any, says: str
     model = dj.load_target(oracle / "drafters" / "target_small")
     with pytest.raises(RequestError, match=says):
         model.forward(ids)
+
+
+def test_a_platform_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise RuntimeError("Unable to initialize backend 'tpu': no libtpu.so")
+
+    monkeypatch.setattr(jax, "local_devices", missing)
+    for load in (dj.load, dj.load_target):
+        with pytest.raises(PlanError, match="no device to run on: Unable to initialize backend"):
+            load("tiny")

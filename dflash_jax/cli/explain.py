@@ -30,7 +30,6 @@ def add_verb(verbs: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """`dflash-jax explain`."""
     use_compilation_cache()
-    import jax
 
     from dflash_jax import loading
     from dflash_jax.compiler import compile_programs, declare
@@ -42,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
-    device = DEVICES.get(options.device or "") or find_device(jax.local_devices()[0].device_kind)
+    device = DEVICES.get(options.device or "") or find_device(loading.default_device().device_kind)
     plan = chosen_plan(options)
     if plan.weights == "packed":
         plan = open_pair(options).with_stored(plan)
