@@ -167,11 +167,13 @@ class Server:
             assert reply.result is not None
             stats = reply.result.stats
             tau = f"{stats.acceptance_length:.2f}" if stats.rounds else "-"
-            plain = "".join(f", plain: {reason}" for reason in stats.fallbacks)
+            notes = "".join(f", plain: {reason}" for reason in stats.fallbacks)
+            if reply.in_vain:
+                notes += f", ends with a call of {reply.in_vain!r}, which was not declared"
             log.info(
                 "%s %s: %d prompt tokens (%d cached), %d new, first after %.3f s, %.1f tok/s,"
                 " acceptance length %s, %s, %.3f s in all%s",
                 answer, generation.model.name, stats.prompt_tokens,
                 stats.cached_tokens, stats.output_tokens, stats.first_token_s,
-                stats.tokens_per_s, tau, reply.finish_reason, seconds, plain,
+                stats.tokens_per_s, tau, reply.finish_reason, seconds, notes,
             )  # fmt: skip

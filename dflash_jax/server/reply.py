@@ -165,6 +165,11 @@ class Reply:
         return [call for call in self.calls if call.done]
 
     @property
+    def in_vain(self) -> str:
+        """The tool of a call that the output ends with and nobody gets: it was not declared."""
+        return self._parser.in_vain
+
+    @property
     def stop_string(self) -> str | None:
         """The stop string that ended the output."""
         return self._text.stopped_by or self._parser.stopped_by

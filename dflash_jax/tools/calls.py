@@ -20,6 +20,7 @@ class CallReader:
 
     Attributes:
       count: calls of declared tools that were begun.
+      unknown: the tool of the last call, if it was none of them.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class CallReader:
     ):  # fmt: skip
         self._syntax, self._tools, self._text, self._tell = syntax, tools, text, tell
         self._live = False  # the call being read is of a declared tool
-        self.count = 0
+        self.count, self.unknown = 0, ""
 
     def read(self, marker: str) -> Reader:
         """A call that begins with the marker, which was taken if it is a tag.
@@ -269,6 +270,7 @@ class CallReader:
     def _begin(self, name: str) -> None:
         self._text.drop_record()
         self._live = name in self._tools
+        self.unknown = "" if self._live else name
         if self._live:
             self._tell(CallBegun(self.count, name))
             self.count += 1

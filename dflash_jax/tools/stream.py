@@ -57,6 +57,7 @@ class OutputParser:
         self._trim = self.thinking  # drop white space: a thought began, or a thought or call ended
         self.calling = False  # a call is being read
         self.unfinished = False  # the output ended inside a call
+        self.in_vain = ""  # the last thing said is a call of this tool, which was not declared
         self._calls = CallReader(syntax, self._tools, self._text, self._tell_call)
         self._reader = self._harmony() if self._harmonic else self._tagged()
 
@@ -159,6 +160,7 @@ class OutputParser:
                 self.calling = True
                 with contextlib.suppress(NoCall):  # a text that is no JSON
                     yield from self._calls.harmony(named[1])
+                    self.in_vain = self._calls.unknown
                 self._trim = True
                 yield from text.flow(HARMONY_ENDS, _ignore)
                 self.calling = False
@@ -174,6 +176,7 @@ class OutputParser:
             text.take(0 if bare else len(marker))
         try:
             yield from self._calls.read(marker)
+            self.in_vain = self._calls.unknown
             self._trim = True
             self._before.add("\n")
         except (NoCall, Ended) as reason:
@@ -237,6 +240,7 @@ class OutputParser:
         shown = text.rstrip() if self._tools else text
         self._blank = text[len(shown) :]
         if shown:
+            self.in_vain = ""
             self._events.append(Content(shown))
 
 

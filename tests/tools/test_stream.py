@@ -113,6 +113,23 @@ def test_an_undeclared_tool_is_neither_called_nor_shown(family: str) -> None:
     assert [name for name, _, _ in found] == ([] if family == "harmony" else ["stop"])
 
 
+@pytest.mark.parametrize("family", sorted(set(SYNTAXES) - {"llama"}))
+def test_a_call_in_vain_is_known_by_its_tool_until_something_else_is_said(family: str) -> None:
+    syntax, name = SYNTAXES[family], "other"
+    parser = OutputParser(syntax, TOOLS)
+    parser.push(syntax.render(name, {"path": "x"}))
+    assert parser.in_vain == name
+    if family != "harmony":
+        parser.push("\n" + syntax.render(*READ))
+        assert not parser.in_vain
+    parser = OutputParser(syntax, TOOLS)
+    parser.push(
+        syntax.render(name, {}) + ("<|start|>assistant<|message|>" if family == "harmony" else "")
+    )
+    parser.push(" so be it")
+    assert not parser.in_vain
+
+
 def test_json_that_is_no_call_is_content_where_calls_have_no_tags() -> None:
     for raw in (
         '{"name": "Ann", "age": 3}',

@@ -48,8 +48,10 @@ def judge(
 
 
 def is_stalled(ids: Ids, recovery: Recovery, words: Words) -> bool:
-    """Whether an output that ends here announces an action it did not take."""
+    """Whether an output that ends here announces an action it did not take, or one there is not."""
     by_ids = recovery.below_floor == "compat"
+    if not by_ids and words.called_in_vain(ids):
+        return True
     ends = (
         ends_on_colon_id(ids, words.colons)
         if by_ids

@@ -48,10 +48,19 @@ class Words:
 
     def has_called(self, ids: Ids) -> bool:
         """Whether the output so far began a tool call, in its family's form or another's."""
+        parser = self._read(ids)
+        return parser.calls > 0 or parser.unfinished
+
+    def called_in_vain(self, ids: Ids) -> bool:
+        """Whether the output so far ends with a call that nobody gets: of no declared tool."""
+        parser = self._read(ids)
+        return bool(parser.in_vain) and not (parser.calls or parser.unfinished)
+
+    def _read(self, ids: Ids) -> OutputParser:
         parser = OutputParser(self.syntax, self.tools, thinking=self.inside_thought)
         parser.push(self.text(ids))
         parser.finish()
-        return parser.calls > 0 or parser.unfinished
+        return parser
 
 
 SILENT = Words()

@@ -26,7 +26,7 @@ EOS, CHAT_EOS, COLON = 2, 3, 58
 STOPS = frozenset({EOS, CHAT_EOS})
 PREFIX = (900, 901, 902)
 BEST = 77  # what the target says where an end token is masked
-THINK, END_THINK, FUNCTION, END_FUNCTION, SLIP, MENTION = 60, 61, 62, 63, 64, 65
+THINK, END_THINK, FUNCTION, END_FUNCTION, SLIP, MENTION, UNKNOWN = 60, 61, 62, 63, 64, 65, 66
 SPECIAL = 70  # hidden from callers
 TEXTS = {
     COLON: ":",
@@ -38,6 +38,7 @@ TEXTS = {
     FUNCTION: "<function=w>",
     END_FUNCTION: "</function>",
     SLIP: "\ncall:w{}",
+    UNKNOWN: "<function=x>",
     MENTION: "`<tool_call>`",
     900: "\n<function=",
 }

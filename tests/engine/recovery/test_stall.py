@@ -19,6 +19,7 @@ from fake_device import (
     STALL,
     STOPS,
     THINK,
+    UNKNOWN,
     WORDS,
     Device,
     both,
@@ -62,6 +63,16 @@ def injected(emitted: list[int]) -> bool:
         pytest.param([10, COLON, 10, 46, EOS], RESCUE, False, id="S23"),
         pytest.param([10, COLON, 10, 46, EOS], COMPAT, True, id="S23-compat"),
         pytest.param([10, 57, EOS], RESCUE, True, id="S24"),
+        pytest.param([UNKNOWN, END_FUNCTION, EOS], RESCUE, True, id="no-such-tool"),
+        pytest.param(
+            [10, 46, UNKNOWN, END_FUNCTION, EOS], RESCUE, True, id="said-and-no-such-tool"
+        ),
+        pytest.param([UNKNOWN, END_FUNCTION, 10, EOS], RESCUE, False, id="no-such-tool-then-text"),
+        pytest.param([UNKNOWN, EOS], RESCUE, False, id="no-such-tool-not-ended"),
+        pytest.param(
+            [FUNCTION, END_FUNCTION, UNKNOWN, END_FUNCTION, EOS], RESCUE, False, id="one-of-two"
+        ),
+        pytest.param([UNKNOWN, END_FUNCTION, EOS], COMPAT, False, id="no-such-tool-compat"),
     ],
 )
 def test_which_ends_are_stalls(script: list[int], settings: Recovery, expected: bool) -> None:
