@@ -363,7 +363,7 @@ def soak(url: str, minutes: float) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_serve.json"))
     options = parser.parse_args()
     from benchmarks.environment import environment
 
@@ -372,9 +372,8 @@ def main() -> int:
         process.send_signal(signal.SIGTERM)
         found["exit_code"] = process.wait(60)
     found = {"environment": environment() | {"load": os.getloadavg()}} | found
-    print(json.dumps(found, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(found['failures'])} failures; written to {options.out}")
     return 1 if found["failures"] or found["exit_code"] else 0
 
 
