@@ -152,8 +152,13 @@ def lanes() -> Iterator[tuple[str, dict[str, Any]]]:
     )
 
     dense = tiny_target(windows=(None, 32, 32), hidden_size=256, intermediate_size=512)
+    # Its head's product is split over its depth, and the parts are added behind it.
+    wide = tiny_target(
+        windows=(None,), num_layers=1, hidden_size=512, intermediate_size=1024, vocab_size=2048
+    )
     made: dict[str, tuple[TargetConfig, dict[str, Any]]] = {
         "dense": (dense, {}),
+        "wide, float32": (wide, {"rows": 3, "dtype": "float32"}),
         "dense, kernels": (dense, {"kernels": "pallas"}),
         "dense, int4, int8 caches": (dense, {"weights": "int4", "kv_dtype": "int8"}),
         "experts": (tiny_moe(), {}),
@@ -163,7 +168,8 @@ def lanes() -> Iterator[tuple[str, dict[str, Any]]]:
     }
     for name, (target, fields) in made.items():
         drafter = tiny_drafter(target, block_size=8, target_layer_ids=(0,))
-        plan = Plan(rows=2, max_length=512, block=8, chunk=64, dtype="bfloat16", **fields)
+        fields = {"rows": 2, "dtype": "bfloat16"} | fields
+        plan = Plan(max_length=512, block=8, chunk=64, **fields)
         plan = resolve(plan, target, drafter, platform="gpu", memory=AMPLE)
         programs = declare(plan, target, drafter, lanes=ALL_LANES)
         kinds = ("prefill", "plain", "speculative", "verify")
