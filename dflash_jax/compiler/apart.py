@@ -112,7 +112,7 @@ def join(
                 add("speculative" + lane, wires.speculative, mine, yours["draft" + lane], follow)
             case _:
                 width = {"prefill": plan.chunk, "plain1": 1}.get(step, plan.block)
-                call = getattr(wires, step.rstrip("1"))
+                call = getattr(wires, {"plain1": "plain", "forced": "plain"}.get(step, step))
                 add(name, call, mine, yours[f"follow_{width}"])
     if "draft" + between in yours:
         add("draft" + between, wires.draft, yours["draft" + between])
@@ -142,14 +142,9 @@ class _Wires:
         return self._follow(follow, params, state, made, rest[-2])
 
     def plain(self, target: Call, follow: Call, params: Params, state: Halves, *rest: Any) -> Any:
-        """A step without drafts."""
+        """A step without drafts: the target's choice, or the host's."""
         made = target(_own(params), state.target, *rest)
         return self._follow(follow, params, state, made)
-
-    def forced(self, target: Call, follow: Call, params: Params, state: Halves, *rest: Any) -> Any:
-        """Tokens the host dictates."""
-        made = target(_own(params), state.target, *rest)
-        return self._follow(follow, params, state, (made,))[0]
 
     def speculative(
         self, target: Call, draft: Call, follow: Call, params: Params, state: Halves, *rest: Any

@@ -180,11 +180,12 @@ def forward(
     pair: Pair, params: Params, state: DecodeState, tokens: Int[Array, "B T"], *, chunked: bool
 ) -> tuple[tuple[Update, ...], tuple[LayerCache, ...], Float[Array, "B T D"]]:
     """Runs T rows through the target and, from their taps, into the drafter's context."""
-    # The barriers fence the target's pass in, so that XLA compiles it alike in every lane.
-    tokens = jax.lax.optimization_barrier(tokens)
+    # The barriers fence the target's pass in, so that XLA compiles it alike in every lane: without
+    # that of the positions, it would read the drafter's rotary table where there is one.
+    tokens, start = jax.lax.optimization_barrier((tokens, state.position))
     with jax.named_scope("target"):
         where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
-        out = pair.target_call(params, tokens, state.target, state.position, **where)
+        out = pair.target_call(params, tokens, state.target, start, **where)
     out = jax.lax.optimization_barrier(out)
     draft = out.taps if pair.apart else state.draft
     if pair.drafter is not None and not pair.apart:

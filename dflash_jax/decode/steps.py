@@ -93,15 +93,20 @@ def forced(
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
     anchor: Int[Array, " B"],
-) -> DecodeState:
+) -> tuple[DecodeState, Bool[Array, " B"]]:
     """Feeds tokens the host dictates, taps included, and sets the next anchor (R7).
 
     Args:
       tokens: the pending anchor and the dictated tokens but the last.
       anchor: the last dictated token, pending for the next step.
+
+    Returns:
+      The state, and whose hidden states are finite: asking for all of them keeps the target's
+      pass whole, so that its last layer is that of other steps, not only what its caches need.
     """
-    target, draft, _ = forward(pair, params, state, tokens, chunked=not pair.exact)
-    return commit(state, target, draft, count, anchor)
+    target, draft, hidden = forward(pair, params, state, tokens, chunked=not pair.exact)
+    finite = jnp.isfinite(hidden).all(axis=(1, 2))
+    return commit(state, target, draft, count, anchor), finite
 
 
 def replace(state: DecodeState, rows: Bool[Array, " B"], anchor: Int[Array, " B"]) -> DecodeState:

@@ -62,5 +62,5 @@ def dictate(
     """The state once rows go on behind what they are told (R6, R7); they all stand still."""
     state = run["replace"](state, *replacements(rows, dictated))
     for arguments in forced_calls(rows, block, dictated):
-        state = run["forced"](params, state, *arguments)
+        state, _ = run["forced"](params, state, *arguments)
     return state

@@ -232,7 +232,10 @@ def test_dictated_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> N
             tokens = np.zeros((1, BLOCK), np.int32)
             tokens[0, : len(part)] = part
             count, anchor = np.array([len(part)], np.int32), np.array([feed[at + len(part)]])
-            state = run["forced"](engine.params, state, tokens, count, anchor.astype(np.int32))
+            state, finite = run["forced"](
+                engine.params, state, tokens, count, anchor.astype(np.int32)
+            )
+            assert finite.all()
         assert int(state.position[0]) == len(prompt) + len(dictated)
         contexts.append(np.asarray(state.draft[1].k[0, :, : int(state.position[0])], np.float32))
         text: list[int] = []

@@ -210,6 +210,31 @@ def test_no_lane_joins_what_it_does_with_the_sums_that_make_logits(name: str) ->
     assert re.search(rf"optimization_barrier .*: tensor<{shape}x{TARGET.vocab_size}xf32>", text)
 
 
+@pytest.mark.parametrize("name", ["plain", "speculative", "prefill", "forced"])
+def test_the_target_is_given_tokens_and_positions_that_share_nothing(name: str) -> None:
+    """Else a drafted step would read the drafter's rotary table where a plain one makes its own."""
+    program = declare(plan(3), TARGET, DRAFTER)[name]
+    text = jax.jit(program.function).lower(*program.arguments).as_text()
+    width, rows = (CHUNK, 1) if name == "prefill" else (BLOCK, 3)
+    assert re.search(
+        rf"optimization_barrier .*: tensor<{rows}x{width}xi32>, tensor<{rows}xi32>", text
+    )
+
+
+def test_a_forced_step_makes_the_whole_pass_of_a_plain_one(
+    built: dict[tuple[int, str], Executable],
+) -> None:
+    """What only the caches need of the last layer could be other kernels than a plain step's."""
+    params = random_params(TARGET, DRAFTER, seed=1)
+    last = params["target"][f"layers_{TARGET.num_layers - 1}"]["mlp"]
+    last["down"] = np.full_like(last["down"], np.nan)  # in no cache
+    state = empty_state(plan(3), TARGET, DRAFTER)
+    tokens, count = np.ones((3, BLOCK), np.int32), np.array([2, 0, BLOCK], np.int32)
+    state, finite = built[3, "forced"](jax.device_put(params), state, tokens, count, count)
+    assert not finite.any()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
+
+
 def test_a_prompt_is_fed_to_its_row_and_to_no_other(
     built: dict[tuple[int, str], Executable],
 ) -> None:

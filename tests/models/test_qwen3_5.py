@@ -275,7 +275,7 @@ def test_dictated_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None
             tokens = np.zeros((2, BLOCK), np.int32)
             tokens[0, :n] = plain[at : at + n]
             count, anchor = np.array([n, 0], np.int32), np.array([plain[at + n], 0], np.int32)
-            state = forced(engine.params, state, tokens, count, anchor)
+            state, _ = forced(engine.params, state, tokens, count, anchor)
             at += n
         engine.runner.state = state
         for ours, theirs in zip(recurrent(engine), states, strict=True):
