@@ -100,6 +100,8 @@ def join(
                 found[name] = mine
             case "replace" | "wipe":
                 add(name, wires.both, mine, yours[name])
+            case "score":
+                add(name, wires.score, mine)
             case "take_segment":
                 add(name, wires.take, mine, yours[name])
             case "put_segment":
@@ -165,6 +167,11 @@ class _Wires:
         drafted = jax.device_put(rest[-2], self._here)
         made = target(_own(params), state.target, *rest[:-2], drafted, rest[-1])
         return self._follow(follow, params, state, made)
+
+    def score(self, target: Call, params: Params, state: Halves, *rest: Any) -> Any:
+        """What the target alone says of a prompt."""
+        half, *made = target(_own(params), state.target, *rest)
+        return Halves(half, state.draft), *made
 
     def both(self, target: Call, draft: Call, state: Halves, *rest: Any) -> Halves:
         """The same to both halves."""

@@ -19,7 +19,7 @@ from dflash_jax.quant.layouts import KEPT, ORDERED, Joined, Packed
 MOST_RUNS = 8
 _KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
 # Programs without a roofline of their own.
-_HELPERS = ("forced", "replace", "wipe", "shape", "take_segment", "put_segment")
+_HELPERS = ("forced", "score", "replace", "wipe", "shape", "take_segment", "put_segment")
 
 
 @dataclasses.dataclass(frozen=True)

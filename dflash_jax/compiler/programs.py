@@ -247,10 +247,14 @@ def declare(
         return Program(name + lane, run, arguments, donated, (lane,))
 
     dictated = (params, state, tokens(plan.block), count, count)
+    chunk, one = tokens(plan.chunk, 1), jax.ShapeDtypeStruct((), jnp.int32)
+    scored = (params, state, one, chunk, chunk, jax.ShapeDtypeStruct((1,), jnp.bool_))
+    score = functools.partial(steps.score, pair, width=plan.block)
     width = plan.block if plan.exact else 1
     plain = "plain" if plan.exact else "plain1"
     programs = [
         Program("forced", functools.partial(steps.forced, pair), dictated, (1,)),
+        Program("score", score, scored, (1,)),
         *_row_programs(plan, state),
     ]
     others: list[Program] = []  # of the drafter's device

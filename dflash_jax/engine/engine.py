@@ -101,6 +101,8 @@ class Engine:
             for each time and once; 0 is off. Greedy requests are penalised as well.
           logit_bias: numbers to add to the logits of token ids.
           logprobs: report the log-probability of every token, and of this many alternatives.
+          prompt_logprobs: likewise of every token of the prompt but the first, in the result;
+            the prompt is fed whole, and takes twice its time.
           structured: what the text must follow: {"json": a schema}, {"regex": a pattern},
             {"choice": texts} or {"grammar": a Lark grammar}; {"around": a Lark grammar} beside it
             says what comes around it, which is `@answer` there. Needs the extra `structured`.
@@ -268,5 +270,7 @@ class Engine:
         lanes: dict[str, Any] = {"break_even": self.break_even if free else 0.0, "fixed": not free}
         live = Live(request, self.tokenizer, grammar, cancel=cancel, **lanes)
         dictating = request.recovery != OFF
-        live.stats.compile_s = self.runner.compile(lane_of(request), dictating=dictating)
+        live.stats.compile_s = self.runner.compile(
+            lane_of(request), dictating=dictating, scoring=request.prompt_logprobs is not None
+        )
         return live

@@ -43,14 +43,15 @@ class Feeder:
 
     def _feed_in_turn(self, feeding: dict[int, Live]) -> None:
         """One chunk of each prompt. Rows of one prompt get it from the first of them that stood
-        where they stand; only a last chunk is everyone's own, as it says a token.
+        where they stand; only a last chunk is everyone's own, as it says a token. Whoever asks
+        how likely the prompt is feeds it alone.
         """
         fed: dict[tuple[int, int], int] = {}  # rows by prompt and how much of it they had
         for row, live in feeding.items():
             self._runner.restore(row, live)
             start, prompt = live.fed, live.request.prompt
-            stand = id(prompt), start
-            if stand in fed and start + self._plan.chunk < len(prompt):
+            stand, asks = (id(prompt), start), live.request.prompt_logprobs is not None
+            if stand in fed and not asks and start + self._plan.chunk < len(prompt):
                 self._runner.copy_row(fed[stand], row)
                 live.fed += self._plan.chunk
                 self._runner.keep(row, live, start)
@@ -69,6 +70,8 @@ class Feeder:
             starts[row], at = live.fed, row - first
             part = live.request.prompt[live.fed : live.fed + chunk]
             tokens[at, : len(part)], count[at], fresh[at] = part, len(part), live.fed == 0
+            if live.request.prompt_logprobs is not None:
+                self._runner.score(row, live)
             live.fed += len(part)
             if live.fed == len(live.request.prompt):
                 finished[row] = live

@@ -18,6 +18,7 @@ from dflash_jax.engine.structured import Grammar
 from dflash_jax.engine.text import OutputText
 from dflash_jax.engine.vocabulary import opens_thought
 from dflash_jax.errors import ComputeError, DFlashError, RequestError
+from dflash_jax.state import Logprobs
 from dflash_jax.tokenizer import Tokenizer
 
 _STOPPED = controller.Cancelled(controller.Finish.STOP)
@@ -44,6 +45,7 @@ class Live:
         fixed: bool = False,
     ):
         self.request = request
+        self._scored = request.prompt_logprobs is not None
         self.number = next(_numbers)
         self.handle = Handle(cancel)
         self.policy = controller.Policy(
@@ -60,7 +62,7 @@ class Live:
         self.fed = 0  # prompt tokens given to the device
         self.node: Node | None = None  # how far the prompt is in the prefix cache
         self.added: list[Node] = []  # what the request put into it
-        self.uncached = False  # the prompt has to be fed whole
+        self.uncached = self._scored  # the prompt has to be fed whole
         self.recall: Future[list[Any]] | None = None  # segments on their way from the disk
         self.failures = 0  # of the device, while the request ran
         self.dropped = False  # nobody holds its stream any more
@@ -70,6 +72,8 @@ class Live:
         self.ids: list[int] = []
         self.pieces: list[Piece] = []
         self.logprobs: list[TokenLogprob] = []
+        self.scores: list[Logprobs] = []  # of the prompt's chunks, on their way to the host
+        self.prompt_logprobs: list[TokenLogprob] = []
         self._likely: list[TokenLogprob] = []  # of output tokens that were not emitted yet
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self.finish: controller.Finish | None = None
@@ -172,7 +176,7 @@ class Live:
         Args:
           uncached: nothing of it comes from the prefix cache this time.
         """
-        self.fed, self.uncached = 0, uncached
+        self.fed, self.uncached = 0, uncached or self._scored
         self.stats.cached_tokens = 0
 
     def fail(self, error: Exception | None) -> bool:
@@ -224,7 +228,8 @@ class Live:
         assert self.finish is not None
         text = self._text.text if self._has_text else None
         likely = None if self.request.logprobs is None else self.logprobs
-        return Result(self.ids, text, self.finish.value, self.stats, likely)
+        scored = self.prompt_logprobs if self._scored else None
+        return Result(self.ids, text, self.finish.value, self.stats, likely, scored)
 
     def _emit(self, ids: tuple[int, ...]) -> None:
         now = time.perf_counter()

@@ -31,7 +31,7 @@ from dflash_jax.engine.pace import Pace
 from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.engine.rows import Rows
 from dflash_jax.engine.runner import Runner
-from dflash_jax.engine.shaper import likely_tokens
+from dflash_jax.engine.shaper import likely_prompt, likely_tokens
 from dflash_jax.errors import QueueFullError, RequestError
 from dflash_jax.state import RowStep, read_output
 
@@ -253,6 +253,8 @@ class Loop:
             if live.done:
                 continue
             step = steps[flight.place(row)]
+            if live.scores and not flight.decode:
+                live.prompt_logprobs, live.scores = likely_prompt(live), []
             if live.rebuilding and step.finite:
                 dictated[row] = live.rebuilt()
                 self.rows.changed()

@@ -38,6 +38,7 @@ class Request:
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     structured: Structure | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
@@ -94,12 +95,10 @@ class Request:
         biases = all(_is_id(i) and _is_number(x) and abs(x) <= 100 for i, x in self.logit_bias)
         expected = "token ids with numbers from -100 to 100"
         _check(biases, "logit_bias", dict(self.logit_bias), expected)
-        _check(
-            self.logprobs is None or (type(self.logprobs) is int and 0 <= self.logprobs <= TOP),
-            "logprobs",
-            self.logprobs,
-            f"None, or how many alternatives to report, 0 to {TOP}",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            wanted = value is None or (type(value) is int and 0 <= value <= TOP)
+            _check(wanted, name, value, f"None, or how many alternatives to report, 0 to {TOP}")
         _check(
             type(self.seed) is int and 0 <= self.seed < 2**32,
             "seed",
@@ -144,6 +143,7 @@ def request_of(
     presence_penalty: float = 0.0,
     logit_bias: Mapping[int, float] | None = None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     structured: Structure | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] | None = None,
@@ -188,6 +188,7 @@ def request_of(
         presence_penalty=presence_penalty,
         logit_bias=as_biases(logit_bias, target.vocab_size),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         structured=structured,
         seed=pick_seed(seed),
         stop=texts,

@@ -10,7 +10,7 @@ class TokenLogprob:
     """How likely the target found a token, before penalties, biases, temperature and filters."""
 
     token_id: int
-    logprob: float | None  # None for a token that was dictated, not chosen
+    logprob: float | None  # None for one that was dictated, not chosen, and a prompt's first
     top: tuple[tuple[int, float], ...]  # the likeliest tokens at its place, best first
 
 
@@ -106,6 +106,7 @@ class Result:
     finish_reason: str
     stats: Stats
     logprobs: list[TokenLogprob] | None = None  # None where the request did not ask
+    prompt_logprobs: list[TokenLogprob] | None = None  # likewise; of every token of the prompt
 
     def to_json(self) -> dict[str, Any]:
         """The object `dflash-jax generate --json` prints."""
@@ -115,6 +116,8 @@ class Result:
             "finish_reason": self.finish_reason,
             "stats": self.stats.to_json(),
         }
-        if self.logprobs is not None:
-            fields["logprobs"] = [dataclasses.asdict(token) for token in self.logprobs]
+        asked = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
+        for name, tokens in asked.items():
+            if tokens is not None:
+                fields[name] = [dataclasses.asdict(token) for token in tokens]
         return fields

@@ -41,7 +41,8 @@ from dflash_jax.quant.layouts import KEPT
 from dflash_jax.quant.products import put_in_order
 from dflash_jax.state import RowRules, StepOutput
 
-DICTATING = {"forced", "replace"}  # programs that requests without recovery never need
+# Programs of requests with recovery, and of those that ask how likely their prompt is.
+DICTATING, SCORING = {"forced", "replace"}, {"score"}
 
 
 class Runner:
@@ -73,12 +74,13 @@ class Runner:
         # Kept there, as to send a number in every call takes 0.1 ms.
         self._counts = jax.device_put([np.int32(n) for n in range(plan.rounds + 1)])
 
-    def compile(self, lane: str, *, dictating: bool = False) -> float:
+    def compile(self, lane: str, *, dictating: bool = False, scoring: bool = False) -> float:
         """Compiles what a lane still lacks; returns the seconds it took."""
         with self._compiling:
             started = time.perf_counter()
             names = {name for name, program in self.programs.items() if lane in program.lanes}
-            names -= set(self.executables) if dictating else DICTATING | set(self.executables)
+            names -= set(self.executables) | (set() if dictating else DICTATING)
+            names -= set() if scoring else SCORING
             if not names:
                 return 0.0
             self.executables |= compile_programs(self.programs[name] for name in sorted(names))
@@ -181,6 +183,18 @@ class Runner:
         """Has rows go on behind tokens the host decided."""
         size = {"rows": self.plan.rows, "block": self.plan.block}
         self.state = dictate(self.executables, self.params, self.state, dictated, **size)
+
+    def score(self, row: int, live: Live) -> None:
+        """Asks how likely the next chunk of a prompt is; the request has the answers."""
+        start, prompt = live.fed, live.request.prompt
+        places = np.zeros(self.plan.chunk + 1, np.int32)
+        part = prompt[start : start + len(places)]
+        places[: len(part)] = part
+        chunk = places[None, :-1], places[None, 1:], np.array([start == 0])
+        self.state, found = self.executables["score"](
+            self.params, self.state, np.int32(row), *chunk
+        )
+        live.scores = [*(live.scores if start else ()), found]
 
     def copy_row(self, of: int, to: int) -> None:
         """Has a row know what another does."""

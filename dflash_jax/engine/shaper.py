@@ -1,6 +1,6 @@
 """The rows' penalties, biases and log-probabilities, between requests and the shaped lane."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from dflash_jax.decode.shaping import Shaping, neutral_shaping
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.result import TokenLogprob
-from dflash_jax.state import StepOutput
+from dflash_jax.state import Logprobs, StepOutput
 
 
 class Shaper:
@@ -65,11 +65,26 @@ def likely_tokens(output: StepOutput, row: int, live: Live) -> list[TokenLogprob
     found, most = output.logprobs, live.request.logprobs
     if found is None or most is None:
         return []
-    tokens = np.asarray(output.packed)[row, :-4].tolist()
+    return _named(np.asarray(output.packed)[row, :-4].tolist(), found, row, most)
+
+
+def likely_prompt(live: Live) -> list[TokenLogprob]:
+    """How likely each token of a prompt that was fed is; nothing is said of the first."""
+    (first, *rest), most = live.request.prompt, live.request.prompt_logprobs
+    known, at = [TokenLogprob(first, None, ())], 0
+    for found in live.scores if most is not None else ():
+        part = rest[at : at + found.chosen.shape[1]]
+        known += _named(part, found, 0, most or 0)
+        at += len(part)
+    return known
+
+
+def _named(tokens: Sequence[int], found: Logprobs, row: int, most: int) -> list[TokenLogprob]:
+    """The log-probabilities of a row's first places, with the tokens they are of."""
     chosen = np.asarray(found.chosen)[row].tolist()
     ids = np.asarray(found.top_ids)[row, :, :most].tolist()
     values = np.asarray(found.top)[row, :, :most].tolist()
     return [
         TokenLogprob(token, logprob, tuple(zip(i, x, strict=True)))
-        for token, logprob, i, x in zip(tokens, chosen, ids, values, strict=True)
+        for token, logprob, i, x in zip(tokens, chosen, ids, values, strict=False)
     ]

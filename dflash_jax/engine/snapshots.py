@@ -54,7 +54,7 @@ class Snapshots:
 
     def recall(self, live: Live) -> None:
         """Begins to read from the disk what memory lacks of a prompt; its row waits for it."""
-        if self.disk is not None:
+        if self.disk is not None and not live.uncached:
             known = self._held(live).length
             live.recall = self.disk.read(live.request.prompt, known, self.cache.capacity)
 

@@ -32,10 +32,10 @@ def decode_completion(body: bytes) -> Ask:
         raise Problem(400, "suffix is not supported; put it into the prompt", param="suffix")
     if found.best_of not in (None, 1, found.n):
         raise Problem(400, "best_of is not supported; use n", param="best_of")
-    if found.echo and found.logprobs is not None:
+    if found.echo and found.logprobs is not None and found.stream:
         raise Problem(
-            400, "echo has no log probabilities of the prompt; give one of echo and logprobs",
-            param="echo",
+            400, "no stream has log probabilities of the prompt; drop one of echo, logprobs and"
+            " stream", param="echo",
         )  # fmt: skip
     if len(prompts) > MOST_CHOICES:
         raise Problem(400, f"{len(prompts)} prompts; at most {MOST_CHOICES}", param="prompt")
@@ -79,7 +79,8 @@ class CompletionWriter(OpenAI):
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
         text = (self._echo(reply) if self.ask.echo else "") + reply.content
-        logprobs = self._logprobs(reply.logprobs)
+        prompt = reply.result.prompt_logprobs if reply.result else None
+        logprobs = self._logprobs([*(prompt or ()), *reply.logprobs])
         return {"index": reply.index, "text": text, "logprobs": logprobs} | self._end(reply)
 
     def _echo(self, reply: Reply) -> str:

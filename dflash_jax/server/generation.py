@@ -70,6 +70,8 @@ class Generation:
             options["stop"] = ask.stop
         if ask.logprobs is not None:
             options["logprobs"] = ask.logprobs
+            if ask.echo:
+                options["prompt_logprobs"] = ask.logprobs
         if ask.choice.kind in ("required", "named"):  # leaves no answer that had a grammar
             options["structured"] = {"grammar": self._calls(engine, prompt)}
         elif ask.grammar is not None:
@@ -251,6 +253,7 @@ FIELDS = {  # options of the engine that requests call otherwise
     "block_size": "speculative.block_size",
     "responses.max_tokens": "max_output_tokens",
     "chat.logprobs": "top_logprobs",
+    "completions.prompt_logprobs": "logprobs",
     "responses.logprobs": "top_logprobs",
 }
 

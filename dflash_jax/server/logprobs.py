@@ -21,6 +21,9 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """`choices[].logprobs` of completions; the token that was said is among the likeliest.
 
+    Of a token whose log-probability nobody knows, as a prompt's first, both are null.
+
+
     Args:
       said: the output before these tokens, to which they are added. A token's offset is the
         number of whole characters before it.
@@ -32,7 +35,7 @@ def completion_logprobs(
         if said:
             said.push([entry.token_id])
         own = () if entry.logprob is None else ((entry.token_id, entry.logprob),)
-        top.append({_text(i, tokenizer): value for i, value in (*entry.top, *own)})
+        top.append({_text(i, tokenizer): value for i, value in (*entry.top, *own)} or None)
     return {
         "tokens": [_text(entry.token_id, tokenizer) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],

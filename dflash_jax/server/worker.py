@@ -26,8 +26,15 @@ from dflash_jax.errors import ComputeError, DFlashError
 log = logging.getLogger("dflash_jax.server")
 Listener = Callable[[int, list[Piece], "Result | Exception | None"], None]
 FAILURES = 2  # failed turns in a row after which an engine is given up
-SLOW = {"structured", "logprobs", "logit_bias", "repetition_penalty", "frequency_penalty",
-        "presence_penalty"}  # options that may need something compiled  # fmt: skip
+SLOW = {  # options that may need something compiled
+    "structured",
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+}
 DICTATING = {"recovery", "min_tokens"}  # options that need it where warm-up left it out
 
 

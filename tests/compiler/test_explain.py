@@ -54,7 +54,8 @@ def dflash(target: TargetConfig, inner: int, **changes: object) -> DrafterConfig
 QWEN3_8B = qwen3(4096, 36, 32, 12288)
 DFLASH_8B = dflash(QWEN3_8B, 12288)
 LANES = ("prefill", "plain", "speculative")
-NAMES = {*LANES, *(f"{name}_sampled" for name in LANES), "forced", "replace", "wipe", "copy_row"}
+HELPERS = {"forced", "score", "replace", "wipe", "copy_row"}
+NAMES = {*LANES, *(f"{name}_sampled" for name in LANES), *HELPERS}
 
 
 @pytest.fixture(scope="module")

@@ -52,8 +52,8 @@ def build(rows: int, *names: str, exact: bool = True) -> dict[str, Executable]:
 def built() -> dict[tuple[int, str], Executable]:
     """Every kind of program over three rows; over one row a block and the one-token lane."""
     steps = ("prefill", "plain", "speculative", "speculative_sampled", "forced")
-    three = build(3, *steps, "replace", "wipe", "copy_row")
-    one = build(1, "speculative") | build(1, "plain1", exact=False)
+    three = build(3, *steps, "score", "replace", "wipe", "copy_row")
+    one = build(1, "speculative", "score") | build(1, "plain1", exact=False)
     found = {(3, name): program for name, program in three.items()}
     return found | {(1, name): program for name, program in one.items()}
 
@@ -62,6 +62,7 @@ def test_the_programs_are_few_and_known_from_the_plan() -> None:
     both = {*GREEDY, *(f"{name}_sampled" for name in GREEDY)}
     assert declare(plan(3), TARGET, DRAFTER).keys() == both | {
         "forced",
+        "score",
         "replace",
         "wipe",
         "copy_row",
@@ -71,6 +72,7 @@ def test_the_programs_are_few_and_known_from_the_plan() -> None:
         "plain1",
         "plain1_sampled",
         "forced",
+        "score",
         "replace",
         "wipe",
         "copy_row",
@@ -83,6 +85,7 @@ def test_the_programs_are_few_and_known_from_the_plan() -> None:
         "prefill_sampled",
         "plain_sampled",
         "forced",
+        "score",
         "replace",
         "wipe",
     }
@@ -99,10 +102,11 @@ def test_all_of_the_donated_state_is_updated_in_place(
 
 
 def test_no_program_has_room_to_copy_a_cache(built: dict[tuple[int, str], Executable]) -> None:
-    """But for the one row that a prompt is fed to, which is taken out and put back."""
+    """But for the one row that is fed or scored apart from the others."""
     for (rows, name), program in built.items():
         keys = rows * plan(rows).slots * 2 * 64 * 4  # of one layer: half a cache
-        own = program.donated_bytes / rows if rows > 1 and name in ("prefill", "copy_row") else 0
+        apart = rows > 1 and name in ("prefill", "score", "copy_row")
+        own = program.donated_bytes / rows if apart else 0
         assert program.temporary_bytes < keys + own, (rows, name)
     assert built[3, "wipe"].temporary_bytes < 1000
     assert built[3, "replace"].temporary_bytes < 1000

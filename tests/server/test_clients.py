@@ -277,6 +277,29 @@ def test_log_probabilities_come_with_every_token_and_their_alternatives(live: Li
     assert "".join(found.tokens).startswith(text.choices[0].text)
 
 
+def test_completions_say_how_likely_an_echoed_prompt_is(live: Live) -> None:
+    """As lm-evaluation-harness asks and reads, for prompts given as ids."""
+    import openai
+
+    create = live.openai.completions.create
+    prompts = [live.engine.tokenizer.encode(text) for text in ("def add(a, b):", "hello")]
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 1, "temperature": 0, "seed": 1234}
+    choices = create(prompt=prompts, logprobs=1, echo=True, **options).choices
+    for prompt, choice in zip(prompts, choices, strict=True):
+        found = choice.logprobs
+        assert len(found.tokens) == len(found.text_offset) == len(prompt) + 1
+        assert "".join(found.tokens[:-1]) == choice.text[: found.text_offset[-1]]
+        assert found.token_logprobs[0] is None is found.top_logprobs[0]
+        for token, value, top in zip(
+            found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True
+        ):
+            assert value == top[token] <= max(top.values()) < 0
+        direct = live.engine.generate(prompt, max_tokens=1, prompt_logprobs=1)
+        assert found.token_logprobs[1:-1] == [x.logprob for x in direct.prompt_logprobs[1:]]
+    with pytest.raises(openai.BadRequestError, match="no stream has log probabilities"):
+        create(prompt="ab", logprobs=1, echo=True, stream=True, **options)
+
+
 def test_penalties_and_biases_change_what_is_said_and_seeds_repeat_it(live: Live) -> None:
     create = live.openai.chat.completions.create
     more: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 8}
