@@ -271,6 +271,6 @@ class Engine:
         live = Live(request, self.tokenizer, grammar, cancel=cancel, **lanes)
         dictating = request.recovery != OFF
         live.stats.compile_s = self.runner.compile(
-            lane_of(request), dictating=dictating, scoring=request.prompt_logprobs is not None
+            lane_of(request), dictating=dictating, scoring=request.scored
         )
         return live

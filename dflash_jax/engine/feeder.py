@@ -50,8 +50,8 @@ class Feeder:
         for row, live in feeding.items():
             self._runner.restore(row, live)
             start, prompt = live.fed, live.request.prompt
-            stand, asks = (id(prompt), start), live.request.prompt_logprobs is not None
-            if stand in fed and not asks and start + self._plan.chunk < len(prompt):
+            stand, scored = (id(prompt), start), live.request.scored
+            if stand in fed and not scored and start + self._plan.chunk < len(prompt):
                 self._runner.copy_row(fed[stand], row)
                 live.fed += self._plan.chunk
                 self._runner.keep(row, live, start)
@@ -70,7 +70,7 @@ class Feeder:
             starts[row], at = live.fed, row - first
             part = live.request.prompt[live.fed : live.fed + chunk]
             tokens[at, : len(part)], count[at], fresh[at] = part, len(part), live.fed == 0
-            if live.request.prompt_logprobs is not None:
+            if live.request.scored:
                 self._runner.score(row, live)
             live.fed += len(part)
             if live.fed == len(live.request.prompt):

@@ -45,7 +45,6 @@ class Live:
         fixed: bool = False,
     ):
         self.request = request
-        self._scored = request.prompt_logprobs is not None
         self.number = next(_numbers)
         self.handle = Handle(cancel)
         self.policy = controller.Policy(
@@ -62,7 +61,7 @@ class Live:
         self.fed = 0  # prompt tokens given to the device
         self.node: Node | None = None  # how far the prompt is in the prefix cache
         self.added: list[Node] = []  # what the request put into it
-        self.uncached = self._scored  # the prompt has to be fed whole
+        self.uncached = request.scored  # the prompt has to be fed whole
         self.recall: Future[list[Any]] | None = None  # segments on their way from the disk
         self.failures = 0  # of the device, while the request ran
         self.dropped = False  # nobody holds its stream any more
@@ -176,7 +175,7 @@ class Live:
         Args:
           uncached: nothing of it comes from the prefix cache this time.
         """
-        self.fed, self.uncached = 0, uncached or self._scored
+        self.fed, self.uncached = 0, uncached or self.request.scored
         self.stats.cached_tokens = 0
 
     def fail(self, error: Exception | None) -> bool:
@@ -228,7 +227,7 @@ class Live:
         assert self.finish is not None
         text = self._text.text if self._has_text else None
         likely = None if self.request.logprobs is None else self.logprobs
-        scored = self.prompt_logprobs if self._scored else None
+        scored = self.prompt_logprobs if self.request.scored else None
         return Result(self.ids, text, self.finish.value, self.stats, likely, scored)
 
     def _emit(self, ids: tuple[int, ...]) -> None:

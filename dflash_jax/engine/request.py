@@ -122,6 +122,11 @@ class Request:
         return penalties != (1, 0, 0) or bool(self.logit_bias) or self.logprobs is not None
 
     @property
+    def scored(self) -> bool:
+        """Whether the request asks how likely its prompt is, which then is fed whole."""
+        return self.prompt_logprobs is not None
+
+    @property
     def limit(self) -> int:
         """Most tokens prompt and output may have together."""
         return len(self.prompt) + self.max_tokens
