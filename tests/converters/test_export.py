@@ -135,6 +135,16 @@ def test_the_gguf_package_reads_what_we_write(tmp_path):
     np.testing.assert_array_equal(values, stored.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
+def test_what_is_always_float32_is_written_so(tmp_path):
+    folder = ORACLE / "targets" / "qwen3_5"
+    written = write(folder, tmp_path / "out", dtype="bfloat16")
+    ours, theirs = (safetensors.numpy.load_file(p / "model.safetensors") for p in (written, folder))
+    kept = {name for name, array in ours.items() if array.dtype == np.float32}
+    assert kept == {name for name in ours if name.endswith("A_log")} != set()
+    for name in kept:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+
+
 def test_parameters_in_memory_are_exported_as_their_folder(tmp_path):
     model = open_model(DRAFTER)
     tree = TreeSource(model.load("float32"), model.config)
