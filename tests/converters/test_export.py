@@ -52,6 +52,16 @@ def test_a_target_config_survives_being_written(name):
     assert target_config(published.fields(config, config.dtype)) == config
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_a_target_without_end_tokens_has_no_empty_list_of_them(name):
+    config = dataclasses.replace(
+        read_target_config(ORACLE / "targets" / name), eos_token_ids=(), dtype="float32"
+    )
+    fields = published.fields(config, "float32")  # transformers takes the first of a list
+    assert fields["eos_token_id"] is None
+    assert target_config(fields) == config
+
+
 def test_a_target_without_listed_windows_sees_everything():
     config = dataclasses.replace(read_target_config(ORACLE / "targets" / "qwen3"), windows=())
     again = target_config(published.fields(config, config.dtype))
