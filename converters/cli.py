@@ -174,7 +174,7 @@ def _export(options: argparse.Namespace) -> int:
     dtype = convert.chosen_dtype(model, options.dtype)
     tokenizer = open_model(options.tokenizer, role="target") if options.tokenizer else None
     for source in filter(None, (model, tokenizer)):
-        convert.keep_apart(source, options.destination)
+        convert.keep_apart(source.path, options.destination)
     file = convert.sources(tokenizer) if tokenizer else None
     if options.tokenizer and (file is None or options.layout != export.GGUF):
         raise ConfigError(

@@ -17,7 +17,9 @@ from gguf_models import Q, finish, interleave, write_drafter, write_target
 from weight_files import ORACLE, raw_gguf, tensor, text
 
 from converters.cli import ProgressBar, main
+from converters.convert import keep_apart
 from converters.instruct import check_instruct
+from dflash_jax.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ORACLE / "targets" / "llama3"
@@ -258,6 +260,47 @@ def test_export_does_not_write_over_what_it_reads(capsys, tmp_path, target, layo
     assert main([*arguments, "--tokenizer", str(target)]) == 1
     assert "which would be lost" in capsys.readouterr().err
     assert (source / "model.safetensors").read_bytes() == before
+
+
+def test_files_that_a_source_leads_to_are_not_written_over(capsys, tmp_path, target):
+    hub = tmp_path / "models--x"
+    snapshot = hub / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (hub / "blobs").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        shutil.copyfile(DRAFTER / file, hub / "blobs" / file)
+        (snapshot / file).symlink_to(hub / "blobs" / file)
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for file in ("tokenizer.json", "config.json"):
+        (tokenizer / file).write_text("{}")
+    for source, place in (
+        ([str(snapshot)], hub / "blobs"),
+        ([str(target), "--tokenizer", str(tokenizer)], tokenizer),
+    ):
+        assert main(["convert", *source, str(place), "--overwrite"]) == 1
+        assert "which would be lost" in capsys.readouterr().err
+    inside = snapshot / "x.gguf"  # a drafter's folder is a usual place for its .gguf file
+    for _ in range(2):
+        assert main(["export", str(snapshot), str(inside), "--format", "gguf", "--overwrite"]) == 0
+
+
+def test_no_part_of_a_set_is_written_over(tmp_path):
+    first, second, other = (
+        tmp_path / f"{x}.gguf" for x in ("t-00001-of-00002", "t-00002-of-00002", "d")
+    )
+    for file in (first, second, other):
+        file.touch()
+    keep_apart(first, other)
+    for source in (first, second):
+        with pytest.raises(CheckpointError, match="which would be lost"):
+            keep_apart(source, second)
+
+
+def test_a_pipe_is_not_waited_for(capsys, tmp_path):
+    os.mkfifo(tmp_path / "x.gguf")
+    assert main(["inspect", str(tmp_path / "x.gguf")]) == 1
+    assert "x.gguf is a pipe" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_cannot_be_copied_is_refused(capsys, tmp_path, target):
