@@ -135,6 +135,7 @@ def test_a_whole_file_outranks_an_index_that_was_left_behind(tmp_path):
         ({"a": "/etc/passwd"}, "plain file name"),
         ({"a": ".."}, "plain file name"),
         ({"a": "3.safetensors"}, r"lacks the shard 3\.safetensors"),
+        ({"a": "9" * 999}, "lacks the shard 999"),
         ({"a": "1.safetensors", "c": "2.safetensors"}, "b: index says nothing"),
         ({"a": "2.safetensors", "b": "2.safetensors"}, "disagree on 1"),
         ({"a": 3}, "weight_map"),
