@@ -171,6 +171,7 @@ def _export(options: argparse.Namespace) -> int:
             f"{options.source} is a target; the format zlab is for drafters, write it as"
             f" {export.HUGGING_FACE}"
         )
+    model.check()
     dtype = convert.chosen_dtype(model, options.dtype)
     tokenizer = open_model(options.tokenizer, role="target") if options.tokenizer else None
     for source in filter(None, (model, tokenizer)):

@@ -229,6 +229,30 @@ def test_export_writes_every_format(capsys, tmp_path):
         assert (tmp_path / "h" / file).read_bytes() == (tmp_path / "z" / file).read_bytes()
 
 
+def other(name, value):
+    def change(folder):
+        fields = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(fields | {name: value}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (other("intermediate_size", 64), "wrong shape: layers.0.mlp.down_proj.weight is"),
+        (other("num_hidden_layers", 4), "missing: layers.3.input_layernorm.weight"),
+        (other("num_hidden_layers", 2), "left over: layers.2.input_layernorm.weight"),
+    ],
+)
+def test_what_does_not_match_its_configuration_is_not_exported(capsys, tmp_path, change, says):
+    shutil.copytree(TARGET, tmp_path / "t")
+    change(tmp_path / "t")
+    assert main(["export", str(tmp_path / "t"), str(tmp_path / "out")]) == 1
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_names_by_which_nobody_would_open_it_again_are_refused(capsys, tmp_path):
     for verb, name, why in (
         (["export", "--format", "gguf"], "x", "ends in .gguf"),
