@@ -1,12 +1,16 @@
 import ast
+import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
 import shutil
 import signal
 import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import gguf
@@ -19,6 +23,7 @@ from weight_files import ORACLE, raw_gguf, tensor, text
 from converters.cli import ProgressBar, main
 from converters.convert import keep_apart
 from converters.instruct import check_instruct
+from converters.models import open_model
 from dflash_jax.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -319,6 +324,39 @@ def test_no_part_of_a_set_is_written_over(tmp_path):
     for source in (first, second):
         with pytest.raises(CheckpointError, match="which would be lost"):
             keep_apart(source, second)
+
+
+@pytest.mark.parametrize(("columns", "longest"), [(40, 39), (200, 78), (0, 78)])
+def test_progress_fits_into_the_terminals_line(monkeypatch, columns, longest):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        model = open_model(TARGET)
+        with ProgressBar(model) as progress:
+            progress("layers.0.self_attn.q_proj.weight", 10**9)
+    raw = b""
+    with contextlib.suppress(OSError), os.fdopen(ours, "rb", 0) as reader:  # an error is the end
+        while found := reader.read(1 << 12):
+            raw += found
+    lines = raw.decode().split("\r")
+    assert lines[1].startswith("[#######")
+    assert max(map(len, lines)) == longest
+    assert lines[-2:] == [" " * longest, ""]
+
+
+def test_options_are_read_as_a_shell_and_a_reader_would(capsys, tmp_path, monkeypatch, target):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arguments = ["convert", str(target), str(tmp_path / "x"), "--tokenizer=~/here"]
+    assert main(arguments) == 1
+    assert f"{tmp_path / 'here'} holds no tokenizer.json" in capsys.readouterr().err
+    assert main(["inspect", "~no_such_user/x"]) == 1
+    for wrong in (["inspect", ""], ["compare", "a", "b", "--worst", "-1"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(wrong)
+    said = capsys.readouterr().err
+    assert "is empty; give a path" in said
+    assert "is '-1'; expected a whole number" in said
 
 
 def test_a_pipe_is_not_waited_for(capsys, tmp_path):
