@@ -19,6 +19,9 @@ from dflash_jax.errors import CheckpointError, TokenizerError
 
 AUTO = "auto"
 REPORT = "conversion.json"
+NO_TOKENIZER = (
+    "there is no tokenizer.json: what is written takes token ids only (--tokenizer DIR brings one)"
+)
 SAFETENSORS, ORBAX = "safetensors", "orbax"
 FORMS = (SAFETENSORS, ORBAX)
 
@@ -88,8 +91,10 @@ def convert(
     check_name(path, folder=True)
     kind = chosen_dtype(model, dtype)
     report = inventory(model, kind)
-    text = json.dumps(report, indent=1) + "\n"
-    files = _companions(model, tokenizer) | {REPORT: text}
+    files = _companions(model, tokenizer)
+    if model.role == "target" and "tokenizer.json" not in files:
+        report["notes"].append(NO_TOKENIZER)
+    files |= {REPORT: json.dumps(report, indent=1) + "\n"}
     if to == ORBAX:
         config = dataclasses.replace(model.config, dtype=kind)
         needed = sum(math.prod(slot.shape) for slot in names.slots(config))

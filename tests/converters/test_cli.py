@@ -101,6 +101,23 @@ def test_convert_accounts_for_every_tensor_and_writes_a_folder_that_loads(capsys
     np.testing.assert_array_equal(ours, theirs)
 
 
+def test_what_is_left_out_of_a_conversion_is_noted(capsys, tmp_path):
+    source = tmp_path / "t"
+    shutil.copytree(TARGET, source)
+    (source / "adapter_config.json").write_text("{}")
+    first, second = (tmp_path / name for name in "ab")
+    _, report = run_json(capsys, "convert", source, first)
+    assert report["notes"] == [
+        "the adapter beside the weights (adapter_config.json) is not applied",
+        "there is no tokenizer.json: what is written takes token ids only (--tokenizer DIR brings"
+        " one)",
+    ]
+    assert json.loads((first / "conversion.json").read_text()) == report
+    (source / "adapter_config.json").unlink()
+    (source / "tokenizer.json").write_text("{}")
+    assert run_json(capsys, "convert", source, second)[1]["notes"] == []
+
+
 def test_a_dry_run_writes_nothing_and_prints_the_taps(capsys, tmp_path):
     path = write_drafter(DRAFTER, tmp_path / "d.gguf", "upstream")
     assert main(["convert", str(path), str(tmp_path / "out"), "--dry-run"]) == 0

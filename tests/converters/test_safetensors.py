@@ -153,6 +153,21 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
         open_directory(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("files", "remedy"),
+    [
+        ([], "fetch one of them, or give the folder that does"),
+        (["consolidated.safetensors", "x.bin"], "rename consolidated.safetensors if it holds all"),
+        (["adapter_config.json", "adapter_model.safetensors"], "merge it into its model"),
+    ],
+)
+def test_a_folder_without_weights_says_what_to_do(tmp_path, files, remedy):
+    for file in files:
+        (tmp_path / file).touch()
+    with pytest.raises(CheckpointError, match=remedy):
+        open_directory(tmp_path)
+
+
 def test_a_folder_without_weights_says_what_it_holds(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle"):
