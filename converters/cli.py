@@ -228,7 +228,16 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _print(options: argparse.Namespace, report: dict[str, Any], lines: list[str]) -> None:
-    print(json.dumps(report, indent=1) if options.json else "\n".join(lines))
+    print(json.dumps(_plain(report), indent=1) if options.json else "\n".join(lines))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON knows: a number that is not finite, as damaged files hold, becomes a text."""
+    if isinstance(value, dict):
+        return {key: _plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(child) for child in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class ProgressBar:

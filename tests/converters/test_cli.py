@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from gguf_models import Q, finish, interleave, write_drafter, write_target
-from weight_files import ORACLE, raw_gguf, tensor, text
+from weight_files import ORACLE, key, raw_gguf, tensor, text
 
 from converters.cli import ProgressBar, main
 from converters.convert import keep_apart
@@ -52,6 +52,16 @@ def test_inspect_lists_metadata_tensors_and_the_mix_of_types(capsys, target):
     assert 8.5 < report["bits_per_weight"] < 9
     assert main(["inspect", str(target)]) == 0
     assert "blk.0.attn_q.weight      Q8_0     [64, 64]" in capsys.readouterr().out
+
+
+def test_numbers_that_json_does_not_know_are_texts(capsys, tmp_path):
+    values = [
+        key(name, 6, struct.pack("<f", float(value)))
+        for name, value in {"x.nan": "nan", "x.inf": "-inf", "x.one": "1"}.items()
+    ]
+    (tmp_path / "x.gguf").write_bytes(raw_gguf(values, []))
+    code, report = run_json(capsys, "inspect", tmp_path / "x.gguf")
+    assert (code, report["metadata"]) == (0, {"x.nan": "nan", "x.inf": "-inf", "x.one": 1.0})
 
 
 def test_inspect_shows_what_it_cannot_run_with_the_reason(capsys, tmp_path):
