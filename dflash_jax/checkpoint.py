@@ -349,7 +349,7 @@ def new_path(path: Path, *, overwrite: bool, needed: int = 0) -> Iterator[Path]:
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise CheckpointError(
-            f"{path} needs {needed / 1e9:.2f} GB and {parent} has {free / 1e9:.2f} GB free;"
+            f"{path} needs {needed / 1e6:,.1f} MB and {parent} has {free / 1e6:,.1f} MB free;"
             " free some space or choose another place"
         )
     own = f"{os.getpid()}-{secrets.token_hex(4)}"

@@ -218,7 +218,7 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypat
         free = 1000
 
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: Usage)
-    with pytest.raises(CheckpointError, match=r"needs 0\.00 GB"):
+    with pytest.raises(CheckpointError, match=r"needs 0\.\d MB and .* has 0\.0 MB free"):
         write(DRAFTER, tmp_path / "x")
     with pytest.raises(CheckpointError, match="is not a folder; create it first"):
         write(DRAFTER, tmp_path / "nowhere" / "x")
