@@ -6,6 +6,7 @@
 import argparse
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -61,16 +62,38 @@ def _verb(
     return verb
 
 
+def _path(text: str) -> Path:
+    """A path as a shell reads it: some leave the ~ of --option=~/x as it is."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a path")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # no such user
+        return Path(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from 0")
+    return int(text)
+
+
 def _output_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("source", type=Path, metavar="SRC", help="folder, checkpoint or .gguf file")
-    verb.add_argument("destination", type=Path, metavar="DST")
-    verb.add_argument("--dtype", default=convert.AUTO, help="float32, bfloat16 or float16")
-    verb.add_argument("--overwrite", action="store_true", help="replace what is at DST")
+    verb.add_argument("source", type=_path, metavar="SRC", help="folder, checkpoint or .gguf file")
+    verb.add_argument("destination", type=_path, metavar="DST", help="what is written: a new name")
+    verb.add_argument(
+        "--dtype",
+        default=convert.AUTO,
+        help="float32, bfloat16 or float16; auto (default) is that of the published weights",
+    )
+    verb.add_argument(
+        "--overwrite", action="store_true", help="replace the file or model that is at DST"
+    )
 
 
 def _inspect_verb(verbs: Any) -> None:
     verb = _verb(verbs, "inspect", _inspect, "Show what a weight file or folder holds.")
-    verb.add_argument("path", type=Path, metavar="FILE|DIR")
+    verb.add_argument("path", type=_path, metavar="FILE|DIR")
     verb.add_argument(
         "--check-instruct",
         action="store_true",
@@ -100,7 +123,7 @@ def _convert_verb(verbs: Any) -> None:
     )
     verb.add_argument(
         "--tokenizer",
-        type=Path,
+        type=_path,
         metavar="DIR",
         help="folder whose tokenizer is copied, where a .gguf file's cannot be rebuilt",
     )
@@ -129,9 +152,9 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _compare_verb(verbs: Any) -> None:
     verb = _verb(verbs, "compare", _compare, "Compare two renderings of a model, tensor by tensor.")
-    verb.add_argument("first", type=Path, metavar="A", help="the more exact one")
-    verb.add_argument("second", type=Path, metavar="B")
-    verb.add_argument("--worst", type=int, default=20, help="tensors listed (default 20)")
+    verb.add_argument("first", type=_path, metavar="A", help="the more exact one")
+    verb.add_argument("second", type=_path, metavar="B")
+    verb.add_argument("--worst", type=_count, default=20, help="tensors listed (default 20)")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -158,7 +181,7 @@ def _export_verb(verbs: Any) -> None:
     )
     verb.add_argument(
         "--tokenizer",
-        type=Path,
+        type=_path,
         metavar="TARGET.gguf",
         help="for --format gguf: the target file whose tokenizer is copied (llama.cpp needs one)",
     )
@@ -171,10 +194,11 @@ def _export(options: argparse.Namespace) -> int:
             f"{options.source} is a target; the format zlab is for drafters, write it as"
             f" {export.HUGGING_FACE}"
         )
+    model.check()
     dtype = convert.chosen_dtype(model, options.dtype)
     tokenizer = open_model(options.tokenizer, role="target") if options.tokenizer else None
     for source in filter(None, (model, tokenizer)):
-        convert.keep_apart(source, options.destination)
+        convert.keep_apart(source.path, options.destination)
     file = convert.sources(tokenizer) if tokenizer else None
     if options.tokenizer and (file is None or options.layout != export.GGUF):
         raise ConfigError(
@@ -204,7 +228,16 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _print(options: argparse.Namespace, report: dict[str, Any], lines: list[str]) -> None:
-    print(json.dumps(report, indent=1) if options.json else "\n".join(lines))
+    print(json.dumps(_plain(report), indent=1) if options.json else "\n".join(lines))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON knows: a number that is not finite, as damaged files hold, becomes a text."""
+    if isinstance(value, dict):
+        return {key: _plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(child) for child in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class ProgressBar:
@@ -229,8 +262,15 @@ class ProgressBar:
                 self._shown = now
                 share = min(1.0, self._done / self._total)
                 bar = "#" * int(30 * share)
-                print(f"\r[{bar:30}] {share:4.0%} {name[:40]:40}", end="", file=sys.stderr)
+                self._show(f"[{bar:30}] {share:4.0%} {name[:40]}")
 
     def __exit__(self, *exception: object) -> None:
         if self._live and self._shown:
-            print(f"\r{'':80}\r", end="", file=sys.stderr)
+            self._show("")
+            print(end="\r", file=sys.stderr)
+
+    def _show(self, line: str) -> None:
+        """Fills the terminal's line, and not more: a longer one could not be written over."""
+        width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
+        width = min(width, 78) if width > 0 else 78
+        print(f"\r{line[:width]:{width}}", end="", file=sys.stderr)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from converters import names
 from converters.export import HUGGING_FACE, Weights, check_name, export
 from converters.gguf import GgufFile
+from converters.gguf.file import SHARD
 from converters.load import Progress, float_dtype
 from converters.models import Model, companions
 from dflash_jax.checkpoint import new_path, write
@@ -17,6 +19,9 @@ from dflash_jax.errors import CheckpointError, TokenizerError
 
 AUTO = "auto"
 REPORT = "conversion.json"
+NO_TOKENIZER = (
+    "there is no tokenizer.json: what is written takes token ids only (--tokenizer DIR brings one)"
+)
 SAFETENSORS, ORBAX = "safetensors", "orbax"
 FORMS = (SAFETENSORS, ORBAX)
 
@@ -81,12 +86,15 @@ def convert(
         must then fit into memory.
       tokenizer: a folder whose tokenizer is copied, in place of the model's own.
     """
-    keep_apart(model, path)
+    for source in filter(None, (model.path, tokenizer)):
+        keep_apart(source, path)
     check_name(path, folder=True)
     kind = chosen_dtype(model, dtype)
     report = inventory(model, kind)
-    text = json.dumps(report, indent=1) + "\n"
-    files = _companions(model, tokenizer) | {REPORT: text}
+    files = _companions(model, tokenizer)
+    if model.role == "target" and "tokenizer.json" not in files:
+        report["notes"].append(NO_TOKENIZER)
+    files |= {REPORT: json.dumps(report, indent=1) + "\n"}
     if to == ORBAX:
         config = dataclasses.replace(model.config, dtype=kind)
         needed = sum(math.prod(slot.shape) for slot in names.slots(config))
@@ -112,13 +120,27 @@ def _companions(model: Model, tokenizer: Path | None) -> dict[str, str | Path]:
     return found
 
 
-def keep_apart(model: Model, path: Path) -> None:
-    """The source must survive: it may not lie at or below the destination."""
-    source, destination = model.path.resolve(), path.resolve()
-    if source == destination or destination in source.parents:
-        raise CheckpointError(
-            f"{path} holds the source {model.path}, which would be lost; choose another place"
-        )
+def keep_apart(source: Path, path: Path) -> None:
+    """What is read must survive: neither it nor its files may lie at or below `path`.
+
+    Files of a folder may be links to elsewhere, as those fetched from a hub are.
+    """
+    destination = os.path.realpath(path)
+    beside = source if source.is_dir() else source.parent
+    files = [file for file in beside.iterdir() if _read_with(source, file)]
+    for place in map(os.path.realpath, (source, *files)):
+        if destination in (place, *map(str, Path(place).parents)):
+            raise CheckpointError(
+                f"{path} holds the source {source}, which would be lost; choose another place"
+            )
+
+
+def _read_with(source: Path, file: Path) -> bool:
+    """Whether a file is read where `source`, its folder or a .gguf file beside it, is."""
+    if source.is_dir():
+        return file.suffix != ".gguf"
+    own, other = SHARD.match(source.name), SHARD.match(file.name)
+    return bool(own and other and own["prefix"] == other["prefix"])
 
 
 def lines(report: dict[str, Any]) -> list[str]:

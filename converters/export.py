@@ -17,7 +17,7 @@ import numpy as np
 from converters import names
 from converters.gguf import export as gguf_export
 from converters.gguf.writer import write_gguf
-from converters.load import Progress, float_dtype, read_as
+from converters.load import Progress, float_dtype, kept_as, read_as
 from converters.names import published, speculators
 from converters.safetensors_writer import Planned, write_safetensors
 from converters.source import TensorSource
@@ -86,9 +86,12 @@ def check_name(path: Path, *, folder: bool) -> None:
 
 
 def plan(weights: Weights, dtype: np.dtype) -> list[Planned]:
-    """Every canonical tensor of the model, in the order of its name table."""
+    """Every canonical tensor of the model, in the order of its name table.
+
+    Ids are whole numbers, and what `ALWAYS_FLOAT32` names is float32, whatever the dtype.
+    """
     return [
-        Planned(part.name, WHOLE if slot.integer else dtype, part.shape)
+        Planned(part.name, WHOLE if slot.integer else kept_as(slot, dtype), part.shape)
         for slot in names.slots(weights.config)
         for part in slot.parts
     ]

@@ -12,6 +12,7 @@ from dflash_jax.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"  # of weights that are added to another model's
 
 
 class ShardedSafetensors:
@@ -59,20 +60,31 @@ def open_directory(path: str | Path) -> TensorSource:
         return open_safetensors(path / SINGLE)
     if (path / INDEX).is_file():
         return _open_sharded(path)
-    pickles = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".pt", ".pth"})
-    found = f"; {pickles[0]} is a pickle, which is never opened" if pickles else ""
-    raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}{found}")
+    raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}; {_instead(path)}")
+
+
+def _instead(path: Path) -> str:
+    """What a folder without weights under their usual name holds, and what to do."""
+    names = sorted(p.name for p in path.iterdir())
+    if ADAPTER in names:
+        return "it holds an adapter: merge it into its model, and give the folder of that"
+    if other := [name for name in names if name.endswith(".safetensors")]:
+        return f"rename {other[0]} if it holds all weights, or fetch the index of the shards"
+    if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth"))]:
+        return f"{pickles[0]} is a pickle, which is never opened: fetch the safetensors files"
+    return "fetch one of them, or give the folder that does"
 
 
 def _open_sharded(path: Path) -> ShardedSafetensors:
     weight_map, total = _read_index(path / INDEX)
+    present = {place.name for place in path.iterdir()}
     shards: dict[str, SafetensorsFile] = {}
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file or file in {".", ".."} or "\\" in file or "\0" in file:
             raise CheckpointError(
                 f"{path / INDEX} names the shard {file!r}; a shard must be a plain file name"
             )
-        if not (path / file).is_file():
+        if file not in present:  # not asked for: its name may be too long
             raise CheckpointError(f"{path} lacks the shard {file}; fetch it again")
         shards[file] = open_safetensors(path / file)
     _check_map(path, weight_map, shards)

@@ -70,7 +70,7 @@ def load(
     kind = float_dtype(dtype)
     packing = [slot for slot in slots if "/".join(slot.path) in specs]
     slots = [slot for slot in slots if "/".join(slot.path) not in specs]
-    arrays = [np.empty(slot.shape, _stored_as(slot, kind)) for slot in slots]
+    arrays = [np.empty(slot.shape, kept_as(slot, kind)) for slot in slots]
     jobs = [job for slot, array in zip(slots, arrays, strict=True) for job in _jobs(slot, array)]
 
     def run(job: "_Job") -> None:
@@ -104,7 +104,8 @@ def _check_ids(offsets: np.ndarray, config: DrafterConfig, where: str) -> None:
         )
 
 
-def _stored_as(slot: Slot, dtype: np.dtype) -> np.dtype:
+def kept_as(slot: Slot, dtype: np.dtype) -> np.dtype:
+    """The dtype of a parameter in a model whose weights are of `dtype`."""
     if slot.integer:
         return np.dtype(np.int32)
     return FLOATS["float32"] if slot.path[-1] in ALWAYS_FLOAT32 else dtype

@@ -9,7 +9,7 @@ from converters import names
 from converters.canonical import Canonical, Origin, check
 from converters.gguf import GgufFile, drafter, open_gguf, target
 from converters.gguf.tokenizer import stop_ids, tokenizer_files
-from converters.hf import ShardedSafetensors, open_directory
+from converters.hf import ADAPTER, ShardedSafetensors, open_directory
 from converters.hf_quantised import dequantised
 from converters.load import Params, Progress, load
 from converters.names import huggingface, speculators
@@ -137,6 +137,8 @@ def _from_folder(path: Path, taps: str) -> Model:
     quantised = fields.pop("quantization_config", None)
     source = open_directory(path)
     notes = source.notes if isinstance(source, ShardedSafetensors) else ()
+    if (path / ADAPTER).is_file():
+        notes = (*notes, f"the adapter beside the weights ({ADAPTER}) is not applied")
     source = dequantised(source, quantised, where=where)
     if speculators.is_speculators(fields):
         fields, read = speculators.published_fields(fields, where=where, choice=taps)

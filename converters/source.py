@@ -55,6 +55,8 @@ def as_rows(array: np.ndarray) -> np.ndarray:
 def map_file(path: Path) -> mmap.mmap:
     """A file mapped read-only; a missing or empty one is refused by name."""
     try:
+        if path.is_fifo():  # to open one would wait for somebody who writes
+            raise CheckpointError(f"{path} is a pipe; give a file, which can be read at any place")
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:

@@ -21,13 +21,14 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from dflash_jax.command import uninterrupted
 from dflash_jax.config import ALWAYS_FLOAT32, AttentionConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 
@@ -35,6 +36,7 @@ Params = dict[str, Any]
 Keys = tuple[str, ...]  # the way to a leaf
 
 MANIFEST, WEIGHTS = "checkpoint.json", "weights"
+MODEL_FILES = (MANIFEST, "config.json")  # what a folder with a model holds one of
 FORMAT, VERSION = "dflash_jax checkpoint", 1
 CONFIGS = {  # class of a configuration: its file in dflash_jax/config
     "DFlash2Config": "dflash2",
@@ -223,7 +225,30 @@ def write(
 
 
 def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> dict[str, dict[str, int]]:
-    """Writes arrays by orbax; the sizes and checksums of the files it made, by name."""
+    """Writes arrays by orbax; the sizes and checksums of the files it made, by name.
+
+    Ctrl-C takes effect when all is written: orbax cannot be stopped, and its threads would go on
+    behind the caller's back.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        saving = pool.submit(_save, folder, arrays)
+        try:
+            saving.result()
+        except BaseException:
+            with uninterrupted():
+                wait([saving])
+            raise
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {
+        file.relative_to(folder).as_posix(): {
+            "bytes": file.stat().st_size,
+            "crc32": checksum(file),
+        }
+        for file in files
+    }
+
+
+def _save(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> None:
     import orbax.checkpoint as ocp
 
     # Weights hardly compress, and trying takes longer than writing them.
@@ -240,14 +265,6 @@ def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> dict[str, d
         raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
     finally:
         log.disabled = before
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {
-        file.relative_to(folder).as_posix(): {
-            "bytes": file.stat().st_size,
-            "crc32": checksum(file),
-        }
-        for file in files
-    }
 
 
 def read_arrays(folder: Path, dtypes: Mapping[Keys, np.dtype | None]) -> Params:
@@ -315,32 +332,58 @@ def copy_companions(companions: Mapping[str, str | Path], place: Path) -> None:
 def new_path(path: Path, *, overwrite: bool, needed: int = 0) -> Iterator[Path]:
     """Yields a temporary path to write a file or folder at; it becomes `path` at the end.
 
-    Nothing is left behind on failure, and several may write at a time. Raises CheckpointError if
-    `path` exists and may not be overwritten, also if it is a folder that another writer made
-    meanwhile; if fewer than `needed` bytes are free, or if the disk fills up.
+    A link is followed. Nothing is left behind on failure, and several may write at a time.
+
+    Raises:
+      CheckpointError: `path` exists and may not be overwritten, also if it is a folder that another
+        writer made meanwhile, or one that holds anything but a model; it names nothing; fewer than
+        `needed` bytes are free, or the disk fills up.
     """
-    if os.path.lexists(path) and not overwrite:
-        raise CheckpointError(f"{path} exists; choose another place or give --overwrite")
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise CheckpointError(f"{path} is neither a file nor a folder; choose another place")
-    parent = path.resolve().parent
+    try:
+        place = _place(path, overwrite)
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise _explained(error, path) from error
+    parent = place.parent
     if not parent.is_dir():
         raise CheckpointError(f"{parent} is not a folder; create it first")
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise CheckpointError(
-            f"{path} needs {needed / 1e9:.2f} GB and {parent} has {free / 1e9:.2f} GB free;"
+            f"{path} needs {needed / 1e6:,.1f} MB and {parent} has {free / 1e6:,.1f} MB free;"
             " free some space or choose another place"
         )
     own = f"{os.getpid()}-{secrets.token_hex(4)}"
-    temporary, old = (parent / f".{path.name}.{kind}-{own}" for kind in ("partial", "old"))
+    stem = place.name[:40]  # a name may be as long as names may be
+    temporary, old = (parent / f".{stem}.{kind}-{own}" for kind in ("partial", "old"))
     try:
         yield temporary
-        _swap(temporary, path, old if overwrite else None)
+        with uninterrupted():
+            _swap(temporary, place, old if overwrite else None)
     except OSError as error:
         raise _explained(error, path) from error
     finally:
-        _remove(temporary)
+        with uninterrupted():
+            _remove(temporary)
+
+
+def _place(path: Path, overwrite: bool) -> Path:
+    """Where a path leads; refused if nothing can, or should, be put there."""
+    if path.name in ("", ".."):
+        raise CheckpointError(f"'{path}' does not name what is to be written; give it a name")
+    if os.path.lexists(path) and not overwrite:
+        raise CheckpointError(f"{path} exists; choose another place or give --overwrite")
+    place = Path(os.path.realpath(path))
+    if place.exists() and not (place.is_file() or place.is_dir()):
+        raise CheckpointError(f"{path} is neither a file nor a folder; choose another place")
+    if os.path.ismount(place):
+        raise CheckpointError(f"{path} is where a disk is mounted; choose a place below it")
+    known = any((place / name).is_file() for name in MODEL_FILES)
+    if place.is_dir() and not known and any(place.iterdir()):
+        raise CheckpointError(
+            f"{path} holds files but no {' or '.join(MODEL_FILES)}, so it is no model and is not"
+            " overwritten; remove it yourself or choose another place"
+        )
+    return place
 
 
 def _swap(temporary: Path, path: Path, old: Path | None) -> None:

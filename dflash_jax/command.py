@@ -73,6 +73,26 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Lets Ctrl-C and SIGTERM wait until the block, which should be short, has ended."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    if threading.current_thread() is not threading.main_thread() or None in before.values():
+        yield
+        return
+    came: list[int] = []
+    for number in numbers:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
 def sent_again(hook: Callable[[Any], object], lost: Any) -> None:
     """Repeats a signal whose exception Python dropped: jax runs code in garbage collection, where
     nothing can be raised, and as much as every seventh signal while it traces comes there.

@@ -1,10 +1,12 @@
 """Checkpoints of parameter trees: what is written is read, what is damaged is refused by name."""
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import math
 import os
+import signal
 from pathlib import Path
 
 import ml_dtypes
@@ -115,6 +117,62 @@ def test_what_is_neither_file_nor_folder_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointError, match="pipe is neither a file nor a folder"):
         save(tmp_path / "pipe", tiny_target(), PARAMS, overwrite=True)
     assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("name", [".", "..", "x/..", ""])
+def test_what_names_nothing_is_not_written(tmp_path, monkeypatch, name):
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    with pytest.raises(CheckpointError, match="does not name what is to be written"):
+        save(Path(name), tiny_target(), PARAMS, overwrite=True)
+
+
+def test_a_folder_of_other_things_is_not_overwritten(tmp_path):
+    place = tmp_path / "x"
+    place.mkdir()
+    save(place, tiny_target(), PARAMS, overwrite=True)  # an empty one is
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    with pytest.raises(CheckpointError, match="so it is no model and is not overwritten"):
+        save(tmp_path / "home", tiny_target(), PARAMS, overwrite=True)
+    with pytest.raises(CheckpointError, match="is where a disk is mounted"):
+        save(Path("/proc"), tiny_target(), PARAMS, overwrite=True)
+    assert [p.name for p in (tmp_path / "home").iterdir()] == ["letter.txt"]
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk/x")
+    for _ in range(2):  # what it leads to is not there at first
+        save(tmp_path / "link", tiny_target(), PARAMS, overwrite=True)
+        assert [p.name for p in (tmp_path / "disk").iterdir()] == ["x"]
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "ring").symlink_to("ring")
+    with contextlib.suppress(CheckpointError):  # or becomes a folder
+        save(tmp_path / "ring", tiny_target(), PARAMS, overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "link", "ring"]
+
+
+def test_a_name_may_be_as_long_as_names_may_be(tmp_path):
+    save(tmp_path / ("x" * 255), tiny_target(), PARAMS)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save(tmp_path / ("x" * 256), tiny_target(), PARAMS)
+    assert [p.name for p in tmp_path.iterdir()] == ["x" * 255]
+
+
+def test_a_signal_waits_until_one_folder_stands_in_place_of_the_other(path, monkeypatch):
+    real = Path.rename
+
+    def rename(self, target):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        save(path, tiny_target(), {"x": np.ones(2, np.float32)}, overwrite=True)
+    assert [p.name for p in path.parent.iterdir()] == ["x"]
+    assert open_checkpoint(path).load().keys() == {"x"}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -269,6 +269,22 @@ def test_a_target_config_that_cannot_be_run_is_refused_by_name(
         target_config(base | change, "here/config.json")
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824; expected 1 to 10,000"),
+        ({"per_layer_config": {"2": {"num_key_value_heads": 0}}}, "cannot share 0 key/value heads"),
+        ({"per_layer_config": {"2": {"head_dim": -2}}}, "of width -2 in full layers"),
+    ],
+)
+def test_sizes_of_gemma_layers_that_cannot_be_are_refused(
+    oracle: Path, change: dict[str, Any], says: str
+) -> None:
+    base = fields(oracle, "targets/gemma4_moe/config.json")
+    with pytest.raises(ConfigError, match=says):
+        target_config(base | change)
+
+
 def test_an_unknown_model_type_lists_the_known_ones(oracle: Path) -> None:
     base = fields(oracle, "targets/llama3/config.json") | {"model_type": "mamba"}
     with pytest.raises(ConfigError, match=r"^here: .* it runs .*llama.*qwen3"):
@@ -307,6 +323,7 @@ PARSERS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("targets/llama3/config.json", target_config),
     ("targets/llama3/config.hub.json", target_config),
     ("targets/qwen3/config.hub.json", target_config),
+    *((f"targets/{name}/config.json", target_config) for name in ("gemma4_moe", "qwen3_5_moe")),
     ("drafters/v1_sliding_bidirectional/config.json", drafter_config),
 ]
 ODD = ["x", "", -1, 0, 1, 1.5, [], [1], ["a"], [None], {}, {"a": 1}, True, 1e400, "full_attention"]

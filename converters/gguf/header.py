@@ -169,6 +169,11 @@ def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
             f"{cursor.where} is big-endian GGUF, which is not supported; convert it with"
             " gguf-convert-endian or fetch the little-endian file"
         )
+    if version == 1:
+        raise CheckpointError(
+            f"{cursor.where} is GGUF version 1, which nobody writes any more; versions 2 and 3 are"
+            " supported: convert the model anew, or fetch a newer file"
+        )
     if version not in (2, 3):
         raise cursor.fail(f"GGUF version {version}; versions 2 and 3 are supported")
     tensor_count = cursor.number("<Q", "the tensor count")

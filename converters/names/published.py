@@ -63,7 +63,7 @@ def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
             "vocab_size": config.vocab_size,
             "tie_word_embeddings": config.tie_embeddings,
             "max_position_embeddings": config.max_length,
-            "eos_token_id": list(config.eos_token_ids),
+            "eos_token_id": list(config.eos_token_ids) or None,  # no list may be empty
             "dtype": dtype,
         }
     )

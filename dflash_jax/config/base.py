@@ -188,14 +188,10 @@ def expert_fields(f: Fields, size: int) -> dict[str, Any]:
 def geometry(f: Fields) -> dict[str, Any]:
     """The fields of AttentionConfig."""
     hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
-    if not 1 <= (layers := f.integer("num_hidden_layers")) <= MOST_LAYERS:
-        raise ConfigError(
-            f"{f.where}: num_hidden_layers is {layers}; expected 1 to {MOST_LAYERS:,}"
-        )
     unsaid = 128 if f.values.get("model_type") == "qwen3" else hidden // max(heads, 1)
     return {
         "hidden_size": hidden,
-        "num_layers": layers,
+        "num_layers": layer_count(f),
         "num_heads": heads,
         "num_kv_heads": f.integer("num_key_value_heads", heads),
         "head_dim": f.integer("head_dim", unsaid),
@@ -204,6 +200,15 @@ def geometry(f: Fields) -> dict[str, Any]:
         "attention_bias": f.flag("attention_bias", False),
         "rope": rope_config(f),
     }
+
+
+def layer_count(f: Fields) -> int:
+    """The number of layers, checked before anything is listed by layer."""
+    if not 1 <= (layers := f.integer("num_hidden_layers")) <= MOST_LAYERS:
+        raise ConfigError(
+            f"{f.where}: num_hidden_layers is {layers}; expected 1 to {MOST_LAYERS:,}"
+        )
+    return layers
 
 
 def rope_config(f: Fields) -> RopeConfig:

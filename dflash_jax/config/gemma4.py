@@ -15,6 +15,7 @@ from dflash_jax.config.base import (
     TargetConfig,
     dtype_name,
     id_tuple,
+    layer_count,
 )
 from dflash_jax.config.fields import Fields
 from dflash_jax.errors import ConfigError
@@ -60,7 +61,8 @@ class Gemma4Config(TargetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_heads % self.full_kv_heads or self.full_head_dim % 2:
+        fits = self.full_kv_heads > 0 and self.num_heads % self.full_kv_heads == 0
+        if not fits or self.full_head_dim < 1 or self.full_head_dim % 2:
             raise ConfigError(
                 f"{self.num_heads} heads cannot share {self.full_kv_heads} key/value heads of"
                 f" width {self.full_head_dim} in full layers; expected a divisor and an even width"
@@ -135,7 +137,7 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
     f.must_be("attention_bias", False)
     f.must_be("use_bidirectional_attention", None, "vision")  # concerns image tokens only
     f.used.update(UNREAD)
-    layers, hidden = f.integer("num_hidden_layers"), f.integer("hidden_size")
+    layers, hidden = layer_count(f), f.integer("hidden_size")
     unified = "unified" in str(outer.get("model_type"))
     f.used.add("model_type")
     heads = f.integer("num_attention_heads")
@@ -162,7 +164,7 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=dtype_name(f if f.get("dtype") else outer),
         qk_norm=True,
-        embedding_scale=math.sqrt(hidden),
+        embedding_scale=math.sqrt(max(hidden, 0)),  # what is below 1 is refused by name
         final_softcap=cap if cap > 0 else None,
         shared_layers=f.integer("num_kv_shared_layers", 0),
         shared_mlp_factor=2 if double else 1,

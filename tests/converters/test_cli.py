@@ -1,12 +1,16 @@
 import ast
+import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
 import shutil
 import signal
 import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import gguf
@@ -14,10 +18,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from gguf_models import Q, finish, interleave, write_drafter, write_target
-from weight_files import ORACLE, raw_gguf, tensor, text
+from weight_files import ORACLE, key, raw_gguf, tensor, text
 
 from converters.cli import ProgressBar, main
+from converters.convert import keep_apart
 from converters.instruct import check_instruct
+from converters.models import open_model
+from dflash_jax.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ORACLE / "targets" / "llama3"
@@ -45,6 +52,16 @@ def test_inspect_lists_metadata_tensors_and_the_mix_of_types(capsys, target):
     assert 8.5 < report["bits_per_weight"] < 9
     assert main(["inspect", str(target)]) == 0
     assert "blk.0.attn_q.weight      Q8_0     [64, 64]" in capsys.readouterr().out
+
+
+def test_numbers_that_json_does_not_know_are_texts(capsys, tmp_path):
+    values = [
+        key(name, 6, struct.pack("<f", float(value)))
+        for name, value in {"x.nan": "nan", "x.inf": "-inf", "x.one": "1"}.items()
+    ]
+    (tmp_path / "x.gguf").write_bytes(raw_gguf(values, []))
+    code, report = run_json(capsys, "inspect", tmp_path / "x.gguf")
+    assert (code, report["metadata"]) == (0, {"x.nan": "nan", "x.inf": "-inf", "x.one": 1.0})
 
 
 def test_inspect_shows_what_it_cannot_run_with_the_reason(capsys, tmp_path):
@@ -92,6 +109,23 @@ def test_convert_accounts_for_every_tensor_and_writes_a_folder_that_loads(capsys
     ours, theirs = stored["model.norm.weight"], None
     theirs = safetensors.numpy.load_file(TARGET / "model.safetensors")["model.norm.weight"]
     np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_is_left_out_of_a_conversion_is_noted(capsys, tmp_path):
+    source = tmp_path / "t"
+    shutil.copytree(TARGET, source)
+    (source / "adapter_config.json").write_text("{}")
+    first, second = (tmp_path / name for name in "ab")
+    _, report = run_json(capsys, "convert", source, first)
+    assert report["notes"] == [
+        "the adapter beside the weights (adapter_config.json) is not applied",
+        "there is no tokenizer.json: what is written takes token ids only (--tokenizer DIR brings"
+        " one)",
+    ]
+    assert json.loads((first / "conversion.json").read_text()) == report
+    (source / "adapter_config.json").unlink()
+    (source / "tokenizer.json").write_text("{}")
+    assert run_json(capsys, "convert", source, second)[1]["notes"] == []
 
 
 def test_a_dry_run_writes_nothing_and_prints_the_taps(capsys, tmp_path):
@@ -227,6 +261,30 @@ def test_export_writes_every_format(capsys, tmp_path):
         assert (tmp_path / "h" / file).read_bytes() == (tmp_path / "z" / file).read_bytes()
 
 
+def other(name, value):
+    def change(folder):
+        fields = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(fields | {name: value}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (other("intermediate_size", 64), "wrong shape: layers.0.mlp.down_proj.weight is"),
+        (other("num_hidden_layers", 4), "missing: layers.3.input_layernorm.weight"),
+        (other("num_hidden_layers", 2), "left over: layers.2.input_layernorm.weight"),
+    ],
+)
+def test_what_does_not_match_its_configuration_is_not_exported(capsys, tmp_path, change, says):
+    shutil.copytree(TARGET, tmp_path / "t")
+    change(tmp_path / "t")
+    assert main(["export", str(tmp_path / "t"), str(tmp_path / "out")]) == 1
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_names_by_which_nobody_would_open_it_again_are_refused(capsys, tmp_path):
     for verb, name, why in (
         (["export", "--format", "gguf"], "x", "ends in .gguf"),
@@ -258,6 +316,80 @@ def test_export_does_not_write_over_what_it_reads(capsys, tmp_path, target, layo
     assert main([*arguments, "--tokenizer", str(target)]) == 1
     assert "which would be lost" in capsys.readouterr().err
     assert (source / "model.safetensors").read_bytes() == before
+
+
+def test_files_that_a_source_leads_to_are_not_written_over(capsys, tmp_path, target):
+    hub = tmp_path / "models--x"
+    snapshot = hub / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (hub / "blobs").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        shutil.copyfile(DRAFTER / file, hub / "blobs" / file)
+        (snapshot / file).symlink_to(hub / "blobs" / file)
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for file in ("tokenizer.json", "config.json"):
+        (tokenizer / file).write_text("{}")
+    for source, place in (
+        ([str(snapshot)], hub / "blobs"),
+        ([str(target), "--tokenizer", str(tokenizer)], tokenizer),
+    ):
+        assert main(["convert", *source, str(place), "--overwrite"]) == 1
+        assert "which would be lost" in capsys.readouterr().err
+    inside = snapshot / "x.gguf"  # a drafter's folder is a usual place for its .gguf file
+    for _ in range(2):
+        assert main(["export", str(snapshot), str(inside), "--format", "gguf", "--overwrite"]) == 0
+
+
+def test_no_part_of_a_set_is_written_over(tmp_path):
+    first, second, other = (
+        tmp_path / f"{x}.gguf" for x in ("t-00001-of-00002", "t-00002-of-00002", "d")
+    )
+    for file in (first, second, other):
+        file.touch()
+    keep_apart(first, other)
+    for source in (first, second):
+        with pytest.raises(CheckpointError, match="which would be lost"):
+            keep_apart(source, second)
+
+
+@pytest.mark.parametrize(("columns", "longest"), [(40, 39), (200, 78), (0, 78)])
+def test_progress_fits_into_the_terminals_line(monkeypatch, columns, longest):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        model = open_model(TARGET)
+        with ProgressBar(model) as progress:
+            progress("layers.0.self_attn.q_proj.weight", 10**9)
+    raw = b""
+    with contextlib.suppress(OSError), os.fdopen(ours, "rb", 0) as reader:  # an error is the end
+        while found := reader.read(1 << 12):
+            raw += found
+    lines = raw.decode().split("\r")
+    assert lines[1].startswith("[#######")
+    assert max(map(len, lines)) == longest
+    assert lines[-2:] == [" " * longest, ""]
+
+
+def test_options_are_read_as_a_shell_and_a_reader_would(capsys, tmp_path, monkeypatch, target):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arguments = ["convert", str(target), str(tmp_path / "x"), "--tokenizer=~/here"]
+    assert main(arguments) == 1
+    assert f"{tmp_path / 'here'} holds no tokenizer.json" in capsys.readouterr().err
+    assert main(["inspect", "~no_such_user/x"]) == 1
+    for wrong in (["inspect", ""], ["compare", "a", "b", "--worst", "-1"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(wrong)
+    said = capsys.readouterr().err
+    assert "is empty; give a path" in said
+    assert "is '-1'; expected a whole number" in said
+
+
+def test_a_pipe_is_not_waited_for(capsys, tmp_path):
+    os.mkfifo(tmp_path / "x.gguf")
+    assert main(["inspect", str(tmp_path / "x.gguf")]) == 1
+    assert "x.gguf is a pipe" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_cannot_be_copied_is_refused(capsys, tmp_path, target):

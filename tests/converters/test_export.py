@@ -52,6 +52,16 @@ def test_a_target_config_survives_being_written(name):
     assert target_config(published.fields(config, config.dtype)) == config
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_a_target_without_end_tokens_has_no_empty_list_of_them(name):
+    config = dataclasses.replace(
+        read_target_config(ORACLE / "targets" / name), eos_token_ids=(), dtype="float32"
+    )
+    fields = published.fields(config, "float32")  # transformers takes the first of a list
+    assert fields["eos_token_id"] is None
+    assert target_config(fields) == config
+
+
 def test_a_target_without_listed_windows_sees_everything():
     config = dataclasses.replace(read_target_config(ORACLE / "targets" / "qwen3"), windows=())
     again = target_config(published.fields(config, config.dtype))
@@ -135,6 +145,16 @@ def test_the_gguf_package_reads_what_we_write(tmp_path):
     np.testing.assert_array_equal(values, stored.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
+def test_what_is_always_float32_is_written_so(tmp_path):
+    folder = ORACLE / "targets" / "qwen3_5"
+    written = write(folder, tmp_path / "out", dtype="bfloat16")
+    ours, theirs = (safetensors.numpy.load_file(p / "model.safetensors") for p in (written, folder))
+    kept = {name for name, array in ours.items() if array.dtype == np.float32}
+    assert kept == {name for name in ours if name.endswith("A_log")} != set()
+    for name in kept:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+
+
 def test_parameters_in_memory_are_exported_as_their_folder(tmp_path):
     model = open_model(DRAFTER)
     tree = TreeSource(model.load("float32"), model.config)
@@ -198,7 +218,7 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypat
         free = 1000
 
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: Usage)
-    with pytest.raises(CheckpointError, match=r"needs 0\.00 GB"):
+    with pytest.raises(CheckpointError, match=r"needs 0\.\d MB and .* has 0\.0 MB free"):
         write(DRAFTER, tmp_path / "x")
     with pytest.raises(CheckpointError, match="is not a folder; create it first"):
         write(DRAFTER, tmp_path / "nowhere" / "x")

@@ -57,6 +57,12 @@ def test_a_file_of_the_gguf_package_is_read_back(tmp_path):
     assert (file.kind("q"), file.nbytes("q"), file.notes) == ("Q8_0", 6 * 68, ())
 
 
+def test_the_first_version_is_old_and_not_damaged(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(raw_gguf(version=1))
+    with pytest.raises(CheckpointError, match=r"is GGUF version 1, which nobody .*fetch a newer"):
+        open_gguf(tmp_path / "x.gguf")
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_both_versions_are_read(tmp_path, version):
     raw = raw_gguf([], FOUR, struct.pack("<4f", 1, 2, 3, 4), version=version)

@@ -1,8 +1,13 @@
 """Checkpoints among the other layouts: converted to, compared with, exported from, and run."""
 
 import json
+import os
+import signal
+import threading
+import time
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from gguf_models import Q, write_target
 from weight_files import ORACLE
@@ -101,3 +106,25 @@ def test_a_disk_that_fills_up_is_named_and_keeps_nothing(tmp_path, capsys, monke
     assert main(["convert", str(DRAFTER), str(tmp_path / "x"), "--to", "orbax"]) == 1
     assert list(tmp_path.iterdir()) == []
     assert "CheckpointError: the disk is full; nothing was left" in capsys.readouterr().err
+
+
+def test_an_interrupted_save_leaves_nothing_that_writes_on(tmp_path, capsys, monkeypatch):
+    real, begun = ocp.Checkpointer.save, []
+
+    def save(*arguments, **options):
+        """As orbax does: a thread writes, while another waits for it."""
+
+        def late():
+            time.sleep(0.05)
+            real(*arguments, **options)
+
+        begun.append(threading.Thread(target=late))
+        begun[0].start()
+        os.kill(os.getpid(), signal.SIGINT)
+        begun[0].join()
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", save)
+    assert main(["convert", str(DRAFTER), str(tmp_path / "x"), "--to", "orbax"]) == 130
+    begun[0].join()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == "\nconverters: interrupted\n"

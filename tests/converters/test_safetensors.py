@@ -135,6 +135,7 @@ def test_a_whole_file_outranks_an_index_that_was_left_behind(tmp_path):
         ({"a": "/etc/passwd"}, "plain file name"),
         ({"a": ".."}, "plain file name"),
         ({"a": "3.safetensors"}, r"lacks the shard 3\.safetensors"),
+        ({"a": "9" * 999}, "lacks the shard 999"),
         ({"a": "1.safetensors", "c": "2.safetensors"}, "b: index says nothing"),
         ({"a": "2.safetensors", "b": "2.safetensors"}, "disagree on 1"),
         ({"a": 3}, "weight_map"),
@@ -149,6 +150,21 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     shards(tmp_path)
     safetensors.numpy.save_file({"a": np.ones(2, np.float32)}, tmp_path / "2.safetensors")
     with pytest.raises(CheckpointError, match=r"'a' is in 1\.safetensors and in 2\.safetensors"):
+        open_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "remedy"),
+    [
+        ([], "fetch one of them, or give the folder that does"),
+        (["consolidated.safetensors", "x.bin"], "rename consolidated.safetensors if it holds all"),
+        (["adapter_config.json", "adapter_model.safetensors"], "merge it into its model"),
+    ],
+)
+def test_a_folder_without_weights_says_what_to_do(tmp_path, files, remedy):
+    for file in files:
+        (tmp_path / file).touch()
+    with pytest.raises(CheckpointError, match=remedy):
         open_directory(tmp_path)
 
 
