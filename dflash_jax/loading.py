@@ -6,6 +6,7 @@ With the command line the only place that imports `converters`, and only inside 
 import dataclasses
 import importlib.resources
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +41,7 @@ Config = TargetConfig | DrafterConfig
 AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)
 SHIPPED = "tiny"
 AUTO = "auto"
+MEMORY = Path("/proc/meminfo")  # of the host, on Linux
 
 
 def load(
@@ -251,11 +253,18 @@ def default_device() -> jax.Device:
 
 
 def free_memory(device: jax.Device) -> int:
-    """Bytes an engine may take: free memory of the device, or of the host for a CPU."""
+    """Bytes an engine may take: free memory of the device, or of the host for a CPU.
+
+    All of the host's where the system does not say how much is free, as on macOS.
+    """
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    said = MEMORY.read_text(encoding="utf-8") if MEMORY.is_file() else ""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", said, re.MULTILINE)
+    if found:  # with memory that only caches files, such as weights read before
+        return int(found[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def locate(source: Source, role: str) -> Path:

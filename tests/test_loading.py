@@ -1,6 +1,7 @@
 """From files to models: what loads, and what is refused with its name and remedy."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
+from dflash_jax import loading
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
 from dflash_jax.loading import describe, free_memory, locate
 
@@ -254,6 +256,30 @@ def test_a_plan_that_does_not_fit_in_memory_is_refused_before_weights_are_read(
     with pytest.raises(PlanError, match=r"the plan needs weights .*max_length=\d+ would fit"):
         dj.load(target, drafter, plan=dj.Plan(rows=8, memory_limit=12 * 2**20))
     assert free_memory(jax.local_devices()[0]) > 2**20
+
+
+def test_memory_that_only_caches_files_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "meminfo"
+    said.write_text("MemTotal: 8000 kB\nMemFree:  100 kB\nMemAvailable:   6000 kB\n")
+    monkeypatch.setattr(loading, "MEMORY", said)
+    assert free_memory(jax.local_devices()[0]) == 6000 * 1024
+
+
+def test_a_system_that_does_not_say_what_is_free_has_all_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_macos = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+
+    def sysconf(name: str) -> int:
+        if name not in of_macos:
+            raise ValueError("unrecognized configuration name")
+        return of_macos[name]
+
+    monkeypatch.setattr(loading, "MEMORY", tmp_path / "there is none")
+    monkeypatch.setattr(os, "sysconf", sysconf)
+    assert free_memory(jax.local_devices()[0]) == 1000 * 4096
 
 
 def test_a_length_beyond_the_target_is_refused(target: Path) -> None:
