@@ -276,10 +276,10 @@ def locate(source: Source, role: str) -> Path:
     try:
         path = Path(source).expanduser()
         path.stat()
-    except (RuntimeError, PermissionError) as error:
-        raise CheckpointError(f"the {role} {source} cannot be looked at: {error}") from error
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"the {role} {source} cannot be looked at: {error}") from error
     if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
     if path.exists():
