@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from dflash_jax import Plan, loading
 from dflash_jax.cli import main, probe
+from dflash_jax.cli.options import use_compilation_cache
 from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
@@ -108,6 +109,15 @@ def request_(pair: list[object], official: dict[str, list[int]]) -> list[object]
 
 
 # -- generate ----------------------------------------------------------------------------------
+
+
+def test_a_user_without_a_home_keeps_no_compiled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nobody)
+    use_compilation_cache()
 
 
 def test_generate_prints_the_output_and_then_a_line_of_statistics(

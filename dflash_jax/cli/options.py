@@ -231,8 +231,8 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs under the user's cache folder, where there is one to write to."""
     from dflash_jax.compiler import enable_compilation_cache
 
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # the latter for a user without a home
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         enable_compilation_cache(Path(root) / "dflash_jax" / "xla")
 
 
