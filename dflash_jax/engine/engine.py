@@ -54,7 +54,7 @@ class Engine:
 
     def generate(self, prompt: Prompt, **options: Any) -> Result:
         """Generates to the end; arguments as for `stream`."""
-        return self.generate_many([prompt], **options)[0]
+        return self.generate_many([prompt], n=1, **options)[0]
 
     def generate_many(
         self,

@@ -58,13 +58,13 @@ class Request:
             "an integer of at least 1",
         )
         _check(
-            isinstance(self.temperature, Real) and 0 <= self.temperature <= HOTTEST,
+            _is_number(self.temperature) and 0 <= self.temperature <= HOTTEST,
             "temperature",
             self.temperature,
             f"0 (greedy) or a positive number up to {HOTTEST}",
         )
         _check(
-            isinstance(self.top_p, Real) and 0 <= self.top_p <= 1,
+            _is_number(self.top_p) and 0 <= self.top_p <= 1,
             "top_p",
             self.top_p,
             "a number from 0 (the likeliest token alone) to 1 (off)",
@@ -170,6 +170,8 @@ def request_of(
         raise RequestError(
             "stop has texts, but this model ships no tokenizer.json; give stop_token_ids"
         )
+    numbers = (max_tokens, min_tokens, top_k, logprobs, seed, block_size)
+    max_tokens, min_tokens, top_k, logprobs, seed, block_size = map(_as_int, numbers)
     recovery = OFF if recovery is None else recovery
     _check(isinstance(recovery, Recovery), "recovery", recovery, "None, or a dj.Recovery(...)")
     if min_tokens:
@@ -229,6 +231,11 @@ def _items(name: str, value: Any, expected: str) -> tuple[Any, ...]:
         return () if value is None else tuple(value)
     except TypeError as error:
         raise RequestError(f"{name} is {value!r}; expected {expected}") from error
+
+
+def _as_int(value: Any) -> Any:
+    """A whole number of NumPy's as Python's; anything else as it is, for `Request` to judge."""
+    return int(value) if isinstance(value, Integral) and type(value) is not bool else value
 
 
 def _is_number(value: Any) -> bool:

@@ -395,6 +395,8 @@ def test_results_become_json(tiny: Engine, truth: list[int]) -> None:
         ([1], {"temperature": -1.0}, "temperature is -1.0; expected 0"),
         ([1], {"temperature": float("nan")}, "temperature is nan; expected 0"),
         ([1], {"temperature": "hot"}, "temperature is 'hot'; expected 0"),
+        ([1], {"temperature": True}, "temperature is True; expected 0"),
+        ([1], {"seed": True}, "seed is True; expected an integer from 0"),
         ([1], {"top_p": -0.1}, "top_p is -0.1; expected a number from 0"),
         ([1], {"top_p": 1.5}, "top_p is 1.5; expected a number from 0"),
         ([1], {"top_k": -1}, "top_k is -1; expected 0"),
@@ -431,9 +433,20 @@ def test_arguments_may_be_left_out_by_name(tiny: Engine, truth: list[int]) -> No
 
 def test_numpy_values_are_fine_arguments(tiny: Engine, truth: list[int]) -> None:
     result = tiny.generate(
-        np.array(PROMPT), max_tokens=6, stop_token_ids=np.array([250]), temperature=np.float32(0)
+        np.array(PROMPT),
+        max_tokens=np.int64(6),
+        stop_token_ids=np.array([250]),
+        temperature=np.float32(0),
+        top_k=np.int32(5),
+        block_size=np.int64(4),
+        seed=np.uint32(2**32 - 1),
     )
     assert result.token_ids == truth[:6]
+
+
+def test_answers_beyond_the_first_are_not_made_to_be_thrown_away(tiny: Engine) -> None:
+    with pytest.raises(TypeError, match="'n'"):
+        tiny.generate(PROMPT, max_tokens=2, n=2)
 
 
 # -- numbers that broke (C7) -------------------------------------------------------------------
