@@ -38,10 +38,17 @@ def add_verb(verbs: Any) -> None:
         help="another pair to load; requests choose by name",
     )
     server.add_argument("--queue", type=int, default=64, help="answers that wait or run")
-    server.add_argument("--timeout", type=float, default=600.0, help="seconds per request")
+    server.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds per request; 0 for no limit"
+    )
     server.add_argument("--drain", type=float, default=30.0, help="seconds given after SIGTERM")
     server.add_argument("--max-body", type=int, default=32 * 2**20, metavar="BYTES")
-    server.add_argument("--max-tokens", type=int, default=0, help="of requests that name none")
+    server.add_argument(
+        "--max-tokens",
+        type=int,
+        default=0,
+        help="of requests that name none (0: what fits; 16 for completions)",
+    )
     server.add_argument(
         "--temperature", type=float, default=0.0, help="of requests that name none (0: greedy)"
     )
@@ -86,16 +93,11 @@ def run(options: argparse.Namespace) -> int:
 
     if options.queue < 1 or not 0 <= options.port < 2**16:
         raise RequestError("--queue has to be at least 1 and --port from 0 to 65535")
-    opened = functools.partial(loading.open_pair, taps=options.taps, taps_at=options.taps_at)
-    pairs = {_name(options): open_pair(options)}
-    for text in options.model:
-        name, _, paths = text.partition("=")
-        target, _, drafter = paths.partition(",")
-        if not name or not target or name in pairs:
-            raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
-        pairs[name] = opened(target, drafter or "auto")
+    if options.max_tokens < 0 or not options.temperature >= 0:
+        raise RequestError("--max-tokens and --temperature have to be at least 0")
     if not 0 <= options.drain < math.inf:
         raise RequestError(f"--drain is {options.drain}; expected seconds, 0 or more")
+    pairs = _pairs(options)
     settings = Settings(
         api_keys=_keys(options.api_key_file),
         max_body=options.max_body,
@@ -125,14 +127,23 @@ def run(options: argparse.Namespace) -> int:
     engines = {name: functools.partial(make, pair) for name, pair in pairs.items()}
 
     def started(running: Running) -> None:
-        print(f"listening on http://{options.host}:{running.port}", flush=True)
+        print(f"listening on {running.url}", flush=True)
 
     asyncio.run(serve(engines, listening, started=started))
     return 0
 
 
-def _name(options: argparse.Namespace) -> str:
-    return options.name or Path(options.target).name or options.target
+def _pairs(options: argparse.Namespace) -> dict[str, Any]:
+    """The models to serve, opened, by the names that requests choose them by."""
+    pairs = {options.name or Path(options.target).name or options.target: open_pair(options)}
+    for text in options.model:
+        name, _, paths = text.partition("=")
+        target, _, drafter = paths.partition(",")
+        if not name or not target or name in pairs:
+            raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
+        own = {"target": target, "drafter": drafter or "auto", "tokenizer": None}
+        pairs[name] = open_pair(argparse.Namespace(**vars(options) | own))
+    return pairs
 
 
 def _defaults(options: argparse.Namespace) -> Any:

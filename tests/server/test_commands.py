@@ -21,7 +21,7 @@ from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.errors import RequestError
-from dflash_jax.server.run import log_to_stderr
+from dflash_jax.server.run import log_to_stderr, url_of
 from tests.server.conftest import Live
 
 Run = Callable[..., tuple[int, str, str]]
@@ -98,6 +98,8 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
     for arguments in (
         ["--queue", "0"],
         ["--port", "99999"],
+        ["--max-tokens", "-1"],
+        ["--temperature", "nan"],
         ["--model", "nameless"],
         ["--api-key-file", str(tmp_path / "none")],
         ["--api-key-file", str(empty)],
@@ -107,6 +109,18 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
         assert code == 1, arguments
         assert out == ""
         assert "Error" in err
+
+
+def test_addresses_of_both_kinds_become_urls() -> None:
+    assert url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+    assert url_of("::1", 8000) == "http://[::1]:8000"
+
+
+def test_every_model_may_do_without_a_drafter() -> None:
+    asked = ["serve", "--name", "first", "--model", "second=tiny,none", "--model", "third=tiny"]
+    pairs = serve._pairs(parser().parse_args(asked))
+    drafters = {name: pair.configs[1] is not None for name, pair in pairs.items()}
+    assert drafters == {"first": True, "second": False, "third": True}
 
 
 def test_rules_for_agents_are_on_and_the_environment_has_its_say(
