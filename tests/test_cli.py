@@ -1,5 +1,6 @@
 """The command line as a user meets it: what it prints, what it returns, how it fails."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -17,8 +18,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan, loading
-from dflash_jax.cli import main, probe
-from dflash_jax.cli.options import use_compilation_cache
+from dflash_jax.cli import main, parser, probe
+from dflash_jax.cli.options import chosen_plan, use_compilation_cache
 from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
@@ -109,6 +110,18 @@ def request_(pair: list[object], official: dict[str, list[int]]) -> list[object]
 
 
 # -- generate ----------------------------------------------------------------------------------
+
+
+def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
+    apart = {"lookahead", "stored", "stop_slots", "queue", "prefix_folder", "prefix_disk"}
+    flags = """--rows 2 --rounds 3 --max-length 64 --block 4 --chunk 16 --dtype float16
+        --weights int8 --order rows --kv-dtype int8 --kernels xla --inexact --no-rings
+        --taps-at late --min-survival 0.5 --memory-limit 9 --prefix-cache 8 --mesh 2x2"""
+    plan = chosen_plan(parser().parse_args(["explain", *flags.split()]))
+    default = {"devices"}  # which goes with no mesh
+    same = {f.name for f in dataclasses.fields(Plan) if getattr(plan, f.name) == f.default}
+    assert same == apart | default
+    assert chosen_plan(parser().parse_args(["explain", "--drafter-device", "1"])).devices == (0, 1)
 
 
 def test_a_user_without_a_home_keeps_no_compiled_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,11 @@ def model_options(verb: argparse.ArgumentParser) -> None:
         help="how float matrices lie: rows, columns or panels; what suits the processor by default",
     )
     models.add_argument("--kv-dtype", default="auto", help="of cached keys and values: int8")
+    models.add_argument(
+        "--kernels",
+        default="auto",
+        help="on a GPU: xla alone, pallas for packed weights (auto), or for attention too (pallas)",
+    )
     models.add_argument("--block", type=int, default=0, help="tokens per step, anchor included")
     models.add_argument("--max-length", type=int, default=0, help="prompt and output together")
     models.add_argument("--chunk", type=int, default=0, help="prompt tokens per prefill call")
@@ -139,6 +144,7 @@ def chosen_plan(options: argparse.Namespace) -> Any:
         weights=options.weights,
         order=options.order,
         kv_dtype=options.kv_dtype,
+        kernels=options.kernels,
         exact=not options.inexact,
         rings=not options.no_rings,
         taps_at=options.taps_at,
