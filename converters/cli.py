@@ -175,7 +175,7 @@ def _export(options: argparse.Namespace) -> int:
     tokenizer = open_model(options.tokenizer, role="target") if options.tokenizer else None
     for source in filter(None, (model, tokenizer)):
         convert.keep_apart(source, options.destination)
-    file = convert.sources(tokenizer) if tokenizer else None
+    file = convert.gguf_file(tokenizer) if tokenizer else None
     if options.tokenizer and (file is None or options.layout != export.GGUF):
         raise ConfigError(
             f"--tokenizer {options.tokenizer} is of no use here: a .gguf target's tokenizer is"

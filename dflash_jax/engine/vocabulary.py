@@ -47,7 +47,7 @@ def words_of(
     )
 
 
-def opens_thought(tokenizer: Tokenizer, prompt: Ids) -> bool:
+def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     """Whether a prompt ends inside a thought."""
     syntax = syntax_of(tokenizer.template)
     if syntax is None or syntax.thought is None:
