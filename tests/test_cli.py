@@ -18,11 +18,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan, loading
-from dflash_jax.cli import main, parser, probe
+from dflash_jax.cli import main, parser, probe, verify
 from dflash_jax.cli.options import chosen_plan, use_compilation_cache
 from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.result import Result, Stats
 from dflash_jax.engine.runner import Runner
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import export
@@ -289,6 +290,11 @@ def test_verify_returns_zero_when_all_tokens_are_equal(run: Run, asked: list[obj
     assert (code, found["prompts"], found["different"]) == (0, 1, 0)
     assert found["first_differences"] == [None]
     assert found["plan"]["block"] == 8
+
+
+def test_verify_claims_no_acceptance_length_without_a_round() -> None:
+    one = Result([7], None, "length", Stats(output_tokens=1))
+    assert "1 generated  acceptance length -  equal" in verify.line(compare.Check((1,), one, one))
 
 
 def test_verify_returns_one_when_a_token_differs(
