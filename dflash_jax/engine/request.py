@@ -5,12 +5,12 @@ import operator
 import secrets
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypedDict
 
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.config import TargetConfig
 from dflash_jax.decode.shaping import TOP
-from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery import OFF, CancelCell, Recovery
 from dflash_jax.engine.recovery.words import SILENT, Words
 from dflash_jax.engine.structured import Structure
 from dflash_jax.engine.vocabulary import words_of
@@ -126,6 +126,38 @@ class Request:
     def limit(self) -> int:
         """Most tokens prompt and output may have together."""
         return len(self.prompt) + self.max_tokens
+
+
+class Options(TypedDict, total=False):
+    """Arguments that ask for an output; `Engine.stream` says what they mean."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    structured: Structure | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
+    speculative: bool
+    block_size: int | None
+    recovery: Recovery | None
+    tools: Sequence[Any] | None
+    tool_choice: Any
+
+
+class CancellableOptions(Options, total=False):
+    """And a cell to end it by."""
+
+    cancel: CancelCell | None
 
 
 def request_of(

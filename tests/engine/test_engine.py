@@ -1,8 +1,11 @@
 """What a caller of the engine sees: streams, ends, rows, statistics, broken numbers."""
 
 import dataclasses
+import inspect
 import json
+import re
 import threading
+import typing
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -16,6 +19,7 @@ from dflash_jax.compiler.plan import Order
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.pace import Pace
+from dflash_jax.engine.request import CancellableOptions, Options, request_of
 from dflash_jax.engine.result import Piece
 from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.text import OutputText
@@ -424,6 +428,15 @@ def test_bad_requests_are_refused_by_name(
 def test_a_stop_string_is_a_text(spoken: Engine, stop: Any) -> None:
     with pytest.raises(RequestError, match="expected texts of at least one character"):
         spoken.generate(PROMPT, max_tokens=4, stop=stop)
+
+
+def test_arguments_have_the_types_and_the_words_they_are_read_by() -> None:
+    keywords = inspect.getfullargspec(request_of).kwonlyargs
+    read = typing.get_type_hints(request_of)
+    assert typing.get_type_hints(Options) == {name: read[name] for name in keywords}
+    explained = re.findall(r"^ {10}(\w[\w, ]*):", Engine.stream.__doc__ or "", re.MULTILINE)
+    names = {name for line in explained for name in line.split(", ")}
+    assert names >= typing.get_type_hints(CancellableOptions).keys()
 
 
 def test_arguments_may_be_left_out_by_name(tiny: Engine, truth: list[int]) -> None:
