@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +307,10 @@ PARSERS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("targets/llama3/config.json", target_config),
     ("targets/llama3/config.hub.json", target_config),
     ("targets/qwen3/config.hub.json", target_config),
+    ("targets/gemma4/config.json", target_config),
+    ("targets/gemma4_moe/config.json", target_config),
+    ("targets/gpt_oss/config.json", target_config),
+    ("targets/qwen3_5_moe/config.json", target_config),
     ("drafters/v1_sliding_bidirectional/config.json", drafter_config),
 ]
 ODD = ["x", "", -1, 0, 1, 1.5, [], [1], ["a"], [None], {}, {"a": 1}, True, 1e400, "full_attention"]
@@ -317,12 +321,16 @@ def test_any_field_of_any_kind_is_understood_or_refused_as_a_config_error(
     oracle: Path, where: str, parse: Callable[[dict[str, Any]], Any]
 ) -> None:
     """No TypeError, no ZeroDivisionError: one field at a time holds one odd value."""
+
+    def paths(value: Any, *before: str) -> Iterator[tuple[str, ...]]:
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            yield (*before, name)
+            yield from paths(inner, *before, name)
+
     base = fields(oracle, where)
     parse(base)
-    paths = [(name,) for name in base]
-    paths += [(a, b) for a, inner in base.items() if isinstance(inner, dict) for b in inner]
     refused = 0
-    for path in paths:
+    for path in paths(base):
         for odd in ODD:
             changed = copy.deepcopy(base)
             parent = changed

@@ -60,7 +60,8 @@ class Gemma4Config(TargetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_heads % self.full_kv_heads or self.full_head_dim % 2:
+        sizes = self.full_kv_heads > 0 and self.full_head_dim > 0
+        if not sizes or self.num_heads % self.full_kv_heads or self.full_head_dim % 2:
             raise ConfigError(
                 f"{self.num_heads} heads cannot share {self.full_kv_heads} key/value heads of"
                 f" width {self.full_head_dim} in full layers; expected a divisor and an even width"
@@ -162,7 +163,7 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=dtype_name(f if f.get("dtype") else outer),
         qk_norm=True,
-        embedding_scale=math.sqrt(hidden),
+        embedding_scale=math.sqrt(max(hidden, 0)),  # less is refused by the config
         final_softcap=cap if cap > 0 else None,
         shared_layers=f.integer("num_kv_shared_layers", 0),
         shared_mlp_factor=2 if double else 1,
