@@ -259,6 +259,8 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
         ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4}}, "llama3 rotary scaling"),
         ({"layer_types": ["full_attention"]}, "expected 3 entries of 'full_attention' or 'sliding"),
         ({"sliding_window": -4}, "sliding_window is -4; expected a positive integer"),
+        ({"vocab_size": 0}, "vocab_size is 0; it must be at least 1"),
+        ({"intermediate_size": -1}, "intermediate_size is -1; it must be at least 0"),
     ],
 )
 def test_a_target_config_that_cannot_be_run_is_refused_by_name(
@@ -267,6 +269,19 @@ def test_a_target_config_that_cannot_be_run_is_refused_by_name(
     base = fields(oracle, "targets/llama3/config.hub.json")
     with pytest.raises(ConfigError, match=says):
         target_config(base | change, "here/config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("gemma4_ple", "hidden_size_per_layer_input"),
+        ("qwen3_5_moe", "shared_expert_intermediate_size"),
+    ],
+)
+def test_sizes_of_a_familys_own_are_not_negative(oracle: Path, name: str, size: str) -> None:
+    base = fields(oracle, f"targets/{name}/config.json")
+    with pytest.raises(ConfigError, match="is -1; it must be at least 0"):
+        target_config(base | {size: -1})
 
 
 def test_an_unknown_model_type_lists_the_known_ones(oracle: Path) -> None:

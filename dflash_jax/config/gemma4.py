@@ -13,6 +13,7 @@ from dflash_jax.config.base import (
     SLIDING,
     RopeConfig,
     TargetConfig,
+    at_least,
     dtype_name,
     id_tuple,
 )
@@ -60,6 +61,7 @@ class Gemma4Config(TargetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least(self, 0, "per_layer_size")
         sizes = self.full_kv_heads > 0 and self.full_head_dim > 0
         if not sizes or self.num_heads % self.full_kv_heads or self.full_head_dim % 2:
             raise ConfigError(
