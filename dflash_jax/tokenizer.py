@@ -1,5 +1,6 @@
 """Text to token ids and back, and the chat template of a model directory."""
 
+import datetime
 import functools
 import json
 import re
@@ -8,6 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -171,7 +175,8 @@ class Tokenizer:
 
     def _rendered(self, messages: Sequence[Message], /, **variables: Any) -> str:
         assert self.template is not None
-        variables = {"add_generation_prompt": True, "tools": None} | self.specials | variables
+        unsaid = {"add_generation_prompt": True, "tools": None, "documents": None}
+        variables = unsaid | self.specials | variables
         try:
             return _compiled(self.template).render(variables | {"messages": messages})
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
@@ -225,21 +230,49 @@ def _text(file: str | Path) -> str:
 @functools.lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
     """A template ready to render; compiling one takes longer than answering a short request."""
-    names = {"raise_exception": _raise_exception}
+    names = {"raise_exception": _raise_exception, "strftime_now": _now}
     return _environment().from_string(template, globals=names)
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The settings chat templates are written for (as in transformers)."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
 
-    def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment.filters["tojson"] = tojson
     return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """What stands between `generation` and `endgeneration`: those mark it for training alone."""
+
+    tags = {"generation"}  # noqa: RUF012  (as jinja2 types it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The marked statements, as if they were not marked."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _now(form: str) -> str:
+    """The date or time as a template wants it: gpt-oss and Llama 3 tell their models the day."""
+    return datetime.datetime.now().strftime(form)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,0 +1,43 @@
+"""A model's tokenizer files: chat templates as their authors tried them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_jax.loading import locate
+from dflash_jax.tokenizer import Tokenizer
+
+TALK = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def core() -> Path:
+    return locate("tiny", "target") / "tokenizer.json"
+
+
+def read(core: Path, settings: Any) -> Tokenizer:
+    files = {"tokenizer.json": core, "tokenizer_config.json": json.dumps(settings)}
+    found = Tokenizer.from_files(files, where="here")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ strftime_now('%Y-%m-%d') }}", r"\d{4}-\d\d-\d\d"),
+        ("a{% generation %}{{ messages[0].content }}{% endgeneration %}b", "aHib"),
+        (
+            "{{ {'b': 'é', 'a': 1} | tojson(separators=(',', ':'), sort_keys=True) }}",
+            '{"a":1,.*é"}',
+        ),
+        ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
+        ("{{ 'none' if documents is none and tools is none }}", "none"),
+    ],
+)
+def test_templates_find_what_transformers_gives_them(core: Path, template: str, said: str) -> None:
+    found = read(core, {"chat_template": template}).render(TALK)
+    assert re.fullmatch(said, found)
