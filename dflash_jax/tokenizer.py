@@ -51,14 +51,16 @@ class Tokenizer:
                 return None
             core = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
             settings = json.loads(texts.get("tokenizer_config.json", "{}"))
+            template = texts.get("chat_template.jinja", settings.get("chat_template"))
+            if isinstance(template, list):  # older files hold several, by name
+                named = {entry["name"]: entry["template"] for entry in template}
+                template = named.get("default", next(iter(named.values()), None))
+            if not isinstance(template, str | None):
+                raise TypeError(f"the chat template is a {type(template).__name__}, no text")
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(
                 f"the tokenizer of {where} cannot be read ({error}); fetch its files again"
             ) from error
-        template = texts.get("chat_template.jinja", settings.get("chat_template"))
-        if isinstance(template, list):  # older files hold several, by name
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default", next(iter(named.values()), None))
         specials = {k: v for k, v in settings.items() if k.endswith("_token") and v}
         plain = {k: v.get("content") if isinstance(v, dict) else v for k, v in specials.items()}
         return cls(core, template, {k: v for k, v in plain.items() if isinstance(v, str)})
@@ -179,7 +181,7 @@ class Tokenizer:
         variables = unsaid | self.specials | variables
         try:
             return _compiled(self.template).render(variables | {"messages": messages})
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # a template is anybody's program
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer files: chat templates as their authors tried them."""
+"""A model's tokenizer files: chat templates as their authors tried them, and damaged ones."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dflash_jax.errors import CheckpointError, RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 
@@ -41,3 +42,33 @@ def read(core: Path, settings: Any) -> Tokenizer:
 def test_templates_find_what_transformers_gives_them(core: Path, template: str, said: str) -> None:
     found = read(core, {"chat_template": template}).render(TALK)
     assert re.fullmatch(said, found)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{{ '{0}'.format() }}",
+        "{{ 'a'.encode('no such code') }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% if %}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_whatever_a_template_raises_is_a_refusal(core: Path, template: str) -> None:
+    with pytest.raises(RequestError, match="the chat template refused the messages"):
+        read(core, {"chat_template": template}).render(TALK)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        None,
+        [],
+        "x",
+        *({"chat_template": odd} for odd in (5, [1], ["x"], [{"name": "default"}], {"a": "b"})),
+    ],
+)
+def test_damaged_settings_are_refused_by_name(core: Path, settings: Any) -> None:
+    with pytest.raises(CheckpointError, match="the tokenizer of here cannot be read"):
+        read(core, settings)

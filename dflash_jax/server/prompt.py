@@ -163,8 +163,6 @@ def _render(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, 
             return tokenizer.render(_led(messages), **variables)
     except RequestError as error:
         raise Problem(400, str(error), param="messages") from None
-    except RecursionError:
-        raise Problem(400, "the messages are nested too deeply", param="messages") from None
 
 
 def _led(messages: list[Message]) -> list[Message]:
