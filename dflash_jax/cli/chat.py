@@ -104,8 +104,7 @@ class Conversation:
         options, tokenizer = self._options, self.engine.tokenizer
         self._talk.append({"role": "user", "content": text})
         prompt = self._prompt()
-        thought = self._syntax.thought if self._syntax else None
-        marks = [thought.opening, thought.closing] if thought else []
+        marks = self._syntax.markers(calls=False) if self._syntax else ()
         output = OutputText(tokenizer.showing(marks) if marks else tokenizer)
         parser = OutputParser(self._syntax, thinking=opens_thought(tokenizer, prompt))
         room = self.engine.plan.max_length - len(prompt)
