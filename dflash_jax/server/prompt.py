@@ -153,7 +153,7 @@ def _lead(
         except Problem:  # the template wants more of a tool's answer than we can invent
             continue
         header = MARK.join(later.split(MARK)[: text.count(MARK) + 1])
-        if not text.startswith(header):
+        if not (header and text.startswith(header)):
             return None
         return tuple(tokenizer.encode(text.removeprefix(header), specials=False))
     return None

@@ -330,6 +330,21 @@ def test_turns_whose_header_names_a_channel_are_left_to_the_template(tokenizer: 
     assert text.endswith("<|start|>assistant")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[-1].content }}",  # shows no past turn
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}go",
+    ],
+)
+def test_turns_without_a_header_are_left_to_the_template(
+    tokenizer: Tokenizer, template: str
+) -> None:
+    bare = Tokenizer(tokenizer.core, template, {})
+    ask = asked(messages=conversation([{"role": "user", "content": "Hi"}]))
+    assert chat_prompt(ask, bare, ToolTurns(), None).lead() is None
+
+
 def test_unknown_calls_are_rendered_by_the_template(tokenizer: Tokenizer) -> None:
     function = {"name": "read_file", "arguments": '{"path": "a.txt"}'}
     talk = [
