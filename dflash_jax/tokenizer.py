@@ -25,10 +25,17 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 class Tokenizer:
     """A `tokenizer.json` and, where the model has one, its chat template."""
 
-    def __init__(self, core: tokenizers.Tokenizer, template: str | None, specials: dict[str, str]):
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        template: str | None,
+        specials: dict[str, str],
+        tool_template: str | None = None,
+    ):
         self.core = core
         self.template = template
         self.specials = specials  # bos_token and the like, for templates
+        self.tool_template = tool_template  # of conversations with tools, where it is another
         self.shown: frozenset[int] = frozenset()  # special ids whose text is part of the output
         self._showing: dict[tuple[str, ...], Tokenizer] = {}
 
@@ -51,19 +58,20 @@ class Tokenizer:
                 return None
             core = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
             settings = json.loads(texts.get("tokenizer_config.json", "{}"))
-            template = texts.get("chat_template.jinja", settings.get("chat_template"))
-            if isinstance(template, list):  # older files hold several, by name
-                named = {entry["name"]: entry["template"] for entry in template}
-                template = named.get("default", next(iter(named.values()), None))
-            if not isinstance(template, str | None):
-                raise TypeError(f"the chat template is a {type(template).__name__}, no text")
+            template, with_tools = _templates(texts, settings)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(
                 f"the tokenizer of {where} cannot be read ({error}); fetch its files again"
             ) from error
         specials = {k: v for k, v in settings.items() if k.endswith("_token") and v}
         plain = {k: v.get("content") if isinstance(v, dict) else v for k, v in specials.items()}
-        return cls(core, template, {k: v for k, v in plain.items() if isinstance(v, str)})
+        known = {k: v for k, v in plain.items() if isinstance(v, str)}
+        return cls(core, template, known, with_tools)
+
+    @property
+    def teaches(self) -> str | None:
+        """The template that shows a model its tools, and so how calls are written."""
+        return self.tool_template or self.template
 
     @property
     def size(self) -> int:
@@ -106,7 +114,8 @@ class Tokenizer:
         key = tuple(texts)
         if key not in self._showing:
             shown = {i for i, text in self._special.items() if any(text in t for t in key)}
-            made = self._showing[key] = Tokenizer(self.core, self.template, self.specials)
+            made = Tokenizer(self.core, self.template, self.specials, self.tool_template)
+            self._showing[key] = made
             made.shown, made._special = frozenset(shown), self._special
         return self._showing[key]
 
@@ -179,8 +188,9 @@ class Tokenizer:
         assert self.template is not None
         unsaid = {"add_generation_prompt": True, "tools": None, "documents": None}
         variables = unsaid | self.specials | variables
+        template = (variables["tools"] and self.tool_template) or self.template
         try:
-            return _compiled(self.template).render(variables | {"messages": messages})
+            return _compiled(template).render(variables | {"messages": messages})
         except Exception as error:  # a template is anybody's program
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
@@ -223,6 +233,26 @@ def well_formed(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _templates(
+    texts: Mapping[str, str], settings: Mapping[str, Any]
+) -> tuple[str | None, str | None]:
+    """The chat template, and the one for conversations with tools if it is another.
+
+    Raises:
+      TypeError, KeyError: they are no texts, or have no names.
+    """
+    found = texts.get("chat_template.jinja", settings.get("chat_template"))
+    if not isinstance(found, list):
+        chosen = found, None
+    else:  # older files hold several, by name
+        named = {entry["name"]: entry["template"] for entry in found}
+        chosen = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
+    for template in chosen:
+        if not isinstance(template, str | None):
+            raise TypeError(f"the chat template is a {type(template).__name__}, no text")
+    return chosen
 
 
 def _text(file: str | Path) -> str:

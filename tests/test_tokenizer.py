@@ -10,6 +10,7 @@ import pytest
 from dflash_jax.errors import CheckpointError, RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tools import SYNTAXES, syntax_of
 
 TALK = [{"role": "user", "content": "Hi"}]
 
@@ -42,6 +43,16 @@ def read(core: Path, settings: Any) -> Tokenizer:
 def test_templates_find_what_transformers_gives_them(core: Path, template: str, said: str) -> None:
     found = read(core, {"chat_template": template}).render(TALK)
     assert re.fullmatch(said, found)
+
+
+def test_conversations_with_tools_take_the_template_that_is_for_them(core: Path) -> None:
+    named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "<tool_call>"}]
+    tokenizer = read(core, {"chat_template": named})
+    for one in (tokenizer, tokenizer.showing(["<tool_call>"])):
+        assert one.render(TALK) == one.render(TALK, tools=[]) == "A"
+        assert one.render(TALK, tools=[{}]) == "<tool_call>"
+        assert syntax_of(one.teaches) is SYNTAXES["hermes"]
+    assert read(core, {"chat_template": "A"}).render(TALK, tools=[{}]) == "A"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class Conversation:
         from dflash_jax.tools import syntax_of
 
         self.engine, self._options = engine, options
-        self._syntax = syntax_of(engine.tokenizer.template)
+        self._syntax = syntax_of(engine.tokenizer.teaches)
         self._last: Any = None
         self.reset()
 
