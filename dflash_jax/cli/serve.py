@@ -19,8 +19,7 @@ from dflash_jax.cli.options import (
 from dflash_jax.errors import RequestError
 
 KEYS = "DFLASH_API_KEY"
-PREFIX_DISK = 2**33
-PREFIX_CACHE = 2**28  # default bytes: conversations come back longer, again and again
+PREFIX_CACHE, PREFIX_DISK = 2**28, 2**33  # bytes: conversations come back longer, again and again
 
 
 def add_verb(verbs: Any) -> None:
@@ -29,20 +28,33 @@ def add_verb(verbs: Any) -> None:
     server = verb.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface")
     server.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    server.add_argument("--name", help="the model's name; the target's by default")
+    server.add_argument("--name", help="the first model's name; its target's by default")
     server.add_argument(
         "--model",
         action="append",
         default=[],
         metavar="NAME=TARGET[,DRAFTER]",
-        help="another pair to load; requests choose by name",
+        help="another pair to load (may be given again); requests choose by name",
     )
-    server.add_argument("--queue", type=int, default=64, help="answers that wait or run")
     server.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds per request; 0 for no limit"
+        "--queue", type=int, default=64, help="answers that wait or run (default 64)"
     )
-    server.add_argument("--drain", type=float, default=30.0, help="seconds given after SIGTERM")
-    server.add_argument("--max-body", type=int, default=32 * 2**20, metavar="BYTES")
+    server.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="seconds per request (default 600; 0: no limit)",
+    )
+    server.add_argument(
+        "--drain", type=float, default=30.0, help="seconds given after SIGTERM (default 30)"
+    )
+    server.add_argument(
+        "--max-body",
+        type=int,
+        default=32 * 2**20,
+        metavar="BYTES",
+        help="largest body of a request (default 32 MiB)",
+    )
     server.add_argument(
         "--max-tokens",
         type=int,
@@ -62,7 +74,13 @@ def add_verb(verbs: Any) -> None:
     server.add_argument(
         "--api-key-file", type=Path, help=f"one key a line; or set {KEYS}, keys parted by commas"
     )
-    server.add_argument("--cors", action="append", default=[], metavar="ORIGIN")
+    server.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="whose scripts may use the server; may be given again",
+    )
     server.add_argument("--metrics", action="store_true", help="put figures into every answer")
     server.add_argument("--quiet", action="store_true", help="no line per request")
     server.add_argument(
@@ -72,7 +90,11 @@ def add_verb(verbs: Any) -> None:
         help="keep prefixes of prompts on disk as well: for when memory dropped them, or a restart",
     )
     server.add_argument(
-        "--prefix-disk", type=int, default=PREFIX_DISK, metavar="BYTES", help="most in that folder"
+        "--prefix-disk",
+        type=int,
+        default=PREFIX_DISK,
+        metavar="BYTES",
+        help="most in that folder (default 8 GiB)",
     )
     model_options(verb)
     verb.set_defaults(prefix_cache=PREFIX_CACHE)
