@@ -305,7 +305,9 @@ def _download(repository: str, role: str) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                repository, allow_patterns=["*.json", "*.safetensors", "*.jinja"]
+                repository,
+                allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+                ignore_patterns=["*/*"],  # gpt-oss holds the weights a second time in original/
             )
         )
     except Exception as error:  # network, authorisation, unknown repository
@@ -317,7 +319,12 @@ def _download(repository: str, role: str) -> Path:
 def load_target(
     source: Source = SHIPPED, *, dtype: Dtype = "float32", tokenizer: Source | None = None
 ) -> TargetModel:
-    """A target alone; `dtype` is float32, bfloat16 or float16, `tokenizer` as for `load`."""
+    """A target alone; `dtype` is float32, bfloat16 or float16, `tokenizer` as for `load`.
+
+    Raises:
+      ConfigError, CheckpointError: a model that cannot be run.
+      PlanError: JAX finds no device to run on.
+    """
     tune_allocator()
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype is {dtype!r}; expected float32, bfloat16 or float16")

@@ -1,8 +1,11 @@
 """From files to models: what loads, and what is refused with its name and remedy."""
 
+import fnmatch
 import json
 import os
 import shutil
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +126,43 @@ def test_a_missing_folder_is_named_with_what_may_be_given(tmp_path: Path) -> Non
 def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match="cannot be looked at: "):
         locate(name, "target")
+
+
+def test_of_a_repository_only_what_is_read_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ["README.md", "config.json", "chat_template.jinja", WEIGHTS, f"original/{WEIGHTS}"]
+    fetched = []
+
+    def snapshot_download(
+        repository: str, *, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        """As the hub's: a pattern's `*` stands for slashes, too."""
+        for file in files:
+            wanted = any(fnmatch.fnmatch(file, p) for p in allow_patterns)
+            if wanted and not any(fnmatch.fnmatch(file, p) for p in ignore_patterns):
+                fetched.append(file)
+        return str(tmp_path / repository)
+
+    hub = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert locate("openai/gpt-oss-20b", "target") == tmp_path / "openai" / "gpt-oss-20b"
+    assert fetched == ["config.json", "chat_template.jinja", WEIGHTS]
+
+
+def test_what_the_hub_refuses_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(repository: str, **_: object) -> str:
+        raise OSError(f"no such repository: {repository}")
+
+    hub = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    with pytest.raises(CheckpointError, match=r"target a/b could not be fetched .* no such repos"):
+        locate("a/b", "target")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # not installed
+    with pytest.raises(
+        CheckpointError, match=r"install the extra: pip install 'dflash-jax\[hub\]'"
+    ):
+        locate("a/b", "target")
 
 
 @pytest.mark.parametrize(
