@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -151,19 +152,18 @@ class Tokenizer:
         Raises:
           RequestError: the model has no template, or the template refuses the messages.
         """
-        if self.template is None:
-            raise RequestError(
-                "this model ships no chat template; give a plain text or token ids instead"
-            )
         return self._rendered([self.plain(message) for message in messages], **variables)
 
     def plain(self, message: Message) -> Message:
-        """The message, its content a text if it is a list of them, or of parts of type text.
+        """The message as the template reads it.
 
-        They are joined as the template joins them; by a newline, as other servers do it, where
-        the template reads no lists.
+        A content that is a list of texts, or of parts of type text, becomes a text. They are joined
+        as the template joins them; by a newline, as other servers do it, where the template reads
+        no lists. Tool calls without a content get an empty one where the template needs a text.
         """
         content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            return self._wordless(message)
         if not isinstance(content, list):
             return message
         parts = (part.get("text") if isinstance(part, dict) else part for part in content)
@@ -171,6 +171,30 @@ class Tokenizer:
         if len(texts) < len(content):
             return message
         return message | {"content": self._between.join(texts)}
+
+    def _wordless(self, message: Message) -> Message:
+        """A turn that only calls tools; its thought, too, by the name that gpt-oss has for it."""
+        thought = message.get("reasoning_content")
+        if thought and "message.thinking" in (self.teaches or ""):
+            message = message | {"thinking": thought}
+        return message | {"content": self._nothing}
+
+    @functools.cached_property
+    def _nothing(self) -> str | None:
+        """The content of a turn that has none: None, or "" where None is refused or written out."""
+        function = {"name": "f", "description": "", "parameters": {"type": "object"}}
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+        def harm(content: str | None) -> float:
+            turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+            talk = [{"role": "user", "content": "."}, turn]
+            try:
+                text = self._rendered(talk, tools=[{"type": "function", "function": function}])
+            except RequestError:
+                return math.inf
+            return text.count("None")
+
+        return "" if harm("") < harm(None) else None
 
     @functools.cached_property
     def _between(self) -> str:
@@ -185,7 +209,10 @@ class Tokenizer:
         return between if found and not between.strip() else "\n"
 
     def _rendered(self, messages: Sequence[Message], /, **variables: Any) -> str:
-        assert self.template is not None
+        if self.template is None:
+            raise RequestError(
+                "this model ships no chat template; give a plain text or token ids instead"
+            )
         unsaid = {"add_generation_prompt": True, "tools": None, "documents": None}
         variables = unsaid | self.specials | variables
         template = (variables["tools"] and self.tool_template) or self.template

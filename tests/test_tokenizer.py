@@ -55,6 +55,50 @@ def test_conversations_with_tools_take_the_template_that_is_for_them(core: Path)
     assert read(core, {"chat_template": "A"}).render(TALK, tools=[{}]) == "A"
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+GUARDED = "{% for m in messages %}{% if 'x' in m.content %}{% endif %}{{ m.content }}{% endfor %}"
+CALLS_BY_NONE = (
+    "{% for m in messages %}{% if m['content'] is none %}calls{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (GUARDED, "Hi"),  # as gpt-oss and the first Qwen3, which look into every content
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "Hi"),  # would write None
+        (CALLS_BY_NONE, "Hicalls"),  # as DeepSeek's, which has no calls beside a text
+    ],
+)
+def test_calls_without_a_content_have_the_one_that_the_template_reads(
+    core: Path, template: str, said: str
+) -> None:
+    tokenizer = read(core, {"chat_template": template})
+    for turn in ({"content": None}, {}):
+        assert tokenizer.render([*TALK, {"role": "assistant", "tool_calls": [CALL]} | turn]) == said
+
+
+def test_what_gpt_oss_thought_before_a_call_is_shown_by_its_own_name(core: Path) -> None:
+    template = (
+        "{% for message in messages %}{% if message.content and message.thinking %}"
+        "{{ raise_exception('both') }}{% endif %}{{ message.content or message.thinking }}"
+        "{% endfor %}"
+    )
+    turn = {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "Hm"}
+    tokenizer = read(core, {"chat_template": template})
+    assert tokenizer.render([*TALK, turn]) == "HiHm"
+    assert tokenizer.render([*TALK, turn | {"content": "Look:"}]) == "HiLook:"
+
+
+def test_without_a_template_contents_are_joined_but_no_conversation_is_written(core: Path) -> None:
+    tokenizer = read(core, {})
+    message = tokenizer.plain({"role": "user", "content": ["Hi", "there"]})
+    assert message["content"] == "Hi\nthere"
+    with pytest.raises(RequestError, match="this model ships no chat template"):
+        tokenizer.render([message])
+
+
 @pytest.mark.parametrize(
     "template",
     [
