@@ -53,6 +53,7 @@ def _verb(
     verb.set_defaults(run=run)
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.add_argument(
+        "--taps",
         "--target-layer-shift",
         choices=CHOICES,
         default=AUTO,
@@ -107,7 +108,7 @@ def _inspect(options: argparse.Namespace) -> int:
         found = {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
         _print(options, found, [f"{verdict.outcome}: {'; '.join(verdict.reasons)}"])
         return CHECK_FAILED if verdict.outcome == REFUSE else 0
-    report = inspect.inspect(options.path, taps=options.target_layer_shift)
+    report = inspect.inspect(options.path, taps=options.taps)
     _print(options, report, inspect.lines(report))
     return 0
 
@@ -131,7 +132,7 @@ def _convert_verb(verbs: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    model = open_model(options.source, taps=options.target_layer_shift)
+    model = open_model(options.source, taps=options.taps)
     if options.dry_run:
         report = convert.inventory(model, convert.chosen_dtype(model, options.dtype))
         _print(options, report, convert.lines(report))
@@ -159,8 +160,7 @@ def _compare_verb(verbs: Any) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     first, second = (
-        open_model(path, taps=options.target_layer_shift)
-        for path in (options.first, options.second)
+        open_model(path, taps=options.taps) for path in (options.first, options.second)
     )
     found = compare.compare(first, second)
     _print(options, found.to_json(), compare.lines(found, options.worst))
@@ -188,7 +188,7 @@ def _export_verb(verbs: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    model = open_model(options.source, taps=options.target_layer_shift)
+    model = open_model(options.source, taps=options.taps)
     if options.layout == ZLAB and not isinstance(model.config, DrafterConfig):
         raise ConfigError(
             f"{options.source} is a target; the format zlab is for drafters, write it as"
@@ -199,7 +199,7 @@ def _export(options: argparse.Namespace) -> int:
     tokenizer = open_model(options.tokenizer, role="target") if options.tokenizer else None
     for source in filter(None, (model, tokenizer)):
         convert.keep_apart(source.path, options.destination)
-    file = convert.sources(tokenizer) if tokenizer else None
+    file = convert.gguf_file(tokenizer) if tokenizer else None
     if options.tokenizer and (file is None or options.layout != export.GGUF):
         raise ConfigError(
             f"--tokenizer {options.tokenizer} is of no use here: a .gguf target's tokenizer is"

@@ -158,7 +158,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     return found
 
 
-def sources(model: Model) -> GgufFile | None:
+def gguf_file(model: Model) -> GgufFile | None:
     """The GGUF file behind a model, if there is one."""
     source = model.tensors.source
     return source if isinstance(source, GgufFile) else None

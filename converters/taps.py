@@ -69,7 +69,7 @@ def read_taps(
             raise CheckpointError(
                 f"{where}: {source} is {list(ids)}, and {reason}. It means the outputs of layers"
                 f" {list(ids)} (raw) or of layers {[i - 1 for i in ids]} (plus1). Find the"
-                " drafter's original config.json and choose with --target-layer-shift raw or plus1"
+                " drafter's original config.json and choose taps, raw or plus1 (--taps)"
             )
     meant = convention if choice == AUTO else choice
     raw = tuple(i - 1 for i in ids) if meant == PLUS_ONE else ids

@@ -6,6 +6,7 @@ With the command line the only place that imports `converters`, and only inside 
 import dataclasses
 import importlib.resources
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +41,7 @@ Config = TargetConfig | DrafterConfig
 AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)
 SHIPPED = "tiny"
 AUTO = "auto"
+MEMORY = Path("/proc/meminfo")  # of the host, on Linux
 
 
 def load(
@@ -251,11 +253,18 @@ def default_device() -> jax.Device:
 
 
 def free_memory(device: jax.Device) -> int:
-    """Bytes an engine may take: free memory of the device, or of the host for a CPU."""
+    """Bytes an engine may take: free memory of the device, or of the host for a CPU.
+
+    All of the host's where the system does not say how much is free, as on macOS.
+    """
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    said = MEMORY.read_text(encoding="utf-8") if MEMORY.is_file() else ""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", said, re.MULTILINE)
+    if found:  # with memory that only caches files, such as weights read before
+        return int(found[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def locate(source: Source, role: str) -> Path:
@@ -267,10 +276,10 @@ def locate(source: Source, role: str) -> Path:
     try:
         path = Path(source).expanduser()
         path.stat()
-    except (RuntimeError, PermissionError) as error:
-        raise CheckpointError(f"the {role} {source} cannot be looked at: {error}") from error
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"the {role} {source} cannot be looked at: {error}") from error
     if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
     if path.exists():
@@ -296,7 +305,9 @@ def _download(repository: str, role: str) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                repository, allow_patterns=["*.json", "*.safetensors", "*.jinja"]
+                repository,
+                allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+                ignore_patterns=["*/*"],  # gpt-oss holds the weights a second time in original/
             )
         )
     except Exception as error:  # network, authorisation, unknown repository
@@ -308,7 +319,12 @@ def _download(repository: str, role: str) -> Path:
 def load_target(
     source: Source = SHIPPED, *, dtype: Dtype = "float32", tokenizer: Source | None = None
 ) -> TargetModel:
-    """A target alone; `dtype` is float32, bfloat16 or float16, `tokenizer` as for `load`."""
+    """A target alone; `dtype` is float32, bfloat16 or float16, `tokenizer` as for `load`.
+
+    Raises:
+      ConfigError, CheckpointError: a model that cannot be run.
+      PlanError: JAX finds no device to run on.
+    """
     tune_allocator()
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype is {dtype!r}; expected float32, bfloat16 or float16")

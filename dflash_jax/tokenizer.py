@@ -1,13 +1,18 @@
 """Text to token ids and back, and the chat template of a model directory."""
 
+import datetime
 import functools
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -21,10 +26,17 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 class Tokenizer:
     """A `tokenizer.json` and, where the model has one, its chat template."""
 
-    def __init__(self, core: tokenizers.Tokenizer, template: str | None, specials: dict[str, str]):
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        template: str | None,
+        specials: dict[str, str],
+        tool_template: str | None = None,
+    ):
         self.core = core
         self.template = template
         self.specials = specials  # bos_token and the like, for templates
+        self.tool_template = tool_template  # of conversations with tools, where it is another
         self.shown: frozenset[int] = frozenset()  # special ids whose text is part of the output
         self._showing: dict[tuple[str, ...], Tokenizer] = {}
 
@@ -47,17 +59,20 @@ class Tokenizer:
                 return None
             core = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
             settings = json.loads(texts.get("tokenizer_config.json", "{}"))
+            template, with_tools = _templates(texts, settings)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(
                 f"the tokenizer of {where} cannot be read ({error}); fetch its files again"
             ) from error
-        template = texts.get("chat_template.jinja", settings.get("chat_template"))
-        if isinstance(template, list):  # older files hold several, by name
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default", next(iter(named.values()), None))
         specials = {k: v for k, v in settings.items() if k.endswith("_token") and v}
         plain = {k: v.get("content") if isinstance(v, dict) else v for k, v in specials.items()}
-        return cls(core, template, {k: v for k, v in plain.items() if isinstance(v, str)})
+        known = {k: v for k, v in plain.items() if isinstance(v, str)}
+        return cls(core, template, known, with_tools)
+
+    @property
+    def teaches(self) -> str | None:
+        """The template that shows a model its tools, and so how calls are written."""
+        return self.tool_template or self.template
 
     @property
     def size(self) -> int:
@@ -100,7 +115,8 @@ class Tokenizer:
         key = tuple(texts)
         if key not in self._showing:
             shown = {i for i, text in self._special.items() if any(text in t for t in key)}
-            made = self._showing[key] = Tokenizer(self.core, self.template, self.specials)
+            made = Tokenizer(self.core, self.template, self.specials, self.tool_template)
+            self._showing[key] = made
             made.shown, made._special = frozenset(shown), self._special
         return self._showing[key]
 
@@ -136,19 +152,18 @@ class Tokenizer:
         Raises:
           RequestError: the model has no template, or the template refuses the messages.
         """
-        if self.template is None:
-            raise RequestError(
-                "this model ships no chat template; give a plain text or token ids instead"
-            )
         return self._rendered([self.plain(message) for message in messages], **variables)
 
     def plain(self, message: Message) -> Message:
-        """The message, its content a text if it is a list of them, or of parts of type text.
+        """The message as the template reads it.
 
-        They are joined as the template joins them; by a newline, as other servers do it, where
-        the template reads no lists.
+        A content that is a list of texts, or of parts of type text, becomes a text. They are joined
+        as the template joins them; by a newline, as other servers do it, where the template reads
+        no lists. Tool calls without a content get an empty one where the template needs a text.
         """
         content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            return self._wordless(message)
         if not isinstance(content, list):
             return message
         parts = (part.get("text") if isinstance(part, dict) else part for part in content)
@@ -156,6 +171,30 @@ class Tokenizer:
         if len(texts) < len(content):
             return message
         return message | {"content": self._between.join(texts)}
+
+    def _wordless(self, message: Message) -> Message:
+        """A turn that only calls tools; its thought, too, by the name that gpt-oss has for it."""
+        thought = message.get("reasoning_content")
+        if thought and "message.thinking" in (self.teaches or ""):
+            message = message | {"thinking": thought}
+        return message | {"content": self._nothing}
+
+    @functools.cached_property
+    def _nothing(self) -> str | None:
+        """The content of a turn that has none: None, or "" where None is refused or written out."""
+        function = {"name": "f", "description": "", "parameters": {"type": "object"}}
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+        def harm(content: str | None) -> float:
+            turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+            talk = [{"role": "user", "content": "."}, turn]
+            try:
+                text = self._rendered(talk, tools=[{"type": "function", "function": function}])
+            except RequestError:
+                return math.inf
+            return text.count("None")
+
+        return "" if harm("") < harm(None) else None
 
     @functools.cached_property
     def _between(self) -> str:
@@ -170,11 +209,16 @@ class Tokenizer:
         return between if found and not between.strip() else "\n"
 
     def _rendered(self, messages: Sequence[Message], /, **variables: Any) -> str:
-        assert self.template is not None
-        variables = {"add_generation_prompt": True, "tools": None} | self.specials | variables
+        if self.template is None:
+            raise RequestError(
+                "this model ships no chat template; give a plain text or token ids instead"
+            )
+        unsaid = {"add_generation_prompt": True, "tools": None, "documents": None}
+        variables = unsaid | self.specials | variables
+        template = (variables["tools"] and self.tool_template) or self.template
         try:
-            return _compiled(self.template).render(variables | {"messages": messages})
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            return _compiled(template).render(variables | {"messages": messages})
+        except Exception as error:  # a template is anybody's program
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
 
@@ -218,6 +262,26 @@ def well_formed(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+def _templates(
+    texts: Mapping[str, str], settings: Mapping[str, Any]
+) -> tuple[str | None, str | None]:
+    """The chat template, and the one for conversations with tools if it is another.
+
+    Raises:
+      TypeError, KeyError: they are no texts, or have no names.
+    """
+    found = texts.get("chat_template.jinja", settings.get("chat_template"))
+    if not isinstance(found, list):
+        chosen = found, None
+    else:  # older files hold several, by name
+        named = {entry["name"]: entry["template"] for entry in found}
+        chosen = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
+    for template in chosen:
+        if not isinstance(template, str | None):
+            raise TypeError(f"the chat template is a {type(template).__name__}, no text")
+    return chosen
+
+
 def _text(file: str | Path) -> str:
     return file.read_text(encoding="utf-8") if isinstance(file, Path) else file
 
@@ -225,21 +289,49 @@ def _text(file: str | Path) -> str:
 @functools.lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
     """A template ready to render; compiling one takes longer than answering a short request."""
-    names = {"raise_exception": _raise_exception}
+    names = {"raise_exception": _raise_exception, "strftime_now": _now}
     return _environment().from_string(template, globals=names)
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The settings chat templates are written for (as in transformers)."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
 
-    def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment.filters["tojson"] = tojson
     return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """What stands between `generation` and `endgeneration`: those mark it for training alone."""
+
+    tags = {"generation"}  # noqa: RUF012  (as jinja2 types it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The marked statements, as if they were not marked."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _now(form: str) -> str:
+    """The date or time as a template wants it: gpt-oss and Llama 3 tell their models the day."""
+    return datetime.datetime.now().strftime(form)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,5 +1,6 @@
 """The command line as a user meets it: what it prints, what it returns, how it fails."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -17,10 +18,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan, loading
-from dflash_jax.cli import main, probe
+from dflash_jax.cli import main, parser, probe, verify
+from dflash_jax.cli.options import chosen_plan, use_compilation_cache
 from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.result import Result, Stats
 from dflash_jax.engine.runner import Runner
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import export
@@ -110,18 +113,39 @@ def request_(pair: list[object], official: dict[str, list[int]]) -> list[object]
 # -- generate ----------------------------------------------------------------------------------
 
 
+def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
+    apart = {"lookahead", "stored", "stop_slots", "queue", "prefix_folder", "prefix_disk"}
+    flags = """--rows 2 --rounds 3 --max-length 64 --block 4 --chunk 16 --dtype float16
+        --weights int8 --order rows --kv-dtype int8 --kernels xla --inexact --no-rings
+        --taps-at late --min-survival 0.5 --memory-limit 9 --prefix-cache 8 --mesh 2x2"""
+    plan = chosen_plan(parser().parse_args(["explain", *flags.split()]))
+    default = {"devices"}  # which goes with no mesh
+    same = {f.name for f in dataclasses.fields(Plan) if getattr(plan, f.name) == f.default}
+    assert same == apart | default
+    assert chosen_plan(parser().parse_args(["explain", "--drafter-device", "1"])).devices == (0, 1)
+
+
+def test_a_user_without_a_home_keeps_no_compiled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nobody)
+    use_compilation_cache()
+
+
 def test_generate_prints_the_output_and_then_a_line_of_statistics(
-    run: Run, request_: list[object], official: dict[str, list[int]]
+    run: Run, asked: list[object], said: list[int]
 ) -> None:
-    code, out, err = run("generate", *request_)
+    code, out, err = run("generate", *asked)
     lines = out.splitlines()
     assert (code, err) == (0, "")
-    assert [int(i) for i in lines[0].split()] == official["output"][:20]
+    assert [int(i) for i in lines[0].split()] == said
     assert len(lines) == 2
-    for said in ("[20 tokens (length) | ", " tok/s | first token ", "acceptance length "):
-        assert said in lines[1]
-    for said in ("per position ", "compil"):
-        assert said in lines[1]
+    for part in ("[20 tokens (length) | ", " tok/s | first token ", "acceptance length "):
+        assert part in lines[1]
+    for part in ("per position ", "compil"):
+        assert part in lines[1]
 
 
 def test_generate_without_drafting_prints_the_same_tokens(
@@ -268,6 +292,11 @@ def test_verify_returns_zero_when_all_tokens_are_equal(run: Run, asked: list[obj
     assert found["plan"]["block"] == 8
 
 
+def test_verify_claims_no_acceptance_length_without_a_round() -> None:
+    one = Result([7], None, "length", Stats(output_tokens=1))
+    assert "1 generated  acceptance length -  equal" in verify.line(compare.Check((1,), one, one))
+
+
 def test_verify_returns_one_when_a_token_differs(
     run: Run, asked: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,7 +399,7 @@ def test_probe_names_a_file_it_cannot_write(
         (["--prompt-ids", "1", "--memory-limit", "9"], "PlanError: the plan needs weights"),
         (["--prompt-ids", "1", "--target", "./no"], "CheckpointError: there is no target at no"),
         (["--prompt-ids", "1", "--target", "d/no.gguf"], "CheckpointError: there is no target at"),
-        (["--prompt-ids", "1", "--target", "a" * 300], "OSError: [Errno 36] File name too long"),
+        (["--prompt-ids", "1", "--target", "a" * 300], "CheckpointError: the target aaa"),
         (["--prompt-ids", "1", "--target", "~nobody-here/x"], "CheckpointError: the target ~nob"),
         (["--prompt-ids", "1", "--temperature", "1e300"], "RequestError: temperature is 1e+300; e"),
         (["--prompt-ids", "1", "--compare", "--drafter", "none"], "RequestError: --compare needs"),

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +259,8 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
         ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4}}, "llama3 rotary scaling"),
         ({"layer_types": ["full_attention"]}, "expected 3 entries of 'full_attention' or 'sliding"),
         ({"sliding_window": -4}, "sliding_window is -4; expected a positive integer"),
+        ({"vocab_size": 0}, "vocab_size is 0; it must be at least 1"),
+        ({"intermediate_size": -1}, "intermediate_size is -1; it must be at least 0"),
     ],
 )
 def test_a_target_config_that_cannot_be_run_is_refused_by_name(
@@ -283,6 +285,19 @@ def test_sizes_of_gemma_layers_that_cannot_be_are_refused(
     base = fields(oracle, "targets/gemma4_moe/config.json")
     with pytest.raises(ConfigError, match=says):
         target_config(base | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("gemma4_ple", "hidden_size_per_layer_input"),
+        ("qwen3_5_moe", "shared_expert_intermediate_size"),
+    ],
+)
+def test_sizes_of_a_familys_own_are_not_negative(oracle: Path, name: str, size: str) -> None:
+    base = fields(oracle, f"targets/{name}/config.json")
+    with pytest.raises(ConfigError, match="is -1; it must be at least 0"):
+        target_config(base | {size: -1})
 
 
 def test_an_unknown_model_type_lists_the_known_ones(oracle: Path) -> None:
@@ -323,7 +338,10 @@ PARSERS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("targets/llama3/config.json", target_config),
     ("targets/llama3/config.hub.json", target_config),
     ("targets/qwen3/config.hub.json", target_config),
-    *((f"targets/{name}/config.json", target_config) for name in ("gemma4_moe", "qwen3_5_moe")),
+    ("targets/gemma4/config.json", target_config),
+    ("targets/gemma4_moe/config.json", target_config),
+    ("targets/gpt_oss/config.json", target_config),
+    ("targets/qwen3_5_moe/config.json", target_config),
     ("drafters/v1_sliding_bidirectional/config.json", drafter_config),
 ]
 ODD = ["x", "", -1, 0, 1, 1.5, [], [1], ["a"], [None], {}, {"a": 1}, True, 1e400, "full_attention"]
@@ -334,12 +352,16 @@ def test_any_field_of_any_kind_is_understood_or_refused_as_a_config_error(
     oracle: Path, where: str, parse: Callable[[dict[str, Any]], Any]
 ) -> None:
     """No TypeError, no ZeroDivisionError: one field at a time holds one odd value."""
+
+    def paths(value: Any, *before: str) -> Iterator[tuple[str, ...]]:
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            yield (*before, name)
+            yield from paths(inner, *before, name)
+
     base = fields(oracle, where)
     parse(base)
-    paths = [(name,) for name in base]
-    paths += [(a, b) for a, inner in base.items() if isinstance(inner, dict) for b in inner]
     refused = 0
-    for path in paths:
+    for path in paths(base):
         for odd in ODD:
             changed = copy.deepcopy(base)
             parent = changed

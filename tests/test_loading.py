@@ -1,7 +1,11 @@
 """From files to models: what loads, and what is refused with its name and remedy."""
 
+import fnmatch
 import json
+import os
 import shutil
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
+from dflash_jax import loading
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
 from dflash_jax.loading import describe, free_memory, locate
 
@@ -115,6 +120,49 @@ def test_a_missing_folder_is_named_with_what_may_be_given(tmp_path: Path) -> Non
         dj.load(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="no drafter at nowhere; give a directory"):
         locate("./nowhere", "drafter")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "zero\0byte"])
+def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot be looked at: "):
+        locate(name, "target")
+
+
+def test_of_a_repository_only_what_is_read_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ["README.md", "config.json", "chat_template.jinja", WEIGHTS, f"original/{WEIGHTS}"]
+    fetched = []
+
+    def snapshot_download(
+        repository: str, *, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        """As the hub's: a pattern's `*` stands for slashes, too."""
+        for file in files:
+            wanted = any(fnmatch.fnmatch(file, p) for p in allow_patterns)
+            if wanted and not any(fnmatch.fnmatch(file, p) for p in ignore_patterns):
+                fetched.append(file)
+        return str(tmp_path / repository)
+
+    hub = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert locate("openai/gpt-oss-20b", "target") == tmp_path / "openai" / "gpt-oss-20b"
+    assert fetched == ["config.json", "chat_template.jinja", WEIGHTS]
+
+
+def test_what_the_hub_refuses_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(repository: str, **_: object) -> str:
+        raise OSError(f"no such repository: {repository}")
+
+    hub = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    with pytest.raises(CheckpointError, match=r"target a/b could not be fetched .* no such repos"):
+        locate("a/b", "target")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # not installed
+    with pytest.raises(
+        CheckpointError, match=r"install the extra: pip install 'dflash-jax\[hub\]'"
+    ):
+        locate("a/b", "target")
 
 
 @pytest.mark.parametrize(
@@ -254,6 +302,30 @@ def test_a_plan_that_does_not_fit_in_memory_is_refused_before_weights_are_read(
     with pytest.raises(PlanError, match=r"the plan needs weights .*max_length=\d+ would fit"):
         dj.load(target, drafter, plan=dj.Plan(rows=8, memory_limit=12 * 2**20))
     assert free_memory(jax.local_devices()[0]) > 2**20
+
+
+def test_memory_that_only_caches_files_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "meminfo"
+    said.write_text("MemTotal: 8000 kB\nMemFree:  100 kB\nMemAvailable:   6000 kB\n")
+    monkeypatch.setattr(loading, "MEMORY", said)
+    assert free_memory(jax.local_devices()[0]) == 6000 * 1024
+
+
+def test_a_system_that_does_not_say_what_is_free_has_all_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_macos = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+
+    def sysconf(name: str) -> int:
+        if name not in of_macos:
+            raise ValueError("unrecognized configuration name")
+        return of_macos[name]
+
+    monkeypatch.setattr(loading, "MEMORY", tmp_path / "there is none")
+    monkeypatch.setattr(os, "sysconf", sysconf)
+    assert free_memory(jax.local_devices()[0]) == 1000 * 4096
 
 
 def test_a_length_beyond_the_target_is_refused(target: Path) -> None:

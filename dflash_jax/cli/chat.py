@@ -86,7 +86,7 @@ class Conversation:
         from dflash_jax.tools import syntax_of
 
         self.engine, self._options = engine, options
-        self._syntax = syntax_of(engine.tokenizer.template)
+        self._syntax = syntax_of(engine.tokenizer.teaches)
         self._last: Any = None
         self.reset()
 
@@ -98,17 +98,15 @@ class Conversation:
     def say(self, text: str) -> None:
         """Prints the answer as it comes; Ctrl-C ends the answer and keeps what was said."""
         from dflash_jax.engine.text import OutputText
+        from dflash_jax.engine.vocabulary import opens_thought
         from dflash_jax.tools.stream import OutputParser
 
         options, tokenizer = self._options, self.engine.tokenizer
         self._talk.append({"role": "user", "content": text})
         prompt = self._prompt()
-        thought = self._syntax.thought if self._syntax else None
-        marks = [thought.opening, thought.closing] if thought else []
+        marks = self._syntax.markers(calls=False) if self._syntax else ()
         output = OutputText(tokenizer.showing(marks) if marks else tokenizer)
-        shown = tokenizer.showing(marks).decode(prompt).rstrip()
-        opened = thought is not None and shown.endswith(thought.opening.rstrip())
-        parser = OutputParser(self._syntax, thinking=opened)
+        parser = OutputParser(self._syntax, thinking=opens_thought(tokenizer, prompt))
         room = self.engine.plan.max_length - len(prompt)
         stream = self.engine.stream(
             prompt,

@@ -43,7 +43,11 @@ def model_options(verb: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder with tokenizer.json, where the target's own cannot be used",
     )
-    models.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16")
+    models.add_argument(
+        "--dtype",
+        default="auto",
+        help="float32 (default on a CPU), bfloat16 (default elsewhere) or float16",
+    )
     models.add_argument(
         "--weights",
         default="float",
@@ -54,11 +58,33 @@ def model_options(verb: argparse.ArgumentParser) -> None:
         default="auto",
         help="how float matrices lie: rows, columns or panels; what suits the processor by default",
     )
-    models.add_argument("--kv-dtype", default="auto", help="of cached keys and values: int8")
-    models.add_argument("--block", type=int, default=0, help="tokens per step, anchor included")
-    models.add_argument("--max-length", type=int, default=0, help="prompt and output together")
-    models.add_argument("--chunk", type=int, default=0, help="prompt tokens per prefill call")
-    models.add_argument("--rows", type=int, default=1, help="requests side by side")
+    models.add_argument(
+        "--kv-dtype", default="auto", help="of cached keys and values: int8, or that of --dtype"
+    )
+    models.add_argument(
+        "--kernels",
+        default="auto",
+        help="on a GPU: xla alone, pallas for packed weights (auto), or for attention too (pallas)",
+    )
+    models.add_argument(
+        "--block",
+        type=int,
+        default=0,
+        help="tokens per step, anchor included; the drafter's size by default",
+    )
+    models.add_argument(
+        "--max-length",
+        type=int,
+        default=0,
+        help="most tokens of prompt and output; by default what the verb needs",
+    )
+    models.add_argument(
+        "--chunk",
+        type=int,
+        default=0,
+        help="prompt tokens per prefill call; 64 by default on a CPU, else 256",
+    )
+    models.add_argument("--rows", type=int, default=1, help="requests side by side (default 1)")
     models.add_argument(
         "--rounds",
         type=int,
@@ -81,15 +107,22 @@ def model_options(verb: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--taps-at",
         default="auto",
-        help="where the drafter's taps are taken: early, late or upstream (research; see Plan)",
+        help="where the drafter's taps are taken: early, late (default) or upstream (see Plan)",
     )
-    models.add_argument("--memory-limit", type=int, default=0, metavar="BYTES")
+    models.add_argument(
+        "--memory-limit",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="most that the engine may use; what is free by default",
+    )
     models.add_argument(
         "--prefix-cache",
         type=int,
         default=0,
         metavar="BYTES",
-        help="keep prefixes of prompts, so that they need not be fed again",
+        help="keep prefixes of prompts, so that they need not be fed again; 256 MiB by default in"
+        " serve, else none",
     )
     models.add_argument(
         "--mesh",
@@ -139,6 +172,7 @@ def chosen_plan(options: argparse.Namespace) -> Any:
         weights=options.weights,
         order=options.order,
         kv_dtype=options.kv_dtype,
+        kernels=options.kernels,
         exact=not options.inexact,
         rings=not options.no_rings,
         taps_at=options.taps_at,
@@ -231,8 +265,8 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs under the user's cache folder, where there is one to write to."""
     from dflash_jax.compiler import enable_compilation_cache
 
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # the latter for a user without a home
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         enable_compilation_cache(Path(root) / "dflash_jax" / "xla")
 
 

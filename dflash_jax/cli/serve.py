@@ -19,8 +19,7 @@ from dflash_jax.cli.options import (
 from dflash_jax.errors import RequestError
 
 KEYS = "DFLASH_API_KEY"
-PREFIX_DISK = 2**33
-PREFIX_CACHE = 2**28  # default bytes: conversations come back longer, again and again
+PREFIX_CACHE, PREFIX_DISK = 2**28, 2**33  # bytes: conversations come back longer, again and again
 
 
 def add_verb(verbs: Any) -> None:
@@ -29,19 +28,39 @@ def add_verb(verbs: Any) -> None:
     server = verb.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface")
     server.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    server.add_argument("--name", help="the model's name; the target's by default")
+    server.add_argument("--name", help="the first model's name; its target's by default")
     server.add_argument(
         "--model",
         action="append",
         default=[],
         metavar="NAME=TARGET[,DRAFTER]",
-        help="another pair to load; requests choose by name",
+        help="another pair to load (may be given again); requests choose by name",
     )
-    server.add_argument("--queue", type=int, default=64, help="answers that wait or run")
-    server.add_argument("--timeout", type=float, default=600.0, help="seconds per request")
-    server.add_argument("--drain", type=float, default=30.0, help="seconds given after SIGTERM")
-    server.add_argument("--max-body", type=int, default=32 * 2**20, metavar="BYTES")
-    server.add_argument("--max-tokens", type=int, default=0, help="of requests that name none")
+    server.add_argument(
+        "--queue", type=int, default=64, help="answers that wait or run (default 64)"
+    )
+    server.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="seconds per request (default 600; 0: no limit)",
+    )
+    server.add_argument(
+        "--drain", type=float, default=30.0, help="seconds given after SIGTERM (default 30)"
+    )
+    server.add_argument(
+        "--max-body",
+        type=int,
+        default=32 * 2**20,
+        metavar="BYTES",
+        help="largest body of a request (default 32 MiB)",
+    )
+    server.add_argument(
+        "--max-tokens",
+        type=int,
+        default=0,
+        help="of requests that name none (0: what fits; 16 for completions)",
+    )
     server.add_argument(
         "--temperature", type=float, default=0.0, help="of requests that name none (0: greedy)"
     )
@@ -55,7 +74,13 @@ def add_verb(verbs: Any) -> None:
     server.add_argument(
         "--api-key-file", type=Path, help=f"one key a line; or set {KEYS}, keys parted by commas"
     )
-    server.add_argument("--cors", action="append", default=[], metavar="ORIGIN")
+    server.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="whose scripts may use the server; may be given again",
+    )
     server.add_argument("--metrics", action="store_true", help="put figures into every answer")
     server.add_argument("--quiet", action="store_true", help="no line per request")
     server.add_argument(
@@ -65,7 +90,11 @@ def add_verb(verbs: Any) -> None:
         help="keep prefixes of prompts on disk as well: for when memory dropped them, or a restart",
     )
     server.add_argument(
-        "--prefix-disk", type=int, default=PREFIX_DISK, metavar="BYTES", help="most in that folder"
+        "--prefix-disk",
+        type=int,
+        default=PREFIX_DISK,
+        metavar="BYTES",
+        help="most in that folder (default 8 GiB)",
     )
     model_options(verb)
     verb.set_defaults(prefix_cache=PREFIX_CACHE)
@@ -86,16 +115,11 @@ def run(options: argparse.Namespace) -> int:
 
     if options.queue < 1 or not 0 <= options.port < 2**16:
         raise RequestError("--queue has to be at least 1 and --port from 0 to 65535")
-    opened = functools.partial(loading.open_pair, taps=options.taps, taps_at=options.taps_at)
-    pairs = {_name(options): open_pair(options)}
-    for text in options.model:
-        name, _, paths = text.partition("=")
-        target, _, drafter = paths.partition(",")
-        if not name or not target or name in pairs:
-            raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
-        pairs[name] = opened(target, drafter or "auto")
+    if options.max_tokens < 0 or not options.temperature >= 0:
+        raise RequestError("--max-tokens and --temperature have to be at least 0")
     if not 0 <= options.drain < math.inf:
         raise RequestError(f"--drain is {options.drain}; expected seconds, 0 or more")
+    pairs = _pairs(options)
     settings = Settings(
         api_keys=_keys(options.api_key_file),
         max_body=options.max_body,
@@ -125,14 +149,23 @@ def run(options: argparse.Namespace) -> int:
     engines = {name: functools.partial(make, pair) for name, pair in pairs.items()}
 
     def started(running: Running) -> None:
-        print(f"listening on http://{options.host}:{running.port}", flush=True)
+        print(f"listening on {running.url}", flush=True)
 
     asyncio.run(serve(engines, listening, started=started))
     return 0
 
 
-def _name(options: argparse.Namespace) -> str:
-    return options.name or Path(options.target).name or options.target
+def _pairs(options: argparse.Namespace) -> dict[str, Any]:
+    """The models to serve, opened, by the names that requests choose them by."""
+    pairs = {options.name or Path(options.target).name or options.target: open_pair(options)}
+    for text in options.model:
+        name, _, paths = text.partition("=")
+        target, _, drafter = paths.partition(",")
+        if not name or not target or name in pairs:
+            raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
+        own = {"target": target, "drafter": drafter or "auto", "tokenizer": None}
+        pairs[name] = open_pair(argparse.Namespace(**vars(options) | own))
+    return pairs
 
 
 def _defaults(options: argparse.Namespace) -> Any:

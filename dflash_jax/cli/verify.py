@@ -47,13 +47,7 @@ def run(options: argparse.Namespace) -> int:
     for ids in prompts:
         checks.append(done := check(engine, ids, max_tokens=options.max_tokens))
         if not options.json:
-            state = "equal" if done.equal else f"DIFFER at token {done.first_difference}"
-            tau = done.speculative.stats.acceptance_length
-            print(
-                f"prompt of {len(ids):4} tokens  {len(done.plain.token_ids):4} generated"
-                f"  acceptance length {tau or 1:.2f}  {state}",
-                flush=True,
-            )
+            print(line(done), flush=True)
     failed = sum(not c.equal for c in checks)
     tokens = sum(len(c.plain.token_ids) for c in checks)
     if options.json:
@@ -69,6 +63,16 @@ def run(options: argparse.Namespace) -> int:
         verdict = "speculative equals plain" if not failed else f"{failed} prompts DIFFER"
         print(f"{len(checks)} prompts, {tokens} tokens, {engine.plan.dtype}: {verdict}")
     return 1 if failed else 0
+
+
+def line(checked: Any) -> str:
+    """What is printed of one prompt."""
+    state = "equal" if checked.equal else f"DIFFER at token {checked.first_difference}"
+    tau = checked.speculative.stats.acceptance_length
+    return (
+        f"prompt of {len(checked.prompt):4} tokens  {len(checked.plain.token_ids):4} generated"
+        f"  acceptance length {'-' if tau is None else f'{tau:.2f}'}  {state}"
+    )
 
 
 def _prompts(options: argparse.Namespace, tokenizer: Any) -> list[list[int]]:

@@ -11,15 +11,14 @@ import jax
 from dflash_jax.compiler.build import Executable, compile_programs
 from dflash_jax.compiler.memory import Budget, Work, budget, gibi, work
 from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import Program, abstract_params, declare
+from dflash_jax.compiler.programs import DECODING, SAMPLED, Program, abstract_params, declare
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
 from dflash_jax.quant.layouts import KEPT, ORDERED, Joined, Packed
 
 MOST_RUNS = 8
 _KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
-# Programs without a roofline of their own.
-_HELPERS = ("forced", "score", "replace", "wipe", "shape", "take_segment", "put_segment")
+_TIMED = ("prefill", *DECODING)  # programs with a roofline: an output's time is theirs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +161,8 @@ def _report(
     drafter: DrafterConfig | None,
     device: Device,
 ) -> ProgramReport:
-    counted = None if program.name in _HELPERS else work(plan, target, drafter, program.name)
+    timed = program.name.removesuffix(SAMPLED) in _TIMED
+    counted = work(plan, target, drafter, program.name) if timed else None
     report = ProgramReport(
         name=program.name,
         arguments=len(jax.tree.leaves(program.arguments)),

@@ -65,9 +65,8 @@ def param_shardings(mesh: Mesh, params: Any) -> Any:
 
 
 def row_shardings(mesh: Mesh, tree: Any) -> Any:
-    """A sharding for every array [B, ...] of states, rules and calls, rows over `data`.
-
-    Whatever has another first axis (or none) stays whole.
+    """A sharding for every array [B, ...] of a state or a part of one: rows over `data`, and kv
+    heads over `model` where it divides them.
     """
     rows = NamedSharding(mesh, PartitionSpec("data"))
     if isinstance(tree, DecodeState):

@@ -58,9 +58,8 @@ class AttentionConfig:
     rope: RopeConfig = RopeConfig()
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        at_least(self, 1, "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        at_least(self, 0, "intermediate_size")  # 0 where all layers have experts
         if self.num_layers > MOST_LAYERS:
             raise ConfigError(f"num_layers is {self.num_layers}; expected up to {MOST_LAYERS:,}")
         if self.num_heads % self.num_kv_heads:
@@ -87,6 +86,13 @@ class AttentionConfig:
             if values.get(name) and len(values[name]) != layers:
                 raise ConfigError(f"{name} has {len(values[name])} entries for {layers} layers")
         return cls(**values)
+
+
+def at_least(config: Any, least: int, *names: str) -> None:
+    """Raises ConfigError for the first of these fields that is less."""
+    for name in names:
+        if (value := getattr(config, name)) < least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least}")
 
 
 def _typed(cls: type, fields: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +141,7 @@ class TargetConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least(self, 1, "vocab_size")
         ends = tuple(i for i in self.eos_token_ids if 0 <= i < self.vocab_size)
         object.__setattr__(self, "eos_token_ids", ends)
 

@@ -6,6 +6,7 @@ from typing import Any
 from dflash_jax.config.base import (
     SLIDING,
     AttentionConfig,
+    at_least,
     dtype_name,
     geometry,
     layer_windows,
@@ -38,8 +39,7 @@ class DrafterConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_size < 1:
-            raise ConfigError(f"block_size is {self.block_size}; it must be at least 1")
+        at_least(self, 1, "vocab_size", "block_size")
 
     @property
     def step_width(self) -> int:

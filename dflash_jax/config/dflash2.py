@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from dflash_jax.config.base import at_least
 from dflash_jax.config.dflash import DrafterConfig, DrafterFields, common_fields
 from dflash_jax.errors import ConfigError
 
@@ -18,9 +19,7 @@ class DFlash2Config(DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        at_least(self, 1, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         if self.hidden_size % self.conv_group_size:
             raise ConfigError(
                 f"conv_group_size is {self.conv_group_size}; it must divide the hidden size"

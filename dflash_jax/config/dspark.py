@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from dflash_jax.config.base import at_least
 from dflash_jax.config.dflash import DrafterConfig, DrafterFields, common_fields
 from dflash_jax.errors import ConfigError
 
@@ -37,8 +38,7 @@ class DSparkConfig(DrafterConfig):
                 f"markov_head_type is {self.markov_head!r}; expected one of"
                 f" {', '.join(MARKOV_HEADS)}"
             )
-        if self.markov_rank < 0:
-            raise ConfigError(f"markov_rank is {self.markov_rank}; it must be at least 0")
+        at_least(self, 0, "markov_rank")
         if self.confidence_head and self.confidence_with_markov and not self.markov_rank:
             raise ConfigError(
                 "confidence_head_with_markov is true but markov_rank is 0; set it to false"

@@ -13,6 +13,7 @@ from dflash_jax.config.base import (
     SLIDING,
     RopeConfig,
     TargetConfig,
+    at_least,
     dtype_name,
     id_tuple,
     layer_count,
@@ -61,8 +62,9 @@ class Gemma4Config(TargetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = self.full_kv_heads > 0 and self.num_heads % self.full_kv_heads == 0
-        if not fits or self.full_head_dim < 1 or self.full_head_dim % 2:
+        at_least(self, 0, "per_layer_size")
+        sizes = self.full_kv_heads > 0 and self.full_head_dim > 0
+        if not sizes or self.num_heads % self.full_kv_heads or self.full_head_dim % 2:
             raise ConfigError(
                 f"{self.num_heads} heads cannot share {self.full_kv_heads} key/value heads of"
                 f" width {self.full_head_dim} in full layers; expected a divisor and an even width"
@@ -164,7 +166,7 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=dtype_name(f if f.get("dtype") else outer),
         qk_norm=True,
-        embedding_scale=math.sqrt(max(hidden, 0)),  # what is below 1 is refused by name
+        embedding_scale=math.sqrt(max(hidden, 0)),  # less is refused by the config
         final_softcap=cap if cap > 0 else None,
         shared_layers=f.integer("num_kv_shared_layers", 0),
         shared_mlp_factor=2 if double else 1,

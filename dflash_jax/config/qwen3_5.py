@@ -6,6 +6,7 @@ from typing import Any
 from dflash_jax.config.base import (
     FULL,
     TargetConfig,
+    at_least,
     dtype_name,
     expert_fields,
     geometry,
@@ -52,11 +53,9 @@ class HybridConfig(TargetConfig):
             raise ConfigError(
                 f"{len(self.recurrent)} layer kinds for {self.num_layers} layers; give one each"
             )
-        for name in ("key_heads", "value_heads", "key_width", "value_width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.conv_kernel < 2:
-            raise ConfigError(f"conv_kernel is {self.conv_kernel}; it must be at least 2")
+        at_least(self, 1, "key_heads", "value_heads", "key_width", "value_width")
+        at_least(self, 2, "conv_kernel")
+        at_least(self, 0, "shared_expert_size")
         if self.value_heads % self.key_heads:
             raise ConfigError(
                 f"{self.value_heads} value heads cannot share {self.key_heads} key heads; the"

@@ -8,7 +8,7 @@ thread of its own, which calls `advance` while the engine is `busy`.
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from dflash_jax.compiler.build import Executable
 from dflash_jax.compiler.plan import Plan
@@ -19,7 +19,13 @@ from dflash_jax.engine.live import Live
 from dflash_jax.engine.loop import Loop
 from dflash_jax.engine.prefix_cache import PrefixCache
 from dflash_jax.engine.recovery import OFF, CancelCell
-from dflash_jax.engine.request import Request, check_fits, request_of
+from dflash_jax.engine.request import (
+    CancellableOptions,
+    Options,
+    Request,
+    check_fits,
+    request_of,
+)
 from dflash_jax.engine.result import Result
 from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.stream import Stream
@@ -52,9 +58,9 @@ class Engine:
 
     # -- what a caller uses -------------------------------------------------------------------
 
-    def generate(self, prompt: Prompt, **options: Any) -> Result:
+    def generate(self, prompt: Prompt, **options: Unpack[CancellableOptions]) -> Result:
         """Generates to the end; arguments as for `stream`."""
-        return self.generate_many([prompt], **options)[0]
+        return self.generate_many([prompt], n=1, **options)[0]
 
     def generate_many(
         self,
@@ -62,7 +68,7 @@ class Engine:
         *,
         n: int = 1,
         cancel: CancelCell | None = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> list[Result]:
         """Generates for several prompts, as many side by side as the plan has rows.
 
@@ -85,12 +91,12 @@ class Engine:
                 self.cancel(live)
         return [live.result() for live in lives]
 
-    def stream(self, prompt: Prompt, **options: Any) -> Stream:
+    def stream(self, prompt: Prompt, **options: Unpack[CancellableOptions]) -> Stream:
         """Generates piece by piece.
 
         Args:
           prompt: a text, or token ids. Text is encoded as it is; see `chat_ids` for templates.
-          max_tokens: most tokens to generate.
+          max_tokens: most tokens to generate; 256 by default.
           min_tokens: end tokens that come before so many tokens become the next best ones.
           block_size: most tokens a round of this request may decide, the plan's at most; changes
             speed, never a token of a greedy request.
@@ -125,7 +131,7 @@ class Engine:
         """
         return Stream(self.submit(prompt, **options), self.advance, self.cancel)
 
-    def check(self, prompt: Prompt, **options: Any) -> None:
+    def check(self, prompt: Prompt, **options: Unpack[Options]) -> None:
         """Raises RequestError where `stream` would; compiles nothing and queues nothing."""
         self._requests(prompt, 1, **options)
 
@@ -163,12 +169,17 @@ class Engine:
 
     # -- one by one, for servers --------------------------------------------------------------
 
-    def submit(self, prompt: Prompt, **options: Any) -> Live:
+    def submit(self, prompt: Prompt, **options: Unpack[CancellableOptions]) -> Live:
         """Queues a request; `advance` runs it. Arguments and errors as for `stream`."""
         return self.submit_several(prompt, 1, **options)[0]
 
     def submit_several(
-        self, prompt: Prompt, n: int, *, cancel: CancelCell | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        n: int,
+        *,
+        cancel: CancelCell | None = None,
+        **options: Unpack[Options],
     ) -> list[Live]:
         """Queues n requests for one prompt, all of them or none; answer i draws with seed + i."""
         requests = self._requests(prompt, n, **options)
@@ -242,7 +253,7 @@ class Engine:
         """Kept prefixes and their counters; None where the plan keeps none."""
         return None if self.runner.snapshots is None else self.runner.snapshots.cache
 
-    def _requests(self, prompt: Prompt, n: int, **options: Any) -> list[Request]:
+    def _requests(self, prompt: Prompt, n: int, **options: Unpack[Options]) -> list[Request]:
         """The checked requests of n answers."""
         if type(n) is not int or n < 1:
             raise RequestError(f"n is {n!r}; expected an integer of at least 1")

@@ -4,10 +4,12 @@ Counters (`Stats.recovery`) come first; the logger `dflash_jax.recovery` and the
 file are for whoever wants to know when.
 """
 
+import contextlib
 import json
 import logging
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 logger = logging.getLogger("dflash_jax.recovery")
@@ -50,26 +52,28 @@ def append(directory: Path, line: str) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        file = _open(folder)
-        try:
-            if os.fstat(file).st_size + len(line.encode()) > CAP:
-                os.rename(NAME, OLD, src_dir_fd=folder, dst_dir_fd=folder)
-                os.close(file)
-                file = _open(folder)
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
+        with _opened(folder) as file:
+            full = os.fstat(file).st_size + len(line.encode()) > CAP
+            if not full:
+                os.write(file, line.encode())
+        if full:
+            os.rename(NAME, OLD, src_dir_fd=folder, dst_dir_fd=folder)
+            with _opened(folder) as file:
+                os.write(file, line.encode())
     finally:
         os.close(folder)
 
 
-def _open(folder: int) -> int:
+@contextlib.contextmanager
+def _opened(folder: int) -> Iterator[int]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe must not block
     file = os.open(NAME, flags, 0o600, dir_fd=folder)
-    found = os.fstat(file)
-    ours = not hasattr(os, "getuid") or found.st_uid == os.getuid()
-    if not (stat.S_ISREG(found.st_mode) and ours and found.st_nlink == 1):
+    try:
+        found = os.fstat(file)
+        ours = not hasattr(os, "getuid") or found.st_uid == os.getuid()
+        if not (stat.S_ISREG(found.st_mode) and ours and found.st_nlink == 1):
+            raise OSError(f"{NAME} is not a plain file of ours")
+        yield file
+    finally:
         os.close(file)
-        raise OSError(f"{NAME} is not a plain file of ours")
-    return file

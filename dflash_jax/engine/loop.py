@@ -32,7 +32,7 @@ from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.engine.rows import Rows
 from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.shaper import likely_prompt, likely_tokens
-from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.errors import DFlashError, QueueFullError, RequestError
 from dflash_jax.state import RowStep, read_output
 
 PATIENCE = 0.01  # seconds a turn waits for the disk where there is nothing else to do
@@ -94,7 +94,11 @@ class Loop:
                 idle = not (self.rows.waiting or any(self.rows.lives))
                 while idle and self.flights:  # behind requests that ended
                     self._read_first()
-                done = [work()] if idle else []
+                try:
+                    done = [work()] if idle else []
+                except DFlashError:  # refused, and nothing was changed
+                    self._left = False
+                    raise
             self._left = False
         if not done:
             raise RequestError("requests are running; let them end, or close their streams, first")

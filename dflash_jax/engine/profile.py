@@ -83,6 +83,7 @@ def profile(
 
     Raises:
       RequestError: prompt and steps do not fit the plan.
+      ComputeError: the target's numbers broke.
     """
     plan, count = engine.plan, steps + 3  # two to warm up, one that lookahead reads late
     longest = 1 + count * (plan.block if speculative else 1)
@@ -93,16 +94,29 @@ def profile(
         )
     engine.warm_up()
     options: dict[str, Any] = {"ignore_eos": True, "speculative": speculative}
-    engine.loop.pace, pace = Pace(most=1), engine.loop.pace
-    live = engine.submit(list(prompt), max_tokens=longest, **options)
-    while live.fed < len(prompt):
-        engine.advance()
-    for _ in range(2):
-        engine.advance()
-    jax.block_until_ready(engine.runner.state)
     name = "speculative" if speculative and engine.drafter else "plain" if plan.exact else "plain1"
+    pace, engine.loop.pace = engine.loop.pace, Pace(most=1)
+    live = engine.submit(list(prompt), max_tokens=longest, **options)
+    try:
+        while live.fed < len(prompt) and not live.done:
+            engine.advance()
+        for _ in range(2):
+            engine.advance()
+        wall, trace = _traced(engine, steps, keep and keep / name)
+        if live.done:  # by an error: it has room for more tokens
+            live.result()
+    finally:
+        engine.cancel(live)
+        engine.loop.pace = pace
+    found = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
+    return Profile(name, steps, wall / steps, _parts(found), found)
+
+
+def _traced(engine: Engine, steps: int, keep: Path | None) -> tuple[float, Any]:
+    """Seconds of so many steps, and the trace of them."""
+    jax.block_until_ready(engine.runner.state)
     with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder) if keep is None else keep / name  # the profiler names by seconds
+        where = Path(folder) if keep is None else keep  # the profiler names by seconds
         with jax.profiler.trace(str(where)):
             started = time.perf_counter()
             for _ in range(steps):
@@ -110,11 +124,7 @@ def profile(
             jax.block_until_ready(engine.runner.state)
             wall = time.perf_counter() - started
         newest = max(where.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
-        trace = jax.profiler.ProfileData.from_file(str(newest))
-    engine.loop.pace = pace
-    engine.cancel(live)
-    found = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
-    return Profile(name, steps, wall / steps, _parts(found), found)
+        return wall, jax.profiler.ProfileData.from_file(str(newest))
 
 
 def part_of(op_name: str) -> str:

@@ -128,7 +128,7 @@ def outcome_of(engine: Engine, turn: Turn, result: Result) -> str:
         return "empty"
     if engine.tokenizer is None:
         return "bounded length" if result.finish_reason == "length" else "prose"
-    text, syntax = engine.tokenizer.raw(result.token_ids), syntax_of(engine.tokenizer.template)
+    text, syntax = engine.tokenizer.raw(result.token_ids), syntax_of(engine.tokenizer.teaches)
     if syntax and is_valid_call(text, syntax, tools_of(turn.tools)):
         return "tool call"
     return "bounded length" if result.finish_reason == "length" else "prose"

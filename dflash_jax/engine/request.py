@@ -5,12 +5,12 @@ import operator
 import secrets
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypedDict
 
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.config import TargetConfig
 from dflash_jax.decode.shaping import TOP
-from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery import OFF, CancelCell, Recovery
 from dflash_jax.engine.recovery.words import SILENT, Words
 from dflash_jax.engine.structured import Structure
 from dflash_jax.engine.vocabulary import words_of
@@ -59,13 +59,13 @@ class Request:
             "an integer of at least 1",
         )
         _check(
-            isinstance(self.temperature, Real) and 0 <= self.temperature <= HOTTEST,
+            _is_number(self.temperature) and 0 <= self.temperature <= HOTTEST,
             "temperature",
             self.temperature,
             f"0 (greedy) or a positive number up to {HOTTEST}",
         )
         _check(
-            isinstance(self.top_p, Real) and 0 <= self.top_p <= 1,
+            _is_number(self.top_p) and 0 <= self.top_p <= 1,
             "top_p",
             self.top_p,
             "a number from 0 (the likeliest token alone) to 1 (off)",
@@ -132,6 +132,39 @@ class Request:
         return len(self.prompt) + self.max_tokens
 
 
+class Options(TypedDict, total=False):
+    """Arguments that ask for an output; `Engine.stream` says what they mean."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    structured: Structure | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
+    speculative: bool
+    block_size: int | None
+    recovery: Recovery | None
+    tools: Sequence[Any] | None
+    tool_choice: Any
+
+
+class CancellableOptions(Options, total=False):
+    """And a cell to end it by."""
+
+    cancel: CancelCell | None
+
+
 def request_of(
     prompt: str | Sequence[int],
     target: TargetConfig,
@@ -175,6 +208,9 @@ def request_of(
         raise RequestError(
             "stop has texts, but this model ships no tokenizer.json; give stop_token_ids"
         )
+    max_tokens, min_tokens, top_k = map(_as_int, (max_tokens, min_tokens, top_k))
+    logprobs, prompt_logprobs = _as_int(logprobs), _as_int(prompt_logprobs)
+    seed, block_size = _as_int(seed), _as_int(block_size)
     recovery = OFF if recovery is None else recovery
     _check(isinstance(recovery, Recovery), "recovery", recovery, "None, or a dj.Recovery(...)")
     if min_tokens:
@@ -235,6 +271,11 @@ def _items(name: str, value: Any, expected: str) -> tuple[Any, ...]:
         return () if value is None else tuple(value)
     except TypeError as error:
         raise RequestError(f"{name} is {value!r}; expected {expected}") from error
+
+
+def _as_int(value: Any) -> Any:
+    """A whole number of NumPy's as Python's; anything else as it is, for `Request` to judge."""
+    return int(value) if isinstance(value, Integral) and type(value) is not bool else value
 
 
 def _is_number(value: Any) -> bool:

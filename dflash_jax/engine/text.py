@@ -33,7 +33,7 @@ class OutputText:
         self._parser: OutputParser | None = None
         self._lengths: collections.deque[tuple[int, int]] = collections.deque()  # see `_outside`
         self._marks = self._shown = 0  # their sums
-        syntax = syntax_of(tokenizer.template) if tokenizer and tools and stop else None
+        syntax = syntax_of(tokenizer.teaches) if tokenizer and tools and stop else None
         if tokenizer and syntax:
             self._marked = tokenizer.showing(syntax.markers(calls=True)).stream()
             self._parser = OutputParser(syntax, tools, thinking=thinking, stop=stop, slips=slips)

@@ -30,7 +30,7 @@ def words_of(
     choice = choice_of(tool_choice, declared)
     if tokenizer is None or recovery == OFF:
         return SILENT
-    syntax = syntax_of(tokenizer.template)
+    syntax = syntax_of(tokenizer.teaches)
     beginning = syntax and call_beginning(declared, choice, syntax)
     thought = syntax.thought if syntax else None
     close = recovery.close_text or (thought.forced if thought else "")
@@ -47,9 +47,9 @@ def words_of(
     )
 
 
-def opens_thought(tokenizer: Tokenizer, prompt: Ids) -> bool:
+def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     """Whether a prompt ends inside a thought."""
-    syntax = syntax_of(tokenizer.template)
+    syntax = syntax_of(tokenizer.teaches)
     if syntax is None or syntax.thought is None:
         return False
     ending = tokenizer.raw(prompt[-PROMPT_END:]).rstrip()

@@ -88,6 +88,11 @@ def cached(stats: Sequence[Stats]) -> int:
     return max((s.cached_tokens for s in stats), default=0)
 
 
+def queued_s(stats: Stats) -> float:
+    """Seconds a request waited for its row."""
+    return max(stats.first_token_s - stats.prefill_s - stats.compile_s, 0.0)
+
+
 def timings(stats: Stats) -> dict[str, Any]:
     """llama.cpp's `timings`, and ours: whether drafts ran at all, and why not."""
     reused = cached([stats])
@@ -137,7 +142,7 @@ def metrics(stats: Stats) -> dict[str, Any]:
     return {
         "time_to_first_token_ms": stats.first_token_s * 1e3,
         "generation_time_ms": stats.decode_s * 1e3,
-        "queue_time_ms": max(stats.first_token_s - stats.prefill_s - stats.compile_s, 0.0) * 1e3,
+        "queue_time_ms": queued_s(stats) * 1e3,
         "tokens_per_second": stats.tokens_per_s,
         "speculative_decoding": found,
     }

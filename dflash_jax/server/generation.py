@@ -212,13 +212,14 @@ class Generation:
         ids = list(reply.ids)
         while ids and ids[-1] in stop:
             ids.pop()
-        prompt = self.prompts[reply.index // self.ask.n]
+        if (lead := self.prompts[reply.index // self.ask.n].lead()) is None:
+            return
         calls = [
             {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
             for call in reply.calls
         ]
         message = {"content": reply.content, "tool_calls": past_calls(calls, "")}
-        self.model.turns.remember(message, [*prompt.lead(), *ids])
+        self.model.turns.remember(message, [*lead, *ids])
 
 
 def queue_full() -> Problem:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server.figures import cached
+from dflash_jax.server.figures import cached, queued_s
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.models import Model
 from dflash_jax.version import __version__
@@ -85,7 +85,7 @@ class Metrics:
                 self._fallbacks.labels(reason).inc(count)
             for event, count in stats.recovery.items():
                 self._recovery.labels(event).inc(count)
-            self._queued.observe(max(stats.first_token_s - stats.prefill_s, 0.0))
+            self._queued.observe(queued_s(stats))
             if stats.output_tokens > 1:
                 self._between.observe(stats.decode_s / (stats.output_tokens - 1))
 
@@ -100,10 +100,10 @@ class Metrics:
     def text(self, models: Iterable[Model]) -> bytes:
         """The exposition text."""
         self._engines.models = models
-        rows = sum(engine.plan.rows for _, engine in self._engines.named())
-        active = sum(model.worker.active for model in models)
-        self._running.set(min(active, rows))
-        self._waiting.set(max(active - rows, 0))
+        pairs = ((m.worker.active, m.worker.engine) for m in models)
+        active = [(jobs, engine.plan.rows if engine else 0) for jobs, engine in pairs]
+        self._running.set(sum(min(jobs, rows) for jobs, rows in active))
+        self._waiting.set(sum(max(jobs - rows, 0) for jobs, rows in active))
         return generate_latest(self._registry)
 
 

@@ -70,7 +70,7 @@ class Model:
     def syntax(self) -> Syntax | None:
         """How this model writes calls and thoughts."""
         tokenizer = self.engine.tokenizer
-        return syntax_of(tokenizer.template if tokenizer else None)
+        return syntax_of(tokenizer.teaches if tokenizer else None)
 
 
 class Models:

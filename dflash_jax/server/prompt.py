@@ -22,12 +22,12 @@ class Prompt:
     Attributes:
       thinking: the prompt ends inside a thought.
       lead: gives the ids that the template put behind the assistant's header, such as an empty
-        thought: a past turn has to begin with them again.
+        thought: a past turn has to begin with them again. None where no past turn can.
     """
 
     ids: list[int]
     thinking: bool = False
-    lead: Callable[[], tuple[int, ...]] = tuple
+    lead: Callable[[], tuple[int, ...] | None] = tuple
 
 
 class ToolTurns:
@@ -140,16 +140,23 @@ def _continued(messages: list[Message], tokenizer: Tokenizer, variables: dict[st
 
 def _lead(
     marked: list[Message], tokenizer: Tokenizer, variables: dict[str, Any], text: str
-) -> tuple[int, ...]:
-    """Ids that the generation prompt has beyond the header of an assistant's past message."""
-    past = [*marked, {"role": "assistant", "content": MARK}, {"role": "tool", "content": "."}]
-    try:
-        later = _render(tokenizer, past, variables | {"add_generation_prompt": False})
-    except Problem:  # the template wants more of a tool's answer than we can invent
-        return ()
-    header = MARK.join(later.split(MARK)[: text.count(MARK) + 1])
-    tail = text.removeprefix(header)
-    return tuple(tokenizer.encode(tail, specials=False)) if tail not in ("", text) else ()
+) -> tuple[int, ...] | None:
+    """Ids that the generation prompt has beyond the header of an assistant's past message.
+
+    None where the prompt does not begin with that header, as in harmony: a channel is part of it.
+    """
+    past = [*marked, {"role": "assistant", "content": MARK}]
+    for behind in ([{"role": "tool", "content": "."}], []):
+        try:
+            rest = variables | {"add_generation_prompt": False}
+            later = _render(tokenizer, [*past, *behind], rest)
+        except Problem:  # the template wants more of a tool's answer than we can invent
+            continue
+        header = MARK.join(later.split(MARK)[: text.count(MARK) + 1])
+        if not (header and text.startswith(header)):
+            return None
+        return tuple(tokenizer.encode(text.removeprefix(header), specials=False))
+    return None
 
 
 def _render(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, Any]) -> str:
@@ -163,8 +170,6 @@ def _render(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, 
             return tokenizer.render(_led(messages), **variables)
     except RequestError as error:
         raise Problem(400, str(error), param="messages") from None
-    except RecursionError:
-        raise Problem(400, "the messages are nested too deeply", param="messages") from None
 
 
 def _led(messages: list[Message]) -> list[Message]:

@@ -149,7 +149,7 @@ class ResponsesWriter:
                 items.append(_call(new_id("fc_"), call.id, call.name, call.arguments))
         if reply.finish_reason == "length" and items[-1]["type"] != "function_call":
             items[-1]["status"] = "incomplete"
-        return self._response(items, reply)
+        return self._ended(items, reply)
 
     def start(self) -> bytes:
         response = self._response([], None)
@@ -187,7 +187,7 @@ class ResponsesWriter:
         open_call = self._item is not None and self._item["type"] == "function_call"
         cut = open_call or reply.finish_reason == "length"
         out += self._leave("incomplete" if cut else "completed")
-        response = self._response(self._items, reply)
+        response = self._ended(self._items, reply)
         kind = "incomplete" if response["status"] == "incomplete" else "completed"
         return out + self._event(f"response.{kind}", response=response)
 
@@ -260,6 +260,12 @@ class ResponsesWriter:
         self._item = None
         return out
 
+    def _ended(self, items: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
+        """The whole response, which is kept for requests that refer to it."""
+        if keep := self.generation.ask.keep:
+            keep(self.id, made=items)
+        return self._response(items, reply)
+
     def _response(self, items: list[dict[str, Any]], reply: Reply | None) -> dict[str, Any]:
         ask = self.generation.ask
         cut = reply is not None and reply.finish_reason == "length"
@@ -282,8 +288,6 @@ class ResponsesWriter:
         } | ask.echoed
         if reply is None:
             return found
-        if ask.keep:
-            ask.keep(self.id, made=items)
         found["finish_details"] = reply.details
         if ask.token_ids:
             found["token_ids"] = reply.ids

@@ -78,6 +78,7 @@ class _Uvicorn(uvicorn.Server):
 class Running:
     """A server that listens."""
 
+    url: str
     port: int
     server: Server
     _stop: Callable[[], object]
@@ -182,10 +183,16 @@ async def _announce(
         await asyncio.sleep(0.01)
     loop = asyncio.get_running_loop()
     port = runner.servers[0].sockets[0].getsockname()[1]
-    log.info("listening on http://%s:%d", runner.config.host, port)
+    url = url_of(runner.config.host, port)
+    log.info("listening on %s", url)
     if started:
         stop = functools.partial(runner.handle_exit, signal.SIGTERM, None)
-        started(Running(port, server, functools.partial(loop.call_soon_threadsafe, stop)))
+        started(Running(url, port, server, functools.partial(loop.call_soon_threadsafe, stop)))
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a host is reached; an address of IPv6 stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def log_to_stderr(*, quiet: bool) -> None:

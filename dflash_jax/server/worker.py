@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +53,6 @@ class Job:
     given: int = 0  # pieces handed over
     ended: bool = False  # somebody wants its end
     cell: CancelCell = dataclasses.field(default_factory=CancelCell)
-    queued_at: float = dataclasses.field(default_factory=time.perf_counter)
 
     def news(self) -> "tuple[Job, list[Piece], Result | Exception | None] | None":
         """What the listener has not heard yet."""

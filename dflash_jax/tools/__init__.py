@@ -18,7 +18,7 @@ SYNTAXES: dict[str, Syntax] = {s.name: s for s in (GEMMA4, HARMONY, QWEN_XML, HE
 # calls inside Qwen's `<tool_call>` come before the JSON ones.
 MARKERS = (
     ("<|tool_call>", GEMMA4),
-    ("<|constrain|>", HARMONY),
+    ("<|channel|>", HARMONY),
     ("<function=", QWEN_XML),
     ("<tool_call>", HERMES),
     ("<|start_header_id|>", LLAMA),

@@ -20,6 +20,8 @@ from dflash_jax.tools.syntax import Syntax
 
 HARMONY_HEADERS = ("<|start|>", "<|channel|>")
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_MESSAGE = "<|message|>"
+RECIPIENT = " to=functions."
 
 
 class Stopped(Exception):
@@ -144,17 +146,25 @@ class OutputParser:
                 self._show(marker)
 
     def _harmony(self) -> Reader:
-        """Messages with headers, in channels."""
+        """Messages with headers, in channels. A prompt ends in the first header, where a call's
+        tool may be named before the channel.
+        """
         text = self._text
+        while RECIPIENT.startswith(text.buffer) and not text.ended:
+            yield
+        header = ""
+        if text.buffer.startswith(RECIPIENT):
+            header = yield from text.until(HARMONY_MESSAGE)
         while True:
-            marker = yield from text.flow(HARMONY_HEADERS + HARMONY_ENDS, self._show)
-            self._show_held(marker or "")
-            if marker is None:
-                return
-            self.thinking = False
-            if marker in HARMONY_ENDS:
-                continue
-            header = marker + (yield from text.until("<|message|>"))
+            if not header:
+                marker = yield from text.flow(HARMONY_HEADERS + HARMONY_ENDS, self._show)
+                self._show_held(marker or "")
+                if marker is None:
+                    return
+                self.thinking = False
+                if marker in HARMONY_ENDS:
+                    continue
+                header = marker + (yield from text.until(HARMONY_MESSAGE))
             self.thinking, self._trim = "<|channel|>analysis" in header, False
             if (named := re.search(r"to=functions\.([^\s<]+)", header)) and self._tools:
                 self.calling = True
@@ -164,6 +174,7 @@ class OutputParser:
                 self._trim = True
                 yield from text.flow(HARMONY_ENDS, _ignore)
                 self.calling = False
+            header = ""
 
     def _call(self, marker: str, opens: Sequence[str] = (), *, bare: bool) -> Reader:
         """One call; what is none is text, or dropped to the next tag if only a call begins so."""

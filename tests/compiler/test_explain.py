@@ -95,6 +95,11 @@ def test_json_holds_the_same(large: Explanation) -> None:
     assert "jax" in found["versions"]
 
 
+def test_only_prompts_and_decode_steps_have_a_roofline(large: Explanation) -> None:
+    timed = {program.name for program in large.programs if program.roofline}
+    assert timed == NAMES - {"forced", "replace", "wipe", "copy_row"}
+
+
 def test_compiled_figures_appear_when_asked_for() -> None:
     target = tiny_target(num_layers=1)
     plan = Plan(max_length=64, block=4, chunk=8)

@@ -136,10 +136,10 @@ def test_a_dry_run_writes_nothing_and_prints_the_taps(capsys, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["d.gguf"]
 
 
-def test_the_shift_flag_decides_an_ambiguous_file(capsys, tmp_path):
+@pytest.mark.parametrize("flag", ["--taps", "--target-layer-shift"])
+def test_a_flag_decides_an_ambiguous_file(capsys, tmp_path, flag):
     path = write_drafter(DRAFTER, tmp_path / "d.gguf", "upstream")
-    arguments = ["convert", str(path), str(tmp_path / "out"), "--dry-run", "--target-layer-shift"]
-    assert main([*arguments, "raw"]) == 0
+    assert main(["convert", str(path), str(tmp_path / "out"), "--dry-run", flag, "raw"]) == 0
     assert "taps: [1, 2, 4]" in capsys.readouterr().out
 
 

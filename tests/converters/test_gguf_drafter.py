@@ -53,7 +53,7 @@ def test_an_early_file_is_refused_with_both_readings(tmp_path):
     with pytest.raises(CheckpointError, match="writers of this key disagree") as error:
         read_config(open_gguf(path))
     assert "layers [1, 2, 3] (raw) or of layers [0, 1, 2] (plus1)" in str(error.value)
-    assert "--target-layer-shift" in str(error.value)
+    assert "--taps" in str(error.value)
     config, dialect = read_config(open_gguf(path), "plus1")
     assert config.target_layer_ids == (0, 1, 2)
     assert dialect.taps.line().endswith("as chosen")

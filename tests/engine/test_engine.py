@@ -1,8 +1,11 @@
 """What a caller of the engine sees: streams, ends, rows, statistics, broken numbers."""
 
 import dataclasses
+import inspect
 import json
+import re
 import threading
+import typing
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -16,6 +19,7 @@ from dflash_jax.compiler.plan import Order
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.pace import Pace
+from dflash_jax.engine.request import CancellableOptions, Options, request_of
 from dflash_jax.engine.result import Piece
 from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.text import OutputText
@@ -395,6 +399,8 @@ def test_results_become_json(tiny: Engine, truth: list[int]) -> None:
         ([1], {"temperature": -1.0}, "temperature is -1.0; expected 0"),
         ([1], {"temperature": float("nan")}, "temperature is nan; expected 0"),
         ([1], {"temperature": "hot"}, "temperature is 'hot'; expected 0"),
+        ([1], {"temperature": True}, "temperature is True; expected 0"),
+        ([1], {"seed": True}, "seed is True; expected an integer from 0"),
         ([1], {"top_p": -0.1}, "top_p is -0.1; expected a number from 0"),
         ([1], {"top_p": 1.5}, "top_p is 1.5; expected a number from 0"),
         ([1], {"top_k": -1}, "top_k is -1; expected 0"),
@@ -424,6 +430,15 @@ def test_a_stop_string_is_a_text(spoken: Engine, stop: Any) -> None:
         spoken.generate(PROMPT, max_tokens=4, stop=stop)
 
 
+def test_arguments_have_the_types_and_the_words_they_are_read_by() -> None:
+    keywords = inspect.getfullargspec(request_of).kwonlyargs
+    read = typing.get_type_hints(request_of)
+    assert typing.get_type_hints(Options) == {name: read[name] for name in keywords}
+    explained = re.findall(r"^ {10}(\w[\w, ]*):", Engine.stream.__doc__ or "", re.MULTILINE)
+    names = {name for line in explained for name in line.split(", ")}
+    assert names >= typing.get_type_hints(CancellableOptions).keys()
+
+
 def test_arguments_may_be_left_out_by_name(tiny: Engine, truth: list[int]) -> None:
     names = ("stop", "stop_token_ids", "logit_bias", "structured", "seed", "recovery", "tools")
     assert tiny.generate(PROMPT, max_tokens=6, **dict.fromkeys(names)).token_ids == truth[:6]
@@ -431,9 +446,20 @@ def test_arguments_may_be_left_out_by_name(tiny: Engine, truth: list[int]) -> No
 
 def test_numpy_values_are_fine_arguments(tiny: Engine, truth: list[int]) -> None:
     result = tiny.generate(
-        np.array(PROMPT), max_tokens=6, stop_token_ids=np.array([250]), temperature=np.float32(0)
+        np.array(PROMPT),
+        max_tokens=np.int64(6),
+        stop_token_ids=np.array([250]),
+        temperature=np.float32(0),
+        top_k=np.int32(5),
+        block_size=np.int64(4),
+        seed=np.uint32(2**32 - 1),
     )
     assert result.token_ids == truth[:6]
+
+
+def test_answers_beyond_the_first_are_not_made_to_be_thrown_away(tiny: Engine) -> None:
+    with pytest.raises(TypeError, match="'n'"):
+        tiny.generate(PROMPT, max_tokens=2, n=2)
 
 
 # -- numbers that broke (C7) -------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.prefix_cache import PrefixCache
 from dflash_jax.engine.recovery import OFF, guards
 from dflash_jax.engine.recovery.words import Words
-from dflash_jax.errors import PlanError, SnapshotError
+from dflash_jax.errors import CheckpointError, PlanError, SnapshotError
 from dflash_jax.testing import (
     random_engine,
     scripted_engine,
@@ -226,6 +226,14 @@ def test_p21_a_shared_beginning_with_other_endings(warm: Engine) -> None:
         assert got.token_ids == wanted.token_ids
         assert state
         warm.generate([*system, *text(7, seed=20 + user)], max_tokens=1)
+
+
+def test_parameters_that_are_refused_leave_the_prefixes_of_those_that_stay(warm: Engine) -> None:
+    prompt = text(3 * CHUNK + 1)
+    warm.generate(prompt, max_tokens=1)
+    with pytest.raises(CheckpointError):
+        warm.params = {"target": warm.params["target"]}
+    assert warm.generate(prompt, max_tokens=1).stats.cached_tokens == 3 * CHUNK
 
 
 def test_rows_with_the_same_prompt_share_what_another_row_fed(warm: Engine) -> None:

@@ -1,10 +1,12 @@
 """A step's time by its named parts."""
 
+import jax
+import numpy as np
 import pytest
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.profile import part_of, profile
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import ComputeError, RequestError
 
 
 def test_a_path_of_scopes_names_stage_and_part() -> None:
@@ -28,3 +30,15 @@ def test_most_operations_of_a_traced_step_are_of_named_parts(tiny: Engine) -> No
     assert len(tiny.generate([5, 6], max_tokens=3).token_ids) == 3  # the engine is as it was
     with pytest.raises(RequestError, match="max_length is 128"):
         profile(tiny, [1] * 100, steps=8)
+
+
+def test_a_profile_that_fails_leaves_the_engine_as_it_was(tiny: Engine) -> None:
+    params, pace = tiny.params, tiny.loop.pace
+    tiny.params = jax.tree.map(lambda x: np.full_like(x, np.nan), params)
+    try:
+        with pytest.raises(ComputeError, match="not finite"):
+            profile(tiny, [1, 2, 3], steps=2)
+    finally:
+        tiny.params = params
+    assert tiny.loop.pace is pace
+    assert not tiny.busy

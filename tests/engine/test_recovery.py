@@ -212,7 +212,7 @@ def test_held_back_tokens_keep_their_log_probabilities(
     words(hidden=frozenset(truth[:3]))
     options = {"max_tokens": 9, "logprobs": 2, "speculative": False}
     free = tiny.generate(PROMPT, **options)
-    held = tiny.generate(PROMPT, recovery=recovery(empty_retry=True), **options | {"n": 1})
+    held = tiny.generate(PROMPT, recovery=recovery(empty_retry=True), **options)
     assert held.token_ids == free.token_ids == truth[:9]
     fast = tiny.stream(PROMPT, max_tokens=9, logprobs=2, recovery=recovery(empty_retry=True))
     first = next(iter(fast))

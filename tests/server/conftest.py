@@ -36,7 +36,7 @@ class Live:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.running.port}"
+        return self.running.url
 
     @property
     def engine(self) -> Engine:

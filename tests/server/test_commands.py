@@ -11,17 +11,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+import tokenizers
 
 from dflash_jax.bench.prompts import read_talks
 from dflash_jax.bench.runs import Asking, OverHttp
 from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.result import Piece
 from dflash_jax.errors import RequestError
-from dflash_jax.server.run import log_to_stderr
+from dflash_jax.loading import locate
+from dflash_jax.server.run import log_to_stderr, url_of
+from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import Live
 
 Run = Callable[..., tuple[int, str, str]]
@@ -98,6 +104,8 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
     for arguments in (
         ["--queue", "0"],
         ["--port", "99999"],
+        ["--max-tokens", "-1"],
+        ["--temperature", "nan"],
         ["--model", "nameless"],
         ["--api-key-file", str(tmp_path / "none")],
         ["--api-key-file", str(empty)],
@@ -107,6 +115,18 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
         assert code == 1, arguments
         assert out == ""
         assert "Error" in err
+
+
+def test_addresses_of_both_kinds_become_urls() -> None:
+    assert url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+    assert url_of("::1", 8000) == "http://[::1]:8000"
+
+
+def test_every_model_may_do_without_a_drafter() -> None:
+    asked = ["serve", "--name", "first", "--model", "second=tiny,none", "--model", "third=tiny"]
+    pairs = serve._pairs(parser().parse_args(asked))
+    drafters = {name: pair.configs[1] is not None for name, pair in pairs.items()}
+    assert drafters == {"first": True, "second": False, "third": True}
 
 
 def test_rules_for_agents_are_on_and_the_environment_has_its_say(
@@ -157,6 +177,32 @@ def test_a_piped_chat_answers_every_line_and_remembers(
     assert "starts anew" in out
     assert "unknown command" in out
     assert "> " not in out
+
+
+def test_a_chat_shows_no_headers_of_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
+    assert tokenizer is not None
+    core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    core.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in marks])
+    harmony = Tokenizer(core, "<|channel|>", {})
+    answer = "<|channel|>analysis<|message|>Hm. <|end|>"
+    answer += "<|start|>assistant<|channel|>final<|message|>Hello!"
+    stream = FakeStream([Piece(tuple(harmony.encode(answer)), "")])
+    engine: Any = SimpleNamespace(
+        tokenizer=harmony,
+        plan=SimpleNamespace(max_length=99),
+        chat_ids=lambda talk: [0],
+        stream=lambda prompt, **options: stream,
+    )
+    chat.Conversation(engine, parser().parse_args(["chat"])).say("Hi")
+    assert capsys.readouterr().out == "Hm. Hello!\n"
+
+
+class FakeStream(list):
+    """The pieces of a stream, and its result."""
+
+    result = None
 
 
 def test_a_long_chat_forgets_its_oldest_exchanges(

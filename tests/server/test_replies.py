@@ -23,7 +23,7 @@ from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
 from dflash_jax.server.models import Defaults
 from dflash_jax.server.prompt import Prompt, ToolTurns, chat_prompt
 from dflash_jax.server.protocol import Ask, Problem, new_id
-from dflash_jax.server.reply import Reply
+from dflash_jax.server.reply import Call, Reply
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.unserved import UNSERVED
 from dflash_jax.server.writer import encode
@@ -280,9 +280,69 @@ def test_a_past_tool_turn_is_in_the_prompt_as_the_model_wrote_it(
         function = {"name": "read_file", "arguments": '{"path":"a.txt"}'}
         call = {"id": call_id, "type": "function", "function": function}
         said = {"role": "assistant", "content": f"Odd  spacing {turn}:", "tool_calls": [call]}
-        turns.remember(conversation([said])[0], [*prompt.lead(), *ids])
+        lead = prompt.lead()
+        assert lead is not None
+        turns.remember(conversation([said])[0], [*lead, *ids])
         talk.append(said)
         talk.append({"role": "tool", "tool_call_id": call_id, "content": "hello"})
+
+
+ENDLESS = SimpleNamespace(target=SimpleNamespace(eos_token_ids=()))  # an engine
+CHANNELS = """{%- set named = namespace(tool=none) %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.tool_calls %}
+        {%- set named.tool = m.tool_calls[0].function.name %}
+        {{- '<|start|>assistant to=functions.' + named.tool }}
+        {{- '<|channel|>commentary json<|message|>' }}
+        {{- m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
+    {%- elif m.role == 'tool' and named.tool is none %}
+        {{- raise_exception('a tool answers, but none was called') }}
+    {%- else %}
+        {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
+
+def test_turns_whose_header_names_a_channel_are_left_to_the_template(tokenizer: Tokenizer) -> None:
+    """A turn that began behind the bare header cannot be put behind that of an answer."""
+    harmony, turns = Tokenizer(tokenizer.core, CHANNELS, {}), ToolTurns()
+    said = called("c")
+    for talk in ([], [said, {"role": "tool", "content": "hello"}]):
+        ask = asked(messages=conversation([{"role": "user", "content": "Read a.txt"}, *talk]))
+        prompt = chat_prompt(ask, harmony, turns, None)
+        generation: Any = SimpleNamespace(
+            ask=ask, prompts=[prompt], model=SimpleNamespace(turns=turns, engine=ENDLESS)
+        )
+        reply: Any = SimpleNamespace(
+            index=0,
+            ids=[1, 2],
+            content="Look:",
+            finish_reason="tool_calls",
+            calls=[Call("c", "read_file", '{"path": "a.txt", "n": 1}', done=True)],
+        )
+        Generation._remember(generation, reply)
+        assert not turns
+    text = harmony.raw(prompt.ids)
+    assert text.count("to=functions.read_file") == 1
+    assert text.endswith("<|start|>assistant")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[-1].content }}",  # shows no past turn
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}go",
+    ],
+)
+def test_turns_without_a_header_are_left_to_the_template(
+    tokenizer: Tokenizer, template: str
+) -> None:
+    bare = Tokenizer(tokenizer.core, template, {})
+    ask = asked(messages=conversation([{"role": "user", "content": "Hi"}]))
+    assert chat_prompt(ask, bare, ToolTurns(), None).lead() is None
 
 
 def test_unknown_calls_are_rendered_by_the_template(tokenizer: Tokenizer) -> None:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,11 +33,13 @@ from benchmarks.soak_serve import (
     send,
 )
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.result import Result, Stats
 from dflash_jax.engine.runner import Runner
 from dflash_jax.errors import CheckpointError, ComputeError, RequestError
-from dflash_jax.server import app
+from dflash_jax.server import app, figures
 from dflash_jax.server.gate import Settings
 from dflash_jax.server.generation import prepare
+from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Model
 from dflash_jax.server.prompt import Prompt
 from dflash_jax.server.protocol import Ask
@@ -468,6 +471,25 @@ def test_metrics_have_the_names_that_dashboards_look_for(live: Live) -> None:
     [info] = [name for name in found if name.startswith("build_info")]
     assert 'target="tiny"' in info
     assert 'draft="dflash"' in info
+
+
+def test_a_busy_model_does_not_run_in_the_rows_of_an_idle_one(random_tiny: Engine) -> None:
+    rows = random_tiny.plan.rows
+    workers = [SimpleNamespace(engine=random_tiny, active=n, held_tokens=0) for n in (rows + 2, 0)]
+    models: Any = [SimpleNamespace(name=str(i), worker=w) for i, w in enumerate(workers)]
+    lines = Metrics().text(models).decode().splitlines()
+    assert f"dflash_jax:num_requests_running {float(rows)}" in lines
+    assert "dflash_jax:num_requests_waiting 2.0" in lines
+
+
+def test_time_that_compiling_took_is_no_time_in_the_queue() -> None:
+    stats = Stats(first_token_s=5.0, prefill_s=1.0, compile_s=3.0)
+    assert figures.metrics(stats)["queue_time_ms"] == 1000.0
+    reply = SimpleNamespace(finish_reason="stop", result=Result([], "", "stop", stats))
+    metrics = Metrics()
+    ended: Any = SimpleNamespace(first_token=None, started=0.0, replies=[reply])
+    metrics.ended(ended)
+    assert "dflash_jax:request_queue_time_seconds_sum 1.0" in metrics.text([]).decode()
 
 
 def test_cache_usage_rises_while_a_request_runs(live: Live) -> None:

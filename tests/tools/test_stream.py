@@ -512,6 +512,19 @@ def test_harmonys_arguments_may_be_missing() -> None:
     assert read("harmony", list(f"{begun}a b<|end|>{answer}")) == ("", "ok", [], False)
 
 
+@pytest.mark.parametrize("step", [1, 7, 400])
+@pytest.mark.parametrize("channel", ["commentary json", "commentary <|constrain|>json"])
+def test_harmony_may_name_the_tool_before_the_channel(channel: str, step: int) -> None:
+    """As its template writes calls; the first header was begun by the prompt."""
+    call = f' to=functions.read<|channel|>{channel}<|message|>{{"path": "x"}}<|call|>'
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    for lead, thoughts in (("", ""), (thought, "hm")):
+        raw = lead + call
+        found = read("harmony", [raw[i : i + step] for i in range(0, len(raw), step)])
+        assert found == (thoughts, "", [("read", {"path": "x"}, True)], False)
+    assert read("harmony", list(" to be")) == ("", " to be", [], False)
+
+
 @pytest.mark.parametrize("opening", ["[", '{"a":', "{a:"])
 def test_deep_nesting_ends_in_no_call_and_in_no_error(opening: str) -> None:
     deep = opening * 20_000

@@ -74,7 +74,8 @@ def test_templates_tell_their_syntax() -> None:
     assert syntax_of("{{ messages }}") is None
     assert syntax_of("... <tool_call>\n<function=example>") is SYNTAXES["qwen_xml"]
     assert syntax_of("<|tool_call>call:") is SYNTAXES["gemma4"]
-    assert syntax_of("<|channel|> ... <|constrain|>json") is SYNTAXES["harmony"]
+    assert syntax_of("<|channel|>commentary json<|message|>") is SYNTAXES["harmony"]
+    assert syntax_of("<|channel>thought <|tool_call>call:") is SYNTAXES["gemma4"]
     assert syntax_of("<|start_header_id|>") is SYNTAXES["llama"]
 
 

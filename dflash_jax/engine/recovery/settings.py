@@ -8,7 +8,6 @@ from dflash_jax.errors import ConfigError
 
 BelowFloor = Literal["rescue", "replace", "compat"]
 Watchdog = Literal["off", "on", "compat"]
-Detector = Literal["text", "ids"]
 REPEATS = 32  # of one token, once the floor is on
 ROOM_FOR_CALL = 16  # tokens a dictated call needs behind its beginning
 

@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,29 @@ def test_L5_files_stay_below_their_cap(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(p.stat().st_size <= 400 < CAP for p in tmp_path.iterdir())
     last = (tmp_path / NAME).read_text().splitlines()[-1]
     assert json.loads(last)["request"] == 99
+
+
+def test_a_file_that_cannot_be_begun_anew_is_closed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, close, twice = os.rename, os.close, []
+
+    def swapped(*names: Any, **folders: int) -> None:
+        rename(*names, **folders)
+        (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
+
+    def closing(number: int) -> None:  # a second time it may be another thread's file
+        try:
+            close(number)
+        except OSError:
+            twice.append(number)
+
+    monkeypatch.setattr(events, "CAP", 10)
+    monkeypatch.setattr(events.os, "rename", swapped)
+    monkeypatch.setattr(events.os, "close", closing)
+    log = EventLog()
+    log.report("floor", 1, directory=str(tmp_path))
+    assert (log.failures, twice) == (1, [])
 
 
 def test_L6_a_directory_that_cannot_be_made_costs_a_count(tmp_path: Path) -> None:

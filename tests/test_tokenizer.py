@@ -1,0 +1,129 @@
+"""A model's tokenizer files: chat templates as their authors tried them, and damaged ones."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_jax.errors import CheckpointError, RequestError
+from dflash_jax.loading import locate
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tools import SYNTAXES, syntax_of
+
+TALK = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def core() -> Path:
+    return locate("tiny", "target") / "tokenizer.json"
+
+
+def read(core: Path, settings: Any) -> Tokenizer:
+    files = {"tokenizer.json": core, "tokenizer_config.json": json.dumps(settings)}
+    found = Tokenizer.from_files(files, where="here")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ strftime_now('%Y-%m-%d') }}", r"\d{4}-\d\d-\d\d"),
+        ("a{% generation %}{{ messages[0].content }}{% endgeneration %}b", "aHib"),
+        (
+            "{{ {'b': 'é', 'a': 1} | tojson(separators=(',', ':'), sort_keys=True) }}",
+            '{"a":1,.*é"}',
+        ),
+        ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
+        ("{{ 'none' if documents is none and tools is none }}", "none"),
+    ],
+)
+def test_templates_find_what_transformers_gives_them(core: Path, template: str, said: str) -> None:
+    found = read(core, {"chat_template": template}).render(TALK)
+    assert re.fullmatch(said, found)
+
+
+def test_conversations_with_tools_take_the_template_that_is_for_them(core: Path) -> None:
+    named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "<tool_call>"}]
+    tokenizer = read(core, {"chat_template": named})
+    for one in (tokenizer, tokenizer.showing(["<tool_call>"])):
+        assert one.render(TALK) == one.render(TALK, tools=[]) == "A"
+        assert one.render(TALK, tools=[{}]) == "<tool_call>"
+        assert syntax_of(one.teaches) is SYNTAXES["hermes"]
+    assert read(core, {"chat_template": "A"}).render(TALK, tools=[{}]) == "A"
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+GUARDED = "{% for m in messages %}{% if 'x' in m.content %}{% endif %}{{ m.content }}{% endfor %}"
+CALLS_BY_NONE = (
+    "{% for m in messages %}{% if m['content'] is none %}calls{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (GUARDED, "Hi"),  # as gpt-oss and the first Qwen3, which look into every content
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "Hi"),  # would write None
+        (CALLS_BY_NONE, "Hicalls"),  # as DeepSeek's, which has no calls beside a text
+    ],
+)
+def test_calls_without_a_content_have_the_one_that_the_template_reads(
+    core: Path, template: str, said: str
+) -> None:
+    tokenizer = read(core, {"chat_template": template})
+    for turn in ({"content": None}, {}):
+        assert tokenizer.render([*TALK, {"role": "assistant", "tool_calls": [CALL]} | turn]) == said
+
+
+def test_what_gpt_oss_thought_before_a_call_is_shown_by_its_own_name(core: Path) -> None:
+    template = (
+        "{% for message in messages %}{% if message.content and message.thinking %}"
+        "{{ raise_exception('both') }}{% endif %}{{ message.content or message.thinking }}"
+        "{% endfor %}"
+    )
+    turn = {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "Hm"}
+    tokenizer = read(core, {"chat_template": template})
+    assert tokenizer.render([*TALK, turn]) == "HiHm"
+    assert tokenizer.render([*TALK, turn | {"content": "Look:"}]) == "HiLook:"
+
+
+def test_without_a_template_contents_are_joined_but_no_conversation_is_written(core: Path) -> None:
+    tokenizer = read(core, {})
+    message = tokenizer.plain({"role": "user", "content": ["Hi", "there"]})
+    assert message["content"] == "Hi\nthere"
+    with pytest.raises(RequestError, match="this model ships no chat template"):
+        tokenizer.render([message])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{{ '{0}'.format() }}",
+        "{{ 'a'.encode('no such code') }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% if %}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_whatever_a_template_raises_is_a_refusal(core: Path, template: str) -> None:
+    with pytest.raises(RequestError, match="the chat template refused the messages"):
+        read(core, {"chat_template": template}).render(TALK)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        None,
+        [],
+        "x",
+        *({"chat_template": odd} for odd in (5, [1], ["x"], [{"name": "default"}], {"a": "b"})),
+    ],
+)
+def test_damaged_settings_are_refused_by_name(core: Path, settings: Any) -> None:
+    with pytest.raises(CheckpointError, match="the tokenizer of here cannot be read"):
+        read(core, settings)
