@@ -103,12 +103,14 @@ def fit(
             state, metrics = advance(state, step)
             window.add(metrics)
             done = step + 1
-            saves = flag.raised or done % run.save_every == 0 or done == run.steps
-            if saves or done % WINDOW == 0:
+            due = done % run.save_every == 0 or done == run.steps
+            told = due or flag.raised or done % WINDOW == 0
+            if told:
                 tell(f"{run.label} {done}/{run.steps}  {window.close()}")
-            if saves:
+            stops = told and flag.raised  # a signal comes mostly while the window waits for steps
+            if due or stops:
                 saved.save(run.path, done, state, run.identity)
-            if flag.raised:
+            if stops:
                 raise Stopped(f"{run.label} stopped at step {done} of {run.steps}; state saved")
     return state
 

@@ -47,6 +47,19 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path):
     assert resumed["n"] == 9
 
 
+def test_a_signal_while_a_line_is_written_saves_too(tmp_path):
+    asked, whole = dataclasses.replace(run(tmp_path, 30), save_every=30), []
+
+    def interrupted(line):
+        whole.append(line)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Stopped, match=r"step 20 of 30; state saved"):
+        fit(asked, start(), advance, tell=interrupted)
+    assert [path.name for path in asked.path.iterdir()] == ["20"]
+    assert len(whole) == 1
+
+
 def test_a_finished_run_is_not_run_again(tmp_path):
     fit(run(tmp_path), start(), advance)
 
