@@ -5,7 +5,7 @@ import hashlib
 import importlib.resources
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,15 +215,23 @@ def prompts(
     return found
 
 
-def _pieces(example: Example, tokenizer: Tokenizer | None, length: int) -> Iterator[Document]:
-    """Prompts of `length` tokens, behind the start token where a tokenizer puts one."""
+def _pieces(example: Example, tokenizer: Tokenizer | None, length: int) -> list[Document]:
+    """Prompts of `length` tokens, behind the start token where a tokenizer puts one; a text too
+    short for one is a prompt as it is.
+    """
+    opening, ids = _parted(example, tokenizer)
+    pieces = [piece.ids for piece in documents.pieces(ids, length)]
+    return [_given([*opening, *piece]) for piece in pieces or [ids]]
+
+
+def _parted(example: Example, tokenizer: Tokenizer | None) -> tuple[list[int], np.ndarray]:
+    """The start token, where a tokenizer puts one, and the ids of a text."""
     ids, opening = list(token_ids(example, tokenizer)), []
     if example.text and tokenizer is not None:
         bare = tokenizer.encode(example.text, specials=False)
         start = len(ids) - len(bare)
         opening, ids = (ids[:start] if ids[start:] == bare else []), bare
-    for piece in documents.pieces(np.asarray(ids, np.int32), length):
-        yield _given([*opening, *piece.ids])
+    return opening, np.asarray(ids, np.int32)
 
 
 def held_out(
@@ -257,34 +265,37 @@ def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:
         raise ConfigError('the target ships no tokenizer; give data as lines of {"ids": [...]}')
     if example.text:
         return tokenizer.encode(example.text)
-    return _rendered(example, len(example.messages), tokenizer)
+    return tokenizer.encode(_rendered(example, len(example.messages), tokenizer), specials=False)
 
 
-def _rendered(
-    example: Example, count: int, tokenizer: Tokenizer, *, opens: bool = True
-) -> list[int]:
-    """The first messages of a conversation; `opens` the assistant's next turn behind them."""
-    messages, variables = example.messages[:count], example.variables()
+def _rendered(example: Example, count: int, tokenizer: Tokenizer, **variables: Any) -> str:
+    """The first messages of a conversation, the assistant's next turn opened behind them."""
+    messages, variables = example.messages[:count], example.variables() | variables
     try:
-        return tokenizer.chat(messages, add_generation_prompt=opens, **variables)
+        return tokenizer.render(messages, **variables)
     except RequestError as error:
         begins = json.dumps(messages[0], ensure_ascii=False)[:80]
         raise ConfigError(f"{error}; that is the conversation that begins {begins}") from error
 
 
 def as_given(
-    examples: Sequence[Example], tokenizer: Tokenizer | None, ends: Sequence[int]
+    examples: Sequence[Example], tokenizer: Tokenizer | None, ends: Sequence[int], longest: int
 ) -> list[Document]:
     """Conversations and texts as they stand, assistant turns wanted.
 
     A conversation is one document, unless its template rewrites earlier turns. What the target
     would not have said itself costs places, it is never learnt.
+
+    Args:
+      longest: texts of more tokens are cut into pieces.
     """
     found = []
     for example in examples:
         if not example.messages:
-            ids = np.asarray(token_ids(example, tokenizer), np.int32)
-            found.append(Document(ids, np.ones(len(ids), bool)))
+            opening, ids = _parted(example, tokenizer)
+            for start in range(0, len(ids), size := max(longest - len(opening), 1)):
+                part = np.asarray([*opening, *ids[start : start + size]], np.int32)
+                found.append(Document(part, np.ones(len(part), bool)))
             continue
         assert tokenizer is not None or token_ids(example, tokenizer)
         turns: list[Document] = []
@@ -306,13 +317,20 @@ def _continues(turn: Document, earlier: Document) -> bool:
 
 def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -> list[Document]:
     """The conversation up to an assistant turn, by rendering it with and without that turn."""
-    before = _rendered(example, i, tokenizer)
-    whole = _rendered(example, i + 1, tokenizer, opens=False)
-    if whole[: len(before)] != before:
+    prompt = _rendered(example, i, tokenizer)
+    whole = _rendered(example, i + 1, tokenizer, add_generation_prompt=False)
+    # Some templates close the thoughts of an opened turn, and leave no trace of it behind them.
+    openings = [prompt, _rendered(dataclasses.replace(example, thinking=True), i, tokenizer)]
+    said = next((whole[len(text) :] for text in openings if whole.startswith(text)), None)
+    if said is None:
         return []  # the template rewrites history here
-    last = next((j for j in range(len(whole) - 1, 0, -1) if whole[j] in ends), len(whole) - 1)
-    ids = np.asarray(whole[: last + 1], np.int32)
-    return [Document(ids, np.arange(len(ids)) >= len(before))]
+    before, ids = (tokenizer.encode(text, specials=False) for text in (prompt, whole))
+    if ids[: len(before)] != before:  # a token across the border, or a prompt that is no opening
+        ids = [*before, *tokenizer.encode(said, specials=False)]
+    final = range(len(ids) - 1, len(before) - 1, -1)
+    last = next((j for j in final if ids[j] in ends), len(ids) - 1)
+    found = np.asarray(ids[: last + 1], np.int32)
+    return [Document(found, np.arange(len(found)) >= len(before))]
 
 
 def _given(ids: Sequence[int] | np.ndarray) -> Document:

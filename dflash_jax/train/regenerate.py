@@ -63,6 +63,11 @@ def answer(
             f" {max(b.length for b in buckets)} tokens of prompt and answer; raise answer_buckets"
             " or lower new_tokens"
         )
+    if left := len(prompts) - sum(len(members) for _, members in groups):
+        tell(
+            f"{left} of {len(prompts)} prompts left out: with their answers they are longer than"
+            f" {max(b.length for b in buckets)} tokens, the longest of answer_buckets"
+        )
     done = stored(path)
     writers = Writers(model, SAMPLED if temperature else GREEDY)
 

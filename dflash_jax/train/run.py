@@ -118,10 +118,14 @@ def stored_rows(
     tell: Tell,
 ) -> list[Rows]:
     """The training rows, made on the first call: answers of the target, and text as given."""
-    path, fill = out / "rows.npz", 0
+    path, fill, longest = out / "rows.npz", 0, recipe.buckets[-1].length
     if not path.is_file():
         asked, kept = data.divided(training, recipe)
-        found = data.as_given(kept, model.tokenizer, model.config.eos_token_ids)
+        ends = model.config.eos_token_ids
+        given = [data.as_given([one], model.tokenizer, ends, longest) for one in kept]
+        if silent := given.count([]):
+            tell(f"{silent} of {len(kept)} given lines left out: no assistant's turn to learn")
+        found = [document for one in given for document in one]
         if asked:
             prompts = data.prompts(asked, model.tokenizer, recipe)
             found += regenerate.answer(
@@ -134,6 +138,8 @@ def stored_rows(
                 seed=recipe.seed,
             )
         check_ids((document.ids for document in found), model.config)
+        if cut := sum(len(document.ids) > longest for document in found):
+            tell(f"{cut} of {len(found)} rows cut to {longest} tokens, the longest of buckets")
         random.Random(recipe.seed).shuffle(found)
         packing.save(path, packing.apart(found, recipe.buckets, fill=fill))
     return packing.load(path)

@@ -83,7 +83,7 @@ def test_mixed_answers_keep_turns_and_continue_texts(made, tmp_path):
         for part in run.stored_rows(tmp_path, model, [text, chat], chosen, lambda _: None)
         for i, real in enumerate(part.real)
     ]
-    (given,) = data.as_given([chat], model.tokenizer, model.config.eos_token_ids)
+    (given,) = data.as_given([chat], model.tokenizer, model.config.eos_token_ids, 256)
     opening = data.token_ids(text, model.tokenizer)
     found.sort(key=lambda row: len(row[0]) != len(given.ids))
     (turn, turn_wanted), (continued, wanted) = found
