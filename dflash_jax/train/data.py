@@ -237,12 +237,18 @@ def _parted(example: Example, tokenizer: Tokenizer | None) -> tuple[list[int], n
 def held_out(
     examples: Sequence[Example], tokenizer: Tokenizer | None, recipe: Recipe
 ) -> list[dict[str, Any]]:
-    """Lines of prompts for the final measurement."""
+    """Lines of prompts for the final measurement.
+
+    Raises:
+      ConfigError: one of them cannot be asked; nobody shall learn that after the training.
+    """
     rng = random.Random(f"held out {recipe.seed}")
     found = []
     for example in examples[: recipe.held_out]:
         if example.messages:
-            found += [cut.entry() for cut in opened(example, rng)[:1]]
+            for cut in opened(example, rng)[:1]:
+                token_ids(cut, tokenizer)
+                found.append(cut.entry())
         elif example.text and tokenizer is not None:
             ids = tokenizer.encode(example.text, specials=False)
             cut = ids[: max(len(ids) - recipe.text_tokens, recipe.text_prompt)]

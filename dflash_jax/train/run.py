@@ -62,6 +62,7 @@ def run(
     model = open_target(target, recipe)
     training, held_out = data.load(source, recipe)
     check_ids((example.ids for example in (*training, *held_out)), model.config)
+    asked = data.held_out(held_out, model.tokenizer, recipe)
     if mask_id is None:
         mask_id, why = mask_token(model.tokenizer, model.config)
         tell(f"mask token {mask_id}: {why}")
@@ -84,7 +85,7 @@ def run(
             model, recipe, mask_id, rows, out, identity=identity, tell=tell, start=params
         )
         write_drafter(out / "drafter", config, trained)
-    results = measured(out, target, model, held_out, recipe, tell)
+    results = measured(out, target, asked, recipe, tell)
     return Outcome(out / "drafter", results)
 
 
@@ -190,15 +191,13 @@ def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> 
 def measured(
     out: Path,
     target: str,
-    model: TargetModel,
-    held_out: Sequence[data.Example],
+    entries: Sequence[dict[str, Any]],
     recipe: Recipe,
     tell: Tell,
 ) -> dict[str, Any]:
     """Acceptance length on held-out prompts by real decoding, kept in results.json."""
     path = out / "results.json"
     if not path.is_file():
-        entries = data.held_out(held_out, model.tokenizer, recipe)
         if not entries:
             tell("no line fell to the held-out side; acceptance length was not measured")
             return {}

@@ -90,6 +90,17 @@ def test_token_ids_that_the_target_does_not_have_are_refused_before_anything_is_
     assert not (tmp_path / "out").exists()
 
 
+def test_a_held_out_line_that_cannot_be_asked_is_refused_before_anything_is_made(tmp_path):
+    good = [{"messages": [{"role": "user", "content": str(i)}]} for i in range(20)]
+    odd = {"messages": [{"role": "wizard", "content": "A."}, {"role": "user", "content": "24"}]}
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*good, odd]))
+    assert [x.held_out for x in data.read(path)].index(True) == len(good)
+    with pytest.raises(ConfigError, match=r"unknown role wizard.*begins .*A\."):
+        run.run("tiny", str(path), tmp_path / "out", SMOKE, tell=print)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_drafter_that_cannot_be_is_refused_before_anything_is_made(tmp_path):
     many = {"devices": 64, "buckets": (Bucket(length=256, rows=64),)}
     wrongs = ({"taps": (9,)}, r"target layers \[9\]"), ({"kv_heads": 2}, "heads"), (many, "devices")
@@ -101,7 +112,8 @@ def test_a_drafter_that_cannot_be_is_refused_before_anything_is_made(tmp_path):
 
 def test_held_out_prompts_may_hold_any_character(tmp_path, monkeypatch):
     texts = ["a\u2028b\x85c", "half of one \ud800"]
-    examples = [data.Example(messages=({"role": "user", "content": text},)) for text in texts]
+    messages = ({"role": "user", "content": text} for text in texts)
+    entries = [data.Example(messages=(message,)).entry() for message in messages]
     asked = []
 
     def read(target, drafter, prompts, **rest):
@@ -109,8 +121,17 @@ def test_held_out_prompts_may_hold_any_character(tmp_path, monkeypatch):
         return {}
 
     monkeypatch.setattr(evaluate, "evaluate", read)
-    run.measured(tmp_path, "tiny", model(), examples, SMOKE, print)
+    run.measured(tmp_path, "tiny", entries, SMOKE, print)
     assert asked == texts
+
+
+def test_held_out_prompts_too_long_to_measure_are_counted_aloud(tmp_path):
+    path, told = tmp_path / "heldout.jsonl", []
+    path.write_text(json.dumps({"kind": "ids", "ids": [5] * 2040}) + "\n")
+    drafter = locate("tiny", "drafter")
+    found = evaluate.evaluate("tiny", drafter, path, max_tokens=9, tell=told.append)
+    assert told == ["ids: 1 of 1 held-out prompts left out: too long to measure"]
+    assert "ids" not in found
 
 
 def test_few_rows_fill_a_batch():
