@@ -21,7 +21,7 @@ from dflash_jax.decode.block import Pair
 from dflash_jax.decode.sampling import likeliest
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import target_caches
-from dflash_jax.train.files import remove, saved_as
+from dflash_jax.train.files import remove, saved_as, sound
 from dflash_jax.train.rows import Rows
 from dflash_jax.train.threads import side_by_side
 
@@ -99,13 +99,14 @@ class Cache:
     """
 
     def __init__(self, folder: Path):
-        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        self._dtype = np.dtype(getattr(ml_dtypes, about["dtype"], about["dtype"]))
-        self._buckets = [
-            [self._open(folder / f"{i}.{name}.npy") for name in about["names"]]
-            for i in range(about["buckets"])
-        ]
-        self._names: list[str] = about["names"]
+        with sound(folder):
+            about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+            self._dtype = np.dtype(getattr(ml_dtypes, about["dtype"], about["dtype"]))
+            self._buckets = [
+                [self._open(folder / f"{i}.{name}.npy") for name in about["names"]]
+                for i in range(about["buckets"])
+            ]
+            self._names: list[str] = about["names"]
 
     def _open(self, path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r")
@@ -136,7 +137,8 @@ def fill_cache(
       tell: hears now and then how far it has come.
 
     Raises:
-      CheckpointError: the disk is full, or hidden states do not fit two bytes.
+      CheckpointError: the disk is full, hidden states do not fit two bytes, or what is in
+        `folder` is damaged.
     """
     if folder.is_dir():
         return Cache(folder)

@@ -3,11 +3,15 @@
 import contextlib
 import json
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import CheckpointError, ConfigError
+
+DAMAGED = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError,
+           zipfile.BadZipFile)  # fmt: skip
 
 
 def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
@@ -50,6 +54,18 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
 def write_json(path: Path, value: Any) -> None:
     """JSON with two-space indent and a final newline."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def sound(path: Path) -> Iterator[None]:
+    """Raises CheckpointError where what a run left at `path` turns out damaged within the block."""
+    try:
+        yield
+    except DAMAGED as error:
+        raise CheckpointError(
+            f"{path} is damaged ({' '.join(str(error).split())[:200]}); remove it, and the same"
+            " command makes it again"
+        ) from error
 
 
 @contextlib.contextmanager

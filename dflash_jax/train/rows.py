@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_jax.train.files import saved_as
+from dflash_jax.train.files import saved_as, sound
 from dflash_jax.train.recipe import Bucket
 
 OPEN_ROWS = 24
@@ -101,9 +101,9 @@ def save(path: Path, buckets: Sequence[Rows]) -> None:
 
 
 def load(path: Path) -> list[Rows]:
-    """The buckets written by `save`."""
+    """The buckets written by `save`; CheckpointError if the file is damaged."""
     names = [field.name for field in dataclasses.fields(Rows)]
-    with np.load(path) as arrays:
+    with sound(path), path.open("rb") as file, np.load(file) as arrays:
         count = len(arrays.files) // len(names)
         return [Rows(*(arrays[f"{i}.{name}"] for name in names)) for i in range(count)]
 

@@ -22,7 +22,7 @@ from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import data, evaluate, regenerate
 from dflash_jax.train import rows as packing
-from dflash_jax.train.files import claim, saved_as, write_json
+from dflash_jax.train.files import claim, saved_as, sound, write_json
 from dflash_jax.train.fitting import Placement, Tell, fit
 from dflash_jax.train.recipe import FLOAT, Recipe, mask_token, new_drafter
 from dflash_jax.train.rows import Rows
@@ -215,4 +215,5 @@ def measured(
         )
         with saved_as(path) as partial:
             write_json(partial, found)
-    return json.loads(path.read_text(encoding="utf-8"))
+    with sound(path):
+        return dict(json.loads(path.read_text(encoding="utf-8")).items())
