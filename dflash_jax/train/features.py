@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -195,7 +196,7 @@ def _fill_bucket(
             if name not in files:  # by the first rows, before there are threads
                 shape = (count, *values.shape[1:])
                 path = folder / f"{i}.{name}.npy"
-                files[name] = np.lib.format.open_memmap(path, "w+", values.dtype, shape)
+                files[name] = _mapped(path, values.dtype, shape)
             files[name][start : start + len(tokens)] = values
         return len(tokens)
 
@@ -207,6 +208,17 @@ def _fill_bucket(
             progress(filled)
     for array in files.values():
         array.flush()  # pyrefly: ignore
+
+
+def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """An array on disk, its room taken: a full disk is an OSError here, and later, where memory
+    cannot be written back, the end of the process.
+    """
+    array = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    if hasattr(os, "posix_fallocate"):  # macOS has none
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def _two_bytes(values: np.ndarray, stored: np.dtype) -> np.ndarray:

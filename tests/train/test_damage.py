@@ -1,6 +1,7 @@
 """What a run left behind and something damaged: named, with what to remove; never a trace."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,13 @@ def test_a_damaged_feature_cache_is_named(tmp_path: Path, lost: str, how) -> Non
     how(tmp_path / lost)
     with pytest.raises(CheckpointError, match=r"is damaged .*; remove it, and"):
         features.Cache(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system reserves no room")
+def test_a_feature_cache_has_its_room_before_it_is_filled(tmp_path: Path) -> None:
+    """Else a full disk ends the process by SIGBUS, without a word."""
+    array = features._mapped(tmp_path / "x.npy", np.dtype(np.uint16), (64, 1 << 10))
+    assert (tmp_path / "x.npy").stat().st_blocks * 512 >= array.nbytes
 
 
 @pytest.mark.parametrize("log", [None, "", "{"])
