@@ -35,7 +35,7 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(path, wanted)
         found = json.loads(path.read_text(encoding="utf-8"))
-        changed = sorted(k for k in wanted if found.get(k) != wanted[k])
+        changed = differing(found, wanted)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be made or written ({error.strerror}); give another --out"
@@ -46,9 +46,21 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
         ) from error
     if found != wanted:
         raise ConfigError(
-            f"{folder} was begun with other settings ({', '.join(changed)} differ);"
-            " give another --out, or remove the folder"
+            f"{folder} was begun with other settings ({'; '.join(changed)}); give the same again,"
+            " another --out, or remove the folder"
         )
+
+
+def differing(old: dict[str, Any], new: dict[str, Any], inside: str = "") -> list[str]:
+    """Every setting that is not what it was, with both values."""
+    found: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        before, now = (settings.get(name) for settings in (old, new))
+        if isinstance(before, dict) and isinstance(now, dict):
+            found += differing(before, now, f"{inside}{name}.")
+        elif before != now:
+            found.append(f"{inside}{name} was {json.dumps(before)}, is {json.dumps(now)}")
+    return found
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -146,11 +146,13 @@ def test_more_devices_than_there_are_is_refused():
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
     claim(tmp_path / "run", "run.json", {"target": "z"})
-    claim(tmp_path / "run", "run.json", {"target": "a", "data": "b"})  # nothing was made there
+    begun = {"target": "a", "recipe": {"seed": 0, "taps": (1, 2)}}
+    claim(tmp_path / "run", "run.json", begun)  # nothing was made there
     (tmp_path / "run" / "rows.npz").touch()
-    claim(tmp_path / "run", "run.json", {"target": "a", "data": "b"})
-    with pytest.raises(ConfigError, match=r"begun with other settings \(data differ\)"):
-        claim(tmp_path / "run", "run.json", {"target": "a", "data": "c"})
+    claim(tmp_path / "run", "run.json", begun)
+    why = r'\(recipe\.seed was 0, is 1; target was "a", is "b"\)'
+    with pytest.raises(ConfigError, match=f"begun with other settings {why}"):
+        claim(tmp_path / "run", "run.json", {"target": "b", "recipe": {"seed": 1, "taps": [1, 2]}})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ConfigError, match="holds other things"):

@@ -120,7 +120,7 @@ def test_the_train_verb_makes_a_drafter_for_any_folder(made, tmp_path, capsys):
     assert np.abs(params["predecessor"]).max() > 0
     assert main(command) == 0  # nothing is left to do
     assert main([*command, "--set", "seed=1"]) == 1
-    assert "begun with other settings (recipe differ)" in capsys.readouterr().err
+    assert "begun with other settings (recipe.seed was 0, is 1)" in capsys.readouterr().err
 
 
 @pytest.mark.soak
