@@ -4,10 +4,11 @@ Each stage leaves one result in the run's folder and is skipped where that exist
 run that was stopped, or killed, is gone on with by the same call.
 """
 
+import contextlib
 import dataclasses
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from dflash_jax.compiler import Plan
 from dflash_jax.compiler.programs import weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ComputeError, ConfigError
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import data, evaluate, regenerate
@@ -57,7 +58,8 @@ def run(
 
     Raises:
       ConfigError: data, recipe and target do not fit each other, or `out` belongs to another run.
-      ComputeError, CheckpointError, Stopped: see `loop.fit`.
+      ComputeError, CheckpointError, Stopped: see `loop.fit`; ComputeError also for a device that
+        is too small.
     """
     model = open_target(target, recipe)
     training, held_out = data.load(source, recipe)
@@ -81,12 +83,28 @@ def run(
     params = read_start(start, config) if start else None
     rows = stored_rows(out, model, training, recipe, tell)
     if not (out / "drafter").is_dir():
-        _, trained = fit(
-            model, recipe, mask_id, rows, out, identity=identity, tell=tell, start=params
-        )
+        with roomy():
+            _, trained = fit(
+                model, recipe, mask_id, rows, out, identity=identity, tell=tell, start=params
+            )
         write_drafter(out / "drafter", config, trained)
     results = measured(out, target, asked, recipe, tell)
     return Outcome(out / "drafter", results)
+
+
+@contextlib.contextmanager
+def roomy() -> Iterator[None]:
+    """Raises ComputeError where the device has no memory for what the block does."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0][:200]
+        if not reason.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        raise ComputeError(
+            f"training does not fit the device ({reason}); set more parts, fewer rows in buckets or"
+            " fewer anchors, into another folder: the gradient of a batch in parts is the same"
+        ) from error
 
 
 def open_target(source: str, recipe: Recipe) -> TargetModel:

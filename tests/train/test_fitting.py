@@ -17,7 +17,7 @@ from dflash_jax import Plan, load_target
 from dflash_jax.compiler.programs import build_pair, weight_specs
 from dflash_jax.config import read_drafter_config
 from dflash_jax.engine.engine import Engine
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ComputeError, ConfigError
 from dflash_jax.loading import locate, open_pair, resolve_here
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.target_model import TargetModel
@@ -72,6 +72,13 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "a/log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "simulated", "accuracy", "head", "gradient"} <= lines[0].keys()
+
+
+def test_a_device_too_small_is_named_with_the_settings_that_help():
+    with pytest.raises(ComputeError, match=r"not fit the device .*set more parts"), run.roomy():
+        jax.numpy.zeros((1 << 24, 1 << 24)).block_until_ready()
+    with pytest.raises(ZeroDivisionError), run.roomy():
+        raise ZeroDivisionError
 
 
 def test_rows_in_which_no_block_can_start_are_refused():
