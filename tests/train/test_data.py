@@ -286,6 +286,9 @@ def test_the_mask_token_is_the_tokenizers_or_an_unused_row(tokenizer):
     core = tokenizer.core
     plain = Tokenizer(core.from_str(core.to_str().replace("<|mask|>", "<|other|>")), None, {})
     assert mask_token(plain, tiny_target(vocab_size=size + 10))[0] == size
+    words = tokenizers.models.WordLevel({"one": 0, "three": 2}, unk_token="one")  # none has id 1
+    sparse = Tokenizer(tokenizers.Tokenizer(words), None, {})
+    assert mask_token(sparse, tiny_target(vocab_size=8))[0] == 3
     with pytest.raises(ConfigError, match="--mask-id"):
         mask_token(plain, tiny_target(vocab_size=size))
 
