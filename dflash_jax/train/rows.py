@@ -115,6 +115,9 @@ class Batches:
     buckets: tuple[Bucket, ...]
     rows: tuple[Rows, ...]
     seed: int
+    _planned: dict[int, list[tuple[int, np.ndarray]]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # of the epoch asked for last: to shuffle many rows takes longer than a step
 
     def plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
         """(bucket, row numbers) of every batch of an epoch; a last short batch is left out."""
@@ -128,8 +131,15 @@ class Batches:
 
     def chosen(self, step: int) -> tuple[int, np.ndarray]:
         """The bucket and the row numbers of a step."""
-        size = len(self.plan(0))
-        return self.plan(step // size)[step % size]
+        size = sum(
+            len(rows.tokens) // bucket.rows
+            for bucket, rows in zip(self.buckets, self.rows, strict=True)
+        )
+        epoch, number = divmod(step, size)
+        if epoch not in self._planned:
+            self._planned.clear()
+            self._planned[epoch] = self.plan(epoch)
+        return self._planned[epoch][number]
 
     def at(self, step: int) -> tuple[int, Rows]:
         """The bucket and the rows of a step."""
