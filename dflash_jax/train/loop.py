@@ -107,11 +107,10 @@ def fit(
             told = due or flag.raised or done % WINDOW == 0
             if told:
                 tell(f"{run.label} {done}/{run.steps}  {window.close()}")
-            stops = told and flag.raised  # a signal comes mostly while the window waits for steps
-            if due or stops:
+            if due or (told and flag.raised):  # mostly it comes while the window waits for steps
                 saved.save(run.path, done, state, run.identity)
-            if stops:
-                raise Stopped(f"{run.label} stopped at step {done} of {run.steps}; state saved")
+                if flag.raised:
+                    raise Stopped(f"{run.label} stopped at step {done} of {run.steps}; state saved")
     return state
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.errors import CheckpointError, ComputeError
+from dflash_jax.train import saved
 from dflash_jax.train.loop import Run, Stopped, fit
 
 
@@ -58,6 +59,20 @@ def test_a_signal_while_a_line_is_written_saves_too(tmp_path):
         fit(asked, start(), advance, tell=interrupted)
     assert [path.name for path in asked.path.iterdir()] == ["20"]
     assert len(whole) == 1
+
+
+def test_a_signal_during_the_last_save_is_not_lost(tmp_path, monkeypatch):
+    save = saved.save
+
+    def interrupted(*arguments):
+        save(*arguments)
+        if arguments[1] == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(saved, "save", interrupted)
+    with pytest.raises(Stopped, match=r"step 9 of 9; state saved"):
+        fit(run(tmp_path), start(), advance)
+    assert fit(run(tmp_path), start(), advance)["n"] == 9
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):
