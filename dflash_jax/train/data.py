@@ -1,5 +1,6 @@
 """Training data as a user has it: conversations, texts or token ids, one JSON object a line."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.resources
@@ -109,7 +110,26 @@ def _conversation(fields: dict[str, Any]) -> Example:
         raise ValueError(f"tools are {str(tools)[:40]}, not a list of objects")
     if not isinstance(thinking, bool):
         raise ValueError(f"thinking is {str(thinking)[:40]}, not true or false")
-    return Example(tuple(messages), tuple(tools), thinking)
+    return Example(tuple(map(_called, messages)), tuple(tools), thinking)
+
+
+def _called(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, arguments of its calls parsed where they are an object as a text: so OpenAI's
+    API writes them, and so the server gives them to the template.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return message | {"tool_calls": [_parsed(call) for call in calls]}
+
+
+def _parsed(call: Any) -> Any:
+    match call:
+        case {"function": {"arguments": str(arguments)} as function}:
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(found := json.loads(arguments or "{}"), dict):
+                    return {**call, "function": {**function, "arguments": found}}
+    return call
 
 
 def shipped(recipe: Recipe) -> tuple[list[Example], list[Example]]:

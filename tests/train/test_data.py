@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import load_target, locate
+from dflash_jax.server.conversation import past_calls
 from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import data, evaluate, run, vocabulary
@@ -186,6 +187,22 @@ def test_a_given_answer_stands_behind_the_very_prompt_that_is_served(thinking, s
     assert document.wanted.tolist() == [i >= len(served) for i in range(len(document.ids))]
     written = tokenizer.core.decode(document.ids[len(served) :], skip_special_tokens=False)
     assert written == said + "<|im_end|>"
+
+
+def test_calls_of_the_openai_api_are_learnt_as_the_server_replays_them(tmp_path):
+    """Their arguments are objects as texts; a template would write them otherwise, or refuse."""
+    for said, meant in (('{"a":1}', {"a": 1}), ("", {}), ("{", "{"), ("[1]", "[1]"), ({}, {})):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": said}}]
+        asked = {"role": "user", "content": "One?"}
+        chat = {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": calls}]}
+        (example,) = data.read(written(tmp_path, chat))
+        replayed = past_calls(calls, "messages")
+        assert example.messages[1]["tool_calls"] == replayed
+        assert replayed[0]["function"]["arguments"] == meant
+    for odd in (3, ["x"], [{"function": None}], [{"function": {"name": "f"}}]):
+        message = {"role": "assistant", "content": "", "tool_calls": odd}
+        (example,) = data.read(written(tmp_path, {"messages": [asked, message]}))
+        assert example.messages[1] == message
 
 
 def test_what_is_not_learnt_is_counted_aloud(tmp_path):
