@@ -21,7 +21,7 @@ from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ComputeError, ConfigError
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import data, evaluate, regenerate
+from dflash_jax.train import data, evaluate, given, regenerate
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import claim, saved_as, sound, write_json
 from dflash_jax.train.fitting import Placement, Tell, fit
@@ -141,10 +141,10 @@ def stored_rows(
     if not path.is_file():
         asked, kept = data.divided(training, recipe)
         ends = model.config.eos_token_ids
-        given = [data.as_given([one], model.tokenizer, ends, longest) for one in kept]
-        if silent := given.count([]):
+        learnt = [given.as_given([one], model.tokenizer, ends, longest) for one in kept]
+        if silent := learnt.count([]):
             tell(f"{silent} of {len(kept)} given lines left out: no assistant's turn to learn")
-        found = [document for one in given for document in one]
+        found = [document for one in learnt for document in one]
         if asked:
             prompts = data.prompts(asked, model.tokenizer, recipe)
             found += regenerate.answer(
