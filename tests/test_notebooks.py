@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom on a CPU; none is committed with outputs."""
 
+import ast
 import json
 import os
 import subprocess
@@ -11,6 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CHEAP = ("01_quickstart",)
+
+# What comes with `pip install '.[train,plot]'`, which is all that the README asks for.
+KNOWN = ("converters", "dflash_jax", "jax", "matplotlib", "numpy")
 
 # Runs the code cells in one namespace, as a kernel would, and draws without a screen.
 RUN = """
@@ -35,6 +39,17 @@ def test_seven_notebooks_are_there_without_outputs():
         code = [cell for cell in cells if cell["cell_type"] == "code"]
         assert code, path
         assert not [c for c in code if c["outputs"] or c["execution_count"]], path
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_needs_no_more_than_the_readme_says(path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    nodes = [node for text in code for node in ast.walk(ast.parse(text))]
+    named = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    named |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    tops = {name.partition(".")[0] for name in named}
+    assert tops - sys.stdlib_module_names <= set(KNOWN)
 
 
 @pytest.mark.parametrize("path", cases())

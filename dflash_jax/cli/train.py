@@ -96,12 +96,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def draw(out: Path) -> str | None:
-    """Draws the run's curves if matplotlib is there; the picture's path."""
+    """Draws the run's curves if matplotlib and the log are there; the picture's path."""
     try:
         from dflash_jax.train import plots
+
+        return str(plots.curves(out / "log.jsonl", out / "curves.png"))
     except ImportError:
         return None
-    return str(plots.curves(out / "log.jsonl", out / "curves.png"))
+    except (OSError, ValueError, LookupError) as error:
+        print(f"dflash-jax: no curves were drawn ({error})", file=sys.stderr)
+        return None
 
 
 @contextlib.contextmanager

@@ -1,11 +1,12 @@
 """Training data as a user has it: conversations, texts or token ids, one JSON object a line."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.resources
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,26 @@ def _conversation(fields: dict[str, Any]) -> Example:
         raise ValueError(f"tools are {str(tools)[:40]}, not a list of objects")
     if not isinstance(thinking, bool):
         raise ValueError(f"thinking is {str(thinking)[:40]}, not true or false")
-    return Example(tuple(messages), tuple(tools), thinking)
+    return Example(tuple(map(_called, messages)), tuple(tools), thinking)
+
+
+def _called(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, arguments of its calls parsed where they are an object as a text: so OpenAI's
+    API writes them, and so the server gives them to the template.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return message | {"tool_calls": [_parsed(call) for call in calls]}
+
+
+def _parsed(call: Any) -> Any:
+    match call:
+        case {"function": {"arguments": str(arguments)} as function}:
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(found := json.loads(arguments or "{}"), dict):
+                    return {**call, "function": {**function, "arguments": found}}
+    return call
 
 
 def shipped(recipe: Recipe) -> tuple[list[Example], list[Example]]:
@@ -215,26 +235,40 @@ def prompts(
     return found
 
 
-def _pieces(example: Example, tokenizer: Tokenizer | None, length: int) -> Iterator[Document]:
-    """Prompts of `length` tokens, behind the start token where a tokenizer puts one."""
+def _pieces(example: Example, tokenizer: Tokenizer | None, length: int) -> list[Document]:
+    """Prompts of `length` tokens, behind the start token where a tokenizer puts one; a text too
+    short for one is a prompt as it is.
+    """
+    opening, ids = parted(example, tokenizer)
+    pieces = [piece.ids for piece in documents.pieces(ids, length)]
+    return [_given([*opening, *piece]) for piece in pieces or [ids]]
+
+
+def parted(example: Example, tokenizer: Tokenizer | None) -> tuple[list[int], np.ndarray]:
+    """The start token, where a tokenizer puts one, and the ids of a text."""
     ids, opening = list(token_ids(example, tokenizer)), []
     if example.text and tokenizer is not None:
         bare = tokenizer.encode(example.text, specials=False)
         start = len(ids) - len(bare)
         opening, ids = (ids[:start] if ids[start:] == bare else []), bare
-    for piece in documents.pieces(np.asarray(ids, np.int32), length):
-        yield _given([*opening, *piece.ids])
+    return opening, np.asarray(ids, np.int32)
 
 
 def held_out(
     examples: Sequence[Example], tokenizer: Tokenizer | None, recipe: Recipe
 ) -> list[dict[str, Any]]:
-    """Lines of prompts for the final measurement."""
+    """Lines of prompts for the final measurement.
+
+    Raises:
+      ConfigError: one of them cannot be asked; nobody shall learn that after the training.
+    """
     rng = random.Random(f"held out {recipe.seed}")
     found = []
     for example in examples[: recipe.held_out]:
         if example.messages:
-            found += [cut.entry() for cut in opened(example, rng)[:1]]
+            for cut in opened(example, rng)[:1]:
+                token_ids(cut, tokenizer)
+                found.append(cut.entry())
         elif example.text and tokenizer is not None:
             ids = tokenizer.encode(example.text, specials=False)
             cut = ids[: max(len(ids) - recipe.text_tokens, recipe.text_prompt)]
@@ -257,62 +291,17 @@ def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:
         raise ConfigError('the target ships no tokenizer; give data as lines of {"ids": [...]}')
     if example.text:
         return tokenizer.encode(example.text)
-    return _rendered(example, len(example.messages), tokenizer)
+    return tokenizer.encode(rendered(example, len(example.messages), tokenizer), specials=False)
 
 
-def _rendered(
-    example: Example, count: int, tokenizer: Tokenizer, *, opens: bool = True
-) -> list[int]:
-    """The first messages of a conversation; `opens` the assistant's next turn behind them."""
-    messages, variables = example.messages[:count], example.variables()
+def rendered(example: Example, count: int, tokenizer: Tokenizer, **variables: Any) -> str:
+    """The first messages of a conversation, the assistant's next turn opened behind them."""
+    messages, variables = example.messages[:count], example.variables() | variables
     try:
-        return tokenizer.chat(messages, add_generation_prompt=opens, **variables)
+        return tokenizer.render(messages, **variables)
     except RequestError as error:
         begins = json.dumps(messages[0], ensure_ascii=False)[:80]
         raise ConfigError(f"{error}; that is the conversation that begins {begins}") from error
-
-
-def as_given(
-    examples: Sequence[Example], tokenizer: Tokenizer | None, ends: Sequence[int]
-) -> list[Document]:
-    """Conversations and texts as they stand, assistant turns wanted.
-
-    A conversation is one document, unless its template rewrites earlier turns. What the target
-    would not have said itself costs places, it is never learnt.
-    """
-    found = []
-    for example in examples:
-        if not example.messages:
-            ids = np.asarray(token_ids(example, tokenizer), np.int32)
-            found.append(Document(ids, np.ones(len(ids), bool)))
-            continue
-        assert tokenizer is not None or token_ids(example, tokenizer)
-        turns: list[Document] = []
-        for i, message in enumerate(example.messages):
-            if message["role"] == "assistant" and i and tokenizer is not None:
-                for turn in _turn(example, i, tokenizer, ends):
-                    earlier = turns[-1:]
-                    if earlier and _continues(turn, earlier[0]):
-                        turn.wanted[: len(earlier[0].ids)] |= earlier[0].wanted
-                        turns.pop()
-                    turns.append(turn)
-        found += turns
-    return found
-
-
-def _continues(turn: Document, earlier: Document) -> bool:
-    return np.array_equal(turn.ids[: len(earlier.ids)], earlier.ids)
-
-
-def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -> list[Document]:
-    """The conversation up to an assistant turn, by rendering it with and without that turn."""
-    before = _rendered(example, i, tokenizer)
-    whole = _rendered(example, i + 1, tokenizer, opens=False)
-    if whole[: len(before)] != before:
-        return []  # the template rewrites history here
-    last = next((j for j in range(len(whole) - 1, 0, -1) if whole[j] in ends), len(whole) - 1)
-    ids = np.asarray(whole[: last + 1], np.int32)
-    return [Document(ids, np.arange(len(ids)) >= len(before))]
 
 
 def _given(ids: Sequence[int] | np.ndarray) -> Document:

@@ -99,8 +99,10 @@ def evaluate(
 
     found: dict[str, Any] = {"max_tokens": max_tokens, "dtype": dtype, "temperature": 0}
     for kind in KINDS:
-        asked = [prompt_ids(engine, entry) for entry in entries if entry["kind"] == kind]
-        asked = [ids for ids in asked if len(ids) + max_tokens <= length]
+        every = [prompt_ids(engine, entry) for entry in entries if entry["kind"] == kind]
+        asked = [ids for ids in every if len(ids) + max_tokens <= length]
+        if left := len(every) - len(asked):
+            tell(f"{kind}: {left} of {len(every)} held-out prompts left out: too long to measure")
         if asked:
             results, plain = answers(asked, True), answers(asked[:COMPARED], False)
             pairs = zip(results, plain, strict=False)

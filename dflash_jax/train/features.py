@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from dflash_jax.decode.block import Pair
 from dflash_jax.decode.sampling import likeliest
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import target_caches
-from dflash_jax.train.files import remove, saved_as
+from dflash_jax.train.files import remove, saved_as, sound
 from dflash_jax.train.rows import Rows
 from dflash_jax.train.threads import side_by_side
 
@@ -99,13 +100,14 @@ class Cache:
     """
 
     def __init__(self, folder: Path):
-        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        self._dtype = np.dtype(getattr(ml_dtypes, about["dtype"], about["dtype"]))
-        self._buckets = [
-            [self._open(folder / f"{i}.{name}.npy") for name in about["names"]]
-            for i in range(about["buckets"])
-        ]
-        self._names: list[str] = about["names"]
+        with sound(folder):
+            about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+            self._dtype = np.dtype(getattr(ml_dtypes, about["dtype"], about["dtype"]))
+            self._buckets = [
+                [self._open(folder / f"{i}.{name}.npy") for name in about["names"]]
+                for i in range(about["buckets"])
+            ]
+            self._names: list[str] = about["names"]
 
     def _open(self, path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r")
@@ -136,7 +138,8 @@ def fill_cache(
       tell: hears now and then how far it has come.
 
     Raises:
-      CheckpointError: the disk is full, or hidden states do not fit two bytes.
+      CheckpointError: the disk is full, hidden states do not fit two bytes, or what is in
+        `folder` is damaged.
     """
     if folder.is_dir():
         return Cache(folder)
@@ -193,7 +196,7 @@ def _fill_bucket(
             if name not in files:  # by the first rows, before there are threads
                 shape = (count, *values.shape[1:])
                 path = folder / f"{i}.{name}.npy"
-                files[name] = np.lib.format.open_memmap(path, "w+", values.dtype, shape)
+                files[name] = _mapped(path, values.dtype, shape)
             files[name][start : start + len(tokens)] = values
         return len(tokens)
 
@@ -205,6 +208,17 @@ def _fill_bucket(
             progress(filled)
     for array in files.values():
         array.flush()  # pyrefly: ignore
+
+
+def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """An array on disk, its room taken: a full disk is an OSError here, and later, where memory
+    cannot be written back, the end of the process.
+    """
+    array = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    if hasattr(os, "posix_fallocate"):  # macOS has none
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def _two_bytes(values: np.ndarray, stored: np.dtype) -> np.ndarray:

@@ -3,11 +3,15 @@
 import contextlib
 import json
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import CheckpointError, ConfigError
+
+DAMAGED = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError,
+           zipfile.BadZipFile)  # fmt: skip
 
 
 def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
@@ -31,7 +35,7 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(path, wanted)
         found = json.loads(path.read_text(encoding="utf-8"))
-        changed = sorted(k for k in wanted if found.get(k) != wanted[k])
+        changed = differing(found, wanted)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be made or written ({error.strerror}); give another --out"
@@ -42,14 +46,38 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
         ) from error
     if found != wanted:
         raise ConfigError(
-            f"{folder} was begun with other settings ({', '.join(changed)} differ);"
-            " give another --out, or remove the folder"
+            f"{folder} was begun with other settings ({'; '.join(changed)}); give the same again,"
+            " another --out, or remove the folder"
         )
+
+
+def differing(old: dict[str, Any], new: dict[str, Any], inside: str = "") -> list[str]:
+    """Every setting that is not what it was, with both values."""
+    found: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        before, now = (settings.get(name) for settings in (old, new))
+        if isinstance(before, dict) and isinstance(now, dict):
+            found += differing(before, now, f"{inside}{name}.")
+        elif before != now:
+            found.append(f"{inside}{name} was {json.dumps(before)}, is {json.dumps(now)}")
+    return found
 
 
 def write_json(path: Path, value: Any) -> None:
     """JSON with two-space indent and a final newline."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def sound(path: Path) -> Iterator[None]:
+    """Raises CheckpointError where what a run left at `path` turns out damaged within the block."""
+    try:
+        yield
+    except DAMAGED as error:
+        raise CheckpointError(
+            f"{path} is damaged ({' '.join(str(error).split())[:200]}); remove it, and the same"
+            " command makes it again"
+        ) from error
 
 
 @contextlib.contextmanager

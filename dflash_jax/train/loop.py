@@ -103,13 +103,14 @@ def fit(
             state, metrics = advance(state, step)
             window.add(metrics)
             done = step + 1
-            saves = flag.raised or done % run.save_every == 0 or done == run.steps
-            if saves or done % WINDOW == 0:
+            due = done % run.save_every == 0 or done == run.steps
+            told = due or flag.raised or done % WINDOW == 0
+            if told:
                 tell(f"{run.label} {done}/{run.steps}  {window.close()}")
-            if saves:
+            if due or (told and flag.raised):  # mostly it comes while the window waits for steps
                 saved.save(run.path, done, state, run.identity)
-            if flag.raised:
-                raise Stopped(f"{run.label} stopped at step {done} of {run.steps}; state saved")
+                if flag.raised:
+                    raise Stopped(f"{run.label} stopped at step {done} of {run.steps}; state saved")
     return state
 
 

@@ -249,8 +249,9 @@ def mask_token(tokenizer: Tokenizer | None, target: TargetConfig) -> tuple[int, 
             found = tokenizer.core.token_to_id(text)
             if found is not None and found < target.vocab_size:
                 return found, f"the tokenizer's {text}"
-        if tokenizer.size < target.vocab_size:
-            return tokenizer.size, "the first unused row of the embedding table"
+        unused = 1 + max(tokenizer.core.get_vocab(with_added_tokens=True).values(), default=-1)
+        if unused < target.vocab_size:
+            return unused, "the first unused row of the embedding table"
     raise ConfigError(
         "no mask token is known: the tokenizer has none and the embedding table has no unused"
         " row; name a token that never occurs in text with --mask-id"

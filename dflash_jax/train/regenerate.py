@@ -18,6 +18,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import resolve_here
 from dflash_jax.target_model import TargetModel
+from dflash_jax.train.files import sound
 from dflash_jax.train.loop import Stopped, stop_flag
 from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.rows import Document
@@ -54,6 +55,7 @@ def answer(
 
     Raises:
       ConfigError: no prompt leaves room for its answer.
+      CheckpointError: what is kept in `path` is damaged.
       Stopped: a signal came; what is done is saved and the same call goes on from there.
     """
     groups = grouped(prompts, buckets)
@@ -63,7 +65,12 @@ def answer(
             f" {max(b.length for b in buckets)} tokens of prompt and answer; raise answer_buckets"
             " or lower new_tokens"
         )
-    done = stored(path)
+    if left := len(prompts) - sum(len(members) for _, members in groups):
+        tell(
+            f"{left} of {len(prompts)} prompts left out: with their answers they are longer than"
+            f" {max(b.length for b in buckets)} tokens, the longest of answer_buckets"
+        )
+    done = stored(path, [len(members) for _, members in groups])
     writers = Writers(model, SAMPLED if temperature else GREEDY)
 
     def write(i: int) -> list[list[int]]:
@@ -95,7 +102,8 @@ def answer(
             pool.shutdown(cancel_futures=True)
     order = [j for _, members in groups for j in members]
     answers = [ids for group in done for ids in group]
-    return [joined(prompts[j], ids) for j, ids in zip(order, answers, strict=True)]
+    with sound(path):
+        return [joined(prompts[j], ids) for j, ids in zip(order, answers, strict=True)]
 
 
 class Writers:
@@ -148,15 +156,23 @@ class Writers:
         return resolve_here(plan, config, None)
 
 
-def stored(path: Path) -> list[list[list[int]]]:
-    """The groups saved so far; half a last line, of a killed process, is dropped."""
+def stored(path: Path, sizes: Sequence[int]) -> list[list[list[int]]]:
+    """The groups saved so far; half a last line, of a killed process, is dropped.
+
+    Args:
+      sizes: of all groups.
+    """
     if not path.is_file():
         return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    return [json.loads(line) for line in whole.splitlines()]
+    with sound(path):
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            path.write_text(whole, encoding="utf-8")
+        found = [json.loads(line) for line in whole.splitlines()]
+        if [*map(len, found)] != list(sizes[: len(found)]):
+            raise ValueError("groups of other sizes than were asked for")
+    return found
 
 
 def grouped(prompts: Sequence[Prompt], buckets: Sequence[Bucket]) -> list[tuple[Bucket, list[int]]]:

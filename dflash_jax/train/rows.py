@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_jax.train.files import saved_as
+from dflash_jax.train.files import saved_as, sound
 from dflash_jax.train.recipe import Bucket
 
 OPEN_ROWS = 24
@@ -101,9 +101,9 @@ def save(path: Path, buckets: Sequence[Rows]) -> None:
 
 
 def load(path: Path) -> list[Rows]:
-    """The buckets written by `save`."""
+    """The buckets written by `save`; CheckpointError if the file is damaged."""
     names = [field.name for field in dataclasses.fields(Rows)]
-    with np.load(path) as arrays:
+    with sound(path), path.open("rb") as file, np.load(file) as arrays:
         count = len(arrays.files) // len(names)
         return [Rows(*(arrays[f"{i}.{name}"] for name in names)) for i in range(count)]
 
@@ -115,6 +115,9 @@ class Batches:
     buckets: tuple[Bucket, ...]
     rows: tuple[Rows, ...]
     seed: int
+    _planned: dict[int, list[tuple[int, np.ndarray]]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # of the epoch asked for last: to shuffle many rows takes longer than a step
 
     def plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
         """(bucket, row numbers) of every batch of an epoch; a last short batch is left out."""
@@ -128,8 +131,15 @@ class Batches:
 
     def chosen(self, step: int) -> tuple[int, np.ndarray]:
         """The bucket and the row numbers of a step."""
-        size = len(self.plan(0))
-        return self.plan(step // size)[step % size]
+        size = sum(
+            len(rows.tokens) // bucket.rows
+            for bucket, rows in zip(self.buckets, self.rows, strict=True)
+        )
+        epoch, number = divmod(step, size)
+        if epoch not in self._planned:
+            self._planned.clear()
+            self._planned[epoch] = self.plan(epoch)
+        return self._planned[epoch][number]
 
     def at(self, step: int) -> tuple[int, Rows]:
         """The bucket and the rows of a step."""

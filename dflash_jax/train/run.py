@@ -4,10 +4,11 @@ Each stage leaves one result in the run's folder and is skipped where that exist
 run that was stopped, or killed, is gone on with by the same call.
 """
 
+import contextlib
 import dataclasses
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ import numpy as np
 from dflash_jax.compiler import Plan
 from dflash_jax.compiler.programs import weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ComputeError, ConfigError
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import data, evaluate, regenerate
+from dflash_jax.train import data, evaluate, given, regenerate
 from dflash_jax.train import rows as packing
-from dflash_jax.train.files import claim, saved_as, write_json
+from dflash_jax.train.files import claim, saved_as, sound, write_json
 from dflash_jax.train.fitting import Placement, Tell, fit
 from dflash_jax.train.recipe import FLOAT, Recipe, mask_token, new_drafter
 from dflash_jax.train.rows import Rows
@@ -57,11 +58,13 @@ def run(
 
     Raises:
       ConfigError: data, recipe and target do not fit each other, or `out` belongs to another run.
-      ComputeError, CheckpointError, Stopped: see `loop.fit`.
+      ComputeError, CheckpointError, Stopped: see `loop.fit`; ComputeError also for a device that
+        is too small.
     """
     model = open_target(target, recipe)
     training, held_out = data.load(source, recipe)
     check_ids((example.ids for example in (*training, *held_out)), model.config)
+    asked = data.held_out(held_out, model.tokenizer, recipe)
     if mask_id is None:
         mask_id, why = mask_token(model.tokenizer, model.config)
         tell(f"mask token {mask_id}: {why}")
@@ -80,12 +83,28 @@ def run(
     params = read_start(start, config) if start else None
     rows = stored_rows(out, model, training, recipe, tell)
     if not (out / "drafter").is_dir():
-        _, trained = fit(
-            model, recipe, mask_id, rows, out, identity=identity, tell=tell, start=params
-        )
+        with roomy():
+            _, trained = fit(
+                model, recipe, mask_id, rows, out, identity=identity, tell=tell, start=params
+            )
         write_drafter(out / "drafter", config, trained)
-    results = measured(out, target, model, held_out, recipe, tell)
+    results = measured(out, target, asked, recipe, tell)
     return Outcome(out / "drafter", results)
+
+
+@contextlib.contextmanager
+def roomy() -> Iterator[None]:
+    """Raises ComputeError where the device has no memory for what the block does."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0][:200]
+        if not reason.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        raise ComputeError(
+            f"training does not fit the device ({reason}); set more parts, fewer rows in buckets or"
+            " fewer anchors, into another folder: the gradient of a batch in parts is the same"
+        ) from error
 
 
 def open_target(source: str, recipe: Recipe) -> TargetModel:
@@ -118,10 +137,14 @@ def stored_rows(
     tell: Tell,
 ) -> list[Rows]:
     """The training rows, made on the first call: answers of the target, and text as given."""
-    path, fill = out / "rows.npz", 0
+    path, fill, longest = out / "rows.npz", 0, recipe.buckets[-1].length
     if not path.is_file():
         asked, kept = data.divided(training, recipe)
-        found = data.as_given(kept, model.tokenizer, model.config.eos_token_ids)
+        ends = model.config.eos_token_ids
+        learnt = [given.as_given([one], model.tokenizer, ends, longest) for one in kept]
+        if silent := learnt.count([]):
+            tell(f"{silent} of {len(kept)} given lines left out: no assistant's turn to learn")
+        found = [document for one in learnt for document in one]
         if asked:
             prompts = data.prompts(asked, model.tokenizer, recipe)
             found += regenerate.answer(
@@ -134,6 +157,8 @@ def stored_rows(
                 seed=recipe.seed,
             )
         check_ids((document.ids for document in found), model.config)
+        if cut := sum(len(document.ids) > longest for document in found):
+            tell(f"{cut} of {len(found)} rows cut to {longest} tokens, the longest of buckets")
         random.Random(recipe.seed).shuffle(found)
         packing.save(path, packing.apart(found, recipe.buckets, fill=fill))
     return packing.load(path)
@@ -184,15 +209,13 @@ def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> 
 def measured(
     out: Path,
     target: str,
-    model: TargetModel,
-    held_out: Sequence[data.Example],
+    entries: Sequence[dict[str, Any]],
     recipe: Recipe,
     tell: Tell,
 ) -> dict[str, Any]:
     """Acceptance length on held-out prompts by real decoding, kept in results.json."""
     path = out / "results.json"
     if not path.is_file():
-        entries = data.held_out(held_out, model.tokenizer, recipe)
         if not entries:
             tell("no line fell to the held-out side; acceptance length was not measured")
             return {}
@@ -210,4 +233,5 @@ def measured(
         )
         with saved_as(path) as partial:
             write_json(partial, found)
-    return json.loads(path.read_text(encoding="utf-8"))
+    with sound(path):
+        return dict(json.loads(path.read_text(encoding="utf-8")).items())

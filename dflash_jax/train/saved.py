@@ -54,15 +54,17 @@ def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
         if step is None:
             return 0, state
         about = ocp.args.Composite(about=ocp.args.JsonRestore())  # pyrefly: ignore
-        if manager.restore(step, args=about)[ABOUT]["identity"] != identity:
-            raise CheckpointError(
-                f"{folder} was saved by another preset or seed; remove it, or train into another"
-                " folder"
-            )
         wanted = checkpoint_utils.construct_restore_args(shapes)
         arrays = ocp.args.PyTreeRestore(item=shapes, restore_args=wanted)  # pyrefly: ignore
         try:
+            if manager.restore(step, args=about)[ABOUT]["identity"] != identity:
+                raise CheckpointError(
+                    f"{folder} was saved by another preset or seed; remove it, or train into"
+                    " another folder"
+                )
             found = manager.restore(step, args=ocp.args.Composite(arrays=arrays))[ARRAYS]
+        except CheckpointError:
+            raise
         except Exception as error:  # orbax and tensorstore raise many kinds
             reason = str(error).partition("\n")[0][:200]
             raise CheckpointError(

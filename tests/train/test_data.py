@@ -12,9 +12,11 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from dflash_jax.errors import ConfigError
+from dflash_jax.loading import load_target, locate
+from dflash_jax.server.conversation import past_calls
 from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train import data, evaluate, vocabulary
+from dflash_jax.train import data, evaluate, given, run, vocabulary
 from dflash_jax.train.recipe import mask_token, spread_taps
 from dflash_jax.train.recipes import SMOKE, recipe
 
@@ -148,8 +150,13 @@ def test_texts_begin_with_the_start_token_as_prompts_do(tokenizer, tmp_path):
     assert [p.document.ids.tolist() for p in found] == [
         [start, *bare[i : i + 16]] for i in (0, 16, 32)
     ]
-    (document,) = data.as_given([data.Example(text=text)], starting, [])
+    (document,) = given.as_given([data.Example(text=text)], starting, [], 999)
     assert document.ids.tolist() == [start, *bare] == starting.encode(text)
+    cut = given.as_given([data.Example(text=text)], starting, [], 33)
+    assert [d.ids.tolist() for d in cut] == [
+        [start, *bare[i : i + 32]] for i in range(0, len(bare), 32)
+    ]
+    assert all(d.wanted.all() for d in cut)
     engine = SimpleNamespace(tokenizer=starting)
     assert evaluate.prompt_ids(engine, data.Example(text=text).entry()) == [start, *bare]
 
@@ -157,11 +164,72 @@ def test_texts_begin_with_the_start_token_as_prompts_do(tokenizer, tmp_path):
 def test_given_answers_are_wanted_up_to_their_end(tokenizer, tmp_path):
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
     examples = data.read(written(tmp_path, CHAT))
-    (document,) = data.as_given(examples, tokenizer, ends)
+    (document,) = given.as_given(examples, tokenizer, ends, 999)
     wanted = document.ids[document.wanted].tolist()
     assert (
         tokenizer.core.decode(wanted, skip_special_tokens=False) == "Two.<|im_end|>Four.<|im_end|>"
     )
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("said", ["Two.", "\n\nTwo.", "", "<think>\nOne.\n</think>\n\nTwo."])
+def test_a_given_answer_stands_behind_the_very_prompt_that_is_served(thinking, said):
+    """Also where a token would reach over the border, and where the template closes the thoughts
+    of an opened turn but not of one in the past.
+    """
+    tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
+    asked = {"role": "user", "content": "One?"}
+    chat = data.Example((asked, {"role": "assistant", "content": said}), thinking=thinking)
+    ends = [tokenizer.core.token_to_id("<|im_end|>")]
+    (document,) = given.as_given([chat], tokenizer, ends, 999)
+    served = tokenizer.chat([asked], **({} if thinking else {"enable_thinking": False}))
+    assert document.ids[: len(served)].tolist() == served
+    assert document.wanted.tolist() == [i >= len(served) for i in range(len(document.ids))]
+    written = tokenizer.core.decode(document.ids[len(served) :], skip_special_tokens=False)
+    assert written == said + "<|im_end|>"
+
+
+def test_calls_of_the_openai_api_are_learnt_as_the_server_replays_them(tmp_path):
+    """Their arguments are objects as texts; a template would write them otherwise, or refuse."""
+    for said, meant in (('{"a":1}', {"a": 1}), ("", {}), ("{", "{"), ("[1]", "[1]"), ({}, {})):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": said}}]
+        asked = {"role": "user", "content": "One?"}
+        chat = {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": calls}]}
+        (example,) = data.read(written(tmp_path, chat))
+        replayed = past_calls(calls, "messages")
+        assert example.messages[1]["tool_calls"] == replayed
+        assert replayed[0]["function"]["arguments"] == meant
+    for odd in (3, ["x"], [{"function": None}], [{"function": {"name": "f"}}]):
+        message = {"role": "assistant", "content": "", "tool_calls": odd}
+        (example,) = data.read(written(tmp_path, {"messages": [asked, message]}))
+        assert example.messages[1] == message
+
+
+def test_what_is_not_learnt_is_counted_aloud(tmp_path):
+    asked, said = CHAT["messages"][:2]
+    long = data.Example((asked, said | {"content": "Two. " * 300}))
+    kept = [data.Example((said,)), data.Example((asked,)), data.Example((asked, said)), long]
+    whole = data.Example(text="Three four. " * 300)
+    chosen, told = dataclasses.replace(SMOKE, answers="given"), []
+    (rows,) = run.stored_rows(tmp_path, load_target("tiny"), [*kept, whole], chosen, told.append)
+    assert told[0].startswith("2 of 5 given lines left out")
+    assert told[1:] == [f"1 of {len(rows.tokens)} rows cut to 256 tokens, the longest of buckets"]
+
+
+def test_a_turn_without_an_end_of_its_own_is_given_whole(tokenizer):
+    """Some templates end the user's turns alone."""
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>"
+    bare = Tokenizer(tokenizer.core, template + "{% endif %}{% endfor %}", {})
+    ends = [tokenizer.core.token_to_id("<|im_end|>")]
+    (document,) = given.as_given([data.Example(tuple(CHAT["messages"]))], bare, ends, 999)
+    assert bare.raw(document.ids[document.wanted].tolist()) == "Two.Four."
+
+
+def test_a_text_too_short_for_a_piece_is_a_prompt_as_it_is(tokenizer):
+    recipe = dataclasses.replace(SMOKE, text_prompt=512)
+    for short in (data.Example(text="One two"), data.Example(ids=(5, 6, 7))):
+        (prompt,) = data.prompts([short], tokenizer, recipe)
+        assert prompt.document.ids.tolist() == list(data.token_ids(short, tokenizer))
 
 
 def test_conversations_beyond_those_answered_are_learnt_as_they_stand():
@@ -183,14 +251,14 @@ def test_conversations_beyond_those_answered_are_learnt_as_they_stand():
 
 def test_turns_that_a_template_rewrites_later_stand_alone(tokenizer, tmp_path, monkeypatch):
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
-    chat = tokenizer.chat
+    render = tokenizer.render
     monkeypatch.setattr(  # it says in front how many turns there are
         tokenizer,
-        "chat",
-        lambda messages, **rest: [(len(messages) + 1) // 2, *chat(messages, **rest)],
+        "render",
+        lambda messages, **rest: f"{(len(messages) + 1) // 2}{render(messages, **rest)}",
     )
-    found = data.as_given(data.read(written(tmp_path, CHAT)), tokenizer, ends)
-    assert [d.ids[0] for d in found] == [1, 2]
+    found = given.as_given(data.read(written(tmp_path, CHAT)), tokenizer, ends, 999)
+    assert [tokenizer.core.id_to_token(d.ids[0]) for d in found] == ["1", "2"]
     assert all(d.wanted.sum() > 1 for d in found)
 
 
@@ -235,6 +303,9 @@ def test_the_mask_token_is_the_tokenizers_or_an_unused_row(tokenizer):
     core = tokenizer.core
     plain = Tokenizer(core.from_str(core.to_str().replace("<|mask|>", "<|other|>")), None, {})
     assert mask_token(plain, tiny_target(vocab_size=size + 10))[0] == size
+    words = tokenizers.models.WordLevel({"one": 0, "three": 2}, unk_token="one")  # none has id 1
+    sparse = Tokenizer(tokenizers.Tokenizer(words), None, {})
+    assert mask_token(sparse, tiny_target(vocab_size=8))[0] == 3
     with pytest.raises(ConfigError, match="--mask-id"):
         mask_token(plain, tiny_target(vocab_size=size))
 

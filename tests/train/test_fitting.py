@@ -17,7 +17,7 @@ from dflash_jax import Plan, load_target
 from dflash_jax.compiler.programs import build_pair, weight_specs
 from dflash_jax.config import read_drafter_config
 from dflash_jax.engine.engine import Engine
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ComputeError, ConfigError
 from dflash_jax.loading import locate, open_pair, resolve_here
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.target_model import TargetModel
@@ -74,6 +74,13 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
     assert {"loss", "simulated", "accuracy", "head", "gradient"} <= lines[0].keys()
 
 
+def test_a_device_too_small_is_named_with_the_settings_that_help():
+    with pytest.raises(ComputeError, match=r"not fit the device .*set more parts"), run.roomy():
+        jax.numpy.zeros((1 << 24, 1 << 24)).block_until_ready()
+    with pytest.raises(ZeroDivisionError), run.roomy():
+        raise ZeroDivisionError
+
+
 def test_rows_in_which_no_block_can_start_are_refused():
     (part,) = rows()
     wanted = np.zeros_like(part.wanted)
@@ -90,6 +97,17 @@ def test_token_ids_that_the_target_does_not_have_are_refused_before_anything_is_
     assert not (tmp_path / "out").exists()
 
 
+def test_a_held_out_line_that_cannot_be_asked_is_refused_before_anything_is_made(tmp_path):
+    good = [{"messages": [{"role": "user", "content": str(i)}]} for i in range(20)]
+    odd = {"messages": [{"role": "wizard", "content": "A."}, {"role": "user", "content": "24"}]}
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*good, odd]))
+    assert [x.held_out for x in data.read(path)].index(True) == len(good)
+    with pytest.raises(ConfigError, match=r"unknown role wizard.*begins .*A\."):
+        run.run("tiny", str(path), tmp_path / "out", SMOKE, tell=print)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_drafter_that_cannot_be_is_refused_before_anything_is_made(tmp_path):
     many = {"devices": 64, "buckets": (Bucket(length=256, rows=64),)}
     wrongs = ({"taps": (9,)}, r"target layers \[9\]"), ({"kv_heads": 2}, "heads"), (many, "devices")
@@ -101,7 +119,8 @@ def test_a_drafter_that_cannot_be_is_refused_before_anything_is_made(tmp_path):
 
 def test_held_out_prompts_may_hold_any_character(tmp_path, monkeypatch):
     texts = ["a\u2028b\x85c", "half of one \ud800"]
-    examples = [data.Example(messages=({"role": "user", "content": text},)) for text in texts]
+    messages = ({"role": "user", "content": text} for text in texts)
+    entries = [data.Example(messages=(message,)).entry() for message in messages]
     asked = []
 
     def read(target, drafter, prompts, **rest):
@@ -109,8 +128,17 @@ def test_held_out_prompts_may_hold_any_character(tmp_path, monkeypatch):
         return {}
 
     monkeypatch.setattr(evaluate, "evaluate", read)
-    run.measured(tmp_path, "tiny", model(), examples, SMOKE, print)
+    run.measured(tmp_path, "tiny", entries, SMOKE, print)
     assert asked == texts
+
+
+def test_held_out_prompts_too_long_to_measure_are_counted_aloud(tmp_path):
+    path, told = tmp_path / "heldout.jsonl", []
+    path.write_text(json.dumps({"kind": "ids", "ids": [5] * 2040}) + "\n")
+    drafter = locate("tiny", "drafter")
+    found = evaluate.evaluate("tiny", drafter, path, max_tokens=9, tell=told.append)
+    assert told == ["ids: 1 of 1 held-out prompts left out: too long to measure"]
+    assert "ids" not in found
 
 
 def test_few_rows_fill_a_batch():
@@ -125,11 +153,13 @@ def test_more_devices_than_there_are_is_refused():
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
     claim(tmp_path / "run", "run.json", {"target": "z"})
-    claim(tmp_path / "run", "run.json", {"target": "a", "data": "b"})  # nothing was made there
+    begun = {"target": "a", "recipe": {"seed": 0, "taps": (1, 2)}}
+    claim(tmp_path / "run", "run.json", begun)  # nothing was made there
     (tmp_path / "run" / "rows.npz").touch()
-    claim(tmp_path / "run", "run.json", {"target": "a", "data": "b"})
-    with pytest.raises(ConfigError, match=r"begun with other settings \(data differ\)"):
-        claim(tmp_path / "run", "run.json", {"target": "a", "data": "c"})
+    claim(tmp_path / "run", "run.json", begun)
+    why = r'\(recipe\.seed was 0, is 1; target was "a", is "b"\)'
+    with pytest.raises(ConfigError, match=f"begun with other settings {why}"):
+        claim(tmp_path / "run", "run.json", {"target": "b", "recipe": {"seed": 1, "taps": [1, 2]}})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ConfigError, match="holds other things"):

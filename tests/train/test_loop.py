@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.errors import CheckpointError, ComputeError
+from dflash_jax.train import saved
 from dflash_jax.train.loop import Run, Stopped, fit
 
 
@@ -47,6 +48,33 @@ def test_a_signal_saves_and_the_same_call_goes_on(tmp_path):
     assert resumed["n"] == 9
 
 
+def test_a_signal_while_a_line_is_written_saves_too(tmp_path):
+    asked, whole = dataclasses.replace(run(tmp_path, 30), save_every=30), []
+
+    def interrupted(line):
+        whole.append(line)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Stopped, match=r"step 20 of 30; state saved"):
+        fit(asked, start(), advance, tell=interrupted)
+    assert [path.name for path in asked.path.iterdir()] == ["20"]
+    assert len(whole) == 1
+
+
+def test_a_signal_during_the_last_save_is_not_lost(tmp_path, monkeypatch):
+    save = saved.save
+
+    def interrupted(*arguments):
+        save(*arguments)
+        if arguments[1] == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(saved, "save", interrupted)
+    with pytest.raises(Stopped, match=r"step 9 of 9; state saved"):
+        fit(run(tmp_path), start(), advance)
+    assert fit(run(tmp_path), start(), advance)["n"] == 9
+
+
 def test_a_finished_run_is_not_run_again(tmp_path):
     fit(run(tmp_path), start(), advance)
 
@@ -68,8 +96,10 @@ def test_a_damaged_state_is_named_and_the_one_before_it_serves(tmp_path):
     for file in (tmp_path / "state" / "9" / "arrays").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"9 cannot be read .*remove it"):
-        fit(run(tmp_path), start(), advance)
+    for part in ("about", "arrays"):
+        with pytest.raises(CheckpointError, match=r"9 cannot be read .*remove it"):
+            fit(run(tmp_path), start(), advance)
+        shutil.rmtree(tmp_path / "state" / "9" / part)
     shutil.rmtree(tmp_path / "state" / "9")
     np.testing.assert_array_equal(fit(run(tmp_path), start(), advance)["x"], straight["x"])
 

@@ -88,3 +88,13 @@ def test_prompts_without_room_for_an_answer_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="none of 30 prompts fits: the longest bucket holds 8"):
         answer(tmp_path / "x", model, prompts, [Bucket(length=8, rows=1)], tell=print)
+
+
+def test_prompts_left_out_are_counted_before_any_is_answered(
+    tmp_path: Path, model: TargetModel, prompts: list[Prompt]
+) -> None:
+    def hear(line: str) -> None:
+        raise InterruptedError(line)
+
+    with pytest.raises(InterruptedError, match=r"26 of 30 prompts left out: .* 16 tokens"):
+        answer(tmp_path / "x", model, prompts, [Bucket(length=16, rows=4)], tell=hear)

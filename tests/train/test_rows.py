@@ -38,6 +38,20 @@ def test_an_epoch_shows_every_full_batch_once_and_a_step_is_always_the_same():
     assert [batches.at(3 + step)[1].tokens[:, 0].tolist() for step in range(3)] != seen
 
 
+def test_an_epoch_is_shuffled_once_not_at_every_step():
+    class Counted(rows.Batches):
+        def plan(self, epoch):
+            shuffled.append(epoch)
+            return super().plan(epoch)
+
+    shuffled: list[int] = []
+    packed = tuple(rows.apart([document(8, i) for i in range(6)], BUCKETS, fill=9))
+    batches = Counted(BUCKETS, packed, seed=1)
+    seen = [batches.chosen(step)[1].tolist() for step in range(6)]
+    assert shuffled == [0, 1]
+    assert seen == [rows.Batches(BUCKETS, packed, 1).chosen(step)[1].tolist() for step in range(6)]
+
+
 def test_rows_survive_saving(tmp_path):
     packed = rows.pack([document(5, 10), document(12, 30)], BUCKETS, fill=9)
     rows.save(tmp_path / "rows.npz", packed)

@@ -11,7 +11,7 @@ from dflash_jax import Plan, load
 from dflash_jax.cli import main
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
 from dflash_jax.loading import load_target
-from dflash_jax.train import data, evaluate, rows, run, tiny
+from dflash_jax.train import data, evaluate, given, rows, run, tiny
 from dflash_jax.train.recipes import recipe
 
 
@@ -83,12 +83,12 @@ def test_mixed_answers_keep_turns_and_continue_texts(made, tmp_path):
         for part in run.stored_rows(tmp_path, model, [text, chat], chosen, lambda _: None)
         for i, real in enumerate(part.real)
     ]
-    (given,) = data.as_given([chat], model.tokenizer, model.config.eos_token_ids)
+    (stood,) = given.as_given([chat], model.tokenizer, model.config.eos_token_ids, 256)
     opening = data.token_ids(text, model.tokenizer)
-    found.sort(key=lambda row: len(row[0]) != len(given.ids))
+    found.sort(key=lambda row: len(row[0]) != len(stood.ids))
     (turn, turn_wanted), (continued, wanted) = found
-    np.testing.assert_array_equal(turn, given.ids)
-    np.testing.assert_array_equal(turn_wanted, given.wanted)
+    np.testing.assert_array_equal(turn, stood.ids)
+    np.testing.assert_array_equal(turn_wanted, stood.wanted)
     np.testing.assert_array_equal(continued[: len(opening)], opening)
     assert not wanted[: len(opening)].any()
     assert 0 < wanted[len(opening) :].sum() <= chosen.text_tokens
@@ -120,7 +120,7 @@ def test_the_train_verb_makes_a_drafter_for_any_folder(made, tmp_path, capsys):
     assert np.abs(params["predecessor"]).max() > 0
     assert main(command) == 0  # nothing is left to do
     assert main([*command, "--set", "seed=1"]) == 1
-    assert "begun with other settings (recipe differ)" in capsys.readouterr().err
+    assert "begun with other settings (recipe.seed was 0, is 1)" in capsys.readouterr().err
 
 
 @pytest.mark.soak

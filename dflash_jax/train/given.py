@@ -1,0 +1,65 @@
+"""Conversations and texts as they stand, as documents: what an assistant wrote there is wanted."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.train.data import Example, parted, rendered, token_ids
+from dflash_jax.train.rows import Document
+
+
+def as_given(
+    examples: Sequence[Example], tokenizer: Tokenizer | None, ends: Sequence[int], longest: int
+) -> list[Document]:
+    """Conversations and texts as they stand, assistant turns wanted.
+
+    A conversation is one document, unless its template rewrites earlier turns. What the target
+    would not have said itself costs places, it is never learnt.
+
+    Args:
+      longest: texts of more tokens are cut into pieces.
+    """
+    found = []
+    for example in examples:
+        if not example.messages:
+            opening, ids = parted(example, tokenizer)
+            for start in range(0, len(ids), size := max(longest - len(opening), 1)):
+                part = np.asarray([*opening, *ids[start : start + size]], np.int32)
+                found.append(Document(part, np.ones(len(part), bool)))
+            continue
+        assert tokenizer is not None or token_ids(example, tokenizer)
+        turns: list[Document] = []
+        for i, message in enumerate(example.messages):
+            if message["role"] == "assistant" and i and tokenizer is not None:
+                for turn in _turn(example, i, tokenizer, ends):
+                    earlier = turns[-1:]
+                    if earlier and _continues(turn, earlier[0]):
+                        turn.wanted[: len(earlier[0].ids)] |= earlier[0].wanted
+                        turns.pop()
+                    turns.append(turn)
+        found += turns
+    return found
+
+
+def _continues(turn: Document, earlier: Document) -> bool:
+    return np.array_equal(turn.ids[: len(earlier.ids)], earlier.ids)
+
+
+def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -> list[Document]:
+    """The conversation up to an assistant turn, by rendering it with and without that turn."""
+    prompt = rendered(example, i, tokenizer)
+    whole = rendered(example, i + 1, tokenizer, add_generation_prompt=False)
+    # Some templates close the thoughts of an opened turn, and leave no trace of it behind them.
+    openings = [prompt, rendered(dataclasses.replace(example, thinking=True), i, tokenizer)]
+    said = next((whole[len(text) :] for text in openings if whole.startswith(text)), None)
+    if said is None:
+        return []  # the template rewrites history here
+    before, ids = (tokenizer.encode(text, specials=False) for text in (prompt, whole))
+    if ids[: len(before)] != before:  # a token across the border, or a prompt that is no opening
+        ids = [*before, *tokenizer.encode(said, specials=False)]
+    final = range(len(ids) - 1, len(before) - 1, -1)
+    last = next((j for j in final if ids[j] in ends), len(ids) - 1)
+    found = np.asarray(ids[: last + 1], np.int32)
+    return [Document(found, np.arange(len(found)) >= len(before))]
