@@ -97,7 +97,7 @@ def test_json_holds_the_same(large: Explanation) -> None:
 
 def test_only_prompts_and_decode_steps_have_a_roofline(large: Explanation) -> None:
     timed = {program.name for program in large.programs if program.roofline}
-    assert timed == NAMES - {"forced", "replace", "wipe", "copy_row"}
+    assert timed == NAMES - HELPERS
 
 
 def test_compiled_figures_appear_when_asked_for() -> None:
