@@ -7,6 +7,7 @@ import dataclasses
 import importlib.resources
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,6 +43,7 @@ AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)
 SHIPPED = "tiny"
 AUTO = "auto"
 MEMORY = Path("/proc/meminfo")  # of the host, on Linux
+GROUP = Path("/sys/fs/cgroup")  # of the container, there
 
 
 def load(
@@ -253,7 +255,8 @@ def default_device() -> jax.Device:
 
 
 def free_memory(device: jax.Device) -> int:
-    """Bytes an engine may take: free memory of the device, or of the host for a CPU.
+    """Bytes an engine may take: free memory of the device, or of the host for a CPU, and of the
+    container that it may be in.
 
     All of the host's where the system does not say how much is free, as on macOS.
     """
@@ -263,8 +266,21 @@ def free_memory(device: jax.Device) -> int:
     said = MEMORY.read_text(encoding="utf-8") if MEMORY.is_file() else ""
     found = re.search(r"^MemAvailable:\s*(\d+) kB", said, re.MULTILINE)
     if found:  # with memory that only caches files, such as weights read before
-        return int(found[1]) * 1024
+        return min(int(found[1]) * 1024, _free_in_container())
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_in_container() -> int:
+    """Bytes left below the limit of a container; no bound where there is none."""
+    try:
+        most, used, stat = (
+            (GROUP / f"memory.{name}").read_text(encoding="utf-8")
+            for name in ("max", "current", "stat")
+        )
+        cached = dict(line.split() for line in stat.splitlines())["inactive_file"]
+        return max(int(most) - int(used) + int(cached), 0)
+    except (OSError, ValueError, KeyError):  # no group, no limit ("max"), or groups of version 1
+        return sys.maxsize
 
 
 def locate(source: Source, role: str) -> Path:

@@ -313,6 +313,25 @@ def test_memory_that_only_caches_files_counts_as_free(
     assert free_memory(jax.local_devices()[0]) == 6000 * 1024
 
 
+@pytest.mark.parametrize(
+    ("limit", "free"), [("5000000", 5000000 - 3000000 + 400000), ("max", 6144000), ("1", 0)]
+)
+def test_a_container_has_what_its_limit_leaves(
+    limit: str, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {
+        "meminfo": "MemAvailable:   6000 kB\n",
+        "memory.max": limit + "\n",
+        "memory.current": "3000000\n",
+        "memory.stat": "anon 2500000\nfile 500000\ninactive_file 400000\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(loading, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(loading, "GROUP", tmp_path)
+    assert free_memory(jax.local_devices()[0]) == free
+
+
 def test_a_system_that_does_not_say_what_is_free_has_all_of_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
