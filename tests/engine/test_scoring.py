@@ -1,6 +1,7 @@
 """How likely prompts are: what one whole pass of the target says, and nothing else changes."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,11 +23,18 @@ def prompt_of(length: int, seed: int = 0, vocab: int = 251) -> list[int]:
     return np.random.default_rng([seed, length]).integers(0, vocab, length).tolist()
 
 
+@functools.cache
+def target_of(engine: Engine) -> TargetModel:
+    return TargetModel(engine.target, engine.params["target"], "float32")
+
+
 def by_one_pass(engine: Engine, prompt: list[int]) -> np.ndarray:
     """Log-probabilities [len(prompt) - 1, V] of what may follow each token."""
-    model = TargetModel(engine.target, engine.params["target"], "float32")
-    logits = np.asarray(model.forward(np.array([prompt])).logits)[0, :-1]
-    return np.asarray(jax.nn.log_softmax(logits.astype(np.float64), axis=-1))
+    ids = np.zeros((1, max(LENGTHS)), np.int32)  # what stands behind changes nothing before it
+    ids[0, : len(prompt)] = prompt
+    logits = np.asarray(target_of(engine).forward(ids).logits, np.float64)[0, : len(prompt) - 1]
+    total = np.log(np.exp(logits - logits.max(axis=-1, keepdims=True)).sum(axis=-1, keepdims=True))
+    return logits - logits.max(axis=-1, keepdims=True) - total
 
 
 def check(engine: Engine, prompt: list[int], result: Result, most: int) -> None:
