@@ -27,7 +27,7 @@ from dflash_jax.config import (
     TargetConfig,
     paired,
 )
-from dflash_jax.decode import steps
+from dflash_jax.decode import scoring, steps
 from dflash_jax.decode.block import Pair, Params
 from dflash_jax.decode.shaping import neutral_shaping, set_row
 from dflash_jax.decode.snapshot import put_segment, take_segment
@@ -249,7 +249,7 @@ def declare(
     dictated = (params, state, tokens(plan.block), count, count)
     chunk, one = tokens(plan.chunk, 1), jax.ShapeDtypeStruct((), jnp.int32)
     scored = (params, state, one, chunk, chunk, jax.ShapeDtypeStruct((1,), jnp.bool_))
-    score = functools.partial(steps.score, pair, width=plan.block)
+    score = functools.partial(scoring.score, pair, width=plan.block)
     width = plan.block if plan.exact else 1
     plain = "plain" if plan.exact else "plain1"
     programs = [
