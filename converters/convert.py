@@ -14,7 +14,8 @@ from converters.gguf import GgufFile
 from converters.gguf.file import SHARD
 from converters.load import Progress, float_dtype
 from converters.models import Model, companions
-from dflash_jax.checkpoint import new_path, write
+from dflash_jax.atomic import new_path
+from dflash_jax.checkpoint import write
 from dflash_jax.errors import CheckpointError, TokenizerError
 
 AUTO = "auto"

@@ -1,4 +1,4 @@
-"""Our own checkpoints, and output that appears whole or not at all.
+"""Our own checkpoints.
 
     NAME/checkpoint.json   what the model is; shapes, dtypes, file sizes and checksums
     NAME/weights/          the parameter tree, written by orbax
@@ -8,17 +8,13 @@ A parameter tree is nested dicts of NumPy or JAX arrays. Orbax (and with it jax)
 when weights are written or read.
 """
 
-import contextlib
 import dataclasses
-import errno
 import functools
 import importlib
 import json
 import logging
 import os
 import re
-import secrets
-import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -28,6 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dflash_jax.atomic import MANIFEST, copy_companions, new_path
 from dflash_jax.command import uninterrupted
 from dflash_jax.config import ALWAYS_FLOAT32, AttentionConfig
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -35,8 +32,7 @@ from dflash_jax.errors import CheckpointError, ConfigError
 Params = dict[str, Any]
 Keys = tuple[str, ...]  # the way to a leaf
 
-MANIFEST, WEIGHTS = "checkpoint.json", "weights"
-MODEL_FILES = (MANIFEST, "config.json")  # what a folder with a model holds one of
+WEIGHTS = "weights"
 FORMAT, VERSION = "dflash_jax checkpoint", 1
 CONFIGS = {  # class of a configuration: its file in dflash_jax/config
     "DFlash2Config": "dflash2",
@@ -317,97 +313,3 @@ def _nested(leaves: Mapping[Keys, Any]) -> Params:
             node = node.setdefault(key, {})
         node[keys[-1]] = leaf
     return root
-
-
-def copy_companions(companions: Mapping[str, str | Path], place: Path) -> None:
-    """Puts files into a folder: paths are copied, texts written."""
-    for name, content in companions.items():
-        if isinstance(content, Path):
-            shutil.copyfile(content, place / name)
-        else:
-            (place / name).write_text(content, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def new_path(path: Path, *, overwrite: bool, needed: int = 0) -> Iterator[Path]:
-    """Yields a temporary path to write a file or folder at; it becomes `path` at the end.
-
-    A link is followed. Nothing is left behind on failure, and several may write at a time.
-
-    Raises:
-      CheckpointError: `path` exists and may not be overwritten, also if it is a folder that another
-        writer made meanwhile, or one that holds anything but a model; it names nothing; fewer than
-        `needed` bytes are free, or the disk fills up.
-    """
-    try:
-        place = _place(path, overwrite)
-    except OSError as error:  # a name that is too long, a folder that may not be looked into
-        raise _explained(error, path) from error
-    parent = place.parent
-    if not parent.is_dir():
-        raise CheckpointError(f"{parent} is not a folder; create it first")
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise CheckpointError(
-            f"{path} needs {needed / 1e6:,.1f} MB and {parent} has {free / 1e6:,.1f} MB free;"
-            " free some space or choose another place"
-        )
-    own = f"{os.getpid()}-{secrets.token_hex(4)}"
-    stem = place.name[:40]  # a name may be as long as names may be
-    temporary, old = (parent / f".{stem}.{kind}-{own}" for kind in ("partial", "old"))
-    try:
-        yield temporary
-        with uninterrupted():
-            _swap(temporary, place, old if overwrite else None)
-    except OSError as error:
-        raise _explained(error, path) from error
-    finally:
-        with uninterrupted():
-            _remove(temporary)
-
-
-def _place(path: Path, overwrite: bool) -> Path:
-    """Where a path leads; refused if nothing can, or should, be put there."""
-    if path.name in ("", ".."):
-        raise CheckpointError(f"'{path}' does not name what is to be written; give it a name")
-    if os.path.lexists(path) and not overwrite:
-        raise CheckpointError(f"{path} exists; choose another place or give --overwrite")
-    place = Path(os.path.realpath(path))
-    if place.exists() and not (place.is_file() or place.is_dir()):
-        raise CheckpointError(f"{path} is neither a file nor a folder; choose another place")
-    if os.path.ismount(place):
-        raise CheckpointError(f"{path} is where a disk is mounted; choose a place below it")
-    known = any((place / name).is_file() for name in MODEL_FILES)
-    if place.is_dir() and not known and any(place.iterdir()):
-        raise CheckpointError(
-            f"{path} holds files but no {' or '.join(MODEL_FILES)}, so it is no model and is not"
-            " overwritten; remove it yourself or choose another place"
-        )
-    return place
-
-
-def _swap(temporary: Path, path: Path, old: Path | None) -> None:
-    """Puts the one in place of the other, which lies at `old` meanwhile; None replaces none."""
-    if old is None or not os.path.lexists(path):
-        temporary.rename(path)
-        return
-    path.rename(old)
-    try:
-        temporary.rename(path)
-    except OSError:
-        old.rename(path)
-        raise
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _explained(error: OSError, path: Path) -> CheckpointError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CheckpointError(f"the disk is full; nothing was left at {path}: free some space")
-    return CheckpointError(f"{path} cannot be written ({error.strerror}); check the place")

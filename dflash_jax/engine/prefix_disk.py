@@ -27,7 +27,8 @@ import jax
 import jaxlib
 import numpy as np
 
-from dflash_jax.checkpoint import Keys, checksum, new_path, read_arrays, write_arrays
+from dflash_jax.atomic import new_path
+from dflash_jax.checkpoint import Keys, checksum, read_arrays, write_arrays
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.processor import processor
 from dflash_jax.config import DrafterConfig, TargetConfig

@@ -14,7 +14,7 @@ from converters.export import Weights
 from converters.models import open_model
 from converters.names import published
 from converters.tree_source import TreeSource
-from dflash_jax import checkpoint
+from dflash_jax import atomic
 from dflash_jax.config import (
     RopeConfig,
     drafter_config,
@@ -217,7 +217,7 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypat
     class Usage:
         free = 1000
 
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: Usage)
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: Usage)
     with pytest.raises(CheckpointError, match=r"needs 0\.\d MB and .* has 0\.0 MB free"):
         write(DRAFTER, tmp_path / "x")
     with pytest.raises(CheckpointError, match="is not a folder; create it first"):
@@ -225,9 +225,7 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypat
 
 
 def test_a_write_cut_short_leaves_nothing_that_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        checkpoint, "_remove", lambda path: None
-    )  # as if the process had been killed
+    monkeypatch.setattr(atomic, "_remove", lambda path: None)  # as if the process had been killed
 
     def killed(name, nbytes):
         raise KeyboardInterrupt

@@ -86,9 +86,9 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path, capsys):
 
 def test_a_conversion_cut_short_leaves_no_checkpoint(tmp_path, monkeypatch):
     from converters import convert
-    from dflash_jax import checkpoint
+    from dflash_jax import atomic, checkpoint
 
-    monkeypatch.setattr(checkpoint, "_remove", lambda path: None)  # as if killed
+    monkeypatch.setattr(atomic, "_remove", lambda path: None)  # as if killed
     monkeypatch.setattr(checkpoint, "checksum", lambda path: 1 / 0)  # once weights are written
     with pytest.raises(ZeroDivisionError):
         convert.convert(open_model(DRAFTER), tmp_path / "ours", to="orbax")
