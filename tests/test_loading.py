@@ -17,9 +17,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
-from dflash_jax import loading
+from dflash_jax import device
+from dflash_jax.device import free_memory
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
-from dflash_jax.loading import describe, free_memory, locate
+from dflash_jax.loading import describe, locate
 
 WEIGHTS = "model.safetensors"
 
@@ -309,7 +310,7 @@ def test_memory_that_only_caches_files_counts_as_free(
 ) -> None:
     said = tmp_path / "meminfo"
     said.write_text("MemTotal: 8000 kB\nMemFree:  100 kB\nMemAvailable:   6000 kB\n")
-    monkeypatch.setattr(loading, "MEMORY", said)
+    monkeypatch.setattr(device, "MEMORY", said)
     assert free_memory(jax.local_devices()[0]) == 6000 * 1024
 
 
@@ -327,8 +328,8 @@ def test_a_container_has_what_its_limit_leaves(
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(loading, "MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(loading, "GROUP", tmp_path)
+    monkeypatch.setattr(device, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(device, "GROUP", tmp_path)
     assert free_memory(jax.local_devices()[0]) == free
 
 
@@ -342,7 +343,7 @@ def test_a_system_that_does_not_say_what_is_free_has_all_of_its_memory(
             raise ValueError("unrecognized configuration name")
         return of_macos[name]
 
-    monkeypatch.setattr(loading, "MEMORY", tmp_path / "there is none")
+    monkeypatch.setattr(device, "MEMORY", tmp_path / "there is none")
     monkeypatch.setattr(os, "sysconf", sysconf)
     assert free_memory(jax.local_devices()[0]) == 1000 * 4096
 

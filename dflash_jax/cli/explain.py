@@ -35,13 +35,14 @@ def run(options: argparse.Namespace) -> int:
     from dflash_jax.compiler import compile_programs, declare
     from dflash_jax.compiler.explain import explain as report
     from dflash_jax.compiler.roofline import DEVICES, find_device
+    from dflash_jax.device import default_device
 
     target, drafter = loading.describe(
         options.target, chosen_drafter(options), taps_at=options.taps_at
     )
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
-    device = DEVICES.get(options.device or "") or find_device(loading.default_device().device_kind)
+    device = DEVICES.get(options.device or "") or find_device(default_device().device_kind)
     plan = chosen_plan(options)
     if plan.weights == "packed":
         plan = open_pair(options).with_stored(plan)
