@@ -1,10 +1,13 @@
-"""Freed memory stays with the process, in every thread."""
+"""Freed memory stays with the process in every thread, until it is given back."""
 
 import subprocess
 import sys
 
 import pytest
 
+ON_GLIBC = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="other systems have no mallopt"
+)
 COUNT = """
 import resource, threading
 import numpy as np
@@ -29,7 +32,61 @@ print(max(max(some[1:]) for some in found))
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no mallopt")
+REPORT = """
+import ctypes
+libc = ctypes.CDLL("libc.so.6")
+libc.fdopen.restype, libc.fdopen.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_char_p]
+libc.malloc_info.argtypes, libc.fflush.argtypes = [ctypes.c_int, ctypes.c_void_p], [ctypes.c_void_p]
+out = libc.fdopen(1, b"w")
+libc.malloc_info(0, out)
+libc.fflush(out)
+"""
+HOLES = """
+import ctypes, threading
+from dflash_jax.allocator import give_back, tune_allocator
+
+assert tune_allocator()
+libc = ctypes.CDLL("libc.so.6")
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+def leave_holes():
+    # 16,000 pieces of 10 kB, every second of which stays
+    held = [libc.malloc(10_000) for _ in range(16_000)]
+    for at in held:
+        ctypes.memset(at, 1, 10_000)
+    for at in held[::2]:
+        libc.free(at)
+
+thread = threading.Thread(target=leave_holes)
+thread.start()
+thread.join()
+before = resident()
+give_back()
+print(before - resident())
+"""
+
+
+@ON_GLIBC
+def test_holes_between_what_is_held_are_given_back() -> None:
+    """Of every free piece of 10 kB one whole page at least goes: of 80 MB, 32 or more."""
+    command = [sys.executable, "-c", HOLES]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(found.stdout) > 30_000_000
+
+
+@ON_GLIBC
+def test_threads_do_not_search_the_holes_that_others_left() -> None:
+    """A single arena for all would be one heap in malloc's own report."""
+    command = [sys.executable, "-c", COUNT + REPORT]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.count("<heap nr=") > 1
+
+
+@ON_GLIBC
 def test_what_was_freed_is_used_again_without_page_faults() -> None:
     """120 MB of scratch memory are 29,000 pages; an arena of a thread has heaps of 64 MB."""
     command = [sys.executable, "-c", COUNT]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash_jax.allocator import give_back
 from dflash_jax.compiler import apart
 from dflash_jax.compiler.build import Executable, compile_programs
 from dflash_jax.compiler.plan import Plan
@@ -43,6 +44,8 @@ from dflash_jax.state import RowRules, StepOutput
 
 # Programs of requests with recovery, and of those that ask how likely their prompt is.
 DICTATING, SCORING = {"forced", "replace"}, {"score"}
+
+LONG = 5.0  # seconds of compiling, behind which the memory it took is given back
 
 
 class Runner:
@@ -86,6 +89,8 @@ class Runner:
             self.executables |= compile_programs(self.programs[name] for name in sorted(names))
             seconds = time.perf_counter() - started
             self.compile_s += seconds
+            if seconds > LONG:
+                give_back()
             return seconds
 
     def step(
