@@ -195,6 +195,7 @@ class Engine:
 
     def close(self) -> None:
         """Waits until the prefixes that belong on disk are there; the engine may still be used."""
+        self.loop.tidy()
         if self.runner.snapshots and self.runner.snapshots.disk:
             self.runner.snapshots.disk.flush()
 

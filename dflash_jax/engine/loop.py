@@ -66,6 +66,8 @@ class Loop:
         with self._lock:
             waiting = self.rows.waiting
             if len(waiting) + len(lives) > self._plan.queue:
+                self._end_what_nobody_waits_for()
+            if len(waiting) + len(lives) > self._plan.queue:
                 raise QueueFullError(
                     f"{len(waiting)} requests wait already and {len(lives)} more were given,"
                     f" but the plan lets {self._plan.queue} wait; try again later, or load with a"
@@ -86,11 +88,17 @@ class Loop:
         self.rows.release(live)
         self._runner.settle(live)
 
+    def tidy(self) -> None:
+        """Ends what the next turn would end: what was let go of, cancelled, or is out of time."""
+        with self._lock:
+            self._end_what_nobody_waits_for()
+
     def while_idle(self, work: Callable[[], Returned]) -> Returned:
         """Does what no request may run beside; raises RequestError if one does."""
         with self._driving:
             self._take_over()
             with self._lock:
+                self._end_what_nobody_waits_for()
                 idle = not (self.rows.waiting or any(self.rows.lives))
                 while idle and self.flights:  # behind requests that ended
                     self._read_first()

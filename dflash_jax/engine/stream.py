@@ -1,6 +1,5 @@
 """A running request as its caller holds it."""
 
-import sys
 from collections.abc import Callable, Iterator
 
 from dflash_jax.engine.live import Live
@@ -9,9 +8,11 @@ from dflash_jax.errors import RequestError
 
 
 class Stream:
-    """A running request: iterate for pieces, then read `result`. Closing it cancels it."""
+    """A running request: iterate for pieces, then read `result`. Closing it cancels it.
 
-    _at_exit = staticmethod(sys.is_finalizing)  # modules are emptied then, this class is not
+    An iterator, or a stream, that is let go of has the next turn end the request. Whoever lets go,
+    it may be the garbage collector in any thread, anywhere, under any lock: so it waits for none.
+    """
 
     def __init__(self, live: Live, advance: Callable[[], None], cancel: Callable[[Live], None]):
         self._live, self._advance, self._cancel = live, advance, cancel
@@ -28,15 +29,14 @@ class Stream:
                     self._live.result()
                     return
                 self._advance()
-        finally:
-            if not self._at_exit():
-                self.close()
+        except GeneratorExit:
+            self._live.dropped = True
+            raise
+        except BaseException:
+            self.close()
+            raise
 
     def __del__(self) -> None:
-        """Has the next turn end a request that nobody may iterate any more.
-
-        Not this thread: it may be anywhere, and hold any lock.
-        """
         self._live.dropped = True
 
     def close(self) -> None:
@@ -46,6 +46,8 @@ class Stream:
     @property
     def result(self) -> Result:
         """The result so far; final once iteration ended."""
+        if self._live.dropped:
+            self.close()
         if not self._live.done:
             raise RequestError("the stream still runs; iterate it to its end, or close it first")
         return self._live.result()

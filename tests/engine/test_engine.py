@@ -233,26 +233,41 @@ def test_a_result_cannot_be_read_before_its_end(tiny: Engine) -> None:
     assert stream.result.token_ids == []
 
 
-def test_a_stream_that_nobody_iterates_waits_for_no_row_once_it_is_dropped(tiny: Engine) -> None:
-    """Whoever collects it may hold any lock, and waits for none."""
-    stream = tiny.stream(PROMPT, max_tokens=5)
-    assert tiny.queued == 1
-    dropping = threading.Thread(target=stream.__del__)
+@pytest.mark.parametrize("iterated", [False, True])
+def test_a_stream_that_nobody_iterates_waits_for_no_row_once_it_is_dropped(
+    tiny: Engine, iterated: bool
+) -> None:
+    """Whoever collects it, or its iterator, may hold any lock, and waits for none."""
+    stream = tiny.stream(PROMPT, max_tokens=60)
+    pieces: Any = iter(stream)
+    drop = pieces.close if iterated else stream.__del__
+    if iterated:
+        next(pieces)
+    dropping = threading.Thread(target=drop)
     with tiny.loop._lock:
         dropping.start()
         dropping.join(5)
         assert not dropping.is_alive()
     tiny.advance()
-    assert tiny.queued == 0
-    assert not tiny.busy
+    assert (tiny.active, tiny.queued) == (0, 0)
+    assert stream.result.finish_reason == "cancelled"
 
 
-def test_a_stream_left_open_at_exit_needs_nothing_of_the_emptied_modules(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_streams_that_were_let_go_of_are_in_nobodys_way(tiny: Engine) -> None:
+    engine = twin(tiny, plan=dataclasses.replace(tiny.plan, queue=1))
+    next(iter(engine.stream(PROMPT, max_tokens=60)))
+    engine.params = tiny.params  # nothing runs
+    engine.stream(PROMPT, max_tokens=60)
+    last = engine.stream(PROMPT, max_tokens=60)  # nothing waits
+    engine.loop.tidy()
+    assert engine.queued == 1
+    last.close()
+    assert engine.queued == 0
+
+
+def test_a_stream_left_open_at_exit_needs_nothing_of_the_emptied_modules() -> None:
     emptied: Any = None
     live: Any = type("Live", (), {"done": False, "pieces": ["a"]})
-    monkeypatch.setattr(Stream, "_at_exit", staticmethod(lambda: True))
     pieces: Any = iter(Stream(live, emptied, emptied))
     assert next(pieces) == "a"
     pieces.close()
