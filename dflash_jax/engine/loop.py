@@ -32,7 +32,7 @@ from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.engine.rows import Rows
 from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.shaper import likely_prompt, likely_tokens
-from dflash_jax.errors import DFlashError, QueueFullError, RequestError
+from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
 from dflash_jax.state import RowStep, read_output
 
 PATIENCE = 0.01  # seconds a turn waits for the disk where there is nothing else to do
@@ -123,7 +123,15 @@ class Loop:
             self._take_over()
             try:
                 untraced(self._turn)
-            except jax.errors.JaxRuntimeError as error:
+            except (ValueError, RuntimeError) as error:  # jax's own are runtime errors
+                if self._runner.bereft:
+                    raise ComputeError(
+                        "the engine's parameters are gone: another program was given them and had"
+                        " them donated; let it donate copies, and give the engine others by"
+                        " `engine.params = ...`"
+                    ) from error
+                if not isinstance(error, jax.errors.JaxRuntimeError):
+                    raise
                 with self._lock:
                     self._rebuild(error)
             self._left = False

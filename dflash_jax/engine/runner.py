@@ -77,6 +77,11 @@ class Runner:
         # Kept there, as to send a number in every call takes 0.1 ms.
         self._counts = jax.device_put([np.int32(n) for n in range(plan.rounds + 1)])
 
+    @property
+    def bereft(self) -> bool:
+        """Whether somebody else's program took parameters away."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params))
+
     def compile(self, lane: str, *, dictating: bool = False, scoring: bool = False) -> float:
         """Compiles what a lane still lacks; returns the seconds it took."""
         with self._compiling:

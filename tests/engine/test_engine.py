@@ -130,6 +130,19 @@ def test_parameters_of_other_shapes_are_refused_by_name(
     assert tiny.generate(PROMPT, max_tokens=5).token_ids == truth[:5]
 
 
+def test_parameters_that_a_training_loop_had_donated_are_missed_by_name(
+    tiny: Engine, truth: list[int]
+) -> None:
+    engine = twin(tiny, params=jax.tree.map(jax.numpy.copy, tiny.params))
+    for leaf in jax.tree.leaves(engine.params):
+        leaf.delete()  # as donating it does
+    for _ in range(2):
+        with pytest.raises(ComputeError, match="parameters are gone: another"):
+            engine.generate(PROMPT, max_tokens=5)
+    engine.params = tiny.params
+    assert engine.generate(PROMPT, max_tokens=5).token_ids == truth[:5]
+
+
 def test_parameters_are_not_exchanged_under_a_request(tiny: Engine) -> None:
     stream = tiny.stream(PROMPT, max_tokens=5)
     with pytest.raises(RequestError, match="requests are running"):
