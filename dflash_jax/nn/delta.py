@@ -190,8 +190,13 @@ def _chunk(
         lower=True,
         unit_diagonal=True,
     )
+    # A token whose numbers broke, a rejected draft for one, may leave none in those before it:
+    # zero times what is no number is not nothing.
+    scores = jnp.where(column <= row, dot("bnip,bnjp->bnij", x.q, x.k) * decay, 0.0)
+    fine = jnp.isfinite(d)
     out = entered * dot("bncp,bnpq->bncq", x.q, state)
-    out += dot("bnij,bnjq->bniq", dot("bnip,bnjp->bnij", x.q, x.k) * decay, d)
+    out += dot("bnij,bnjq->bniq", scores, jnp.where(fine, d, 0.0))
+    out = jnp.where(jnp.cumsum(~fine, axis=2) > 0, jnp.nan, out)
     k = x.k * decay[..., -1, :, None]
     state = entered[..., -1:, :] * state + dot("bncp,bncq->bnpq", k, d)
     return state, (out, d)

@@ -1,5 +1,6 @@
 """The two forms of the gated delta rule against each other and against plain NumPy."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -107,6 +108,23 @@ def test_tokens_past_n_never_reach_the_state_even_if_not_finite() -> None:
         junk = jax.tree.map(lambda a, value=value: spoiled(a, value), x)
         for ours, theirs in zip(commits(junk, spoiled(k, value)), clean, strict=True):
             np.testing.assert_array_equal(ours.state, theirs.state)
+
+
+@pytest.mark.parametrize("form", [by_token, by_chunk])
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_a_token_whose_numbers_broke_is_known_by_none_before_it(form: Any, part: str) -> None:
+    """A rejected draft, or what fills up a chunk: what stands before it is said all the same."""
+    cache, x, _, _ = rule(70, seed=6)
+    wanted, run = by_hand(np.asarray(cache.state), x)[0], jit(form)
+    for place, value in ((3, np.nan), (66, np.inf)):
+        broken = np.array(getattr(x, part))
+        broken[:, place] = value
+        out, d = run(cache.state, dataclasses.replace(x, **{part: jnp.asarray(broken)}))
+        np.testing.assert_allclose(out[:, :place], wanted[:, :place], **CLOSE)
+        assert np.isfinite(d[:, :place]).all()
+        assert not np.isfinite(out[:, place]).any()
+        later = np.isfinite(out[:, place + 1 :])
+        assert later.all() if part == "q" else not later.any()
 
 
 def test_outputs_and_states_have_the_same_bits_whatever_the_cuts() -> None:
