@@ -16,6 +16,7 @@ was emitted stays emitted. Between events exactly one decided token, the last, i
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, assert_never
 
 from dflash_jax.engine.recovery import floor, guards, speculation
@@ -65,7 +66,7 @@ def is_visible(state: State, policy: Policy) -> bool:
     return _is_visible(state.ids, policy)
 
 
-def _is_visible(ids: Ids, policy: Policy) -> bool:
+def _is_visible(ids: Sequence[int], policy: Policy) -> bool:
     ended = bool(ids) and ids[-1] in policy.stop_ids
     return policy.words.is_visible(ids[:-1] if ended else ids)
 
@@ -119,7 +120,7 @@ class _Plan:
 
     @property
     def ids(self) -> Ids:
-        return self.state.ids + tuple(self.new)
+        return (*self.state.ids[:], *self.new)
 
     @property
     def length(self) -> int:
@@ -222,7 +223,8 @@ def _end_at_stop(plan: _Plan, policy: Policy) -> None:
 
 def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, Effects]:
     """Turns the plan into the new state and its effects: hold, retry, emit, finish."""
-    state, ids, finish = plan.state, plan.ids, plan.finish
+    state, finish = plan.state, plan.finish
+    ids = state.ids.adding(plan.new)
     may_retry = policy.recovery.empty_retry and _may_retry(state, policy)
     looks = may_retry or (finish is not None and state.retried)  # else nobody asks
     nothing = looks and not _is_visible(ids, policy)

@@ -2,12 +2,57 @@
 
 import dataclasses
 import enum
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
 
 from dflash_jax.engine.recovery.settings import OFF, Recovery
 from dflash_jax.engine.recovery.speculation import UNTRIED, Lane
 from dflash_jax.engine.recovery.words import SILENT, Words
 
 Ids = tuple[int, ...]
+
+
+class Said(Sequence[int]):
+    """Output ids, a value: slices are tuples, and it equals the tuple of its ids.
+
+    What continues it shares its list, so that a step costs what it adds, however much was said.
+    """
+
+    __slots__ = ("_ids", "_length")
+
+    def __init__(self, ids: Iterable[int] = ()):
+        self._ids = list(ids)
+        self._length = len(self._ids)
+
+    def adding(self, ids: Iterable[int]) -> "Said":
+        """These ids and more behind them; this one stays as it is."""
+        longer = Said()
+        longer._ids = self._ids if len(self._ids) == self._length else self._ids[: self._length]
+        longer._ids += ids
+        longer._length = len(longer._ids)
+        return longer
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Ids: ...
+    def __getitem__(self, at: int | slice) -> int | Ids:
+        places = range(self._length)[at]
+        if isinstance(places, range):
+            return tuple(map(self._ids.__getitem__, places))
+        return self._ids[places]
+
+    def __eq__(self, other: Any) -> bool:
+        return self[:] == (other[:] if isinstance(other, Said) else other)
+
+    def __hash__(self) -> int:
+        return hash(self[:])
+
+    def __repr__(self) -> str:
+        return f"Said({self[:]})"
 
 
 class Phase(enum.Enum):
@@ -76,7 +121,7 @@ class State:
     """
 
     phase: Phase = Phase.WAITING
-    ids: Ids = ()
+    ids: Said = dataclasses.field(default_factory=Said)
     held: int = 0
     fed: int = 0
     lane: Lane = UNTRIED

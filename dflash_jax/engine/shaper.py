@@ -50,7 +50,7 @@ class Shaper:
         for token, value in request.logit_bias:
             bias[token] = value
         prompted[list(request.prompt)] = True
-        said = np.bincount(live.state.ids, minlength=self._vocab).astype(np.int32)
+        said = np.bincount(live.state.ids[:], minlength=self._vocab).astype(np.int32)
         penalties = (
             request.repetition_penalty,
             request.frequency_penalty,

@@ -1,5 +1,6 @@
 """Histories of the request machine: what a device may say, in any order."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,8 @@ from dflash_jax.engine.controller import (
     advance,
     speculates,
 )
+from dflash_jax.engine.recovery import Recovery
+from dflash_jax.engine.request_state import Said
 
 FIRST, STOP = 0, 9
 
@@ -129,3 +132,27 @@ def test_a_frozen_row_neither_emits_nor_ends() -> None:
 def test_a_stop_string_is_a_cancellation_with_its_own_reason() -> None:
     _, effects = advance(State(), Cancelled(Finish.STOP), Policy(max_tokens=5))
     assert effects == Effects(finish=Finish.STOP)
+
+
+def test_what_was_said_is_a_value_whatever_continues_it() -> None:
+    short = Said([1, 2])
+    longer = short.adding([3])
+    other = short.adding([4, 5])
+    assert (short, longer, other) == ((1, 2), (1, 2, 3), (1, 2, 4, 5))
+    assert short.adding([]) == short != longer
+    assert (len(longer), longer[-1], longer[1:], other[::-2]) == (3, 3, (2, 3), (5, 2))
+    assert hash(longer) == hash(Said([1, 2, 3]))
+    with pytest.raises(IndexError):
+        short[2]  # though the list it shares is longer
+
+
+def test_a_step_copies_nothing_of_what_was_said() -> None:
+    """Outputs are long: a host that copied them in every step would be slower and slower."""
+    policy = Policy(max_tokens=100, recovery=Recovery())
+    state, _ = advance(State(), Prefilled(7), policy)
+    for i in range(9):
+        before = state.ids
+        state, effects = advance(state, Stepped((2 * i, 2 * i + 1), drafts=3), policy)
+        assert state.ids._ids is before._ids
+        assert effects.emit == (2 * i, 2 * i + 1)
+    assert state.ids == (7, *range(18))

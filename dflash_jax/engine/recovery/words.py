@@ -1,7 +1,7 @@
 """What the rules have to know of a model's words, settled once per request."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from dflash_jax.tools.declared import Tool
 from dflash_jax.tools.stream import OutputParser
@@ -35,7 +35,7 @@ class Words:
     colons: frozenset[int] = frozenset()
     inside_thought: bool = False
 
-    def is_visible(self, ids: Ids) -> bool:
+    def is_visible(self, ids: Iterable[int]) -> bool:
         """Whether a caller sees anything of these ids; end tokens are for others to leave out."""
         return any(i not in self.hidden for i in ids)
 
