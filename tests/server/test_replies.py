@@ -248,6 +248,16 @@ def test_a_loop_is_told_by_a_flag_and_its_kind(tokenizer: Tokenizer, kind: str) 
     assert reply.details["degenerate_kind"] == kind
 
 
+def test_G10_a_loop_behind_a_whole_call_leaves_the_call_and_is_told(tokenizer: Tokenizer) -> None:
+    ask = asked("messages")
+    reply, _ = replied(tokenizer, TURN.removesuffix("<|im_end|>") + " so" * 12, ask, end="length")
+    assert reply.result is not None
+    reply.result.stats.recovery["runaway"] += 1
+    assert reply.finish_reason == "tool_calls"
+    assert reply.details["degenerate_decode"] is True
+    assert MessagesWriter(generation(reply, ask)).whole()["stop_reason"] == "tool_use"
+
+
 def test_a_stop_string_of_markup_works_and_is_named(tokenizer: Tokenizer) -> None:
     reply, _ = replied(tokenizer, TURN, asked(stop=("</think>",)))
     assert reply.enough

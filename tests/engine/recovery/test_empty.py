@@ -1,8 +1,11 @@
 """E: an output in which nobody sees anything is decoded once more, plainly."""
 
+from types import SimpleNamespace
+
 import pytest
 from fake_device import CHAT_EOS, EOS, SPECIAL, STOPS, THINK, WORDS, Device, recovery, run, says
 
+from dflash_jax.engine import live
 from dflash_jax.engine.controller import (
     Cancelled,
     Finish,
@@ -14,6 +17,7 @@ from dflash_jax.engine.controller import (
     Stepped,
     advance,
 )
+from dflash_jax.engine.request import Request
 
 RETRY = recovery(empty_retry=True)
 
@@ -120,6 +124,27 @@ def test_E16_the_retry_keeps_what_the_first_attempt_learnt_of_the_drafter() -> N
     assert seen.state.lane.accepted == 9 - 3
     assert seen.state.ran
     assert seen.plain_steps == 2
+
+
+def test_E16_times_of_both_attempts_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    asked = Request(prompt=(1,), stop_ids=STOPS, recovery=RETRY, words=WORDS)
+    request = live.Live(asked, None)
+    heard = [
+        (1.5, Prefilled(SPECIAL)),
+        (1.7, Stepped((EOS,), drafts=3)),
+        (1.7, Prefilled(42)),  # from the saved state
+        (2.1, Stepped((43,))),
+        (2.2, Cancelled()),
+    ]
+    now[0] = 1.0
+    request.start()
+    for now[0], event in heard:
+        request.take(event)
+    assert request.result().token_ids == [42, 43]
+    assert request.stats.prefill_s == pytest.approx(0.5)
+    assert request.stats.decode_s == pytest.approx(0.2 + 0.4)
 
 
 def test_E17_a_loop_nobody_saw_still_counts_as_one() -> None:
