@@ -249,7 +249,7 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
         ({"eos_token_id": {"a": 1}}, "token ids are .* expected an integer or a list of integers"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; expected a finite number"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
-        ({"mlp_bias": True}, "mlp_bias is True; only False is supported"),
+        ({"mlp_bias": "yes"}, "mlp_bias is 'yes'; expected true or false"),
         ({"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk' is not supported; default,"),
         ({"rope_scaling": {"rope_type": "yarn", "mscale": 2}}, "does not understand: mscale"),
         ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; expected an object"),

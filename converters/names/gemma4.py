@@ -73,11 +73,16 @@ def _attention(config: Gemma4Config, i: int, at: Path, source: str) -> list[Slot
     count = (config.num_heads // groups, 1, 1)[: 1 + own]
     norms = ("q_norm", "k_norm")[: 1 + min(own, 1)]
     queries = config.num_heads * head
-    return [
+    found = [
         by_head((*at, "qkv"), names, count, groups, head, config.hidden_size),
         linear((*at, "o"), f"{source}o_proj.weight", config.hidden_size, queries),
         *(same((*at, x), f"{source}{x}.weight", head) for x in norms),
     ]
+    if config.attention_bias:
+        biases = tuple(name.removesuffix("weight") + "bias" for name in names)
+        found.append(by_head((*at, "qkv_bias"), biases, count, groups, head))
+        found.append(same((*at, "o_bias"), f"{source}o_proj.bias", config.hidden_size))
+    return found
 
 
 def _experts(config: Gemma4Config, at: Path, source: str) -> list[Slot]:

@@ -1,6 +1,6 @@
 """Llama: decoder layers with two norms, grouped attention and a gated MLP."""
 
-from converters.names.slots import Path, Slot, by_head, linear, paired, same
+from converters.names.slots import Part, Path, Slot, by_head, linear, paired, same
 from dflash_jax.config import AttentionConfig, TargetConfig
 
 
@@ -59,8 +59,14 @@ def norm_and_mlp(config: AttentionConfig, at: Path, source: str) -> list[Slot]:
     width, inner = config.hidden_size, config.intermediate_size
     gate_up = (f"{source}mlp.gate_proj.weight", f"{source}mlp.up_proj.weight")
     norm = f"{source}post_attention_layernorm.weight"
-    return [
+    found = [
         same((*at, "post_attention_norm"), norm, width),
         paired((*at, "mlp", "gate_up"), gate_up, inner, width),
         linear((*at, "mlp", "down"), f"{source}mlp.down_proj.weight", width, inner),
     ]
+    if isinstance(config, TargetConfig) and config.mlp_bias:
+        names = (f"{source}mlp.gate_proj.bias", f"{source}mlp.up_proj.bias")
+        parts = tuple(Part(name, (inner,), (0, 1), (i,)) for i, name in enumerate(names))
+        found.append(Slot((*at, "mlp", "gate_up_bias"), (2, inner), parts))
+        found.append(same((*at, "mlp", "down_bias"), f"{source}mlp.down_proj.bias", width))
+    return found

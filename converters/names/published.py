@@ -55,7 +55,10 @@ def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
             " Its published folder is the form others read; `convert --to orbax` keeps it for"
             " dflash_jax"
         )
-    found = {"architectures": [ARCHITECTURES[config.model_type]], "model_type": config.model_type}
+    found: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[config.model_type]],
+        "model_type": config.model_type,
+    }
     found |= (
         _geometry(config)
         | _experts(config)
@@ -67,6 +70,8 @@ def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
             "dtype": dtype,
         }
     )
+    if config.mlp_bias:
+        found["mlp_bias"] = True
     windows = config.windows or (None,) * config.num_layers
     return found | _windows(windows, [w is not None for w in windows])
 

@@ -50,11 +50,16 @@ def _attention(config: HybridConfig, at: Path, source: str) -> list[Slot]:
     width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
     names = tuple(f"{source}{x}_proj.weight" for x in "qkv")
     count = (2 * config.num_heads // groups, 1, 1)
-    return [
+    found = [
         by_head((*at, "qkv"), names, count, groups, head, width),
         linear((*at, "o"), f"{source}o_proj.weight", width, config.num_heads * head),
         *head_norms(config, at, source),
     ]
+    if config.attention_bias:
+        biases = tuple(f"{source}{x}_proj.bias" for x in "qkv")
+        found.append(by_head((*at, "qkv_bias"), biases, count, groups, head))
+        found.append(same((*at, "o_bias"), f"{source}o_proj.bias", width))
+    return found
 
 
 def _delta(config: HybridConfig, at: Path, source: str) -> list[Slot]:

@@ -25,6 +25,7 @@ MODEL_AXIS = {
     "kv": 1,
     "o": 0,
     "gate_up": 2,
+    "gate_up_bias": 1,
     "down": 0,
     "experts_gate_up": 3,
     "experts_gate_up_bias": 2,

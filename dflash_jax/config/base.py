@@ -118,6 +118,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, tuple) and all(_fits(one, kind.__args__[0]) for one in value)
     if kind is float:
         return type(value) in (int, float) and abs(value) < math.inf
+    mlp_bias: bool = False  # gate, up and down have biases
     return type(value) is kind
 
 

@@ -9,6 +9,5 @@ def from_hf(f: Fields) -> TargetConfig:
 
     Some files converted from other families name windows that theirs had.
     """
-    f.must_be("mlp_bias", False)
-    fields = dense_fields(f)
+    fields = dense_fields(f) | {"mlp_bias": f.flag("mlp_bias", False)}
     return TargetConfig(**fields | {"windows": (None,) * fields["num_layers"]})

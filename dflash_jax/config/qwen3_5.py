@@ -99,7 +99,6 @@ def from_hf(f: Fields) -> HybridConfig:
     reader = _plain_rope(text, moe)
     size = geometry(reader)
     reader.must_be("hidden_act", "silu")
-    reader.must_be("attention_bias", False)
     reader.must_be("attn_output_gate", True)
     reader.must_be("mamba_ssm_dtype", "float32")
     reader.used.update(UNUSED)

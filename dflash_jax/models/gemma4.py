@@ -48,7 +48,10 @@ class Attention(nn.Module):
         c, window = self.config, self.config.windows[self.layer]
         kv_heads, width = c.heads(self.layer)
         groups, own = c.num_heads // kv_heads, c.own_parts(self.layer)
-        qkv = dot(x, weight(self, "qkv", (c.hidden_size, kv_heads, groups + own, width)))
+        shape = (kv_heads, groups + own, width)
+        qkv = dot(x, weight(self, "qkv", (c.hidden_size, *shape)))
+        if c.attention_bias:
+            qkv += weight(self, "qkv_bias", shape)[None, None]
         turn = rope_tables(c.full_rope if window is None else c.rope, width, positions)
         q_norm = norm_weight(self, "q_norm", width)
         q = rotate(rms_norm_wide(qkv[..., :groups, :], q_norm, c.rms_norm_eps), *turn)
@@ -60,7 +63,10 @@ class Attention(nn.Module):
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
         seen = visible(positions, keys, causal=True, window=window)
         heads = attend(q, cache, seen, scale=SCALE)
-        return dot(heads, weight(self, "o", (c.num_heads * width, c.hidden_size))), cache
+        out = dot(heads, weight(self, "o", (c.num_heads * width, c.hidden_size)))
+        if c.attention_bias:
+            out += weight(self, "o_bias", (c.hidden_size,))[None, None]
+        return out, cache
 
 
 def gelu_gated(gate: Array, up: Array) -> Array:

@@ -75,7 +75,8 @@ class Attention(nn.Module):
 
 def dense_mlp(config: TargetConfig) -> nn.Module:
     """The MLP of Llama and Qwen3, part of a layer."""
-    return GatedMLP(config.hidden_size, config.intermediate_size, name="mlp")
+    bias = config.mlp_bias
+    return GatedMLP(config.hidden_size, config.intermediate_size, bias=bias, name="mlp")
 
 
 class Layer(nn.Module):

@@ -191,15 +191,24 @@ def softcap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "...
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) · up(x)); gate and up are one weight [D, 2, F]."""
+    """down(activation(gate(x)) · up(x)); gate and up are one weight [D, 2, F].
+
+    Attributes:
+      bias: whether all three have biases.
+    """
 
     width: int
     hidden: int
     activation: Callable[[Array], Array] = nn.silu
+    bias: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate_up = dot(x, weight(self, "gate_up", (self.width, 2, self.hidden)))  # [B, T, 2, F]
+        if self.bias:
+            gate_up += weight(self, "gate_up_bias", (2, self.hidden))[None, None]
         gate, up = halves(gate_up)
-        h = self.activation(gate) * up
-        return dot(h, weight(self, "down", (self.hidden, self.width)))
+        out = dot(self.activation(gate) * up, weight(self, "down", (self.hidden, self.width)))
+        if self.bias:
+            out += weight(self, "down_bias", (self.width,))[None, None]
+        return out
