@@ -69,6 +69,7 @@ def _forward(
     config: TargetConfig, dtype: Dtype, params: dict[str, Any], tokens: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T V"], Float[Array, "L+1 B T D"]]:
     rows, width = tokens.shape
+    config = dataclasses.replace(config, rope=config.rope.for_length(width))
     plan = Plan(rows=rows, max_length=max(width, 2), block=2, chunk=1, dtype=dtype, rings=False)
     state = empty_state(plan, config, None)
     pair = build_pair(config, None)

@@ -163,7 +163,7 @@ def test_a_drafters_block_has_a_place(oracle: Path, size: int) -> None:
 def test_a_neutral_share_of_rotation_is_accepted(oracle: Path) -> None:
     base = fields(oracle, "targets/llama3/config.hub.json")
     assert target_config(base | {"partial_rotary_factor": 1.0}) == target_config(base)
-    with pytest.raises(ConfigError, match=r"partial_rotary_factor is 0\.5; only 1\.0"):
+    with pytest.raises(ConfigError, match=r"is 0\.5; with llama3 scaling only 1\.0"):
         target_config(base | {"partial_rotary_factor": 0.5})
 
 
@@ -204,13 +204,14 @@ def test_yarn_brings_its_attention_factor(oracle: Path) -> None:
     )
 
 
-def test_null_is_no_truncation_of_yarn_and_no_factor(oracle: Path) -> None:
-    """Transformers computes a factor of null from lengths; here it has to be said."""
+def test_null_is_no_truncation_of_yarn_and_a_factor_taken_from_two_lengths(oracle: Path) -> None:
     base = fields(oracle, "targets/qwen3/config.hub.json")
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     for said, truncate in ({}, True), ({"truncate": None}, False):
         assert target_config(base | {"rope_scaling": yarn | said}).rope.truncate is truncate
-    for scaling in (yarn | {"factor": None}, {"type": "linear"}):
+    null = target_config(base | {"rope_scaling": yarn | {"factor": None}})
+    assert null.rope.factor == base["max_position_embeddings"] / 64
+    for scaling in ({"rope_type": "yarn"}, {"type": "linear"}, {"type": "linear", "factor": None}):
         with pytest.raises(ConfigError, match=r"rope_scaling lacks the 'factor' of (yarn|linear)"):
             target_config(base | {"rope_scaling": scaling})
 
@@ -232,6 +233,8 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
 
 
 # -- bad input ---------------------------------------------------------------------------------
+    plain = base | {"rope_scaling": None}
+    assert target_config(plain | {"partial_rotary_factor": 0.5}) == target_config(plain)
 
 
 @pytest.mark.parametrize(
@@ -251,10 +254,10 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ({"mlp_bias": "yes"}, "mlp_bias is 'yes'; expected true or false"),
         ({"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk' is not supported; default,"),
-        ({"rope_scaling": {"rope_type": "yarn", "mscale": 2}}, "does not understand: mscale"),
+        ({"rope_scaling": {"rope_type": "yarn", "scale": 2}}, "does not understand: scale"),
         ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; expected an object"),
         ({"rope_scaling": {"type": "yarn"}, "max_position_embeddings": 0}, "yarn rotary scal"),
-        ({"rope_scaling": {"rope_type": "yarn", "beta_slow": 0}}, "is impossible; original_max_p"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_slow": -1}}, "is impossible; original_max_p"),
         ({"rope_scaling": {"rope_type": "yarn", "rope_theta": 1.0}}, "the base 1.0 by"),
         ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4}}, "llama3 rotary scaling"),
         ({"layer_types": ["full_attention"]}, "expected 3 entries of 'full_attention' or 'sliding"),

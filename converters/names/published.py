@@ -193,3 +193,8 @@ def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
     else:
         keys = ()
     return found | {key: getattr(rope, key) for key in keys}
+    elif rope.kind == "proportional":
+        keys = ("partial_rotary_factor",)
+    elif rope.kind == "longrope":
+        keys = ("attention_factor",)
+        found |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}

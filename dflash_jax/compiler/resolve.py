@@ -6,6 +6,7 @@ from dflash_jax.compiler.memory import Budget, budget, gibi
 from dflash_jax.compiler.plan import Dtype, Order, Plan
 from dflash_jax.compiler.processor import widest_vectors
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.errors import PlanError
 from dflash_jax.quant.layouts import FEW
 
@@ -41,9 +42,11 @@ def resolve(
         memory_limit=plan.memory_limit or memory,
     )
     if plan.max_length > target.max_length:
+        changes = target.rope.kind in BY_LENGTH
+        reason = f" (beyond them its {target.rope.kind} rotary embedding turns cached keys too)"
         raise PlanError(
             f"max_length is {plan.max_length}, but the target was made for {target.max_length}"
-            f" positions; ask for at most {target.max_length}"
+            f" positions{reason if changes else ''}; ask for at most {target.max_length}"
         )
     if plan.min_survival and not (drafter and drafter.predicts_survival):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What all models have: attention geometry, rotary embedding, layer windows."""
+"""What all models have: attention geometry, layer windows, experts."""
 
 import dataclasses
 import json
@@ -7,13 +7,16 @@ import types
 import typing
 from typing import Any, Self
 
-from dflash_jax.config.fields import Fields
+from dflash_jax.config.fields import Fields, whole
+from dflash_jax.config.rope import PLAIN, RopeConfig, longest, made_for, rope_config
+from dflash_jax.config.unsaid import integer
 from dflash_jax.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_EXPERTS, WIDEST_HEAD = 4096, 65536
 MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
 PER_LAYER = ("windows", "causal", "recurrent", "sparse")  # fields with an entry for each layer
+NO_WINDOW = -(2**31) + 1  # how null is read
 OPT_IN = ("qwen3", "qwen3_moe")  # whose sliding_window counts only with use_sliding_window
 
 # Parameters, by the last part of their path, that are float32 whatever the dtype of the others:
@@ -24,23 +27,6 @@ ALWAYS_FLOAT32 = ("a_log",)
 # (per-layer inputs, layer scalars), after that, or as Hugging Face lists hidden states, which
 # is late, but the last layer's after the final norm. AUTO is late and knows no last layer.
 AUTO, EARLY, LATE, UPSTREAM = TAPS_AT = ("auto", "early", "late", "upstream")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding: base, and how its frequencies are rescaled."""
-
-    theta: float = 10000.0
-    kind: str = "default"  # default, linear, llama3, yarn, proportional
-    factor: float = 1.0
-    original_length: int = 0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn
-    attention_factor: float = 1.0  # multiplies cos and sin
-    partial_rotary_factor: float = 1.0  # proportional: the share of pairs that turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +41,7 @@ class AttentionConfig:
     intermediate_size: int
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = PLAIN
 
     def __post_init__(self) -> None:
         at_least(self, 1, "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -118,7 +104,6 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, tuple) and all(_fits(one, kind.__args__[0]) for one in value)
     if kind is float:
         return type(value) in (int, float) and abs(value) < math.inf
-    mlp_bias: bool = False  # gate, up and down have biases
     return type(value) is kind
 
 
@@ -133,6 +118,7 @@ class TargetConfig(AttentionConfig):
     max_length: int = 4096
     eos_token_ids: tuple[int, ...] = ()  # ids that no token has, such as -1, are left out
     dtype: str = "float32"  # of the published weights
+    mlp_bias: bool = False  # gate, up and down have biases
     qk_norm: bool = False  # queries and keys normalised per head before rotation
     num_experts: int = 0  # of each layer that has some
     experts_per_token: int = 0
@@ -172,7 +158,7 @@ def dense_fields(f: Fields) -> dict[str, Any]:
         "vocab_size": f.integer("vocab_size"),
         "tie_embeddings": f.flag("tie_word_embeddings", False),
         "windows": tuple(window for _, window in windows),
-        "max_length": f.integer("max_position_embeddings", 4096),
+        "max_length": longest(size["rope"], made_for(f) or 4096),
         "eos_token_ids": id_tuple(f.get("eos_token_id")),
         "dtype": dtype_name(f),
     }
@@ -180,33 +166,37 @@ def dense_fields(f: Fields) -> dict[str, Any]:
 
 def expert_fields(f: Fields, size: int) -> dict[str, Any]:
     """Number, choice and size of experts; the number is spelled in two ways."""
-    count = f.get("num_experts", f.get("num_local_experts"))
     f.used.update(("num_experts", "num_local_experts"))
-    chosen = f.integer("num_experts_per_tok")
-    if type(count) is not int or not 1 <= chosen <= count <= MOST_EXPERTS or size < 1:
+    name = "num_local_experts" if f.get("num_experts") is None else "num_experts"
+    count, chosen = integer(f, name), integer(f, "num_experts_per_tok")
+    if not 1 <= chosen <= count <= MOST_EXPERTS or size < 1:
         raise ConfigError(
             f"{f.where}: {chosen} of {count!r} experts of width {size} cannot be chosen; expected"
-            " num_experts (or num_local_experts) to be an integer of at least num_experts_per_tok,"
+            " num_experts (or num_local_experts) to be at least num_experts_per_tok,"
             f" {MOST_EXPERTS} at most, and a positive width"
         )
     f.used.update(("output_router_logits", "router_aux_loss_coef"))  # training only
     return {"num_experts": count, "experts_per_token": chosen, "expert_size": size}
 
 
-def geometry(f: Fields) -> dict[str, Any]:
-    """The fields of AttentionConfig."""
+def geometry(f: Fields, *, rotated: int | None = None) -> dict[str, Any]:
+    """The fields of AttentionConfig.
+
+    Args:
+      rotated: how many dimensions of a head turn; None is all.
+    """
     hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
-    unsaid = 128 if f.values.get("model_type") == "qwen3" else hidden // max(heads, 1)
+    head_dim = integer(f, "head_dim", hidden // max(heads, 1))
     return {
         "hidden_size": hidden,
         "num_layers": layer_count(f),
         "num_heads": heads,
-        "num_kv_heads": f.integer("num_key_value_heads", heads),
-        "head_dim": f.integer("head_dim", unsaid),
+        "num_kv_heads": integer(f, "num_key_value_heads", heads),
+        "head_dim": head_dim,
         "intermediate_size": f.integer("intermediate_size"),
         "rms_norm_eps": f.number("rms_norm_eps", 1e-6),
         "attention_bias": f.flag("attention_bias", False),
-        "rope": rope_config(f),
+        "rope": rope_config(f, head_dim if rotated is None else rotated),
     }
 
 
@@ -219,73 +209,23 @@ def layer_count(f: Fields) -> int:
     return layers
 
 
-def rope_config(f: Fields) -> RopeConfig:
-    """Both spellings: `rope_theta` + `rope_scaling`, or `rope_parameters` with the base inside.
-
-    The former outranks the latter, as in transformers.
-    """
-    outer_theta = f.number("rope_theta", 10000.0)
-    old, new = f.inner("rope_scaling"), f.inner("rope_parameters")
-    r = old if old.values else new
-    kind = r.get("rope_type", r.get("type", "default"))
-    r.used.update(("rope_type", "type"))
-    theta, factor = r.number("rope_theta", outer_theta), r.number("factor", 1.0)
-    if not (theta > 0 and factor > 0):
-        raise ConfigError(
-            f"{f.where}: rope base is {theta} and its factor {factor}; both must be above 0"
-        )
-    original = r.integer("original_max_position_embeddings", 0)
-    original = original or f.integer("max_position_embeddings", 0)
-    f.must_be("partial_rotary_factor", 1.0)
-    r.must_be("partial_rotary_factor", 1.0)
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ConfigError(
-            f"{f.where}: rope type {kind!r} is not supported; default, linear, llama3, yarn are"
-        )
-    extra: dict[str, Any] = {}
-    sound = True
-    if kind == "llama3":
-        extra = {
-            "low_freq_factor": r.number("low_freq_factor", 1.0),
-            "high_freq_factor": r.number("high_freq_factor", 4.0),
-        }
-        sound = extra["high_freq_factor"] > extra["low_freq_factor"]
-    elif kind == "yarn":
-        extra = {
-            "beta_fast": r.number("beta_fast", 32.0),
-            "beta_slow": r.number("beta_slow", 1.0),
-            "truncate": r.flag("truncate", "truncate" not in r.values),  # null is false
-            "attention_factor": r.number(
-                "attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0
-            ),
-        }
-        sound = theta > 1 and min(extra["beta_fast"], extra["beta_slow"]) > 0
-    r.refuse_rest()
-    if extra and not (original > 0 and sound):
-        raise ConfigError(
-            f"{f.where}: {kind} rotary scaling of the base {theta} by {r.values} is impossible;"
-            " original_max_position_embeddings (or max_position_embeddings) must be above 0, for"
-            " llama3 high_freq_factor above low_freq_factor, for yarn the base above 1 and the"
-            " betas above 0"
-        )
-    if kind != "default" and r.get("factor") is None:
-        raise ConfigError(
-            f"{r.where} lacks the 'factor' of {kind} scaling; add the one it was published with"
-        )
-    return RopeConfig(theta=theta, kind=kind, factor=factor, original_length=original, **extra)
+def switched_window(f: Fields) -> int | None:
+    """The sliding window, if there is one; Qwen3's counts only with `use_sliding_window`."""
+    opt_in = f.values.get("model_type") in OPT_IN
+    enabled = f.flag("use_sliding_window", not opt_in)
+    window = integer(f, "sliding_window", NO_WINDOW)
+    if not enabled or window == NO_WINDOW:
+        return None
+    if window < 1:
+        raise ConfigError(f"{f.where}: sliding_window is {window}; expected a positive integer")
+    return window
 
 
 def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
-    """Kind and window of each layer; Qwen3's window counts only with `use_sliding_window`."""
+    """Kind and window of each layer."""
+    window = switched_window(f)
     opt_in = f.values.get("model_type") in OPT_IN
-    unsaid = 4096 if opt_in and "sliding_window" not in f.values else None  # as transformers has it
-    window = f.get("sliding_window", unsaid)
-    enabled = f.flag("use_sliding_window", not opt_in)
     first = f.integer("max_window_layers", 28 if opt_in else num_layers)
-    if not enabled:
-        window = None
-    if window is not None and (type(window) is not int or window < 1):
-        raise ConfigError(f"{f.where}: sliding_window is {window!r}; expected a positive integer")
     default = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
     kinds = f.get("layer_types", default)
     known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
@@ -308,7 +248,7 @@ def id_tuple(value: Any) -> tuple[int, ...]:
     """No id, one id or a list of ids, as a tuple."""
     if value is None:
         return ()
-    ids = tuple(value) if isinstance(value, list) else (value,)
+    ids = tuple(whole(i) for i in (value if isinstance(value, list) else [value]))
     if not all(type(i) is int for i in ids):
         raise ConfigError(f"token ids are {value!r}; expected an integer or a list of integers")
     return ids

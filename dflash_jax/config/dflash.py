@@ -12,6 +12,7 @@ from dflash_jax.config.base import (
     layer_windows,
 )
 from dflash_jax.config.fields import Fields
+from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.errors import ConfigError
 
 
@@ -109,6 +110,11 @@ def common_fields(fields: DrafterFields) -> dict[str, Any]:
             " outputs the drafter reads (it cannot be guessed safely)"
         )
     size = geometry(f)
+    if size["rope"].kind in BY_LENGTH:
+        raise ConfigError(
+            f"{f.where}: rope type {size['rope'].kind!r} is not supported in a drafter, whose"
+            " cached context would have to turn again whenever the text grows"
+        )
     layers = layer_windows(f, size["num_layers"])
     if fields.flag("use_swa", False):  # ModelOpt's: in every layer, whatever their types say
         width = pick("swa_window_size").integer("swa_window_size")

@@ -77,6 +77,12 @@ HARMLESS = frozenset(
 )
 
 
+def whole(value: Any) -> Any:
+    """A whole number, though it was written as 8.0; anything else as it is."""
+    exact = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if exact else value
+
+
 class Fields:
     """Reads a JSON object and remembers what was read, so that leftovers can be refused."""
 
@@ -89,7 +95,7 @@ class Fields:
         return default if value is None else value
 
     def integer(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
+        value = whole(self.get(name, default))
         if value is None:
             raise ConfigError(f"{self.where} lacks {name!r}; add it as an integer")
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**31:

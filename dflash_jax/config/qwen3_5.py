@@ -13,9 +13,12 @@ from dflash_jax.config.base import (
     id_tuple,
 )
 from dflash_jax.config.fields import Fields
+from dflash_jax.config.rope import longest, made_for
+from dflash_jax.config.unsaid import integer
 from dflash_jax.errors import ConfigError
 
 LINEAR = "linear_attention"
+WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 
 # Fields of the multimodal wrapper that text never reads.
 OTHER_INPUTS = (
@@ -97,7 +100,10 @@ def from_hf(f: Fields) -> HybridConfig:
         text = f
     moe = "moe" in str(f.get("model_type"))
     reader = _plain_rope(text, moe)
-    size = geometry(reader)
+    rotated = int(integer(reader, "head_dim", 256) * _partial(text))
+    size = geometry(reader, rotated=rotated)
+    if size["rope"].kind == "proportional":
+        raise ConfigError(f"{text.where}: rope type 'proportional' is not supported in Qwen3.5")
     reader.must_be("hidden_act", "silu")
     reader.must_be("attn_output_gate", True)
     reader.must_be("mamba_ssm_dtype", "float32")
@@ -109,13 +115,13 @@ def from_hf(f: Fields) -> HybridConfig:
         model_type="qwen3_5_moe_text" if moe else "qwen3_5_text",
         vocab_size=reader.integer("vocab_size"),
         tie_embeddings=f.flag("tie_word_embeddings", False),  # the outer one decides
-        max_length=reader.integer("max_position_embeddings", 262144),
+        max_length=longest(size["rope"], made_for(reader)),
         eos_token_ids=tuple(
             dict.fromkeys(id_tuple(f.get("eos_token_id")) + id_tuple(reader.get("eos_token_id")))
         ),
         dtype=dtype_name(f if text is f or "dtype" in f.values else reader),
         qk_norm=True,
-        rotary_dim=int(size["head_dim"] * _partial(text)),
+        rotary_dim=rotated,
         recurrent=_kinds(reader, size["num_layers"]),
         **_recurrent_sizes(reader),
     )
@@ -131,17 +137,17 @@ def _plain_rope(text: Fields, moe: bool) -> Fields:
     The three position rows of multimodal rotary embedding are equal for text, so its sections
     say nothing; the rotated part of a head is read apart.
     """
-    values = dict(text.values)
+    kind = "qwen3_5_moe_text" if moe else "qwen3_5_text"
+    values = text.values | {"model_type": kind}
     for spelling in ("rope_parameters", "rope_scaling"):
         rope = dict(text.inner(spelling).values)
         for name in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
             rope.pop(name, None)
         values[spelling] = rope or None
     if moe:  # what a token passes through in all; published files have no such field
-        chosen, size = text.integer("num_experts_per_tok"), text.integer("moe_intermediate_size")
-        shared = text.integer("shared_expert_intermediate_size")
-        values["intermediate_size"] = chosen * size + shared
-    values.setdefault("head_dim", 256)
+        named = Fields(values, text.where)
+        sizes = [integer(named, name) for name in ("num_experts_per_tok", *WIDTHS)]
+        values["intermediate_size"] = sizes[0] * sizes[1] + sizes[2]
     values.pop("partial_rotary_factor", None)
     return Fields(values, text.where)
 
@@ -151,15 +157,18 @@ def _partial(text: Fields) -> float:
     old, new = text.inner("rope_scaling"), text.inner("rope_parameters")
     rope, outer = old if old.values else new, text.number("partial_rotary_factor", 0.25)
     plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-    return rope.number("partial_rotary_factor", outer) if plain else outer
+    share = rope.number("partial_rotary_factor", outer) if plain else outer
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{text.where}: partial_rotary_factor is {share}; expected 0 to 1")
+    return share
 
 
 def _recurrent_sizes(f: Fields) -> dict[str, Any]:
     return {
-        "key_heads": f.integer("linear_num_key_heads"),
-        "value_heads": f.integer("linear_num_value_heads"),
-        "key_width": f.integer("linear_key_head_dim"),
-        "value_width": f.integer("linear_value_head_dim"),
+        "key_heads": integer(f, "linear_num_key_heads"),
+        "value_heads": integer(f, "linear_num_value_heads"),
+        "key_width": integer(f, "linear_key_head_dim"),
+        "value_width": integer(f, "linear_value_head_dim"),
         "conv_kernel": f.integer("linear_conv_kernel_dim", 4),
     }
 
@@ -189,5 +198,5 @@ def _experts(f: Fields) -> dict[str, Any]:
     f.must_be("norm_topk_prob", True)
     f.must_be("decoder_sparse_step", 1)
     f.must_be("mlp_only_layers", [])
-    shared = f.integer("shared_expert_intermediate_size")
-    return expert_fields(f, f.integer("moe_intermediate_size")) | {"shared_expert_size": shared}
+    size, shared = (integer(f, name) for name in WIDTHS)
+    return expert_fields(f, size) | {"shared_expert_size": shared}

@@ -12,7 +12,7 @@ from dflash_jax.config import RopeConfig
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
     """Angular frequency of each rotated pair, float32 [dim/2] (formulas as in transformers 5)."""
-    base = 1.0 / rope.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    base = 1.0 / _stretched(rope, dim) ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     if rope.kind == "proportional":  # the first pairs turn, the others stand still
         turning = np.arange(dim // 2) < int(rope.partial_rotary_factor * dim // 2)
         return (base * turning / rope.factor).astype(np.float32)
@@ -26,7 +26,18 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
     if rope.kind == "yarn":
         ramp = _yarn_ramp(rope, dim)
         return (base * (1 - ramp) + base / rope.factor * ramp).astype(np.float32)
+    if rope.kind == "longrope":
+        divisors = rope.long_factors if rope.length else rope.short_factors
+        return (base / np.asarray(divisors)).astype(np.float32)
     return base.astype(np.float32)
+
+
+def _stretched(rope: RopeConfig, dim: int) -> float:
+    """The base; of dynamic scaling that of a text longer than the original length."""
+    if rope.kind != "dynamic" or not rope.length:
+        return rope.theta
+    times = rope.factor * rope.length / rope.original_length - (rope.factor - 1)
+    return rope.theta * times ** (dim / (dim - 2))
 
 
 def _yarn_ramp(rope: RopeConfig, dim: int) -> np.ndarray:

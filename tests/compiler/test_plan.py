@@ -18,7 +18,7 @@ from dflash_jax.compiler import resolve
 from dflash_jax.compiler.memory import budget
 from dflash_jax.compiler.plan import Order
 from dflash_jax.compiler.programs import empty_state
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.errors import PlanError
 from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target
 
@@ -178,6 +178,16 @@ def test_more_positions_than_the_target_has_are_refused() -> None:
     says = "max_length is 5000, but the target was made for 4096 positions; ask for at most 4096"
     with pytest.raises(PlanError, match=says):
         complete(Plan(max_length=5000))
+    rope = RopeConfig(kind="dynamic", factor=2.0, original_length=4096)
+    says = r"made for 4096 positions \(beyond them its dynamic rotary embedding turns cached keys"
+    with pytest.raises(PlanError, match=says):
+        resolve(
+            Plan(max_length=5000),
+            dataclasses.replace(TARGET, rope=rope),
+            None,
+            platform="cpu",
+            memory=AMPLE,
+        )
 
 
 @pytest.mark.parametrize("drafter", [None, DRAFTER])

@@ -1,12 +1,15 @@
 """Rotary embedding against its formulas, pair by pair."""
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.config import RopeConfig
+from dflash_jax.config import RopeConfig, target_config
 from dflash_jax.nn.rope import inverse_frequencies, rope_tables, rotate
 
 DIM = 16
@@ -137,3 +140,14 @@ def test_tables_are_rounded_to_the_dtype_of_what_they_turn() -> None:
     a, b = x[0, 0, 0, : DIM // 2], x[0, 0, 0, DIM // 2 :]
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out[0, 0, 0], jnp.concatenate([a * c - b * s, b * c + a * s]))
+
+
+ROPES = json.loads((Path(__file__).parent.parent / "oracle" / "ropes.json").read_text())
+
+
+@pytest.mark.parametrize("case", ROPES, ids=range(len(ROPES)))
+def test_every_kind_and_spelling_turns_as_transformers_turns(case: dict[str, Any]) -> None:
+    """Made by transformers 5.15 from the same configs, for texts of the same length."""
+    rope = target_config(case["config"]).rope.for_length(case["length"])
+    np.testing.assert_allclose(inverse_frequencies(rope, 16), case["frequencies"], rtol=1e-6)
+    assert np.isclose(rope.attention_factor, case["attention_factor"], rtol=1e-7)

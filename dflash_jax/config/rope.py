@@ -1,0 +1,199 @@
+"""Rotary embedding: what a config says of it, in any spelling and of any kind."""
+
+import dataclasses
+import math
+from typing import Any
+
+from dflash_jax.config.fields import Fields
+from dflash_jax.config.unsaid import integer
+from dflash_jax.errors import ConfigError
+
+KINDS = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
+BY_LENGTH = ("dynamic", "longrope")  # whose frequencies depend on how long the whole text is
+ORIGINAL = "original_max_position_embeddings"
+# Keys of some kinds, which to the others mean nothing.
+KEYS = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "partial_rotary_factor",
+    "short_factor",
+    "truncate",
+    ORIGINAL,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: base, and how its frequencies are rescaled."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # one of KINDS
+    factor: float = 1.0
+    original_length: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float = 1.0  # multiplies cos and sin
+    partial_rotary_factor: float = 1.0  # proportional: the share of pairs that turn
+    short_factors: tuple[float, ...] = ()  # longrope, one for each pair: up to original_length
+    long_factors: tuple[float, ...] = ()  # longrope: of longer texts
+    length: int = 0  # dynamic, longrope: of the text, where it is longer than original_length
+
+    def for_length(self, length: int) -> "RopeConfig":
+        """The embedding of a text of so many tokens, known as a whole."""
+        longer = self.kind in BY_LENGTH and length > self.original_length
+        return dataclasses.replace(self, length=length) if longer else self
+
+
+PLAIN = RopeConfig()
+
+
+def longest(rope: RopeConfig, length: int) -> int:
+    """How many positions a cache can hold, of those a target was made for.
+
+    Beyond the original length, keys that were written earlier would have to turn by other
+    frequencies than they did: no cache can follow, and transformers' does not either.
+    """
+    return min(length, rope.original_length) if rope.kind in BY_LENGTH else length
+
+
+def made_for(f: Fields) -> int:
+    """How many positions a config names, or leaves to its family; 0 where neither does."""
+    return integer(f, "max_position_embeddings", 0)
+
+
+def rope_config(f: Fields, width: int) -> RopeConfig:
+    """Both spellings: `rope_theta` + `rope_scaling`, or `rope_parameters` with the base inside.
+
+    The former outranks the latter, as in transformers.
+
+    Args:
+      width: how many dimensions of a head are to turn.
+    """
+    old, new = f.inner("rope_scaling"), f.inner("rope_parameters")
+    r = old if old.values else new
+    theta = r.number("rope_theta", f.number("rope_theta", 10000.0))
+    outer = {name: f.get(name) for name in (ORIGINAL, "partial_rotary_factor")}
+    said = {name: value for name, value in outer.items() if value is not None}
+    return scaled(Fields(r.values | said, r.where), f, theta, width)
+
+
+def scaled(r: Fields, f: Fields, theta: float, width: int) -> RopeConfig:
+    """The rotary embedding of one object of a config.
+
+    Args:
+      f: the config around it, which says how long texts may be.
+    """
+    kind = r.get("rope_type", r.get("type", "default"))
+    if kind not in KINDS:
+        raise ConfigError(f"{f.where}: rope type {kind!r} is not supported; {', '.join(KINDS)} are")
+    r.used.update(("rope_type", "type", "rope_theta", *KEYS))
+    r.refuse_rest()
+    factor = r.number("factor", 1.0)
+    if not (theta > 0 and factor > 0):
+        raise ConfigError(
+            f"{f.where}: rope base is {theta} and its factor {factor}; both must be above 0"
+        )
+    length = made_for(f)
+    original = r.integer(ORIGINAL, 0) or length
+    found: dict[str, Any] = {"theta": theta, "kind": kind, "original_length": original}
+    if kind == "default":  # transformers reads no share of it, nor a factor
+        return RopeConfig(**found, factor=factor)
+    if kind == "proportional":
+        share = r.number("partial_rotary_factor", 1.0)
+        if not 0 <= share <= 1:
+            raise ConfigError(f"{r.where}: partial_rotary_factor is {share}; expected 0 to 1")
+        return RopeConfig(**found, factor=factor, partial_rotary_factor=share)
+    share = r.number("partial_rotary_factor", 1.0)
+    if not 0 <= share < 2 or int(width * share) != width:
+        raise ConfigError(
+            f"{r.where}: partial_rotary_factor is {share}; with {kind} scaling only 1.0 is"
+            " supported (transformers fails on any other)"
+        )
+    named = r.get("factor") is not None
+    if not named and original > 0 and length > 0:
+        factor = length / original
+    found["factor"] = factor
+    if kind == "llama3":
+        found |= _llama3(r)
+    elif kind == "yarn":
+        found |= _yarn(r, factor)
+    elif kind == "longrope":
+        found |= _longrope(r, factor, original, width)
+    elif kind == "dynamic":
+        found["original_length"] = length
+    _check(RopeConfig(**found), r, f, width)
+    if not named and kind != "longrope" and (kind != "yarn" or "factor" not in r.values):
+        raise ConfigError(
+            f"{r.where} lacks the 'factor' of {kind} scaling; add the one it was published with"
+        )
+    return RopeConfig(**found)
+
+
+def _llama3(r: Fields) -> dict[str, Any]:
+    return {
+        "low_freq_factor": r.number("low_freq_factor", 1.0),
+        "high_freq_factor": r.number("high_freq_factor", 4.0),
+    }
+
+
+def _yarn(r: Fields, factor: float) -> dict[str, Any]:
+    """Of yarn; a beta of 0 is none, and two scales count only together."""
+
+    def grown(scale: float) -> float:
+        return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0
+
+    one, other = r.number("mscale", 0.0), r.number("mscale_all_dim", 0.0)
+    usual = grown(one) / grown(other) if one and other and grown(other) else grown(1.0)
+    return {
+        "beta_fast": r.number("beta_fast", 32.0) or 32.0,
+        "beta_slow": r.number("beta_slow", 1.0) or 1.0,
+        "truncate": r.flag("truncate", "truncate" not in r.values),  # null is false
+        "attention_factor": r.number("attention_factor", usual),
+    }
+
+
+def _longrope(r: Fields, factor: float, original: int, width: int) -> dict[str, Any]:
+    """Of longrope: two lists with a divisor for every pair."""
+    found: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        listed = r.get(name)
+        numbers = isinstance(listed, list) and all(type(x) in (int, float) for x in listed)
+        if not numbers or len(listed) != width // 2 or not all(0 < x < 1e30 for x in listed):
+            raise ConfigError(
+                f"{r.where}: {name} is {listed!r}; expected {width // 2} positive numbers"
+            )
+        found[f"{name}s"] = tuple(map(float, listed))
+    usual = 1.0
+    if factor > 1 and original > 1:
+        usual = math.sqrt(1 + math.log(factor) / math.log(original))
+    return found | {"attention_factor": r.number("attention_factor", usual)}
+
+
+def _check(rope: RopeConfig, r: Fields, f: Fields, width: int) -> None:
+    """Refuses a rescaling whose formula has no answer."""
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    sound = {
+        "llama3": rope.original_length > 0 and high > low,
+        "yarn": rope.original_length > 0
+        and rope.theta > 1
+        and min(rope.beta_fast, rope.beta_slow) > 0,
+        "longrope": rope.original_length > 1,
+        "dynamic": rope.original_length > 0 and rope.factor >= 1 and width > 2,
+    }
+    if not sound.get(rope.kind, True):
+        raise ConfigError(
+            f"{f.where}: {rope.kind} rotary scaling of the base {rope.theta} by {r.values} is"
+            f" impossible; {ORIGINAL} (or max_position_embeddings) must be above 0, for llama3"
+            " high_freq_factor above low_freq_factor, for yarn the base above 1 and the betas"
+            " above 0, for dynamic the factor 1 or more and heads wider than 2"
+        )
