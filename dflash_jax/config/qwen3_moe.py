@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields
+from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields, switched_window
 from dflash_jax.config.fields import Fields
+from dflash_jax.config.unsaid import integer
 from dflash_jax.errors import ConfigError
 
 
@@ -16,8 +17,10 @@ class Qwen3MoeConfig(TargetConfig):
 
 
 def from_hf(f: Fields) -> Qwen3MoeConfig:
-    """The config of a Qwen3-MoE."""
-    f.must_be("use_sliding_window", False)
+    """The config of a Qwen3-MoE; where its window is switched on, all layers have it.
+
+    So transformers has it, whatever `layer_types` or `max_window_layers` say.
+    """
     f.must_be("qkv_bias", False)
     f.must_be("use_qk_norm", True)
     f.must_be("shared_expert_intermediate_size", 0)
@@ -31,8 +34,8 @@ def from_hf(f: Fields) -> Qwen3MoeConfig:
             f" positive number and a list of layers from 0 to {layers[-1]}"
         )
     return Qwen3MoeConfig(
-        **fields,
-        **expert_fields(f, f.integer("moe_intermediate_size")),
+        **fields | {"windows": (switched_window(f),) * len(layers)},
+        **expert_fields(f, integer(f, "moe_intermediate_size")),
         qk_norm=True,
         sparse=tuple((i + 1) % every == 0 and i not in dense for i in layers),
         normalise_shares=f.flag("norm_topk_prob", False),
