@@ -87,7 +87,12 @@ def _experts(config: TargetConfig) -> dict[str, Any]:
             "mlp_only_layers": [i for i, sparse in enumerate(config.sparse) if not sparse],
         }
     if isinstance(config, GptOssConfig):
-        own = {"num_local_experts": config.num_experts, "swiglu_limit": config.swiglu_limit}
+        own: dict[str, Any] = {
+            "num_local_experts": config.num_experts,
+            "swiglu_limit": config.swiglu_limit,
+        }
+        if config.rope.kind == "default":  # to a gpt-oss null is its usual scaling
+            own["rope_scaling"] = {"rope_type": "default"}
         return chosen | own
     return {}
 
@@ -190,11 +195,11 @@ def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
         keys = ("low_freq_factor", "high_freq_factor")
     elif rope.kind == "yarn":
         keys = ("beta_fast", "beta_slow", "truncate", "attention_factor")
-    else:
-        keys = ()
-    return found | {key: getattr(rope, key) for key in keys}
     elif rope.kind == "proportional":
         keys = ("partial_rotary_factor",)
     elif rope.kind == "longrope":
         keys = ("attention_factor",)
         found |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
+    else:
+        keys = ()
+    return found | {key: getattr(rope, key) for key in keys}

@@ -1,13 +1,22 @@
 """gpt-oss: biases everywhere, attention sinks, every second layer sliding, experts in all."""
 
 import dataclasses
+from typing import Any
 
-from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields
+from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields, switched_window
 from dflash_jax.config.fields import Fields
 from dflash_jax.errors import ConfigError
 
 # What an absent field means to transformers, where the family differs from others.
-DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64}
+DEFAULTS = {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64}
+PUBLISHED_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,25 +33,25 @@ class GptOssConfig(TargetConfig):
 
 def from_hf(f: Fields) -> GptOssConfig:
     """The config of a gpt-oss; without `layer_types`, the even layers slide."""
-    f.must_be("attention_bias", True)
     f.must_be("use_sliding_window", True)
-    if f.values.get("rope_scaling") is None and f.values.get("rope_parameters") is None:
-        raise ConfigError(
-            f"{f.where} has neither rope_scaling nor rope_parameters; add the one it was"
-            " published with (yarn), no other can be assumed"
-        )
-    unsaid = {key: value for key, value in DEFAULTS.items() if f.values.get(key) is None}
+    unsaid: dict[str, Any] = {
+        key: value for key, value in DEFAULTS.items() if f.values.get(key) is None
+    }
+    if not f.values.get("rope_scaling") and f.values.get("rope_parameters") is None:
+        unsaid["rope_parameters"] = PUBLISHED_ROPE
     read = Fields(f.values | unsaid, f.where)
     fields = dense_fields(read)
+    window = switched_window(read)
     f.used.update(read.used)
-    window = f.integer("sliding_window")
     if f.get("layer_types") is None:
         alternate = ((window, None)[i % 2] for i in range(fields["num_layers"]))
         fields["windows"] = tuple(alternate)
-    f.must_be("initial_context_length", fields["rope"].original_length)
+    if fields["rope"].kind == "yarn":
+        f.must_be("initial_context_length", fields["rope"].original_length)
+    f.used.add("initial_context_length")
     experts = expert_fields(f, fields["intermediate_size"])
     f.must_be("experts_per_token", experts["experts_per_token"])
     limit = f.number("swiglu_limit", 7.0)
     if limit <= 0:
         raise ConfigError(f"{f.where}: swiglu_limit is {limit}; expected a positive number")
-    return GptOssConfig(**fields | {"attention_bias": True}, **experts, swiglu_limit=limit)
+    return GptOssConfig(**fields, **experts, swiglu_limit=limit)
