@@ -103,10 +103,11 @@ def _experts(config: Gemma4Config, at: Path, source: str) -> list[Slot]:
 def _layer_vectors(config: Gemma4Config) -> list[Slot]:
     """The second embedding table, a vector for every layer, and what joins it to the first."""
     layers, size, width = config.num_layers, config.per_layer_size, config.hidden_size
-    table = Part("embed_tokens_per_layer.weight", (config.vocab_size, layers * size), (0, 1, 2))
+    rows = config.per_layer_rows or config.vocab_size
+    table = Part("embed_tokens_per_layer.weight", (rows, layers * size), (0, 1, 2))
     project = Part("per_layer_model_projection.weight", (layers * size, width), (1, 2, 0))
     return [
-        Slot(("layer_embed",), (config.vocab_size, layers, size), (table,)),
+        Slot(("layer_embed",), (rows, layers, size), (table,)),
         Slot(("layer_project",), (width, layers, size), (project,)),
         same(("layer_norm",), "per_layer_projection_norm.weight", size),
     ]

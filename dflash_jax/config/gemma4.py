@@ -19,6 +19,8 @@ from dflash_jax.config.base import (
     layer_count,
 )
 from dflash_jax.config.fields import Fields
+from dflash_jax.config.rope import BY_LENGTH, made_for, scaled
+from dflash_jax.config.unsaid import integer
 from dflash_jax.errors import ConfigError
 
 # Outer fields of multimodal files: what the vision and audio parts are, and their markers.
@@ -43,9 +45,8 @@ UNREAD = (
     "stream_and_decode_in_f32",
 )
 PATTERN = 6  # every sixth layer is full where the config has no layer_types
-# The rotary embedding of full layers: of a config that has none, and what one may leave out.
+# The rotary embedding of full layers of a config that has none.
 FULL_ROPE = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
-BARE_ROPE = {"rope_type": "default", "partial_rotary_factor": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ class Gemma4Config(TargetConfig):
     shared_layers: int = 0  # so many last layers read an earlier layer's keys and values
     shared_mlp_factor: int = 1  # how much wider those layers' MLPs are
     per_layer_size: int = 0  # width of the per-layer inputs; 0 is none
+    per_layer_rows: int = 0  # of their table, where it is longer than the vocabulary
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,34 +137,38 @@ def from_hf(f: Fields) -> Gemma4Config:
 
 
 def _text(f: Fields, outer: Fields) -> Gemma4Config:
+    unified = "unified" in str(outer.get("model_type"))
+    kind = "gemma4_unified_text" if unified else "gemma4_text"
+    f.used.add("model_type")
+    f.values = f.values | {"model_type": kind}
     f.must_be("hidden_activation", "gelu_pytorch_tanh")
-    f.must_be("attention_bias", False)
     f.must_be("use_bidirectional_attention", None, "vision")  # concerns image tokens only
     f.used.update(UNREAD)
     layers, hidden = layer_count(f), f.integer("hidden_size")
-    unified = "unified" in str(outer.get("model_type"))
-    f.used.add("model_type")
     heads = f.integer("num_attention_heads")
-    windows = _windows(f, layers, 1024 if unified else 512)
-    sliding, full = _ropes(f)
+    windows = _windows(f, layers)
+    full = _full_layers(f, windows)
+    head_dim = integer(f, "head_dim", 256)
+    rope, full_rope = _ropes(f, head_dim, full["full_head_dim"])
     eos = id_tuple(outer.get("eos_token_id")) + id_tuple(f.get("eos_token_id"))
     double = f.flag("use_double_wide_mlp", False)
     cap = f.number("final_logit_softcapping", 0.0)
     return Gemma4Config(
-        model_type="gemma4_unified_text" if unified else "gemma4_text",
+        model_type=kind,
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=f.integer("num_key_value_heads", heads),
-        head_dim=f.integer("head_dim", 256),
+        num_kv_heads=_kv_heads(f),
+        head_dim=head_dim,
         intermediate_size=f.integer("intermediate_size"),
         rms_norm_eps=f.number("rms_norm_eps", 1e-6),
-        rope=sliding,
-        full_rope=full,
+        attention_bias=f.flag("attention_bias", False),
+        rope=rope,
+        full_rope=full_rope,
         vocab_size=f.integer("vocab_size"),
         tie_embeddings=outer.flag("tie_word_embeddings", True),
         windows=windows,
-        max_length=f.integer("max_position_embeddings", 131072),
+        max_length=made_for(f) or 131072,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=dtype_name(f if f.get("dtype") else outer),
         qk_norm=True,
@@ -170,15 +176,15 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
         final_softcap=cap if cap > 0 else None,
         shared_layers=f.integer("num_kv_shared_layers", 0),
         shared_mlp_factor=2 if double else 1,
-        per_layer_size=_per_layer_size(f),
-        **_full_layers(f, windows),
+        **_per_layer(f),
+        **full,
         **_experts(f),
     )
 
 
-def _windows(f: Fields, layers: int, unsaid: int) -> tuple[int | None, ...]:
+def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
     """Window of each layer; the last layer is full whatever the file says."""
-    window = f.integer("sliding_window", unsaid)
+    window = integer(f, "sliding_window", 512)
     if window < 1:
         raise ConfigError(f"{f.where}: sliding_window is {window}; expected a positive integer")
     default = [FULL if (i + 1) % PATTERN == 0 else SLIDING for i in range(layers)]
@@ -192,33 +198,36 @@ def _windows(f: Fields, layers: int, unsaid: int) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in [*kinds[:-1], FULL])
 
 
-def _ropes(f: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """Rotary embedding of sliding and of full layers."""
+def _ropes(f: Fields, width: int, full_width: int) -> tuple[RopeConfig, RopeConfig]:
+    """Rotary embedding of sliding and of full layers, whose heads are so wide."""
     both = f.inner("rope_parameters")
     sliding, full = both.inner(SLIDING), both.inner(FULL)
-    full = Fields(BARE_ROPE | (full.values or FULL_ROPE), full.where)
+    full = Fields(full.values or FULL_ROPE, full.where)
     both.used.update((SLIDING, FULL))
     both.must_be("rope_type", "default", "proportional")  # a writer's slip where all are full
-    sliding.must_be("rope_type", "default")
-    full.must_be("rope_type", "proportional")
+    both.refuse_rest()
     found = (
-        RopeConfig(theta=sliding.number("rope_theta", 1e4)),
-        RopeConfig(
-            kind="proportional",
-            theta=full.number("rope_theta", 1e6),
-            factor=full.number("factor", 1.0),
-            partial_rotary_factor=full.number("partial_rotary_factor", 1.0),
-        ),
+        scaled(sliding, f, sliding.number("rope_theta", 1e4), width),
+        scaled(full, f, full.number("rope_theta", 1e6), full_width),
     )
-    for reader in (both, sliding, full):
-        reader.refuse_rest()
-    return found
+    if by_length := [rope.kind for rope in found if rope.kind in BY_LENGTH]:
+        raise ConfigError(
+            f"{f.where}: rope type {by_length[0]!r} is not supported in a kind of layers"
+            " (transformers fails on it)"
+        )
+    # Transformers looks for `truncate` outside the two objects, where it never is.
+    sliding_rope, full_rope = (dataclasses.replace(rope, truncate=True) for rope in found)
+    return sliding_rope, full_rope
+
+
+def _kv_heads(f: Fields) -> int:
+    return integer(f, "num_key_value_heads", f.integer("num_attention_heads"))
 
 
 def _full_layers(f: Fields, windows: tuple[int | None, ...]) -> dict[str, Any]:
     """Sizes of full layers, in either spelling."""
     shared = f.flag("attention_k_eq_v", False)
-    heads, width = f.integer("num_key_value_heads"), f.integer("head_dim", 256)
+    heads, width = _kv_heads(f), integer(f, "head_dim", 256)
     f.used.update(("global_head_dim", "num_global_key_value_heads"))
     per_layer = f.inner("per_layer_config")  # what differs from the sliding layers: maybe nothing
     # Layers are numbered in text, by some writers with zeros in front.
@@ -259,12 +268,13 @@ def _experts(f: Fields) -> dict[str, Any]:
     }
 
 
-def _per_layer_size(f: Fields) -> int:
-    size = f.integer("hidden_size_per_layer_input", 0)
-    rows, vocab = f.integer("vocab_size_per_layer_input", 0), f.integer("vocab_size")
-    if size and rows not in (0, vocab):
+def _per_layer(f: Fields) -> dict[str, Any]:
+    """Width of the per-layer inputs, and the rows of their table: the vocabulary's at least."""
+    size, vocab = integer(f, "hidden_size_per_layer_input", 0), f.integer("vocab_size")
+    rows = integer(f, "vocab_size_per_layer_input", vocab) or vocab
+    if size and rows < vocab:
         raise ConfigError(
-            f"{f.where}: vocab_size_per_layer_input is {rows}; only the vocabulary's size"
-            f" {vocab} is supported"
+            f"{f.where}: vocab_size_per_layer_input is {rows}; expected at least the vocabulary's"
+            f" size {vocab}: the tokens beyond have no vectors"
         )
-    return size
+    return {"per_layer_size": size, "per_layer_rows": rows if size and rows != vocab else 0}

@@ -155,7 +155,9 @@ class Gemma4(Decoder):
         c = self.config
         if c.per_layer_size:
             shape = (c.num_layers, c.per_layer_size)
-            self.layer_embedding = weight(self, "layer_embed", (c.vocab_size, *shape))
+            self.layer_embedding = weight(
+                self, "layer_embed", (c.per_layer_rows or c.vocab_size, *shape)
+            )
             self.layer_projection = weight(self, "layer_project", (c.hidden_size, *shape))
             self.layer_norm = norm_weight(self, "layer_norm", c.per_layer_size)
 
