@@ -123,6 +123,73 @@ def test_what_gpt_oss_leaves_out_is_what_transformers_assumes(oracle: Path) -> N
     assert (config.rms_norm_eps, config.rope.theta, config.head_dim) == (1e-5, 150000.0, 64)
 
 
+def test_gpt_oss_without_a_rotary_embedding_has_the_published_one(oracle: Path) -> None:
+    base = fields(oracle, "targets/gpt_oss/config.hub.json")
+    for none in ({"rope_scaling": None}, {"rope_scaling": None, "rope_parameters": None}):
+        rope = target_config(base | none | {"initial_context_length": 4096}).rope
+        assert (rope.kind, rope.factor, rope.original_length) == ("yarn", 32.0, 4096)
+        assert (rope.theta, rope.truncate) == (150000.0, False)
+    plain = base | {"rope_scaling": {"rope_type": "default"}, "sliding_window": 12}
+    kinds = ["full_attention", "full_attention", "sliding_attention"]
+    config = target_config(plain | {"layer_types": kinds, "attention_bias": False})
+    assert (config.rope.kind, config.windows) == ("default", (None, None, 12))
+    assert not config.attention_bias
+
+
+def test_a_switched_on_window_of_qwen3_moe_is_that_of_all_layers(oracle: Path) -> None:
+    """Transformers heeds neither `max_window_layers` nor `layer_types` there."""
+    base = fields(oracle, "targets/qwen3_moe/config.hub.json") | {"sliding_window": 7}
+    kinds = {"layer_types": ["full_attention"] * 3, "max_window_layers": 2}
+    assert target_config(base | {"use_sliding_window": False}).windows == (None,) * 3
+    assert target_config(base | kinds | {"use_sliding_window": True}).windows == (7,) * 3
+    del base["sliding_window"]
+    assert target_config(base | {"use_sliding_window": True}).windows == (4096,) * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        ("gpt_oss", {"num_key_value_heads": 8, "sliding_window": 128, "num_local_experts": 128}),
+        ("qwen3", {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}),
+        ("qwen3_moe", {"num_experts_per_tok": 8, "num_experts": 128, "moe_intermediate_size": 768}),
+        ("qwen3_5", {"head_dim": 256, "linear_key_head_dim": 128, "linear_num_value_heads": 32}),
+        ("qwen3_5_moe", {"num_key_value_heads": 2, "shared_expert_intermediate_size": 512}),
+        ("gemma4_ple", {"num_key_value_heads": 4, "hidden_size_per_layer_input": 256}),
+        ("gemma4_unified", {"sliding_window": 1024, "max_position_embeddings": 262144}),
+    ],
+)
+def test_what_a_target_leaves_out_is_what_transformers_assumes(
+    oracle: Path, name: str, left_out: dict[str, int]
+) -> None:
+    base = fields(oracle, f"targets/{name}/config.hub.json") | {"num_attention_heads": 32}
+    base |= {"experts_per_token": None}
+    left = {key: value for key, value in base.items() if key not in left_out}
+    assert target_config(left) == target_config(base | left_out)
+
+
+def test_a_whole_number_may_be_written_as_a_fraction(oracle: Path) -> None:
+    for name in ("llama3", "gpt_oss", "qwen3_5_moe", "gemma4_moe"):
+        base = fields(oracle, f"targets/{name}/config.hub.json")
+        as_float = {k: float(v) if type(v) is int else v for k, v in base.items()}
+        assert target_config(as_float) == target_config(base)
+    with pytest.raises(ConfigError, match=r"head_dim is 8\.5; expected a 32-bit integer"):
+        target_config(base | {"head_dim": 8.5})
+
+
+def test_rotary_embeddings_that_follow_the_length_end_where_they_would_change(oracle: Path) -> None:
+    base = fields(oracle, "targets/llama3/config.hub.json")
+    dynamic = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    assert target_config(base | dynamic).max_length == base["max_position_embeddings"]
+    factors = {"short_factor": [1] * 8, "long_factor": [2] * 8}
+    longrope = {"type": "longrope", "original_max_position_embeddings": 64} | factors
+    assert target_config(base | {"rope_scaling": longrope}).max_length == 64
+    with pytest.raises(ConfigError, match=r"short_factor is \[1\]; expected 8 positive numbers"):
+        target_config(base | {"rope_scaling": longrope | {"short_factor": [1]}})
+    drafter = fields(oracle, "drafters/v1_full/config.json")
+    with pytest.raises(ConfigError, match="rope type 'dynamic' is not supported in a drafter"):
+        drafter_config(drafter | dynamic)
+
+
 def test_a_window_of_all_layers_outranks_their_types(oracle: Path) -> None:
     """As ModelOpt writes it."""
     base = fields(oracle, "drafters/v1_full/config.json")
@@ -165,6 +232,8 @@ def test_a_neutral_share_of_rotation_is_accepted(oracle: Path) -> None:
     assert target_config(base | {"partial_rotary_factor": 1.0}) == target_config(base)
     with pytest.raises(ConfigError, match=r"is 0\.5; with llama3 scaling only 1\.0"):
         target_config(base | {"partial_rotary_factor": 0.5})
+    plain = base | {"rope_scaling": None}
+    assert target_config(plain | {"partial_rotary_factor": 0.5}) == target_config(plain)
 
 
 def test_drafter_fields_are_looked_up_inside_first_then_at_the_top(oracle: Path) -> None:
@@ -233,8 +302,6 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
 
 
 # -- bad input ---------------------------------------------------------------------------------
-    plain = base | {"rope_scaling": None}
-    assert target_config(plain | {"partial_rotary_factor": 0.5}) == target_config(plain)
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,18 @@ def test_a_published_drafter_config_survives_being_written(folder):
     assert drafter_config(published.fields(config, config.dtype)) == config
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "targets/llama3",
+        "targets/qwen3",
+        "variants/gpt_oss_no_bias",
+        "variants/llama_biases_dynamic",
+        "variants/qwen3_moe_windows_longrope",
+    ],
+)
 def test_a_target_config_survives_being_written(name):
-    config = read_target_config(ORACLE / "targets" / name)
+    config = read_target_config(ORACLE / name)
     assert target_config(published.fields(config, config.dtype)) == config
 
 
