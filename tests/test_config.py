@@ -167,6 +167,12 @@ def test_what_a_target_leaves_out_is_what_transformers_assumes(
     assert target_config(left) == target_config(base | left_out)
 
 
+def test_notes_of_who_wrote_a_config_and_another_name_of_silu_change_nothing(oracle: Path) -> None:
+    base = fields(oracle, "targets/qwen3/config.hub.json")
+    notes = {"_attn_implementation_autoset": True, "num_labels": 2, "model_max_length": 9}
+    assert target_config(base | notes | {"hidden_act": "swish"}) == target_config(base)
+
+
 def test_a_whole_number_may_be_written_as_a_fraction(oracle: Path) -> None:
     for name in ("llama3", "gpt_oss", "qwen3_5_moe", "gemma4_moe"):
         base = fields(oracle, f"targets/{name}/config.hub.json")
@@ -318,7 +324,7 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
         ({"head_dim": 10**9}, "head_dim is 1000000000; rotary embedding needs an even number, up"),
         ({"eos_token_id": {"a": 1}}, "token ids are .* expected an integer or a list of integers"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; expected a finite number"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu', 'swish' is supported"),
         ({"mlp_bias": "yes"}, "mlp_bias is 'yes'; expected true or false"),
         ({"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk' is not supported; default,"),
         ({"rope_scaling": {"rope_type": "yarn", "scale": 2}}, "does not understand: scale"),

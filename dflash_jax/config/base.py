@@ -150,7 +150,7 @@ def window_kinds(windows: tuple[int | None, ...]) -> tuple[str, ...]:
 
 def dense_fields(f: Fields) -> dict[str, Any]:
     """The fields of TargetConfig that every decoder with SiLU-gated layers spells alike."""
-    f.must_be("hidden_act", "silu")
+    f.must_be("hidden_act", "silu", "swish")
     size = geometry(f)
     windows = layer_windows(f, size["num_layers"])
     return size | {

@@ -9,6 +9,7 @@ from dflash_jax.errors import CheckpointError, ConfigError
 # Fields that describe training, generation defaults or packaging, not the forward pass.
 HARMLESS = frozenset(
     [
+        "_attn_implementation_autoset",
         "_name_or_path",
         "add_cross_attention",
         "architectures",
@@ -38,10 +39,14 @@ HARMLESS = frozenset(
         "length_penalty",
         "max_length",
         "max_position_embeddings",
+        "max_sequence_length",
         "min_length",
+        "model_max_length",
+        "name_or_path",
         "no_repeat_ngram_size",
         "num_beam_groups",
         "num_beams",
+        "num_labels",
         "num_return_sequences",
         "output_attentions",
         "output_hidden_states",

@@ -104,7 +104,7 @@ def from_hf(f: Fields) -> HybridConfig:
     size = geometry(reader, rotated=rotated)
     if size["rope"].kind == "proportional":
         raise ConfigError(f"{text.where}: rope type 'proportional' is not supported in Qwen3.5")
-    reader.must_be("hidden_act", "silu")
+    reader.must_be("hidden_act", "silu", "swish")
     reader.must_be("attn_output_gate", True)
     reader.must_be("mamba_ssm_dtype", "float32")
     reader.used.update(UNUSED)
