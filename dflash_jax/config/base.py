@@ -166,8 +166,10 @@ def dense_fields(f: Fields) -> dict[str, Any]:
 
 def expert_fields(f: Fields, size: int) -> dict[str, Any]:
     """Number, choice and size of experts; the number is spelled in two ways."""
-    f.used.update(("num_experts", "num_local_experts"))
-    name = "num_local_experts" if f.get("num_experts") is None else "num_experts"
+    names = ("num_experts", "num_local_experts")
+    f.used.update(names)
+    named = [name for name in names if f.get(name) is not None]
+    name = (named or [name for name in names if name in f.values] or names[1:])[0]
     count, chosen = integer(f, name), integer(f, "num_experts_per_tok")
     if not 1 <= chosen <= count <= MOST_EXPERTS or size < 1:
         raise ConfigError(

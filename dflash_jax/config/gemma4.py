@@ -20,7 +20,7 @@ from dflash_jax.config.base import (
 )
 from dflash_jax.config.fields import Fields
 from dflash_jax.config.rope import BY_LENGTH, made_for, scaled
-from dflash_jax.config.unsaid import integer
+from dflash_jax.config.unsaid import UNSAID, integer
 from dflash_jax.errors import ConfigError
 
 # Outer fields of multimodal files: what the vision and audio parts are, and their markers.
@@ -184,7 +184,8 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
 
 def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
     """Window of each layer; the last layer is full whatever the file says."""
-    window = integer(f, "sliding_window", 512)
+    usual = UNSAID[f.values["model_type"]]["sliding_window"]
+    window = integer(f, "sliding_window", usual)
     if window < 1:
         raise ConfigError(f"{f.where}: sliding_window is {window}; expected a positive integer")
     default = [FULL if (i + 1) % PATTERN == 0 else SLIDING for i in range(layers)]

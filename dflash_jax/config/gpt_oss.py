@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
-from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields, switched_window
+from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields
 from dflash_jax.config.fields import Fields
+from dflash_jax.config.unsaid import integer
 from dflash_jax.errors import ConfigError
 
 # What an absent field means to transformers, where the family differs from others.
@@ -41,7 +42,7 @@ def from_hf(f: Fields) -> GptOssConfig:
         unsaid["rope_parameters"] = PUBLISHED_ROPE
     read = Fields(f.values | unsaid, f.where)
     fields = dense_fields(read)
-    window = switched_window(read)
+    window = integer(read, "sliding_window")
     f.used.update(read.used)
     if f.get("layer_types") is None:
         alternate = ((window, None)[i % 2] for i in range(fields["num_layers"]))

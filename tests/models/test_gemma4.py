@@ -328,8 +328,9 @@ def test_what_a_config_leaves_out_means_what_transformers_takes_it_for(oracle: P
     assert (rope.theta, rope.partial_rotary_factor) == (5.0, 1.0)
     rope = target_config(base | {"rope_parameters": None}).full_rope
     assert (rope.theta, rope.partial_rotary_factor) == (1e6, 0.25)
-    with pytest.raises(ConfigError, match="rope_type is 'default'; only 'proportional'"):
-        target_config(base | {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}})
+    bare = {"full_attention": {"rope_theta": 5.0, "partial_rotary_factor": 0.5}}
+    rope = target_config(base | {"rope_parameters": bare}).full_rope
+    assert (rope.kind, rope.theta) == ("default", 5.0)
     for name, window in (("gemma4", 512), ("gemma4_unified", 1024)):
         assert target_config(hub(oracle, name, sliding_window=None)).windows[0] == window
     nested = hub(oracle, "gemma4_vl")
@@ -350,7 +351,7 @@ def test_a_rope_type_beside_those_of_the_layers_says_nothing(oracle: Path) -> No
     [
         ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
-        ({"attention_bias": True}, "attention_bias is True"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'; expected true or false"),
         ({"sliding_window": 0}, "sliding_window is 0; expected a positive"),
         ({"layer_types": ["sliding_attention"]}, "expected 4 entries"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "expected the full-attention layers"),
@@ -383,8 +384,8 @@ def test_configs_that_cannot_be_run_are_refused_by_name(
 
 def test_rope_and_nested_fields_are_not_ignored(oracle: Path) -> None:
     fields = hub(oracle)
-    fields["rope_parameters"]["full_attention"]["rope_type"] = "yarn"
-    with pytest.raises(ConfigError, match="rope_type is 'yarn'; only 'proportional'"):
+    fields["rope_parameters"]["full_attention"] = {"rope_type": "dynamic", "factor": 2.0}
+    with pytest.raises(ConfigError, match="'dynamic' is not supported in a kind of layers"):
         target_config(fields)
     nested = hub(oracle, "gemma4_vl")
     nested["text_config"]["laurel_rank"] = 64
