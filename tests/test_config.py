@@ -150,12 +150,12 @@ def test_a_switched_on_window_of_qwen3_moe_is_that_of_all_layers(oracle: Path) -
     ("name", "left_out"),
     [
         ("gpt_oss", {"num_key_value_heads": 8, "sliding_window": 128, "num_local_experts": 128}),
-        ("qwen3", {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}),
+        ("qwen3", {"num_key_value_heads": 32, "head_dim": 128}),
         ("qwen3_moe", {"num_experts_per_tok": 8, "num_experts": 128, "moe_intermediate_size": 768}),
         ("qwen3_5", {"head_dim": 256, "linear_key_head_dim": 128, "linear_num_value_heads": 32}),
         ("qwen3_5_moe", {"num_key_value_heads": 2, "shared_expert_intermediate_size": 512}),
         ("gemma4_ple", {"num_key_value_heads": 4, "hidden_size_per_layer_input": 256}),
-        ("gemma4_unified", {"sliding_window": 1024, "max_position_embeddings": 262144}),
+        ("gemma4_unified", {"sliding_window": 1024, "head_dim": 256}),
     ],
 )
 def test_what_a_target_leaves_out_is_what_transformers_assumes(
@@ -165,6 +165,17 @@ def test_what_a_target_leaves_out_is_what_transformers_assumes(
     base |= {"experts_per_token": None}
     left = {key: value for key, value in base.items() if key not in left_out}
     assert target_config(left) == target_config(base | left_out)
+
+
+@pytest.mark.parametrize(("name", "length"), [("llama3", 2048), ("qwen3", 32768)])
+def test_positions_that_a_target_leaves_out_are_its_familys(
+    oracle: Path, name: str, length: int
+) -> None:
+    base = fields(oracle, f"targets/{name}/config.hub.json")
+    del base["max_position_embeddings"]
+    assert target_config(base).max_length == length
+    yarn = target_config(base | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}).rope
+    assert yarn.original_length == length
 
 
 def test_notes_of_who_wrote_a_config_and_another_name_of_silu_change_nothing(oracle: Path) -> None:

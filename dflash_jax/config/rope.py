@@ -103,7 +103,8 @@ def scaled(r: Fields, f: Fields, theta: float, width: int) -> RopeConfig:
         raise ConfigError(
             f"{f.where}: rope base is {theta} and its factor {factor}; both must be above 0"
         )
-    length = made_for(f)
+    measured = kind in ("llama3", "yarn", *BY_LENGTH)
+    length = made_for(f) if measured else f.integer("max_position_embeddings", 0)
     original = r.integer(ORIGINAL, 0) or length
     found: dict[str, Any] = {"theta": theta, "kind": kind, "original_length": original}
     if kind == "default":  # transformers reads no share of it, nor a factor

@@ -28,7 +28,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
         return (base * (1 - ramp) + base / rope.factor * ramp).astype(np.float32)
     if rope.kind == "longrope":
         divisors = rope.long_factors if rope.length else rope.short_factors
-        return (base / np.asarray(divisors)).astype(np.float32)
+        return np.divide(base, divisors).astype(np.float32)
     return base.astype(np.float32)
 
 

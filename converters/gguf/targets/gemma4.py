@@ -69,6 +69,7 @@ def hf_fields(fields: Fields, source: GgufFile) -> dict[str, Any]:
         "sliding_window": fields.count("attention.sliding_window", 1 << 24),
         "num_kv_shared_layers": shared,
         "hidden_size_per_layer_input": fields.whole("embedding_length_per_layer_input", 1 << 16),
+        "vocab_size_per_layer_input": None,  # the vocabulary's
         "final_logit_softcapping": fields.number("final_logit_softcapping", 0.0) or None,
         "rope_parameters": {
             SLIDING: {
