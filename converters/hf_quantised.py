@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from converters.quants.codebooks import E2M1_DOUBLED, halved_power
+from converters.quants.codebooks import E2M1_TABLES, halved_power
 from converters.source import Rows, TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 
@@ -170,16 +170,22 @@ class MicroScaled(_Wrapped):
     def _decode(self, name: str, rows: Rows) -> np.ndarray:
         experts, into, out = self.shape(name)
         chosen = np.arange(experts * into)[rows]
-        if not len(chosen):
-            return np.empty((0, out), np.float32)
-        first, last = int(chosen.min()) // into, int(chosen.max()) // into + 1
-        packed = self._source.read(self._decoded[name])[first:last]
-        exponents = self._source.read(f"{name}{SCALES}")[first:last, ..., None]
-        values = _PAIRS[packed].reshape(*packed.shape[:3], 32) * halved_power(exponents)
-        by_row = values.reshape(-1, out, into).transpose(0, 2, 1).reshape(-1, out)
-        return by_row[chosen - first * into]
+        packed = self._source.read(self._decoded[name])  # [E, out, blocks, 16]
+        exponents = self._source.read(f"{name}{SCALES}")
+        found = np.empty((len(chosen), out), np.float32)
+        order = np.argsort(chosen, kind="stable")
+        blocks, starts = np.unique(chosen[order] // 32, return_index=True)
+        for block, places in zip(blocks, np.split(order, starts[1:]), strict=False):
+            expert, block = divmod(block, into // 32)
+            values = _inputs_first(packed[expert, :, block])
+            values *= halved_power(exponents[expert, :, block])
+            found[places] = values[chosen[places] % 32]
+        return found
 
 
-_CODES = np.arange(256)
-_VALUES = np.array(E2M1_DOUBLED, np.float32)
-_PAIRS = np.stack([_VALUES[_CODES & 15], _VALUES[_CODES >> 4]], axis=-1)  # [256, 2]
+def _inputs_first(packed: np.ndarray) -> np.ndarray:
+    """The doubled values in the bytes [out, 16] of a block for each output: float32 [32, out]."""
+    codes = packed.T.tobytes()
+    low, high = (np.frombuffer(codes.translate(table), np.int8) for table in E2M1_TABLES)
+    values = np.stack([low.reshape(16, -1), high.reshape(16, -1)], axis=1)
+    return values.reshape(32, -1).astype(np.float32)

@@ -16,18 +16,18 @@ def _tables(values: tuple[int, ...]) -> tuple[bytes, bytes]:
     return signed[codes & 15].tobytes(), signed[codes >> 4].tobytes()
 
 
-_IQ4, _E2M1 = _tables(IQ4_VALUES), _tables(E2M1_DOUBLED)
+IQ4_TABLES, E2M1_TABLES = _tables(IQ4_VALUES), _tables(E2M1_DOUBLED)
 
 
 def iq4_nl(blocks: np.ndarray, out: np.ndarray) -> None:
     """w = d * value[q], 32 weights to a block."""
-    out.reshape(-1)[...] = _look_up(_IQ4, blocks[:, 2:])
+    out.reshape(-1)[...] = _look_up(IQ4_TABLES, blocks[:, 2:])
     out *= half(blocks, 0)
 
 
 def iq4_xs(blocks: np.ndarray, out: np.ndarray) -> None:
     """w = d * (sc - 32) * value[q], 256 weights to a block, a six-bit scale for every 32."""
-    out.reshape(-1)[...] = _look_up(_IQ4, blocks[:, 8:])
+    out.reshape(-1)[...] = _look_up(IQ4_TABLES, blocks[:, 8:])
     low, high = nibbles(blocks[:, 4:8])
     scale = np.stack([low, high], axis=-1).reshape(-1, 8)
     top = blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
@@ -39,7 +39,7 @@ def iq4_xs(blocks: np.ndarray, out: np.ndarray) -> None:
 
 def mxfp4(blocks: np.ndarray, out: np.ndarray) -> None:
     """w = 2^(e - 128) * doubled value[q], 32 weights to a block."""
-    out.reshape(-1)[...] = _look_up(_E2M1, blocks[:, 1:])
+    out.reshape(-1)[...] = _look_up(E2M1_TABLES, blocks[:, 1:])
     out *= halved_power(blocks[:, :1])
 
 

@@ -7,6 +7,7 @@ import pytest
 import safetensors.numpy
 from weight_files import ORACLE, raw_safetensors
 
+from converters import hf_quantised
 from converters.hf import open_directory
 from converters.hf_quantised import dequantised
 from converters.models import open_model
@@ -98,6 +99,22 @@ def test_mxfp4_unpacks_to_what_transformers_gives(name):
     last = unpacked.shape[1] + np.array([5, 0])  # of the second expert, in another order
     np.testing.assert_array_equal(source.read_rows(name, last), unpacked[1, [5, 0]])
     assert source.read_rows(name, slice(0, 0)).shape == (0, unpacked.shape[2])
+
+
+def test_rows_of_experts_are_decoded_without_their_neighbours(monkeypatch):
+    """Read in pieces, as a comparison does, every block is decoded once."""
+    source = dequantised(open_safetensors(DATA), {"quant_method": "mxfp4"}, where="config.json")
+    experts, into, out = source.shape("gate_up_proj")
+    whole = source.read("gate_up_proj").reshape(-1, out)
+    scales: list[int] = []
+    halved_power = hf_quantised.halved_power
+    monkeypatch.setattr(
+        hf_quantised, "halved_power", lambda e: [scales.append(e.size), halved_power(e)][1]
+    )
+    for start in range(0, experts * into, 32):
+        piece = slice(start, start + 32)
+        np.testing.assert_array_equal(source.read_rows("gate_up_proj", piece), whole[piece])
+    assert sum(scales) == experts * into // 32 * out
 
 
 def test_an_fp8_target_loads_as_its_decoded_weights(tmp_path):
