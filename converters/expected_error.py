@@ -36,8 +36,11 @@ LIMITS = {
     "Q4_0": Limits(0.125, 0.17),
     "MXFP4": Limits(0.14, 0.18),
     "U8": Limits(0.14, 0.18),  # MXFP4 as gpt-oss stores it
+    "NVFP4": Limits(0.14, 0.18),
     "Q3_K": Limits(0.20, 0.27),
     "Q2_K": Limits(0.38, 0.50),
+    "TQ1_0": Limits(0.90, 1.20),  # of weights that were not trained to be ternary
+    "TQ2_0": Limits(0.90, 1.20),
 }
 
 

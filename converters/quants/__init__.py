@@ -24,6 +24,9 @@ DECODERS: dict[str, Decoder] = {
     "IQ4_NL": codebooks.iq4_nl,
     "IQ4_XS": codebooks.iq4_xs,
     "MXFP4": codebooks.mxfp4,
+    "NVFP4": codebooks.nvfp4,
+    "TQ1_0": super_blocks.tq1_0,
+    "TQ2_0": super_blocks.tq2_0,
 }
 CHUNK = 1 << 18  # weights decoded at a time: few NumPy calls, temporaries still in cache
 READABLE = frozenset(DECODERS) | frozenset(t.name for t in TYPES.values() if t.dtype is not None)

@@ -43,6 +43,26 @@ def mxfp4(blocks: np.ndarray, out: np.ndarray) -> None:
     out *= halved_power(blocks[:, :1])
 
 
+def nvfp4(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = scale / 2 * doubled value[q], 64 weights to a block, a scale byte for every 16."""
+    packed = blocks[:, 4:].tobytes()
+    parts = [np.frombuffer(packed.translate(table), np.int8) for table in E2M1_TABLES]
+    out.reshape(-1)[...] = interleave(parts, 8)
+    groups = out.reshape(-1, 4, 16)
+    groups *= _HALVED_SCALES[blocks[:, :4]][:, :, None]
+
+
+def _halved_scale(code: int) -> float:
+    """Half of an E4M3 number whose sign is left out; the code of all ones is 0."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if code == 0x7F:
+        return 0.0
+    return mantissa * 2.0**-10 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 11)
+
+
+_HALVED_SCALES = np.array([_halved_scale(code) for code in range(256)], np.float32)
+
+
 def halved_power(exponent: np.ndarray) -> np.ndarray:
     """2^(e - 128) as float32, exact also where it is subnormal (e of 0 and 1)."""
     return np.ldexp(np.float32(1), exponent.astype(np.int32) - 128)

@@ -61,6 +61,26 @@ def q6_k(blocks: np.ndarray, out: np.ndarray) -> None:
     _scale(out, half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32))
 
 
+def tq1_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (trit - 1), five trits to a byte, four in the last bytes: the digits base 3."""
+    start = 0
+    for first, width, trits in ((0, 32, 5), (32, 16, 5), (48, 4, 4)):
+        packed = np.ascontiguousarray(blocks[:, first : first + width])
+        for _ in range(trits):
+            out[:, start : start + width] = (packed.astype(np.uint16) * 3 >> 8).astype(np.int8)
+            packed *= 3  # the next digit, modulo 256
+            start += width
+    out -= 1
+    out *= half(blocks, 52)
+
+
+def tq2_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (q - 1), two bits each, as Q2_K packs them."""
+    out.reshape(-1)[...] = _two_bits(blocks[:, :64])
+    out -= 1
+    out *= half(blocks, 64)
+
+
 def _two_bits(packed: np.ndarray) -> np.ndarray:
     """Codes of bytes [N, 64], flat: the four runs of a half share its 32 bytes."""
     packed = np.ascontiguousarray(packed)
