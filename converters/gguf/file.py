@@ -16,6 +16,8 @@ from dflash_jax.errors import CheckpointError
 
 SHARD = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 MAX_SHARDS = 4096
+SCALED = frozenset({"NVFP4"})  # types whose tensors may have a scale of their own
+ACTIVATION_SCALE = ".input_scale"
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,40 @@ class GgufFile:
                         f"{shard.path}: tensor {info.name!r} is also in {other}; fetch both again"
                     )
                 self._tensors[info.name] = (info, shard)
+        self._scales = self._find_scales()
+        stems = {name.removesuffix(".weight") for name in self._tensors}
+        unused = {n for n in stems if n.endswith(ACTIVATION_SCALE)}
+        unused = {n for n in unused if n.removesuffix(ACTIVATION_SCALE) in stems}
+        self._beside = {*self._scales.values(), *unused}
+        if self._scales:
+            self.notes += (f"{len(self._scales)} tensors are multiplied by the scale beside them",)
+        if unused:
+            self.notes += (f"{len(unused)} scales of activations are not used",)
+
+    def _find_scales(self) -> dict[str, str]:
+        """The tensors whose blocks are scaled once more, each expert's by its own number."""
+        found = {}
+        gemma = self.metadata.get("general.architecture") == "gemma4"
+        for name, (info, _) in self._tensors.items():
+            stem = name.removesuffix(".weight")
+            spellings = (f"{stem}.scale", f"{name}.scale")
+            scale = next((spelt for spelt in spellings if spelt in self._tensors), None)
+            if info.kind.name not in SCALED or scale is None:
+                continue
+            if gemma and stem.endswith("ffn_down_exps"):
+                continue  # the router's scales, which a Gemma has by that name
+            beside = self._tensors[scale][0]
+            sizes = {(1,), info.shape[:-2]}
+            if beside.shape not in sizes or beside.kind.dtype is None:
+                raise CheckpointError(
+                    f"{self.path}: {scale} is {beside.kind.name} {list(beside.shape)} beside {name}"
+                    f" {list(info.shape)}; expected one number, or one for each expert"
+                )
+            found[name] = scale
+        return found
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._tensors)
+        return tuple(name for name in self._tensors if name not in self._beside)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name)[0].shape
@@ -80,7 +113,14 @@ class GgufFile:
             return (plain if len(info.shape) > 1 else plain.reshape(-1, 1))[rows]
         if len(info.shape) == 1:
             return self._decoded(info, raw).reshape(-1, 1)[rows]
-        return self._decoded(info, raw[rows])
+        decoded = self._decoded(info, raw[rows])
+        return decoded * self._scale_of(info, rows) if name in self._scales else decoded
+
+    def _scale_of(self, info: TensorInfo, rows: Rows) -> np.ndarray:
+        """What chosen rows are multiplied by, as float32 [rows, 1]."""
+        scale = self.read(self._scales[info.name]).astype(np.float32)
+        each = np.repeat(scale, math.prod(info.shape[:-1]) // len(scale))
+        return each[rows][:, None]
 
     def _decoded(self, info: TensorInfo, raw: np.ndarray) -> np.ndarray:
         if info.kind.name not in quants.READABLE:

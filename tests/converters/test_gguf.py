@@ -57,6 +57,53 @@ def test_a_file_of_the_gguf_package_is_read_back(tmp_path):
     assert (file.kind("q"), file.nbytes("q"), file.notes) == ("Q8_0", 6 * 68, ())
 
 
+def scaled_file(path: Path, architecture: str, scales: dict[str, int]) -> dict[str, np.ndarray]:
+    """NVFP4 tensors, a matrix and a stack of experts, and scales of such lengths: their values."""
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, architecture)
+    blocks, found = gguf.GGMLQuantizationType.NVFP4, {}
+    for name, shape in {"a.weight": (6, 36), "ffn_down_exps.weight": (3, 4, 36)}.items():
+        raw = rng.integers(0, 256, shape, np.uint8)
+        writer.add_tensor(name, raw, raw_dtype=blocks)
+        found[name] = gguf.quants.dequantize(raw, blocks)
+    for name, size in scales.items():
+        found[name] = rng.random(size, np.float32) + 1
+        writer.add_tensor(name, found[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return found
+
+
+@pytest.mark.parametrize("spelling", ["a.scale", "a.weight.scale"])
+def test_scales_beside_nvfp4_tensors_multiply_them(tmp_path, spelling):
+    scales = {spelling: 1, "ffn_down_exps.scale": 3, "a.input_scale": 1}
+    stored = scaled_file(tmp_path / "x.gguf", "qwen3moe", scales)
+    file = open_gguf(tmp_path / "x.gguf")
+    assert file.names() == ("a.weight", "ffn_down_exps.weight")
+    np.testing.assert_array_equal(file.read("a.weight"), stored["a.weight"] * stored[spelling])
+    expected = stored["ffn_down_exps.weight"] * stored["ffn_down_exps.scale"][:, None, None]
+    np.testing.assert_array_equal(file.read("ffn_down_exps.weight"), expected)
+    rows = file.read_rows("ffn_down_exps.weight", np.array([9, 0, 5]))
+    np.testing.assert_array_equal(rows, expected.reshape(-1, 64)[[9, 0, 5]])
+    assert [note.split()[0] for note in file.notes] == ["2", "1"]  # scaled, not used
+
+
+def test_a_gemmas_router_keeps_its_scales(tmp_path):
+    stored = scaled_file(tmp_path / "x.gguf", "gemma4", {"ffn_down_exps.scale": 3})
+    file = open_gguf(tmp_path / "x.gguf")
+    assert "ffn_down_exps.scale" in file.names()
+    expected = stored["ffn_down_exps.weight"]
+    np.testing.assert_array_equal(file.read("ffn_down_exps.weight"), expected)
+
+
+def test_a_scale_of_another_length_is_refused(tmp_path):
+    scaled_file(tmp_path / "x.gguf", "qwen3moe", {"a.scale": 3})
+    with pytest.raises(CheckpointError, match=r"a.scale is F32 \[3\] beside a.weight \[6, 64\]"):
+        open_gguf(tmp_path / "x.gguf")
+
+
 def test_the_first_version_is_old_and_not_damaged(tmp_path):
     (tmp_path / "x.gguf").write_bytes(raw_gguf(version=1))
     with pytest.raises(CheckpointError, match=r"is GGUF version 1, which nobody .*fetch a newer"):
