@@ -290,6 +290,27 @@ def test_yarn_brings_its_attention_factor(oracle: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, 1.2772589 / 1.1386294),
+        ({"mscale": 2.0}, 1.2772589),  # without the other it says nothing
+        ({"mscale": 1.0, "mscale_all_dim": 0}, 1.2772589),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5, "attention_factor": 0.7}, 0.7),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5, "factor": 0.5}, 1.0),
+    ],
+)
+def test_scales_of_yarn_make_its_attention_factor(
+    oracle: Path, said: dict[str, float], expected: float
+) -> None:
+    """As transformers computes it; Kimi's and DeepSeek's relatives are published so."""
+    base = fields(oracle, "drafters/v1_full/config.json")
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
+    config = drafter_config(base | {"rope_scaling": yarn | said})
+    assert config.rope.attention_factor == pytest.approx(expected, rel=1e-6)
+
+
 def test_null_is_no_truncation_of_yarn_and_a_factor_taken_from_two_lengths(oracle: Path) -> None:
     base = fields(oracle, "targets/qwen3/config.hub.json")
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
