@@ -9,6 +9,8 @@ from typing import Any
 from converters.names import published
 from converters.taps import AUTO, PLUS_ONE, Taps, read_taps
 from dflash_jax.config import DrafterConfig
+from dflash_jax.config.dspark import TRAINING
+from dflash_jax.config.fields import Fields
 from dflash_jax.errors import ConfigError
 
 # Qwen3Config of transformers 5: what an absent field means.
@@ -34,7 +36,34 @@ MARKOV = (
     "enable_confidence_head",
     "confidence_head_with_markov",
 )
+PACKAGING = (  # fields that say nothing about the forward pass, beside those all configs share
+    "base_model_ep_plan",
+    "base_model_pp_plan",
+    "base_model_tp_plan",
+    "max_anchors",
+    "num_anchors",
+    "speculators_config",
+    "speculators_version",
+)
 CARRIED = (*DEFAULTS, "layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+
+
+READ = (
+    "aux_hidden_state_layer_ids",
+    "block_size",
+    "draft_vocab_size",
+    "dtype",
+    "mask_token_id",
+    "model_type",
+    "projector_type",
+    "sample_from_anchor",
+    "shift_label",
+    "sliding_window_non_causal",
+    "speculators_model_type",
+    "target_hidden_size",
+    "transformer_layer_config",
+)
+READ_OF_LAYERS = ("dtype", "model_type", "rope_parameters", "rope_scaling")
 
 
 def is_speculators(config: dict[str, Any]) -> bool:
@@ -66,6 +95,8 @@ def published_fields(
         choice=choice,
         where=where,
     )
+    _refuse_unknown(config, (*READ, *(MARKOV if kind == "dspark" else ())), where)
+    _refuse_unknown(layers, (*CARRIED, *READ_OF_LAYERS), f"{where}: transformer_layer_config")
     shifted = config.get("sample_from_anchor")
     fields = {key: layers[key] for key in CARRIED if key in layers}
     fields |= _rope(layers) | {
@@ -84,6 +115,12 @@ def published_fields(
         },
     }
     return fields, taps
+
+
+def _refuse_unknown(values: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    reader = Fields(values, where)
+    reader.used.update(known, PACKAGING, TRAINING)
+    reader.refuse_rest()
 
 
 def _refuse_unlike(config: dict[str, Any], layers: dict[str, Any], where: str) -> None:

@@ -136,6 +136,12 @@ def published(config: DSparkConfig) -> dict[str, Any]:
     return fields
 
 
+def layer_config(config: DSparkConfig) -> dict[str, Any]:
+    """What speculators nests: the layers alone."""
+    heads = ("markov", "confidence", "anchors", "block_size", "mask_token", "target_layer")
+    return {k: v for k, v in published(config).items() if not any(part in k for part in heads)}
+
+
 def stored(config: DrafterConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
     source = TreeSource(jax.tree.map(np.asarray, params), config)
     return {name: source.read(name) for name in source.names()}
@@ -204,7 +210,7 @@ def test_speculators_folders_with_a_reduced_vocabulary(tmp_path: Path, kind: str
         "t2d": np.zeros(97, bool),
         "embed_tokens.weight": np.full((97, 32), np.nan, np.float32),
     }
-    layers = published(tiny_drafter(TARGET, "dspark"))  # pyrefly: ignore[bad-argument-type]
+    layers = layer_config(tiny_drafter(TARGET, "dspark"))  # pyrefly: ignore[bad-argument-type]
     layers |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
     own = {"markov_rank": 8, "enable_confidence_head": True} if kind == "dspark" else {}
     fields = own | {
@@ -246,7 +252,7 @@ def test_speculators_configs_say_where_a_place_predicts() -> None:
     assert isinstance(config, DSparkConfig)
     base = {
         "speculators_model_type": "dflash",
-        "transformer_layer_config": published(config),
+        "transformer_layer_config": layer_config(config),
         "draft_vocab_size": 97,
         "aux_hidden_state_layer_ids": [1],
         "mask_token_id": 96,
@@ -261,6 +267,12 @@ def test_speculators_configs_say_where_a_place_predicts() -> None:
     assert read(sample_from_anchor=True, shift_label=False)
     with pytest.raises(ConfigError, match="projector_type is 'domino'"):
         read(projector_type="domino", shift_label=True)
+    assert not read(speculators_version="0.5", speculators_config={"algorithm": "dflash"})
+    assert not read(norm_before_fc=None)
+    with pytest.raises(ConfigError, match="does not understand: norm_before_fc"):
+        read(norm_before_fc=True)
+    with pytest.raises(ConfigError, match=r"layer_config has .* understand: attn_gate"):
+        read(transformer_layer_config=layer_config(config) | {"attn_gate": "softplus"})
 
 
 def test_jetspec_is_version_one_with_causal_blocks() -> None:
