@@ -26,6 +26,8 @@ def metadata(
     config: DrafterConfig, dtype: str, tokenizer: Mapping[str, Any] | None = None
 ) -> dict[str, Typed]:
     """All keys of a drafter file; `tokenizer` is the metadata of a target to copy it from."""
+    if config.draft_vocab_size and not config.own_head:
+        raise ConfigError("a reduced vocabulary without a head of its own has no form in GGUF")
     width = config.head_dim
     own = {
         "block_count": Typed(U32, config.num_layers),

@@ -89,7 +89,8 @@ def owned(source: TensorSource, config: DrafterConfig) -> DrafterConfig:
     """The config with the embedding and head that the folder has of its own.
 
     A DSpark drafter, or one with a reduced vocabulary, may have them. Others were trained on the
-    target's. NaN marks a table that was never filled.
+    target's. NaN marks a table that was never filled: it is the target's, or for a head of a
+    reduced vocabulary its rows.
     """
     if config.kind != "dspark" and not config.draft_vocab_size:
         return config
@@ -102,8 +103,8 @@ def owned(source: TensorSource, config: DrafterConfig) -> DrafterConfig:
             np.isfinite(source.read_rows(stored[name], slice(0, 1)).astype(np.float32)).all()
         )
 
-    head = bool(config.draft_vocab_size) or has("lm_head.weight")
-    return dataclasses.replace(config, own_embedding=has("embed_tokens.weight"), own_head=head)
+    own = {"own_embedding": has("embed_tokens.weight"), "own_head": has("lm_head.weight")}
+    return dataclasses.replace(config, **own)
 
 
 def canonical(source: TensorSource, ignored: dict[str, str]) -> Canonical:

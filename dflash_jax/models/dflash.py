@@ -223,7 +223,8 @@ class DFlash(nn.Module):
         block = block[:, :-1] if c.sample_from_anchor else block
         embed = self.embed if c.own_embedding else lender.embed
         hidden, caches = self(embed(block), caches, start)
-        logits = self.adjust(project(hidden, self.head) if c.own_head else lender.head(hidden))
+        said = project(hidden, self.head) if c.own_head else self.lent(hidden, lender)
+        logits = self.adjust(said)
         if c.sample_from_anchor:
             return hidden, logits, caches
         return hidden[:, 1:], logits[:, 1:], caches
@@ -241,6 +242,11 @@ class DFlash(nn.Module):
         choice = choose.every(logits)
         tokens = self.token(choice.index)
         return Proposal(tokens, choice.q, self.tokens(), choice.finite, caches)
+
+    def lent(self, hidden: Float[Array, "B T D"], lender: Lender) -> Float[Array, "B T N"]:
+        """What the target's head says of the tokens that the drafter knows."""
+        logits, ids = lender.head(hidden), self.tokens()
+        return logits if ids is None else jnp.take(logits, ids, axis=-1)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Columns of the drafter's own embedding table."""

@@ -275,6 +275,27 @@ def test_speculators_configs_say_where_a_place_predicts() -> None:
         read(transformer_layer_config=layer_config(config) | {"attn_gate": "softplus"})
 
 
+def test_an_unfilled_reduced_head_is_the_targets_rows(tmp_path: Path) -> None:
+    config, params = make(draft_vocab_size=40, own_head=True)
+    ids = np.sort(np.random.default_rng(0).choice(97, 40, replace=False))
+    params["d2t"] = (ids - np.arange(40)).astype(np.int32)
+    params["head"] = np.asarray(TABLE).T[:, ids]
+    fields = speculators.speculators_fields(config, "float32")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    filled = stored(config, params)
+    for head in ({"lm_head.weight": np.full((40, 32), np.nan, np.float32)}, {}):
+        tensors = {k: v for k, v in filled.items() if k != "lm_head.weight"} | head
+        save_file(tensors, tmp_path / "model.safetensors")
+        model = open_model(tmp_path, role="drafter")
+        assert isinstance(model.config, DrafterConfig)
+        assert (model.config.own_head, model.config.draft_vocab_size) == (False, 40)
+    found = propose(model.config, model.load("float32"))
+    np.testing.assert_array_equal(found.tokens, propose(config, params).tokens)
+    weights = export.Weights(model.config, model.tensors)
+    with pytest.raises(ConfigError, match="no form in GGUF"):
+        export.export(weights, tmp_path / "x.gguf", layout="gguf", dtype="float32")
+
+
 def test_jetspec_is_version_one_with_causal_blocks() -> None:
     """`causal` stands among the drafter fields, the architecture has a name of its own."""
     config, _ = make()
