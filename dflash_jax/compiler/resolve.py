@@ -31,7 +31,7 @@ def resolve(
     default_dtype: Dtype = "float32" if small else "bfloat16"
     alone = not plan.apart and plan.mesh == (1, 1)
     may_order = alone and plan.weights == "float"
-    default_block = drafter.step_width if drafter else 8
+    default_block = max(drafter.step_width, 2) if drafter else 8  # a step has room for a draft
     plan = dataclasses.replace(
         plan,
         max_length=plan.max_length or min(target.max_length, 1024 if small else 8192),

@@ -130,6 +130,13 @@ def test_open_choices_are_made_for_the_platform_and_the_drafter(
     assert complete(plan, platform="gpu") == plan  # nothing is left open
 
 
+def test_a_drafter_of_single_places_drafts_one_token_a_step() -> None:
+    """Its config says blocks of 1, the anchor alone; nobody asked for a step that narrow."""
+    single = dataclasses.replace(DRAFTER, block_size=1)
+    plan = resolve(Plan(max_length=64), TARGET, single, platform="cpu", memory=AMPLE)
+    assert plan.block == 2
+
+
 def test_a_call_makes_several_steps_where_calls_are_dear() -> None:
     assert complete(Plan()).rounds > 1
     assert complete(Plan(), platform="gpu").rounds == 1
