@@ -1,10 +1,11 @@
 """Tokenizer, chat template and stop tokens from GGUF metadata, as Hugging Face files.
 
-Byte-level BPE and Gemma 4's BPE over characters are rebuilt; other kinds are refused with the
-remedy. Facts from llama.cpp's vocabulary code and published tokenizer.json files.
+Byte-level BPE, Gemma 4's BPE over characters and SentencePiece's are rebuilt; other kinds are
+refused with the remedy. Facts from llama.cpp's vocabulary code and published tokenizer.json files.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +51,9 @@ STOP_TEXTS = {
 }
 # Tokens that files name as ends though they only end a part: these end nothing in the family.
 PART_ENDS = {"gpt-oss": ("<|end|>",), "gemma4": ("</s>",)}
-SPACE = "\u2581"  # what Gemma's vocabulary has for a space
+SPACE = "\u2581"  # what a vocabulary of characters has for a space
+OF_CHARACTERS = ("gemma4", "llama")  # the latter is SentencePiece's
+LONGEST = 1024  # characters of a token that merges make
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -83,20 +86,32 @@ def stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _rebuilt(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    gemma = metadata["tokenizer.ggml.model"] == "gemma4"
-    return _characters(metadata) if gemma else _byte_level(metadata)
+    characters = metadata["tokenizer.ggml.model"] in OF_CHARACTERS
+    return _characters(metadata) if characters else _byte_level(metadata)
 
 
 def _characters(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemma 4: characters are merged over whole texts, unknown ones fall back to bytes.
+    """Characters are merged over whole texts, unknown ones fall back to bytes.
 
-    Runs of newlines that are tokens are taken whole, as llama.cpp does.
+    Gemma 4 lists its merges, and takes runs of newlines that are tokens whole, as llama.cpp does.
+    SentencePiece's merge what makes the token of the highest score; a space comes before a text.
     """
     tokens, kinds = _tokens(metadata)
-    runs = [i for i, token in enumerate(tokens) if len(token) > 1 and not token.strip("\n")]
-    whole = [USER_DEFINED if i in set(runs) else kind for i, kind in enumerate(kinds)]
+    gemma, whole = metadata["tokenizer.ggml.model"] == "gemma4", kinds
+    if gemma:
+        runs = {i for i, token in enumerate(tokens) if len(token) > 1 and not token.strip("\n")}
+        whole = [USER_DEFINED if i in runs else kind for i, kind in enumerate(kinds)]
     spelt = [token.replace(" ", SPACE) for token in tokens]  # files show added tokens as text
     vocabulary = _vocabulary(spelt, kinds)
+    merges = _merges(metadata, vocabulary) if gemma else _scored(metadata, spelt, kinds)
+    replaced: dict[str, Any] = {
+        "type": "Replace",
+        "pattern": {"String": " "},
+        "content": SPACE,
+    }
+    before = not gemma and metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
+    prepend = {"type": "Prepend", "prepend": SPACE}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     known = type(unknown) is int and 0 <= unknown < len(tokens)
     return {
@@ -104,7 +119,9 @@ def _characters(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": _added(tokens, whole),
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+        "normalizer": (
+            {"type": "Sequence", "normalizers": [prepend, replaced]} if before else replaced
+        ),
         "pre_tokenizer": None,
         "post_processor": _post_processor(metadata, tokens, None),
         "decoder": {
@@ -113,6 +130,7 @@ def _characters(metadata: Mapping[str, Any]) -> dict[str, Any]:
                 {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
                 {"type": "ByteFallback"},
                 {"type": "Fuse"},
+                *([strip] if before else []),
             ],
         },
         "model": {
@@ -125,9 +143,29 @@ def _characters(metadata: Mapping[str, Any]) -> dict[str, Any]:
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": vocabulary,
-            "merges": _merges(metadata, vocabulary),
+            "merges": merges,
         },
     }
+
+
+def _scored(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> list[list[str]]:
+    """All pairs of tokens that make a third, those that make the best first."""
+    listed = metadata.get("tokenizer.ggml.scores")
+    scores = listed.tolist() if isinstance(listed, GgufArray) else []
+    if len(scores) < len(tokens) or not all(map(math.isfinite, scores)):
+        raise CheckpointError(
+            f"tokenizer.ggml.scores has no number for each of {len(tokens)} tokens; fetch the file"
+            " again"
+        )
+    ids = {t: i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == NORMAL}
+    pairs = [
+        (-scores[i], token[:at], token[at:])
+        for token, i in ids.items()
+        for at in range(1, min(len(token), LONGEST))
+        if token[:at] in ids and token[at:] in ids
+    ]
+    pairs.sort(key=lambda pair: (pair[0], ids[pair[1] + pair[2]], ids[pair[1]]))
+    return [[left, right] for _, left, right in pairs]
 
 
 def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
@@ -143,7 +181,8 @@ def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "gpt2" or pre not in PATTERNS:
         raise TokenizerError(
             f"the tokenizer {kind!r} with the word pattern {pre!r} cannot be rebuilt; known are"
-            f" 'gemma4', and 'gpt2' with {', '.join((*PATTERNS, *SAME_AS))}. Give the folder of the"
+            f" {', '.join(map(repr, OF_CHARACTERS))}, and 'gpt2' with"
+            f" {', '.join((*PATTERNS, *SAME_AS))}. Give the folder of the"
             " original tokenizer (--tokenizer, or tokenizer=)"
         )
     tokens, kinds = _tokens(metadata)
@@ -226,7 +265,7 @@ def _merges(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> list[lis
 def _starts(metadata: Mapping[str, Any]) -> bool:
     if metadata.get("tokenizer.ggml.model") == "gemma4":
         return True  # whatever the file says
-    default = _pre(metadata) in STARTS_BY_DEFAULT
+    default = _pre(metadata) in STARTS_BY_DEFAULT or metadata["tokenizer.ggml.model"] == "llama"
     return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
 
 

@@ -1,4 +1,6 @@
+import itertools
 import json
+import random
 
 import gguf
 import pytest
@@ -181,6 +183,60 @@ def test_gemmas_tokenizer_is_rebuilt(tmp_path):
     assert tokens.index("\n\n\n") in rebuilt.encode("x\n\n\ny").ids
 
 
+def best_first(text: str, scores: dict[str, float]) -> list[str]:
+    """SentencePiece's rule: of all neighbours that make a piece, the best, leftmost first."""
+    parts = list(text)
+    while True:
+        made = [
+            (-scores[a + b], i)
+            for i, (a, b) in enumerate(itertools.pairwise(parts))
+            if a + b in scores
+        ]
+        if not made:
+            return [
+                p if p in scores else byte
+                for p in parts
+                for byte in ([p] if p in scores else [f"<0x{b:02X}>" for b in p.encode()])
+            ]
+        at = min(made)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepieces_tokenizer_is_rebuilt(tmp_path, prefix):
+    rng = random.Random(0)
+    spaced = ["\u2581" + t.replace(" ", "\u2581") for t in TEXTS]
+    made = {t[i : i + n] for t in spaced for n in (2, 3, 4) for i in range(len(t) - n)}
+    letters = sorted({c for t in spaced for c in t if c.isascii() or c == "\u2581"})
+    words = sorted(word for word in made if set(word) <= set(letters))
+    rng.shuffle(words)
+    scores = {w: -float(i) for i, w in enumerate(words)}
+    scores |= {c: -1e4 - i for i, c in enumerate(letters)}
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *scores]
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(scores)])
+    writer.add_token_scores([0.0] * 259 + list(scores.values()))
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    if not prefix:
+        writer.add_add_space_prefix(False)
+    finish(writer)
+    files = tokenizer_files(open_gguf(tmp_path / "x.gguf").metadata)
+    rebuilt = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    for text in [*TEXTS, "".join(rng.choices(" abcdef\n漢", k=200))]:
+        spelt = ("\u2581" * prefix + text).replace(" ", "\u2581") if text else ""
+        found = rebuilt.encode(text)
+        assert found.tokens == ["<s>", *best_first(spelt, scores)]
+        assert rebuilt.decode(found.ids) == text
+    metadata = dict(open_gguf(tmp_path / "x.gguf").metadata)
+    del metadata["tokenizer.ggml.scores"]
+    with pytest.raises(CheckpointError, match="no number for each of"):
+        tokenizer_files(metadata)
+
+
 def test_chat_templates_are_carried_by_name(tmp_path):
     core = trained(PATTERNS["qwen2"], normalise=True, whole=False)
     templates = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
@@ -200,7 +256,7 @@ def test_some_word_patterns_have_several_names(tmp_path, name, same):
 
 def test_a_model_whose_tokenizer_cannot_be_rebuilt_takes_ids_or_another_folders(tmp_path):
     def unknown(writer):
-        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_model("bert")
         writer.add_token_list(["a", "b"])
 
     path = write_family(ORACLE / "targets/qwen3", tmp_path / "x.gguf", extra=unknown)
@@ -219,7 +275,7 @@ def test_a_model_whose_tokenizer_cannot_be_rebuilt_takes_ids_or_another_folders(
 
 def test_a_tokenizer_is_copied_from_a_folder_where_it_cannot_be_rebuilt(tmp_path, capsys):
     def unknown(writer):
-        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_model("bert")
 
     path = write_family(ORACLE / "targets/qwen3", tmp_path / "x.gguf", extra=unknown)
     assert main(["convert", str(path), str(tmp_path / "out")]) == 1
@@ -235,7 +291,7 @@ def test_a_tokenizer_is_copied_from_a_folder_where_it_cannot_be_rebuilt(tmp_path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "'llama' with the word pattern 'qwen2' cannot be rebuilt"),
+        ({"model": "bert"}, "'bert' with the word pattern 'qwen2' cannot be rebuilt"),
         ({"merges": ["zz qq"]}, "merge 'zz qq' is not two tokens"),
         ({"merges": ["~ ~"]}, "merge '~ ~' is not two tokens of the vocabulary that make a third"),
         ({"kinds": [1]}, "shorter than the"),
