@@ -79,6 +79,18 @@ def test_gates_and_ups_may_lie_in_one_tensor(tmp_path, kind):
         np.testing.assert_array_equal(array, expected[path], path)
 
 
+def test_gated_queries_may_lie_in_a_fused_tensor(tmp_path):
+    """Of full layers; in recurrent ones the same name means another tensor."""
+    folder = TARGETS / "qwen3_5"
+    parts = {"parts": ("attn_q.", "attn_k.", "attn_v."), "name": "attn_qkv.", "axis": 0}
+    model = open_model(write_family(folder, tmp_path / "x.gguf", form=lambda x: joined(x, **parts)))
+    model.check()
+    assert "from fused qkv" in changes(model)
+    expected = leaves(open_model(folder).load("float32"))
+    for path, array in leaves(model.load("float32")).items():
+        np.testing.assert_allclose(array, expected[path], atol=3e-7, rtol=0, err_msg=path)
+
+
 def test_gates_and_ups_of_gemma_may_lie_apart(tmp_path):
     def apart(found):
         made = dict(found)

@@ -15,18 +15,26 @@ def origin(name: str, config: TargetConfig, shapes: Shapes) -> Origin | None:
     """A tensor that lies as Hugging Face has it, alone or in a fused query, key and value."""
     if (stored := stored_name(name)) in shapes:
         return Origin(stored)
+    return fused_origin(name, config, shapes)
+
+
+def fused_origin(
+    name: str, config: TargetConfig, shapes: Shapes, *, gated: bool = False
+) -> Origin | None:
+    """A part of a fused query, key and value; `gated` queries have a gate beside each."""
     if (fused := fused_name(name)) is None:
         return None
-    within = rows_in_fused(config, fused[1])
-    whole = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    within = rows_in_fused(config, fused[1], gated=gated)
+    whole = rows_in_fused(config, "v", gated=gated).stop
     if fused[0] not in shapes or shapes[fused[0]][0] != whole:
         return None
     return Origin(fused[0], within, "from fused qkv")
 
 
-def rows_in_fused(config: TargetConfig, which: str) -> range:
+def rows_in_fused(config: TargetConfig, which: str, *, gated: bool = False) -> range:
     """Where q, k or v lies in a tensor [q; k; v]."""
-    query, pair = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    query = config.num_heads * config.head_dim * (1 + gated)
+    pair = config.num_kv_heads * config.head_dim
     start, count = {"q": (0, query), "k": (query, pair), "v": (query + pair, pair)}[which]
     return range(start, start + count)
 

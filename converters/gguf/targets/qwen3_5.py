@@ -141,7 +141,7 @@ def origin(name: str, config: HybridConfig, shapes: dense.Shapes) -> Origin | No
     layer, stem = match.groups() if match else ("", name)
     stored = f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name)
     if stored not in shapes:
-        return None
+        return dense.fused_origin(name, config, shapes, gated=True)
     if name.endswith("norm.weight") and not stem.startswith("linear_attn."):
         return Origin(stored, change="norm: 1 subtracted", values=_less_one)
     if stem.startswith("linear_attn."):
