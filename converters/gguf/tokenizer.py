@@ -6,6 +6,7 @@ refused with the remedy. Facts from llama.cpp's vocabulary code and published to
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -229,12 +230,28 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
         raise CheckpointError("tokenizer.ggml.tokens is missing or empty; fetch the file again")
     texts = tokens.tolist()
     if kinds is None:
-        return texts, [NORMAL] * len(texts)
+        return texts, _kinds(metadata, texts)
     if not isinstance(kinds, GgufArray) or len(kinds) < len(texts):
         raise CheckpointError(
             f"tokenizer.ggml.token_type is shorter than the {len(texts)} tokens; fetch it again"
         )
     return texts, kinds.tolist()[: len(texts)]
+
+
+def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
+    """What tokens are in a file that does not say: named ids and <|marks|> are no text."""
+    named = {metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom")}
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+
+    def kind(i: int, token: str) -> int:
+        if i == unknown:
+            return UNKNOWN
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return BYTE
+        marked = len(token) > 4 and token.startswith("<|") and token.endswith("|>")
+        return CONTROL if marked or i in named else NORMAL
+
+    return [kind(i, token) for i, token in enumerate(tokens)]
 
 
 def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:

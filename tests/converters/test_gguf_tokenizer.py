@@ -183,6 +183,17 @@ def test_gemmas_tokenizer_is_rebuilt(tmp_path):
     assert tokens.index("\n\n\n") in rebuilt.encode("x\n\n\ny").ids
 
 
+def test_control_tokens_are_found_in_a_file_without_kinds(tmp_path):
+    """Their text would be split like any other; a tag in no such marks stays text."""
+    core = trained(PATTERNS["qwen2"], normalise=True, whole=False)
+    metadata = dict(write(tmp_path / "x.gguf", core, "qwen2"))
+    del metadata["tokenizer.ggml.token_type"]
+    rebuilt = tokenizers.Tokenizer.from_str(tokenizer_files(metadata)["tokenizer.json"])
+    text = "<|im_start|>user\nhi<|im_end|><|endoftext|>"
+    assert rebuilt.encode(text).ids == core.encode(text).ids
+    assert rebuilt.decode(rebuilt.encode(text).ids) == "user\nhi"
+
+
 def best_first(text: str, scores: dict[str, float]) -> list[str]:
     """SentencePiece's rule: of all neighbours that make a piece, the best, leftmost first."""
     parts = list(text)
