@@ -32,9 +32,11 @@ COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "special_tokens_map.json",
     "generation_config.json",
 )
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 Role = Literal["target", "drafter"]
 
 
@@ -82,7 +84,8 @@ class Model:
 
 def companions(folder: Path) -> dict[str, str | Path]:
     """Tokenizer and generation files of a folder, by name."""
-    return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+    paths = (*(folder / name for name in COMPANIONS), *folder.glob(MORE_TEMPLATES))
+    return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
 
 
 def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) -> Model:

@@ -18,6 +18,7 @@ MODEL_FILES = (MANIFEST, "config.json")  # what a folder with a model holds one 
 def copy_companions(companions: Mapping[str, str | Path], place: Path) -> None:
     """Puts files into a folder: paths are copied, texts written."""
     for name, content in companions.items():
+        (place / name).parent.mkdir(exist_ok=True)
         if isinstance(content, Path):
             shutil.copyfile(content, place / name)
         else:

@@ -20,7 +20,14 @@ from tokenizers.decoders import DecodeStream
 from dflash_jax.errors import CheckpointError, RequestError
 
 Message = dict[str, Any]
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",  # of a processor, which has the tokenizer of models that see
+)
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of others, by name
 
 
 class Tokenizer:
@@ -43,7 +50,9 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
         """The tokenizer of a model directory, or None if it ships none."""
-        found = {name: directory / name for name in FILES if (directory / name).is_file()}
+        more = directory.glob(f"{MORE_TEMPLATES}/*.jinja")
+        paths = filter(Path.is_file, (*(directory / name for name in FILES), *more))
+        found = {path.relative_to(directory).as_posix(): path for path in paths}
         return cls.from_files(found, where=str(directory))
 
     @classmethod
@@ -54,20 +63,18 @@ class Tokenizer:
           CheckpointError: the files exist but cannot be read.
         """
         try:
-            texts = {name: _text(file) for name, file in files.items() if name in FILES}
+            texts = {name: _text(file) for name, file in files.items() if _is_read(name)}
             if "tokenizer.json" not in texts:
                 return None
             core = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
             settings = json.loads(texts.get("tokenizer_config.json", "{}"))
             template, with_tools = _templates(texts, settings)
+            specials = _specials(texts, settings)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(
                 f"the tokenizer of {where} cannot be read ({error}); fetch its files again"
             ) from error
-        specials = {k: v for k, v in settings.items() if k.endswith("_token") and v}
-        plain = {k: v.get("content") if isinstance(v, dict) else v for k, v in specials.items()}
-        known = {k: v for k, v in plain.items() if isinstance(v, str)}
-        return cls(core, template, known, with_tools)
+        return cls(core, template, specials, with_tools)
 
     @property
     def teaches(self) -> str | None:
@@ -262,24 +269,53 @@ def well_formed(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+def _is_read(name: str) -> bool:
+    """Whether a file of this name beside a model belongs to its tokenizer."""
+    return name in FILES or (Path(name).parent.name == MORE_TEMPLATES and name.endswith(".jinja"))
+
+
+def _specials(texts: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by the names that templates have for them.
+
+    Those of the older file count where the settings do not list the added tokens.
+    """
+    if "added_tokens_decoder" not in settings:
+        settings = {**settings, **json.loads(texts.get("special_tokens_map.json", "{}"))}
+    more = settings.get("extra_special_tokens")
+    named = {**settings, **(more if isinstance(more, dict) else {})}
+    tokens = {k: v for k, v in named.items() if k.endswith("_token")}
+    plain = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
+    return {k: v for k, v in plain.items() if isinstance(v, str) and v}
+
+
 def _templates(
     texts: Mapping[str, str], settings: Mapping[str, Any]
 ) -> tuple[str | None, str | None]:
     """The chat template, and the one for conversations with tools if it is another.
 
+    Files of their own outrank the tokenizer's settings, and those a processor's.
+
     Raises:
       TypeError, KeyError: they are no texts, or have no names.
     """
-    found = texts.get("chat_template.jinja", settings.get("chat_template"))
-    if not isinstance(found, list):
-        chosen = found, None
-    else:  # older files hold several, by name
-        named = {entry["name"]: entry["template"] for entry in found}
-        chosen = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
+    files = {Path(name).stem: text for name, text in texts.items() if name.endswith(".jinja")}
+    if "chat_template" in files:
+        files["default"] = files.pop("chat_template")
+    named = files if "default" in files else _named(settings.get("chat_template")) | files
+    if not named:
+        named = _named(json.loads(texts.get("chat_template.json", "{}")).get("chat_template"))
+    chosen = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
     for template in chosen:
         if not isinstance(template, str | None):
             raise TypeError(f"the chat template is a {type(template).__name__}, no text")
     return chosen
+
+
+def _named(given: Any) -> dict[str, Any]:
+    """Templates by name; older files list several."""
+    if isinstance(given, list):
+        return {entry["name"]: entry["template"] for entry in given}
+    return {} if given is None else {"default": given}
 
 
 def _text(file: str | Path) -> str:

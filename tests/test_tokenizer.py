@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from converters.models import companions
+from dflash_jax.atomic import copy_companions
 from dflash_jax.errors import CheckpointError, RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
@@ -53,6 +55,68 @@ def test_conversations_with_tools_take_the_template_that_is_for_them(core: Path)
         assert one.render(TALK, tools=[{}]) == "<tool_call>"
         assert syntax_of(one.teaches) is SYNTAXES["hermes"]
     assert read(core, {"chat_template": "A"}).render(TALK, tools=[{}]) == "A"
+
+
+TOOLS: Any = [{}]
+
+
+@pytest.mark.parametrize(
+    ("files", "plain", "with_tools"),
+    [  # as transformers has them: a template's own file, the tokenizer's settings, a processor's
+        ({"chat_template.json": {"chat_template": "P"}}, "P", "P"),
+        ({"chat_template.json": {"chat_template": "P"}, "tokenizer_config.json": "S"}, "S", "S"),
+        ({"chat_template.jinja": "J", "tokenizer_config.json": "ST"}, "J", "J"),
+        ({"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "T"}, "J", "T"),
+        (
+            {"additional_chat_templates/tool_use.jinja": "T", "tokenizer_config.json": "S"},
+            "S",
+            "T",
+        ),
+        ({"additional_chat_templates/rag.jinja": "R", "chat_template.jinja": "J"}, "J", "J"),
+    ],
+)
+def test_templates_are_found_in_every_file_that_may_hold_them(
+    core: Path, tmp_path: Path, files: dict[str, Any], plain: str, with_tools: str
+) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "tokenizer.json").write_bytes(core.read_bytes())
+    for name, content in files.items():
+        if name == "tokenizer_config.json":  # "S" says one template, "ST" two by name
+            named = [{"name": "default", "template": "S"}, {"name": "tool_use", "template": "T"}]
+            content = {"chat_template": "S" if content == "S" else named}
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / name).write_text(text)
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    copy_companions(companions(tmp_path), copied)  # as a conversion keeps them
+    for folder in (tmp_path, copied):
+        tokenizer = Tokenizer.from_directory(folder)
+        assert tokenizer is not None
+        assert tokenizer.render(TALK) == plain
+        assert tokenizer.render(TALK, tools=TOOLS) == with_tools
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"bos_token": "<a>"}, "<b>-"),  # older tokenizers say it in a file of its own
+        ({"bos_token": "<a>", "added_tokens_decoder": {}}, "<a>-"),
+        ({"bos_token": "<a>", "extra_special_tokens": {"image_token": "<i>"}}, "<b>-<i>"),
+    ],
+)
+def test_templates_know_the_special_tokens_of_every_file(
+    core: Path, settings: dict[str, Any], said: str
+) -> None:
+    files = {
+        "tokenizer.json": core,
+        "special_tokens_map.json": json.dumps({"bos_token": {"content": "<b>"}}),
+        "tokenizer_config.json": json.dumps(
+            settings | {"chat_template": "{{ bos_token }}-{{ image_token }}"}
+        ),
+    }
+    found = Tokenizer.from_files(files, where="here")
+    assert found is not None
+    assert found.render(TALK) == said
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
