@@ -6,6 +6,7 @@ A plan can be printed, compared, hashed and stored next to a result.
 import dataclasses
 import json
 import os
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -107,6 +108,8 @@ class Plan:
     memory_limit: int = 0
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, as_number(getattr(self, field.name)))
         auto = {"max_length": 2, "block": 2, "chunk": 1, "rounds": 1, "memory_limit": 1}
         least = {
             "rows": 1,
@@ -240,3 +243,14 @@ class CacheMaker:
     def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:
         """The cache of a recurrent layer: its state [N, P, Q] and convolution inputs [W, C]."""
         return empty_recurrent(self.plan.rows, state, inputs, dtype=jnp.dtype(self.plan.dtype))
+
+
+def as_number(value: Any) -> Any:
+    """A number of NumPy's as Python's, in pairs too; anything else as it is."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    return tuple(map(as_number, value)) if isinstance(value, tuple | list) else value

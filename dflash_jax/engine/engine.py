@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 from dflash_jax.compiler.build import Executable
-from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.plan import Plan, as_number
 from dflash_jax.compiler.programs import GREEDY, MASKED, SAMPLED, SHAPED, Params, Program
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.lanes import lane_of
@@ -24,6 +24,7 @@ from dflash_jax.engine.request import (
     Options,
     Request,
     check_fits,
+    check_names,
     request_of,
 )
 from dflash_jax.engine.result import Result
@@ -60,6 +61,7 @@ class Engine:
 
     def generate(self, prompt: Prompt, **options: Unpack[CancellableOptions]) -> Result:
         """Generates to the end; arguments as for `stream`."""
+        check_names(options, CancellableOptions)
         return self.generate_many([prompt], n=1, **options)[0]
 
     def generate_many(
@@ -171,6 +173,7 @@ class Engine:
 
     def submit(self, prompt: Prompt, **options: Unpack[CancellableOptions]) -> Live:
         """Queues a request; `advance` runs it. Arguments and errors as for `stream`."""
+        check_names(options, CancellableOptions)
         return self.submit_several(prompt, 1, **options)[0]
 
     def submit_several(
@@ -256,6 +259,8 @@ class Engine:
 
     def _requests(self, prompt: Prompt, n: int, **options: Unpack[Options]) -> list[Request]:
         """The checked requests of n answers."""
+        check_names(options, Options)
+        n = as_number(n)
         if type(n) is not int or n < 1:
             raise RequestError(f"n is {n!r}; expected an integer of at least 1")
         options["speculative"] = options.get("speculative", True) and self.drafter is not None

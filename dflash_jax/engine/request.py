@@ -1,13 +1,14 @@
 """A request as the engine sees it: what was asked for, checked."""
 
 import dataclasses
+import difflib
 import operator
 import secrets
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
-from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.plan import Plan, as_number
 from dflash_jax.config import TargetConfig
 from dflash_jax.decode.shaping import TOP
 from dflash_jax.engine.recovery import OFF, CancelCell, Recovery
@@ -165,6 +166,15 @@ class CancellableOptions(Options, total=False):
     cancel: CancelCell | None
 
 
+def check_names(options: Mapping[str, Any], kind: type) -> None:
+    """Refuses, by TypeError as Python does, arguments that `kind` does not name."""
+    known = kind.__annotations__
+    for name in options.keys() - known.keys():
+        close = difflib.get_close_matches(name, known, 1)
+        rather = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+        raise TypeError(f"{name!r} is no argument that asks for an output; {rather}")
+
+
 def request_of(
     prompt: str | Sequence[int],
     target: TargetConfig,
@@ -208,9 +218,9 @@ def request_of(
         raise RequestError(
             "stop has texts, but this model ships no tokenizer.json; give stop_token_ids"
         )
-    max_tokens, min_tokens, top_k = map(_as_int, (max_tokens, min_tokens, top_k))
-    logprobs, prompt_logprobs = _as_int(logprobs), _as_int(prompt_logprobs)
-    seed, block_size = _as_int(seed), _as_int(block_size)
+    max_tokens, min_tokens, top_k = map(as_number, (max_tokens, min_tokens, top_k))
+    logprobs, prompt_logprobs = as_number(logprobs), as_number(prompt_logprobs)
+    seed, block_size = as_number(seed), as_number(block_size)
     recovery = OFF if recovery is None else recovery
     _check(isinstance(recovery, Recovery), "recovery", recovery, "None, or a dj.Recovery(...)")
     if min_tokens:
@@ -271,11 +281,6 @@ def _items(name: str, value: Any, expected: str) -> tuple[Any, ...]:
         return () if value is None else tuple(value)
     except TypeError as error:
         raise RequestError(f"{name} is {value!r}; expected {expected}") from error
-
-
-def _as_int(value: Any) -> Any:
-    """A whole number of NumPy's as Python's; anything else as it is, for `Request` to judge."""
-    return int(value) if isinstance(value, Integral) and type(value) is not bool else value
 
 
 def _is_number(value: Any) -> bool:

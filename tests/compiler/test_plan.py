@@ -43,6 +43,13 @@ def test_a_folder_may_be_given_as_a_path() -> None:
     assert Plan.from_json(plan.to_json()) == plan == Plan(prefix_cache=1, prefix_folder="a/b")
 
 
+def test_numbers_may_be_numpys() -> None:
+    numbers = {"rows": np.int64(2), "mesh": (np.int32(2), 1), "min_survival": np.float32(0.5)}
+    plan = Plan(**numbers, lookahead=np.int8(0))
+    assert plan == Plan(rows=2, mesh=(2, 1), min_survival=0.5, lookahead=0)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.builds(

@@ -467,6 +467,20 @@ def test_arguments_have_the_types_and_the_words_they_are_read_by() -> None:
     assert names >= typing.get_type_hints(CancellableOptions).keys()
 
 
+@pytest.mark.parametrize("verb", ["generate", "stream", "submit", "check"])
+def test_arguments_that_there_are_not_are_named_with_the_ones_that_were_meant(
+    tiny: Engine, verb: str
+) -> None:
+    ask: Any = getattr(tiny, verb)
+    with pytest.raises(TypeError, match=r"^'max_token' is no argument .*mean 'max_tokens'"):
+        ask(PROMPT, max_token=3)
+    with pytest.raises(TypeError, match=r"^'zzz' is no argument .*known are max_tokens, "):
+        ask(PROMPT, zzz=3)
+    if verb != "check":
+        with pytest.raises(TypeError, match=r"^'n' is no argument"):
+            ask(PROMPT, n=2)
+
+
 def test_arguments_may_be_left_out_by_name(tiny: Engine, truth: list[int]) -> None:
     names = ("stop", "stop_token_ids", "logit_bias", "structured", "seed", "recovery", "tools")
     assert tiny.generate(PROMPT, max_tokens=6, **dict.fromkeys(names)).token_ids == truth[:6]
