@@ -1,25 +1,19 @@
 """Text to token ids and back, and the chat template of a model directory."""
 
-import datetime
 import functools
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from dflash_jax.chat_template import Message, compiled, one_call_each, templates_of
 from dflash_jax.errors import CheckpointError, RequestError
 
-Message = dict[str, Any]
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -68,7 +62,7 @@ class Tokenizer:
                 return None
             core = tokenizers.Tokenizer.from_str(texts["tokenizer.json"])
             settings = json.loads(texts.get("tokenizer_config.json", "{}"))
-            template, with_tools = _templates(texts, settings)
+            template, with_tools = templates_of(texts, settings)
             specials = _specials(texts, settings)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(
@@ -159,7 +153,10 @@ class Tokenizer:
         Raises:
           RequestError: the model has no template, or the template refuses the messages.
         """
-        return self._rendered([self.plain(message) for message in messages], **variables)
+        plain = [self.plain(message) for message in messages]
+        if any(len(m.get("tool_calls") or ()) > 1 for m in plain) and self._takes_one_call:
+            plain = [self.plain(message) for message in one_call_each(plain)]
+        return self._rendered(plain, **variables)
 
     def plain(self, message: Message) -> Message:
         """The message as the template reads it.
@@ -169,7 +166,7 @@ class Tokenizer:
         no lists. Tool calls without a content get an empty one where the template needs a text.
         """
         content = message.get("content")
-        if content is None and message.get("tool_calls"):
+        if not content and message.get("tool_calls"):
             return self._wordless(message)
         if not isinstance(content, list):
             return message
@@ -184,24 +181,44 @@ class Tokenizer:
         thought = message.get("reasoning_content")
         if thought and "message.thinking" in (self.teaches or ""):
             message = message | {"thinking": thought}
-        return message | {"content": self._nothing}
+        return message if message.get("content") == "" else message | {"content": self._nothing}
 
     @functools.cached_property
     def _nothing(self) -> str | None:
         """The content of a turn that has none: None, or "" where None is refused or written out."""
-        function = {"name": "f", "description": "", "parameters": {"type": "object"}}
-        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
 
         def harm(content: str | None) -> float:
-            turn = {"role": "assistant", "content": content, "tool_calls": [call]}
-            talk = [{"role": "user", "content": "."}, turn]
-            try:
-                text = self._rendered(talk, tools=[{"type": "function", "function": function}])
-            except RequestError:
-                return math.inf
-            return text.count("None")
+            text = self._with_calls(content, ["."])
+            return math.inf if text is None else text.count("None")
 
         return "" if harm("") < harm(None) else None
+
+    @functools.cached_property
+    def _takes_one_call(self) -> bool:
+        """Whether a turn with a call is written, and one with two is refused or half left out."""
+        first, second = "first-value", "second-value"
+        alone, both = (
+            self._with_calls(self._nothing, values, answered=True) or ""
+            for values in ([first], [first, second])
+        )
+        return first in alone and not (first in both and second in both)
+
+    def _with_calls(
+        self, content: str | None, values: Sequence[str], *, answered: bool = False
+    ) -> str | None:
+        """A conversation whose last turn calls a tool with each value; None if it is refused."""
+        function = {"name": "f", "description": "", "parameters": {"type": "object"}}
+        calls = [
+            {"id": f"call{i:05}", "type": "function", "function": {"name": "f"} | {"arguments": a}}
+            for i, a in enumerate({"k": value} for value in values)
+        ]
+        turn = {"role": "assistant", "content": content, "tool_calls": calls}
+        answers = [{"role": "tool", "tool_call_id": c["id"], "content": "."} for c in calls]
+        talk = [{"role": "user", "content": "."}, turn, *(answers if answered else ())]
+        try:
+            return self._rendered(talk, tools=[{"type": "function", "function": function}])
+        except RequestError:
+            return None
 
     @functools.cached_property
     def _between(self) -> str:
@@ -224,7 +241,7 @@ class Tokenizer:
         variables = unsaid | self.specials | variables
         template = (variables["tools"] and self.tool_template) or self.template
         try:
-            return _compiled(template).render(variables | {"messages": messages})
+            return compiled(template).render(variables | {"messages": messages})
         except Exception as error:  # a template is anybody's program
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
@@ -288,87 +305,5 @@ def _specials(texts: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str
     return {k: v for k, v in plain.items() if isinstance(v, str) and v}
 
 
-def _templates(
-    texts: Mapping[str, str], settings: Mapping[str, Any]
-) -> tuple[str | None, str | None]:
-    """The chat template, and the one for conversations with tools if it is another.
-
-    Files of their own outrank the tokenizer's settings, and those a processor's.
-
-    Raises:
-      TypeError, KeyError: they are no texts, or have no names.
-    """
-    files = {Path(name).stem: text for name, text in texts.items() if name.endswith(".jinja")}
-    if "chat_template" in files:
-        files["default"] = files.pop("chat_template")
-    named = files if "default" in files else _named(settings.get("chat_template")) | files
-    if not named:
-        named = _named(json.loads(texts.get("chat_template.json", "{}")).get("chat_template"))
-    chosen = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
-    for template in chosen:
-        if not isinstance(template, str | None):
-            raise TypeError(f"the chat template is a {type(template).__name__}, no text")
-    return chosen
-
-
-def _named(given: Any) -> dict[str, Any]:
-    """Templates by name; older files list several."""
-    if isinstance(given, list):
-        return {entry["name"]: entry["template"] for entry in given}
-    return {} if given is None else {"default": given}
-
-
 def _text(file: str | Path) -> str:
     return file.read_text(encoding="utf-8") if isinstance(file, Path) else file
-
-
-@functools.lru_cache(maxsize=32)
-def _compiled(template: str) -> jinja2.Template:
-    """A template ready to render; compiling one takes longer than answering a short request."""
-    names = {"raise_exception": _raise_exception, "strftime_now": _now}
-    return _environment().from_string(template, globals=names)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The settings chat templates are written for (as in transformers)."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    environment.filters["tojson"] = tojson
-    return environment
-
-
-class _Generation(jinja2.ext.Extension):
-    """What stands between `generation` and `endgeneration`: those mark it for training alone."""
-
-    tags = {"generation"}  # noqa: RUF012  (as jinja2 types it)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The marked statements, as if they were not marked."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _now(form: str) -> str:
-    """The date or time as a template wants it: gpt-oss and Llama 3 tell their models the day."""
-    return datetime.datetime.now().strftime(form)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

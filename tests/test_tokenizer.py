@@ -152,7 +152,46 @@ def test_what_gpt_oss_thought_before_a_call_is_shown_by_its_own_name(core: Path)
     turn = {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "Hm"}
     tokenizer = read(core, {"chat_template": template})
     assert tokenizer.render([*TALK, turn]) == "HiHm"
+    assert tokenizer.render([*TALK, turn | {"content": ""}]) == "HiHm"
     assert tokenizer.render([*TALK, turn | {"content": "Look:"}]) == "HiLook:"
+
+
+FIRST_CALL = (  # as gpt-oss, which names no tool in an answer but the last one called
+    "{% for m in messages %}{{ m.content or '' }}{% if m.tool_calls %}"
+    "{{ m.tool_calls[0].function.arguments.k }}{% endif %}-{% endfor %}"
+)
+REFUSED = (
+    "{% for m in messages if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endfor %}"
+)
+ALL_CALLS = (
+    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls %}"
+    "{{ c.function.arguments.k }}{% endfor %}-{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "ids", "said"),
+    [
+        (FIRST_CALL, "abba", "Look:1-A-2-B-bye-"),
+        (REFUSED + FIRST_CALL, "abba", "Look:1-A-2-B-bye-"),  # as Llama 3
+        (FIRST_CALL, "ab a", "Look:1-A-2-bye-"),  # an answer that is missing
+        (FIRST_CALL, "  AB", "Look:1-A-2-B-bye-"),  # ids that nobody gave: in their order
+        (ALL_CALLS, "abba", "Look:12-B-A-bye-"),
+    ],
+)
+def test_turns_of_several_calls_are_split_where_a_template_takes_one(
+    core: Path, template: str, ids: str, said: str
+) -> None:
+    calls = [
+        {"id": id_, "type": "function", "function": {"name": "f", "arguments": {"k": k}}}
+        for id_, k in zip(ids[:2].strip() or (None, None), "12", strict=True)
+    ]
+    answers = [
+        {"role": "tool", "tool_call_id": id_, "content": id_.upper()} for id_ in ids[2:].strip()
+    ]
+    turn = {"role": "assistant", "content": "Look:", "tool_calls": calls}
+    talk = [turn, *answers, {"role": "user", "content": "bye"}]
+    assert read(core, {"chat_template": template}).render(talk) == said
 
 
 def test_without_a_template_contents_are_joined_but_no_conversation_is_written(core: Path) -> None:

@@ -1,0 +1,126 @@
+"""Chat templates: which a model's files have, their language, and turns as some of them want."""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+Message = dict[str, Any]
+
+
+def templates_of(
+    texts: Mapping[str, str], settings: Mapping[str, Any]
+) -> tuple[str | None, str | None]:
+    """The chat template, and the one for conversations with tools if it is another.
+
+    Files of their own outrank the tokenizer's settings, and those a processor's.
+
+    Raises:
+      TypeError, KeyError: they are no texts, or have no names.
+    """
+    files = {Path(name).stem: text for name, text in texts.items() if name.endswith(".jinja")}
+    if "chat_template" in files:
+        files["default"] = files.pop("chat_template")
+    named = files if "default" in files else _named(settings.get("chat_template")) | files
+    if not named:
+        named = _named(json.loads(texts.get("chat_template.json", "{}")).get("chat_template"))
+    chosen = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
+    for template in chosen:
+        if not isinstance(template, str | None):
+            raise TypeError(f"the chat template is a {type(template).__name__}, no text")
+    return chosen
+
+
+def _named(given: Any) -> dict[str, Any]:
+    """Templates by name; older files list several."""
+    if isinstance(given, list):
+        return {entry["name"]: entry["template"] for entry in given}
+    return {} if given is None else {"default": given}
+
+
+def one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with turns of one call: those with several become as many turns.
+
+    Behind each stand the answers to its call, by its id, or by their order where they name none.
+    The text stands with the first.
+    """
+    made: list[Message] = []
+    rest = list(messages)
+    while rest:
+        turn = rest.pop(0)
+        calls = turn.get("tool_calls") or []
+        if len(calls) < 2:
+            made.append(turn)
+            continue
+        places = {str(call["id"]): at for at, call in enumerate(calls) if call.get("id")}
+        answers: list[list[Message]] = [[] for _ in calls]
+        for order in range(len(rest)):
+            if rest[0].get("role") != "tool":
+                break
+            answer = rest.pop(0)
+            place = places.get(str(answer.get("tool_call_id")), min(order, len(calls) - 1))
+            answers[place].append(answer)
+        for place, call in enumerate(calls):
+            head = turn if place == 0 else {"role": turn["role"], "content": None}
+            made += [head | {"tool_calls": [call]}, *answers[place]]
+    return made
+
+
+@functools.lru_cache(maxsize=32)
+def compiled(template: str) -> jinja2.Template:
+    """A template ready to render; compiling one takes longer than answering a short request."""
+    names = {"raise_exception": _raise_exception, "strftime_now": _now}
+    return _environment().from_string(template, globals=names)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """The settings chat templates are written for (as in transformers)."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment.filters["tojson"] = tojson
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """What stands between `generation` and `endgeneration`: those mark it for training alone."""
+
+    tags = {"generation"}  # noqa: RUF012  (as jinja2 types it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The marked statements, as if they were not marked."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _now(form: str) -> str:
+    """The date or time as a template wants it: gpt-oss and Llama 3 tell their models the day."""
+    return datetime.datetime.now().strftime(form)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
