@@ -131,7 +131,7 @@ class ChatWriter(OpenAI):
         return choice | figures.of_choice(reply, self.ask, self.id)
 
     def whole(self) -> dict[str, Any]:
-        return super().whole() | self._prompt_ids()
+        return super().whole() | self._prompt_ids() | self._of_prompt(self.generation.replies[0])
 
     def _prompt_ids(self) -> dict[str, Any]:
         found = {"prompt_token_ids": self.generation.prompts[0].ids}

@@ -79,9 +79,10 @@ class CompletionWriter(OpenAI):
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
         text = (self._echo(reply) if self.ask.echo else "") + reply.content
-        prompt = reply.result.prompt_logprobs if reply.result else None
+        prompt = reply.result.prompt_logprobs if reply.result and self.ask.echo else None
         logprobs = self._logprobs([*(prompt or ()), *reply.logprobs])
-        return {"index": reply.index, "text": text, "logprobs": logprobs} | self._end(reply)
+        base = {"index": reply.index, "text": text, "logprobs": logprobs}
+        return base | self._end(reply) | self._of_prompt(reply)
 
     def _echo(self, reply: Reply) -> str:
         given = self.ask.prompts[reply.index // self.ask.n]

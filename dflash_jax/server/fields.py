@@ -83,6 +83,8 @@ class Sampling(Common, kw_only=True):
     stop_sequences: list[str] | None = None
     n: int | None = None
     response_format: dict[str, Any] | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = None
 
 
 PASSED = (
@@ -157,12 +159,19 @@ def sampling(found: Sampling, unknown: Mapping[str, Any]) -> dict[str, Any]:
     n = 1 if found.n is None else found.n
     if not 1 <= n <= MOST_CHOICES:
         raise Problem(400, f"n is {n}; expected 1 to {MOST_CHOICES}", param="n")
+    if found.stream and found.prompt_logprobs is not None:
+        raise Problem(
+            400, "no stream has log probabilities of the prompt; drop stream or prompt_logprobs",
+            param="prompt_logprobs",
+        )  # fmt: skip
     wanted = found.stream_options or StreamOptions()
     asked = common(found, unknown, found.response_format)
     return asked | {
         "n": n,
         "max_tokens": first(found, "max_tokens", "max_output_tokens"),
         "stop": (*asked["stop"], *texts(found.stop_sequences)),
+        "prompt_logprobs": found.prompt_logprobs,
+        "keep_stop": bool(found.include_stop_str_in_output),
         "usage_chunk": bool(wanted.include_usage),
         "usage_each": bool(wanted.include_usage and wanted.continuous_usage_stats),
     }

@@ -17,6 +17,8 @@ def usage(generation: Generation) -> dict[str, Any]:
     unfinished = [len(reply.ids) for reply in replies if not reply.result]
     prompt = sum(len(prompt.ids) for prompt in generation.prompts)
     completion = sum(s.output_tokens for s in stats) + sum(unfinished)
+    if generation.ask.max_tokens == 0:
+        completion = 0
     thinking = sum(reply.thinking_tokens for reply in replies)
     more = _pace(stats) if stats and generation.ask.timings else {}
     return more | {

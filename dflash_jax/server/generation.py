@@ -70,8 +70,9 @@ class Generation:
             options["stop"] = ask.stop
         if ask.logprobs is not None:
             options["logprobs"] = ask.logprobs
-            if ask.echo:
-                options["prompt_logprobs"] = ask.logprobs
+        of_prompt = [ask.prompt_logprobs, ask.logprobs if ask.echo else None]
+        if asked := [n for n in of_prompt if n is not None]:
+            options["prompt_logprobs"] = max(asked)
         if ask.choice.kind in ("required", "named"):  # leaves no answer that had a grammar
             options["structured"] = {"grammar": self._calls(engine, prompt)}
         elif ask.grammar is not None:
@@ -188,7 +189,7 @@ class Generation:
                 if pieces and self.first_token is None:
                     self.first_token = time.perf_counter()
                 events = [event for piece in pieces for event in reply.push(piece)]
-                if reply.enough and end is None:
+                if reply.enough and pieces and end is None:
                     self.model.worker.cancel(self._jobs[index])
                 if end is not None:
                     left -= 1
@@ -254,7 +255,6 @@ FIELDS = {  # options of the engine that requests call otherwise
     "block_size": "speculative.block_size",
     "responses.max_tokens": "max_output_tokens",
     "chat.logprobs": "top_logprobs",
-    "completions.prompt_logprobs": "logprobs",
     "responses.logprobs": "top_logprobs",
 }
 

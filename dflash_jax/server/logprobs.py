@@ -44,6 +44,39 @@ def completion_logprobs(
     }
 
 
+def prompt_logprobs(
+    entries: Sequence[TokenLogprob], most: int, tokenizer: Tokenizer | None
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token what is known by id, the token itself included.
+
+    None for the first, of which nobody knows anything. The rank of a token that is none of the
+    likeliest is not known either.
+
+    Args:
+      most: how many of the likeliest to name.
+    """
+    told: list[dict[str, Any] | None] = []
+    for entry in entries:
+        if entry.logprob is None:
+            told.append(None)
+            continue
+        ranked = [(token, value, at + 1) for at, (token, value) in enumerate(entry.top)]
+        own = (entry.token_id, entry.logprob, None)
+        known = {token: (value, rank) for token, value, rank in (own, *ranked)}
+        wanted = (entry.token_id, *(token for token, _, _ in ranked[:most]))
+        told.append(
+            {
+                str(token): {
+                    "logprob": known[token][0],
+                    "rank": known[token][1],
+                    "decoded_token": _text(token, tokenizer),
+                }
+                for token in wanted
+            }
+        )
+    return told
+
+
 def _entry(token: int, value: float | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
     known = tokenizer.raw_bytes(token) if tokenizer else None
     said = None if known is None else list(known)

@@ -205,4 +205,6 @@ def check_length(prompt: Sequence[int], ask: Ask, most: int, default: int) -> in
         )
     if asked is None:
         return min(default or free, free)
+    if asked == 0 and ask.echo:  # the engine gives a token at least, which is left out
+        return 1
     return min(asked, free)

@@ -80,6 +80,7 @@ class Ask:
       recovery: rules for this request; None leaves them to the server.
       thinking_budget: tokens after which an open thought is closed.
       echo: what to put before the output: nothing, or the prompt.
+      max_tokens: 0, only with `echo`, asks for no output.
       echoed: fields of the request that the answer repeats.
       keep: called with the answer's id and, as `made`, its items, for requests that refer to them.
       clamp: shorten max_tokens to what fits, instead of refusing.
@@ -109,6 +110,8 @@ class Ask:
     usage_chunk: bool = False
     usage_each: bool = False
     logprobs: int | None = None  # alternatives asked for; None for no log probabilities
+    prompt_logprobs: int | None = None  # likewise of the prompt, in vLLM's words
+    keep_stop: bool = False  # leave the stop string in that ended the output
     echo: bool = False
     echoed: dict[str, Any] = dataclasses.field(default_factory=dict)
     keep: Callable[..., None] | None = None

@@ -62,7 +62,8 @@ class Reply:
         self.reported = 0  # log-probabilities in chunks that were sent
         self.said = tokenizer.stream() if tokenizer else None  # the text of the tokens among them
         self.thinking_tokens = 0
-        self.enough = False  # nothing more is wanted: a stop string, or the only call is done
+        # Nothing more is wanted: a stop string came, the only call is done, or there is no room.
+        self.enough = ask.max_tokens == 0
         self.result: Result | None = None
         self.cut = ""  # why the server ended it: "deadline", "call", ...
         self._begin()
@@ -124,6 +125,9 @@ class Reply:
         events = [] if self.cut == "call" else self._take(self._parser.push(self._text.finish()))
         if self.cut != "call":
             events += self._take(self._parser.finish())
+        if self._ask.keep_stop and self.stop_string:
+            kind = Thinking if self._parser.thinking else Content
+            events += self._take([kind(self.stop_string)])
         return list(joined(events))
 
     def _take(self, events: list[Event]) -> list[Event]:
@@ -183,7 +187,7 @@ class Reply:
             return "tool_calls"
         if self.cut == "call" or self.stop_string:
             return "stop"
-        if self.result.finish_reason in ("length", "cancelled"):
+        if self._ask.max_tokens == 0 or self.result.finish_reason in ("length", "cancelled"):
             return "length"
         return "stop"
 
@@ -194,7 +198,7 @@ class Reply:
         stats = self.result.stats
         loop = next((kind for kind in LOOPS if stats.recovery[kind]), None)
         reason = self.cut or ("stop_sequence" if self.stop_string else self.result.finish_reason)
-        total = stats.output_tokens
+        total = 0 if self._ask.max_tokens == 0 else stats.output_tokens
         found: dict[str, Any] = {
             "reason": {"stop": "end_of_turn", "call": "one_tool_call"}.get(reason, reason),
             "thinking_tokens": self.thinking_tokens,

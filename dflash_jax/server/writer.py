@@ -9,7 +9,7 @@ import msgspec
 from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.server import figures
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
+from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from dflash_jax.server.protocol import Problem, new_id
 from dflash_jax.server.reply import Reply
 from dflash_jax.tokenizer import TextStream
@@ -121,6 +121,15 @@ class OpenAI(abc.ABC):
         """Those of a chunk: what no chunk has had yet."""
         entries, reply.reported = reply.logprobs[reply.reported :], len(reply.logprobs)
         return self._logprobs(entries, reply.said)
+
+    def _of_prompt(self, reply: Reply) -> dict[str, Any]:
+        """vLLM's log-probabilities of the prompt, where they were asked for."""
+        most = self.ask.prompt_logprobs
+        found = None if reply.result is None else reply.result.prompt_logprobs
+        if most is None or found is None:
+            return {}
+        tokenizer = self.generation.model.engine.tokenizer
+        return {"prompt_logprobs": prompt_logprobs(found, most, tokenizer)}
 
     def _last(self, reply: Reply) -> dict[str, Any]:
         """What the end of an output adds to its chunk."""

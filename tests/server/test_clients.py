@@ -103,6 +103,11 @@ def test_a_stop_string_ends_the_output_before_it(live: Live) -> None:
     assert cut.text == whole[: whole.index(stop)]
     assert cut.finish_reason == "stop"
     assert cut.finish_details["stop_sequence"] == cut.stop_reason == stop
+    more: Any = {"stop": [stop], "extra_body": {"include_stop_str_in_output": True}}
+    kept = create(model="tiny", prompt="abc", max_tokens=24, **more).choices[0]
+    assert kept.text == cut.text + stop
+    chunks = create(model="tiny", prompt="abc", max_tokens=24, stream=True, **more)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == kept.text
 
 
 def test_what_other_servers_tell_of_a_choice_is_told(live: Live) -> None:
@@ -298,6 +303,38 @@ def test_completions_say_how_likely_an_echoed_prompt_is(live: Live) -> None:
         assert found.token_logprobs[1:-1] == [x.logprob for x in direct.prompt_logprobs[1:]]
     with pytest.raises(openai.BadRequestError, match="no stream has log probabilities"):
         create(prompt="ab", logprobs=1, echo=True, stream=True, **options)
+    nothing = create(prompt=prompts, logprobs=1, echo=True, **options | {"max_tokens": 0})
+    assert nothing.usage.completion_tokens == 0
+    for prompt, choice, longer in zip(prompts, nothing.choices, choices, strict=True):
+        assert choice.text == live.engine.tokenizer.decode(prompt)
+        assert choice.logprobs.token_logprobs == longer.logprobs.token_logprobs[:-1]
+        assert (choice.finish_reason, choice.finish_details["total_tokens"]) == ("length", 0)
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0; expected"):
+        create(prompt="ab", **options | {"max_tokens": 0})
+
+
+def test_every_prompt_may_be_scored_in_vllms_words(live: Live) -> None:
+    import openai
+
+    talk: Any = [{"role": "user", "content": "Hi"}]
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "extra_body": {}}
+    asked = options | {"extra_body": {"prompt_logprobs": 2}}
+    chat = live.openai.chat.completions.create(messages=talk, **asked)
+    [text] = live.openai.completions.create(prompt="hello", **asked).choices
+    assert text.logprobs is None
+    for found, prompt in (
+        (chat.prompt_logprobs, live.engine.chat_ids(talk)),
+        (text.prompt_logprobs, live.engine.tokenizer.encode("hello")),
+    ):
+        direct = live.engine.generate(prompt, max_tokens=1, prompt_logprobs=2).prompt_logprobs
+        assert found[0] is None
+        for entry, known in zip(found[1:], direct[1:], strict=True):
+            ranks = {str(token): at for at, (token, _) in enumerate(known.top, 1)}
+            assert entry.keys() == ranks.keys() | {str(known.token_id)}
+            assert entry[str(known.token_id)]["logprob"] == known.logprob
+            assert all(entry[token]["rank"] == ranks.get(token) for token in entry)
+    with pytest.raises(openai.BadRequestError, match="no stream has log probabilities"):
+        live.openai.chat.completions.create(messages=talk, stream=True, **asked)
 
 
 def test_penalties_and_biases_change_what_is_said_and_seeds_repeat_it(live: Live) -> None:
