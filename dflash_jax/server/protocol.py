@@ -4,6 +4,7 @@
 API's own fields are read where its answers are written.
 """
 
+import codecs
 import dataclasses
 import functools
 import re
@@ -138,7 +139,7 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
       Problem: it is no JSON, or a field is missing or of the wrong type.
     """
     try:
-        raw = msgspec.json.decode(body)
+        raw = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))  # as Windows writes files
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Problem(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):

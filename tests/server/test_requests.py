@@ -253,6 +253,11 @@ def test_whole_numbers_may_be_written_with_a_point() -> None:
     assert caught.value.param == "max_tokens"
 
 
+def test_a_body_may_begin_with_the_mark_that_windows_puts_before_texts() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "é"}]}).encode()
+    assert decode_chat(b"\xef\xbb\xbf" + body) == decode_chat(body)
+
+
 def test_seeds_may_be_any_number_and_minus_one_is_none() -> None:
     assert chat(seed=-2).options == {"seed": 2**32 - 2}
     assert chat(seed=2**64).options == {"seed": 0}
