@@ -251,24 +251,41 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=not tokenizer.shown)
+        self._stream = self._fresh()
         self._ids: list[int] = []
+        self._held: list[int] = []  # ids that gave no text yet
         self.text = ""
 
     def push(self, ids: Sequence[int]) -> str:
         """The text these ids complete."""
-        outward = self._tokenizer.outward(ids)
-        pieces = [self._stream.step(self._tokenizer.core, i) or "" for i in outward]
+        new = "".join(map(self._step, self._tokenizer.outward(ids)))
         self._ids += ids
-        self.text += (new := "".join(pieces))
+        self.text += new
         return new
 
     def flush(self) -> str:
         """What an unfinished character leaves behind."""
         whole = self._tokenizer.decode(self._ids)
-        rest = whole[len(self.text) :] if whole.startswith(self.text) else ""
-        self.text += rest
-        return rest
+        held = whole[len(self.text) :] if whole.startswith(self.text) else self._decoded_alone()
+        self.text += held
+        self._held = []
+        return held
+
+    def _step(self, token: int) -> str:
+        """The text that a token completes."""
+        self._held.append(token)
+        try:
+            new = self._stream.step(self._tokenizer.core, token) or ""
+        except Exception:  # bytes that are no text change what was decoded before them
+            new, self._stream = self._decoded_alone(), self._fresh()
+        self._held = [] if new else self._held
+        return new
+
+    def _decoded_alone(self) -> str:
+        return self._tokenizer.decode(self._held)
+
+    def _fresh(self) -> DecodeStream:
+        return DecodeStream(skip_special_tokens=not self._tokenizer.shown)
 
 
 @functools.cache

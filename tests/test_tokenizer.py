@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import decoders
 
 from converters.models import companions
 from dflash_jax.atomic import copy_companions
@@ -230,3 +232,16 @@ def test_whatever_a_template_raises_is_a_refusal(core: Path, template: str) -> N
 def test_damaged_settings_are_refused_by_name(core: Path, settings: Any) -> None:
     with pytest.raises(CheckpointError, match="the tokenizer of here cannot be read"):
         read(core, settings)
+
+
+def test_bytes_that_are_no_text_end_no_stream() -> None:
+    """As models whose vocabulary falls back to bytes may say them, Gemma's among them."""
+    pieces = ["▁", "h", "i", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = {piece: at for at, piece in enumerate(pieces)}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence(parts)
+    stream = Tokenizer(core, None, {}).stream()
+    odd = [words["h"], *(words[f"<0x{byte:02X}>"] for byte in "é".encode() + b"\xc3"), words["i"]]
+    assert "".join(stream.push([token]) for token in odd) + stream.flush() == "hé\ufffdi"
+    assert stream.push([words["h"]]) == "h"
