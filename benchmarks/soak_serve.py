@@ -131,7 +131,7 @@ CHANGES: list[dict] = [
     {"bad_words": ["no"]},
     {"functions": [{"name": "f"}]},
     {"modalities": ["text", "audio"]},
-    {"prompt_logprobs": 1},
+    {"prompt_logprobs": -1},
     {"use_beam_search": True},
     {"n_predict": 3},
     {"presence_penalty": 9},
