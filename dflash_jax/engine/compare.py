@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Unpack
 
+from dflash_jax.engine.arguments import Options
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.request import Options
 from dflash_jax.engine.result import Result
 
 

@@ -14,19 +14,13 @@ from dflash_jax.compiler.build import Executable
 from dflash_jax.compiler.plan import Plan, as_number
 from dflash_jax.compiler.programs import GREEDY, MASKED, SAMPLED, SHAPED, Params, Program
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.engine.arguments import CancellableOptions, Options, check_names, request_of
 from dflash_jax.engine.lanes import lane_of
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.loop import Loop
 from dflash_jax.engine.prefix_cache import PrefixCache
 from dflash_jax.engine.recovery import OFF, CancelCell
-from dflash_jax.engine.request import (
-    CancellableOptions,
-    Options,
-    Request,
-    check_fits,
-    check_names,
-    request_of,
-)
+from dflash_jax.engine.request import Request, check_fits
 from dflash_jax.engine.result import Result
 from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.stream import Stream

@@ -1,4 +1,4 @@
-"""The loop: admits requests to rows, dispatches steps, and lets requests hear the answers.
+"""The loop: admits requests to rows, dispatches steps, and waits for the answers.
 
 The host stays one step ahead: it dispatches the next step before it reads the last one's
 answer. That is safe because the device cuts every row by itself; a row that has ended is
@@ -11,7 +11,7 @@ import concurrent.futures
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -20,20 +20,17 @@ from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import MASKED, repeats
 from dflash_jax.compiler.settings import Returned, untraced
 from dflash_jax.engine import controller
-from dflash_jax.engine.controller import Restart
-from dflash_jax.engine.dictation import Dictated
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.feeder import Feeder
 from dflash_jax.engine.flight import Flight
 from dflash_jax.engine.lanes import lane_of
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.pace import Pace
-from dflash_jax.engine.result import TokenLogprob
+from dflash_jax.engine.reader import Reader
 from dflash_jax.engine.rows import Rows
 from dflash_jax.engine.runner import Runner
-from dflash_jax.engine.shaper import likely_prompt, likely_tokens
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
-from dflash_jax.state import RowStep, read_output
+from dflash_jax.state import read_output
 
 PATIENCE = 0.01  # seconds a turn waits for the disk where there is nothing else to do
 
@@ -52,6 +49,7 @@ class Loop:
         self.flights: collections.deque[Flight] = collections.deque()
         self.pace = Pace(plan.rounds)
         self._feeder = Feeder(plan, runner, self.rows, self._dispatch)
+        self._reader = Reader(plan.block, runner, self.rows, self.flights, self.events)
         self._lock = threading.RLock()  # over queue, rows and requests; never held while waiting
         self._driving = threading.Lock()
         self._left = False  # somebody who made steps was stopped in between
@@ -81,12 +79,7 @@ class Loop:
         with self._lock:
             if not live.done:
                 live.take(controller.Cancelled())
-                self.release(live)
-
-    def release(self, live: Live) -> None:
-        """Lets go of a request that ended, wherever it was."""
-        self.rows.release(live)
-        self._runner.settle(live)
+                self._reader.release(live)
 
     def tidy(self) -> None:
         """Ends what the next turn would end: what was let go of, cancelled, or is out of time."""
@@ -187,7 +180,7 @@ class Loop:
         self.rows.changed()
         for live in filter(None, list(self.rows.lives)):
             if live.done or live.fail(error):
-                self.release(live)
+                self._reader.release(live)
             elif live.rebuilding:
                 self._runner.compile(lane_of(live.request), dictating=True)
 
@@ -203,9 +196,9 @@ class Loop:
                 live.take(controller.Cancelled())
             elif not live.done:  # else whoever ended it was stopped before it was let go
                 live.stats.recovery["deadline"] += 1
-                self._report(live, ("deadline",))
+                self._reader.report(live, ("deadline",))
                 live.take(controller.Cancelled(controller.Finish.LENGTH))
-            self.release(live)
+            self._reader.release(live)
 
     # -- dispatching --------------------------------------------------------------------------
 
@@ -262,92 +255,5 @@ class Loop:
             self.pace.took(len(steps), flight.started)
         with self._lock:
             for step in steps:
-                self._read(flight, step)
+                self._reader.read(flight, step)
             self.flights.popleft()
-
-    def _read(self, flight: Flight, steps: list[RowStep]) -> None:
-        """Has the readers of a call hear one of its steps."""
-        broken = []
-        dictated: dict[int, Dictated] = {}
-        for row, live in list(flight.readers.items()):
-            if live.done:
-                continue
-            step = steps[flight.place(row)]
-            if live.scores and not flight.decode:
-                live.prompt_logprobs, live.scores = likely_prompt(live), []
-            if live.rebuilding and step.finite:
-                dictated[row] = live.rebuilt()
-                self.rows.changed()
-                continue
-            if not step.finite and not flight.decode and not live.cleaned:
-                live.cleaned = True  # the row may hold what another left: once more in a clean one
-                broken.append(row)
-                self._feed_again(live, Restart.FRESH)
-                continue
-            if row in flight.drafting:
-                live.stats.count_round(len(step.tokens), step.drafts, self._plan.block - 1)
-            elif flight.decode:
-                live.stats.plain_steps += bool(step.tokens)
-            likely = likely_tokens(flight.output, flight.place(row), live)[: len(step.tokens)]
-            if told := self._hear(live, flight.event(row, step), likely):
-                dictated[row] = told
-            if live.done:
-                self.release(live)
-            if not step.finite:
-                broken.append(row)
-                self._runner.forget(live)
-        if broken:
-            self._runner.wipe(broken)
-        if dictated:
-            self._dictate(dictated)
-
-    def _hear(
-        self,
-        live: Live,
-        event: controller.Prefilled | controller.Stepped,
-        likely: list[TokenLogprob],
-    ) -> Dictated | None:
-        """Lets a request judge a step; what it dictates in return."""
-        before = live.limit, live.speculates
-        effects = live.hear(event, likely)
-        self._report(live, effects.notes)
-        if before != (live.limit, live.speculates):
-            self.rows.changed()
-        if effects.restart is Restart.SAVED and isinstance(event, controller.Prefilled):
-            return self._hear(live, event, likely)  # nothing was fed since: this is the saved state
-        if effects.restart:
-            self._feed_again(live, effects.restart)
-        elif effects.replace is not None or effects.force:
-            ids = live.state.ids
-            pending = ids[len(ids) - len(effects.force) - 1]
-            return Dictated(pending, effects.replace is not None, effects.force)
-        return None
-
-    def _feed_again(self, live: Live, restart: Restart) -> None:
-        """Has a prompt fed once more; what its row says meanwhile is heard by nobody."""
-        fresh = restart is Restart.FRESH
-        if fresh:
-            self._runner.forget(live)
-        live.feed_again(uncached=fresh)
-        self.rows.changed()
-        for flight in self.flights:
-            for row in [row for row, reader in flight.readers.items() if reader is live]:
-                del flight.readers[row]
-
-    def _dictate(self, dictated: dict[int, Dictated]) -> None:
-        """Has rows go on behind tokens the host decided, which the device did not count."""
-        self._runner.dictate(dictated)
-        for row in dictated:
-            live = self.rows.lives[row]
-            if live and live.request.shaped:
-                self._runner.shape(row, live)
-
-    def _report(self, live: Live, notes: Sequence[str]) -> None:
-        for note in notes:
-            self.events.report(
-                note,
-                live.number,
-                directory=live.request.recovery.log_directory,
-                prompt_tokens=len(live.request.prompt),
-                output_tokens=live.state.emitted,
-            )

@@ -1,23 +1,17 @@
 """A request as the engine sees it: what was asked for, checked."""
 
 import dataclasses
-import difflib
-import operator
-import secrets
-from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, TypedDict
+from typing import Any
 
-from dflash_jax.compiler.plan import Plan, as_number
+from dflash_jax.compiler.plan import Plan
 from dflash_jax.config import TargetConfig
 from dflash_jax.decode.shaping import TOP
-from dflash_jax.engine.recovery import OFF, CancelCell, Recovery
+from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.recovery.words import SILENT, Words
 from dflash_jax.engine.structured import Structure
-from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
-from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tools.declared import Tool, tools_of
+from dflash_jax.tools.declared import Tool
 
 HOTTEST = 1e6  # temperature; above it float32 ends sooner or later
 COLDEST = 1e-30  # above 0, likewise below it: nearer to greedy there is nothing
@@ -53,37 +47,37 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise RequestError("the prompt is empty; give at least one token")
-        _check(
+        check(
             type(self.max_tokens) is int and self.max_tokens >= 1,
             "max_tokens",
             self.max_tokens,
             "an integer of at least 1",
         )
-        _check(
+        check(
             _is_number(self.temperature) and 0 <= self.temperature <= HOTTEST,
             "temperature",
             self.temperature,
             f"0 (greedy) or a positive number up to {HOTTEST}",
         )
-        _check(
+        check(
             _is_number(self.top_p) and 0 <= self.top_p <= 1,
             "top_p",
             self.top_p,
             "a number from 0 (the likeliest token alone) to 1 (off)",
         )
-        _check(
+        check(
             type(self.top_k) is int and 0 <= self.top_k < 2**31,
             "top_k",
             self.top_k,
             "0 (off) or a positive integer below 2**31",
         )
-        _check(
+        check(
             _is_number(self.min_p) and 0 <= self.min_p <= 1,
             "min_p",
             self.min_p,
             "a number from 0 (off) to 1",
         )
-        _check(
+        check(
             _is_number(self.repetition_penalty)
             and 1 / HARSHEST <= self.repetition_penalty <= HARSHEST,
             "repetition_penalty",
@@ -92,29 +86,29 @@ class Request:
         )
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
-            _check(_is_number(value) and -2 <= value <= 2, name, value, "a number from -2 to 2")
-        biases = all(_is_id(i) and _is_number(x) and abs(x) <= 100 for i, x in self.logit_bias)
+            check(_is_number(value) and -2 <= value <= 2, name, value, "a number from -2 to 2")
+        biases = all(is_id(i) and _is_number(x) and abs(x) <= 100 for i, x in self.logit_bias)
         expected = "token ids with numbers from -100 to 100"
-        _check(biases, "logit_bias", dict(self.logit_bias), expected)
+        check(biases, "logit_bias", dict(self.logit_bias), expected)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             wanted = value is None or (type(value) is int and 0 <= value <= TOP)
-            _check(wanted, name, value, f"None, or how many alternatives to report, 0 to {TOP}")
-        _check(
+            check(wanted, name, value, f"None, or how many alternatives to report, 0 to {TOP}")
+        check(
             type(self.seed) is int and 0 <= self.seed < 2**32,
             "seed",
             self.seed,
             "an integer from 0 to 2**32 - 1",
         )
         block = self.block_size
-        _check(
+        check(
             block is None or (type(block) is int and block >= 1),
             "block_size",
             block,
             "None, or an integer of at least 1",
         )
         texts = all(isinstance(s, str) and s for s in self.stop)
-        _check(texts, "stop", self.stop, "texts of at least one character")
+        check(texts, "stop", self.stop, "texts of at least one character")
 
     @property
     def shaped(self) -> bool:
@@ -131,164 +125,6 @@ class Request:
     def limit(self) -> int:
         """Most tokens prompt and output may have together."""
         return len(self.prompt) + self.max_tokens
-
-
-class Options(TypedDict, total=False):
-    """Arguments that ask for an output; `Engine.stream` says what they mean."""
-
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    logit_bias: Mapping[int, float] | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    structured: Structure | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool
-    speculative: bool
-    block_size: int | None
-    recovery: Recovery | None
-    tools: Sequence[Any] | None
-    tool_choice: Any
-
-
-class CancellableOptions(Options, total=False):
-    """And a cell to end it by."""
-
-    cancel: CancelCell | None
-
-
-def check_names(options: Mapping[str, Any], kind: type) -> None:
-    """Refuses, by TypeError as Python does, arguments that `kind` does not name."""
-    known = kind.__annotations__
-    for name in options.keys() - known.keys():
-        close = difflib.get_close_matches(name, known, 1)
-        rather = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-        raise TypeError(f"{name!r} is no argument that asks for an output; {rather}")
-
-
-def request_of(
-    prompt: str | Sequence[int],
-    target: TargetConfig,
-    tokenizer: Tokenizer | None,
-    *,
-    max_tokens: int = 256,
-    min_tokens: int = 0,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    frequency_penalty: float = 0.0,
-    presence_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-    structured: Structure | None = None,
-    seed: int | None = None,
-    stop: str | Sequence[str] | None = None,
-    stop_token_ids: Sequence[int] | None = None,
-    ignore_eos: bool = False,
-    speculative: bool = True,
-    block_size: int | None = None,
-    recovery: Recovery | None = None,
-    tools: Sequence[Any] | None = None,
-    tool_choice: Any = None,
-) -> Request:
-    """The request that arguments of `Engine.stream` describe; raises RequestError.
-
-    Args:
-      min_tokens: end tokens that come before so many tokens become the next best ones.
-      block_size: most tokens a round of this request may decide, the plan's at most; changes
-        speed, never a token of a greedy request.
-    """
-    ids, eos = token_ids(prompt, tokenizer, target.vocab_size), target.eos_token_ids
-    ends = _items("stop_token_ids", stop_token_ids, "token ids, integers from 0")
-    _check(all(map(_is_id, ends)), "stop_token_ids", list(ends), "token ids, integers from 0")
-    texts = _items("stop", (stop,) if isinstance(stop, str) else stop, "a text or several")
-    if texts and tokenizer is None:
-        raise RequestError(
-            "stop has texts, but this model ships no tokenizer.json; give stop_token_ids"
-        )
-    max_tokens, min_tokens, top_k = map(as_number, (max_tokens, min_tokens, top_k))
-    logprobs, prompt_logprobs = as_number(logprobs), as_number(prompt_logprobs)
-    seed, block_size = as_number(seed), as_number(block_size)
-    recovery = OFF if recovery is None else recovery
-    _check(isinstance(recovery, Recovery), "recovery", recovery, "None, or a dj.Recovery(...)")
-    if min_tokens:
-        recovery = _with_minimum(recovery, min_tokens, max_tokens, structured)
-    if structured is not None:
-        recovery = recovery.for_structure()
-    return Request(
-        prompt=ids,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        logit_bias=as_biases(logit_bias, target.vocab_size),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        structured=structured,
-        seed=pick_seed(seed),
-        stop=texts,
-        stop_ids=frozenset((*(() if ignore_eos else eos), *ends)),
-        speculative=speculative and block_size != 1,
-        block_size=block_size,
-        recovery=recovery,
-        words=words_of(tokenizer, ids, recovery, tools, tool_choice),
-        tools=tools_of(tools),
-    )
-
-
-def _with_minimum(
-    recovery: Recovery, tokens: int, most: int, structured: Structure | None
-) -> Recovery:
-    """The rules with a minimum of output tokens."""
-    _check(
-        type(tokens) is int and 0 <= tokens <= most,
-        "min_tokens",
-        tokens,
-        f"an integer from 0 to max_tokens, {most}",
-    )
-    if structured is not None:
-        raise RequestError(
-            "min_tokens and structured output do not go together: the structure says where it"
-            " ends; drop one of them"
-        )
-    return dataclasses.replace(recovery, min_tokens=tokens)
-
-
-def _check(good: bool, name: str, value: Any, expected: str) -> None:
-    if not good:
-        raise RequestError(f"{name} is {value!r}; expected {expected}")
-
-
-def _items(name: str, value: Any, expected: str) -> tuple[Any, ...]:
-    """The items of an argument that may be left out."""
-    try:
-        return () if value is None else tuple(value)
-    except TypeError as error:
-        raise RequestError(f"{name} is {value!r}; expected {expected}") from error
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, Integral) and 0 <= int(value) < 2**31
 
 
 def check_fits(request: Request, plan: Plan, target: TargetConfig) -> None:
@@ -312,42 +148,16 @@ def check_fits(request: Request, plan: Plan, target: TargetConfig) -> None:
         )
 
 
-def token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
-    """Ids of a prompt given as text or as ids; refuses what the model has no row for."""
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise RequestError(
-                "the prompt is text, but this model ships no tokenizer.json; give token ids, or"
-                " load it with the tokenizer= of another folder"
-            )
-        prompt = tokenizer.encode(prompt)
-    try:
-        items: Any = None if isinstance(prompt, bytes) else prompt  # bytes are no ids
-        ids = tuple(operator.index(i) for i in items)
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"the prompt is {prompt!r}; expected a text or a list of ids") from error
-    if outside := [i for i in ids if not 0 <= i < vocab_size]:
-        raise RequestError(
-            f"token ids {outside[:5]} are out of range; the target knows 0 to {vocab_size - 1}"
-        )
-    return ids
+def check(good: bool, name: str, value: Any, expected: str) -> None:
+    """Refuses, by RequestError, an argument that is not what was expected."""
+    if not good:
+        raise RequestError(f"{name} is {value!r}; expected {expected}")
 
 
-def pick_seed(seed: int | None) -> int:
-    """The given seed, or a fresh one."""
-    return secrets.randbits(32) if seed is None else seed
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def as_biases(biases: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """The biases of a mapping, if any; ids may be texts of digits, as in JSON."""
-    try:
-        pairs = tuple((int(i), x) for i, x in dict(biases or {}).items())
-    except (TypeError, ValueError) as error:
-        raise RequestError(
-            f"logit_bias is {biases!r}; expected a mapping of token ids to numbers"
-        ) from error
-    if outside := [i for i, _ in pairs if not 0 <= i < vocab_size]:
-        raise RequestError(
-            f"logit_bias names {outside[:5]}; the target knows 0 to {vocab_size - 1}"
-        )
-    return pairs
+def is_id(value: Any) -> bool:
+    """Whether it can be a token id of any model."""
+    return isinstance(value, Integral) and 0 <= int(value) < 2**31

@@ -16,10 +16,10 @@ import tokenizers
 from tokenizers import decoders, models
 
 from dflash_jax.compiler.plan import Order
+from dflash_jax.engine.arguments import CancellableOptions, Options, request_of
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.pace import Pace
-from dflash_jax.engine.request import CancellableOptions, Options, request_of
 from dflash_jax.engine.result import Piece
 from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.text import OutputText
