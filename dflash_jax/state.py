@@ -7,7 +7,7 @@ heads, P key width, Q value width, C convolved channels, W convolution inputs ke
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -144,8 +144,7 @@ def all_finite(out: StepOutput) -> Bool[Array, ""]:
     return (target > 0).all() & (drafts >= 0).all()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowStep:
+class RowStep(NamedTuple):
     """What one step said about one row."""
 
     tokens: tuple[int, ...]  # newly decided tokens, the next anchor last

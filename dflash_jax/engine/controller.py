@@ -43,11 +43,11 @@ def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]
     match event:
         case Cancelled(reason):
             rest = state.ids[len(state.ids) - state.held :]
-            done = dataclasses.replace(state, phase=Phase.DONE, held=0)
+            done = state._replace(phase=Phase.DONE, held=0)
             return done, Effects(emit=rest, finish=reason)
         case Prefilled():
             restored = state.restored if state.retried else event.restored
-            state = dataclasses.replace(state, restored=restored, fed=-1)
+            state = state._replace(restored=restored, fed=-1)
             step = Stepped((event.token,), finite=event.finite, floor=event.floor)
             return _stepped(state, step, policy)
         case Stepped():
@@ -80,7 +80,7 @@ def room(state: State, policy: Policy) -> int:
 
 def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effects]:
     if not event.finite:
-        return dataclasses.replace(state, phase=Phase.DONE), Effects(finish=Finish.ERROR)
+        return state._replace(phase=Phase.DONE), Effects(finish=Finish.ERROR)
     decided = len(event.tokens)
     ran = state.ran or speculates(state, policy)
     lane, fallback = speculation.heard(
@@ -92,10 +92,10 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
         fixed=policy.fixed,
     )
     died = lane.dead and not state.lane.dead
-    state = dataclasses.replace(state, lane=lane, ran=ran, fed=state.fed + decided)
+    state = state._replace(lane=lane, ran=ran, fed=state.fed + decided)
     if not decided:
         return state, Effects(fallback=fallback)
-    plan = _Plan(state)
+    plan = _Plan(state, before=len(state.ids))
     tail = guards.tail(state.ids, policy.recovery)
     if policy.max_tokens <= 0:
         plan.finish = Finish.LENGTH
@@ -112,6 +112,7 @@ class _Plan:
     """The cut in the making: nothing of it has happened yet."""
 
     state: State
+    before: int  # ids decided before
     new: list[int] = dataclasses.field(default_factory=list)
     replace: int | None = None
     force: Ids = ()
@@ -124,10 +125,10 @@ class _Plan:
 
     @property
     def length(self) -> int:
-        return len(self.state.ids) + len(self.new)
+        return self.before + len(self.new)
 
     def mark(self, **changes: Any) -> None:
-        self.state = dataclasses.replace(self.state, **changes)
+        self.state = self.state._replace(**changes)
 
     def dictate(self, ids: Ids, note: str) -> None:
         """Puts ids in the place of the pending token and behind it."""
@@ -233,7 +234,7 @@ def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, E
     if finish and state.retried:
         plan.notes.append("empty_retry_confirmed_eos" if nothing else "empty_retry_recovered")
     hold = nothing and may_retry
-    shown = len(state.ids) - state.held
+    shown = plan.before - state.held
     if finish:
         phase = Phase.DONE
     elif state.retried:
@@ -242,7 +243,7 @@ def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, E
         phase = Phase.SPECULATIVE if speculates(state, policy) else Phase.PLAIN
     fed = state.fed + len(plan.force)
     held = len(ids) - shown if hold else 0
-    after = dataclasses.replace(state, phase=phase, ids=ids, held=held, fed=fed)
+    after = state._replace(phase=phase, ids=ids, held=held, fed=fed)
     assert finish or fed == len(ids) - 1, "one decided token, the last, is pending (S1, S2)"
     effects = Effects(
         emit=() if hold else ids[shown:],

@@ -142,7 +142,8 @@ class Live:
         self._look()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1
-        self.stats.recovery.update(effects.notes)
+        if effects.notes:
+            self.stats.recovery.update(effects.notes)
         if "runaway" in effects.notes:
             self.stats.recovery["runaway_dropped_tokens"] += runaway_drop(self.state.ids)
         if effects.restart:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
-from typing import Any, overload
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, overload
 
 from dflash_jax.engine.recovery.settings import OFF, Recovery
 from dflash_jax.engine.recovery.speculation import UNTRIED, Lane
@@ -27,7 +28,8 @@ class Said(Sequence[int]):
     def adding(self, ids: Iterable[int]) -> "Said":
         """These ids and more behind them; this one stays as it is."""
         longer = Said()
-        longer._ids = self._ids if len(self._ids) == self._length else self._ids[: self._length]
+        last = 0 < self._length == len(self._ids)  # an empty one is everybody's, and lends nothing
+        longer._ids = self._ids if last else self._ids[: self._length]
         longer._ids += ids
         longer._length = len(longer._ids)
         return longer
@@ -40,10 +42,15 @@ class Said(Sequence[int]):
     @overload
     def __getitem__(self, at: slice) -> Ids: ...
     def __getitem__(self, at: int | slice) -> int | Ids:
-        places = range(self._length)[at]
-        if isinstance(places, range):
-            return tuple(map(self._ids.__getitem__, places))
-        return self._ids[places]
+        if isinstance(at, int):
+            return self._ids[range(self._length)[at]]
+        start, stop, step = at.indices(self._length)
+        if step == 1:
+            return tuple(self._ids[start:stop])
+        return tuple(map(self._ids.__getitem__, range(start, stop, step)))
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self._ids, self._length)
 
     def __eq__(self, other: Any) -> bool:
         return self[:] == (other[:] if isinstance(other, Said) else other)
@@ -102,8 +109,7 @@ class Policy:
         return self.max_tokens - (reserve if reserve < self.max_tokens else self.max_tokens // 2)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """What is remembered of a request.
 
     Attributes:
@@ -121,7 +127,7 @@ class State:
     """
 
     phase: Phase = Phase.WAITING
-    ids: Said = dataclasses.field(default_factory=Said)
+    ids: Said = Said()
     held: int = 0
     fed: int = 0
     lane: Lane = UNTRIED
@@ -140,8 +146,7 @@ class State:
         return len(self.ids)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(NamedTuple):
     """The prompt was fed; its last row decided the first token."""
 
     token: int
@@ -150,8 +155,7 @@ class Prefilled:
     restored: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stepped:
+class Stepped(NamedTuple):
     """The device decided tokens for this row; none if the row was frozen.
 
     Attributes:
@@ -166,8 +170,7 @@ class Stepped:
     drafts: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(NamedTuple):
     """The caller went away, time ran out, or a stop string was completed."""
 
     reason: Finish = Finish.CANCELLED
@@ -176,8 +179,7 @@ class Cancelled:
 Event = Prefilled | Stepped | Cancelled
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Effects:
+class Effects(NamedTuple):
     """What the engine must do now, in this order.
 
     Attributes:

@@ -144,6 +144,13 @@ def test_what_was_said_is_a_value_whatever_continues_it() -> None:
     assert hash(longer) == hash(Said([1, 2, 3]))
     with pytest.raises(IndexError):
         short[2]  # though the list it shares is longer
+    assert list(short) == [1, 2]
+
+
+def test_the_state_that_every_request_begins_with_is_never_written_to() -> None:
+    first, second = (State().ids.adding(ids) for ids in ([1], [2]))
+    assert (first, second, State().ids) == ((1,), (2,), ())
+    assert not State().ids._ids  # else it would keep the first output for ever
 
 
 def test_a_step_copies_nothing_of_what_was_said() -> None:

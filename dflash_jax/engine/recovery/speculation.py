@@ -1,6 +1,6 @@
 """Whether drafting pays: speculate, decode plainly, or probe. Counts tokens, never seconds."""
 
-import dataclasses
+from typing import NamedTuple
 
 DEAD = "drafter_dead"
 DEAD_AFTER = 256  # drafts of which none was accepted
@@ -10,8 +10,7 @@ TRIAL, PROBE = 8, 4  # rounds before a verdict: at first, and after a pause
 PAUSE, LONGEST_PAUSE = 64, 1024  # tokens decoded plainly between probes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(NamedTuple):
     """What a request has learnt about its drafter.
 
     Attributes:
@@ -58,18 +57,17 @@ def heard(
         the clock, and tokens that are drawn hang on whether it does (R11).
     """
     if not finite:
-        lane = dataclasses.replace(lane, bad=lane.bad + 1)
+        lane = lane._replace(bad=lane.bad + 1)
         if lane.bad >= BAD_DRAFTS:
             off, dead = None if fixed else "draft_not_finite", lane.dead or not lane.accepted
-            lane = dataclasses.replace(lane, off=off, dead=dead)
+            lane = lane._replace(off=off, dead=dead)
         return lane, "draft_not_finite"
     if lane.pause:
         return _paused(lane, decided), None
     if not decided or not drafts or lane.off:
         return lane, None
     first = lane.length == 0
-    lane = dataclasses.replace(
-        lane,
+    lane = lane._replace(
         bad=0,
         drafted=lane.drafted + drafts,
         accepted=lane.accepted + decided - 1,
@@ -78,10 +76,10 @@ def heard(
     )
     if lane.drafted >= DEAD_AFTER and not lane.accepted and not lane.dead:
         off = DEAD if break_even else None
-        return dataclasses.replace(lane, dead=True, off=off), off
+        return lane._replace(dead=True, off=off), off
     if lane.trial == 0 and lane.length < break_even:
         pause = min(PAUSE << min(lane.pauses, 8), LONGEST_PAUSE)
-        return dataclasses.replace(lane, pause=pause, pauses=lane.pauses + 1), "below_break_even"
+        return lane._replace(pause=pause, pauses=lane.pauses + 1), "below_break_even"
     return lane, None
 
 
@@ -89,5 +87,5 @@ def _paused(lane: Lane, decided: int) -> Lane:
     """Counts a pause down; at its end a probe begins with a fresh mind."""
     pause = max(lane.pause - decided, 0)
     if pause:
-        return dataclasses.replace(lane, pause=pause)
-    return dataclasses.replace(lane, pause=0, trial=PROBE, length=0.0)
+        return lane._replace(pause=pause)
+    return lane._replace(pause=0, trial=PROBE, length=0.0)

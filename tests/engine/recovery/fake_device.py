@@ -180,7 +180,7 @@ class Device:
             assert seen.fed == self.ids[:-1]  # S7: fed once each, in order
             late, nothing = advance(seen.state, Stepped(()), self.policy)
             assert nothing == Effects()  # a step in the air while the row was frozen
-            assert dataclasses.replace(late, ran=seen.state.ran) == seen.state
+            assert late._replace(ran=seen.state.ran) == seen.state
 
 
 def run(
