@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dflash_jax.compiler import Plan
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.loading import resolve_here
+from dflash_jax.quant.layouts import KEPT
 from dflash_jax.testing import force_acceptance, random_params, scripted_engine, set_script
 
 CYCLE_16 = (7, 3, 15, 5, 0, 9, 6, 4)  # accepted drafts per round: 7.125 tokens
@@ -95,9 +97,10 @@ NAMES = ("tiny", *SHAPES)
 
 
 def count(params: dict[str, Any]) -> int:
-    """Parameters of a model, a drafter's script left out."""
+    """Parameters of a model but a drafter's script; a weight that is kept twice counts once."""
     kept = {name: leaves for name, leaves in params.items() if name != "script"}
-    return sum(leaf.size for leaf in jax.tree.leaves(kept))
+    weights = jax.tree.leaves(kept, is_leaf=lambda leaf: isinstance(leaf, KEPT))
+    return sum(math.prod(weight.shape) for weight in weights)
 
 
 def build(name: str, *, max_length: int = 0, prompts: int = 8, rounds: int = 0) -> Case:
