@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from dflash_jax.errors import ConfigError
@@ -59,6 +60,11 @@ class Recovery:
     log_directory: str | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # NumPy's numbers become Python's
+            value = getattr(self, field.name)
+            if isinstance(value, Real) and not isinstance(value, bool):
+                whole = isinstance(value, Integral)
+                object.__setattr__(self, field.name, int(value) if whole else float(value))
         for name in ("floor", "min_tokens", "answer_reserve"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:

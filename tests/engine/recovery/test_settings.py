@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dflash_jax.engine.recovery import OFF, Recovery
@@ -47,6 +48,12 @@ def test_the_original_names_ask_for_the_original_rules() -> None:
     assert Recovery.from_environment(quiet).repeats == 0
     with pytest.raises(ConfigError, match="DFLASH_MIN_TOKENS is '6x'"):
         Recovery.from_environment({"DFLASH_MIN_TOKENS": "6x"})
+
+
+def test_numbers_may_be_those_of_numpy() -> None:
+    given = Recovery(floor=np.int64(6), repeat_limit=np.int32(9), deadline_s=np.float32(2.5))
+    assert given == Recovery(floor=6, repeat_limit=9, deadline_s=2.5)
+    assert {type(x) for x in (given.floor, given.repeats, given.deadline_s)} == {int, float}
 
 
 @pytest.mark.parametrize(
