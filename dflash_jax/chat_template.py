@@ -46,6 +46,12 @@ def _named(given: Any) -> dict[str, Any]:
     return {} if given is None else {"default": given}
 
 
+def calls_of(message: Message) -> list[Any]:
+    """The tool calls of a turn, if it has any that can be told apart."""
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) and all(isinstance(x, dict) for x in calls) else []
+
+
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
     """The conversation with turns of one call: those with several become as many turns.
 
@@ -56,7 +62,7 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
     rest = list(messages)
     while rest:
         turn = rest.pop(0)
-        calls = turn.get("tool_calls") or []
+        calls = calls_of(turn)
         if len(calls) < 2:
             made.append(turn)
             continue
@@ -69,7 +75,7 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
             place = places.get(str(answer.get("tool_call_id")), min(order, len(calls) - 1))
             answers[place].append(answer)
         for place, call in enumerate(calls):
-            head = turn if place == 0 else {"role": turn["role"], "content": None}
+            head = turn if place == 0 else {"role": turn.get("role"), "content": None}
             made += [head | {"tool_calls": [call]}, *answers[place]]
     return made
 

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from dflash_jax.chat_template import Message, compiled, one_call_each, templates_of
+from dflash_jax.chat_template import Message, calls_of, compiled, one_call_each, templates_of
 from dflash_jax.errors import CheckpointError, RequestError
 
 FILES = (
@@ -153,8 +153,13 @@ class Tokenizer:
         Raises:
           RequestError: the model has no template, or the template refuses the messages.
         """
+        if wrong := [m for m in messages if not isinstance(m, dict)]:
+            raise RequestError(
+                f"a message is {wrong[0]!r}; expected dicts, such as"
+                ' {"role": "user", "content": "..."}'
+            )
         plain = [self.plain(message) for message in messages]
-        if any(len(m.get("tool_calls") or ()) > 1 for m in plain) and self._takes_one_call:
+        if any(len(calls_of(message)) > 1 for message in plain) and self._takes_one_call:
             plain = [self.plain(message) for message in one_call_each(plain)]
         return self._rendered(plain, **variables)
 

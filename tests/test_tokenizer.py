@@ -196,6 +196,17 @@ def test_turns_of_several_calls_are_split_where_a_template_takes_one(
     assert read(core, {"chat_template": template}).render(talk) == said
 
 
+@pytest.mark.parametrize("calls", [True, 7, [1, 2], {"a": 1, "b": 2}])
+def test_calls_that_are_none_are_for_the_template_to_judge(core: Path, calls: Any) -> None:
+    tokenizer = read(core, {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
+    assert tokenizer.render([TALK[0] | {"tool_calls": calls}]) == TALK[0]["content"]
+
+
+def test_a_message_that_is_no_dict_is_refused(core: Path) -> None:
+    with pytest.raises(RequestError, match=r"a message is 'Hi'; expected dicts, such as"):
+        read(core, {"chat_template": "."}).render([*TALK, "Hi"])  # pyrefly: ignore[bad-argument-type]
+
+
 def test_without_a_template_contents_are_joined_but_no_conversation_is_written(core: Path) -> None:
     tokenizer = read(core, {})
     message = tokenizer.plain({"role": "user", "content": ["Hi", "there"]})

@@ -91,6 +91,8 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
         read = text_of if role == "assistant" else texts_of
         message["content"] = read(message.get("content"), f"{where}.content")
+        if role != "assistant":
+            message.pop("tool_calls", None)  # nobody else calls
         if role == "assistant":
             if message["content"] is None and not message.get("tool_calls"):
                 message["content"] = ""

@@ -277,6 +277,12 @@ def test_older_messages_are_read() -> None:
     assert (first["role"], first["content"], second["content"]) == ("tool", "1", "")
 
 
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_only_an_assistant_calls_tools(role: str) -> None:
+    turn = {"role": role, "content": "x", "tool_calls": True}
+    assert "tool_calls" not in (chat(messages=[*HELLO, turn]).messages or ())[-1]
+
+
 def test_what_was_said_behind_a_call_is_of_the_same_turn() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     said = {"type": "message", "role": "assistant"}
