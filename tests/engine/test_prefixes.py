@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax import CancelCell, Plan
 from dflash_jax.config import TargetConfig
-from dflash_jax.engine import request as request_module
+from dflash_jax.engine import arguments
 from dflash_jax.engine.controller import Cancelled, Finish
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.prefix_cache import PrefixCache
@@ -334,7 +334,7 @@ def test_C11_C16_what_a_request_with_visible_output_added_stays(warm: Engine) ->
     while not live.ids:
         warm.advance()
     live.take(Cancelled(Finish.STOP))  # as a stop string does
-    warm.loop.release(live)
+    warm.loop.tidy()
     assert live.result().finish_reason == "stop"
     assert warm.prefix_cache.segments == 2
 
@@ -347,7 +347,7 @@ def test_C17_E14_E19_an_empty_answer_is_doubted_down_to_its_prompt(
     wanted = fresh(warm, prompt).token_ids
     warm.generate(prompt, max_tokens=1)
     words = Words(hidden=frozenset(wanted))
-    monkeypatch.setattr(request_module, "words_of", lambda *_: words)
+    monkeypatch.setattr(arguments, "words_of", lambda *_: words)
     settings = dataclasses.replace(OFF, empty_retry=True)
     stream = warm.stream(prompt, max_tokens=16, recovery=settings)
     assert [i for piece in stream for i in piece.token_ids] == wanted

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.engine import request as request_module
+from dflash_jax.engine import arguments
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.words import Words
@@ -63,7 +63,7 @@ def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Lets a test say what the tokens mean, as there is no tokenizer."""
 
     def use(**fields: Any) -> None:
-        monkeypatch.setattr(request_module, "words_of", lambda *_: Words(**fields))
+        monkeypatch.setattr(arguments, "words_of", lambda *_: Words(**fields))
 
     return use
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.engine import request as request_module
+from dflash_jax.engine import arguments
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.recovery.words import Words
@@ -78,7 +78,7 @@ def alike_alone_and_in_company(
     for seed in seeds:
         rng = random.Random(seed)
         words = meaning(rng)
-        monkeypatch.setattr(request_module, "words_of", lambda *_, words=words: words)
+        monkeypatch.setattr(arguments, "words_of", lambda *_, words=words: words)
         crowd = [asked(rng, engine) for _ in range(5)]
         lives = []
         for options in crowd:
