@@ -26,9 +26,9 @@ from dflash_jax.engine.flight import Flight
 from dflash_jax.engine.lanes import lane_of
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.pace import Pace
-from dflash_jax.engine.reader import Reader
 from dflash_jax.engine.rows import Rows
 from dflash_jax.engine.runner import Runner
+from dflash_jax.engine.teller import Teller
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
 from dflash_jax.state import read_output
 
@@ -49,7 +49,7 @@ class Loop:
         self.flights: collections.deque[Flight] = collections.deque()
         self.pace = Pace(plan.rounds)
         self._feeder = Feeder(plan, runner, self.rows, self._dispatch)
-        self._reader = Reader(plan.block, runner, self.rows, self.flights, self.events)
+        self._teller = Teller(plan.block, runner, self.rows, self.flights, self.events)
         self._lock = threading.RLock()  # over queue, rows and requests; never held while waiting
         self._driving = threading.Lock()
         self._left = False  # somebody who made steps was stopped in between
@@ -79,7 +79,7 @@ class Loop:
         with self._lock:
             if not live.done:
                 live.take(controller.Cancelled())
-                self._reader.release(live)
+                self._teller.release(live)
 
     def tidy(self) -> None:
         """Ends what the next turn would end: what was let go of, cancelled, or is out of time."""
@@ -180,7 +180,7 @@ class Loop:
         self.rows.changed()
         for live in filter(None, list(self.rows.lives)):
             if live.done or live.fail(error):
-                self._reader.release(live)
+                self._teller.release(live)
             elif live.rebuilding:
                 self._runner.compile(lane_of(live.request), dictating=True)
 
@@ -196,9 +196,9 @@ class Loop:
                 live.take(controller.Cancelled())
             elif not live.done:  # else whoever ended it was stopped before it was let go
                 live.stats.recovery["deadline"] += 1
-                self._reader.report(live, ("deadline",))
+                self._teller.report(live, ("deadline",))
                 live.take(controller.Cancelled(controller.Finish.LENGTH))
-            self._reader.release(live)
+            self._teller.release(live)
 
     # -- dispatching --------------------------------------------------------------------------
 
@@ -255,5 +255,5 @@ class Loop:
             self.pace.took(len(steps), flight.started)
         with self._lock:
             for step in steps:
-                self._reader.read(flight, step)
+                self._teller.tell(flight, step)
             self.flights.popleft()

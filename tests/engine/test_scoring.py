@@ -113,6 +113,7 @@ def test_a_kept_prefix_is_fed_again_to_be_scored(tiny: Engine) -> None:
 
 def test_a_failed_step_is_made_good(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, runner = prompt_of(41), tiny.runner
+    tiny.generate(prompt, max_tokens=4, prompt_logprobs=1)  # compiles what is to fail
     score, calls = tiny.executables["score"], []
 
     def failing(*arguments: Any) -> Any:

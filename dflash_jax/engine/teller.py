@@ -1,4 +1,4 @@
-"""The reader: has requests hear what a call says of their rows, and does what they want done."""
+"""The teller: tells requests what a call says of their rows, and does what they want done."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ from dflash_jax.engine.shaper import likely_prompt, likely_tokens
 from dflash_jax.state import RowStep
 
 
-class Reader:
-    """Reads the answers of calls.
+class Teller:
+    """Tells requests the answers of calls.
 
     Args:
       block: tokens of a drafted block.
@@ -34,7 +34,7 @@ class Reader:
         self._rows.release(live)
         self._runner.settle(live)
 
-    def read(self, flight: Flight, steps: list[RowStep]) -> None:
+    def tell(self, flight: Flight, steps: list[RowStep]) -> None:
         """Has the readers of a call hear one of its steps."""
         broken = []
         dictated: dict[int, Dictated] = {}
