@@ -56,18 +56,21 @@ class Server:
         self._settings, self._metrics = settings, Metrics()
         self._gate = Gate(settings, self._metrics)
         self._running: set[Generation] = set()
+        self._kept = Kept()
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
         shared = self.models, self._gate, settings, self._metrics
         information = Information(*shared, parameters)
         posts = information.posts | {
             "/v1/chat/completions": self._generating(decode_chat),
             "/v1/completions": self._generating(decode_completion),
-            "/v1/responses": self._generating(functools.partial(decode_responses, kept=Kept())),
+            "/v1/responses": self._generating(functools.partial(decode_responses, kept=self._kept)),
             "/v1/messages": self._generating(decode_messages),
         }
         guarded = self._gate.guarded
         routes = [Route(path, guarded(f), methods=["POST"]) for path, f in posts.items()]
         routes += [Route(p, guarded(f), methods=["GET"]) for p, f in information.gets.items()]
+        kept = guarded(self._kept_response)
+        routes.append(Route("/v1/responses/{response_id}", kept, methods=["GET", "DELETE"]))
         handlers: Any = {404: self._gate.no_route, 405: self._gate.no_route}
         self.app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
         if settings.cors:
@@ -156,6 +159,16 @@ class Server:
             yield writer.problem(problem)
         finally:
             await events.aclose()
+
+    async def _kept_response(self, request: Request) -> Response:
+        """A response given once more, or forgotten."""
+        number = request.path_params["response_id"]
+        if request.method == "DELETE":
+            self._kept.forget(number)
+            return json_answer({"id": number, "object": "response", "deleted": True})
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            raise Problem(400, "a kept response is not streamed; leave it out", param="stream")
+        return json_answer(self._kept.answer(number))
 
     def _book(self, generation: Generation, answer: str) -> None:
         """Metrics, and one line in the log."""

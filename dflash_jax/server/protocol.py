@@ -83,7 +83,7 @@ class Ask:
       echo: what to put before the output: nothing, or the prompt.
       max_tokens: 0, only with `echo`, asks for no output.
       echoed: fields of the request that the answer repeats.
-      keep: called with the answer's id and, as `made`, its items, for requests that refer to them.
+      keep: called with the answer, for requests that ask for it or refer to it.
       clamp: shorten max_tokens to what fits, instead of refusing.
       usage_chunk: a stream's last chunk has `usage`; `usage_each`: every chunk has.
       warnings: what was ignored.

@@ -262,9 +262,10 @@ class ResponsesWriter:
 
     def _ended(self, items: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
         """The whole response, which is kept for requests that refer to it."""
+        answer = self._response(items, reply)
         if keep := self.generation.ask.keep:
-            keep(self.id, made=items)
-        return self._response(items, reply)
+            keep(answer)
+        return answer
 
     def _response(self, items: list[dict[str, Any]], reply: Reply | None) -> dict[str, Any]:
         ask = self.generation.ask

@@ -156,6 +156,27 @@ def test_responses_whole_and_streamed(live: Live) -> None:
     assert events[-1].response.usage.output_tokens == whole.usage.output_tokens == 20
 
 
+def test_responses_are_given_again_until_they_are_deleted(live: Live) -> None:
+    import openai
+
+    responses, more = live.openai.responses, {"model": "tiny", "max_output_tokens": 4}
+    made = responses.create(input="Hello", **more)
+    [*_, ended] = responses.create(input="Hello", stream=True, **more)
+    for kept in (made, ended.response):
+        assert responses.retrieve(kept.id) == kept
+        with pytest.raises(openai.BadRequestError, match="not streamed"):
+            responses.retrieve(kept.id, stream=True)
+        responses.delete(kept.id)
+        for gone in (responses.retrieve, responses.delete):
+            with pytest.raises(openai.NotFoundError, match="not kept here"):
+                gone(kept.id)
+    with pytest.raises(openai.BadRequestError, match="not kept here"):
+        responses.create(input="Hello", previous_response_id=made.id, **more)
+    unstored = responses.create(input="Hello", store=False, **more)
+    with pytest.raises(openai.NotFoundError, match="not kept here"):
+        responses.retrieve(unstored.id)
+
+
 def test_anthropic_messages_whole_and_streamed(live: Live) -> None:
     create = live.anthropic.messages.create
     ask = {"model": "tiny", "max_tokens": 20, "messages": ASK, "system": "Be brief."}
