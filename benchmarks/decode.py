@@ -1,4 +1,4 @@
-"""How fast decoding is, as paired ratios: over the official package, plain lanes, a device loop.
+"""How fast decoding is, as paired ratios: over the official package, plain lanes, bare loops.
 
     pip install torch==2.13.0 transformers==5.15.0 dflash==0.1.0
     python -m benchmarks.decode [--configs tiny,9m,60m] [--rounds 1,16] [--pairs 9] [--json OUT]
@@ -9,6 +9,9 @@ acceptance lengths. The column `cpu` is the same ratio by CPU seconds instead of
 suffers less from other work on the machine. With several `--rounds` every case is measured once
 for each of them: one call of either of our lanes then makes up to so many steps (0: as many as
 the plan has by default). `--no-official` is for where the official package is not installed.
+
+The bare loops have no requests: `device_loop` makes all rounds of an answer in one call,
+`host_loop` makes the engine's calls and reads what they say.
 """
 
 import argparse
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from benchmarks.paired import Samples
 
 GOALS = {"tiny": 2.2, "9m": 1.7, "60m": 1.5}  # over the official package
+LOOPS = ("host_loop", "device_loop")
 LOOP_GOAL = 0.97  # of the device loop's speed
 
 
@@ -64,25 +68,26 @@ class Lane:
 
 
 def lanes_of(case: "Case", *, official: bool) -> dict[str, Lane]:
-    """Every lane of a case; `rounds` of the device loop come from a first run of ours."""
-    from benchmarks.lanes import DeviceLoop, generate
+    """Every lane of a case; how many rounds bare loops make comes from a first run of ours."""
+    from benchmarks.lanes import BareLoop, generate
     from dflash_jax.engine.compare import one_token_lane
 
-    engine, single, loop = case.engine, one_token_lane(case.engine), DeviceLoop(case.engine)
+    engine, single, loop = case.engine, one_token_lane(case.engine), BareLoop(case.engine)
     rounds = {
         tuple(w.prompt): len(generate(engine, w.prompt, **case.options(w)).acceptance_lengths)
         for w in case.work
     }
+
+    def bare(run: "Callable[..., Run]") -> "Callable[[Any], Run]":
+        options = {"max_tokens": case.max_tokens, "stop_ids": case.stop_ids}
+        return lambda w: run(w.prompt, **options, rounds=rounds[tuple(w.prompt)])
+
     lanes: dict[str, Callable[[Any], Run]] = {
         "ours": lambda w: generate(engine, w.prompt, **case.options(w)),
         "plain": lambda w: generate(engine, w.prompt, **case.options(w), speculative=False),
         "plain1": lambda w: generate(single, w.prompt, **case.options(w)),
-        "device_loop": lambda w: loop.generate(
-            w.prompt,
-            max_tokens=case.max_tokens,
-            stop_ids=case.stop_ids,
-            rounds=rounds[tuple(w.prompt)],
-        ),
+        "host_loop": bare(loop.on_host),
+        "device_loop": bare(loop.on_device),
     }
     if official:
         lanes |= official_lanes(case)
@@ -110,7 +115,7 @@ def check(lanes: dict[str, Lane]) -> dict[str, bool]:
     """Which lanes agree with ours; raises DifferentTokensError unless all do."""
     ours = lanes["ours"]
     agree = {f"tokens {name}": lane.tokens == ours.tokens for name, lane in lanes.items()}
-    for name in ("official", "device_loop"):
+    for name in ("official", *LOOPS):
         if name in lanes:
             agree[f"acceptance lengths {name}"] = lanes[name].lengths == ours.lengths
     if not all(agree.values()):
@@ -121,13 +126,13 @@ def check(lanes: dict[str, Lane]) -> dict[str, bool]:
 
 def measure(case: "Case", pairs: int, *, official: bool) -> dict[str, Any]:
     """All series of a case, each interleaved, and their ratios."""
-    from benchmarks.paired import interleaved, ratio
+    from benchmarks.paired import interleaved
 
     lanes = lanes_of(case, official=official)
     for lane in lanes.values():
         lane()
     agree = check(lanes)
-    series = {"plain": ("ours", "plain", "plain1"), "device_loop": ("ours", "device_loop")}
+    series = {"plain": ("ours", "plain", "plain1"), "device_loop": ("ours", *LOOPS)}
     if official:
         series = {"official": ("ours", "official", "official_plain")} | series
     report: dict[str, Any] = {"case": case.describe(), "agree": agree, "series": {}}
@@ -135,13 +140,9 @@ def measure(case: "Case", pairs: int, *, official: bool) -> dict[str, Any]:
         samples = interleaved({m: lanes[m] for m in members}, pairs)
         baseline = faster(samples) if name == "plain" else name
         cpu = {m: lanes[m].cpu[-pairs:] for m in members}
-        report["series"][name] = {
-            "tokens_per_s": samples,
-            "tokens_per_cpu_s": cpu,
-            "baseline": baseline,
-            "ratio": ratio(samples, "ours", baseline).to_json(),
-            "cpu_ratio": ratio(cpu, "ours", baseline).to_json(),
-        }
+        report["series"][name] = compared(samples, cpu, "ours", baseline)
+        if name == "device_loop":
+            report["series"]["host_loop"] = compared(samples, cpu, "host_loop", baseline)
         check(lanes)
     lengths = [n for run in lanes["ours"].lengths for n in run]
     report["acceptance_length"] = sum(lengths) / len(lengths)
@@ -149,6 +150,20 @@ def measure(case: "Case", pairs: int, *, official: bool) -> dict[str, Any]:
     report["decode_tokens"] = sum(lengths)
     report["prefill_s"] = {name: prefill(lane) for name, lane in lanes.items()}
     return report
+
+
+def compared(samples: "Samples", cpu: "Samples", over: str, baseline: str) -> dict[str, Any]:
+    """All samples, and the ratios of the lane `over` and a baseline."""
+    from benchmarks.paired import ratio
+
+    return {
+        "tokens_per_s": samples,
+        "tokens_per_cpu_s": cpu,
+        "over": over,
+        "baseline": baseline,
+        "ratio": ratio(samples, over, baseline).to_json(),
+        "cpu_ratio": ratio(cpu, over, baseline).to_json(),
+    }
 
 
 def faster(samples: "Samples") -> str:
@@ -169,45 +184,46 @@ def table(reports: dict[str, Any]) -> str:
     """One line per case and comparison; "tiny:16" is tiny with up to 16 steps a call."""
     titles = (
         "case",
-        "ours over",
+        "faster",
+        "over",
         "ratio",
         "quartiles",
         "min",
         "cpu",
         "goal",
-        "ours",
-        "other",
+        "tok/s",
+        "of other",
         "tau",
     )
     lines = [columns(titles)]
     for name, report in reports.items():
         for series, found in report["series"].items():
-            goals = {"official": GOALS.get(name.split(":")[0]), "device_loop": LOOP_GOAL}
+            goals = {"official": GOALS.get(name.split(":")[0])} | dict.fromkeys(LOOPS, LOOP_GOAL)
             goal, tau = goals.get(series), report["acceptance_length"]
             lines.append(
                 columns((name, *figures(found), goal or "-", *speeds(found), f"{tau:.3f}"))
             )
-    return "\n".join(lines) + "\n(ours, other: median tokens/s)"
+    return "\n".join(lines)
 
 
 def columns(cells: Sequence[object]) -> str:
     """Cells of a table line, padded."""
-    widths = (12, 15, 7, 13, 7, 7, 5, 8, 8, 7)
+    widths = (6, 9, 11, 6, 13, 6, 6, 4, 7, 8, 5)
     return "".join(str(cell).ljust(width) + " " for cell, width in zip(cells, widths, strict=True))
 
 
 def figures(found: dict[str, Any]) -> tuple[str, ...]:
-    """Baseline, and the paired ratio: median, quartiles, minimum, median by CPU seconds."""
+    """Both lanes, and the paired ratio: median, quartiles, minimum, median by CPU seconds."""
     r = found["ratio"]
     numbers = (r["median"], "{:.3f}-{:.3f}".format(*r["quartiles"]), r["low"])
     cells = (x if isinstance(x, str) else f"{x:.3f}" for x in numbers)
-    return found["baseline"], *cells, f"{found['cpu_ratio']['median']:.3f}"
+    return found["over"], found["baseline"], *cells, f"{found['cpu_ratio']['median']:.3f}"
 
 
 def speeds(found: dict[str, Any]) -> tuple[str, str]:
-    """Median tokens per second of ours and of the baseline."""
+    """Median tokens per second of both lanes."""
     samples = found["tokens_per_s"]
-    lanes = ("ours", found["baseline"])
+    lanes = (found["over"], found["baseline"])
     return tuple(f"{statistics.median(samples[lane]):.1f}" for lane in lanes)
 
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks.environment import environment
 from benchmarks.gpu_cases import FULL, Bench, full, logits_step, planned, random_params, smoke
-from benchmarks.lanes import DeviceLoop, generate
+from benchmarks.lanes import BareLoop, generate
 from dflash_jax import Plan
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.memory import Work, work
@@ -269,7 +269,7 @@ def forced(suite: Suite, name: str, params: Any) -> None:
     same = runs["plain1"][0].token_ids == said
     suite.add("plain_lanes", model=name, decode_s=plain_s, plain1_says_the_same=same)
     script = scripted_engine(engine)
-    loop = DeviceLoop(script)
+    loop = BareLoop(script)
     for tau in TAUS:
         if tau > plan.block:
             continue
@@ -280,7 +280,7 @@ def forced(suite: Suite, name: str, params: Any) -> None:
         run = min(found, key=lambda r: r.decode_s)
         rounds = len(run.acceptance_lengths)
         looped = min(
-            loop.generate(prompt, max_tokens=count, stop_ids=(), rounds=rounds).decode_s
+            loop.on_device(prompt, max_tokens=count, stop_ids=(), rounds=rounds).decode_s
             for _ in range(3)
         )
         suite.add(

@@ -1,7 +1,10 @@
-"""Our lanes, timed: prefill apart from decoding, and the fused step in a loop on the device."""
+"""Our lanes, timed: prefill apart from decoding, and the fused step in bare loops."""
 
+import collections
 import dataclasses
+import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +16,7 @@ from dflash_jax.compiler.programs import build_pair, empty_state, idle_rules
 from dflash_jax.decode import steps
 from dflash_jax.decode.block import Params
 from dflash_jax.engine.engine import Engine
-from dflash_jax.state import DecodeState, RowRules
+from dflash_jax.state import DecodeState, RowRules, read_output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +50,8 @@ def generate(engine: Engine, prompt: list[int], **options: Any) -> Run:
     return Run(result.token_ids, lengths, ready - started, ended - ready, done - busy)
 
 
-class DeviceLoop:
-    """The fused step of an engine's plan inside one `while_loop`, run for a number of rounds."""
+class BareLoop:
+    """The fused step of an engine's plan, run for a number of rounds with no request around it."""
 
     def __init__(self, engine: Engine):
         engine.warm_up()
@@ -56,6 +59,64 @@ class DeviceLoop:
         self._pair = build_pair(engine.target, engine.drafter)
         self._state = jit(lambda: empty_state(engine.plan, engine.target, engine.drafter))()
         self._loop = jit(self._rounds, donate=(1, 4))
+
+    def on_device(
+        self, prompt: list[int], *, max_tokens: int, stop_ids: tuple[int, ...], rounds: int
+    ) -> Run:
+        """Prefills as the engine does, then decodes in one call, a loop on the device."""
+        answers = jnp.zeros((max_tokens, self._plan.block + 4), jnp.int32)
+        count = jnp.int32(rounds)
+        jax.block_until_ready((answers, count))
+
+        def decode(rules: RowRules) -> list[list[int]]:
+            params, state = self._engine.params, self._state
+            self._state, said = self._loop(params, state, rules, count, answers)
+            return [row[: row[-4]] for row in np.asarray(said)[:rounds].tolist()]
+
+        return self._timed(prompt, max_tokens, stop_ids, decode)
+
+    def on_host(
+        self, prompt: list[int], *, max_tokens: int, stop_ids: tuple[int, ...], rounds: int
+    ) -> Run:
+        """Prefills as the engine does, then dispatches its calls and reads their answers.
+
+        As the engine, it makes several steps a call where they are short, and where not, the next
+        call is dispatched before the last one is read.
+        """
+        each = self._engine.loop.pace.rounds
+        count = (jax.device_put(np.int32(each)),) if self._plan.rounds > 1 else ()
+        ahead = self._plan.lookahead if each == 1 else 0
+        step = self._engine.executables["speculative"]
+        params = self._engine.params
+
+        def decode(rules: RowRules) -> list[list[int]]:
+            said, unread = [], collections.deque()
+            for _ in range(0, rounds, each):
+                self._state, out = step(params, self._state, *count, rules)
+                unread.append(out)
+                if len(unread) > ahead:
+                    said += read_output(unread.popleft())
+            said += itertools.chain.from_iterable(map(read_output, unread))
+            return [list(row.tokens) for [row] in said]
+
+        return self._timed(prompt, max_tokens, stop_ids, decode)
+
+    def _timed(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        stop_ids: tuple[int, ...],
+        decode: Callable[[RowRules], list[list[int]]],
+    ) -> Run:
+        started = time.perf_counter()
+        rules = self._rules(len(prompt) + max_tokens, stop_ids)
+        first = self._prefill(prompt, rules)
+        jax.block_until_ready(self._state)
+        ready, busy = time.perf_counter(), time.process_time()
+        said = decode(rules)
+        ended, done = time.perf_counter(), time.process_time()
+        tokens = [first, *itertools.chain.from_iterable(said)]
+        return Run(tokens, [len(row) for row in said], ready - started, ended - ready, done - busy)
 
     def _rounds(
         self,
@@ -76,25 +137,6 @@ class DeviceLoop:
             return state, jax.lax.dynamic_update_slice(answers, out.packed, (i, 0))
 
         return jax.lax.fori_loop(0, rounds, body, (state, answers))
-
-    def generate(
-        self, prompt: list[int], *, max_tokens: int, stop_ids: tuple[int, ...], rounds: int
-    ) -> Run:
-        """Prefills as the engine does, then decodes `rounds` rounds in one call."""
-        started = time.perf_counter()
-        rules = self._rules(len(prompt) + max_tokens, stop_ids)
-        first = self._prefill(prompt, rules)
-        answers = jnp.zeros((max_tokens, self._plan.block + 4), jnp.int32)
-        count = jnp.int32(rounds)
-        jax.block_until_ready((self._state, answers, count))
-        ready, busy = time.perf_counter(), time.process_time()
-        state, answers = self._loop(self._engine.params, self._state, rules, count, answers)
-        said = np.asarray(answers)[:rounds]
-        ended, done = time.perf_counter(), time.process_time()
-        self._state = state
-        lengths = said[:, -4].tolist()
-        tokens = [t for row, n in zip(said.tolist(), lengths, strict=True) for t in row[:n]]
-        return Run([first, *tokens], lengths, ready - started, ended - ready, done - busy)
 
     def _rules(self, limit: int, stop_ids: tuple[int, ...]) -> RowRules:
         stops = np.full((1, self._plan.stop_slots), -1, np.int32)
