@@ -1,6 +1,7 @@
 """Declare, plan, lower, compile: the only place that turns functions into executables."""
 
-from dflash_jax.compiler.build import Executable, compile_programs, enable_compilation_cache, jit
+from dflash_jax.compiler.build import Executable, compile_programs, jit
+from dflash_jax.compiler.cache import enable_compilation_cache
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import Program, declare
 from dflash_jax.compiler.resolve import resolve

@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -147,17 +146,3 @@ def _compile(program: Program) -> Executable:
 def _bytes_per_device(leaf: Any) -> int:
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
-
-
-def enable_compilation_cache(directory: Path) -> None:
-    """Keeps compiled programs on disk between processes; for entry points, never at import.
-
-    Does nothing if the user already chose a directory. The folder is made private, because
-    what it holds is executed.
-    """
-    if jax.config.values["jax_compilation_cache_dir"]:
-        return
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
