@@ -243,13 +243,13 @@ def twin(engine: Engine, **changes: Any) -> Engine:
     return made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def gate() -> threading.Event:
     """Opens when the second model may be loaded."""
     return threading.Event()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def locked(random_tiny: Engine, gate: threading.Event) -> Iterator[Live]:
     """A server with keys and two models, of which one waits for the gate."""
 
@@ -272,14 +272,22 @@ def test_it_is_alive_before_it_is_ready(locked: Live, gate: threading.Event) -> 
     early = httpx.post(locked.url + CHAT, json=ASK | {"model": "second"}, headers=headers)
     assert early.status_code == 503
     assert early.headers["retry-after"]
+    open_gate(locked, gate)
+
+
+def open_gate(live: Live, gate: threading.Event) -> None:
+    """Lets the second model load."""
     gate.set()
     end = time.monotonic() + 30
-    while httpx.get(locked.url + "/ready").status_code == 503 and time.monotonic() < end:
+    while httpx.get(live.url + "/ready").status_code == 503 and time.monotonic() < end:
         time.sleep(0.01)
-    assert httpx.get(locked.url + "/ready").status_code == 200
+    assert httpx.get(live.url + "/ready").status_code == 200
 
 
-def test_keys_are_needed_and_any_takes_the_model_that_was_used_last(locked: Live) -> None:
+def test_keys_are_needed_and_any_takes_the_model_that_was_used_last(
+    locked: Live, gate: threading.Event
+) -> None:
+    open_gate(locked, gate)
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "secrets"}):
         refused = httpx.post(locked.url + CHAT, json=ASK, headers=headers)
         assert refused.status_code == 401
