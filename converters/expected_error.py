@@ -1,7 +1,8 @@
 """How far a stored type may lie from the weights it was made from, as relative RMS.
 
-Measured by quantising matrices of several distributions; what lies above `fail` is damage, and
-above twice that a wrong transform rather than a coarse type.
+Measured by quantising matrices of several distributions; IQ1, IQ2 and IQ3 by ggml's own code, with
+equal and with log-normal importances. What lies above `fail` is damage, and above twice that a
+wrong transform rather than a coarse type.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,14 @@ LIMITS = {
     "U8": Limits(0.14, 0.18),  # MXFP4 as gpt-oss stores it
     "NVFP4": Limits(0.14, 0.18),
     "Q3_K": Limits(0.20, 0.27),
+    "IQ3_S": Limits(0.22, 0.30),
+    "IQ3_XXS": Limits(0.22, 0.30),
     "Q2_K": Limits(0.38, 0.50),
+    "IQ2_S": Limits(0.45, 0.60),
+    "IQ2_XS": Limits(0.45, 0.60),
+    "IQ2_XXS": Limits(0.45, 0.60),
+    "IQ1_M": Limits(0.60, 0.80),
+    "IQ1_S": Limits(0.65, 0.85),
     "TQ1_0": Limits(0.90, 1.20),  # of weights that were not trained to be ternary
     "TQ2_0": Limits(0.90, 1.20),
 }

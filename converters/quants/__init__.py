@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from converters.quants import codebooks, legacy, super_blocks
+from converters.quants import codebooks, grids, legacy, super_blocks
 from converters.quants.types import TYPES, GgmlType
 from dflash_jax.errors import CheckpointError
 
@@ -21,6 +21,13 @@ DECODERS: dict[str, Decoder] = {
     "Q4_K": super_blocks.q4_k,
     "Q5_K": super_blocks.q5_k,
     "Q6_K": super_blocks.q6_k,
+    "IQ1_S": grids.iq1_s,
+    "IQ1_M": grids.iq1_m,
+    "IQ2_XXS": grids.iq2_xxs,
+    "IQ2_XS": grids.iq2_xs,
+    "IQ2_S": grids.iq2_s,
+    "IQ3_XXS": grids.iq3_xxs,
+    "IQ3_S": grids.iq3_s,
     "IQ4_NL": codebooks.iq4_nl,
     "IQ4_XS": codebooks.iq4_xs,
     "MXFP4": codebooks.mxfp4,

@@ -66,11 +66,11 @@ def test_numbers_that_json_does_not_know_are_texts(capsys, tmp_path):
 
 def test_inspect_shows_what_it_cannot_run_with_the_reason(capsys, tmp_path):
     path = tmp_path / "x.gguf"
-    path.write_bytes(raw_gguf([], [tensor("x", [256], 16, 0)], b"\0" * 66))
+    path.write_bytes(raw_gguf([], [tensor("x", [256], 15, 0)], b"\0" * 292))
     code, report = run_json(capsys, "inspect", path)
     assert (code, report["model"]) == (0, None)
     assert "general.architecture" in report["problem"]
-    assert report["tensors"][0]["type"] == "IQ2_XXS"
+    assert report["tensors"][0]["type"] == "Q8_K"
     code, report = run_json(capsys, "inspect", DRAFTER / "model.safetensors")
     assert "has no configuration" in report["problem"]
 

@@ -1,3 +1,4 @@
+import hashlib
 from pathlib import Path
 
 import gguf
@@ -9,6 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from converters import quants
 from converters.expected_error import LIMITS
+from converters.quants import grids
 from converters.quants.types import BY_NAME, TYPES
 
 
@@ -71,3 +73,18 @@ def test_the_error_of_each_type_lies_within_its_limits(name):
     values, theirs = GOLDEN["values"], GOLDEN[f"{name}.decoded"]
     error = np.linalg.norm(theirs - values) / np.linalg.norm(values)
     assert 0.5 * LIMITS[name].warn < error < LIMITS[name].warn
+
+
+GRIDS = {  # the vectors as int8, unpacked by the gguf package 0.19: the start of their SHA-256
+    "IQ1_S": "07540ffc1aeaf6ad",
+    "IQ2_XXS": "05826b5d3e472a3a",
+    "IQ2_XS": "06e47aaca60b4dc1",
+    "IQ2_S": "e1aa1473412b0552",
+    "IQ3_XXS": "46e35f5a997efdee",
+    "IQ3_S": "bd1af4945a1717c6",
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_vector_of_a_grid_is_that_of_ggml(name):
+    assert hashlib.sha256(grids.vectors(name).tobytes()).hexdigest()[:16] == GRIDS[name]

@@ -21,6 +21,9 @@ from converters import quants  # noqa: E402
 from converters.quants.types import BY_NAME  # noqa: E402
 
 WEIGHTS = 1024
+# What the C code prepares by number before it encodes: of a type, or the vectors of a grid.
+GRIDS = {name: BY_NAME[name].number for name in quants.DECODERS if name[:3] in ("IQ1", "IQ2")}
+GRIDS |= {"IQ3_XXS": 256, "IQ3_S": 512}
 
 
 def _c_name(name: str) -> str:
@@ -37,9 +40,17 @@ def ggml_decode(library: ctypes.CDLL, name: str, raw: np.ndarray, count: int) ->
 
 
 def ggml_encode(library: ctypes.CDLL, name: str, values: np.ndarray) -> np.ndarray:
-    """Blocks made by the C code without an importance matrix."""
+    """Blocks made by the C code without an importance matrix, or with one of ones."""
     kind = BY_NAME[name]
     raw = np.empty(len(values) // kind.block_size * kind.block_bytes, np.uint8)
+    if name in GRIDS:  # types that want one
+        (library.iq3xs_init_impl if "IQ3" in name else library.iq2xs_init_impl)(GRIDS[name])
+        encode = getattr(library, f"quantize_{_c_name(name)}")
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        encode.argtypes = (pointer, pointer, count, count, pointer)
+        ones = np.ones(len(values), np.float32)
+        encode(values.ctypes.data, raw.ctypes.data, 1, len(values), ones.ctypes.data)
+        return raw
     encode = getattr(library, f"quantize_row_{_c_name(name)}_ref")
     encode.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
     encode(values.ctypes.data, raw.ctypes.data, len(values))
