@@ -16,6 +16,7 @@ from gguf_models import finish, hyperparameters
 from weight_files import ORACLE
 
 import dflash_jax as dj
+from converters.cli import main as converters
 from converters.models import open_model
 from converters.quants.types import BY_NAME
 from dflash_jax.checkpoint import save
@@ -49,6 +50,9 @@ SHAPES = {
 }
 MIXED = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "ffn_gate": "Q4_0", "ffn_up": "Q4_0"}
 MIXED |= {"attn_output": "Q8_0", "ffn_down": "Q6_K", "token_embd": "Q4_K", "output": "Q6_K"}
+GRIDS = {"attn_q": "IQ1_S", "attn_k": "IQ1_M", "attn_v": "IQ2_XXS", "attn_output": "IQ2_XS"}
+GRIDS |= {"ffn_gate": "IQ2_S", "ffn_up": "IQ3_XXS", "ffn_down": "IQ3_S"}
+GRIDS |= {"token_embd": "IQ3_S", "output": "IQ2_XXS"}
 PARTLY = MIXED | {"attn_v": "F16", "attn_k": "Q5_0", "ffn_up": "F32", "token_embd": "F16"}
 
 
@@ -56,8 +60,13 @@ def blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.nd
     """Random bytes with scales that make weights of about 1 / sqrt(D), and signs of both kinds."""
     size, width = BY_NAME[kind].block_bytes, BY_NAME[kind].block_size
     found = rng.integers(0, 256, (shape[0], shape[1] // width, size), np.uint8)
-    spans = {"Q8_0": 74, "Q4_0": 4.6, "Q4_K": 170, "Q6_K": 1370}
-    scale = np.full((*found.shape[:2], 1), shape[1] ** -0.5 / spans[kind], np.float16)
+    spans = {"Q8_0": 74, "Q4_0": 4.6, "Q4_K": 170, "Q6_K": 1370, "IQ1": 8, "IQ2": 60, "IQ3": 150}
+    span = spans.get(kind) or spans[kind[:3]]
+    scale = np.full((*found.shape[:2], 1), shape[1] ** -0.5 / span, np.float16)
+    if kind == "IQ1_M":  # the scale lies in the high halves of four bytes
+        pieces = scale.view(np.uint16) >> np.arange(0, 16, 4, dtype=np.uint16) & 15
+        found[..., 49::2] = found[..., 49::2] & 15 | pieces.astype(np.uint8) << 4
+        return found.reshape(shape[0], -1)
     at = 208 if kind == "Q6_K" else 0
     found[..., at : at + 2] = scale.view(np.uint8)
     if kind == "Q4_K":
@@ -65,9 +74,10 @@ def blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.nd
     return found.reshape(shape[0], -1)
 
 
-def write(path: Path, kinds: dict[str, str], architecture: str = "llama") -> Path:
+def write(path: Path, kinds: dict[str, str], *, decoded: bool = False) -> Path:
+    """A small Llama; with `decoded`, blocks are written as the floats that gguf makes of them."""
     rng = np.random.default_rng(7)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, "llama")
     hyperparameters(writer, CONFIG)
     shapes = {"token_embd": (VOCAB, 256), "output": (VOCAB, 256)}
     for i in range(CONFIG["num_hidden_layers"]):
@@ -77,8 +87,12 @@ def write(path: Path, kinds: dict[str, str], architecture: str = "llama") -> Pat
     writer.add_tensor("output_norm.weight", np.ones(256, np.float32))
     for name, shape in shapes.items():
         kind = kinds[name.split(".")[-1]]
-        if kind in layouts.STORED:
-            writer.add_tensor(f"{name}.weight", blocks(kind, shape, rng), raw_dtype=Q[kind])
+        if kind in {*layouts.STORED, *GRIDS.values()}:
+            raw = blocks(kind, shape, rng)
+            if decoded:
+                writer.add_tensor(f"{name}.weight", gguf.quants.dequantize(raw, Q[kind]))
+            else:
+                writer.add_tensor(f"{name}.weight", raw, raw_dtype=Q[kind])
             continue
         values = (rng.standard_normal(shape) / 16).astype(np.float32)
         values = gguf.quants.quantize(values, Q[kind])
@@ -128,6 +142,27 @@ def test_packed_parameters_are_the_float_ones_bit_for_bit(
     assert [getattr(part, "kind", "float") for part in qkv.parts] == (
         ["Q4_K", "Q4_K", "Q6_K"] if kinds is MIXED else ["Q4_K", "float", "float"]
     )
+
+
+def test_blocks_that_cannot_stay_packed_are_the_floats_that_gguf_decodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every type whose codes choose vectors of a grid, read by all that reads weights."""
+    path, folder = write(tmp_path / "x.gguf", GRIDS), tmp_path / "folder"
+    plain = write(tmp_path / "plain.gguf", GRIDS, decoded=True)
+    floats = leaves(open_model(plain).load("float32"))
+    assert open_model(path).stored() == {}
+    assert converters(["inspect", "--json", str(path)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problem"] is None
+    assert report["bytes_by_type"].keys() == {*GRIDS.values(), "F32"}
+    assert converters(["convert", "--dtype", "float32", str(path), str(folder)]) == 0
+    assert converters(["compare", str(path), str(folder)]) == 0
+    for source in (path, folder):
+        found = leaves(open_model(source).load("float32"))
+        assert found.keys() == floats.keys()
+        for name, leaf in found.items():
+            np.testing.assert_array_equal(leaf, floats[name], name)
 
 
 @pytest.mark.parametrize(("width", "kept"), [(32, Packed), (24, np.ndarray)])
