@@ -42,6 +42,8 @@ HALF_AT = {  # where each block keeps float16 scales: kept finite, as in real fi
     "Q6_K": (208,),
     "Q4_1": (0, 2),
     "Q5_1": (0, 2),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }
 MEMORY_ALLOWANCE = 256 << 20
 
@@ -54,6 +56,8 @@ def blocks(name: str, rows: int) -> np.ndarray:
     raw = rng.integers(0, 256, shape, np.uint8)
     if name == "MXFP4":
         raw[:, 0] = rng.integers(110, 130, len(raw), np.uint8)
+    elif name == "IQ1_M":
+        raw[:, 55] &= 0x1F  # the sign and the exponent's upper half
     else:
         for at in HALF_AT.get(name, (0,)):
             scale = rng.uniform(1e-3, 1e-2, len(raw)).astype(np.float16)
