@@ -47,7 +47,10 @@ LIMITS = {
     "IQ2_XXS": Limits(0.45, 0.60),
     "IQ1_M": Limits(0.60, 0.80),
     "IQ1_S": Limits(0.65, 0.85),
-    "TQ1_0": Limits(0.90, 1.20),  # of weights that were not trained to be ternary
+    # Of weights that were not trained to be of these values:
+    "Q1_0": Limits(0.80, 1.05),
+    "Q2_0": Limits(0.80, 1.05),
+    "TQ1_0": Limits(0.90, 1.20),
     "TQ2_0": Limits(0.90, 1.20),
 }
 

@@ -11,6 +11,8 @@ from dflash_jax.errors import CheckpointError
 Decoder = Callable[[np.ndarray, np.ndarray], None]
 
 DECODERS: dict[str, Decoder] = {
+    "Q1_0": codebooks.q1_0,
+    "Q2_0": codebooks.q2_0,
     "Q4_0": legacy.q4_0,
     "Q4_1": legacy.q4_1,
     "Q5_0": legacy.q5_0,

@@ -1,4 +1,7 @@
-"""Formats whose four-bit codes index a table of values. Facts from ggml-common.h."""
+"""Formats whose codes of one, two or four bits index a table of values.
+
+Facts from ggml-common.h and ggml-quants.c. Each decoder fills `out` [N, weights of a block].
+"""
 
 import numpy as np
 
@@ -16,7 +19,26 @@ def _tables(values: tuple[int, ...]) -> tuple[bytes, bytes]:
     return signed[codes & 15].tobytes(), signed[codes >> 4].tobytes()
 
 
+def _runs(bits: int, values: tuple[int, ...]) -> np.ndarray:
+    """For each byte, the signed values of its codes, lowest first, as one word."""
+    codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1
+    return np.array(values, np.int8)[codes].view(f"u{8 // bits}")[:, 0]
+
+
+SIGN_RUNS, TWO_BIT_RUNS = _runs(1, (-1, 1)), _runs(2, (-1, 0, 1, 2))
 IQ4_TABLES, E2M1_TABLES = _tables(IQ4_VALUES), _tables(E2M1_DOUBLED)
+
+
+def q1_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d, or -d where the bit is not set, 128 weights to a block."""
+    out.reshape(-1)[...] = SIGN_RUNS[blocks[:, 2:]].reshape(-1).view(np.int8)
+    out *= half(blocks, 0)
+
+
+def q2_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (q - 1), 64 weights to a block, four neighbours to a byte."""
+    out.reshape(-1)[...] = TWO_BIT_RUNS[blocks[:, 2:]].reshape(-1).view(np.int8)
+    out *= half(blocks, 0)
 
 
 def iq4_nl(blocks: np.ndarray, out: np.ndarray) -> None:

@@ -75,15 +75,16 @@ def test_inspect_shows_what_it_cannot_run_with_the_reason(capsys, tmp_path):
     assert "has no configuration" in report["problem"]
 
 
-def test_a_type_that_cannot_be_decoded_is_named_before_anything_is_read(capsys, tmp_path, target):
+def test_a_type_that_cannot_be_decoded_is_named_before_anything_is_read(capsys, tmp_path):
+    target = write_target(TARGET, tmp_path / "t.gguf", Q.F16)
     name = text("blk.1.attn_q.weight")
     raw = bytearray(target.read_bytes())
     at = raw.index(name) + len(name) + 4 + 2 * 8
-    raw[at : at + 4] = struct.pack("<I", 42)
+    raw[at : at + 4] = struct.pack("<I", 9)
     target.write_bytes(raw)
     code, report = run_json(capsys, "inspect", target)
     assert code == 0
-    assert "blk.1.attn_q.weight: the type Q2_0 cannot be decoded" in report["problem"]
+    assert "blk.1.attn_q.weight: the type Q8_1 cannot be decoded" in report["problem"]
     assert main(["convert", "--dry-run", str(target), str(tmp_path / "x")]) == 1
     assert "Use a file quantised to one of these" in capsys.readouterr().err
 
