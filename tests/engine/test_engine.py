@@ -462,7 +462,7 @@ def test_arguments_have_the_types_and_the_words_they_are_read_by() -> None:
     keywords = inspect.getfullargspec(request_of).kwonlyargs
     read = typing.get_type_hints(request_of)
     assert typing.get_type_hints(Options) == {name: read[name] for name in keywords}
-    explained = re.findall(r"^ {10}(\w[\w, ]*):", Engine.stream.__doc__ or "", re.MULTILINE)
+    explained = re.findall(r"^ {2}(\w[\w, ]*):", inspect.getdoc(Engine.stream) or "", re.MULTILINE)
     names = {name for line in explained for name in line.split(", ")}
     assert names >= typing.get_type_hints(CancellableOptions).keys()
 
