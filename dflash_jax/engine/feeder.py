@@ -9,23 +9,24 @@ from dflash_jax.engine.live import Live
 from dflash_jax.engine.rows import Rows
 from dflash_jax.engine.runner import Runner
 
+Dispatch = Callable[..., None]
+
 
 class Feeder:
-    """Feeds the prompts of the rows.
+    """Feeds the prompts of the rows."""
 
-    Args:
-      dispatch: sends a prefill call on its way: with its tokens, what is to be read, the first row.
-    """
-
-    def __init__(self, plan: Plan, runner: Runner, rows: Rows, dispatch: Callable[..., None]):
+    def __init__(self, plan: Plan, runner: Runner, rows: Rows):
         self._plan, self._runner, self._rows = plan, runner, rows
-        self._dispatch = dispatch
         self._fed_last = False  # the last step fed prompts
 
-    def turn(self) -> bool:
+    def turn(self, dispatch: Dispatch) -> bool:
         """Feeds the next chunk of every unfinished prompt, unless decoding is next.
 
         A prompt of which the disk is still being read waits.
+
+        Args:
+          dispatch: sends a prefill call on its way: with its tokens, what is to be read, the first
+            row. It is not kept: the two would hold each other, and what they hold, in memory.
         """
         work = self._rows.work
         feeding = {r: x for r, x in work.feeding.items() if not x.recall or x.recall.done()}
@@ -34,14 +35,14 @@ class Feeder:
             return False
         self._fed_last = True
         if self._plan.fed_rows < self._plan.rows:
-            self._feed_in_turn(feeding)
+            self._feed_in_turn(feeding, dispatch)
             return True
         for row, live in feeding.items():
             self._runner.restore(row, live)
-        self._feed(feeding)
+        self._feed(feeding, dispatch)
         return True
 
-    def _feed_in_turn(self, feeding: dict[int, Live]) -> None:
+    def _feed_in_turn(self, feeding: dict[int, Live], dispatch: Dispatch) -> None:
         """One chunk of each prompt. Rows of one prompt get it from the first of them that stood
         where they stand; only a last chunk is everyone's own, as it says a token. Whoever asks
         how likely the prompt is feeds it alone.
@@ -57,9 +58,9 @@ class Feeder:
                 self._runner.keep(row, live, start)
             else:
                 fed[stand] = row
-                self._feed({row: live}, first=row)
+                self._feed({row: live}, dispatch, first=row)
 
-    def _feed(self, feeding: dict[int, Live], first: int = 0) -> None:
+    def _feed(self, feeding: dict[int, Live], dispatch: Dispatch, first: int = 0) -> None:
         """Dispatches one chunk of some prompts, in a call of rows from `first` on."""
         rows, chunk = self._plan.fed_rows, self._plan.chunk
         tokens, count = np.zeros((rows, chunk), np.int32), np.zeros(rows, np.int32)
@@ -77,6 +78,6 @@ class Feeder:
                 finished[row] = live
                 self._rows.changed()
                 self._runner.shape(row, live)
-        self._dispatch("prefill", tokens, count, fresh, readers=finished, first=first)
+        dispatch("prefill", tokens, count, fresh, readers=finished, first=first)
         for row, live in feeding.items():
             self._runner.keep(row, live, starts[row])

@@ -48,7 +48,7 @@ class Loop:
         self.events = EventLog()
         self.flights: collections.deque[Flight] = collections.deque()
         self.pace = Pace(plan.rounds)
-        self._feeder = Feeder(plan, runner, self.rows, self._dispatch)
+        self._feeder = Feeder(plan, runner, self.rows)
         self._teller = Teller(plan.block, runner, self.rows, self.flights, self.events)
         self._lock = threading.RLock()  # over queue, rows and requests; never held while waiting
         self._driving = threading.Lock()
@@ -146,7 +146,9 @@ class Loop:
             for live in self.rows.admit():
                 self._runner.recall(live)
             waits = self._waits_for_several()
-            dispatched = not waits and (self._feeder.turn() or self._dispatch_decode())
+            dispatched = not waits and (
+                self._feeder.turn(self._dispatch) or self._dispatch_decode()
+            )
             single = dispatched and self.flights[-1].rounds == 1
             lookahead = single and self.rows.work.lane != MASKED
         if not dispatched and not self.flights:

@@ -1,11 +1,13 @@
 """What a caller of the engine sees: streams, ends, rows, statistics, broken numbers."""
 
 import dataclasses
+import gc
 import inspect
 import json
 import re
 import threading
 import typing
+import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -15,6 +17,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
+from dflash_jax import Recovery
 from dflash_jax.compiler.plan import Order
 from dflash_jax.engine.arguments import CancellableOptions, Options, request_of
 from dflash_jax.engine.engine import Engine
@@ -742,3 +745,20 @@ def test_what_a_drafted_round_has_to_decide_is_measured_behind_requests_that_end
     with pytest.raises(RequestError, match="requests are running"):
         engine.warm_up(measure=True)
     engine.cancel(waiting)
+
+
+def test_an_engine_that_is_let_go_of_gives_its_memory_back_at_once(tiny3: Engine) -> None:
+    """The next model may only fit where the last one was; nobody calls the collector for that."""
+    engine = twin(tiny3)
+    kept = engine.generate_many([PROMPT, PROMPT[:1]], max_tokens=20, recovery=Recovery())
+    kept += [engine.generate(PROMPT, max_tokens=5, temperature=1.0, speculative=False)]
+    for _ in engine.stream(PROMPT, max_tokens=20):
+        break
+    runner = weakref.ref(engine.runner)  # parameters, state and programs
+    gc.disable()
+    try:
+        del engine
+        assert runner() is None
+    finally:
+        gc.enable()
+    assert all(result.token_ids for result in kept)
