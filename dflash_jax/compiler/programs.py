@@ -182,9 +182,10 @@ def words(target: TargetConfig) -> int:
 
 
 def shaping_row(vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What `set_row` is given: row, biases, prompt's tokens, counts of said ones, penalties."""
+    """Arguments of `set_row` after the shaping: row, biases, tokens of the prompt, counts of
+    output tokens, penalties, whether log-probabilities are reported."""
     shapes = (((), "int32"), ((vocab,), "float32"), ((vocab,), "bool"), ((vocab,), "int32"))
-    return tuple(jax.ShapeDtypeStruct(*kind) for kind in (*shapes, ((3,), "float32")))
+    return tuple(jax.ShapeDtypeStruct(*kind) for kind in (*shapes, ((3,), "float32"), ((), "bool")))
 
 
 def repeats(plan: Plan, lane: str) -> bool:

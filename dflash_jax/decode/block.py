@@ -15,13 +15,21 @@ from dflash_jax.decode.sampling import (
     FLOOR,
     TOKEN,
     Drafting,
+    any_sampled,
     draw,
     likeliest,
     probabilities,
     row_keys,
 )
-from dflash_jax.decode.shaping import Shaping, logprobs
-from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, frozen, without_stops
+from dflash_jax.decode.shaping import Shaping
+from dflash_jax.decode.verify import (
+    accept_greedy,
+    accept_sampled,
+    cut,
+    frozen,
+    is_stop,
+    without_stops,
+)
 from dflash_jax.models import Drafter
 from dflash_jax.nn.proposal import Lender, Proposal
 from dflash_jax.state import (
@@ -142,20 +150,18 @@ def verify_block(
     raw = logits_of(pair, params, hidden)
     logits = shaping.applied(raw, draft.block[:, 1:]) if shaping else raw
     with jax.named_scope("verify"):
+        best = likeliest(logits)
         n = jnp.ones_like(state.anchor)
-        if not sampled:
-            best = likeliest(logits)
-            n = accept_greedy(draft.block, best, draft.count) if draft.drafted else n
-            token = jnp.take_along_axis(best, n[:, None] - 1, axis=1)[:, 0]
-        elif draft.q is not None:
-            uniforms = jax.vmap(lambda k: jax.random.uniform(k, (draft.block.shape[1] - 1,)))(
-                row_keys(rules, state.position, ACCEPT)
+        n = accept_greedy(draft.block, best, draft.count) if draft.drafted else n
+        token = jnp.take_along_axis(best, n[:, None] - 1, axis=1)[:, 0]
+        if sampled:
+            n, token = jax.lax.cond(
+                any_sampled(rules),
+                functools.partial(_drawn, draft, logits, state.position, rules),
+                lambda *greedy: greedy,
+                n,
+                token,
             )
-            p = probabilities(logits, rules)
-            n, rest = accept_sampled(draft.block[:, 1:], draft.q, p, uniforms, draft.count)
-            token = draw(row_keys(rules, state.position + n, TOKEN), rest)
-        else:
-            token = choose(logits, n - 1, state.position + n, rules, sampled=True)
         place = jnp.arange(draft.block.shape[1])[None, :]
         following = jnp.roll(draft.block, -1, axis=1)
         new = jnp.where(place == n[:, None] - 1, token[:, None], following)
@@ -164,16 +170,39 @@ def verify_block(
         stands = frozen(state.anchor, state.position, rules)  # and says nothing of its numbers
         last = jnp.maximum(keep - 1, 0)
         anchor = jnp.take_along_axis(new, last[:, None], axis=1)[:, 0]
-        least = floor(logits, last, state.position + keep, rules, sampled=sampled)
+        least = floor(logits, anchor, last, state.position + keep, rules, sampled=sampled)
         drafts = jnp.zeros_like(keep)
         if draft.drafted:
             most = jnp.full_like(keep, draft.block.shape[1] - 1)
             drafts = most if draft.count is None else draft.count
             drafts = jnp.where(draft.finite | (rules.drafts == 0) | stands, drafts, -1)
-        likely = logprobs(raw, new) if shaping else None
+        likely = shaping.logprobs(raw, new) if shaping else None
         out = pack_output(new, keep, least, (good > 0) | stands, drafts, likely)
     with jax.named_scope("commit"):
         return logits, commit(state, target, context, keep, anchor), out
+
+
+def _drawn(
+    draft: Draft,
+    logits: Float[Array, "B T V"],
+    position: Int[Array, " B"],
+    rules: RowRules,
+    n: Int[Array, " B"],
+    token: Int[Array, " B"],
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """The verified prefix and the token after it; those given in greedy rows, drawn in others."""
+    if draft.q is None:
+        own = jnp.ones_like(n)
+        drawn = choose(logits, own - 1, position + own, rules, sampled=True)
+    else:
+        uniforms = jax.vmap(lambda k: jax.random.uniform(k, (draft.block.shape[1] - 1,)))(
+            row_keys(rules, position, ACCEPT)
+        )
+        p = probabilities(logits, rules)
+        own, rest = accept_sampled(draft.block[:, 1:], draft.q, p, uniforms, draft.count)
+        drawn = draw(row_keys(rules, position + own, TOKEN), rest)
+    greedy = rules.temperature <= 0
+    return jnp.where(greedy, n, own), jnp.where(greedy, token, drawn)
 
 
 def forward(
@@ -206,31 +235,53 @@ def choose(
     rules: RowRules,
     *,
     sampled: bool,
-    purpose: int = TOKEN,
 ) -> Int[Array, " B"]:
     """The token that row `at` of the logits says; `position` is the place it will stand at."""
-    row = jnp.take_along_axis(logits, at[:, None, None], axis=1)
-    if not sampled:
-        return likeliest(row[:, 0])
-    return draw(row_keys(rules, position, purpose), probabilities(row, rules)[:, 0])
+    row = jnp.take_along_axis(logits, at[:, None, None], axis=1)[:, 0]
+    best = likeliest(row)
+    return (
+        _drawn_where(rules.temperature > 0, row, best, position, rules, TOKEN) if sampled else best
+    )
 
 
 def floor(
     logits: Float[Array, "B T V"],
+    token: Int[Array, " B"],
     at: Int[Array, " B"],
     position: Int[Array, " B"],
     rules: RowRules,
     *,
     sampled: bool,
 ) -> Int[Array, " B"]:
-    """As `choose`, with the stop set masked: what replaces a stop token (R6).
+    """As `choose`, with the stop set masked: what replaces `token` where that is a stop token (R6).
 
     Drawn by a key of its own: under the one by which a residual said the stop token, other
-    tokens of that residual are less likely than they should be.
+    tokens of that residual are less likely than they should be. Of rows with another token, the
+    result is the best one, which nobody reads.
     """
-    row = without_stops(jnp.take_along_axis(logits, at[:, None, None], axis=1), rules)
-    first = jnp.zeros_like(at)
-    return choose(row, first, position, rules, sampled=sampled, purpose=FLOOR)
+    row = without_stops(jnp.take_along_axis(logits, at[:, None, None], axis=1), rules)[:, 0]
+    best = likeliest(row)
+    if not sampled:
+        return best
+    needed = is_stop(token[:, None], rules)[:, 0] & (rules.temperature > 0)
+    return _drawn_where(needed, row, best, position, rules, FLOOR)
+
+
+def _drawn_where(
+    rows: Bool[Array, " B"],
+    logits: Float[Array, "B V"],
+    best: Int[Array, " B"],
+    position: Int[Array, " B"],
+    rules: RowRules,
+    purpose: int,
+) -> Int[Array, " B"]:
+    """Tokens drawn for some rows, the best ones of others; without such rows nothing is drawn."""
+
+    def drawn() -> Int[Array, " B"]:
+        p = probabilities(logits[:, None], rules)[:, 0]
+        return jnp.where(rows, draw(row_keys(rules, position, purpose), p), best)
+
+    return jax.lax.cond(rows.any(), drawn, lambda: best)
 
 
 def finite_places(logits: Float[Array, "B T V"]) -> Int[Array, " B"]:

@@ -1,16 +1,15 @@
-"""Temperature, top-k, top-p, and random keys that depend on nothing but the request.
+"""Distributions, draws, and random keys that depend on nothing but the request.
 
-Filters apply in the order of the `dflash` 0.1.0 reference: divide by the temperature, keep the
-top_k largest, then keep sorted tokens while the mass before them is below top_p. Where the
-reference has none, min_p comes after the temperature, as in vLLM.
+Where no row of a step is sampled, nothing is drawn, even in programs that could.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from dflash_jax.decode.filters import filtered, is_filtered
 from dflash_jax.nn.proposal import Choice
 from dflash_jax.state import RowRules
 
@@ -31,6 +30,11 @@ def likeliest(scores: Float[Array, "*places N"]) -> Int[Array, "*places"]:
     return jnp.where(is_best, jnp.arange(last + 1, dtype=jnp.int32), last).min(axis=-1)
 
 
+def any_sampled(rules: RowRules) -> Bool[Array, ""]:
+    """Whether any row draws its tokens."""
+    return (rules.temperature > 0).any()
+
+
 def row_keys(rules: RowRules, position: Int[Array, " B"], purpose: int) -> Key[Array, " B"]:
     """One key per row from (request seed, position, purpose): no neighbour can change it (R11)."""
 
@@ -42,28 +46,34 @@ def row_keys(rules: RowRules, position: Int[Array, " B"], purpose: int) -> Key[A
 
 
 def probabilities(logits: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B T V"]:
-    """The filtered distribution of each place, float32; temperature 0 gives a one-hot."""
-    vocab = logits.shape[-1]
+    """The filtered distribution of each place, float32; temperature 0 gives a one-hot.
+
+    A row without filters has the same bits whether or not others filter.
+    """
     greedy = rules.temperature[:, None, None] <= 0
     scaled = logits / jnp.where(greedy, 1.0, rules.temperature[:, None, None])
-    order = jnp.argsort(scaled, axis=-1, descending=True, stable=True)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    rank = jnp.arange(vocab)[None, None, :]
-    keep = jnp.where(rules.top_k > 0, rules.top_k, vocab)[:, None, None]
-    likely = ranked >= ranked[..., :1] + jnp.log(rules.min_p)[:, None, None]
-    inside = likely & (rank < jnp.where(greedy, 1, keep))
-    p = jax.nn.softmax(jnp.where(inside, ranked, -jnp.inf), axis=-1)
-    before = jnp.cumsum(p, axis=-1) - p
-    p = jnp.where((before < rules.top_p[:, None, None]) | (rank == 0), p, 0.0)
-    p = p / p.sum(axis=-1, keepdims=True)
-    return jnp.take_along_axis(p, jnp.argsort(order, axis=-1), axis=-1)
+    scaled = jax.lax.cond(
+        is_filtered(rules).any(), filtered, lambda scaled, _: scaled, scaled, rules
+    )
+    p = jax.nn.softmax(scaled, axis=-1)
+    return jnp.where(greedy, one_hot(likeliest(logits), logits.shape[-1]), p)
+
+
+def one_hot(tokens: Int[Array, "*places"], vocab: int) -> Float[Array, "*places V"]:
+    """The distribution that is sure of a token."""
+    return jax.nn.one_hot(tokens, vocab, dtype=jnp.float32)
 
 
 def draw(keys: Key[Array, " B"], p: Float[Array, "B *places V"]) -> Int[Array, "B *places"]:
-    """One token per place from its distribution, each row by its own key."""
+    """One token per place from its distribution, each row by its own key (Gumbel's maximum)."""
     tiny = jnp.finfo(p.dtype).tiny
     log_p = jnp.where(p > 0, jnp.log(jnp.maximum(p, tiny)), -jnp.inf)
-    return jax.vmap(jax.random.categorical)(keys, log_p).astype(jnp.int32)
+    return likeliest(log_p + gumbel(keys, p.shape[1:]))
+
+
+def gumbel(keys: Key[Array, " B"], shape: tuple[int, ...]) -> Float[Array, "B *shape"]:
+    """Gumbel noise, float32, each row by its own key."""
+    return jax.vmap(lambda key: jax.random.gumbel(key, shape, jnp.float32))(keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +94,30 @@ class Drafting:
         if not self.sampled:  # one pass over the vocabulary less than to compare zeros
             return Choice(jnp.where(finite[:, None], likeliest(logits), 0), None, finite)
         logits = jnp.where(finite[:, None, None], logits, 0.0)
-        q = probabilities(logits, self.rules)
-        return Choice(draw(row_keys(self.rules, self.position, DRAFT), q), q, finite)
+
+        def drawn() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
+            q = probabilities(logits, self.rules)
+            return draw(row_keys(self.rules, self.position, DRAFT), q), q
+
+        def best() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
+            tokens = likeliest(logits)
+            return tokens, one_hot(tokens, logits.shape[-1])
+
+        index, q = jax.lax.cond(any_sampled(self.rules), drawn, best)
+        return Choice(index, q, finite)
 
     def noise(self, places: int, size: int) -> Float[Array, "B R N"] | None:
         """Gumbel noise for a walk, one key for each row."""
         if not self.sampled:
             return None
-        keys = row_keys(self.rules, self.position, DRAFT)
-        return jax.vmap(lambda key: jax.random.gumbel(key, (places, size), jnp.float32))(keys)
+
+        def drawn() -> Float[Array, "B R N"]:
+            return gumbel(row_keys(self.rules, self.position, DRAFT), (places, size))
+
+        rows = len(self.rules.temperature)
+        return jax.lax.cond(
+            any_sampled(self.rules), drawn, lambda: jnp.zeros((rows, places, size), jnp.float32)
+        )
 
     def one(self, scores: Float[Array, "B N"], noise: Float[Array, "B N"] | None) -> Choice:
         """One place: the largest score, or the largest of scores / temperature + noise."""
@@ -101,9 +126,12 @@ class Drafting:
         best = likeliest(scores)
         if noise is None:
             return Choice(best, None, finite)
-        greedy = self.rules.temperature <= 0
-        scaled = scores / jnp.where(greedy, 1.0, self.rules.temperature)[:, None]
-        drawn = likeliest(scaled + noise)
-        sure = jax.nn.one_hot(best, scores.shape[-1], dtype=scores.dtype)
-        q = jnp.where(greedy[:, None], sure, jax.nn.softmax(scaled, axis=-1))
-        return Choice(jnp.where(greedy, best, drawn), q, finite)
+        greedy, sure = self.rules.temperature <= 0, one_hot(best, scores.shape[-1])
+
+        def drawn() -> tuple[Int[Array, " B"], Float[Array, "B N"]]:
+            scaled = scores / jnp.where(greedy, 1.0, self.rules.temperature)[:, None]
+            q = jnp.where(greedy[:, None], sure, jax.nn.softmax(scaled, axis=-1))
+            return jnp.where(greedy, best, likeliest(scaled + noise)), q
+
+        index, q = jax.lax.cond(any_sampled(self.rules), drawn, lambda: (best, sure))
+        return Choice(index, q, finite)

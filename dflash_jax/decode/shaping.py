@@ -13,6 +13,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from dflash_jax.decode.filters import leading
 from dflash_jax.state import Logprobs, StepOutput
 
 TOP = 20  # most alternatives reported beside a token
@@ -28,6 +29,7 @@ class Shaping:
     repetition: Float[Array, " B"]  # 1 is off
     frequency: Float[Array, " B"]
     presence: Float[Array, " B"]
+    reports: Bool[Array, " B"]  # whether the request asks for log-probabilities
     masks: UInt32[Array, "B T W"] | None = None  # a bit for every token a place may say
 
     def applied(
@@ -57,6 +59,12 @@ class Shaping:
         allowed = allowed.reshape(*allowed.shape[:2], -1)[:, :, :vocab]
         return jnp.where(allowed > 0, logits, -jnp.inf)
 
+    def logprobs(self, logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logprobs:
+        """Log-probabilities of the tokens; zeros, at no cost, where no request asks for any."""
+        return jax.lax.cond(
+            self.reports.any(), logprobs, lambda *_: no_logprobs(*logits.shape), logits, tokens
+        )
+
     def after(self, out: StepOutput) -> "Shaping":
         """The same once a step's tokens are said."""
         tokens, count = out.packed[:, :-4], out.packed[:, -4]
@@ -72,9 +80,10 @@ def set_row(
     prompted: Bool[Array, " V"],
     said: Int[Array, " V"],
     penalties: Float[Array, " 3"],
+    reports: Bool[Array, ""],
 ) -> Shaping:
-    """The shaping with one row made anew; penalties are repetition, frequency, presence."""
-    values = (bias, prompted, said, *penalties)
+    """The shaping with one row replaced; penalties are repetition, frequency, presence."""
+    values = (bias, prompted, said, *penalties, reports)
     fields = [field.name for field in dataclasses.fields(Shaping)][: len(values)]
     return Shaping(
         **{
@@ -93,15 +102,16 @@ def neutral_shaping(rows: int, vocab: int) -> Shaping:
         "repetition": np.ones((rows,), np.float32),
         "frequency": np.zeros((rows,), np.float32),
         "presence": np.zeros((rows,), np.float32),
+        "reports": np.zeros((rows,), np.bool_),
     }
     return Shaping(**tables)
 
 
 def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logprobs:
-    """Of the tokens said at each place, and of the likeliest ones there."""
+    """Log-probabilities of one token at each place, and of the `TOP` most probable ones there."""
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2) - total
-    top, ids = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
+    top, ids = leading(logits, TOP)
     return Logprobs(chosen[:, :, 0], ids, top - total)
 
 

@@ -34,7 +34,7 @@ from dflash_jax.decode.block import (
     undrafted,
     verify_block,
 )
-from dflash_jax.decode.shaping import Shaping, logprobs, no_logprobs
+from dflash_jax.decode.shaping import Shaping, no_logprobs
 from dflash_jax.decode.verify import frozen
 from dflash_jax.state import (
     COLUMNS,
@@ -80,8 +80,8 @@ def prefill(
     logits = shaping.applied(raw, tokens[:, :0]) if shaping else raw
     n, zero = jnp.minimum(count, 1), jnp.zeros_like(count)
     token = choose(logits, zero, state.position + count, rules, sampled=sampled)
-    least = floor(logits, zero, state.position + count, rules, sampled=sampled)
-    likely = logprobs(raw, token[:, None]) if shaping else None
+    least = floor(logits, token, zero, state.position + count, rules, sampled=sampled)
+    likely = shaping.logprobs(raw, token[:, None]) if shaping else None
     finite = (finite_places(raw) > 0) | (n == 0)
     out = pack_output(token[:, None], n, least, finite, zero, likely)
     return commit(state, target, draft, count, token), out

@@ -57,7 +57,8 @@ class Shaper:
             request.presence_penalty,
         )
         numbers = np.array(penalties, np.float32)
-        self.keep(program(self.shaping, np.int32(row), bias, prompted, said, numbers))
+        reports = np.bool_(request.logprobs is not None)
+        self.keep(program(self.shaping, np.int32(row), bias, prompted, said, numbers, reports))
 
 
 def likely_tokens(output: StepOutput, row: int, live: Live) -> list[TokenLogprob]:

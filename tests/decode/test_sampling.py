@@ -121,7 +121,7 @@ def test_what_replaces_a_stop_token_has_its_law_behind_a_residual_too() -> None:
     )
     said = draw(row_keys(by_seed, place, TOKEN), jnp.broadcast_to(rest, (rows, 3)))
     logits = jnp.broadcast_to(jnp.log(p), (rows, 1, 3))
-    instead = floor(logits, jnp.zeros_like(place), place, by_seed, sampled=True)
+    instead = floor(logits, said, jnp.zeros_like(place), place, by_seed, sampled=True)
     counts = np.bincount(np.asarray(instead)[np.asarray(said) == 0], minlength=3)
     assert counts[0] == 0
     assert chisquare(counts[1:], np.full(2, counts.sum() / 2)) > 1e-3
