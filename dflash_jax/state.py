@@ -97,6 +97,12 @@ class RowRules:
     top_p: Float[Array, " B"]  # 1 is off
     min_p: Float[Array, " B"]  # least share of the likeliest token's probability; 0 is off
     seed: UInt32[Array, " B"]
+    # Tokens among which a row's `RowStep.floor` is chosen, padded with -1; a row that begins with
+    # -1 has the whole vocabulary.
+    choices: Int[Array, "B N"] | None = None
+
+
+CHOICES = 256  # of a row; they are the tokens with which the names of declared tools may go on
 
 
 @struct.dataclass
@@ -148,7 +154,8 @@ class RowStep(NamedTuple):
     """What one step said about one row."""
 
     tokens: tuple[int, ...]  # newly decided tokens, the next anchor last
-    floor: int  # best token at the last decided place with stop tokens masked (R6)
+    # Best token at the last decided place with stop tokens masked (R6), or best of the choices.
+    floor: int
     finite: bool  # target logits
     draft_finite: bool
     drafts: int  # that were put to the target

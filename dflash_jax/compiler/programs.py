@@ -35,7 +35,7 @@ from dflash_jax.models import build_drafter, build_target, drafter_caches, targe
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.quant.layouts import Spec, is_matrix, spec
 from dflash_jax.quant.products import abstract, in_order
-from dflash_jax.state import DecodeState, RowRules
+from dflash_jax.state import CHOICES, DecodeState, RowRules
 
 # Lanes, the suffixes of their programs' names: greedy; drawn; either, from logits the request
 # shapes; likewise, and from masks the host makes. Each serves the requests of those before it.
@@ -173,6 +173,7 @@ def idle_rules(plan: Plan) -> RowRules:
         top_p=jnp.ones((b,), jnp.float32),
         min_p=jnp.zeros((b,), jnp.float32),
         seed=jnp.zeros((b,), jnp.uint32),
+        choices=jnp.full((b, CHOICES), -1, jnp.int32),
     )
 
 

@@ -25,6 +25,7 @@ from dflash_jax.decode.shaping import Shaping
 from dflash_jax.decode.verify import (
     accept_greedy,
     accept_sampled,
+    best_choice,
     cut,
     frozen,
     is_stop,
@@ -256,15 +257,19 @@ def floor(
     """As `choose`, with the stop set masked: what replaces `token` where that is a stop token (R6).
 
     Drawn by a key of its own: under the one by which a residual said the stop token, other
-    tokens of that residual are less likely than they should be. Of rows with another token, the
+    tokens of that residual are less likely than they should be. A row with `RowRules.choices` has
+    the best of those instead, sampled or not. Of other rows whose token is no stop token, the
     result is the best one, which nobody reads.
     """
-    row = without_stops(jnp.take_along_axis(logits, at[:, None, None], axis=1), rules)[:, 0]
-    best = likeliest(row)
-    if not sampled:
+    row = jnp.take_along_axis(logits, at[:, None, None], axis=1)
+    free = without_stops(row, rules)[:, 0]
+    best = likeliest(free)
+    if sampled:
+        needed = is_stop(token[:, None], rules)[:, 0] & (rules.temperature > 0)
+        best = _drawn_where(needed, free, best, position, rules, FLOOR)
+    if rules.choices is None:
         return best
-    needed = is_stop(token[:, None], rules)[:, 0] & (rules.temperature > 0)
-    return _drawn_where(needed, row, best, position, rules, FLOOR)
+    return jnp.where(rules.choices[:, 0] >= 0, best_choice(row[:, 0], rules.choices), best)
 
 
 def _drawn_where(

@@ -99,6 +99,13 @@ def frozen(
     return is_stop(anchor[:, None], rules)[:, 0] | (position + 1 >= rules.limit)
 
 
+def best_choice(logits: Float[Array, "B V"], choices: Int[Array, "B N"]) -> Int[Array, " B"]:
+    """The choice with the largest logit in each row, the first of equal ones; -1 means none."""
+    scores = jnp.take_along_axis(logits, jnp.maximum(choices, 0), axis=1)
+    scores = jnp.where(choices >= 0, scores, -jnp.inf)
+    return jnp.take_along_axis(choices, jnp.argmax(scores, axis=1)[:, None], axis=1)[:, 0]
+
+
 def without_stops(logits: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B T V"]:
     """Logits with every row's stop set at minus infinity (R6)."""
     outside = jnp.where(rules.stop_ids < 0, logits.shape[2], rules.stop_ids)

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, assert_never
 
-from dflash_jax.engine.recovery import floor, guards, speculation
+from dflash_jax.engine.recovery import floor, guards, speculation, tool_names
 from dflash_jax.engine.recovery.floor import Verdict
 from dflash_jax.engine.request_state import (
     Cancelled,
@@ -57,8 +57,8 @@ def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]
 
 
 def speculates(state: State, policy: Policy) -> bool:
-    """Whether the next step of this request should draft."""
-    return policy.speculative and not state.retried and state.lane.drafts
+    """Whether the next step of this request should draft; one that chooses a name need not."""
+    return policy.speculative and not state.retried and state.lane.drafts and not state.calls
 
 
 def is_visible(state: State, policy: Policy) -> bool:
@@ -73,9 +73,16 @@ def _is_visible(ids: Sequence[int], policy: Policy) -> bool:
 
 def room(state: State, policy: Policy) -> int:
     """Output tokens the device may decide in all before the host has to speak."""
+    if state.calls:
+        return min(state.emitted + 1, policy.max_tokens)
     if policy.close_at is None or state.past_close:
         return policy.max_tokens
     return min(max(policy.close_at, state.emitted) + 1, policy.max_tokens)
+
+
+def choices(state: State) -> Ids:
+    """The tokens of which the next step has to report the best one; none in most steps."""
+    return tool_names.choices(state.calls)
 
 
 def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effects]:
@@ -151,6 +158,9 @@ def _judge(
 
     Tokens are judged one by one, by the output so far alone: then every lane cuts alike (S6).
     """
+    if plan.state.calls:
+        _name_tool(plan, token, floor_token, policy)
+        return True
     stop = token in policy.stop_ids
     if plan.state.guard is not None and not stop:
         plan.end(Finish.LENGTH)
@@ -163,9 +173,7 @@ def _judge(
     if stop:
         verdict = _at_end_token(plan, policy)
         if verdict is Verdict.INJECT:
-            plan.mark(injected=True)
-            plan.dictate(policy.words.prefix, "tool_prefix")
-            _end_at_stop(plan, policy)
+            _begin_call(plan, policy)
             return True
         if verdict is not Verdict.REPLACE:
             plan.notes += ["floor_waived"] if verdict is Verdict.WAIVE else []
@@ -204,6 +212,32 @@ def _at_end_token(plan: _Plan, policy: Policy) -> Verdict:
 def _too_few(plan: _Plan, policy: Policy) -> bool:
     """Whether the output may not end yet, whatever it says."""
     return plan.length < policy.recovery.min_tokens
+
+
+def _begin_call(plan: _Plan, policy: Policy) -> None:
+    """Begins a tool call in the place of an end token, as far as its tool is certain."""
+    first = policy.words.calls[0][:1]
+    shared, rest = tool_names.split([ids for ids in policy.words.calls if ids[:1] == first])
+    plan.mark(injected=True, calls=rest)
+    plan.dictate(shared, "tool_prefix")
+    _end_at_stop(plan, policy)
+
+
+def _name_tool(plan: _Plan, token: int, best: int, policy: Policy) -> None:
+    """Takes the token by which the forced call's tool is chosen, and forces what is certain then.
+
+    Args:
+      token: the target's own; it counts if a declared name goes on with it.
+      best: of those tokens, the one the target would rather have said.
+    """
+    calls = plan.state.calls
+    known = {ids[0] for ids in calls}
+    chosen = next(i for i in (token, best, calls[0][0]) if i in known)
+    shared, rest = tool_names.split(tool_names.following(calls, chosen))
+    plan.mark(calls=rest)
+    plan.new += (chosen, *shared)
+    plan.replace, plan.force = None if chosen == token else chosen, shared
+    _end_at_stop(plan, policy)
 
 
 def _close(plan: _Plan, token: int, policy: Policy) -> None:

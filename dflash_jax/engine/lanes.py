@@ -12,7 +12,7 @@ from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import GREEDY, MASKED, SAMPLED, SHAPED
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.request import COLDEST, Request
-from dflash_jax.state import DecodeState, RowRules, read_output
+from dflash_jax.state import CHOICES, DecodeState, RowRules, read_output
 
 
 def lane_of(request: Request) -> str:
@@ -38,6 +38,7 @@ def make_rules(
     temperature, min_p = np.zeros((2, len(rows)), np.float32)
     top_p = np.ones((len(rows),), np.float32)
     seed = np.zeros((len(rows),), np.uint32)
+    choices = np.full((len(rows), CHOICES), -1, np.int32)
     for row, live in enumerate(rows):
         if live is None:
             continue
@@ -47,6 +48,7 @@ def make_rules(
         drafts[row] = (request.block_size or plan.block) - 1 if live.speculates else 0
         if request.temperature > 0:
             temperature[row] = max(request.temperature, COLDEST)
+        choices[row, : len(live.choices)] = live.choices
         top_p[row] = request.top_p
         min_p[row], top_k[row], seed[row] = request.min_p, request.top_k, request.seed
     columns: dict[str, Any] = {
@@ -58,6 +60,7 @@ def make_rules(
         "top_p": top_p,
         "min_p": min_p,
         "seed": seed,
+        "choices": choices,
     }
     for name, column in columns.items():
         if name not in there or not np.array_equal(there[name][0], column):

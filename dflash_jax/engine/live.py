@@ -18,7 +18,7 @@ from dflash_jax.engine.structured import Grammar
 from dflash_jax.engine.text import OutputText
 from dflash_jax.engine.vocabulary import opens_thought
 from dflash_jax.errors import ComputeError, DFlashError, RequestError
-from dflash_jax.state import Logprobs
+from dflash_jax.state import CHOICES, Logprobs
 from dflash_jax.tokenizer import Tokenizer
 
 _STOPPED = controller.Cancelled(controller.Finish.STOP)
@@ -103,6 +103,7 @@ class Live:
         # Most tokens prompt and output may have before the host has to speak.
         self.limit = len(self.request.prompt) + controller.room(self.state, self.policy)
         self.speculates = controller.speculates(self.state, self.policy)
+        self.choices = controller.choices(self.state)[:CHOICES]
 
     def start(self) -> None:
         """The first chunk of the prompt goes to the device."""

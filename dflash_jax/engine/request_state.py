@@ -118,6 +118,8 @@ class State(NamedTuple):
       fed: how many of them are in the caches.
       guard: the loop the last token ran into; the next token ends the output.
       injected: a tool call was begun.
+      calls: how that call may go on, while several declared tools are possible: for each of them
+        the ids up to its arguments.
       closed: a thought was closed at its limit.
       past_close: the place where a thought would be closed lies behind.
       ran: drafting was on when tokens were decided.
@@ -133,6 +135,7 @@ class State(NamedTuple):
     lane: Lane = UNTRIED
     guard: str | None = None
     injected: bool = False
+    calls: tuple[Ids, ...] = ()
     closed: bool = False
     past_close: bool = False
     ran: bool = False

@@ -8,7 +8,7 @@ from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.recovery.words import SILENT, Ids, Words
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import Syntax, syntax_of
-from dflash_jax.tools.declared import call_beginning, choice_of, tools_of
+from dflash_jax.tools.declared import call_beginnings, choice_of, tools_of
 
 PROMPT_END = 64  # ids of the prompt that show whether it opened a thought
 COLON_ENDS = (":", "`:", "):", '":')  # a colon may be one token with what stands before it
@@ -31,7 +31,7 @@ def words_of(
     if tokenizer is None or recovery == OFF:
         return SILENT
     syntax = syntax_of(tokenizer.teaches)
-    beginning = syntax and call_beginning(declared, choice, syntax)
+    beginnings = call_beginnings(declared, choice, syntax) if syntax else ()
     thought = syntax.thought if syntax else None
     close = recovery.close_text or (thought.forced if thought else "")
     return Words(
@@ -39,7 +39,7 @@ def words_of(
         syntax=syntax,
         tools=declared,
         hidden=_hidden(tokenizer, syntax),
-        prefix=_ids(tokenizer, beginning or ""),
+        calls=_all_ids(tokenizer, beginnings),
         close=_ids(tokenizer, close),
         skip=_ids(tokenizer, recovery.skip_phrase),
         colons=_colons(tokenizer) if recovery.below_floor == "compat" else frozenset(),
@@ -60,6 +60,12 @@ def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
 def _ids(tokenizer: Tokenizer, text: str) -> Ids:
     """Ids of a text that continues another: nothing is put in front."""
     return tuple(tokenizer.encode(text, specials=False)) if text else ()
+
+
+@functools.lru_cache(maxsize=64)  # a conversation declares the same tools in every request
+def _all_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[Ids, ...]:
+    found = (tuple(tokenizer.encode(text, specials=False)) for text in texts)
+    return tuple(ids for ids in found if ids)
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""Tools and tool choices of every API's shape, made one; and which call recovery would begin.
+"""Tools and tool choices of every API's shape, made one; and how recovery may begin a call.
 
 Chat completions nest a `function`, Responses are flat, Anthropic says `input_schema`.
 """
@@ -97,23 +97,20 @@ def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> Choice:
     return Choice("named", name)
 
 
-def call_beginning(tools: Sequence[Tool], choice: Choice, syntax: Syntax) -> str | None:
-    """The text that begins the call a stalled answer was about to make.
+def call_beginnings(
+    tools: Sequence[Tool], choice: Choice, syntax: Syntax
+) -> tuple[str, ...]:
+    """Return the texts with which a call may be begun for an answer that stalled, one a tool.
 
-    One tool that is demanded, preferred or alone is named, with its first parameter; of several
-    the model has to choose. None where no call may be begun.
+    A text names the tool and its first parameter. A tool that is demanded or preferred is the only
+    one. Left out are tools whose name or first parameter might be read as markup.
     """
-    if not tools or choice.kind == "none":
-        return None
-    by_name = {tool.name: tool for tool in tools}
-    chosen = by_name.get(choice.name or PREFERRED)
-    if chosen is None and len(tools) > 1:
-        return syntax.opening
-    chosen = chosen or tools[0]
-    parameter = chosen.first_parameter
-    if not all(SAFE.fullmatch(n) for n in (chosen.name, parameter) if n is not None):
-        return None
-    return syntax.begin(chosen.name, parameter)
+    if choice.kind == "none":
+        return ()
+    wanted = [tool for tool in tools if tool.name == (choice.name or PREFERRED)] or tools
+    pairs = [(tool.name, tool.first_parameter) for tool in wanted]
+    safe = [pair for pair in pairs if all(SAFE.fullmatch(n) for n in pair if n is not None)]
+    return tuple(syntax.begin(name, parameter) for name, parameter in safe)
 
 
 def typed(text: str, tool: Tool | None, parameter: str) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def test_S16_a_dictated_call_leaves_the_state_as_if_the_prompt_had_held_it(
     stop = truth[6]
     first = truth.index(stop)
     prefix = tuple(range(200, 200 + length))
-    words(text=lambda ids: ":", prefix=prefix)
+    words(text=lambda ids: ":", calls=(prefix,))
     settings = recovery(floor=50, tool_prefix=True)
     found = tiny.generate(
         PROMPT, stop_token_ids=[stop], max_tokens=45, recovery=settings, speculative=speculative
@@ -155,6 +156,64 @@ def test_S16_a_dictated_call_leaves_the_state_as_if_the_prompt_had_held_it(
     assert rest == continued(tiny, [*PROMPT, *said], 45)[: len(rest)]
     if speculative:
         assert found.stats.plain_steps == 0  # taps were captured: drafting goes on
+
+
+NAMES = (
+    (200, 201, 202, 203, 204, 205, 206),
+    (200, 201, 210, 211, 212),
+    (200, 201, 210, 220, 221, 222, 223, 224, 225),
+    (200, 201, 230),
+)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_forced_call_names_the_declared_tool_that_the_target_finds_likeliest(
+    tiny: Engine, truth: list[int], words: Any, temperature: float
+) -> None:
+    """In plain decoding, in blocks of every size, and by the logits of forward passes here."""
+    words(text=lambda ids: ":", calls=NAMES)
+    options: dict[str, Any] = {"max_tokens": 45, "temperature": temperature, "seed": 9}
+    if temperature:
+        options["speculative"] = False
+    free = tiny.generate(PROMPT, **options).token_ids
+    options |= {"stop_token_ids": [free[6]], "recovery": recovery(floor=50, tool_prefix=True)}
+    found = tiny.generate(PROMPT, **options)
+    said = found.token_ids
+    at = said.index(200)
+    [name] = [ids for ids in NAMES if tuple(said[at : at + len(ids)]) == ids]
+    assert found.stats.recovery["tool_prefix"] == 1
+    model = dj.TargetModel(tiny.target, tiny.params["target"], "float32")
+    logits = np.asarray(model.forward(np.array([[*PROMPT, *said]])).logits)[0]
+    for place in range(len(name)):
+        possible = {ids[place] for ids in NAMES if ids[:place] == name[:place]}
+        row = logits[len(PROMPT) + at + place - 1]
+        assert name[place] == max(possible, key=lambda i, row=row: row[i])
+    again = continued(tiny, [*PROMPT, *said[: at + len(name)]], 45)
+    if temperature:
+        assert tiny.generate(PROMPT, **options).token_ids == said
+        return
+    assert said[at + len(name) :] == again[: len(said) - at - len(name)]
+    for more in ({"speculative": False}, *({"block_size": n} for n in range(1, 5))):
+        other = tiny.generate(PROMPT, **options, **more)
+        assert other.token_ids == said
+        assert other.stats.recovery == found.stats.recovery
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_R12_a_step_that_fails_while_a_tool_is_chosen_changes_no_name(
+    tiny: Engine, truth: list[int], words: Any, step: int
+) -> None:
+    words(text=lambda ids: ":", calls=NAMES)
+    options: dict[str, Any] = {
+        "stop_token_ids": [truth[6]],
+        "max_tokens": 45,
+        "recovery": recovery(floor=50, tool_prefix=True),
+    }
+    wanted = tiny.generate(PROMPT, **options)
+    assert wanted.stats.plain_steps > step  # they choose: all others draft
+    found = failing(tiny, "plain", {step}).generate(PROMPT, **options)
+    assert found.token_ids == wanted.token_ids
+    assert found.stats.recovery == wanted.stats.recovery + Counter(rebuilt=1)
 
 
 @pytest.mark.parametrize("speculative", [True, False])
@@ -504,7 +563,7 @@ def test_dictated_tokens_that_end_with_a_stop_token_end_the_output(
               inside_thought=True)  # fmt: skip
         rules = recovery(answer_reserve=10)
     else:
-        words(text=lambda ids: "Let me look:", syntax=SYNTAXES["qwen_xml"], prefix=(250, 249))
+        words(text=lambda ids: "Let me look:", syntax=SYNTAXES["qwen_xml"], calls=((250, 249),))
         rules = recovery(floor=40, tool_prefix=True)
     live = tiny.submit(
         PROMPT,
@@ -528,7 +587,7 @@ def test_a_call_begun_just_before_a_thought_is_closed_lets_it_be_closed(
     words(
         text=lambda ids: "<think>: ",
         syntax=SYNTAXES["qwen_xml"],
-        prefix=(11, 12, 13, 14, 15, 16),
+        calls=((11, 12, 13, 14, 15, 16),),
         close=(21, 22),
         inside_thought=True,
     )

@@ -33,9 +33,18 @@ def meaning(rng: random.Random) -> Words:
         text=lambda ids: "".join(marks.get(i, "w") for i in ids),
         syntax=SYNTAXES["qwen_xml"],
         hidden=frozenset(rng.sample(range(VOCAB), rng.choice([0, 100, 251]))),
-        prefix=tuple(rng.sample(range(VOCAB), rng.choice([0, 1, 4, 5, 9]))),
+        calls=names(rng),
         close=tuple(rng.sample(range(VOCAB), rng.choice([1, 2, 7]))),
     )
+
+
+def names(rng: random.Random) -> tuple[tuple[int, ...], ...]:
+    """No tool, one, or several whose beginnings differ at random places."""
+    found: list[tuple[int, ...]] = []
+    for _ in range(rng.choice([0, 1, 2, 4])):
+        begun = rng.choice(found)[: rng.randint(1, 6)] if found else ()
+        found.append((*begun, *rng.sample(range(VOCAB), rng.choice([1, 2, 6]))))
+    return tuple(found)
 
 
 def settings(rng: random.Random) -> Recovery:

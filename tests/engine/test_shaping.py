@@ -87,7 +87,7 @@ def test_penalties_count_what_recovery_puts_in_the_place_of_an_end(
     free = tiny.generate(PROMPT, max_tokens=12, **shape).token_ids
     end = free[6]
     at = free.index(end)
-    words = Words(text=lambda ids: ":", prefix=dictated)
+    words = Words(text=lambda ids: ":", calls=(dictated,) if dictated else ())
     monkeypatch.setattr(arguments, "words_of", lambda *_: words)
     settings = dataclasses.replace(OFF, floor=40, below_floor="replace", tool_prefix=True)
     options = shape | {"max_tokens": 40, "stop_token_ids": [end], "recovery": settings}

@@ -34,9 +34,9 @@ def judge(
         return Verdict.HONOUR
     if words.thinking(ids) and not recovery.floor_in_thought:
         return Verdict.HONOUR
-    if recovery.tool_prefix and words.prefix and not injected and is_stalled(ids, recovery, words):
+    if recovery.tool_prefix and words.calls and not injected and is_stalled(ids, recovery, words):
         room = max_tokens - len(ids)
-        enough = room >= len(words.prefix) + ROOM_FOR_CALL
+        enough = room >= max(map(len, words.calls)) + ROOM_FOR_CALL
         return Verdict.INJECT if enough else Verdict.WAIVE
     match recovery.below_floor:
         case "replace":
@@ -48,10 +48,8 @@ def judge(
 
 
 def is_stalled(ids: Ids, recovery: Recovery, words: Words) -> bool:
-    """Whether an output that ends here announces an action it did not take, or one there is not."""
+    """Whether an output that ends here announces an action and takes none."""
     by_ids = recovery.below_floor == "compat"
-    if not by_ids and words.called_in_vain(ids):
-        return True
     ends = (
         ends_on_colon_id(ids, words.colons)
         if by_ids

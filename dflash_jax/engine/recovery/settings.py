@@ -21,12 +21,12 @@ class Recovery:
 
     Attributes:
       floor: output tokens below which an end token is looked at twice; 0 turns the floor off.
-      below_floor: what happens to such an end token. "rescue": one behind a stalled preamble, or
-        a call of no declared tool, becomes the beginning of a call, one before anything visible
-        the next best token, others are honoured. "replace": all that are no stall become the next
-        best token. "compat": stalls are recognised by token ids, all others are honoured.
-      tool_prefix: dictate the beginning of a tool call behind a preamble that ends in a colon, or a
-        call that is of no use; needs a floor, and the request's `tools`.
+      below_floor: what happens to such an end token. "rescue": one behind a stalled preamble
+        becomes the beginning of a call, one before anything visible the next best token, others
+        are honoured. "replace": all that are no stall become the next best token. "compat": stalls
+        are recognised by token ids, all others are honoured.
+      tool_prefix: force the beginning of a tool call after a preamble that ends in a colon. It
+        names a tool of the request's `tools`; of several, the target chooses. Needs a floor.
       skip_phrase: an output that has just said this is not stalled.
       empty_retry: decode once more, plainly, when drafting yields nothing visible.
       repeat_limit: end the output at this many equal tokens; 0 is off, None is 32 with a floor

@@ -18,7 +18,8 @@ class Words:
       text: raw text of ids, special tokens written out.
       tools: the declared ones.
       hidden: ids a caller never sees: special tokens but for those around thoughts.
-      prefix: the beginning of a tool call to dictate; empty where none may be dictated.
+      calls: how a forced tool call may begin, for each tool that may be called: the ids up to its
+        arguments. Empty where no call may be forced.
       close: what ends a thought that has to end.
       skip: ids of the phrase behind which an output is not stalled.
       colons: ids that end a preamble, for the detector by ids.
@@ -29,7 +30,7 @@ class Words:
     syntax: Syntax | None = None
     tools: tuple[Tool, ...] = ()
     hidden: frozenset[int] = frozenset()
-    prefix: Ids = ()
+    calls: tuple[Ids, ...] = ()
     close: Ids = ()
     skip: Ids = ()
     colons: frozenset[int] = frozenset()
@@ -47,20 +48,14 @@ class Words:
         return thought.is_open(self.text(ids), inside=self.inside_thought)
 
     def has_called(self, ids: Ids) -> bool:
-        """Whether the output so far began a tool call, in its family's form or another's."""
-        parser = self._read(ids)
-        return parser.calls > 0 or parser.unfinished
+        """Whether the output so far began a tool call, in its family's form or another's.
 
-    def called_in_vain(self, ids: Ids) -> bool:
-        """Whether the output so far ends with a call that nobody gets: of no declared tool."""
-        parser = self._read(ids)
-        return bool(parser.in_vain) and not (parser.calls or parser.unfinished)
-
-    def _read(self, ids: Ids) -> OutputParser:
+        A call of an undeclared tool is one, too: the caller gets it, and answers it.
+        """
         parser = OutputParser(self.syntax, self.tools, thinking=self.inside_thought)
         parser.push(self.text(ids))
         parser.finish()
-        return parser
+        return parser.calls > 0 or parser.unfinished
 
 
 SILENT = Words()

@@ -14,6 +14,7 @@ from dflash_jax.engine.controller import (
     State,
     Stepped,
     advance,
+    choices,
     room,
     speculates,
 )
@@ -47,7 +48,7 @@ WORDS = Words(
     syntax=SYNTAXES["qwen_xml"],
     tools=(Tool("w", {}),),
     hidden=frozenset({SPECIAL}),
-    prefix=PREFIX,
+    calls=(PREFIX,),
     skip=(50, 51),
     colons=frozenset({COLON}),
 )
@@ -96,12 +97,13 @@ class Device:
         accepts: Sequence[int] = (3,),
         say_again: Say | None = None,
         floor: Say = lambda ids: BEST,
+        prefer: Callable[[tuple[int, ...], tuple[int, ...]], int] = lambda ids, of: max(of),
         restored: bool = False,
         draft_finite: Callable[[int], bool] = lambda step: True,
     ):
         self.say, self.policy, self.accepts = say, policy, accepts
         self.say_again, self.floor, self.restored = say_again, floor, restored
-        self.draft_finite = draft_finite
+        self.draft_finite, self.prefer = draft_finite, prefer
         self.ids: list[int] = []  # decided, the last one pending
         self.seen = Outcome()
 
@@ -138,11 +140,12 @@ class Device:
         assert tokens, "the host left a frozen row without a word"
         self.seen.drafted_steps += drafting
         self.seen.plain_steps += not drafting
+        before, named = tuple(self.ids[:-1]), choices(self.seen.state)
         self.hear(
             Stepped(
                 tuple(tokens),
                 draft_finite=finite,
-                floor=self.floor(tuple(self.ids[:-1])),
+                floor=self.prefer(before, named) if named else self.floor(before),
                 drafts=7 if drafting and finite else 0,
             )
         )

@@ -37,10 +37,18 @@ recoveries = st.builds(
     answer_reserve=st.sampled_from([0, 0, 3, 20, 1000]),
     floor_in_thought=st.booleans(),
 )
+CALLS = (
+    (PREFIX,),
+    (PREFIX, (900, 9, 11), (900, 9, 12, 902), (900, 10)),
+    ((900, EOS, 10), (900, 11, 11), (900, 11, SPECIAL, 9)),
+)
 words = st.builds(
-    lambda close, inside: Words(**vars(WORDS) | {"close": close, "inside_thought": inside}),
+    lambda close, inside, calls: Words(
+        **vars(WORDS) | {"close": close, "inside_thought": inside, "calls": calls}
+    ),
     st.sampled_from([(), (END_THINK,), (800, END_THINK, 801, 802)]),
     st.booleans(),
+    st.sampled_from(CALLS),
 )
 policies = st.builds(
     Policy,
@@ -75,6 +83,13 @@ def test_every_history_ends_once_and_stays_within_its_limits(
         assert len(emitted) == policy.max_tokens or seen.state.kind
     assert sum(e.finish is not None for e in seen.effects) == 1
     assert sum(PREFIX[0] in e.emit for e in seen.effects) == seen.notes["tool_prefix"] <= 1
+    if seen.notes["tool_prefix"]:  # only a declared tool can have been named
+        rest = tuple(emitted[emitted.index(PREFIX[0]) :])
+        ended = emitted[-1] in policy.stop_ids
+        assert any(
+            rest[: len(call)] == call or (ended and call[: len(rest)] == rest)
+            for call in policy.words.calls
+        )
     assert seen.attempts <= 2
     for late in (Stepped((5,)), Cancelled()):
         assert advance(seen.state, late, policy) == (seen.state, Effects())
