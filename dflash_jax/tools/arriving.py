@@ -34,30 +34,38 @@ class NoCall(Exception):
 
 
 class Arriving:
-    """Text that is still arriving. Its generators yield while they wait for more."""
+    """Text that is still arriving. Its generators yield while they wait for more.
+
+    Attributes:
+      recorded: characters taken since `keep_record`.
+    """
 
     def __init__(self) -> None:
         self.buffer = ""
         self.ended = False
-        self.record: str | None = None  # what was taken since `keep_record`
+        self.recorded = 0
+        self._record: list[str] | None = None  # the pieces of what was taken
 
     def keep_record(self) -> None:
-        self.record = ""
+        """Records what is taken from now on."""
+        self._record, self.recorded = [], 0
 
     def drop_record(self) -> str:
-        """What was recorded; nothing is from now on."""
-        record, self.record = self.record or "", None
+        """Ends the record, and returns it."""
+        record = "".join(self._record or ())
+        self._record, self.recorded = None, 0
         return record
 
     def put_back(self) -> None:
-        """What was recorded comes once more."""
-        self.buffer, self.record = (self.record or "") + self.buffer, ""
+        """Puts what was recorded back in front, and ends the record."""
+        self.buffer = self.drop_record() + self.buffer
 
     def take(self, count: int) -> str:
-        """So many characters, which are gone then."""
+        """The first characters, which are gone then."""
         taken, self.buffer = self.buffer[:count], self.buffer[count:]
-        if self.record is not None:
-            self.record += taken
+        if self._record is not None:
+            self._record.append(taken)
+            self.recorded += len(taken)
         return taken
 
     def more(self) -> Reader:
@@ -149,10 +157,11 @@ class Arriving:
             raise NoCall from None
 
     def value(self, show: Callable[[str], None], *, unpack: bool = True) -> Reader:
-        """Shows a JSON value's text, its lines and tabs as JSON writes them.
+        """Shows a JSON value's text.
 
         Args:
-          unpack: an object may be written as a string, and nothing stands for an empty one.
+          unpack: an object may be written as a string, and nothing stands for an empty one; line
+            ends and tabs within its texts become what JSON writes for them.
         """
         first = yield from self.peek()
         if first == '"' and unpack:
@@ -172,10 +181,10 @@ class Arriving:
             if quoted:
                 if c == "\\":
                     at += 1
-                elif c < " " and first == "{" and self.record is None:  # JSON has it escaped
-                    c = json.dumps(c)[1:-1]
-                    self.buffer = self.buffer[:at] + c + self.buffer[at + 1 :]
-                    at += len(c) - 1
+                elif c < " " and first == "{" and unpack:
+                    show(self.take(at) + json.dumps(self.take(1))[1:-1])
+                    at = 0
+                    continue
                 quoted = c != '"'
             elif c == '"':
                 quoted = True

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import string
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -9,36 +10,50 @@ from typing import Any
 from dflash_jax.tools import slips
 from dflash_jax.tools.arriving import Arriving, NoCall, Reader, as_written
 from dflash_jax.tools.declared import Tool, kinds_of, typed
-from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Event
+from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Event, joined
 from dflash_jax.tools.syntax import Syntax
 
 ARGUMENTS = ("arguments", "parameters")
+NAME = re.compile(r"[\w.:/-]{1,128}")  # of an undeclared tool
 
 
 class CallReader:
-    """Tells the events of calls; what names no declared tool is read and not told.
+    """Passes on the events of calls as they are read.
+
+    A call of a declared tool is passed on while it is written. One of an undeclared tool is passed
+    on once it is complete, as until then it may be text.
 
     Attributes:
-      count: calls of declared tools that were begun.
-      unknown: the tool of the last call, if it was none of them.
+      count: calls that were passed on.
+      begun: events of the call that is being read, or was read last, were passed on.
+      certain: what was read can only have been meant as a call.
+      empty: it was an opening tag without anything in it.
+      undeclared: names of undeclared tools that were called, in order.
+
+    Args:
+      tell: takes the events.
+      others: whether tools may be called that were not declared.
     """
 
     def __init__(
         self, syntax: Syntax | None, tools: Mapping[str, Tool], text: Arriving,
-        tell: Callable[[Event], None],
+        tell: Callable[[Event], None], *, others: bool = True,
     ):  # fmt: skip
         self._syntax, self._tools, self._text, self._tell = syntax, tools, text, tell
-        self._live = False  # the call being read is of a declared tool
-        self.count, self.unknown = 0, ""
+        self._others = others
+        self._held: list[Event] | None = None  # of a call of an undeclared tool
+        self.count = 0
+        self.begun = self.certain = self.empty = False
+        self.undeclared: list[str] = []
 
-    def read(self, marker: str) -> Reader:
-        """A call that begins with the marker, which was taken if it is a tag.
+    def read(self, marker: str, *, bare: bool = False) -> Reader:
+        """A call that begins with the marker, which was taken unless it is bare.
 
         Raises:
-          NoCall: it is none; it is text if a record of it is still kept.
+          NoCall: it is none.
           Ended: the output ended inside it.
         """
-        self._live = False
+        self._reset(certain=not bare and marker not in slips.WORDS)
         match marker:
             case "<tool_call>":
                 return self._wrapped()
@@ -50,9 +65,9 @@ class CallReader:
                 return self._verb()
             case tag if tag.startswith("<") and tag[1:-1] in self._tools:
                 return self._named_tag(tag)
-            case bare if bare in slips.BARE and not self._is_native(bare):
+            case found if found in slips.BARE and not self._is_native(found):
                 return self._bare()
-        return self._json()
+        return self._json(bare=bare)
 
     def _is_native(self, marker: str) -> bool:
         return self._syntax is not None and marker in self._syntax.opens
@@ -64,10 +79,12 @@ class CallReader:
           NoCall, Ended: there is more, or something else; nothing was told.
         """
         text = self._text
+        self._reset(certain=False)
         yield from text.expect("{")
         if (yield from text.string()) not in tool.properties:
             raise NoCall
         text.put_back()
+        text.keep_record()
         pieces: list[str] = []
         yield from text.value(pieces.append, unpack=False)
         while not text.buffer.strip() and not text.ended:
@@ -85,6 +102,7 @@ class CallReader:
         Raises:
           NoCall: what follows is no object; it may be missing, though.
         """
+        self._reset(certain=True)
         if (yield from self._text.peek()) in '{"':
             self._begin(name)
             yield from self._text.value(self._give)
@@ -96,8 +114,13 @@ class CallReader:
 
     # -- forms --------------------------------------------------------------------------------
 
-    def _json(self) -> Reader:
-        """An object with `name`, and `arguments` or `parameters`."""
+    def _json(self, *, bare: bool = False) -> Reader:
+        """An object with `name`, and `arguments` or `parameters`.
+
+        Args:
+          bare: no tags surround it, so that other objects look alike. Where no tool of that name
+            is declared, its arguments have to follow, and nothing else.
+        """
         text = self._text
         held = ""  # arguments that came before the name
         named = given = False
@@ -108,8 +131,9 @@ class CallReader:
             if key == "name" and not named:
                 named = True
                 name = yield from text.string()
-                if text.record is not None and name not in self._tools:
-                    raise NoCall
+                if bare and name not in self._tools:
+                    yield from self._arguments_alone(name)
+                    return
                 self._begin(name)
                 self._give(held)
             elif key in ARGUMENTS and not given:
@@ -136,10 +160,17 @@ class CallReader:
         yield from text.string()
         yield from text.expect(":")
         name = yield from text.string()
+        if name not in self._tools:
+            raise NoCall
+        yield from self._arguments_alone(name)
+
+    def _arguments_alone(self, name: str) -> Reader:
+        """The rest of an object behind its name: the arguments and nothing else."""
+        text = self._text
         yield from text.expect(",")
         key = yield from text.string()
         yield from text.expect(":")
-        if name not in self._tools or key not in ARGUMENTS or (yield from text.peek()) != "{":
+        if key not in ARGUMENTS or (yield from text.peek()) != "{":
             raise NoCall
         self._begin(name)
         yield from text.value(self._give)
@@ -149,13 +180,14 @@ class CallReader:
     def _wrapped(self) -> Reader:
         """What stands in `<tool_call>`: JSON, a function, or a name with argument tags."""
         first = yield from self._text.peek()
-        if first in "{[<":
-            self._text.drop_record()
+        self.certain = first in "{[<"
         match first:
             case "{":
                 yield from self._json()
             case "<":
-                yield from self._text.expect("<function=")
+                tags = ("<function=", "<tool_call>", "</tool_call>")
+                self.empty = (yield from self._text.one_of(*tags, take=False)) != tags[0]
+                yield from self._text.expect(tags[0])
                 yield from self._function("</function>", "</tool_call>")
             case _:
                 yield from self._argument_tags()
@@ -267,18 +299,30 @@ class CallReader:
 
     # -- events -------------------------------------------------------------------------------
 
+    def _reset(self, *, certain: bool) -> None:
+        self.begun, self.certain, self.empty, self._held = False, certain, False, None
+
     def _begin(self, name: str) -> None:
-        self._text.drop_record()
-        self._live = name in self._tools
-        self.unknown = "" if self._live else name
-        if self._live:
-            self._tell(CallBegun(self.count, name))
-            self.count += 1
+        """The name is complete. Raises NoCall for an undeclared one that no tool can have."""
+        self.certain = True
+        if name not in self._tools:
+            if not (self._others and NAME.fullmatch(name)):
+                raise NoCall
+            self._held = []
+        self._pass(CallBegun(self.count, name))
+
+    def _pass(self, event: Event) -> None:
+        if self._held is not None:
+            self._held.append(event)
+            return
+        self._tell(event)
+        self.count += not self.begun
+        self.begun = True
 
     def _give(self, text: str) -> None:
-        if self._live and text:  # halves of characters, which cannot be sent, as JSON's escapes
+        if text:  # halves of characters, which cannot be sent, as JSON's escapes
             text = text.encode("utf-8", "backslashreplace").decode()
-            self._tell(Arguments(self.count - 1, text))
+            self._pass(Arguments(self.count - self.begun, text))
 
     def _give_typed(self, lead: str, name: str, key: str, raw: str) -> None:
         """A parameter that was written as text; a newline on each side is markup."""
@@ -286,9 +330,12 @@ class CallReader:
         self._give(f"{lead}{_json(key)}: {_json(typed(raw, self._tools.get(name), key))}")
 
     def _done(self) -> None:
-        if self._live:
-            self._tell(CallDone(self.count - 1))
-            self._live = False
+        if (held := self._held) is not None:
+            self._held = None
+            self.undeclared += [event.name for event in held if isinstance(event, CallBegun)]
+            for event in joined(held):
+                self._pass(event)
+        self._pass(CallDone(self.count - 1))
 
 
 def _ignore(_: str) -> None:

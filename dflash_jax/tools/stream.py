@@ -1,11 +1,11 @@
 """Splits a growing output into thoughts, content and tool calls; nothing given is taken back.
 
 A call's name is given as soon as it is complete, its arguments as pieces of JSON as they are
-written (XML and Gemma calls: value by value). Markup is not shown unless a text is about it, nor
-is a call in tags of a tool that was not declared.
+written (XML and Gemma calls: value by value); a call of an undeclared tool is given once it is
+complete. Markup is not shown unless a text is about it. What begins like a call and cannot be read
+as one is content, markup included: no output is lost.
 """
 
-import contextlib
 import re
 from collections.abc import Generator, Sequence
 
@@ -31,6 +31,12 @@ class Stopped(Exception):
 class OutputParser:
     """Feed it raw output text, special tokens included; it gives events.
 
+    Attributes:
+      thinking: what comes next is a thought.
+      calling: a call is being read.
+      unfinished: the output ended inside a call, or inside a header of harmony.
+      unreadable: calls that could not be read, and are content.
+
     Args:
       syntax: the family's; None passes everything on as content.
       tools: the declared ones; without any, calls are not looked for.
@@ -55,12 +61,16 @@ class OutputParser:
         self._before = Before()  # the content as it was written
         self._events: list[Event] = []
         self._blank = ""  # white space that is content only if content follows
+        self._gap = ""  # the same in front of the call that is being read
         self.thinking = thinking and syntax is not None and syntax.thought is not None
         self._trim = self.thinking  # drop white space: a thought began, or a thought or call ended
-        self.calling = False  # a call is being read
-        self.unfinished = False  # the output ended inside a call
-        self.in_vain = ""  # the last thing said is a call of this tool, which was not declared
-        self._calls = CallReader(syntax, self._tools, self._text, self._tell_call)
+        self.calling = self.unfinished = False
+        self.unreadable = 0
+        self._opened = 0  # tags of calls that were shown: as many closing ones are shown, too
+        self._lost = ""  # tags that were not shown; they are if nothing else is
+        self._silent = True  # no thought, content or call was given yet
+        self._last = ""  # what the output ended with, inside a call
+        self._calls = CallReader(syntax, self._tools, self._text, self._tell_call, others=slips)
         self._reader = self._harmony() if self._harmonic else self._tagged()
 
     def push(self, text: str) -> list[Event]:
@@ -73,10 +83,22 @@ class OutputParser:
         self._text.ended = True
         return self._advance()
 
+    def unfinished_call(self) -> list[Event]:
+        """The call that the output ended inside of, as content: for an output nobody cut short."""
+        last, self._last = self._last, ""
+        self.unreadable += bool(last)
+        self._write(last)
+        return self._given()
+
     @property
     def calls(self) -> int:
-        """Calls of declared tools that were begun."""
+        """Calls that were begun, and those of undeclared tools that are complete."""
         return self._calls.count
+
+    @property
+    def undeclared(self) -> list[str]:
+        """Names of undeclared tools that were called."""
+        return self._calls.undeclared
 
     @property
     def stopped_by(self) -> str | None:
@@ -86,10 +108,9 @@ class OutputParser:
     @property
     def waiting(self) -> int:
         """Characters that came last, and may yet begin a stop string or do already."""
-        text = self._text
-        if self.calling and text.record is None:
+        if self.calling and self._calls.begun:
             return 0
-        return len(text.record or "") + len(self._stops.held) + len(text.buffer)
+        return self._text.recorded + len(self._stops.held) + len(self._text.buffer)
 
     def _advance(self) -> list[Event]:
         try:
@@ -98,8 +119,15 @@ class OutputParser:
             self.unfinished = True
         except Stopped:
             pass
-        if self._text.ended and self._blank and not self.calls:
-            self._events.append(Content(self._blank))
+        if self._text.ended and not self.calls:
+            blank, self._blank = self._blank, ""
+            if self._silent and not self.unfinished and self.stopped_by is None:
+                blank, self._lost = blank + self._lost, ""
+            if blank:
+                self._events.append(Content(blank))
+        return self._given()
+
+    def _given(self) -> list[Event]:
         events, self._events = self._events, []
         return list(joined(events))
 
@@ -139,11 +167,16 @@ class OutputParser:
             if thought and marker in around:
                 self.thinking, self._trim = marker == thought.opening, True
             elif marker in opens and not (bare and self._before.within_object):
-                yield from self._call(marker, [tag for tag in opens if tag[0] == "<"], bare=bare)
+                yield from self._call(marker, bare=bare)
             elif marker in loose and self._before.allows(marker):
                 yield from self._call(marker, bare=True)
             elif bare:
                 self._show(marker)
+            elif self._opened:
+                self._opened -= 1
+                self._show(marker)
+            else:
+                self._lost += marker
 
     def _harmony(self) -> Reader:
         """Messages with headers, in channels. A prompt ends in the first header, where a call's
@@ -167,43 +200,63 @@ class OutputParser:
                 header = marker + (yield from text.until(HARMONY_MESSAGE))
             self.thinking, self._trim = "<|channel|>analysis" in header, False
             if (named := re.search(r"to=functions\.([^\s<]+)", header)) and self._tools:
-                self.calling = True
-                with contextlib.suppress(NoCall):  # a text that is no JSON
-                    yield from self._calls.harmony(named[1])
-                    self.in_vain = self._calls.unknown
-                self._trim = True
-                yield from text.flow(HARMONY_ENDS, _ignore)
-                self.calling = False
+                if (yield from self._reading(self._calls.harmony(named[1]))):
+                    self.calling = True
+                    yield from text.flow(HARMONY_ENDS, _ignore)
+                    self.calling = False
             header = ""
 
-    def _call(self, marker: str, opens: Sequence[str] = (), *, bare: bool) -> Reader:
-        """One call; what is none is text, or dropped to the next tag if only a call begins so."""
-        assert self._syntax is not None
+    def _call(self, marker: str, *, bare: bool) -> Reader:
+        """One call, or the text that only begins like one.
+
+        Args:
+          bare: the marker is part of the call, not a tag around it.
+        """
         text = self._text
-        self.calling = True
-        if bare or marker in slips.WORDS:
-            text.buffer = marker + text.buffer
-            text.keep_record()
-            text.take(0 if bare else len(marker))
-        try:
-            yield from self._calls.read(marker)
-            self.in_vain = self._calls.unknown
-            self._trim = True
+        text.buffer = marker + text.buffer
+        read = yield from self._reading(
+            self._calls.read(marker, bare=bare), tag=0 if bare else len(marker)
+        )
+        if read:
             self._before.add("\n")
-        except (NoCall, Ended) as reason:
-            if text.record is not None and (bare or isinstance(reason, NoCall)):
-                text.put_back()
-                text.drop_record()
-                self.calling = False
+            self._opened = 0
+        elif self._calls.empty:
+            self._lost += text.take(len(marker))
+        else:
+            self._opened += not bare
+            if not self._calls.begun:  # else it was shown
                 self._show(text.take(len(marker)))
-            elif isinstance(reason, Ended):
-                text.drop_record()
+
+    def _reading(self, call: Reader, tag: int = 0) -> Generator[None, None, bool]:
+        """Whether a call could be read; if not, what was taken is put back or, late, shown.
+
+        Args:
+          tag: characters in front of the call that belong to its markup.
+
+        Raises:
+          Ended: the output ended inside it.
+        """
+        text, calls = self._text, self._calls
+        self.calling = True
+        text.keep_record()
+        text.take(tag)
+        try:
+            yield from call
+        except (NoCall, Ended) as reason:
+            if isinstance(reason, Ended) and (tag or calls.begun or self._harmonic):
+                self._last = (self._gap if calls.begun else "") + text.drop_record()
                 raise
+            self.calling = False
+            self.unreadable += calls.certain and not calls.empty
+            if calls.begun:
+                self._before.add(written := text.drop_record())
+                self._write(self._gap + written)
             else:
-                tag = yield from text.flow((*opens, *self._syntax.closes, *slips.CLOSES), _ignore)
-                if tag and tag in opens:
-                    text.buffer = tag + text.buffer
-        self.calling = False
+                text.put_back()
+            return False
+        text.drop_record()
+        self.calling, self._trim = False, True
+        return True
 
     def _whole(self) -> Generator[None, None, bool]:
         """Whether the output was nothing but the arguments of the only tool."""
@@ -215,13 +268,13 @@ class OutputParser:
             yield from self._calls.whole(tool)
         except (NoCall, Ended):
             self._text.put_back()
-            self._text.drop_record()
+        self._text.drop_record()
         return self.calls > 0
 
     def _tell_call(self, event: Event) -> None:
         if isinstance(event, CallBegun):
             self._show_held("")
-            self._blank = ""
+            self._gap, self._blank = self._blank, ""
         self._events.append(event)
 
     def _show(self, text: str) -> None:
@@ -246,13 +299,14 @@ class OutputParser:
             return
         if self.thinking:
             self._events.append(Thinking(text))
+            self._silent = False
             return
         text = self._blank + text
         shown = text.rstrip() if self._tools else text
         self._blank = text[len(shown) :]
         if shown:
-            self.in_vain = ""
             self._events.append(Content(shown))
+            self._silent = False
 
 
 def _ignore(_: str) -> None:

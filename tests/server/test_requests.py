@@ -13,7 +13,7 @@ from dflash_jax.server.generation import problem_of
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tools import SYNTAXES
-from dflash_jax.tools.declared import call_beginning
+from dflash_jax.tools.declared import call_beginnings
 from dflash_jax.tools.events import CallBegun
 from dflash_jax.tools.stream import OutputParser
 
@@ -173,7 +173,7 @@ def test_tool_names_may_have_as_many_characters_as_anthropics(name: str) -> None
     long, syntax = "n" * 128, SYNTAXES[name]
     ask = messages(tools=[{"name": long, "input_schema": SCHEMA}])
     assert [tool.name for tool in ask.declared] == [long]
-    assert call_beginning(ask.declared, ask.choice, syntax) is None
+    assert call_beginnings(ask.declared, ask.choice, syntax) == ()
     parser = OutputParser(syntax, ask.declared)
     events = parser.push(syntax.render(long, {"a": 1})) + parser.finish()
     assert [event.name for event in events if isinstance(event, CallBegun)] == [long]

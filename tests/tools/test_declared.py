@@ -9,7 +9,7 @@ from dflash_jax.tools import SYNTAXES
 from dflash_jax.tools.declared import (
     Choice,
     Tool,
-    call_beginning,
+    call_beginnings,
     choice_of,
     parsed,
     tools_of,
@@ -18,7 +18,6 @@ from dflash_jax.tools.declared import (
 from dflash_jax.tools.stream import OutputParser
 
 XML = SYNTAXES["qwen_xml"]
-OPEN = "\n<function="
 
 
 def tool(name: str, *parameters: str, required: list | None = None) -> dict[str, Any]:
@@ -32,9 +31,9 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def begun(tools: Any, tool_choice: Any = "auto") -> str | None:
+def begun(tools: Any, tool_choice: Any = "auto") -> tuple[str, ...]:
     declared = tools_of(tools)
-    return call_beginning(declared, choice_of(tool_choice, declared), XML)
+    return call_beginnings(declared, choice_of(tool_choice, declared), XML)
 
 
 A, B, TERMINAL = tool("a"), tool("b"), tool("terminal", "command")
@@ -43,6 +42,7 @@ ANTHROPIC = {"name": "a", "input_schema": {"properties": {"x": {}}}}
 FLAT = {"type": "function", "name": "a", "parameters": {"properties": {"x": {}}}}
 A_WITH_X = "\n<function=a>\n<parameter=x>\n"
 OF_A = "\n<function=a>\n"
+OF_B = "\n<function=b>\n"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ OF_A = "\n<function=a>\n"
     [
         pytest.param([TERMINAL], "auto", TERMINAL_CALL, id="T1"),
         pytest.param([A, TERMINAL], "auto", TERMINAL_CALL, id="T2"),
-        pytest.param([tool("a", "x"), B], "auto", OPEN, id="T3"),
+        pytest.param([tool("a", "x"), B], "auto", (A_WITH_X, OF_B), id="T3"),
         pytest.param([tool("a", "x")], "auto", A_WITH_X, id="T4"),
         pytest.param([A, TERMINAL], named("a"), OF_A, id="T5"),
         pytest.param([A], "required", OF_A, id="T7"),
@@ -75,6 +75,8 @@ OF_A = "\n<function=a>\n"
         pytest.param([tool("a>b")], "auto", None, id="T17-bracket"),
         pytest.param([tool("a\nb")], "auto", None, id="T17-newline"),
         pytest.param([tool("a", "x>")], "auto", None, id="T17-parameter"),
+        pytest.param([tool("a>b"), B, tool("a", "x>")], "auto", OF_B, id="T17-one-of-several"),
+        pytest.param([A, B], "required", (OF_A, OF_B), id="any-of-two"),
         pytest.param([], "auto", None, id="T18"),
         pytest.param(None, "auto", None, id="T18-absent"),
         pytest.param([A, TERMINAL], {"type": "any"}, TERMINAL_CALL, id="anthropic-any"),
@@ -85,8 +87,22 @@ OF_A = "\n<function=a>\n"
         pytest.param([{"type": "web_search"}, A], "auto", OF_A, id="no-function"),
     ],
 )
-def test_the_call_that_recovery_begins(tools: Any, choice: Any, expected: str | None) -> None:
-    assert begun(tools, choice) == expected
+def test_the_calls_that_recovery_may_begin(
+    tools: Any, choice: Any, expected: str | tuple[str, ...] | None
+) -> None:
+    """Each with its tool's name; before, of several tools (T3) only the opening was dictated."""
+    several = expected if isinstance(expected, tuple) else (expected,) if expected else ()
+    assert begun(tools, choice) == several
+
+
+@pytest.mark.parametrize("family", sorted(SYNTAXES))
+def test_calls_of_several_tools_begin_alike_up_to_the_name(family: str) -> None:
+    names = ("read", "read_file", "write")
+    syntax, declared = SYNTAXES[family], tools_of([tool(name, "x") for name in names])
+    texts = call_beginnings(declared, Choice("auto"), syntax)
+    for name, text in zip(names, texts, strict=True):
+        assert text.removeprefix(syntax.opening).lstrip(' "').startswith(name)
+    assert not [a for a in texts for b in texts if a != b and b.startswith(a)]
 
 
 @pytest.mark.parametrize("choice", [named("zzz"), {"type": "tool", "name": "zzz"}, {"type": "x"}])
@@ -163,7 +179,7 @@ def test_what_cannot_be_written_as_json_is_not_read_as_json() -> None:
 def test_schemas_that_are_none_do_no_harm() -> None:
     for schema in ({"properties": 3}, {"properties": ["a"], "required": [["a"], {}]}):
         declared = tools_of([{"name": "a", "parameters": schema}])
-        assert call_beginning(declared, Choice("auto"), XML) == OF_A
+        assert call_beginnings(declared, Choice("auto"), XML) == (OF_A,)
         assert typed("1", declared[0], "a") == "1"
         parser = OutputParser(XML, declared)
         assert parser.push('{"a": 1}') + parser.finish()
