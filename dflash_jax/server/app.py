@@ -181,8 +181,7 @@ class Server:
             stats = reply.result.stats
             tau = f"{stats.acceptance_length:.2f}" if stats.rounds else "-"
             notes = "".join(f", plain: {reason}" for reason in stats.fallbacks)
-            if reply.in_vain:
-                notes += f", ends with a call of {reply.in_vain!r}, which was not declared"
+            notes += "".join(f"; {warning}" for warning in reply.warnings)
             log.info(
                 "%s %s: %d prompt tokens (%d cached), %d new, first after %.3f s, %.1f tok/s,"
                 " acceptance length %s, %s, %.3f s in all%s",

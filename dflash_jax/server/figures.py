@@ -45,7 +45,7 @@ def _pace(stats: Sequence[Stats]) -> dict[str, Any]:
 
 
 def asked_for(generation: Generation, answer_id: str) -> dict[str, Any]:
-    """The figures that a finished request asked for, and what of it was ignored."""
+    """The figures that a finished request asked for, and warnings."""
     ask = generation.ask
     stats = [reply.result.stats for reply in generation.replies if reply.result]
     found: dict[str, Any] = {}
@@ -55,9 +55,15 @@ def asked_for(generation: Generation, answer_id: str) -> dict[str, Any]:
         found["metrics"] = metrics(stats[0]) if len(stats) == 1 else None
     if ask.meta_info:
         found["meta_info"] = {"id": answer_id} | meta_info(stats[0])
-    if ask.warnings:
-        found["warnings"] = list(ask.warnings)
+    if told := warnings(generation):
+        found["warnings"] = told
     return found
+
+
+def warnings(generation: Generation) -> list[str]:
+    """What was ignored of a request, and what its caller should know of the outputs; each once."""
+    of_replies = (text for reply in generation.replies if reply.result for text in reply.warnings)
+    return list(dict.fromkeys((*generation.ask.warnings, *of_replies)))
 
 
 def of_choice(reply: Reply, ask: Ask, answer_id: str) -> dict[str, Any]:

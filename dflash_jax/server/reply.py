@@ -125,6 +125,8 @@ class Reply:
         events = [] if self.cut == "call" else self._take(self._parser.push(self._text.finish()))
         if self.cut != "call":
             events += self._take(self._parser.finish())
+        if not self._cut_short:  # what the model itself left unfinished stays so
+            events += self._take(self._parser.unfinished_call())
         if self._ask.keep_stop and self.stop_string:
             kind = Thinking if self._parser.thinking else Content
             events += self._take([kind(self.stop_string)])
@@ -169,9 +171,37 @@ class Reply:
         return [call for call in self.calls if call.done]
 
     @property
-    def in_vain(self) -> str:
-        """The tool of a call that the output ends with and nobody gets: it was not declared."""
-        return self._parser.in_vain
+    def _cut_short(self) -> bool:
+        """Whether something else than the model ended the output."""
+        assert self.result is not None
+        return bool(self.cut) or self.result.finish_reason in ("length", "cancelled")
+
+    @property
+    def _open_call(self) -> bool:
+        """Whether the output was cut short inside a tool call."""
+        return self._parser.calling and self._parser.unfinished and self._cut_short
+
+    @property
+    def undeclared(self) -> list[str]:
+        """Tools that were called and not declared, each once."""
+        return list(dict.fromkeys(self._parser.undeclared))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a caller should know of the output's tool calls."""
+        found = [
+            f"the model called the tool {name!r}, which the request does not declare; the call is"
+            " passed on as the model made it"
+            for name in self.undeclared
+        ]
+        if self._parser.unreadable:
+            found.append("a tool call could not be read; it is part of the text")
+        if self._open_call:
+            found.append(
+                "the output was cut inside a tool call, which is incomplete; it is left out of"
+                " answers that are not streamed"
+            )
+        return found
 
     @property
     def stop_string(self) -> str | None:
@@ -182,8 +212,7 @@ class Reply:
     def finish_reason(self) -> str:
         """In OpenAI's words: stop, length or tool_calls."""
         assert self.result is not None
-        open_call = self._parser.unfinished and self.cut != "call"
-        if self.done_calls and not open_call:
+        if self.done_calls and not self._open_call:
             return "tool_calls"
         if self.cut == "call" or self.stop_string:
             return "stop"
@@ -205,6 +234,12 @@ class Reply:
             "content_tokens": total - self.thinking_tokens,
             "total_tokens": total,
         }
+        if self.undeclared:
+            found["undeclared_tools"] = self.undeclared
+        if self._parser.unreadable:
+            found["unreadable_calls"] = self._parser.unreadable
+        if self._open_call:
+            found["unfinished_call"] = True
         if self.stop_string:
             found["stop_sequence"] = self.stop_string
         if self.thinking_tokens:

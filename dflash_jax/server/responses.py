@@ -176,7 +176,7 @@ class ResponsesWriter:
                 case Arguments(_, text):
                     out += self._delta("response.function_call_arguments.delta", text)
                 case CallDone():
-                    out += self._leave()
+                    out += self._leave("completed")
         return out
 
     def close(self) -> bytes:
@@ -236,11 +236,18 @@ class ResponsesWriter:
         place = {"item_id": self._item["id"], "output_index": len(self._items)}
         return self._event(kind, **place, delta=text, **fields)
 
-    def _leave(self, status: str = "completed") -> bytes:
-        """Ends the item that is being written, if one is."""
+    def _leave(self, status: str | None = None) -> bytes:
+        """Ends the item that is being written, if one is.
+
+        Args:
+          status: None for incomplete if it is a call, which ends by an event of its own, and else
+            for completed.
+        """
         if self._item is None:
             return b""
         item, text = self._item, self._text
+        if status is None:
+            status = "incomplete" if item["type"] == "function_call" else "completed"
         if item["type"] == "message":
             likely = self._likely + self._fresh_logprobs()
             item = _message(item["id"], text, likely, status)

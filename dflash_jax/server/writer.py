@@ -136,6 +136,7 @@ class OpenAI(abc.ABC):
         if self.ask.stream and not self.ask.usage_chunk and len(self.generation.replies) == 1:
             found = self._usage()
             return {k: v for k, v in found.items() if k != "usage"}
-        last = reply.index == len(self.generation.replies) - 1
-        told = self.ask.stream and not self.ask.usage_chunk and self.ask.warnings and last
-        return {"warnings": list(self.ask.warnings)} if told else {}
+        last = all(reply.result for reply in self.generation.replies)
+        told = self.ask.stream and not self.ask.usage_chunk and last
+        found = figures.warnings(self.generation) if told else []
+        return {"warnings": found} if found else {}

@@ -97,9 +97,7 @@ def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> Choice:
     return Choice("named", name)
 
 
-def call_beginnings(
-    tools: Sequence[Tool], choice: Choice, syntax: Syntax
-) -> tuple[str, ...]:
+def call_beginnings(tools: Sequence[Tool], choice: Choice, syntax: Syntax) -> tuple[str, ...]:
     """Return the texts with which a call may be begun for an answer that stalled, one a tool.
 
     A text names the tool and its first parameter. A tool that is demanded or preferred is the only

@@ -180,6 +180,112 @@ def test_a_call_that_was_cut_off_is_length_and_no_call(tokenizer: Tokenizer) -> 
     assert choice["message"]["content"] == "Let me look:"
 
 
+OTHER = CALL.replace("read_file", "other")
+
+
+def whole_and_streamed(
+    tokenizer: Tokenizer, api: str, writer: Any, text: str, end: str = "stop"
+) -> tuple[dict, list[dict], Reply]:
+    """The answer to a text as one object, its stream, and the reply."""
+    ask = asked(api)
+    reply, events = replied(tokenizer, text, ask, end=end)
+    whole = writer(generation(reply, ask)).whole()
+    live = dataclasses.replace(ask, stream=True)
+    return whole, streamed(writer(generation(reply, live)), reply, events), reply
+
+
+APIS = [("chat", ChatWriter), ("messages", MessagesWriter), ("responses", ResponsesWriter)]
+
+
+def warned(api: str, whole: dict, chunks: list[dict]) -> list[str]:
+    """The warnings of an answer, which are those of its stream, too."""
+    last = {"chat": -1, "messages": -2, "responses": -1}[api]
+    end = chunks[last]["response"] if api == "responses" else chunks[last]
+    assert end.get("warnings", []) == whole.get("warnings", [])
+    return whole.get("warnings", [])
+
+
+@pytest.mark.parametrize(("api", "writer"), APIS)
+def test_T22_a_call_of_an_undeclared_tool_is_given_to_the_caller_and_named(
+    tokenizer: Tokenizer, api: str, writer: Any
+) -> None:
+    """The catalogue has it dropped: then an answer of 50 tokens held nothing at all."""
+    whole, chunks, reply = whole_and_streamed(tokenizer, api, writer, f"{OTHER}<|im_end|>")
+    assert reply.finish_reason == "tool_calls"
+    assert reply.details["undeclared_tools"] == ["other"]
+    [warning] = warned(api, whole, chunks)
+    assert "called the tool 'other', which the request does not declare" in warning
+    if api == "chat":
+        [choice] = whole["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], choice["finish_reason"]) == ("other", "tool_calls")
+        assert choice["finish_details"]["undeclared_tools"] == ["other"]
+        deltas = [c["choices"][0]["delta"].get("tool_calls", [{}])[0] for c in chunks]
+        names = [d["function"]["name"] for d in deltas if d.get("id")]
+    elif api == "messages":
+        [block] = whole["content"]
+        assert (block["name"], block["input"]) == ("other", {"path": "a.txt"})
+        assert (whole["stop_reason"], chunks[-2]["delta"]["stop_reason"]) == ("tool_use",) * 2
+        names = [c["content_block"]["name"] for c in chunks if "content_block" in c]
+    else:
+        [item] = whole["output"]
+        assert (item["type"], item["name"]) == ("function_call", "other")
+        names = [item["name"] for item in chunks[-1]["response"]["output"]]
+    assert names == ["other"]
+
+
+BROKEN = [
+    pytest.param('<tool_call>\n{"name": bad}\n</tool_call>', id="no-name"),
+    pytest.param('<tool_call>\n{"name": "read_file", "arguments": {"path": "a', id="unfinished"),
+    pytest.param("<tool_call>\n", id="begun"),
+    pytest.param('<tool_call>\n{"name": "other", "arguments": {"path"', id="undeclared-unfinished"),
+    pytest.param('<tool_call>\n{"name": "two words"}\n</tool_call>', id="no-name-of-a-tool"),
+    pytest.param("</tool_call>", id="closed-only"),
+]
+
+
+@pytest.mark.parametrize("raw", BROKEN)
+@pytest.mark.parametrize(("api", "writer"), APIS)
+def test_no_answer_with_tokens_is_empty(
+    tokenizer: Tokenizer, api: str, writer: Any, raw: str
+) -> None:
+    whole, chunks, reply = whole_and_streamed(tokenizer, api, writer, f"{raw}<|im_end|>")
+    assert reply.content.strip() == raw.strip()
+    assert reply.finish_reason == "stop"
+    if raw.startswith("<tool_call>"):
+        assert reply.details["unreadable_calls"] == 1
+        assert any("could not be read" in warning for warning in warned(api, whole, chunks))
+    if api == "chat":
+        text = whole["choices"][0]["message"]["content"]
+        sent = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+    elif api == "messages":
+        text = whole["content"][0]["text"]
+        sent = "".join(c["delta"].get("text", "") for c in chunks if "delta" in c)
+    else:
+        text = whole["output"][0]["content"][0]["text"]
+        kinds = "response.output_text.delta"
+        sent = "".join(c["delta"] for c in chunks if c["type"] == kinds)
+    assert text == sent == reply.content
+
+
+def test_a_call_that_a_limit_cut_is_named_where_it_is_left_out(tokenizer: Tokenizer) -> None:
+    for text in (CALL[:50], OTHER[:40]):
+        whole, chunks, reply = whole_and_streamed(tokenizer, "chat", ChatWriter, text, "length")
+        assert reply.details["unfinished_call"] is True
+        [warning] = warned("chat", whole, chunks)
+        assert "cut inside a tool call" in warning
+        assert whole["choices"][0]["message"]["content"] == ""
+
+
+def test_a_whole_call_before_a_broken_one_is_there_to_be_answered(tokenizer: Tokenizer) -> None:
+    text = f"{CALL}\n{CALL[:40]}<|im_end|>"
+    whole, _, reply = whole_and_streamed(tokenizer, "chat", ChatWriter, text)
+    [choice] = whole["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert reply.content == CALL[:40]
+
+
 def test_one_call_is_enough_where_parallel_calls_are_off(tokenizer: Tokenizer) -> None:
     both = f"{CALL}\n{CALL}<|im_end|>"
     assert len(replied(tokenizer, both, asked())[0].done_calls) == 2
@@ -712,12 +818,17 @@ def test_a_response_that_failed_says_so_by_a_code_that_clients_know(tokenizer: T
 
 @pytest.mark.parametrize("end", ["length", "stop"])
 def test_an_item_that_was_cut_off_is_incomplete(tokenizer: Tokenizer, end: str) -> None:
+    """A call that the model itself leaves unfinished is followed by its text, as in whole answers."""
     ask = asked("responses")
     reply, events = replied(tokenizer, CALL[: CALL.index("txt")], ask, end=end)
     chunks = streamed(ResponsesWriter(generation(reply, ask)), reply, events)
-    [done] = [c["item"] for c in chunks if c["type"] == "response.output_item.done"]
+    done, *text = [c["item"] for c in chunks if c["type"] == "response.output_item.done"]
     assert (done["type"], done["status"]) == ("function_call", "incomplete")
-    assert chunks[-1]["response"]["output"] == [done]
+    assert chunks[-1]["response"]["output"] == [done, *text]
+    told = [item["content"][0]["text"] for item in text]
+    assert told == ([] if end == "length" else [CALL[: CALL.index("txt")]])
+    whole = ResponsesWriter(generation(reply, ask)).whole()["output"]
+    assert [item["content"][0]["text"] for item in whole] == (told or [""])
     reply, events = replied(tokenizer, "Some text", ask, end="length")
     [item] = ResponsesWriter(generation(reply, ask)).whole()["output"]
     chunks = streamed(ResponsesWriter(generation(reply, ask)), reply, events)

@@ -517,7 +517,9 @@ def test_a_call_behind_a_broken_one_is_read(
 @pytest.mark.parametrize("step", [1, 4, 1000])
 def test_a_call_that_breaks_behind_its_name_is_content_as_well(step: int) -> None:
     """A stream has its beginning as a call already, which is never completed."""
-    raw = 'So:\n<tool_call>\n{"name": "read", "arguments": {"path": "a\nb"}, oops\n</tool_call>\nOk.'
+    raw = (
+        'So:\n<tool_call>\n{"name": "read", "arguments": {"path": "a\nb"}, oops\n</tool_call>\nOk.'
+    )
     parser = OutputParser(SYNTAXES["hermes"], TOOLS)
     events = [e for i in range(0, len(raw), step) for e in parser.push(raw[i : i + step])]
     events += parser.finish()
