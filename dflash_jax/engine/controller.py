@@ -266,7 +266,7 @@ def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, E
     if finish and nothing and may_retry:
         return _retry(plan, fallback)
     if finish and state.retried:
-        plan.notes.append("empty_retry_confirmed_eos" if nothing else "empty_retry_recovered")
+        plan.notes.append(speculation.CONFIRMED if nothing else speculation.RECOVERED)
     hold = nothing and may_retry
     shown = plan.before - state.held
     if finish:
@@ -302,7 +302,7 @@ def _retry(plan: _Plan, fallback: str | None) -> tuple[State, Effects]:
         restored=state.restored,
         kind=state.kind,
     )
-    notes = (*plan.notes, "empty_retry")
+    notes = (*plan.notes, speculation.RETRY)
     return fresh, Effects(restart=again, fallback=fallback, notes=notes)
 
 

@@ -3,13 +3,14 @@
 import itertools
 import math
 import time
+from collections import Counter
 from concurrent.futures import Future
 from typing import Any
 
 from dflash_jax.engine import controller
 from dflash_jax.engine.dictation import Dictated
 from dflash_jax.engine.prefix_cache import Node
-from dflash_jax.engine.recovery import CancelCell
+from dflash_jax.engine.recovery import CancelCell, speculation
 from dflash_jax.engine.recovery.cancellation import Compute, Handle, classify
 from dflash_jax.engine.recovery.guards import runaway_drop
 from dflash_jax.engine.request import Request
@@ -75,6 +76,7 @@ class Live:
         self.prompt_logprobs: list[TokenLogprob] = []
         self._likely: list[TokenLogprob] = []  # of output tokens that were not emitted yet
         self.stats = Stats(prompt_tokens=len(request.prompt))
+        self._counted: Counter[str] = Counter()  # recovery events of this decoding of the answer
         self.finish: controller.Finish | None = None
         self._text = output_text(request, tokenizer)
         self._has_text = tokenizer is not None
@@ -143,10 +145,8 @@ class Live:
         self._look()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1
-        if effects.notes:
-            self.stats.recovery.update(effects.notes)
-        if "runaway" in effects.notes:
-            self.stats.recovery["runaway_dropped_tokens"] += runaway_drop(self.state.ids)
+        if effects.notes or effects.restart:
+            self._count(effects)
         if effects.restart:
             now = time.perf_counter()
             self.stats.decode_s, self._started = now - self._first, now
@@ -170,6 +170,20 @@ class Live:
         if effects.finish:
             self._end(effects.finish)
         return effects
+
+    def _count(self, effects: controller.Effects) -> None:
+        """Counts recovery events of the answer that the caller gets, and retries as fallbacks."""
+        notes = Counter(effects.notes)
+        self.stats.fallbacks.update({n: notes[n] for n in speculation.RETRIES if notes[n]})
+        if effects.restart:  # the answer so far is given to nobody
+            self.stats.recovery -= self._counted
+            self._counted = Counter()
+            return
+        found = Counter({n: times for n, times in notes.items() if n not in speculation.NOTES})
+        if found["runaway"]:
+            found["runaway_dropped_tokens"] = runaway_drop(self.state.ids)
+        self.stats.recovery += found
+        self._counted += found
 
     def feed_again(self, *, uncached: bool) -> None:
         """The prompt is fed once more.

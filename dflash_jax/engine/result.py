@@ -37,8 +37,11 @@ class Stats:
       prefill_s: from the start of the prompt to the first token.
       decode_s: from the first token to the last.
       compile_s: spent compiling programs for this request; 0 once the engine is warm.
-      fallbacks: reasons why rounds were not drafted, with counts.
-      recovery: recovery events, with counts.
+      fallbacks: reasons why rounds were not drafted, with counts; among them "empty_retry", an
+        answer in which nothing was visible and that was decoded once more without drafts, and how
+        that ended: "empty_retry_recovered" or "empty_retry_confirmed_eos".
+      recovery: recovery events, with counts: what happened to the answer that was given. They are
+        the same with and without drafts, and for every block size.
     """
 
     prompt_tokens: int = 0

@@ -120,7 +120,7 @@ def timings(stats: Stats) -> dict[str, Any]:
         "draft_n_accepted": stats.accepted,
         "spec_ran": stats.rounds > 0,
         "fallback_reason": next(iter(stats.fallbacks), None),
-        "retries": stats.recovery.get("empty_retry", 0),
+        "retries": stats.fallbacks.get("empty_retry", 0),
     }
 
 

@@ -199,11 +199,11 @@ class OutputParser:
                     continue
                 header = marker + (yield from text.until(HARMONY_MESSAGE))
             self.thinking, self._trim = "<|channel|>analysis" in header, False
-            if (named := re.search(r"to=functions\.([^\s<]+)", header)) and self._tools:
-                if (yield from self._reading(self._calls.harmony(named[1]))):
-                    self.calling = True
-                    yield from text.flow(HARMONY_ENDS, _ignore)
-                    self.calling = False
+            named = re.search(r"to=functions\.([^\s<]+)", header) if self._tools else None
+            if named and (yield from self._reading(self._calls.harmony(named[1]))):
+                self.calling = True
+                yield from text.flow(HARMONY_ENDS, _ignore)
+                self.calling = False
             header = ""
 
     def _call(self, marker: str, *, bare: bool) -> Reader:

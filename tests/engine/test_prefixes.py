@@ -353,7 +353,8 @@ def test_C17_E14_E19_an_empty_answer_is_doubted_down_to_its_prompt(
     stream = warm.stream(prompt, max_tokens=16, recovery=settings)
     assert [i for piece in stream for i in piece.token_ids] == wanted
     stats = stream.result.stats
-    assert stats.recovery == {"empty_retry": 2, "empty_retry_confirmed_eos": 1}
+    assert not stats.recovery
+    assert stats.fallbacks == {"empty_retry": 2, "empty_retry_confirmed_eos": 1}
     assert stats.cached_tokens == 0
     assert warm.prefix_cache
     assert warm.prefix_cache.segments == 0
@@ -503,7 +504,7 @@ def test_E22_an_empty_turn_disturbs_no_later_one(warm: Engine) -> None:
         if turn == empty:
             stop = warm.generate(prompt, max_tokens=1).token_ids
         result = warm.generate(prompt, max_tokens=4, stop_token_ids=stop, recovery=retry)
-        assert bool(result.stats.recovery["empty_retry"]) == (turn == empty)
+        assert bool(result.stats.fallbacks["empty_retry"]) == (turn == empty)
         turns.append((prompt, result.token_ids))
         prompt = [*prompt, *result.token_ids, *text(3, seed=turn)]
     assert turns[empty][1] == turns[empty][1][:1]

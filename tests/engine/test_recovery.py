@@ -235,7 +235,7 @@ def test_E3_an_empty_answer_is_confirmed_without_a_step(tiny: Engine, truth: lis
     settings = recovery(empty_retry=True)
     found = tiny.generate(PROMPT, max_tokens=9, stop_token_ids=truth[:1], recovery=settings)
     assert found.token_ids == truth[:1]
-    assert found.stats.recovery == {"empty_retry": 1, "empty_retry_confirmed_eos": 1}
+    assert found.stats.fallbacks == {"empty_retry": 1, "empty_retry_confirmed_eos": 1}
     assert found.stats.rounds == found.stats.plain_steps == 0
 
 
@@ -249,7 +249,7 @@ def test_E5_what_was_fed_meanwhile_is_undone_before_the_retry(
     stream = tiny.stream(PROMPT, **options)
     pieces = [piece.token_ids for piece in stream]
     assert [i for ids in pieces for i in ids] == truth[:4]  # held, then given once
-    assert stream.result.stats.recovery == {"empty_retry": 1, "empty_retry_confirmed_eos": 1}
+    assert stream.result.stats.fallbacks == {"empty_retry": 1, "empty_retry_confirmed_eos": 1}
     assert tiny.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
 
 
@@ -262,7 +262,35 @@ def test_a_step_in_the_air_is_no_part_of_the_retry(
     settings = recovery(empty_retry=True, repeat_limit=2)
     found = tiny.generate(PROMPT, max_tokens=60, recovery=settings)
     assert found.token_ids == truth[: twice + 1]
-    assert found.stats.recovery == {"empty_retry": 1, "empty_retry_confirmed_eos": 1, "repeat": 2}
+    assert found.stats.fallbacks == {"empty_retry": 1, "empty_retry_confirmed_eos": 1}
+    assert found.stats.recovery == {"repeat": 1}
+
+
+@pytest.mark.parametrize("rule", ["repeat", "runaway", "floor"])
+def test_recovery_is_counted_of_the_answer_that_is_given_alike_in_every_mode(
+    tiny: Engine, truth: list[int], words: Any, rule: str
+) -> None:
+    """An answer that shows nothing is decoded up to three times where drafts are on, else once."""
+    words(hidden=frozenset(range(251)))
+    twice = next(i for i in range(1, 60) if truth[i] == truth[i - 1])
+    options: dict[str, Any] = {"max_tokens": 60}
+    if rule == "repeat":
+        changes: dict[str, Any] = {"repeat_limit": 2}
+    elif rule == "runaway":
+        changes = {"runaway": True}
+        options |= {"max_tokens": 40, "logit_bias": {7: 100.0}}
+    else:
+        changes = {"floor": twice, "below_floor": "replace"}
+        options |= {"stop_token_ids": truth[2:4]}
+    options["recovery"] = recovery(empty_retry=True, **changes)
+    plain = tiny.generate(PROMPT, speculative=False, **options)
+    assert not plain.stats.fallbacks
+    assert plain.stats.recovery[rule] >= 1
+    for size in range(1, 5):
+        found = tiny.generate(PROMPT, block_size=size, **options)
+        assert found.token_ids == plain.token_ids
+        assert found.stats.recovery == plain.stats.recovery
+        assert found.stats.fallbacks["empty_retry"] == (size > 1)
 
 
 def test_held_back_tokens_keep_their_log_probabilities(

@@ -103,13 +103,15 @@ def alike_alone_and_in_company(
             got = live.result()
             assert got.token_ids == alone.token_ids == list(live.state.ids), options
             assert got.finish_reason == alone.finish_reason
+            assert got.stats.recovery == alone.stats.recovery
             assert [x.token_id for x in got.logprobs or ()] == (
                 got.token_ids if "logprobs" in options else []
             )
             if "temperature" not in options:
                 other = engine.generate(**options | {"speculative": not options["speculative"]})
                 assert other.token_ids == alone.token_ids, options
-            happened |= set(got.stats.recovery)
+                assert other.stats.recovery == alone.stats.recovery, options
+            happened |= set(got.stats.recovery) | set(got.stats.fallbacks)
     return happened
 
 

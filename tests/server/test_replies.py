@@ -818,7 +818,7 @@ def test_a_response_that_failed_says_so_by_a_code_that_clients_know(tokenizer: T
 
 @pytest.mark.parametrize("end", ["length", "stop"])
 def test_an_item_that_was_cut_off_is_incomplete(tokenizer: Tokenizer, end: str) -> None:
-    """A call that the model itself leaves unfinished is followed by its text, as in whole answers."""
+    """A call that the model itself leaves unfinished is text, too, as it is in whole answers."""
     ask = asked("responses")
     reply, events = replied(tokenizer, CALL[: CALL.index("txt")], ask, end=end)
     chunks = streamed(ResponsesWriter(generation(reply, ask)), reply, events)

@@ -2,7 +2,11 @@
 
 from typing import NamedTuple
 
+# Notes about drafting: plain decoding has none of them, and they say nothing about the answer.
 DEAD = "drafter_dead"
+RETRY, CONFIRMED, RECOVERED = "empty_retry", "empty_retry_confirmed_eos", "empty_retry_recovered"
+RETRIES = (RETRY, CONFIRMED, RECOVERED)
+NOTES = (DEAD, *RETRIES)
 DEAD_AFTER = 256  # drafts of which none was accepted
 BAD_DRAFTS = 3  # non-finite drafts in a row after which a request goes on without drafting
 SMOOTHING = 0.2

@@ -54,7 +54,7 @@ WORDS = Words(
 )
 STALL: dict[str, Any] = {"floor": 64, "tool_prefix": True, "repeat_limit": 0}
 
-DEAD = collections.Counter(drafter_dead=1)  # lanes may differ in what they think of the drafter
+DEAD = collections.Counter(drafter_dead=1)  # block sizes may differ in what they think of drafts
 
 Say = Callable[[tuple[int, ...]], int]
 
