@@ -168,7 +168,7 @@ CHANGES: list[dict] = [
     {"speculative": {"enabled": 1}},
     {"recovery": {"log_directory": "/"}},
     {"recovery": {"floor": -1}},
-    {"recovery": "on"},
+    {"recovery": "sometimes"},
 ]
 
 

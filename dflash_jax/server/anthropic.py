@@ -47,6 +47,8 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
         raise _no_threads()
     if found.max_tokens is None and not counting:
         raise Problem(400, "max_tokens is missing", param="max_tokens")
+    if not found.messages:  # there may be a system prompt
+        raise Problem(400, "messages is empty; give at least one", param="messages")
     output = found.output_config or {}
     form, where = output.get("format"), "output_config.format"
     if form is None:
@@ -56,9 +58,13 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
     given = []
     places = []
     for at, tool in enumerate(found.tools or []):
-        if tool.get("type") not in (None, "custom"):
-            warnings.append(f"the server tool {tool.get('name')!r} was ignored")
-            continue
+        if (kind := tool.get("type")) not in (None, "custom"):
+            raise Problem(
+                400,
+                f"the tool {tool.get('name')!r} of type {kind!r} is defined by Anthropic and not"
+                " supported here; declare a tool with a name and an input_schema instead",
+                param=f"tools[{at}].type",
+            )
         inner = {"name": tool.get("name"), "description": tool.get("description", "")}
         inner["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
         given.append({"type": "function", "function": inner})

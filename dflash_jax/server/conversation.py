@@ -1,9 +1,11 @@
 """Messages as chat templates want them, and the tools that are offered with them."""
 
+import base64
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from dflash_jax.errors import RequestError
 from dflash_jax.server.protocol import Message, Problem
@@ -11,6 +13,7 @@ from dflash_jax.tools.declared import Choice, Tool, choice_of, tools_of
 
 MOST_TOOLS = 1024
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # recovery begins no call of more than 64 characters
+TEXT_MEDIA = re.compile(r"text/[\w.+-]+|application/(json|xml|yaml|x-yaml|toml)")
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -147,18 +150,64 @@ def texts_of(content: Any, param: str) -> str | list[str] | None:
         return content
     if not isinstance(content, list):
         raise Problem(400, "content is neither a text nor a list", param=param)
-    found = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
-        if kind not in ("text", "input_text", "output_text", "refusal", None) or not isinstance(
-            text, str
-        ):
-            raise Problem(
-                400, f"a content part of type {kind!r}; this server reads text only", param=param
-            )
-        found.append(text)
-    return _one(found or [""])
+    return _one([_part_text(part, param) for part in content] or [""])
+
+
+def _part_text(part: Any, param: str) -> str:
+    """The text of one part of a content that is a list; raises Problem for one without."""
+    if not isinstance(part, dict):
+        kind, text = None, part
+    elif (kind := part.get("type")) == "document":
+        text = _document_text(part, param)
+    elif kind in ("file", "input_file"):
+        text = _file_text(part.get("file") if kind == "file" else part)
+    elif kind in ("text", "input_text", "output_text", "refusal", None):
+        text = part.get("text", part.get("refusal"))
+    else:
+        text = None
+    if not isinstance(text, str):
+        raise Problem(
+            400, f"a content part of type {kind!r}; this server reads text only", param=param
+        )
+    return text
+
+
+def _document_text(part: Mapping[str, Any], param: str) -> str:
+    """Anthropic's `document`: title, context and text, a line break between them."""
+    source = part.get("source")
+    source = source if isinstance(source, dict) else {}
+    given = source.get({"text": "data", "content": "content"}.get(source.get("type"), ""))
+    blocks = given if isinstance(given, list) else [given]  # no documents within documents
+    texts = [block.get("text") if isinstance(block, dict) else block for block in blocks]
+    if not all(isinstance(text, str) for text in texts):
+        raise Problem(
+            400,
+            f"a document whose source is of type {source.get('type')!r} and holds more than text;"
+            " this server reads text only",
+            param=param,
+        )
+    return _lines(part.get("title"), part.get("context"), *texts)
+
+
+def _lines(*texts: Any) -> str:
+    """Those that are texts and not empty, each on a line of its own."""
+    return "\n".join(text for text in texts if isinstance(text, str) and text)
+
+
+def _file_text(file: Any) -> str | None:
+    """OpenAI's file, if it is sent as a data URL of a text: its name and the text."""
+    url = file.get("file_data") if isinstance(file, dict) else None
+    head, comma, body = url.partition(",") if isinstance(url, str) else ("", "", "")
+    media, *parameters = head.removeprefix("data:").split(";")
+    if not (comma and head.startswith("data:") and TEXT_MEDIA.fullmatch(media)):
+        return None
+    try:
+        coded = "base64" in parameters
+        data = base64.b64decode(body, validate=True) if coded else unquote_to_bytes(body)
+        text = data.decode("utf-8-sig")
+    except ValueError:
+        return None
+    return _lines(file.get("filename"), text)
 
 
 def past_calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ class Common(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     speculative: Speculation | None = None
-    recovery: bool | dict[str, Any] | None = None
+    recovery: bool | str | dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     timeout: float | None = None
     return_token_ids: bool | None = None
@@ -190,10 +190,17 @@ RECOVERY = ("floor", "below_floor", "tool_prefix", "skip_phrase", "empty_retry",
             "runaway", "watchdog", "answer_reserve", "close_text", "floor_in_thought")  # fmt: skip
 
 
-def recovery_of(given: bool | Mapping[str, Any] | None) -> Recovery | None:
-    """Our `recovery`: true and false, or settings; what concerns the server's files is its own."""
+def recovery_of(given: bool | str | Mapping[str, Any] | None) -> Recovery | None:
+    """Our `recovery`: on, off or settings; what concerns the server's files is its own."""
     if given is None or isinstance(given, bool):
         return {None: None, True: Recovery(), False: OFF}[given]
+    if isinstance(given, str):
+        if given not in ("on", "off"):
+            raise Problem(
+                400, f'recovery is {given!r}; expected true, false, "on", "off" or settings',
+                param="recovery",
+            )  # fmt: skip
+        return Recovery() if given == "on" else OFF
     if unknown := sorted(set(given) - set(RECOVERY)):
         raise Problem(
             400, f"recovery has no {unknown[0]!r}; known are {', '.join(RECOVERY)}",

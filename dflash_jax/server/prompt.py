@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_jax.errors import RequestError
-from dflash_jax.server.protocol import Ask, Message, Problem
+from dflash_jax.server.protocol import NO_LIMIT, Ask, Message, Problem
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools.syntax import Thought
 
@@ -192,7 +192,7 @@ def check_length(prompt: Sequence[int], ask: Ask, most: int, default: int) -> in
     free = most - len(prompt)
     asked = ask.max_tokens
     if free < 1 or (asked is not None and asked > free and not ask.clamp):
-        output = "" if asked is None else f" and max_tokens is {asked}"
+        output = "" if asked in (None, NO_LIMIT) else f" and max_tokens is {asked}"
         told = f"the prompt has {len(prompt)} tokens{output}"
         if free < 1:  # in the words by which agents know that they have to shorten it
             told = f"prompt is too long: {len(prompt)} tokens > {most - 1} maximum{output}"
@@ -205,6 +205,8 @@ def check_length(prompt: Sequence[int], ask: Ask, most: int, default: int) -> in
         )
     if asked is None:
         return min(default or free, free)
+    if asked == NO_LIMIT:
+        return free
     if asked == 0 and ask.echo:  # the engine gives a token at least, which is left out
         return 1
     return min(asked, free)

@@ -19,6 +19,7 @@ from dflash_jax.tools.declared import Choice, Tool
 
 Message = dict[str, Any]
 MOST_CHOICES = 64
+NO_LIMIT = -1  # of max_tokens, as vLLM and llama.cpp have it
 
 
 class Problem(Exception):
@@ -81,7 +82,8 @@ class Ask:
       recovery: rules for this request; None leaves them to the server.
       thinking_budget: tokens after which an open thought is closed.
       echo: what to put before the output: nothing, or the prompt.
-      max_tokens: 0, only with `echo`, asks for no output.
+      max_tokens: None for the server's default, `NO_LIMIT` for what fits; 0, only with `echo`, asks
+        for no output.
       echoed: fields of the request that the answer repeats.
       keep: called with the answer, for requests that ask for it or refer to it.
       clamp: shorten max_tokens to what fits, instead of refusing.

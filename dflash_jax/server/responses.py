@@ -11,7 +11,7 @@ from dflash_jax.server.generation import Generation
 from dflash_jax.server.items import messages_of
 from dflash_jax.server.kept import Kept
 from dflash_jax.server.logprobs import chat_logprobs
-from dflash_jax.server.protocol import Ask, Problem, decode, new_id
+from dflash_jax.server.protocol import NO_LIMIT, Ask, Problem, decode, new_id
 from dflash_jax.server.reply import Part, Reply
 from dflash_jax.server.thinking import thoughts
 from dflash_jax.server.writer import named
@@ -106,7 +106,9 @@ def _echoed(found: ResponsesRequest) -> dict[str, Any]:
     return {
         "background": False,
         "instructions": found.instructions,
-        "max_output_tokens": found.max_output_tokens,
+        "max_output_tokens": None
+        if found.max_output_tokens == NO_LIMIT
+        else (found.max_output_tokens),
         "max_tool_calls": found.max_tool_calls,
         "metadata": found.metadata or {},
         "parallel_tool_calls": found.parallel_tool_calls is not False,

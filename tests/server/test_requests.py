@@ -1,15 +1,18 @@
 """How bodies become asks: fields of other servers, past turns, and what is refused."""
 
+import base64
 import json
 from typing import Any
 
 import pytest
 
+from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.completions import decode_completion
 from dflash_jax.server.generation import problem_of
+from dflash_jax.server.prompt import check_length
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tools import SYNTAXES
@@ -205,6 +208,11 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         "tools[1].name",
     ),
     (messages, {"tools": [{"name": "a b"}]}, "tools[0].name"),
+    (messages, {"messages": []}, "messages"),
+    (messages, {"messages": [], "system": "Be brief."}, "messages"),
+    (chat, {"messages": []}, "messages"),
+    (chat, {"recovery": "sometimes"}, "recovery"),
+    (messages, {"tools": [{"name": "a"}, {"type": "bash_20250124", "name": "b"}]}, "tools[1].type"),
     (messages, {"system": [{"type": "image"}]}, "system"),
     (messages, {"tool_choice": {"type": "some"}}, "tool_choice.type"),
     (
@@ -292,3 +300,105 @@ def test_what_was_said_behind_a_call_is_of_the_same_turn() -> None:
     ask = responses(input=talk)
     assert [m["role"] for m in ask.messages or ()] == ["user", "assistant", "tool"]
     assert ask.messages[1]["content"] == "AB"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("read", [chat, messages, responses])
+def test_recovery_may_be_a_word(read: Any) -> None:
+    assert read(recovery="off").recovery == read(recovery=False).recovery == OFF
+    assert read(recovery="on").recovery == read(recovery=True).recovery == Recovery()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["web_search_20250305", "web_fetch_20250910", "code_execution_20250522", "bash_20250124",
+     "text_editor_20250728", "computer_20250124"],
+)  # fmt: skip
+def test_tools_that_anthropic_defines_are_refused_by_name(kind: str) -> None:
+    """Ignored, as before, the model would answer without the search it was asked for."""
+    own = {"type": "custom", "name": "read", "input_schema": SCHEMA}
+    assert [tool.name for tool in messages(tools=[own]).declared] == ["read"]
+    with pytest.raises(Problem, match=f"'search' of type '{kind}'") as caught:
+        messages(tools=[own, {"type": kind, "name": "search"}])
+    assert (caught.value.status, caught.value.param) == (400, "tools[1].type")
+
+
+def test_a_limit_of_minus_one_is_none() -> None:
+    completion = decode_completion(json.dumps({"prompt": "a", "max_tokens": -1}).encode())
+    asks = [
+        completion,
+        chat(max_tokens=-1),
+        chat(max_completion_tokens=-1),
+        chat(max_tokens=9, max_completion_tokens=-1),
+        responses(max_output_tokens=-1),
+        messages(max_tokens=-1),
+    ]
+    for ask in asks:
+        assert check_length([1] * 10, ask, most=100, default=16) == 90
+    assert asks[4].echoed["max_output_tokens"] is None
+    assert check_length([1] * 10, chat(), most=100, default=16) == 16
+    with pytest.raises(Problem, match=r"prompt is too long: 100 tokens > 99 maximum;"):
+        check_length([1] * 100, completion, most=100, default=16)
+
+
+DOCUMENT = {
+    "type": "document",
+    "source": {"type": "text", "media_type": "text/plain", "data": "Oak is hard."},
+}
+
+
+def test_documents_of_text_are_read_in_messages_and_in_results_of_tools() -> None:
+    """In the order in which they stand, with title and context in front."""
+    named = DOCUMENT | {"title": "Wood", "context": "Notes", "citations": {"enabled": True}}
+    blocks = [{"type": "text", "text": "Is oak hard"}, {"type": "text", "text": "or soft?"}]
+    listed = {"type": "document", "source": {"type": "content", "content": blocks}}
+    ask = messages(messages=[{"role": "user", "content": [named, *blocks, DOCUMENT, listed]}])
+    [message] = ask.messages or ()
+    assert message["content"] == [
+        "Wood\nNotes\nOak is hard.",
+        "Is oak hard",
+        "or soft?",
+        "Oak is hard.",
+        "Is oak hard\nor soft?",
+    ]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [DOCUMENT, blocks[0]]}
+    ask = messages(messages=[*HELLO, {"role": "user", "content": [result]}])
+    assert (ask.messages or ())[-1]["content"] == ["Oak is hard.", "Is oak hard"]
+
+
+def test_files_that_are_text_are_read() -> None:
+    coded = base64.b64encode("Eiche ist härter.".encode()).decode()
+    urls = [f"data:text/plain;charset=utf-8;base64,{coded}", "data:text/csv,Eiche ist h%C3%A4rter."]
+    for url in urls:
+        file = {"filename": "wood.txt", "file_data": url}
+        said = [{"role": "user", "content": [{"type": "file", "file": file}]}]
+        assert chat(messages=said).messages == [
+            {"role": "user", "content": "wood.txt\nEiche ist härter."}
+        ]
+        said = [{"role": "user", "content": [{"type": "input_file"} | file]}]
+        assert (responses(input=said).messages or ())[0]["content"].startswith("wood.txt\nEiche")
+
+
+PDF = "data:application/pdf;base64,JVBERi0="
+NO_TEXTS: list[tuple[dict[str, Any], str]] = [
+    (DOCUMENT | {"source": {"type": "base64", "data": "JVBERi0="}}, "source is of type 'base64'"),
+    (DOCUMENT | {"source": {"type": "url", "url": "http://a"}}, "source is of type 'url'"),
+    (DOCUMENT | {"source": {"type": "content", "content": [{"type": "image"}]}}, "than text"),
+    (DOCUMENT | {"source": {"type": "content", "content": [DOCUMENT]}}, "than text"),
+    (DOCUMENT | {"source": "text"}, "source is of type None"),
+    ({"type": "file", "file": {"file_data": PDF}}, "part of type 'file'"),
+    ({"type": "file", "file": {"file_id": "file-1"}}, "part of type 'file'"),
+    ({"type": "file"}, "part of type 'file'"),
+    ({"type": "input_file", "file_data": PDF}, "part of type 'input_file'"),
+    ({"type": "input_file", "file_data": "data:text/plain;base64,%%%"}, "'input_file'"),
+    ({"type": "input_file", "file_data": "data:text/plain;base64,/w=="}, "'input_file'"),
+    ({"type": "image_url"}, "part of type 'image_url'"),
+]
+
+
+@pytest.mark.parametrize(("part", "says"), NO_TEXTS)
+def test_parts_without_text_are_refused_by_name(part: dict[str, Any], says: str) -> None:
+    said = [{"role": "user", "content": [part]}]
+    for ask, fields in ((chat, {"messages": said}), (messages, {"messages": said})):
+        with pytest.raises(Problem, match=says) as caught:
+            ask(**fields)
+        assert caught.value.status == 400
