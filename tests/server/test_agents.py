@@ -107,3 +107,81 @@ def test_anthropics_tool_runner_sends_the_whole_conversation(shipped: Live) -> N
     assert first.stop_reason == "tool_use"
     sizes = [m.usage.input_tokens + (m.usage.cache_read_input_tokens or 0) for m in (first, second)]
     assert sizes[1] >= sizes[0] + first.usage.output_tokens
+
+
+READ_AND_BASH = [
+    {"name": name, "description": about, "input_schema": {
+        "type": "object", "properties": {of: {"type": "string"}}, "required": [of]}}
+    for name, about, of in (("Read", "Read a file.", "file_path"), ("Bash", "Run it.", "command"))
+]  # fmt: skip
+RUN = {"type": "tool_use", "id": "c", "name": "bash", "input": {"command": "python -m pytest -q"}}
+STALLED = [  # the shipped target announces here what it does next, and ends
+    {"role": "user", "content": "Fix the bug in notes.py."},
+    {"role": "assistant", "content": [
+        {"type": "text", "text": "I'll run the tests first:"}, RUN]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "c",
+         "content": "notes.py: SyntaxError: invalid syntax\n1 failed\n[output truncated]"}]},
+]  # fmt: skip
+WEATHER = [{"role": "user", "content": "Check the weather in Paris."}]
+
+
+def ask_messages(live: Live, **fields: Any) -> dict[str, Any]:
+    """What /v1/messages answers an agent that has the tools Read and Bash."""
+    body = {"max_tokens": 96, "temperature": 0, "tools": READ_AND_BASH} | fields
+    response = httpx.post(f"{live.url}/v1/messages", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_stalled_answer_calls_a_declared_tool(shipped: Live) -> None:
+    """It called `read_file` before, which the target knows from its training, and was lost."""
+    system = "You are an agent. Use the tools when they help."
+    free = ask_messages(shipped, system=system, messages=STALLED, recovery="off")
+    assert [block["type"] for block in free["content"]] == ["text"]
+    answers = [
+        ask_messages(shipped, system=system, messages=STALLED, speculative=drafts, recovery="on")
+        for drafts in ({"enabled": False}, *({"block_size": n} for n in (1, 2, 5, 8)))
+    ]
+    first = answers[0]["content"][1]
+    for answer in answers:
+        text, call = answer["content"]
+        assert text["text"].endswith(":")
+        assert (call["type"], call["name"]) == ("tool_use", "Bash")
+        assert isinstance(call["input"]["command"], str)
+        assert answer["stop_reason"] == "tool_use"
+        assert answer["finish_details"] == answers[0]["finish_details"]
+        assert answer["finish_details"]["recovery"] == {"tool_prefix": 1}
+        assert (text, call["input"]) == (free["content"][0], first["input"])
+
+
+def test_a_call_of_an_undeclared_tool_reaches_the_agent(shipped: Live) -> None:
+    answer = ask_messages(shipped, messages=WEATHER)
+    [call] = answer["content"]
+    assert (call["type"], call["name"]) == ("tool_use", "get_weather")
+    assert answer["stop_reason"] == "tool_use"
+    [warning] = answer["warnings"]
+    assert "'get_weather', which the request does not declare" in warning
+    assert answer["finish_details"]["undeclared_tools"] == ["get_weather"]
+    # The agent says that there is none, as agents do, and the model goes on.
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "No such tool."}
+    again = [*WEATHER, {"role": "assistant", "content": [call]}]
+    after = ask_messages(shipped, messages=[*again, {"role": "user", "content": [result]}])
+    assert after["content"]
+
+    with shipped.anthropic.messages.stream(
+        model="tiny", max_tokens=96, messages=WEATHER, tools=READ_AND_BASH,
+        extra_body={"temperature": 0},
+    ) as stream:  # fmt: skip
+        final = stream.get_final_message()
+    assert [(block.name, block.input) for block in final.content] == [(call["name"], call["input"])]
+    functions = [
+        {"name": t["name"], "description": t["description"], "parameters": t["input_schema"]}
+        for t in READ_AND_BASH
+    ]
+    body = {"messages": WEATHER, "max_tokens": 96}
+    body["tools"] = [{"type": "function", "function": function} for function in functions]
+    chat = httpx.post(f"{shipped.url}/v1/chat/completions", json=body, timeout=120).json()
+    [made] = chat["choices"][0]["message"]["tool_calls"]
+    assert json.loads(made["function"]["arguments"]) == call["input"]
+    assert chat["warnings"] == [warning]
