@@ -114,7 +114,7 @@ CHANGES: list[dict] = [
     {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
     {"max_tokens": "4"},
     {"max_tokens": 0},
-    {"max_tokens": -1},
+    {"max_tokens": -2},
     {"max_tokens": True},
     {"temperature": -1},
     {"temperature": "hot"},
