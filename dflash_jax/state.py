@@ -102,7 +102,9 @@ class RowRules:
     choices: Int[Array, "B N"] | None = None
 
 
-CHOICES = 256  # of a row; they are the tokens with which the names of declared tools may go on
+# Most choices of a row: tokens that may continue the name of a declared tool. Of more, the first by
+# id count.
+CHOICES = 256
 
 
 @struct.dataclass

@@ -100,7 +100,11 @@ def frozen(
 
 
 def best_choice(logits: Float[Array, "B V"], choices: Int[Array, "B N"]) -> Int[Array, " B"]:
-    """The choice with the largest logit in each row, the first of equal ones; -1 means none."""
+    """Return each row's choice with the largest logit, the first of equal ones.
+
+    Args:
+      choices: token ids, padded with -1.
+    """
     scores = jnp.take_along_axis(logits, jnp.maximum(choices, 0), axis=1)
     scores = jnp.where(choices >= 0, scores, -jnp.inf)
     return jnp.take_along_axis(choices, jnp.argmax(scores, axis=1)[:, None], axis=1)[:, 0]

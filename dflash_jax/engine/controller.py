@@ -81,7 +81,7 @@ def room(state: State, policy: Policy) -> int:
 
 
 def choices(state: State) -> Ids:
-    """The tokens of which the next step has to report the best one; none in most steps."""
+    """Return the tokens of which the next step must report the best; most steps have none."""
     return tool_names.choices(state.calls)
 
 
@@ -215,7 +215,7 @@ def _too_few(plan: _Plan, policy: Policy) -> bool:
 
 
 def _begin_call(plan: _Plan, policy: Policy) -> None:
-    """Begins a tool call in the place of an end token, as far as its tool is certain."""
+    """Force the beginning of a tool call in place of an end token, up to where names differ."""
     first = policy.words.calls[0][:1]
     shared, rest = tool_names.split([ids for ids in policy.words.calls if ids[:1] == first])
     plan.mark(injected=True, calls=rest)
@@ -224,11 +224,11 @@ def _begin_call(plan: _Plan, policy: Policy) -> None:
 
 
 def _name_tool(plan: _Plan, token: int, best: int, policy: Policy) -> None:
-    """Takes the token by which the forced call's tool is chosen, and forces what is certain then.
+    """Take the token that chooses the tool of a forced call, and force what follows from it.
 
     Args:
-      token: the target's own; it counts if a declared name goes on with it.
-      best: of those tokens, the one the target would rather have said.
+      token: the target's own choice; taken if it continues a declared name.
+      best: the target's best token of those that continue a declared name.
     """
     calls = plan.state.calls
     known = {ids[0] for ids in calls}

@@ -172,10 +172,10 @@ class Live:
         return effects
 
     def _count(self, effects: controller.Effects) -> None:
-        """Counts recovery events of the answer that the caller gets, and retries as fallbacks."""
+        """Count recovery events of the answer that the caller gets, and retries as fallbacks."""
         notes = Counter(effects.notes)
         self.stats.fallbacks.update({n: notes[n] for n in speculation.RETRIES if notes[n]})
-        if effects.restart:  # the answer so far is given to nobody
+        if effects.restart:  # this decoding is discarded
             self.stats.recovery -= self._counted
             self._counted = Counter()
             return

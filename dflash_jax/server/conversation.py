@@ -176,7 +176,13 @@ def _document_text(part: Mapping[str, Any], param: str) -> str:
     """Anthropic's `document`: title, context and text, a line break between them."""
     source = part.get("source")
     source = source if isinstance(source, dict) else {}
-    given = source.get({"text": "data", "content": "content"}.get(source.get("type"), ""))
+    match source.get("type"):
+        case "text":
+            given = source.get("data")
+        case "content":
+            given = source.get("content")
+        case _:
+            given = None
     blocks = given if isinstance(given, list) else [given]  # no documents within documents
     texts = [block.get("text") if isinstance(block, dict) else block for block in blocks]
     if not all(isinstance(text, str) for text in texts):

@@ -55,13 +55,13 @@ def asked_for(generation: Generation, answer_id: str) -> dict[str, Any]:
         found["metrics"] = metrics(stats[0]) if len(stats) == 1 else None
     if ask.meta_info:
         found["meta_info"] = {"id": answer_id} | meta_info(stats[0])
-    if told := warnings(generation):
-        found["warnings"] = told
+    if texts := warnings(generation):
+        found["warnings"] = texts
     return found
 
 
 def warnings(generation: Generation) -> list[str]:
-    """What was ignored of a request, and what its caller should know of the outputs; each once."""
+    """Return the warnings about a request and about its finished outputs, each once."""
     of_replies = (text for reply in generation.replies if reply.result for text in reply.warnings)
     return list(dict.fromkeys((*generation.ask.warnings, *of_replies)))
 

@@ -172,7 +172,7 @@ class Reply:
 
     @property
     def _cut_short(self) -> bool:
-        """Whether something else than the model ended the output."""
+        """Whether a limit or the caller ended the output, not the model."""
         assert self.result is not None
         return bool(self.cut) or self.result.finish_reason in ("length", "cancelled")
 
@@ -188,7 +188,7 @@ class Reply:
 
     @property
     def warnings(self) -> list[str]:
-        """What a caller should know of the output's tool calls."""
+        """Return what a caller should know about the output's tool calls."""
         found = [
             f"the model called the tool {name!r}, which the request does not declare; the call is"
             " passed on as the model made it"

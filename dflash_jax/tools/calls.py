@@ -32,15 +32,15 @@ class CallReader:
 
     Args:
       tell: takes the events.
-      others: whether tools may be called that were not declared.
+      allow_undeclared: whether tools may be called that were not declared.
     """
 
     def __init__(
         self, syntax: Syntax | None, tools: Mapping[str, Tool], text: Arriving,
-        tell: Callable[[Event], None], *, others: bool = True,
+        tell: Callable[[Event], None], *, allow_undeclared: bool = True,
     ):  # fmt: skip
         self._syntax, self._tools, self._text, self._tell = syntax, tools, text, tell
-        self._others = others
+        self._allow_undeclared = allow_undeclared
         self._held: list[Event] | None = None  # of a call of an undeclared tool
         self.count = 0
         self.begun = self.certain = self.empty = False
@@ -306,7 +306,7 @@ class CallReader:
         """The name is complete. Raises NoCall for an undeclared one that no tool can have."""
         self.certain = True
         if name not in self._tools:
-            if not (self._others and NAME.fullmatch(name)):
+            if not (self._allow_undeclared and NAME.fullmatch(name)):
                 raise NoCall
             self._held = []
         self._pass(CallBegun(self.count, name))

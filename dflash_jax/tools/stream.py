@@ -61,16 +61,18 @@ class OutputParser:
         self._before = Before()  # the content as it was written
         self._events: list[Event] = []
         self._blank = ""  # white space that is content only if content follows
-        self._gap = ""  # the same in front of the call that is being read
+        self._blank_before = ""  # white space in front of the call that is being read
         self.thinking = thinking and syntax is not None and syntax.thought is not None
         self._trim = self.thinking  # drop white space: a thought began, or a thought or call ended
         self.calling = self.unfinished = False
         self.unreadable = 0
-        self._opened = 0  # tags of calls that were shown: as many closing ones are shown, too
-        self._lost = ""  # tags that were not shown; they are if nothing else is
+        self._tags_shown = 0  # tags of calls that were shown: as many closing ones are shown, too
+        self._hidden_tags = ""  # tags that were not shown; they are if nothing else is
         self._silent = True  # no thought, content or call was given yet
-        self._last = ""  # what the output ended with, inside a call
-        self._calls = CallReader(syntax, self._tools, self._text, self._tell_call, others=slips)
+        self._unfinished_text = ""  # of the call that the output ended in
+        self._calls = CallReader(
+            syntax, self._tools, self._text, self._tell_call, allow_undeclared=slips
+        )
         self._reader = self._harmony() if self._harmonic else self._tagged()
 
     def push(self, text: str) -> list[Event]:
@@ -84,8 +86,8 @@ class OutputParser:
         return self._advance()
 
     def unfinished_call(self) -> list[Event]:
-        """The call that the output ended inside of, as content: for an output nobody cut short."""
-        last, self._last = self._last, ""
+        """Give the text of the call that the output ended in, where the model ended it there."""
+        last, self._unfinished_text = self._unfinished_text, ""
         self.unreadable += bool(last)
         self._write(last)
         return self._given()
@@ -122,7 +124,7 @@ class OutputParser:
         if self._text.ended and not self.calls:
             blank, self._blank = self._blank, ""
             if self._silent and not self.unfinished and self.stopped_by is None:
-                blank, self._lost = blank + self._lost, ""
+                blank, self._hidden_tags = blank + self._hidden_tags, ""
             if blank:
                 self._events.append(Content(blank))
         return self._given()
@@ -172,11 +174,11 @@ class OutputParser:
                 yield from self._call(marker, bare=True)
             elif bare:
                 self._show(marker)
-            elif self._opened:
-                self._opened -= 1
+            elif self._tags_shown:
+                self._tags_shown -= 1
                 self._show(marker)
             else:
-                self._lost += marker
+                self._hidden_tags += marker
 
     def _harmony(self) -> Reader:
         """Messages with headers, in channels. A prompt ends in the first header, where a call's
@@ -200,7 +202,7 @@ class OutputParser:
                 header = marker + (yield from text.until(HARMONY_MESSAGE))
             self.thinking, self._trim = "<|channel|>analysis" in header, False
             named = re.search(r"to=functions\.([^\s<]+)", header) if self._tools else None
-            if named and (yield from self._reading(self._calls.harmony(named[1]))):
+            if named and (yield from self._read_call(self._calls.harmony(named[1]))):
                 self.calling = True
                 yield from text.flow(HARMONY_ENDS, _ignore)
                 self.calling = False
@@ -214,20 +216,20 @@ class OutputParser:
         """
         text = self._text
         text.buffer = marker + text.buffer
-        read = yield from self._reading(
+        read = yield from self._read_call(
             self._calls.read(marker, bare=bare), tag=0 if bare else len(marker)
         )
         if read:
             self._before.add("\n")
-            self._opened = 0
+            self._tags_shown = 0
         elif self._calls.empty:
-            self._lost += text.take(len(marker))
+            self._hidden_tags += text.take(len(marker))
         else:
-            self._opened += not bare
+            self._tags_shown += not bare
             if not self._calls.begun:  # else it was shown
                 self._show(text.take(len(marker)))
 
-    def _reading(self, call: Reader, tag: int = 0) -> Generator[None, None, bool]:
+    def _read_call(self, call: Reader, tag: int = 0) -> Generator[None, None, bool]:
         """Whether a call could be read; if not, what was taken is put back or, late, shown.
 
         Args:
@@ -244,13 +246,14 @@ class OutputParser:
             yield from call
         except (NoCall, Ended) as reason:
             if isinstance(reason, Ended) and (tag or calls.begun or self._harmonic):
-                self._last = (self._gap if calls.begun else "") + text.drop_record()
+                blank = self._blank_before if calls.begun else ""
+                self._unfinished_text = blank + text.drop_record()
                 raise
             self.calling = False
             self.unreadable += calls.certain and not calls.empty
             if calls.begun:
                 self._before.add(written := text.drop_record())
-                self._write(self._gap + written)
+                self._write(self._blank_before + written)
             else:
                 text.put_back()
             return False
@@ -274,7 +277,7 @@ class OutputParser:
     def _tell_call(self, event: Event) -> None:
         if isinstance(event, CallBegun):
             self._show_held("")
-            self._gap, self._blank = self._blank, ""
+            self._blank_before, self._blank = self._blank, ""
         self._events.append(event)
 
     def _show(self, text: str) -> None:

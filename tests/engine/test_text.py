@@ -14,6 +14,7 @@ from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import SYNTAXES
 from dflash_jax.tools.declared import Tool
+from dflash_jax.tools.stream import OutputParser
 
 
 def _byte_letters() -> list[str]:
@@ -131,6 +132,38 @@ def test_stop_strings_do_not_act_in_calls_of_declared_tools(width: int) -> None:
     assert said("</think>", tools) == ("\nhm\n", True)
     ids = tokenizer.encode(f"So call:{call}", specials=False)
     assert said("all:", tools) == ("So c", True)  # known once a mark shows that it is no call
+
+
+@pytest.mark.parametrize("width", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("call", "stopped"),
+    [
+        ('<tool_call>\n{"name": STOP}\n</tool_call>', True),  # no call: text, and held as such
+        ('<tool_call>\n{"name": "other STOP", "arguments": {}}\n</tool_call>', True),
+        ('<tool_call>\n{"name": "read", "arguments": {"path": "STOP"}, no}\n</tool_call>', False),
+        ('<tool_call>\n{"name": "other", "arguments": {"path": "STOP"}}\n</tool_call>', False),
+    ],
+)
+def test_engine_and_reply_agree_on_stop_strings_in_calls_that_are_text(
+    call: str, stopped: bool, width: int
+) -> None:
+    """What was given as a call before it broke is not searched: nothing given is taken back."""
+    tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
+    assert tokenizer is not None
+    tools = [Tool("read", {})]
+    ids = tokenizer.encode(f"Look: {call} Done.", specials=False)
+    output = OutputText(tokenizer, ["STOP"], tools)
+    pieces = [output.push(ids[i : i + width]) for i in range(0, len(ids), width)]
+    assert "".join([*pieces, output.finish()]) == output.text
+    assert output.stopped == stopped
+    text = tokenizer.decode(ids)
+    assert output.text == (text[: text.index("STOP")] if stopped else text)
+    parser = OutputParser(SYNTAXES["hermes"], tools, stop=["STOP"])
+    raw = tokenizer.raw(ids)
+    for i in range(0, len(raw), width):
+        parser.push(raw[i : i + width])
+    parser.finish()
+    assert parser.stopped_by == ("STOP" if stopped else None)
 
 
 def test_a_long_text_that_may_be_a_call_is_held_in_linear_time() -> None:

@@ -385,6 +385,7 @@ NO_TEXTS: list[tuple[dict[str, Any], str]] = [
     (DOCUMENT | {"source": {"type": "content", "content": [{"type": "image"}]}}, "than text"),
     (DOCUMENT | {"source": {"type": "content", "content": [DOCUMENT]}}, "than text"),
     (DOCUMENT | {"source": "text"}, "source is of type None"),
+    (DOCUMENT | {"source": {"type": ["text"], "data": "a"}}, "source is of type"),
     ({"type": "file", "file": {"file_data": PDF}}, "part of type 'file'"),
     ({"type": "file", "file": {"file_id": "file-1"}}, "part of type 'file'"),
     ({"type": "file"}, "part of type 'file'"),

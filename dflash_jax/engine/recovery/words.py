@@ -50,7 +50,7 @@ class Words:
     def has_called(self, ids: Ids) -> bool:
         """Whether the output so far began a tool call, in its family's form or another's.
 
-        A call of an undeclared tool is one, too: the caller gets it, and answers it.
+        A call of an undeclared tool counts: the caller receives it and answers it.
         """
         parser = OutputParser(self.syntax, self.tools, thinking=self.inside_thought)
         parser.push(self.text(ids))
