@@ -38,3 +38,11 @@ class SnapshotError(DFlashError):
 
 class ComputeError(DFlashError):
     """The device produced something unusable, such as non-finite target logits."""
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install one of the project's extras, for error messages.
+
+    The project is on no package index: it is installed from its checkout.
+    """
+    return f"install the extra from the checkout: pip install '.[{extra}]'"

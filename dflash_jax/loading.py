@@ -30,7 +30,13 @@ from dflash_jax.config import (
 )
 from dflash_jax.device import default_device, free_memory
 from dflash_jax.engine.engine import Engine
-from dflash_jax.errors import CheckpointError, ConfigError, PlanError, TokenizerError
+from dflash_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    PlanError,
+    TokenizerError,
+    install_hint,
+)
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import put_in_order, with_kernel
 from dflash_jax.target_model import TargetModel
@@ -275,8 +281,8 @@ def _download(repository: str, role: str) -> Path:
         import huggingface_hub
     except ImportError as error:
         raise CheckpointError(
-            f"{repository} is no directory here; to fetch the {role} from the hub install the"
-            " extra: pip install 'dflash-jax[hub]'"
+            f"{repository} is no directory here; to fetch the {role} from the hub"
+            f" {install_hint('hub')}"
         ) from error
     try:
         return Path(

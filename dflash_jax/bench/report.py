@@ -14,7 +14,7 @@ import jax
 
 from dflash_jax.bench.prompts import Talk
 from dflash_jax.bench.runs import Runner, Sample
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import RequestError, install_hint
 from dflash_jax.version import __version__
 
 
@@ -161,7 +161,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise RequestError("plots need the extra: pip install 'dflash-jax[plot]'") from error
+        raise RequestError(f"plots need matplotlib; {install_hint('plot')}") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 

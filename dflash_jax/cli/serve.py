@@ -16,7 +16,7 @@ from dflash_jax.cli.options import (
     open_pair,
     use_compilation_cache,
 )
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import RequestError, install_hint
 
 KEYS = "DFLASH_API_KEY"
 PREFIX_CACHE, PREFIX_DISK = 2**28, 2**33  # bytes: conversations come back longer, again and again
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         from dflash_jax.server.run import Listening, Running, log_to_stderr, serve
     except ImportError as error:
         raise RequestError(
-            f"serving needs the extra: pip install 'dflash-jax[serve]' ({error})"
+            f"serving needs more packages ({error}); {install_hint('serve')}"
         ) from error
     from dflash_jax import loading
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli.options import new_verb, use_compilation_cache
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ConfigError, install_hint
 
 STOPPED = 3  # a signal came, the state is saved
 
@@ -55,10 +55,9 @@ def run(options: argparse.Namespace) -> int:
     """`dflash-jax train`."""
     try:
         import optax  # noqa: F401
+        import rich  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            "training needs optax; install the extra: pip install 'dflash-jax[train]'"
-        ) from error
+        raise ConfigError(f"training needs {error.name}; {install_hint('train')}") from error
     use_compilation_cache()
     from dflash_jax.train import run as training
     from dflash_jax.train.evaluate import summary

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import RequestError, install_hint
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools.grammar import bounded
 
@@ -45,7 +45,7 @@ class Grammars:
             import llguidance
         except ImportError as error:
             raise RequestError(
-                "structured output needs the extra: pip install 'dflash-jax[structured]'"
+                f"structured output needs llguidance; {install_hint('structured')}"
             ) from error
         around = structure.get("around") if isinstance(structure, Mapping) else None
         if around is not None:
