@@ -1,12 +1,15 @@
 """The command line as a user meets it: what it prints, what it returns, how it fails."""
 
 import dataclasses
+import fcntl
 import gc
 import json
 import os
 import re
 import signal
+import struct
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +21,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan, loading
-from dflash_jax.cli import main, parser, probe, verify
+from dflash_jax.cli import main, parser, probe, terminal, verify
+from dflash_jax.cli.generate import statistics
 from dflash_jax.cli.options import chosen_plan, use_compilation_cache
 from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
 from dflash_jax.engine import compare
@@ -49,8 +53,9 @@ def cache_inside_the_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command; returns its exit code, its output and what it said on standard error."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def call(*arguments: object) -> tuple[int, str, str]:
         code = main([str(a) for a in arguments])
@@ -134,30 +139,77 @@ def test_a_user_without_a_home_keeps_no_compiled_programs(monkeypatch: pytest.Mo
     use_compilation_cache()
 
 
-def test_generate_prints_the_output_and_then_a_line_of_statistics(
+def test_generate_prints_the_output_alone_and_statistics_on_standard_error(
     run: Run, asked: list[object], said: list[int]
 ) -> None:
     code, out, err = run("generate", *asked)
-    lines = out.splitlines()
-    assert (code, err) == (0, "")
-    assert [int(i) for i in lines[0].split()] == said
-    assert len(lines) == 2
-    for part in ("[20 tokens (length) | ", " tok/s | first token ", "acceptance length "):
-        assert part in lines[1]
-    for part in ("per position ", "compil"):
-        assert part in lines[1]
+    assert code == 0
+    [tokens] = out.splitlines()
+    assert [int(i) for i in tokens.split()] == said
+    assert err.startswith("[20 tokens (length) | ")
+    assert err.endswith(" s]\n")
+    for part in (" tok/s | first token ", "acceptance length ", "per position ", "compile "):
+        assert part in err
+    assert all(len(line) <= 80 for line in err.splitlines())
 
 
 def test_generate_without_drafting_prints_the_same_tokens(
     run: Run, asked: list[object], said: list[int]
 ) -> None:
-    _, out, _ = run("generate", *asked, "--plain")
-    tokens, statistics = out.splitlines()
+    _, out, err = run("generate", *asked, "--plain")
+    [tokens] = out.splitlines()
     assert [int(i) for i in tokens.split()] == said
-    assert "plain decoding" in statistics
-    assert "acceptance" not in statistics
-    _, quiet, _ = run("generate", *asked, "--quiet", "--rounds", 2)
-    assert quiet.splitlines() == [tokens]
+    assert "plain decoding" in err
+    assert "acceptance" not in err
+    assert run("generate", *asked, "--quiet", "--rounds", 2) == (0, tokens + "\n", "")
+
+
+@pytest.mark.parametrize("width", [80, 40, 20])
+def test_statistics_fit_the_terminal_whatever_the_block(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for places in (1, 7, 15):
+        stats = Stats(
+            output_tokens=4096,
+            rounds=1000,
+            acceptance_lengths=[4] * 1000,
+            accepted_per_position=[999] * places,
+            first_token_s=12.345,
+            decode_s=1.0,
+        )
+        text = statistics(Result([7], None, "length", stats), 123.4)
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= width
+        if (width, places) == (80, 7):  # full lines, broken between figures
+            assert lines == [
+                "[4096 tokens (length) | 4095.0 tok/s | first token 12345 ms |",
+                " acceptance length 4.00 | per position 1.00 1.00 1.00 1.00 1.00 1.00 1.00 |",
+                " compile 123.4 s]",
+            ]
+        joined = " ".join(line.strip() for line in lines)
+        assert joined.count("1.00") == places
+        assert joined.startswith("[4096 tokens (length) | ")
+        assert joined.endswith(" | compile 123.4 s]")
+
+
+def test_the_width_of_output_is_its_terminals_and_80_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = os.openpty()
+    try:
+        with open(theirs, "w", closefd=False) as screen:  # noqa: PTH123
+            for given, used in ((40, 40), (132, 132), (3, 20), (0, 80)):
+                fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, given, 0, 0))
+                assert terminal.columns(screen) == used
+        with (tmp_path / "file").open("w") as file:
+            assert terminal.columns(file) == 80
+            monkeypatch.setenv("COLUMNS", "50")
+            assert terminal.columns(file) == 50
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_generate_json_is_one_object(
@@ -188,9 +240,17 @@ def test_compare_times_the_lanes_and_says_that_tokens_are_equal(
     assert set(found["tokens_per_s"]) == {"speculative", "plain", "plain1"}
     assert found["baseline"] in ("plain", "plain1")
     assert found["speedup"] > 0
-    code, out, _ = run("generate", *asked, "--compare")
+    code, out, err = run("generate", *asked, "--compare")
     assert code == 0
-    assert "tokens equal; speculative is " in out.splitlines()[-1]
+    tokens, *table = out.splitlines()
+    assert [int(i) for i in tokens.split()] == said
+    assert [" ".join(row.split()[:-2]) for row in table[:-1]] == [
+        "speculative",
+        "plain, block-wide",
+        "plain, one token",
+    ]
+    assert table[-1].startswith("tokens equal; speculative is ")
+    assert err.startswith("[20 tokens (length) | ")
 
 
 def interrupted_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,13 +273,13 @@ def test_an_interrupt_ends_with_the_text_so_far(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interrupted_after(6, monkeypatch)
-    code, out, _ = run("generate", *asked, "--rounds", 2)
-    tokens, statistics = out.splitlines()
+    code, out, err = run("generate", *asked, "--rounds", 2)
+    [tokens] = out.splitlines()
     heard = [int(i) for i in tokens.split()]
     assert code == INTERRUPTED == 130
     assert 0 < len(heard) < 20
     assert heard == said[: len(heard)]
-    assert f"[{len(heard)} tokens (cancelled)" in statistics
+    assert f"[{len(heard)} tokens (cancelled)" in err
     interrupted_after(6, monkeypatch)
     code, out, _ = run("generate", *asked, "--rounds", 2, "--json")
     found = json.loads(out)

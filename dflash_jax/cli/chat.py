@@ -14,9 +14,10 @@ from dflash_jax.cli.options import (
     telling,
     use_compilation_cache,
 )
+from dflash_jax.cli.terminal import bracketed, columns, note
 from dflash_jax.errors import RequestError
 
-HELP = "/stats shows figures of the last answer, /reset forgets the conversation, /exit ends it"
+HELP = "/stats: figures of the last answer; /reset: forget all; /exit: end"
 
 
 def add_verb(verbs: Any) -> None:
@@ -40,10 +41,10 @@ def run(options: argparse.Namespace) -> int:
     conversation = Conversation(_load(options), options)
     talking = sys.stdin.isatty()
     if talking:
-        print(HELP)
+        note(HELP)
     while True:
         try:
-            line = input("> " if talking else "").strip()
+            line = _line(talking).strip()
         except EOFError:
             return 0
         match line:
@@ -52,19 +53,32 @@ def run(options: argparse.Namespace) -> int:
             case "/exit" | "/quit":
                 return 0
             case "/help":
-                print(HELP)
+                note(HELP)
             case "/reset":
                 conversation.reset()
-                print("[the conversation starts anew]")
+                _notice("the conversation was reset")
             case "/stats":
-                print(conversation.figures)
+                note(conversation.figures)
             case _ if line.startswith("/"):
-                print(f"[unknown command {line.split()[0]}; {HELP}]")
+                _notice(f"unknown command {line.split()[0]}", HELP)
             case _:
                 try:
                     conversation.say(line)
                 except RequestError as error:
-                    print(f"[{error}]")
+                    _notice(str(error))
+
+
+def _line(talking: bool) -> str:
+    """Return the next line of input; the prompt never mixes with output sent to a file."""
+    if talking and not sys.stdout.isatty():
+        note("> ", end="")
+        return input()
+    return input("> " if talking else "")
+
+
+def _notice(*parts: str) -> None:
+    """Print a remark about the conversation, which is no part of its text."""
+    note(bracketed(parts, columns(sys.stderr)))
 
 
 def _load(options: argparse.Namespace) -> Any:
@@ -126,7 +140,7 @@ class Conversation:
                 answer += _print(event)
         except KeyboardInterrupt:
             stream.close()
-            print(" [stopped]", end="")
+            note(" [stopped]", end="")
         print(flush=True)
         self._last = stream.result
         self._talk.append({"role": "assistant", "content": answer})
@@ -147,11 +161,11 @@ class Conversation:
                     " the limit of the conversation; shorten it, or start with --max-length"
                 )
             del self._talk[first : first + 2]
-            print("[the oldest exchange was forgotten: the conversation was too long]")
+            _notice("the oldest exchange was forgotten: the conversation was too long")
 
     @property
     def figures(self) -> str:
-        """One line about the last answer."""
+        """Figures of the last answer."""
         if self._last is None:
             return "[no answer yet]"
         from dflash_jax.cli.generate import statistics

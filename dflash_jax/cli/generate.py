@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from dflash_jax.cli.options import (
@@ -11,6 +12,7 @@ from dflash_jax.cli.options import (
     prompt_ids,
     prompt_options,
 )
+from dflash_jax.cli.terminal import bracketed, columns, note
 from dflash_jax.command import INTERRUPTED
 from dflash_jax.errors import RequestError
 
@@ -28,9 +30,15 @@ def add_verb(verbs: Any) -> None:
     output.add_argument("--stop", action="append", default=[], help="text that ends the output")
     output.add_argument("--ignore-eos", action="store_true")
     output.add_argument("--plain", action="store_true", help="decode without drafting")
-    output.add_argument("--compare", action="store_true", help="time speculative against plain")
+    output.add_argument(
+        "--compare",
+        action="store_true",
+        help="time speculative against plain decoding; standard output has the text, then a table",
+    )
     output.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    output.add_argument("--quiet", action="store_true", help="no statistics line")
+    output.add_argument(
+        "--quiet", action="store_true", help="no statistics, which go to standard error"
+    )
     model_options(verb)
 
 
@@ -76,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print()
         if not options.quiet:
-            print(statistics(stream.result, engine.compile_s))
+            note(statistics(stream.result, engine.compile_s))
     return code
 
 
@@ -113,7 +121,8 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
     ):
         speeds = sorted(getattr(found, name))
         print(f"{label:18} {speeds[len(speeds) // 2]:9.1f} tok/s")
-    print(statistics(result, engine.compile_s))
+    if not options.quiet:
+        note(statistics(result, engine.compile_s))
     verdict = "equal" if found.check.equal else f"DIFFER at {found.check.first_difference}"
     print(
         f"tokens {verdict}; speculative is {found.speedup:.2f}x the faster plain lane"
@@ -128,7 +137,7 @@ def _as_ids(piece: Any, engine: Any) -> str:
 
 
 def statistics(result: Any, compile_s: float) -> str:
-    """One line about a finished request."""
+    """Return the figures of a finished request, in lines that fit standard error's terminal."""
     s = result.stats
     parts = [
         f"{s.output_tokens} tokens ({result.finish_reason})",
@@ -141,4 +150,4 @@ def statistics(result: Any, compile_s: float) -> str:
     elif s.plain_steps:
         parts.append("plain decoding")
     parts.append(f"compile {compile_s:.1f} s")
-    return "[" + " | ".join(parts) + "]"
+    return bracketed(parts, columns(sys.stderr))

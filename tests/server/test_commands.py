@@ -36,6 +36,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("dflash_jax.cli.bench.use_compilation_cache", lambda: None)
 
     def call(*arguments: object) -> tuple[int, str, str]:
@@ -156,27 +157,44 @@ def test_rules_for_agents_are_on_and_the_environment_has_its_say(
 
 def converse(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, run: Run, text: str, *arguments: object
-) -> tuple[int, str]:
+) -> tuple[int, str, str]:
     monkeypatch.setattr(chat, "_load", lambda options: engine)
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    code, out, _ = run("chat", *arguments)
-    return code, out
+    return run("chat", *arguments)
 
 
 def test_a_piped_chat_answers_every_line_and_remembers(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    code, out = converse(
+    code, out, err = converse(
         random_tiny, monkeypatch, run, "Hello\n/stats\n/reset\nHello\n\n/what\n/exit\n", "-n", "8"
     )
     assert code == 0
     first = random_tiny.chat_ids([{"role": "user", "content": "Hello"}])
     answer = random_tiny.generate(first, max_tokens=8)
-    assert out.count((answer.text or "").strip()) == 2
-    assert "8 tokens (length)" in out
-    assert "starts anew" in out
-    assert "unknown command" in out
+    assert out == 2 * f"{answer.text}\n"  # standard output has the answers and nothing else
+    assert "8 tokens (length)" in err
+    assert "was reset" in err
+    assert "unknown command /what" in err
+    assert "> " not in err
+    assert all(len(line) <= 80 for line in err.splitlines())
+
+
+def test_a_chat_whose_output_goes_to_a_file_asks_on_standard_error(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(chat, "_load", lambda options: random_tiny)
+    monkeypatch.setattr(sys, "stdin", Terminal("Hello\n"))
+    code, out, err = run("chat", "-n", 4)
+    assert code == 0
+    assert len(out.splitlines()) == 1
     assert "> " not in out
+    assert err.startswith(chat.HELP)
+    assert err.count("> ") == 2
 
 
 def test_a_chat_shows_no_headers_of_messages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,10 +227,10 @@ def test_a_long_chat_forgets_its_oldest_exchanges(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     lines = "".join(f"{'word ' * 40}{i}\n" for i in range(4)) + "word " * 2000 + "\n"
-    code, out = converse(random_tiny, monkeypatch, run, lines, "-n", "4")
+    code, _, err = converse(random_tiny, monkeypatch, run, lines, "-n", "4")
     assert code == 0
-    assert "forgotten" in out
-    assert "shorten it" in out
+    assert "forgotten" in err
+    assert "shorten it" in err
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_chat(
@@ -227,10 +245,10 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(
         advance(self)
 
     monkeypatch.setattr(Engine, "advance", interrupted)
-    code, out = converse(random_tiny, monkeypatch, run, "Hello\n/stats\nHi\n", "-n", "64")
+    code, _, err = converse(random_tiny, monkeypatch, run, "Hello\n/stats\nHi\n", "-n", "64")
     assert code == 0
-    assert out.count("[stopped]") == 1
-    assert "cancelled" in out
+    assert err.count("[stopped]") == 1
+    assert "cancelled" in err
     assert not random_tiny.active
 
 
