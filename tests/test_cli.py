@@ -199,7 +199,7 @@ def test_the_width_of_output_is_its_terminals_and_80_elsewhere(
     monkeypatch.delenv("COLUMNS", raising=False)
     ours, theirs = os.openpty()
     try:
-        with open(theirs, "w", closefd=False) as screen:  # noqa: PTH123
+        with open(theirs, "w", closefd=False) as screen:
             for given, used in ((40, 40), (132, 132), (3, 20), (0, 80)):
                 fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, given, 0, 0))
                 assert terminal.columns(screen) == used
