@@ -377,6 +377,44 @@ def test_verify_returns_one_when_a_token_differs(
     assert (code, json.loads(out)["first_differences"]) == (1, [3])
 
 
+# -- replay ------------------------------------------------------------------------------------
+
+
+def test_replay_reports_every_kind_in_80_columns(
+    run: Run, small: list[object], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    turns: list[dict[str, Any]] = [{"prompt_ids": [n], "max_tokens": 4} for n in range(3)]
+    turns[1] |= {"kind": "a-kind-of-turns", "expected": "bounded length", "id": "a turn"}
+    turns[2] |= {"expected": "tool call"}
+    trace.write_text("\n".join(map(json.dumps, turns)))
+    code, out, err = run("replay", *small, trace)
+    assert (code, err) == (1, "")
+    lines = out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[0] == "recovery off"
+    named = ["turns", "empty", "tool", "call", "prose", "bounded", "equal", "as", "expected"]
+    assert lines[1].split() == ["kind", *named]
+    assert [line.split() for line in lines[2:5]] == [
+        ["turn", "2", "0", "0", "0", "2", "2", "1"],
+        ["a-kind-of-turns", "1", "0", "0", "0", "1", "1", "1"],
+        ["total", "3", "0", "0", "0", "3", "3", "2"],
+    ]
+    assert lines[5] == "  not as expected: line 3"
+    assert lines[6] == "recovery on"
+
+
+def test_replay_names_a_turn_that_cannot_be_answered_before_it_compiles_anything(
+    run: Run, small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Runner, "compile")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt_ids": [1], "max_tokens": 4}\n{"prompt_ids": [256]}\n')
+    code, out, err = run("replay", *small, trace)
+    assert (code, out) == (1, "")
+    assert err.startswith("dflash-jax: RequestError: the turn 'line 2': token ids [256] are out")
+
+
 # -- probe -------------------------------------------------------------------------------------
 
 

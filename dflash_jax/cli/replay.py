@@ -1,21 +1,54 @@
 """`dflash-jax replay`: what becomes of captured turns, with recovery and without."""
 
 import argparse
+import contextlib
 import json
+import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli.options import load_engine, model_options, new_verb, telling
+from dflash_jax.cli.terminal import columns, filled, table
 from dflash_jax.errors import RequestError
 
 SHIPPED = Path(__file__).parents[1] / "data" / "tiny" / "turns.jsonl"
+
+FORMAT = """\
+A line of TRACE is one JSON object, a turn up to the assistant's answer:
+  messages     chat messages, or
+  prompt_ids   token ids, in place of messages
+and, all of them optional,
+  tools        as in OpenAI's API
+  tool_choice  "auto", "none", "required" or a tool, as there
+  variables    more variables of the chat template
+  max_tokens   of the answer (default 160)
+  expected     what the answer should be with recovery on: "empty",
+               "tool call", "prose" or "bounded length" (ended by the limit)
+  id           its name in the report (default: its line)
+  kind         the row that counts it (default "turn")
+For example:
+  {"messages": [{"role": "user", "content": "Hello!"}], "expected": "prose"}
+
+A row of the report counts the turns of a kind by what the answer was. "equal"
+are those that plain decoding answers with the same tokens, "as expected" those
+whose answer is what `expected` says. The exit code is 0 if all are equal and,
+with recovery on, as expected."""
+SHORT = {"bounded length": "bounded", "equal to plain": "equal"}  # headings, to fit 80 columns
 
 
 def add_verb(verbs: Any) -> None:
     """Adds `replay` to the command line."""
     verb = new_verb(verbs, "replay", run, "Run captured turns again and say what became of them.")
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = FORMAT
     verb.add_argument(
-        "trace", type=Path, nargs="?", help="one turn a line (default: the shipped set)"
+        "trace",
+        type=Path,
+        nargs="?",
+        metavar="TRACE",
+        help="file of turns, one a line, see below (default: the shipped set)",
     )
     verb.add_argument("--recovery", choices=("on", "off", "both"), default="both")
     verb.add_argument("--json", action="store_true", help="print one JSON object at the end")
@@ -32,14 +65,20 @@ def run(options: argparse.Namespace) -> int:
 
     turns = replay.read_turns(options.trace or SHIPPED)
     options.max_tokens = max(turn.max_tokens for turn in turns)
-    engine, _ = load_engine(options, lambda tokenizer: _prompts(turns, tokenizer), quiet=True)
+    engine, _ = load_engine(
+        options,
+        lambda tokenizer: _prompts(turns, tokenizer),
+        quiet=options.json,
+        check=lambda engine, prompts: _check(engine, turns, prompts),
+    )
     with telling("compiling recovery", quiet=options.json):
         engine.warm_up(recovery=True)
     settings = {"off": None, "on": Recovery()}
     report: dict[str, Any] = {}
     bad = 0
     for name in settings if options.recovery == "both" else (options.recovery,):
-        played = [replay.play(engine, turn, settings[name]) for turn in turns]
+        with telling(f"{len(turns)} turns, recovery {name}", quiet=options.json):
+            played = [replay.play(engine, turn, settings[name]) for turn in turns]
         unequal = [p.turn.id for p in played if not p.equal]
         missed = [p.turn.id for p in played if p.turn.expected not in (None, p.outcome)]
         bad += len(unequal) + (len(missed) if name == "on" else 0)
@@ -63,21 +102,40 @@ def _prompts(turns: list[Any], tokenizer: Any) -> list[list[int]]:
     for turn in turns:
         if turn.prompt_ids:
             prompts.append(list(turn.prompt_ids))
-        elif tokenizer is None:
+            continue
+        if tokenizer is None:
             raise RequestError("this model ships no tokenizer; give turns with prompt_ids")
-        else:
-            tools = list(turn.tools) or None
+        tools = list(turn.tools) or None
+        with _named(turn):
             prompts.append(tokenizer.chat(turn.messages, tools=tools, **turn.variables))
     return prompts
 
 
+def _check(engine: Any, turns: list[Any], prompts: list[list[int]]) -> None:
+    """Raise RequestError for a turn that this engine cannot answer, before anything compiles."""
+    for turn, ids in zip(turns, prompts, strict=True):
+        with _named(turn):
+            engine.check(
+                ids, max_tokens=turn.max_tokens, tools=turn.tools, tool_choice=turn.tool_choice
+            )
+
+
+@contextlib.contextmanager
+def _named(turn: Any) -> Iterator[None]:
+    """Add a turn's name to an error about it."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"the turn {turn.id!r}: {error}") from error
+
+
 def _print(name: str, rows: list[dict[str, Any]], unequal: list[str], missed: list[str]) -> None:
-    columns = list(rows[0])
-    widths = [max(len(c), *(len(str(row[c])) for row in rows)) for c in columns]
+    width = columns(sys.stdout)
+    headings = [SHORT.get(heading, heading) for heading in rows[0]]
+    cells = [[str(cell) for cell in row.values()] for row in rows]
     print(f"recovery {name}")
-    for cells in (columns, *([str(row[c]) for c in columns] for row in rows)):
-        first, *rest = [f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)]
-        print("  " + "  ".join([first.strip().ljust(widths[0]), *rest]))
+    print(textwrap.indent(table(headings, cells, width - 2), "  "))
     for label, ids in (("different from plain", unequal), ("not as expected", missed)):
         if ids:
-            print(f"  {label}: {', '.join(ids)}")
+            first, *rest = ids
+            print("  " + filled([f"{label}: {first}", *rest], ",", width - 2, indent="    "))

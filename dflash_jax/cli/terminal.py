@@ -3,12 +3,12 @@
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 USUAL = 80  # columns where there is no terminal
 FEWEST = 20
-_JOINED = "\N{NO-BREAK SPACE}"  # `textwrap` breaks lines at other spaces alone
+_KEPT = "\N{NO-BREAK SPACE}"  # `textwrap` breaks lines at other spaces alone
 
 
 def note(text: str, *, end: str = "\n") -> None:
@@ -30,12 +30,42 @@ def columns(stream: Any) -> int:
 
 
 def bracketed(parts: Iterable[str], width: int) -> str:
-    """Return "[a | b | c]" in lines of at most `width` characters, broken between parts.
+    """Return "[a | b | c]" in lines of at most `width` characters, broken between parts."""
+    text = list(parts)
+    text[0] = "[" + text[0]
+    text[-1] += "]"
+    return filled(text, " |", width, indent=" ")
+
+
+def filled(parts: Iterable[str], separator: str, width: int, *, indent: str) -> str:
+    """Return parts in lines of at most `width` characters, broken between parts.
 
     A part that is longer than a line is broken at its spaces.
+
+    Args:
+      separator: written after each part but the last, before a space or the line's end.
+      indent: what every line but the first begins with.
     """
-    room = width - len("[ |]")
-    kept = [part.replace(" ", _JOINED) if len(part) <= room else part for part in parts]
-    text = "[" + f"{_JOINED}| ".join(kept) + "]"
-    lines = textwrap.wrap(text, width, subsequent_indent=" ", break_on_hyphens=False)
-    return "\n".join(lines).replace(_JOINED, " ")
+    room = width - len(separator) - len(indent)
+    *most, last = (part.replace(" ", _KEPT) if len(part) <= room else part for part in parts)
+    text = " ".join([part + separator.replace(" ", _KEPT) for part in most] + [last])
+    lines = textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join(lines).replace(_KEPT, " ")
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """Return rows under their headings, the first column to the left and the others to the right.
+
+    Where that is wider than `width`, every row becomes "first: heading value, heading value".
+    """
+    widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
+    if sum(widths) + 2 * (len(widths) - 1) <= width:
+        return "\n".join(
+            "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])])
+            for first, *rest in (headings, *rows)
+        )
+    lines = []
+    for first, *rest in rows:
+        parts = [f"{heading} {cell}" for heading, cell in zip(headings[1:], rest, strict=True)]
+        lines.append(filled([f"{first}: {parts[0]}", *parts[1:]], ",", width, indent="  "))
+    return "\n".join(lines)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ class Turn:
     """One turn of a trace: a conversation up to the assistant's answer.
 
     Attributes:
-      kind: what sort of turn it is; the table has one line for each.
+      id: its name in reports.
+      kind: the row of the table that counts it.
+      messages, prompt_ids: the prompt; one of the two.
+      variables: more variables of the chat template.
       expected: the class of the answer with recovery on; None where any will do.
     """
 
-    id: str
-    kind: str
+    id: str = "turn"
+    kind: str = "turn"
     messages: tuple[dict[str, Any], ...] = ()
     prompt_ids: tuple[int, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
@@ -69,8 +72,32 @@ class Played:
         }
 
 
+def _is_list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(type(each) is kind for each in value)
+
+
+# The fields of a line: whether a value will do, and what is expected where it will not.
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "id": (lambda value: type(value) in (str, int), "a text"),
+    "kind": (lambda value: isinstance(value, str), "a text"),
+    "messages": (_is_list_of(dict), 'a list like [{"role": "user", "content": "..."}]'),
+    "prompt_ids": (_is_list_of(int), "a list of token ids"),
+    "tools": (_is_list_of(dict), "a list of tools as in OpenAI's API"),
+    "tool_choice": (lambda value: isinstance(value, str | dict), "a text or an object"),
+    "variables": (
+        lambda value: isinstance(value, dict) and not value.keys() & {"messages", "tools"},
+        "an object without messages and tools, which are fields of their own",
+    ),
+    "max_tokens": (lambda value: type(value) is int and value > 0, "an integer of at least 1"),
+    "expected": (lambda value: value in CLASSES, f"one of {', '.join(CLASSES)}"),
+}
+
+
 def read_turns(path: Path) -> list[Turn]:
-    """The turns of a trace, one JSON object a line.
+    """Return the turns of a trace, one JSON object a line.
+
+    A line has `messages` or `prompt_ids`; every other field may be left out or null. A turn
+    without `id` is named by its line.
 
     Raises:
       RequestError: the file cannot be read, or a line is no turn; says which.
@@ -80,25 +107,35 @@ def read_turns(path: Path) -> list[Turn]:
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} cannot be read: {error}") from error
     turns = []
-    known = {field.name for field in dataclasses.fields(Turn)}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            fields: dict[str, Any] = json.loads(line)
-            if not isinstance(fields, dict) or set(fields) - known:
-                raise ValueError(f"a turn has only the fields {', '.join(sorted(known))}")
-            lists: dict[str, Any] = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
-            turns.append(turn := Turn(**(fields | lists)))
-            if type(turn.max_tokens) is not int:
-                raise ValueError(f"max_tokens is {turn.max_tokens!r}; expected an integer")
-            if bool(turn.messages) == bool(turn.prompt_ids):
-                raise ValueError("a turn has either messages or prompt_ids")
-        except (TypeError, ValueError) as error:
+            turns.append(_turn(json.loads(line), f"line {number}"))
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{path}, line {number}, is no turn: {error}") from error
     if not turns:
         raise RequestError(f"{path} holds no turn; write one JSON object a line")
     return turns
+
+
+def _turn(fields: Any, name: str) -> Turn:
+    """Return a line's turn, called `name` if it does not name itself; ValueError if it is none."""
+    if not isinstance(fields, dict):
+        raise ValueError("expected a JSON object")
+    if unknown := [field for field in fields if field not in FIELDS]:
+        raise ValueError(f"{unknown[0]!r} is not known; a turn has the fields {', '.join(FIELDS)}")
+    found: dict[str, Any] = {"id": name}
+    for field, value in fields.items():
+        if value is None:
+            continue
+        fits, expected = FIELDS[field]
+        if not fits(value):
+            raise ValueError(f"{field} is {json.dumps(value)[:60]}; expected {expected}")
+        found[field] = tuple(value) if isinstance(value, list) else value
+    if bool(found.get("messages")) == bool(found.get("prompt_ids")):
+        raise ValueError("expected either messages or prompt_ids")
+    return Turn(**found | {"id": str(found["id"])})
 
 
 def prompt_of(turn: Turn, engine: Engine) -> list[int]:

@@ -1,13 +1,24 @@
 """Replays: traces are read strictly, outcomes are told apart, and the table adds up."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_jax.cli.replay import SHIPPED
-from dflash_jax.engine.replay import Played, Turn, is_valid_call, read_turns, table
+from dflash_jax.cli import main
+from dflash_jax.cli.replay import FORMAT, SHIPPED
+from dflash_jax.engine.replay import (
+    CLASSES,
+    FIELDS,
+    Played,
+    Turn,
+    is_valid_call,
+    read_turns,
+    table,
+)
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.errors import RequestError
 from dflash_jax.tools import SYNTAXES
@@ -48,22 +59,62 @@ def test_a_call_counts_if_it_is_whole_and_fits_its_schema(body: str, valid: bool
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("[]", "line 2, is no turn: a turn has only the fields"),
-        ('{"id": "a", "kind": "b", "more": 1}', "line 2, is no turn: a turn has only the fields"),
-        ('{"id": "a", "kind": "b"}', "either messages or prompt_ids"),
-        ('{"kind": "b", "prompt_ids": [1]}', "line 2, is no turn: .*'id'"),
-        ("{", "line 2, is no turn"),
-        (
-            '{"id": "a", "kind": "b", "prompt_ids": [1], "max_tokens": "x"}',
-            "line 2, is no turn: max_tokens is 'x'; expected an integer",
-        ),
+        ("[]", "expected a JSON object"),
+        ('{"id": "a", "more": 1}', "'more' is not known; a turn has the fields id, kind, messages"),
+        ('{"id": "a", "kind": "b"}', "expected either messages or prompt_ids"),
+        ('{"messages": [{}], "prompt_ids": [1]}', "expected either messages or prompt_ids"),
+        ('{"prompt_ids": []}', "expected either messages or prompt_ids"),
+        ("{", "Expecting property name"),
+        ('{"prompt_ids": 5}', "prompt_ids is 5; expected a list of token ids"),
+        ('{"prompt_ids": [1, true]}', r"prompt_ids is \[1, true\]; expected a list of token ids"),
+        ('{"messages": "x"}', r'messages is "x"; expected a list like \[\{"role": "user"'),
+        ('{"messages": [3]}', r"messages is \[3\]; expected a list like"),
+        ('{"prompt_ids": [1], "tools": [3]}', r"tools is \[3\]; expected a list of tools"),
+        ('{"prompt_ids": [1], "tool_choice": 7}', "tool_choice is 7; expected a text or an obj"),
+        ('{"prompt_ids": [1], "variables": 3}', "variables is 3; expected an object"),
+        ('{"prompt_ids": [1], "variables": {"tools": []}}', ".*object without messages"),
+        ('{"prompt_ids": [1], "max_tokens": "x"}', 'max_tokens is "x"; expected an integer of'),
+        ('{"prompt_ids": [1], "max_tokens": 0}', "max_tokens is 0; expected an integer of at"),
+        ('{"prompt_ids": [1], "expected": "x"}', 'expected is "x"; expected one of empty, tool'),
+        ('{"prompt_ids": [1], "id": [2]}', r"id is \[2\]; expected a text"),
     ],
 )
 def test_what_is_no_turn_is_refused_by_its_line(tmp_path: Path, line: str, says: str) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"id": "a", "kind": "b", "prompt_ids": [1]}\n' + line)
-    with pytest.raises(RequestError, match=says):
+    with pytest.raises(RequestError, match="line 2, is no turn: " + says):
         read_turns(trace)
+
+
+def test_a_line_needs_a_prompt_alone_and_is_named_by_its_place(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    message = {"role": "user", "content": "Hello!"}
+    lines = [{"prompt_ids": [1, 2]}, {"messages": [message], "tools": None, "id": 7, "kind": "b"}]
+    trace.write_text("\n\n".join(map(json.dumps, lines)))
+    assert read_turns(trace) == [
+        Turn(id="line 1", kind="turn", prompt_ids=(1, 2)),
+        Turn(id="7", kind="b", messages=(message,)),
+    ]
+
+
+def test_the_help_of_the_command_documents_every_field_and_its_example_is_a_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["replay", "--help"])
+    shown = capsys.readouterr().out
+    assert FORMAT in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    names = {field.name for field in dataclasses.fields(Turn)}
+    assert names == FIELDS.keys()
+    assert names == set(re.findall(r"^  (\w+)   ?", FORMAT, re.MULTILINE))
+    assert f"default {Turn.max_tokens})" in FORMAT
+    assert all(f'"{outcome}"' in FORMAT for outcome in CLASSES)
+    [example] = re.findall(r"^  (\{.*\})$", FORMAT, re.MULTILINE)
+    (tmp_path / "trace.jsonl").write_text(example)
+    [turn] = read_turns(tmp_path / "trace.jsonl")
+    assert turn.expected == "prose"
 
 
 def test_empty_and_missing_traces_are_refused(tmp_path: Path) -> None:
