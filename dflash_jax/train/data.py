@@ -187,9 +187,7 @@ def opened(example: Example, rng: random.Random) -> list[Example]:
 
     As it is if it waits for the assistant.
     """
-    turns = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and i]
-    if example.messages[-1]["role"] != "assistant":
-        turns.append(len(example.messages))
+    turns = assistant_turns(example)
     if not turns:
         return []
     rest = turns[1:]
@@ -200,32 +198,43 @@ def opened(example: Example, rng: random.Random) -> list[Example]:
     return [dataclasses.replace(example, messages=example.messages[:i]) for i in turns]
 
 
+def assistant_turns(example: Example) -> list[int]:
+    """Return the places in a conversation where the assistant answers, or may be asked to."""
+    turns = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and i]
+    if example.messages[-1]["role"] != "assistant":
+        turns.append(len(example.messages))
+    return turns
+
+
 def prompts(
     examples: Sequence[Example], tokenizer: Tokenizer | None, recipe: Recipe
 ) -> list[Prompt]:
     """What the target shall answer, at most as much as the recipe asks for.
 
-    Each conversation gives one turn before any gives two.
+    Each conversation gives one turn before any gives two. Prompts say which example they are of.
 
     Raises:
       ConfigError: there is nothing to answer.
     """
     rng = random.Random(f"prompts {recipe.seed}")
-    examples = list(examples)
-    rng.shuffle(examples)
-    rounds: list[list[Example]] = []
-    texts: list[Document] = []
-    for example in examples:
+    order = list(range(len(examples)))
+    rng.shuffle(order)
+    rounds: list[list[tuple[Example, int]]] = []
+    texts: list[tuple[Document, int]] = []
+    for line in order:
+        example = examples[line]
         if example.messages:
             for i, cut in enumerate(opened(example, rng)):
                 if i == len(rounds):
                     rounds.append([])
-                rounds[i].append(cut)
+                rounds[i].append((cut, line))
         elif len(texts) < recipe.text_prompts:
-            texts += _pieces(example, tokenizer, recipe.text_prompt)
+            texts += [(piece, line) for piece in _pieces(example, tokenizer, recipe.text_prompt)]
     chosen = [cut for one in rounds for cut in one][: recipe.prompts]
-    found = [Prompt(_given(token_ids(cut, tokenizer)), recipe.new_tokens) for cut in chosen]
-    found += [Prompt(piece, recipe.text_tokens) for piece in texts[: recipe.text_prompts]]
+    found = [
+        Prompt(_given(token_ids(cut, tokenizer)), recipe.new_tokens, line) for cut, line in chosen
+    ]
+    found += [Prompt(x, recipe.text_tokens, line) for x, line in texts[: recipe.text_prompts]]
     if not found:
         raise ConfigError(
             f"none of {len(examples)} lines gives the target anything to answer: a conversation"

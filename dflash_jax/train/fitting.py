@@ -21,21 +21,28 @@ from dflash_jax.train.target import TrainState
 Tell = Callable[[str], None]
 
 
-def usable(rows: Sequence[Rows], recipe: Recipe) -> list[Rows]:
+def usable(rows: Sequence[Rows], recipe: Recipe, tell: Tell) -> list[Rows]:
     """Rows in which a block can start; a bucket with less than a batch repeats its rows.
+
+    Tells how many rows are left out.
 
     Raises:
       ConfigError: no row can teach anything.
     """
-    kept = []
+    kept, used, total = [], 0, sum(len(part.tokens) for part in rows)
     for bucket, part in zip(recipe.buckets, rows, strict=True):
         start = part.wanted[:, 1:-1] & part.wanted[:, 2:]
         good = np.flatnonzero(start.any(axis=1))
+        used += len(good)
         if 0 < len(good) < bucket.rows:
             good = np.resize(good, bucket.rows)
         kept.append(Rows(part.tokens[good], part.wanted[good], part.real[good]))
-    if not any(len(part.tokens) for part in kept):
-        total = sum(len(part.tokens) for part in rows)
+    if 0 < used < total:
+        tell(
+            f"using {used:,} of {total:,} rows: in the others no two neighbouring tokens, behind"
+            " at least one other, are an assistant's"
+        )
+    if not used:
         raise ConfigError(
             f"no block can start in any of the {total} rows: a row needs two neighbouring tokens"
             " that an assistant wrote, behind at least one other; look at the data's roles, or at"
@@ -64,10 +71,15 @@ def fit(
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
     pair = build_pair(model.config, config)
-    kept = usable(rows, recipe)
+    kept = usable(rows, recipe, tell)
     used = [i for i, part in enumerate(kept) if len(part.tokens)]
     recipe_buckets = tuple(recipe.buckets[i] for i in used)
     batches = Batches(recipe_buckets, tuple(kept[i] for i in used), recipe.seed)
+    if (steps := recipe.schedule.steps) < batches.per_epoch:
+        tell(
+            f"{steps:,} steps read {steps:,} of {batches.per_epoch:,} batches: the other rows are"
+            f" not learnt; steps={batches.per_epoch} would read each row once"
+        )
     place = Placement(recipe.devices)
     cache = None
     if recipe.features == CACHE:

@@ -34,6 +34,7 @@ class Prompt:
 
     document: Document
     new_tokens: int
+    line: int = 0  # of the examples it was made from
 
     @property
     def room(self) -> int:

@@ -129,13 +129,17 @@ class Batches:
             batches += [(i, part) for part in order[:whole].reshape(-1, bucket.rows)]
         return [batches[i] for i in rng.permutation(len(batches))]
 
-    def chosen(self, step: int) -> tuple[int, np.ndarray]:
-        """The bucket and the row numbers of a step."""
-        size = sum(
+    @property
+    def per_epoch(self) -> int:
+        """Batches in which every row is read once, but for a last short batch."""
+        return sum(
             len(rows.tokens) // bucket.rows
             for bucket, rows in zip(self.buckets, self.rows, strict=True)
         )
-        epoch, number = divmod(step, size)
+
+    def chosen(self, step: int) -> tuple[int, np.ndarray]:
+        """The bucket and the row numbers of a step."""
+        epoch, number = divmod(step, self.per_epoch)
         if epoch not in self._planned:
             self._planned.clear()
             self._planned[epoch] = self.plan(epoch)

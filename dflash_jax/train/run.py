@@ -27,6 +27,7 @@ from dflash_jax.train.files import claim, saved_as, sound, write_json
 from dflash_jax.train.fitting import Placement, Tell, fit
 from dflash_jax.train.recipe import FLOAT, Recipe, mask_token, new_drafter
 from dflash_jax.train.rows import Rows
+from dflash_jax.train.usage import Usage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,10 @@ def run(
     claim(out, "run.json", about)
     identity = json.dumps(about, sort_keys=True)
     params = read_start(start, config) if start else None
-    rows = stored_rows(out, model, training, recipe, tell)
+    aside = 0 if source == data.SHIPPED else len(held_out)  # which has a file of its own for them
+    usage = Usage(len(training) + aside)
+    usage.hold_out(aside, len(asked))
+    rows = stored_rows(out, model, training, recipe, tell, usage)
     if not (out / "drafter").is_dir():
         with roomy():
             _, trained = fit(
@@ -135,18 +139,27 @@ def stored_rows(
     training: Sequence[data.Example],
     recipe: Recipe,
     tell: Tell,
+    usage: Usage,
 ) -> list[Rows]:
-    """The training rows, made on the first call: answers of the target, and text as given."""
+    """The training rows, made on the first call: answers of the target, and text as given.
+
+    Lines that are not used are counted in `usage`, and told before the target answers for hours.
+    """
     path, fill, longest = out / "rows.npz", 0, recipe.buckets[-1].length
     if not path.is_file():
         asked, kept = data.divided(training, recipe)
+        more = len(training) - len(asked) - len(kept)
+        limits = f"prompts={recipe.prompts}, given={recipe.given}"
+        usage.leave_out(more, f"more than the recipe asks for ({limits})")
         ends = model.config.eos_token_ids
         learnt = [given.as_given([one], model.tokenizer, ends, longest) for one in kept]
-        if silent := learnt.count([]):
-            tell(f"{silent} of {len(kept)} given lines left out: no assistant's turn to learn")
+        usage.leave_out(learnt.count([]), "without an assistant's turn to learn")
         found = [document for one in learnt for document in one]
-        if asked:
-            prompts = data.prompts(asked, model.tokenizer, recipe)
+        prompts = data.prompts(asked, model.tokenizer, recipe) if asked else []
+        usage.answer(asked, prompts, recipe)
+        if usage:
+            tell(str(usage))
+        if prompts:
             found += regenerate.answer(
                 out / "answers.jsonl",
                 model,

@@ -19,6 +19,7 @@ from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import data, evaluate, given, run, vocabulary
 from dflash_jax.train.recipe import mask_token, spread_taps
 from dflash_jax.train.recipes import SMOKE, recipe
+from dflash_jax.train.usage import Usage
 
 CHAT = {
     "messages": [
@@ -211,8 +212,10 @@ def test_what_is_not_learnt_is_counted_aloud(tmp_path):
     kept = [data.Example((said,)), data.Example((asked,)), data.Example((asked, said)), long]
     whole = data.Example(text="Three four. " * 300)
     chosen, told = dataclasses.replace(SMOKE, answers="given"), []
-    (rows,) = run.stored_rows(tmp_path, load_target("tiny"), [*kept, whole], chosen, told.append)
-    assert told[0].startswith("2 of 5 given lines left out")
+    lines = [*kept, whole]
+    target, usage = load_target("tiny"), Usage(len(lines))
+    (rows,) = run.stored_rows(tmp_path, target, lines, chosen, told.append, usage)
+    assert told[0] == "using 3 of 5 lines: 2 without an assistant's turn to learn"
     assert told[1:] == [f"1 of {len(rows.tokens)} rows cut to 256 tokens, the longest of buckets"]
 
 

@@ -86,7 +86,23 @@ def test_rows_in_which_no_block_can_start_are_refused():
     wanted = np.zeros_like(part.wanted)
     wanted[:, ::2] = True
     with pytest.raises(ConfigError, match="no block can start in any of the 5 rows"):
-        fitting.usable([dataclasses.replace(part, wanted=wanted)], RECIPE)
+        fitting.usable([dataclasses.replace(part, wanted=wanted)], RECIPE, print)
+
+
+def test_rows_and_batches_that_are_not_learnt_are_counted_aloud(tmp_path, monkeypatch):
+    (part,) = rows(7)
+    part.wanted[3:] = False
+    told = []
+    (kept,) = fitting.usable([part], RECIPE, told.append)
+    assert len(kept.tokens) == 3
+    assert told[0].startswith("using 3 of 7 rows: in the others no two neighbouring tokens")
+    few = dataclasses.replace(RECIPE, features="online", schedule=Schedule(steps=2, rate=1e-2))
+    monkeypatch.setattr(fitting.loop, "fit", lambda run, state, *_, **__: state)
+    for count, says in (9, "2 steps read 2 of 4 batches: the other rows are not learnt;"), (5, ""):
+        told.clear()
+        fitting.fit(model(), few, 96, rows(count), tmp_path, identity="x", tell=told.append)
+        assert len(told) == bool(says)
+        assert "".join(told).startswith(says)
 
 
 def test_token_ids_that_the_target_does_not_have_are_refused_before_anything_is_made(tmp_path):
@@ -142,7 +158,7 @@ def test_held_out_prompts_too_long_to_measure_are_counted_aloud(tmp_path):
 
 
 def test_few_rows_fill_a_batch():
-    (kept,) = fitting.usable(rows(1), RECIPE)
+    (kept,) = fitting.usable(rows(1), RECIPE, print)
     assert len(kept.tokens) == 2
 
 

@@ -1,6 +1,7 @@
 """The commands from end to end on the smoke preset."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from dflash_jax.config import check_pair, read_drafter_config, read_target_confi
 from dflash_jax.loading import load_target
 from dflash_jax.train import data, evaluate, given, rows, run, tiny
 from dflash_jax.train.recipes import recipe
+from dflash_jax.train.usage import Usage
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +76,13 @@ def test_answers_are_the_targets_own(made):
 
 
 def test_mixed_answers_keep_turns_and_continue_texts(made, tmp_path):
-    model, chosen = load_target(made / "target"), recipe("smoke", ["answers=mixed"])
+    model, chosen, told = load_target(made / "target"), recipe("smoke", ["answers=mixed"]), []
     said = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "It is 12."}]
     chat = data.Example(messages=tuple(said))
     text = data.Example(text="def add(a, b):\n    return a + b\n")
     found = [
         (part.tokens[i, real], part.wanted[i, real])
-        for part in run.stored_rows(tmp_path, model, [text, chat], chosen, lambda _: None)
+        for part in run.stored_rows(tmp_path, model, [text, chat], chosen, told.append, Usage(2))
         for i, real in enumerate(part.real)
     ]
     (stood,) = given.as_given([chat], model.tokenizer, model.config.eos_token_ids, 256)
@@ -92,6 +94,39 @@ def test_mixed_answers_keep_turns_and_continue_texts(made, tmp_path):
     np.testing.assert_array_equal(continued[: len(opening)], opening)
     assert not wanted[: len(opening)].any()
     assert 0 < wanted[len(opening) :].sum() <= chosen.text_tokens
+    assert told == ["answers 1/1 groups"]  # of lines that are all used nothing is said
+
+
+def test_a_run_says_how_many_lines_it_uses_and_why_not_the_others(made, tmp_path):
+    def chat(*words: str) -> data.Example:
+        roles = ("user", "assistant") * len(words)
+        pairs = zip(roles, words, strict=False)
+        return data.Example(tuple({"role": role, "content": text} for role, text in pairs))
+
+    silent = data.Example(({"role": "assistant", "content": "Hm."},))
+    lines = [*(chat(f"Say {i}.") for i in range(250)), silent, chat("Sums, please. " * 99)]
+    lines += [data.Example(text=f"x = {i}\n") for i in range(9)]
+    model, told, usage = load_target(made / "target"), [], Usage(len(lines) + 30)
+    usage.hold_out(30, 6)
+    chosen = recipe("smoke", ["prompts=251", "answer_buckets=256x64"])
+    run.stored_rows(tmp_path / "a", model, lines, chosen, told.append, usage)
+    assert told[0] == (
+        "using 254 of 291 lines: 30 held out to measure on, 1 in 16 by hash, the first 6 of them"
+        " (held_out); 1 with nothing for the assistant to answer; 5 more than the recipe continues"
+        " (text_prompts=4); 1 longer than 256 tokens with their answers, the longest of"
+        " answer_buckets"
+    )
+    told.clear()
+    lines = [chat(f"Add {i}.", "It is 12.") for i in range(25)]
+    chosen = recipe("smoke", ["prompts=12", "given=5"])
+    run.stored_rows(tmp_path / "b", model, lines, chosen, told.append, Usage(25))
+    assert told[0] == (
+        "using 17 of 25 lines: 8 more than the recipe asks for (prompts=12, given=5)"
+    )
+    told.clear()
+    chosen = recipe("smoke", ["prompts=12"])
+    run.stored_rows(tmp_path / "c", model, lines, chosen, told.append, Usage(25))
+    assert told[0] == "using 12 of 25 lines: 13 more than the recipe asks for (prompts=12)"
 
 
 def test_the_train_verb_makes_a_drafter_for_any_folder(made, tmp_path, capsys):
@@ -112,7 +147,16 @@ def test_the_train_verb_makes_a_drafter_for_any_folder(made, tmp_path, capsys):
     command += ["--out", str(tmp_path / "run"), "--set", "answers=given", "--set", "steps=2"]
     command += ["--set", "held_out=0", "--set", "kind=dflash2", "--json"]
     assert main(command) == 0
-    found = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert err.startswith("mask token ")
+    [usage] = [line for line in err.splitlines() if line.startswith("using ")]
+    assert re.fullmatch(
+        r"using \d+ of 40 lines: \d+ held out to measure on, 1 in 16 by hash, the first 0 of them"
+        r" \(held_out\); \d+ without an assistant's turn to learn",
+        usage,
+    )
+    assert sum(map(int, re.findall(r"(?:using|:|;) (\d+)", usage))) == 40
+    found = json.loads(out)
     config = read_drafter_config(Path(found["drafter"]))
     check_pair(read_target_config(made / "target"), config)
     assert config.kind == "dflash2"
