@@ -1,4 +1,4 @@
-"""What a benchmark found: figures, a table, a plot."""
+"""What a benchmark found: figures and a plot."""
 
 import collections
 import dataclasses
@@ -93,7 +93,11 @@ def measure(
 
 
 def summary(runs: Sequence[Run], settings: dict[str, Any]) -> dict[str, Any]:
-    """Everything as one JSON value: where, what, each run, and each pair of lanes."""
+    """Return everything as one JSON value: where, what, each run, and each pair of lanes.
+
+    `equal_outputs` of a pair is None where tokens are drawn: both lanes sample the target's
+    distribution, and need not draw the same.
+    """
     pairs = []
     for concurrency, (fast, slow) in _pairs(runs).items():
         same = [a.ids == b.ids for a, b in zip(fast.samples, slow.samples, strict=True)]
@@ -101,7 +105,7 @@ def summary(runs: Sequence[Run], settings: dict[str, Any]) -> dict[str, Any]:
             {
                 "concurrency": concurrency,
                 "speedup": fast.throughput / slow.throughput,
-                "equal_outputs": sum(same),
+                "equal_outputs": None if settings["temperature"] else sum(same),
                 "outputs": len(same),
             }
         )
@@ -128,40 +132,30 @@ def _pairs(runs: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """A summary for people."""
-    lines = [
-        f"{'requests':>8} {'lane':<12} {'tok/s':>9} {'one':>8} {'first ms':>9} {'p95 ms':>8}"
-        f" {'tau':>5} {'rate':>5}  per position"
-    ]
-    for run in found["runs"]:
-        tau, rate = run["acceptance_length"], run["draft_acceptance_rate"]
-        one = run["tokens_per_s_of_one_request"]
-        places = " ".join(f"{x:.2f}" for x in run["accepted_per_position"])
-        lines.append(
-            f"{run['concurrency']:>8} {run['lane']:<12} {run['tokens_per_s']:>9.1f}"
-            f" {one or 0:>8.1f} {run['first_token_s']['median'] * 1e3:>9.0f}"
-            f" {run['first_token_s']['p95'] * 1e3:>8.0f} {f'{tau:.2f}' if tau else '-':>5}"
-            f" {f'{rate:.2f}' if rate is not None else '-':>5}  {places}"
-        )
-    for pair in found["pairs"]:
-        lines.append(
-            f"at {pair['concurrency']}: speculative is {pair['speedup']:.2f}x plain;"
-            f" {pair['equal_outputs']} of {pair['outputs']} outputs equal"
-        )
-    return "\n".join(lines)
+def check_plot(path: Path) -> None:
+    """Refuse what `plot` could not draw or write, before a measurement takes its time.
+
+    Raises:
+      RequestError: matplotlib is missing, or knows no such kind of picture.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise RequestError(f"plots need matplotlib; {install_hint('plot')}") from error
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise RequestError(f"a picture {path} cannot be drawn; its name ends in {', '.join(known)}")
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
     """Throughput, acceptance per position and the histogram of lengths, as one picture.
 
     Raises:
-      RequestError: matplotlib is missing, or the file cannot be written.
+      RequestError: as `check_plot`, or the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise RequestError(f"plots need matplotlib; {install_hint('plot')}") from error
+    check_plot(path)
+    import matplotlib
+
     matplotlib.use("agg")
     from matplotlib import pyplot
 

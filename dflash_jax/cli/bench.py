@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,19 @@ from dflash_jax.cli.options import (
     telling,
     use_compilation_cache,
 )
+from dflash_jax.cli.terminal import columns, table
 from dflash_jax.errors import RequestError
+
+# What the columns of the table are.
+COLUMNS = {
+    "at once": "requests at a time",
+    "tok/s": "output tokens per second of all requests together",
+    "tok/s each": "output tokens per second of one request while it decodes, median",
+    "first ms": "time to the first token, median",
+    "p95 ms": "time to the first token, 95th percentile",
+    "tau": "acceptance length: tokens per round, the target's own included",
+    "rate": "draft acceptance rate: accepted over drafted",
+}
 
 
 def add_verb(verbs: Any) -> None:
@@ -51,9 +64,14 @@ def add_verb(verbs: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """`dflash-jax bench`."""
     from dflash_jax.bench.prompts import read_talks
-    from dflash_jax.bench.report import measure, plot, summary, table
+    from dflash_jax.bench.report import check_plot, measure, plot, summary
     from dflash_jax.bench.runs import Asking, InProcess, OverHttp
 
+    if options.plot:
+        check_plot(options.plot)
+    for path in filter(None, (options.out, options.plot)):
+        if path.is_dir() or not path.parent.is_dir():
+            raise RequestError(f"{path} cannot be written; give a file in a folder that exists")
     levels = _levels(options.concurrency)
     if options.count < 1 or options.repeats < 1:
         raise RequestError("--count and --repeats have to be at least 1")
@@ -74,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         found = summary(measure(runner, talks, levels, options.repeats), settings)
     if options.profile is not None:
         found["profile"] = _profiles(runner.engine, talks[0], options)
-    print(json.dumps(found) if options.json else table(found))
+    print(json.dumps(found) if options.json else report(found, columns(sys.stdout)))
     if options.out:
         try:
             options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -82,11 +100,45 @@ def run(options: argparse.Namespace) -> int:
             raise RequestError(f"{options.out} cannot be written: {error}") from error
     if options.plot:
         plot(found, options.plot)
-    unequal = [p for p in found["pairs"] if p["equal_outputs"] < p["outputs"]]
-    if unequal and not options.temperature and not options.inexact:
+    compared = [pair for pair in found["pairs"] if pair["equal_outputs"] is not None]
+    unequal = [pair for pair in compared if pair["equal_outputs"] < pair["outputs"]]
+    if unequal and not options.inexact:
         print("speculative and plain outputs DIFFER", file=sys.stderr)
         return 1
     return 0
+
+
+def report(found: dict[str, Any], width: int) -> str:
+    """Return what `bench.report.summary` found as a table with an explanation of its columns."""
+    rows, details = [], []
+    for pair in found["pairs"]:
+        line = f"{pair['concurrency']} at once: speculative is {pair['speedup']:.2f}x plain"
+        if pair["equal_outputs"] is not None:
+            line += f"; {pair['equal_outputs']} of {pair['outputs']} outputs equal"
+        details.append(line)
+    for run in found["runs"]:
+        tau, rate = run["acceptance_length"], run["draft_acceptance_rate"]
+        one, first = run["tokens_per_s_of_one_request"], run["first_token_s"]
+        rows.append(
+            (
+                run["lane"],
+                str(run["concurrency"]),
+                f"{run['tokens_per_s']:.1f}",
+                f"{one:.1f}" if one else "-",
+                f"{first['median'] * 1e3:.0f}",
+                f"{first['p95'] * 1e3:.0f}",
+                f"{tau:.2f}" if tau else "-",
+                f"{rate:.2f}" if rate is not None else "-",
+            )
+        )
+        if shares := run["accepted_per_position"]:
+            places = " ".join(f"{share:.2f}" for share in shares)
+            details.append(f"{run['concurrency']} at once: drafts kept at place 1, 2, ... {places}")
+    explained = [f"{name:10}  {text}" for name, text in COLUMNS.items()]
+    parts = [table(("lane", *COLUMNS), rows, width)]
+    for lines in details, explained:
+        parts.append("\n".join(textwrap.fill(x, width, subsequent_indent="  ") for x in lines))
+    return "\n\n".join(parts)
 
 
 def _profiles(engine: Any, talk: Any, options: argparse.Namespace) -> list[dict[str, Any]]:

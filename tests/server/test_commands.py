@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import tokenizers
 from dflash_jax.bench.prompts import read_talks
 from dflash_jax.bench.runs import Asking, OverHttp
 from dflash_jax.cli import chat, main, parser, serve
+from dflash_jax.cli.bench import report
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.result import Piece
@@ -271,7 +273,12 @@ def test_bench_in_process_compares_the_lanes(
     options = ("--data", talks, "-n", 12, "--concurrency", "1,2", "--out", found)
     code, out, _ = run("bench", *options, "--profile", tmp_path / "trace")
     assert code == 0
-    assert "2 of 2 outputs equal" in out
+    assert out.count("2 of 2 outputs equal") == 2
+    table = out[out.index("lane ") :]
+    assert all(len(line) <= 80 for line in table.splitlines())
+    headings = re.split(" {2,}", table.splitlines()[0])
+    explained = re.findall(r"^(\S+(?: \S+)*) {2,}\S", table[table.rindex("\n\n") :], re.MULTILINE)
+    assert headings == ["lane", *explained]
     assert "target/mlp" in out
     assert len(list((tmp_path / "trace").rglob("*.xplane.pb"))) == 2
     written = json.loads(found.read_text(encoding="utf-8"))
@@ -285,6 +292,65 @@ def test_bench_in_process_compares_the_lanes(
     tau = sum(int(n) * k for n, k in drafted["acceptance_histogram"].items()) / drafted["rounds"]
     assert drafted["acceptance_length"] == pytest.approx(tau)
     assert 1 + sum(drafted["accepted_per_position"]) == pytest.approx(tau)
+
+
+def test_bench_compares_no_outputs_that_are_drawn(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run, talks: Path
+) -> None:
+    """The lanes sample one distribution; that they draw the same tokens is not to be expected."""
+    monkeypatch.setattr("dflash_jax.cli.bench._engine", lambda options, rows: random_tiny)
+    options = ("bench", "--data", talks, "-n", 12, "--temperature", 1)
+    code, out, err = run(*options)
+    assert (code, err) == (0, "")
+    assert "x plain\n" in out
+    assert "outputs equal" not in out
+    code, out, _ = run(*options, "--json")
+    assert (code, json.loads(out)["pairs"][0]["equal_outputs"]) == (0, None)
+
+
+def test_bench_refuses_a_picture_it_cannot_make_before_it_measures(
+    monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path
+) -> None:
+    monkeypatch.delattr("dflash_jax.cli.bench._engine")
+    for path, says in (
+        (tmp_path / "a.abc", "its name ends in eps,"),
+        (tmp_path / "none" / "a.png", "give a file in a folder that exists"),
+    ):
+        code, out, err = run("bench", "--plot", path)
+        assert (code, out) == (1, "")
+        assert says in err
+    code, _, err = run("bench", "--out", tmp_path / "none" / "a.json")
+    assert code == 1
+    assert "give a file in a folder that exists" in err
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = run("bench", "--plot", tmp_path / "a.png")
+    assert (code, out) == (1, "")
+    assert (
+        "plots need matplotlib; install the extra from the checkout: pip install '.[plot]'" in err
+    )
+
+
+def test_a_table_wider_than_the_terminal_becomes_lines() -> None:
+    found: dict[str, Any] = {"pairs": [], "runs": [LANE, LANE | {"lane": "plain"}]}
+    for width in (80, 40):
+        shown = report(found, width)
+        assert max(map(len, shown.splitlines())) <= width
+        assert shown.count("1234.5") == 2
+    assert "speculative: at once 8, tok/s 9999.5,\n  tok/s each 1234.5" in shown
+
+
+LANE = {
+    "lane": "speculative",
+    "concurrency": 8,
+    "tokens_per_s": 9999.5,
+    "tokens_per_s_of_one_request": 1234.5,
+    "first_token_s": {"median": 12.3456, "p95": 99.9},
+    "acceptance_length": 6.21,
+    "draft_acceptance_rate": 0.75,
+    "accepted_per_position": [0.5] * 15,
+}
 
 
 def test_bench_against_a_url_and_what_it_refuses(
