@@ -18,6 +18,7 @@ from dflash_jax.checkpoint import is_checkpoint
 from dflash_jax.compiler import Plan, resolve
 from dflash_jax.compiler.plan import Dtype
 from dflash_jax.compiler.programs import weight_specs
+from dflash_jax.compiler.resolve import wide_block
 from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.compiler.sharding import device_mesh, param_shardings
 from dflash_jax.config import (
@@ -78,6 +79,8 @@ def load(
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {plan!r}; expected None, or a dj.Plan(...)")
     pair = open_pair(target, drafter, taps=taps, taps_at=plan.taps_at, tokenizer=tokenizer)
+    if note := wide_block(plan.block, pair.configs[1]):
+        warnings.warn(note, stacklevel=2)
     return pair.engine(plan)
 
 

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from dflash_jax import Plan, loading
 from dflash_jax.cli import main, parser, probe, terminal, verify
 from dflash_jax.cli.generate import statistics
-from dflash_jax.cli.options import chosen_plan, use_compilation_cache
+from dflash_jax.cli.options import chosen_plan, open_pair, use_compilation_cache
 from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
@@ -128,6 +128,20 @@ def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
     same = {f.name for f in dataclasses.fields(Plan) if getattr(plan, f.name) == f.default}
     assert same == apart | default
     assert chosen_plan(parser().parse_args(["explain", "--drafter-device", "1"])).devices == (0, 1)
+
+
+def test_a_block_past_the_drafters_own_is_warned_of_on_standard_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for block, says in (
+        ("8", ""),
+        ("9", "dflash-jax: block 9 is wider than the 8 the drafter was"),
+    ):
+        open_pair(parser().parse_args(["generate", "Hello!", "--block", block]))
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert len(err.splitlines()) == bool(says)
+        assert err.startswith(says)
 
 
 def test_a_user_without_a_home_keeps_no_compiled_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,8 @@ def model_options(verb: argparse.ArgumentParser) -> None:
         "--block",
         type=int,
         default=0,
-        help="tokens per step, anchor included; the drafter's size by default",
+        help="tokens per step, anchor included; the drafter's size by default, past which drafts"
+        " are hardly ever accepted",
     )
     models.add_argument(
         "--max-length",
@@ -198,6 +199,7 @@ def chosen_drafter(options: argparse.Namespace) -> str | None:
 def open_pair(options: argparse.Namespace) -> Any:
     """The chosen models, not yet read; doubts are told on standard error."""
     from dflash_jax import loading
+    from dflash_jax.compiler.resolve import wide_block
 
     with warnings.catch_warnings(record=True) as doubts:
         warnings.simplefilter("always")
@@ -208,8 +210,11 @@ def open_pair(options: argparse.Namespace) -> Any:
             taps_at=options.taps_at,
             tokenizer=options.tokenizer,
         )
-    for doubt in doubts:
-        print(f"dflash-jax: {doubt.message}", file=sys.stderr)
+    found = [str(doubt.message) for doubt in doubts]
+    if note := wide_block(options.block, pair.configs[1]):
+        found.append(note)
+    for doubt in found:
+        print(f"dflash-jax: {doubt}", file=sys.stderr)
     return pair
 
 

@@ -12,6 +12,7 @@ from dflash_jax.compiler.build import Executable, compile_programs
 from dflash_jax.compiler.memory import Budget, Work, budget, gibi, work
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import DECODING, SAMPLED, Program, abstract_params, declare
+from dflash_jax.compiler.resolve import wide_block
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
 from dflash_jax.quant.layouts import KEPT, ORDERED, Joined, Packed
@@ -132,12 +133,7 @@ def explain(
     params = jax.tree_util.tree_leaves_with_path(
         abstract_params(plan, target, drafter), is_leaf=lambda x: isinstance(x, KEPT)
     )
-    notes = []
-    if drafter and plan.block > drafter.step_width:
-        notes.append(
-            f"block {plan.block} is wider than the {drafter.step_width} the drafter was trained"
-            " with: drafts past that will hardly be accepted"
-        )
+    note = wide_block(plan.block, drafter)
     return Explanation(
         target=target,
         drafter=drafter,
@@ -149,7 +145,7 @@ def explain(
             "/".join(str(key.key) for key in path): (leaf.shape, _stored_as(leaf))
             for path, leaf in params
         },
-        notes=tuple(notes),
+        notes=(note,) if note else (),
     )
 
 

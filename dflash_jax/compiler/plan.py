@@ -40,7 +40,8 @@ class Plan:
     Attributes:
       rows: requests that decode side by side.
       max_length: most tokens of prompt and output together, per row.
-      block: tokens fed per decode step, the anchor included; the drafter's own size by default.
+      block: tokens fed per decode step, the anchor included; the drafter's own size by default,
+        past which drafts are hardly ever accepted (`load` warns).
       chunk: prompt tokens per prefill call.
       dtype: of weights, activations and caches; float32 on a CPU, else bfloat16 by default.
       weights: "float" keeps matrices in dtype; "int8" and "int4" quantise them on loading, head

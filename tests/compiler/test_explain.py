@@ -1,14 +1,16 @@
 """`explain`: from configs alone, as text and as JSON, with published totals."""
 
+import dataclasses
 import json
 
 import pytest
 
-from dflash_jax import Plan
+from dflash_jax import Plan, loading
 from dflash_jax.compiler import resolve
 from dflash_jax.compiler.explain import Explanation, explain
 from dflash_jax.compiler.memory import Work, budget, work
 from dflash_jax.compiler.plan import Order
+from dflash_jax.compiler.resolve import wide_block
 from dflash_jax.compiler.roofline import DEVICES, find_device, roofline
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
@@ -121,7 +123,21 @@ def test_windows_and_causality_are_told_by_layer() -> None:
     lines = str(explain(target, drafter, plan, DEVICES["CPU"], compile=False)).splitlines()
     assert "window 10 on 0, full attention on 1, window 24 on 2" in lines[0]
     assert "window 12 on 0, full attention on 1  causal on 0, bidirectional on 1" in lines[1]
-    assert any(x.startswith("note     block 8 is wider than the 4 the drafter was") for x in lines)
+    assert f"note     {wide_block(8, drafter)}" in lines
+
+
+def test_a_block_wider_than_the_drafters_own_is_warned_of() -> None:
+    drafter = tiny_drafter(tiny_target(), block_size=4)
+    assert wide_block(4, drafter) is None is wide_block(0, drafter) is wide_block(9, None)
+    note = wide_block(5, drafter)
+    assert note is not None
+    assert note.startswith("block 5 is wider than the 4 the drafter was trained for")
+    assert note.endswith("give at most 4, or 0 for its own size")
+    leading = dataclasses.replace(drafter, sample_from_anchor=True)  # the anchor predicts, too
+    assert wide_block(5, leading) is None
+    with pytest.warns(UserWarning, match="block 9 is wider than the 8 the drafter was") as told:
+        loading.load(plan=Plan(block=9, max_length=64))
+    assert [warning.filename for warning in told] == [__file__]
 
 
 def test_work_counts_every_weight_once() -> None:
