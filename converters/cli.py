@@ -4,6 +4,7 @@
 """
 
 import argparse
+import importlib.resources
 import json
 import math
 import os
@@ -23,6 +24,13 @@ from dflash_jax.config import DrafterConfig
 from dflash_jax.errors import ConfigError
 
 CHECK_FAILED = 1
+# Names of the shipped models, and their places among the package's data.
+SHIPPED = {
+    "tiny": "tiny/target",
+    "tiny/target": "tiny/target",
+    "tiny/drafter": "tiny/drafter",
+}
+NAMED = "'tiny' is the shipped target, 'tiny/drafter' its drafter"
 ZLAB = "zlab"  # a drafter as its authors publish it, which is a Hugging Face folder
 
 
@@ -73,6 +81,14 @@ def _path(text: str) -> Path:
         return Path(text)
 
 
+def _model(text: str) -> Path:
+    """Return the path of a model: what is there under that name, else the shipped pair's."""
+    path = _path(text)
+    if text in SHIPPED and not path.exists():
+        return Path(str(importlib.resources.files("dflash_jax"))) / "data" / SHIPPED[text]
+    return path
+
+
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from 0")
@@ -80,7 +96,12 @@ def _count(text: str) -> int:
 
 
 def _output_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("source", type=_path, metavar="SRC", help="folder, checkpoint or .gguf file")
+    verb.add_argument(
+        "source",
+        type=_model,
+        metavar="SRC",
+        help=f"folder, checkpoint or .gguf file; {NAMED}",
+    )
     verb.add_argument("destination", type=_path, metavar="DST", help="what is written: a new name")
     verb.add_argument(
         "--dtype",
@@ -94,7 +115,9 @@ def _output_options(verb: argparse.ArgumentParser) -> None:
 
 def _inspect_verb(verbs: Any) -> None:
     verb = _verb(verbs, "inspect", _inspect, "Show what a weight file or folder holds.")
-    verb.add_argument("path", type=_path, metavar="FILE|DIR")
+    verb.add_argument(
+        "path", type=_model, metavar="FILE|DIR", help=f"folder, checkpoint or weight file; {NAMED}"
+    )
     verb.add_argument(
         "--check-instruct",
         action="store_true",
@@ -124,7 +147,7 @@ def _convert_verb(verbs: Any) -> None:
     )
     verb.add_argument(
         "--tokenizer",
-        type=_path,
+        type=_model,
         metavar="DIR",
         help="folder whose tokenizer is copied, where a .gguf file's cannot be rebuilt",
     )
@@ -153,8 +176,8 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _compare_verb(verbs: Any) -> None:
     verb = _verb(verbs, "compare", _compare, "Compare two renderings of a model, tensor by tensor.")
-    verb.add_argument("first", type=_path, metavar="A", help="the more exact one")
-    verb.add_argument("second", type=_path, metavar="B")
+    verb.add_argument("first", type=_model, metavar="A", help=f"the more exact one; {NAMED}")
+    verb.add_argument("second", type=_model, metavar="B", help="the other one")
     verb.add_argument("--worst", type=_count, default=20, help="tensors listed (default 20)")
 
 

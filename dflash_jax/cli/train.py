@@ -47,7 +47,9 @@ def add_verb(verbs: Any) -> None:
         help="change a setting of the preset: kind=dflash2, steps=900, loss=kl, weights=dpace ...",
     )
     verb.add_argument("--mask-id", type=int, help="the mask token, where none can be found")
-    verb.add_argument("--from", dest="start", type=Path, help="a drafter to go on from")
+    verb.add_argument(
+        "--from", dest="start", type=Path, help="a drafter to begin as; 'tiny' is the shipped one"
+    )
     verb.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 

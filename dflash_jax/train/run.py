@@ -195,8 +195,9 @@ def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
       ConfigError: the drafter there is not of the shape that this run makes.
     """
     from converters.models import open_model
+    from dflash_jax.loading import locate
 
-    found = open_model(path, role="drafter")
+    found = open_model(locate(path, "drafter"), role="drafter")
     kind = type(config) if type(found.config) is type(config) else DrafterConfig
     have, wanted = (
         {f.name: getattr(c, f.name, None) for f in dataclasses.fields(kind)}

@@ -54,6 +54,24 @@ def test_inspect_lists_metadata_tensors_and_the_mix_of_types(capsys, target):
     assert "blk.0.attn_q.weight      Q8_0     [64, 64]" in capsys.readouterr().out
 
 
+def test_the_shipped_models_go_by_name_in_every_verb(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, role in (("tiny", "target"), ("tiny/target", "target"), ("tiny/drafter", "drafter")):
+        code, report = run_json(capsys, "inspect", name)
+        assert (code, report["problem"]) == (0, None)
+        assert report["model"]["role"] == role
+    assert main(["convert", "tiny", "target"]) == 0
+    assert main(["convert", "tiny", "again", "--tokenizer", "tiny"]) == 0
+    assert main(["export", "tiny/drafter", "d.gguf", "--format", "gguf"]) == 0
+    assert main(["export", "tiny", "exported"]) == 0
+    for pair in (["tiny", "target"], ["tiny/drafter", "d.gguf"], ["exported", "tiny"]):
+        assert main(["compare", *pair]) == 0
+    (tmp_path / "tiny").mkdir()  # what is here goes first
+    capsys.readouterr()
+    assert main(["inspect", "tiny"]) == 1
+    assert "tiny holds neither model.safetensors" in capsys.readouterr().err
+
+
 def test_numbers_that_json_does_not_know_are_texts(capsys, tmp_path):
     values = [
         key(name, 6, struct.pack("<f", float(value)))
