@@ -264,7 +264,7 @@ def test_compare_times_the_lanes_and_says_that_tokens_are_equal(
         "plain, one token",
     ]
     assert table[-1].startswith("tokens equal; speculative is ")
-    assert err.startswith("[20 tokens (length) | ")
+    assert err.startswith("[20 tokens (length) | acceptance length ")  # the table has the speeds
 
 
 def interrupted_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +368,16 @@ def test_verify_returns_zero_when_all_tokens_are_equal(run: Run, asked: list[obj
 
 def test_verify_claims_no_acceptance_length_without_a_round() -> None:
     one = Result([7], None, "length", Stats(output_tokens=1))
-    assert "1 generated  acceptance length -  equal" in verify.line(compare.Check((1,), one, one))
+    assert verify.line(compare.Check((1,), one, one)).endswith("acceptance length    -  equal")
+
+
+def test_a_line_of_verify_fits_80_columns() -> None:
+    long = [Result([*range(9999), last], None, "length", Stats(rounds=9)) for last in (1, 2)]
+    for result in long:
+        result.stats.acceptance_lengths.append(64)
+    shown = verify.line(compare.Check((1,) * 99999, *long))
+    assert shown.endswith("DIFFER at token 9999")
+    assert len(shown) <= 80
 
 
 def test_verify_returns_one_when_a_token_differs(

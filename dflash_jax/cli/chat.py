@@ -46,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
         try:
             line = _line(talking).strip()
         except EOFError:
+            if talking:
+                note("")  # the shell's prompt begins a line of its own
             return 0
         match line:
             case "":

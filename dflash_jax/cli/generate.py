@@ -121,13 +121,13 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
     ):
         speeds = sorted(getattr(found, name))
         print(f"{label:18} {speeds[len(speeds) // 2]:9.1f} tok/s")
-    if not options.quiet:
-        note(statistics(result, engine.compile_s))
     verdict = "equal" if found.check.equal else f"DIFFER at {found.check.first_difference}"
     print(
         f"tokens {verdict}; speculative is {found.speedup:.2f}x the faster plain lane"
         f" ({found.baseline}), {engine.plan.dtype}"
     )
+    if not options.quiet:
+        note(statistics(result, engine.compile_s, timed=False))
     return 0 if found.check.equal else 1
 
 
@@ -136,14 +136,16 @@ def _as_ids(piece: Any, engine: Any) -> str:
     return "" if engine.tokenizer else "".join(f"{i} " for i in piece.token_ids)
 
 
-def statistics(result: Any, compile_s: float) -> str:
-    """Return the figures of a finished request, in lines that fit standard error's terminal."""
+def statistics(result: Any, compile_s: float, *, timed: bool = True) -> str:
+    """Return the figures of a finished request, in lines that fit standard error's terminal.
+
+    Args:
+      timed: with how fast this one request was.
+    """
     s = result.stats
-    parts = [
-        f"{s.output_tokens} tokens ({result.finish_reason})",
-        f"{s.tokens_per_s:.1f} tok/s",
-        f"first token {s.first_token_s * 1e3:.0f} ms",
-    ]
+    parts = [f"{s.output_tokens} tokens ({result.finish_reason})"]
+    if timed:
+        parts += [f"{s.tokens_per_s:.1f} tok/s", f"first token {s.first_token_s * 1e3:.0f} ms"]
     if s.rounds:
         shares = " ".join(f"{n / s.rounds:.2f}" for n in s.accepted_per_position)
         parts += [f"acceptance length {s.acceptance_length:.2f}", f"per position {shares}"]

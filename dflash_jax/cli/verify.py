@@ -70,8 +70,8 @@ def line(checked: Any) -> str:
     state = "equal" if checked.equal else f"DIFFER at token {checked.first_difference}"
     tau = checked.speculative.stats.acceptance_length
     return (
-        f"prompt of {len(checked.prompt):4} tokens  {len(checked.plain.token_ids):4} generated"
-        f"  acceptance length {'-' if tau is None else f'{tau:.2f}'}  {state}"
+        f"prompt {len(checked.prompt):5} tokens  output {len(checked.plain.token_ids):5}"
+        f"  acceptance length {'-' if tau is None else f'{tau:.2f}':>4}  {state}"
     )
 
 
