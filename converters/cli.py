@@ -1,6 +1,7 @@
 """The verbs about weight files: inspect, convert, compare, export.
 
-`add_verbs` hangs them into another program's command line; `python -m converters` is ours.
+`add_verbs` adds them to another program's command line; `python -m converters` is ours. What reads
+and writes files is imported inside functions: `--help` and wrong arguments need none of it.
 """
 
 import argparse
@@ -13,15 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from converters import compare, convert, export, inspect
-from converters.instruct import REFUSE
-from converters.models import Model, open_model
+from converters import forms
 from converters.taps import AUTO, CHOICES
 from dflash_jax.command import exit_code
-from dflash_jax.config import DrafterConfig
 from dflash_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from converters.models import Model
 
 CHECK_FAILED = 1
 # Names of the shipped models, and their places among the package's data.
@@ -105,7 +106,7 @@ def _output_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("destination", type=_path, metavar="DST", help="what is written: a new name")
     verb.add_argument(
         "--dtype",
-        default=convert.AUTO,
+        default=forms.AUTO,
         help="float32, bfloat16 or float16; auto (default) is that of the published weights",
     )
     verb.add_argument(
@@ -126,6 +127,9 @@ def _inspect_verb(verbs: Any) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    from converters import inspect
+    from converters.instruct import REFUSE
+
     if options.check_instruct:
         verdict = inspect.instruct(options.path)
         found = {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
@@ -141,8 +145,8 @@ def _convert_verb(verbs: Any) -> None:
     _output_options(verb)
     verb.add_argument(
         "--to",
-        choices=convert.FORMS,
-        default=convert.SAFETENSORS,
+        choices=forms.FORMS,
+        default=forms.SAFETENSORS,
         help="a Hugging Face folder (safetensors) or a checkpoint of ours (orbax)",
     )
     verb.add_argument(
@@ -155,6 +159,9 @@ def _convert_verb(verbs: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from converters import convert
+    from converters.models import open_model
+
     model = open_model(options.source, taps=options.taps)
     if options.dry_run:
         report = convert.inventory(model, convert.chosen_dtype(model, options.dtype))
@@ -182,6 +189,9 @@ def _compare_verb(verbs: Any) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    from converters import compare
+    from converters.models import open_model
+
     first, second = (
         open_model(path, taps=options.taps) for path in (options.first, options.second)
     )
@@ -197,8 +207,8 @@ def _export_verb(verbs: Any) -> None:
         "--format",
         "--layout",
         dest="layout",
-        choices=(*export.LAYOUTS, ZLAB),
-        default=export.HUGGING_FACE,
+        choices=(*forms.LAYOUTS, ZLAB),
+        default=forms.HUGGING_FACE,
         help="a Hugging Face folder (default), for drafters also called zlab; a drafter as"
         " speculators or GGUF file",
     )
@@ -211,11 +221,15 @@ def _export_verb(verbs: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
+    from converters import convert, export
+    from converters.models import open_model
+    from dflash_jax.config import DrafterConfig
+
     model = open_model(options.source, taps=options.taps)
     if options.layout == ZLAB and not isinstance(model.config, DrafterConfig):
         raise ConfigError(
             f"{options.source} is a target; the format zlab is for drafters, write it as"
-            f" {export.HUGGING_FACE}"
+            f" {forms.HUGGING_FACE}"
         )
     model.check()
     dtype = convert.chosen_dtype(model, options.dtype)
@@ -223,13 +237,13 @@ def _export(options: argparse.Namespace) -> int:
     for source in filter(None, (model, tokenizer)):
         convert.keep_apart(source.path, options.destination)
     file = convert.gguf_file(tokenizer) if tokenizer else None
-    if options.tokenizer and (file is None or options.layout != export.GGUF):
+    if options.tokenizer and (file is None or options.layout != forms.GGUF):
         raise ConfigError(
             f"--tokenizer {options.tokenizer} is of no use here: a .gguf target's tokenizer is"
-            f" copied into --format {export.GGUF}; leave it out, or give such a file and format"
+            f" copied into --format {forms.GGUF}; leave it out, or give such a file and format"
         )
-    layout = export.HUGGING_FACE if options.layout == ZLAB else options.layout
-    folder = layout != export.GGUF
+    layout = forms.HUGGING_FACE if options.layout == ZLAB else options.layout
+    folder = layout != forms.GGUF
     weights = export.Weights(
         model.config,
         model.tensors,
@@ -266,7 +280,7 @@ def _plain(value: Any) -> Any:
 class ProgressBar:
     """Share of a model's weights done, on standard error where that is a terminal."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: "Model"):
         shapes = (model.tensors.shape(name) for name in model.tensors.names())
         self._total = max(1, sum(math.prod(shape) for shape in shapes))
         self._done = 0

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from converters import names
-from converters.export import HUGGING_FACE, Weights, check_name, export
+from converters.export import Weights, check_name, export
+from converters.forms import AUTO, HUGGING_FACE, ORBAX, SAFETENSORS
 from converters.gguf import GgufFile
 from converters.gguf.file import SHARD
 from converters.load import Progress, float_dtype
@@ -18,13 +19,10 @@ from dflash_jax.atomic import new_path
 from dflash_jax.checkpoint import write
 from dflash_jax.errors import CheckpointError, TokenizerError
 
-AUTO = "auto"
 REPORT = "conversion.json"
 NO_TOKENIZER = (
     "there is no tokenizer.json: what is written takes token ids only (--tokenizer DIR brings one)"
 )
-SAFETENSORS, ORBAX = "safetensors", "orbax"
-FORMS = (SAFETENSORS, ORBAX)
 
 
 def chosen_dtype(model: Model, dtype: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from converters import names
+from converters.forms import GGUF, HUGGING_FACE, LAYOUTS, SPECULATORS
 from converters.gguf import export as gguf_export
 from converters.gguf.writer import write_gguf
 from converters.load import Progress, float_dtype, kept_as, read_as
@@ -25,8 +26,6 @@ from dflash_jax.atomic import copy_companions, new_path
 from dflash_jax.config import AttentionConfig, DrafterConfig
 from dflash_jax.errors import ConfigError
 
-HUGGING_FACE, SPECULATORS, GGUF = "huggingface", "speculators", "gguf"
-LAYOUTS = (HUGGING_FACE, SPECULATORS, GGUF)
 FILES = (".gguf", ".safetensors")
 WHOLE = np.dtype(np.int64)  # of token ids
 

@@ -5,22 +5,27 @@ engine = dj.load("tiny")
 print(engine.generate("Hello", max_tokens=32).text)
 """
 
-from dflash_jax.compiler.plan import Plan
-from dflash_jax.engine.engine import Engine, Stream
-from dflash_jax.engine.recovery import CancelCell, Recovery
-from dflash_jax.engine.result import Piece, Result, Stats
-from dflash_jax.errors import (
-    CheckpointError,
-    ComputeError,
-    ConfigError,
-    DFlashError,
-    PlanError,
-    QueueFullError,
-    RequestError,
-)
-from dflash_jax.loading import load, load_target
-from dflash_jax.target_model import TargetModel
+import importlib
+
 from dflash_jax.version import __version__
+
+TYPE_CHECKING = False  # as `typing` has it, whose import takes longer than the rest of this file
+if TYPE_CHECKING:
+    from dflash_jax.engine.engine import Engine, Stream
+    from dflash_jax.engine.recovery import CancelCell, Recovery
+    from dflash_jax.engine.result import Piece, Result, Stats
+    from dflash_jax.errors import (
+        CheckpointError,
+        ComputeError,
+        ConfigError,
+        DFlashError,
+        PlanError,
+        QueueFullError,
+        RequestError,
+    )
+    from dflash_jax.loading import load, load_target
+    from dflash_jax.plan import Plan
+    from dflash_jax.target_model import ForwardOutput, TargetModel
 
 __all__ = [
     "CancelCell",
@@ -29,6 +34,7 @@ __all__ = [
     "ConfigError",
     "DFlashError",
     "Engine",
+    "ForwardOutput",
     "Piece",
     "Plan",
     "PlanError",
@@ -43,3 +49,42 @@ __all__ = [
     "load",
     "load_target",
 ]
+
+# Names are imported on first use, so that `dflash-jax --help` does not wait for JAX.
+_MODULES = {
+    "plan": ("Plan",),
+    "engine.engine": ("Engine", "Stream"),
+    "engine.recovery": ("CancelCell", "Recovery"),
+    "engine.result": ("Piece", "Result", "Stats"),
+    "errors": (
+        "CheckpointError",
+        "ComputeError",
+        "ConfigError",
+        "DFlashError",
+        "PlanError",
+        "QueueFullError",
+        "RequestError",
+    ),
+    "loading": ("load", "load_target"),
+    "target_model": ("ForwardOutput", "TargetModel"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name, or a submodule such as `dflash_jax.loading`, on first use."""
+    if name in _MODULE_OF:
+        module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
+        value = globals()[name] = getattr(module, name)
+        return value
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -74,6 +74,33 @@ def terminable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def abrupt() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the process at once, without a message, while the block runs.
+
+    For imports: libraries turn an exception in the middle of one into others. Signals that are
+    ignored, as in background jobs, stay ignored. Does nothing outside the main thread.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    caught = {number: handler for number, handler in before.items() if callable(handler)}
+    if threading.current_thread() is not threading.main_thread():
+        caught = {}
+    try:
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
+        yield
+    finally:
+        for number, handler in caught.items():
+            signal.signal(number, handler)
+
+
+def end_silently() -> None:
+    """Have a Ctrl-C that comes while the interpreter ends show no traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Lets Ctrl-C and SIGTERM wait until the block, which should be short, has ended."""
     numbers = (signal.SIGINT, signal.SIGTERM)

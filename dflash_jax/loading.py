@@ -4,8 +4,6 @@ With the command line the only place that imports `converters`, and only inside 
 """
 
 import dataclasses
-import importlib.resources
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,13 +38,12 @@ from dflash_jax.errors import (
 )
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import put_in_order, with_kernel
+from dflash_jax.sources import SHIPPED, Source, find_local
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 
-Source = str | os.PathLike[str]
 Config = TargetConfig | DrafterConfig
 AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)
-SHIPPED = "tiny"
 AUTO = "auto"
 
 
@@ -253,30 +250,12 @@ def resolve_here(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
 
 
 def locate(source: Source, role: str) -> Path:
-    """The directory behind a name; raises CheckpointError with the remedy if there is none."""
-    if not isinstance(source, str | os.PathLike):
-        raise CheckpointError(f"the {role} is {source!r}; expected a path or a name")
-    if str(source) == SHIPPED:
-        return Path(str(importlib.resources.files("dflash_jax"))) / "data" / SHIPPED / role
-    try:
-        path = Path(source).expanduser()
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"the {role} {source} cannot be looked at: {error}") from error
-    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
-        return path
-    if path.exists():
-        raise CheckpointError(f"{path} is a file; give the {role}'s directory or a .gguf file")
-    parts = str(source).split("/")
-    local = path.suffix == ".gguf" or parts[0][:1] in (".", "~", "")
-    if len(parts) != 2 or local:
-        raise CheckpointError(
-            f"there is no {role} at {path}; give a directory, a .gguf file, a hub id like"
-            f" 'Qwen/Qwen3-8B', or '{SHIPPED}'"
-        )
-    return _download(str(source), role)
+    """Return the directory or .gguf file behind a name, fetched from the hub where it is an id.
+
+    Raises:
+      CheckpointError: there is none; says what to give instead.
+    """
+    return find_local(source, role) or _download(str(source), role)
 
 
 def _download(repository: str, role: str) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli.options import (
+    check_request,
     chosen_plan,
     model_options,
     new_verb,
@@ -33,7 +34,8 @@ COLUMNS = {
 
 def add_verb(verbs: Any) -> None:
     """Adds `bench` to the command line."""
-    verb = new_verb(verbs, "bench", run, "Time speculative against plain decoding.")
+    text = "Time speculative against plain decoding."
+    verb = new_verb(verbs, "bench", run, text, check=check_request)
     verb.add_argument(
         "--data",
         default="heldout",

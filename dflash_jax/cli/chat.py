@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from dflash_jax.cli.options import (
+    check_request,
     conversation_plan,
     model_options,
     new_verb,
@@ -22,7 +23,8 @@ HELP = "/stats: figures of the last answer; /reset: forget all; /exit: end"
 
 def add_verb(verbs: Any) -> None:
     """Adds `chat` to the command line."""
-    verb = new_verb(verbs, "chat", run, "Chat with the model; reads lines until they end.")
+    text = "Chat with the model; reads lines until they end."
+    verb = new_verb(verbs, "chat", run, text, check=check_request)
     verb.add_argument("--system", help="system message")
     verb.add_argument("-n", "--max-tokens", type=int, default=512, help="per answer")
     verb.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")

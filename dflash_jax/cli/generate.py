@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from dflash_jax.cli.options import (
+    check_request,
     load_engine,
     model_options,
     new_verb,
@@ -19,7 +20,8 @@ from dflash_jax.errors import RequestError
 
 def add_verb(verbs: Any) -> None:
     """Adds `generate` to the command line."""
-    verb = new_verb(verbs, "generate", run, "Generate text, streamed, with statistics.")
+    text = "Generate text, streamed, with statistics."
+    verb = new_verb(verbs, "generate", run, text, check=check_request)
     prompt_options(verb)
     output = verb.add_argument_group("output")
     output.add_argument("-n", "--max-tokens", type=int, default=256)

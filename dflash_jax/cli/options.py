@@ -12,16 +12,58 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import RequestError
+from dflash_jax.sources import find_local
 
 LONGEST = 4096  # default capacity of conversations; a longer one costs time on a CPU
 
 
 def new_verb(
-    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
+    verbs: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    *,
+    check: Callable[[argparse.Namespace], None] | None = None,
 ) -> argparse.ArgumentParser:
+    """Add a verb and return its parser.
+
+    Args:
+      run: does the work, returns the exit code; JAX is imported by then.
+      check: refuses wrong values before; `check_values` by default, which others call first.
+    """
     verb = verbs.add_parser(name, help=text, description=text)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run, check=check or check_values)
     return verb
+
+
+def check_values(options: argparse.Namespace) -> None:
+    """Refuse what is wrong whatever the models are, before JAX is imported or a model opened.
+
+    Raises:
+      CheckpointError: there is no such model or tokenizer.
+      PlanError: the plan's options contradict themselves.
+      RequestError: the prompt is missing, empty or given twice.
+    """
+    if hasattr(options, "prompt_ids"):
+        _check_prompt(options)
+    if hasattr(options, "memory_limit"):
+        chosen_plan(options)
+    for role in ("target", "drafter", "tokenizer"):
+        source = getattr(options, role, None)
+        if source is not None and not (role == "drafter" and source in ("auto", "none")):
+            find_local(source, role)
+
+
+def check_request(options: argparse.Namespace) -> None:
+    """Do the same for the options that say what to generate; RequestError names a wrong one."""
+    from dflash_jax.engine.request import Request
+
+    check_values(options)
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+    given = {name: getattr(options, name, None) for name in names}
+    stop = tuple(getattr(options, "stop", ()))
+    fields = {name: value for name, value in given.items() if value is not None}
+    Request(prompt=(0,), stop=stop, **fields)
 
 
 def model_options(verb: argparse.ArgumentParser) -> None:
@@ -161,7 +203,7 @@ def prompt_options(verb: argparse.ArgumentParser) -> None:
 
 
 def chosen_plan(options: argparse.Namespace) -> Any:
-    from dflash_jax.compiler import Plan
+    from dflash_jax.plan import Plan
 
     return Plan(
         rows=options.rows,
@@ -276,21 +318,37 @@ def use_compilation_cache() -> None:
 
 
 def prompt_ids(options: argparse.Namespace, tokenizer: Any) -> list[int]:
+    """The prompt's token ids; `check_values` has seen to it that there is one."""
+    if options.prompt_ids is not None:
+        return _given_ids(options.prompt_ids)
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    return encode_prompt(_some(text), options, tokenizer)
+
+
+def _check_prompt(options: argparse.Namespace) -> None:
+    """Refuse a prompt that is missing, empty or given twice; verbs with --prompts need none."""
     if options.prompt_ids is not None:
         if options.prompt is not None:
             raise RequestError("both a prompt and --prompt-ids were given; give one of them")
-        try:
-            return [int(i) for i in options.prompt_ids.split(",") if i.strip()]
-        except ValueError as error:
-            raise RequestError(
-                f"--prompt-ids is {options.prompt_ids!r}; expected integers like 1,2,3"
-            ) from error
-    if options.prompt is None:
+        if not _given_ids(options.prompt_ids):
+            raise RequestError("the prompt is empty; give at least one token")
+    elif options.prompt is not None:
+        _some(options.prompt)
+    elif not hasattr(options, "prompts"):
         raise RequestError('no prompt; give a text, --prompt-ids 1,2,3, or "-" for standard input')
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+
+
+def _given_ids(text: str) -> list[int]:
+    try:
+        return [int(i) for i in text.split(",") if i.strip()]
+    except ValueError as error:
+        raise RequestError(f"--prompt-ids is {text!r}; expected integers like 1,2,3") from error
+
+
+def _some(text: str) -> str:
     if not text.strip():
         raise RequestError("the prompt is empty; give at least one character")
-    return encode_prompt(text, options, tokenizer)
+    return text
 
 
 def encode_prompt(text: str, options: argparse.Namespace, tokenizer: Any) -> list[int]:

@@ -5,13 +5,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.options import new_verb, prompt_ids, prompt_options, use_compilation_cache
+from dflash_jax.cli.options import (
+    check_values,
+    new_verb,
+    prompt_ids,
+    prompt_options,
+    use_compilation_cache,
+)
 from dflash_jax.errors import RequestError
 
 
 def add_verb(verbs: Any) -> None:
     """Adds `probe` to the command line."""
-    verb = new_verb(verbs, "probe", run, "Write a prompt's logits and hidden states to a file.")
+    text = "Write a prompt's logits and hidden states to a file."
+    verb = new_verb(verbs, "probe", run, text, check=check)
     prompt_options(verb)
     verb.add_argument("--out", type=Path, help="file to write: .safetensors or .npz")
     verb.add_argument("--overwrite", action="store_true", help="replace an existing file")
@@ -22,6 +29,15 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument("--json", action="store_true")
 
 
+def check(options: argparse.Namespace) -> None:
+    """Refuse a file that cannot be written, and what `check_values` refuses."""
+    if options.out and options.out.exists() and not options.overwrite:
+        raise RequestError(f"{options.out} exists; choose another name or add --overwrite")
+    if options.out and options.out.suffix not in (".npz", ".safetensors"):
+        raise RequestError(f"{options.out} must end in .safetensors or .npz")
+    check_values(options)
+
+
 def run(options: argparse.Namespace) -> int:
     """`dflash-jax probe`."""
     use_compilation_cache()
@@ -29,10 +45,6 @@ def run(options: argparse.Namespace) -> int:
 
     from dflash_jax import loading
 
-    if options.out and options.out.exists() and not options.overwrite:
-        raise RequestError(f"{options.out} exists; choose another name or add --overwrite")
-    if options.out and options.out.suffix not in (".npz", ".safetensors"):
-        raise RequestError(f"{options.out} must end in .safetensors or .npz")
     model = loading.load_target(options.target, dtype=options.dtype, tokenizer=options.tokenizer)
     tokenizer = model.tokenizer
     ids = prompt_ids(options, tokenizer)

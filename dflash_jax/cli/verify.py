@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli.options import (
+    check_request,
     encode_prompt,
     load_engine,
     model_options,
@@ -19,7 +20,8 @@ from dflash_jax.errors import RequestError
 
 def add_verb(verbs: Any) -> None:
     """Adds `verify` to the command line."""
-    verb = new_verb(verbs, "verify", run, "Check that speculative output equals plain output.")
+    text = "Check that speculative output equals plain output."
+    verb = new_verb(verbs, "verify", run, text, check=check_request)
     prompt_options(verb)
     verb.add_argument("--prompts", type=Path, help="file with one prompt per line")
     verb.add_argument("-n", "--max-tokens", type=int, default=64)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dflash_jax.compiler import apart
-from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.plan import CacheMaker, Plan
 from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.compiler.sharding import (
     device_mesh,
@@ -75,8 +75,8 @@ def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None)
     """A state in which every row stands at position 0."""
 
     return DecodeState(
-        target=target_caches(target, plan.cache),
-        draft=drafter_caches(drafter, plan.cache) if drafter else (),
+        target=target_caches(target, CacheMaker(plan)),
+        draft=drafter_caches(drafter, CacheMaker(plan)) if drafter else (),
         position=jnp.zeros((plan.rows,), jnp.int32),
         anchor=jnp.zeros((plan.rows,), jnp.int32),
     )
@@ -150,14 +150,14 @@ _LEAST = Plan(max_length=2, block=2, chunk=1, dtype="float32", rings=False)
 
 
 def _init_target(target: TargetConfig, key: jax.Array) -> Params:
-    caches, start = target_caches(target, _LEAST.cache), jnp.zeros((1,), jnp.int32)
+    caches, start = target_caches(target, CacheMaker(_LEAST)), jnp.zeros((1,), jnp.int32)
     module: Any = build_target(target)
     return module.init(key, jnp.zeros((1, 1), jnp.int32), caches, start)["params"]
 
 
 def _init_drafter(target: TargetConfig, drafter: DrafterConfig, key: jax.Array) -> Params:
     x, start = jnp.zeros((1, 1, target.hidden_size), jnp.float32), jnp.zeros((1,), jnp.int32)
-    caches = drafter_caches(drafter, _LEAST.cache)
+    caches = drafter_caches(drafter, CacheMaker(_LEAST))
     return build_drafter(paired(target, drafter)).init(key, x, caches, start)["params"]
 
 

@@ -1,17 +1,21 @@
-"""A request as the engine sees it: what was asked for, checked."""
+"""A request as the engine sees it: what was asked for, checked.
+
+Imported without JAX, so that a command can check its values before it loads anything.
+"""
 
 import dataclasses
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from dflash_jax.compiler.plan import Plan
 from dflash_jax.config import TargetConfig
-from dflash_jax.decode.shaping import TOP
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.recovery.words import SILENT, Words
-from dflash_jax.engine.structured import Structure
 from dflash_jax.errors import RequestError
+from dflash_jax.plan import Plan
 from dflash_jax.tools.declared import Tool
+
+Structure = Mapping[str, Any]  # what an output must follow, as `structured.Grammars` reads it
 
 HOTTEST = 1e6  # temperature; above it float32 ends sooner or later
 COLDEST = 1e-30  # above 0, likewise below it: nearer to greedy there is nothing
@@ -91,9 +95,11 @@ class Request:
         expected = "token ids with numbers from -100 to 100"
         check(biases, "logit_bias", dict(self.logit_bias), expected)
         for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            wanted = value is None or (type(value) is int and 0 <= value <= TOP)
-            check(wanted, name, value, f"None, or how many alternatives to report, 0 to {TOP}")
+            if (value := getattr(self, name)) is not None:
+                from dflash_jax.decode.shaping import TOP  # which imports JAX
+
+                expected = f"None, or how many alternatives to report, 0 to {TOP}"
+                check(type(value) is int and 0 <= value <= TOP, name, value, expected)
         check(
             type(self.seed) is int and 0 <= self.seed < 2**32,
             "seed",

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.engine.request import Structure
 from dflash_jax.errors import RequestError, install_hint
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools.grammar import bounded
 
 KINDS = ("json", "regex", "choice", "grammar")
-Structure = Mapping[str, Any]
 
 
 class Grammars:

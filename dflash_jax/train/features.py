@@ -18,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.compiler import Plan, jit
+from dflash_jax.compiler.plan import CacheMaker
 from dflash_jax.decode.block import Pair
 from dflash_jax.decode.sampling import likeliest
 from dflash_jax.errors import CheckpointError
@@ -57,7 +58,7 @@ def reading(
     plan = Plan(rows=rows, max_length=count * width, block=2, chunk=width, dtype=dtype, rings=False)
     chunks = jnp.pad(tokens, ((0, 0), (0, count * width - length)))
     chunks = jnp.moveaxis(chunks.reshape(rows, count, width), 1, 0)
-    caches = target_caches(pair.target.config, plan.cache)
+    caches = target_caches(pair.target.config, CacheMaker(plan))
 
     def read(caches: Any, chunk: tuple[Array, Array]) -> Any:
         start = jnp.full(rows, chunk[1] * width, jnp.int32)

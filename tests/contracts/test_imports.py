@@ -136,8 +136,9 @@ def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
         assert not [n for n in ours if not under(n, *allowed)], path
 
 
-def test_configs_and_errors_are_free_of_jax() -> None:
-    single = [ROOT / "dflash_jax" / name for name in ("errors.py", "command.py")]
+def test_configs_plans_requests_and_errors_are_free_of_jax() -> None:
+    names = ("errors", "command", "plan", "sources", "engine/request")
+    single = [ROOT / "dflash_jax" / f"{name}.py" for name in names]
     for path in [*files("dflash_jax/config"), *single]:
         assert not [n for n in imports(path) if under(n, "jax", "flax", "jaxlib")], path
 

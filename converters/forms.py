@@ -1,0 +1,7 @@
+"""The names of dtypes and layouts that the verbs accept; needs none of what reads and writes."""
+
+AUTO = "auto"  # the dtype of the published weights
+SAFETENSORS, ORBAX = "safetensors", "orbax"  # what `convert` writes
+FORMS = (SAFETENSORS, ORBAX)
+HUGGING_FACE, SPECULATORS, GGUF = "huggingface", "speculators", "gguf"  # what `export` writes
+LAYOUTS = (HUGGING_FACE, SPECULATORS, GGUF)
