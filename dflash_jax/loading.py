@@ -11,12 +11,13 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
-from dflash_jax.allocator import tune_allocator
+from dflash_jax.allocator import fewer_collections, tune_allocator
 from dflash_jax.checkpoint import is_checkpoint
-from dflash_jax.compiler import Plan, resolve
+from dflash_jax.compiler import Plan
+from dflash_jax.compiler.cache import CompilationCache, use_compilation_cache
 from dflash_jax.compiler.plan import Dtype
 from dflash_jax.compiler.programs import weight_specs
-from dflash_jax.compiler.resolve import wide_block
+from dflash_jax.compiler.resolve import resolve_here, wide_block
 from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.compiler.sharding import device_mesh, param_shardings
 from dflash_jax.config import (
@@ -27,7 +28,7 @@ from dflash_jax.config import (
     read_json,
     read_target_config,
 )
-from dflash_jax.device import default_device, free_memory
+from dflash_jax.device import default_device
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import (
     CheckpointError,
@@ -36,6 +37,7 @@ from dflash_jax.errors import (
     TokenizerError,
     install_hint,
 )
+from dflash_jax.progress import announced, is_shown
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import put_in_order, with_kernel
 from dflash_jax.sources import SHIPPED, Source, find_local
@@ -54,8 +56,13 @@ def load(
     plan: Plan | None = None,
     taps: str = AUTO,
     tokenizer: Source | None = None,
+    compilation_cache: CompilationCache = None,
+    progress: bool | None = None,
 ) -> Engine:
     """A ready engine.
+
+    Its programs are compiled when a request first needs them, or all at once by `warm_up`, and
+    kept on disk: the next process with the same models and plan starts in a fraction of the time.
 
     Args:
       target: a Hugging Face directory, a checkpoint of ours, a .gguf file, a hub id, or "tiny"
@@ -67,6 +74,12 @@ def load(
         file leaves doubt.
       tokenizer: a folder with tokenizer.json, in place of the target's own. Where a file's
         tokenizer cannot be rebuilt a warning says so, and only token ids can be given.
+      compilation_cache: the folder of compiled programs; False keeps none. By default what the
+        environment variable `DFLASH_COMPILATION_CACHE` says ("off" or a folder), else
+        `~/.cache/dflash_jax/xla`, shared with the command line. A folder that JAX was already
+        given stays.
+      progress: whether to announce on standard error what takes longer than two seconds; by
+        default on a terminal and in notebooks, unless `DFLASH_PROGRESS` is "off" or "on".
 
     Raises:
       ConfigError, CheckpointError: a model that cannot be run, or a pair that does not fit.
@@ -75,14 +88,20 @@ def load(
     plan = Plan() if plan is None else plan
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {plan!r}; expected None, or a dj.Plan(...)")
+    use_compilation_cache(compilation_cache)
     pair = open_pair(target, drafter, taps=taps, taps_at=plan.taps_at, tokenizer=tokenizer)
     if note := wide_block(plan.block, pair.configs[1]):
         warnings.warn(note, stacklevel=2)
-    return pair.engine(plan)
+    return pair.engine(plan, progress=is_shown(progress))
 
 
 class OpenModel(Protocol):
     """A model on disk, as `converters.models.open_model` gives it."""
+
+    @property
+    def path(self) -> Path:
+        """The folder or file that was opened."""
+        ...
 
     @property
     def config(self) -> Config:
@@ -117,10 +136,19 @@ class OpenPair:
         return _as(TargetConfig, self.target.config), drafter
 
     @undisturbed()
-    def engine(self, plan: Plan | None = None) -> Engine:
-        """Completes the plan, reads the weights, and gives a ready engine."""
+    @fewer_collections()
+    def engine(self, plan: Plan | None = None, *, progress: bool = False) -> Engine:
+        """Complete the plan, read the weights, and return a ready engine.
+
+        Args:
+          progress: announce on standard error what takes longer than two seconds, here and later.
+        """
+        with announced(f"dflash_jax: loading {self.target.path}", shown=progress):
+            return self._engine(plan or Plan(), progress=progress)
+
+    def _engine(self, plan: Plan, *, progress: bool) -> Engine:
         target, drafter = self.configs
-        plan = resolve_here(self.with_stored(plan or Plan()), target, drafter)
+        plan = resolve_here(self.with_stored(plan), target, drafter)
         specs = weight_specs(plan, target, drafter)
         params = {}
         for role, model in self._models.items():
@@ -136,7 +164,7 @@ class OpenPair:
         mesh = device_mesh(plan)
         where = None if mesh is None else param_shardings(mesh, params)
         params = params if plan.apart else jax.device_put(params, where)
-        return Engine(target, drafter, params, plan, tokenizer=self.tokenizer)
+        return Engine(target, drafter, params, plan, tokenizer=self.tokenizer, progress=progress)
 
     def with_stored(self, plan: Plan) -> Plan:
         """The plan, told how the files pack their matrices if it keeps them so."""
@@ -243,12 +271,6 @@ def _as(kind: type[AnyConfig], config: Config) -> AnyConfig:
     return config
 
 
-def resolve_here(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Plan:
-    """The plan, completed and checked for the default device."""
-    device = default_device()
-    return resolve(plan, target, drafter, platform=device.platform, memory=free_memory(device))
-
-
 def locate(source: Source, role: str) -> Path:
     """Return the directory or .gguf file behind a name, fetched from the hub where it is an id.
 
@@ -281,9 +303,17 @@ def _download(repository: str, role: str) -> Path:
 
 
 def load_target(
-    source: Source = SHIPPED, *, dtype: Dtype = "float32", tokenizer: Source | None = None
+    source: Source = SHIPPED,
+    *,
+    dtype: Dtype = "float32",
+    tokenizer: Source | None = None,
+    compilation_cache: CompilationCache = None,
+    progress: bool | None = None,
 ) -> TargetModel:
-    """A target alone; `dtype` is float32, bfloat16 or float16, `tokenizer` as for `load`.
+    """A target alone, for looking into it; arguments but `dtype` as for `load`.
+
+    Args:
+      dtype: of weights and activations: float32, bfloat16 or float16.
 
     Raises:
       ConfigError, CheckpointError: a model that cannot be run.
@@ -292,10 +322,13 @@ def load_target(
     tune_allocator()
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype is {dtype!r}; expected float32, bfloat16 or float16")
+    use_compilation_cache(compilation_cache)
     from converters.models import open_model
 
-    found = open_model(locate(source, "target"), role="target")
+    found, shown = open_model(locate(source, "target"), role="target"), is_shown(progress)
     default_device()  # refused before weights are read
-    params = jax.device_put(found.load(dtype))
+    with announced(f"dflash_jax: loading {found.path}", shown=shown):
+        params = jax.device_put(found.load(dtype))
     chosen = _tokenizer(found, found.path, tokenizer)
-    return TargetModel(_as(TargetConfig, found.config), params, dtype, tokenizer=chosen)
+    config = _as(TargetConfig, found.config)
+    return TargetModel(config, params, dtype, tokenizer=chosen, progress=shown)

@@ -181,6 +181,12 @@ class Plan:
         return cls(**fields | {"stored": _tuples(fields.get("stored", ()))})
 
     @property
+    def resolved(self) -> bool:
+        """Whether no choice is left to `compiler.resolve`."""
+        chosen = (self.max_length, self.block, self.chunk, self.rounds, self.memory_limit)
+        return 0 not in chosen and "auto" not in (self.dtype, self.order)
+
+    @property
     def apart(self) -> bool:
         """Whether target and drafter have a device each."""
         return self.devices[0] != self.devices[1]

@@ -14,12 +14,16 @@ from dflash_jax.compiler.plan import Dtype
 from dflash_jax.compiler.programs import build_pair, empty_state
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import RequestError
+from dflash_jax.progress import announced
 from dflash_jax.tokenizer import Tokenizer
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["logits", "hidden"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class ForwardOutput:
-    """A whole forward pass, no cache kept."""
+    """A whole forward pass, no cache kept. A pytree, so that traced functions may return it."""
 
     logits: Float[Array, "B T V"]  # float32
     hidden: Float[Array, "L+1 B T D"]  # input of layer 0, then every layer's output
@@ -35,39 +39,63 @@ class TargetModel:
         dtype: Dtype,
         *,
         tokenizer: Tokenizer | None = None,
+        progress: bool = False,
     ):
         self.config, self.params, self.dtype, self.tokenizer = config, params, dtype, tokenizer
-        self._forward = jit(functools.partial(_forward, config, dtype))
+        self._progress = progress
+        self._apply = jit(functools.partial(_forward, config, dtype))
 
     def forward(self, ids: Sequence[Sequence[int]] | Int[Array, "B T"]) -> ForwardOutput:
-        """Logits and hidden states of token ids [B, T], unpadded, at positions 0 .. T-1.
+        """Return logits and hidden states of token ids [B, T], unpadded, at positions 0 .. T-1.
 
         The last hidden state is the last layer's output, before the final norm. Every new
-        shape [B, T] is compiled once.
+        shape [B, T] is compiled once. May be called inside `jax.jit` and the like, where the
+        values of traced ids cannot be checked.
 
         Raises:
           RequestError: ids that are not [B, T] integers of the vocabulary.
         """
+        if isinstance(ids, jax.core.Tracer):
+            return self.apply(self.params, ids)
         try:
             tokens = np.asarray(ids)
         except ValueError as error:
             raise RequestError("ids have rows of different lengths; pad or split them") from error
-        if tokens.ndim != 2 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
-            raise RequestError(
-                f"ids have shape {tokens.shape} and dtype {tokens.dtype}; expected integers [B, T]"
-            )
+        _check_shape(tokens)
         if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
             raise RequestError(
                 f"ids run from {tokens.min()} to {tokens.max()}; the target knows 0 to"
                 f" {self.config.vocab_size - 1}"
             )
-        logits, hidden = self._forward(self.params, tokens.astype(np.int32))
-        return ForwardOutput(logits, hidden)
+        with announced("dflash_jax: compiling", shown=self._progress):
+            return self._apply(self.params, tokens.astype(np.int32))
+
+    def apply(self, params: dict[str, Any], ids: Int[Array, "B T"]) -> ForwardOutput:
+        """Do what `forward` does as a pure function of the parameters, for tracing.
+
+        For `jax.jit`, `jax.grad` with respect to `params`, `jax.vmap` over ids, and so on.
+
+        Args:
+          params: a tree like `self.params`.
+          ids: integers of the vocabulary, which is not checked.
+
+        Raises:
+          RequestError: ids that are not [B, T] integers.
+        """
+        _check_shape(ids)
+        return _forward(self.config, self.dtype, params, ids.astype(np.int32))
+
+
+def _check_shape(ids: Array | np.ndarray) -> None:
+    if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise RequestError(
+            f"ids have shape {ids.shape} and dtype {ids.dtype}; expected integers [B, T]"
+        )
 
 
 def _forward(
     config: TargetConfig, dtype: Dtype, params: dict[str, Any], tokens: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T V"], Float[Array, "L+1 B T D"]]:
+) -> ForwardOutput:
     rows, width = tokens.shape
     config = dataclasses.replace(config, rope=config.rope.for_length(width))
     plan = Plan(rows=rows, max_length=max(width, 2), block=2, chunk=1, dtype=dtype, rings=False)
@@ -77,4 +105,4 @@ def _forward(
     params = {"target": params}
     out = pair.target_call(params, tokens, state.target, state.position, taps=every, chunked=True)
     logits = pair.target_call(params, out.hidden, method="logits")
-    return logits, jax.numpy.stack(out.taps)
+    return ForwardOutput(logits, jax.numpy.stack(out.taps))

@@ -54,7 +54,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets the workers of a run, and later runs, share compiled programs."""
+    """Lets the workers of a run, and later runs, share compiled programs; never with the user.
+
+    Commands that tests start without JAX's variables have the default folder inside the cache of
+    the tests, and announce nothing.
+    """
+    os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("home"))
+    os.environ.pop("DFLASH_COMPILATION_CACHE", None)
+    os.environ.pop("DFLASH_PROGRESS", None)
     if config.getoption("--quick-compile"):
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK])
     if not jax.config.values["jax_compilation_cache_dir"]:

@@ -1,9 +1,12 @@
 """Freed memory stays with the process in every thread, until it is given back."""
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from dflash_jax.allocator import fewer_collections
 
 ON_GLIBC = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="other systems have no mallopt"
@@ -92,3 +95,22 @@ def test_what_was_freed_is_used_again_without_page_faults() -> None:
     command = [sys.executable, "-c", COUNT]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(found.stdout) < 500
+
+
+def test_the_collector_runs_rarely_until_the_last_of_overlapping_blocks_ends() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    try:
+        first, second = fewer_collections(), fewer_collections()
+        first.__enter__()
+        assert gc.get_threshold() == (100_000, 50, 100)
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert gc.get_threshold() == (100_000, 50, 100)
+        second.__exit__(None, None, None)
+        assert gc.get_threshold() == (700, 10, 10)
+        with pytest.raises(KeyboardInterrupt), fewer_collections():
+            raise KeyboardInterrupt
+        assert gc.get_threshold() == (700, 10, 10)
+    finally:
+        gc.set_threshold(*before)

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from dflash_jax import Plan, loading
 from dflash_jax.cli import main, parser, probe, terminal, verify
 from dflash_jax.cli.generate import statistics
-from dflash_jax.cli.options import chosen_plan, open_pair, use_compilation_cache
+from dflash_jax.cli.options import chosen_plan, open_pair
 from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
@@ -142,15 +142,6 @@ def test_a_block_past_the_drafters_own_is_warned_of_on_standard_error(
         assert out == ""
         assert len(err.splitlines()) == bool(says)
         assert err.startswith(says)
-
-
-def test_a_user_without_a_home_keeps_no_compiled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", nobody)
-    use_compilation_cache()
 
 
 def test_generate_prints_the_output_alone_and_statistics_on_standard_error(

@@ -58,10 +58,10 @@ def prepare(options: "argparse.Namespace") -> None:
     """Import what the verb needs; a signal meanwhile ends the process without a traceback."""
     import importlib
 
-    from dflash_jax.allocator import tune_allocator
+    from dflash_jax.allocator import fewer_collections, tune_allocator
     from dflash_jax.command import abrupt
 
     tune_allocator()  # before JAX allocates
-    with abrupt():
+    with abrupt(), fewer_collections():
         engine = hasattr(options, "target")  # the verbs about weight files have none
         importlib.import_module("dflash_jax.loading" if engine else "converters.models")

@@ -3,15 +3,13 @@
 import argparse
 import contextlib
 import dataclasses
-import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import RequestError
+from dflash_jax.progress import announced, is_shown
 from dflash_jax.sources import find_local
 
 LONGEST = 4096  # default capacity of conversations; a longer one costs time on a CPU
@@ -297,24 +295,15 @@ def load_engine(
 
 @contextlib.contextmanager
 def telling(what: str, *, quiet: bool) -> Iterator[None]:
-    show = not quiet and sys.stderr.isatty()
-    if show:
-        print(f"{what} ...", end="", file=sys.stderr, flush=True)
-    started = time.perf_counter()
-    try:
+    with announced(what, shown=not quiet and is_shown(), patience=0):
         yield
-    finally:
-        if show:
-            print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr)
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs under the user's cache folder, where there is one to write to."""
-    from dflash_jax.compiler import enable_compilation_cache
+    """Keep compiled programs where `dflash_jax.load` does; says so where that cannot be."""
+    from dflash_jax.compiler import cache
 
-    with contextlib.suppress(OSError, RuntimeError):  # the latter for a user without a home
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        enable_compilation_cache(Path(root) / "dflash_jax" / "xla")
+    cache.use_compilation_cache(warn=lambda text: print(f"dflash-jax: {text}", file=sys.stderr))
 
 
 def prompt_ids(options: argparse.Namespace, tokenizer: Any) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from dflash_jax.allocator import fewer_collections
 from dflash_jax.compiler.programs import Program
 from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.errors import PlanError
@@ -91,6 +92,7 @@ def jit(function: Callable[..., Any], *, donate: tuple[int, ...] = (), **options
     return jax.jit(function, donate_argnums=donate, **options)
 
 
+@fewer_collections()
 def compile_programs(programs: Iterable[Program]) -> dict[str, Executable]:
     """Compiles programs in threads; raises PlanError if donated state would be copied.
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import os
 import re
 import time
 import warnings
@@ -13,23 +14,86 @@ from typing import Any
 import jax
 
 log = logging.getLogger("dflash_jax")
+ENVIRONMENT = "DFLASH_COMPILATION_CACHE"
+YES, NO = ("on", "1", "true", "yes"), ("off", "0", "false", "no")
 DAMAGED = re.compile(r"Error reading persistent compilation cache entry for '(.*?)'")
 FRESH = 60.0  # seconds in which another process may still be writing it
+# Seconds of compiling from which on a program is kept: ours take longer, and the short operations
+# of a user's own work in the same process would only fill the folder.
+WORTH_KEEPING = 0.1
+
+CompilationCache = bool | str | os.PathLike[str] | None
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)  # at the caller of `load`
+
+
+def use_compilation_cache(
+    chosen: CompilationCache = None, *, warn: Callable[[str], None] = _warn
+) -> Path | None:
+    """Keep compiled programs on disk between processes, and return the folder.
+
+    Called on loading, never on import. A folder that JAX was already given is left as it is, and
+    so are its thresholds. A folder that cannot be written is no error: nothing depends on it.
+
+    Args:
+      chosen: a folder; True for the default one, `dflash_jax/xla` in `XDG_CACHE_HOME` or
+        `~/.cache`; False for none; None for what the variable `DFLASH_COMPILATION_CACHE` says,
+        "off" or a folder, and the default one where it is not set.
+      warn: told where the folder cannot be written.
+
+    Returns:
+      The folder that JAX uses from now on, or None where it uses none.
+    """
+    if chosen is None:
+        chosen = _from_environment()
+    given = jax.config.values["jax_compilation_cache_dir"]
+    if given or chosen is False:
+        return Path(given) if given else None
+    try:
+        folder = _default_folder() if chosen is True else Path(chosen).expanduser().absolute()
+        enable_compilation_cache(folder)
+    except (OSError, RuntimeError) as error:  # the latter for a user without a home
+        warn(
+            f"compiled programs are not kept between processes ({error}); set {ENVIRONMENT} to a"
+            " folder that can be written, or to off"
+        )
+        return None
+    return folder
+
+
+def _from_environment() -> bool | str:
+    value = os.environ.get(ENVIRONMENT, "").strip()
+    known = dict.fromkeys(("", *YES), True) | dict.fromkeys(NO, False)
+    return known.get(value.lower(), value)
+
+
+def _default_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax" / "xla"
 
 
 def enable_compilation_cache(directory: Path) -> None:
-    """Keeps compiled programs on disk between processes; for entry points, never at import.
+    """Have JAX keep compiled programs in a folder, unless it already has one.
 
-    Does nothing if the user already chose a directory. The folder is made private, because
-    what it holds is executed. What a full disk or a killed process left there half-written is
-    removed when it is met: JAX warns of it in every process, and never writes it anew.
+    The folder is made private, because what it holds is executed. What a full disk or a killed
+    process left there half-written is removed when it is met: JAX warns of it in every process,
+    and never replaces it.
+
+    Raises:
+      OSError: the folder cannot be made, or nothing can be written to it.
     """
     if jax.config.values["jax_compilation_cache_dir"]:
         return
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(f"{directory} cannot be written")
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # Values that are not JAX's defaults are a user's.
+    if jax.config.values["jax_persistent_cache_min_compile_time_secs"] == 1.0:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
+    if jax.config.values["jax_persistent_cache_min_entry_size_bytes"] == 0:
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     warnings.filterwarnings("always", DAMAGED.pattern)  # every one is acted upon
     warnings.showwarning = functools.partial(_show, directory, warnings.showwarning)
 
@@ -37,7 +101,7 @@ def enable_compilation_cache(directory: Path) -> None:
 def _show(
     directory: Path, show: Callable[..., None], message: Any, *rest: Any, **more: Any
 ) -> None:
-    """Shows a warning as before, unless it is of a damaged program, which is removed."""
+    """Show a warning as before, unless it is of a damaged program, which is removed."""
     found = DAMAGED.match(str(message))
     if not found:
         return show(message, *rest, **more)
@@ -46,7 +110,7 @@ def _show(
         with contextlib.suppress(OSError):  # gone already, or not ours to remove
             if time.time() - entry.stat().st_mtime > FRESH and not _readable(entry):
                 entry.unlink()
-                log.warning("%s was damaged, and is compiled anew", entry)
+                log.warning("%s was damaged, and is compiled again", entry)
 
 
 def _readable(entry: Path) -> bool:

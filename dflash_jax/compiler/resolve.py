@@ -7,6 +7,7 @@ from dflash_jax.compiler.plan import Dtype, Order, Plan
 from dflash_jax.compiler.processor import widest_vectors
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.config.rope import BY_LENGTH
+from dflash_jax.device import default_device, free_memory
 from dflash_jax.errors import PlanError
 from dflash_jax.quant.layouts import FEW
 
@@ -104,6 +105,16 @@ def wide_block(block: int, drafter: DrafterConfig | None) -> str | None:
         f"block {block} is wider than the {trained} the drafter was trained for: drafts past that"
         f" are hardly ever accepted and cost time; give at most {trained}, or 0 for its own size"
     )
+
+
+def resolve_here(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Plan:
+    """Return the plan completed and checked for the default device.
+
+    Raises:
+      PlanError: as for `resolve`, or JAX finds no device.
+    """
+    device = default_device()
+    return resolve(plan, target, drafter, platform=device.platform, memory=free_memory(device))
 
 
 def _order(dtype: Dtype, width: int, tokens: int) -> Order:

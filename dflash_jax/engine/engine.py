@@ -13,6 +13,7 @@ from typing import Any, Unpack
 from dflash_jax.compiler.build import Executable
 from dflash_jax.compiler.plan import Plan, as_number
 from dflash_jax.compiler.programs import GREEDY, MASKED, SAMPLED, SHAPED, Params, Program
+from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.arguments import CancellableOptions, Options, check_names, request_of
 from dflash_jax.engine.lanes import lane_of
@@ -26,9 +27,11 @@ from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.structured import Grammars
 from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.progress import announced
 from dflash_jax.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+COMPILING = "dflash_jax: compiling"  # or reading what was compiled before
 
 
 class Engine:
@@ -39,17 +42,40 @@ class Engine:
         target: TargetConfig,
         drafter: DrafterConfig | None,
         params: Params,
-        plan: Plan,
+        plan: Plan | None = None,
         *,
         tokenizer: Tokenizer | None = None,
+        progress: bool = False,
     ):
+        """Put parameters on their device; compiles nothing.
+
+        Args:
+          params: of both models, by role; NumPy or JAX arrays.
+          plan: what is decided; open choices are made here, for the default device.
+          tokenizer: without one, prompts are token ids.
+          progress: announce on standard error what takes longer than two seconds.
+
+        Raises:
+          PlanError: the plan does not fit the models or the memory.
+        """
+        plan = plan or Plan()
+        plan = plan if plan.resolved else resolve_here(plan, target, drafter)
         self.target, self.drafter, self.plan = target, drafter, plan
-        self.tokenizer = tokenizer
+        self.tokenizer, self.progress = tokenizer, progress
         self.runner = Runner(target, drafter, params, plan)
         self.loop = Loop(self.runner, plan)
         self.events = self.loop.events
         self.break_even = 0.0  # tokens a drafted round must decide to pay; 0 until measured
         self._grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
+
+    def __repr__(self) -> str:
+        plan, drafter = self.plan, self.drafter
+        with_drafter = f"{drafter.kind} drafter, block {plan.block}" if drafter else "no drafter"
+        return (
+            f"<Engine: {self.target.model_type} target of {self.target.num_layers} layers,"
+            f" {with_drafter}, {plan.rows} row{'s' * (plan.rows > 1)} of {plan.max_length} tokens,"
+            f" {plan.dtype}>"
+        )
 
     # -- what a caller uses -------------------------------------------------------------------
 
@@ -158,7 +184,8 @@ class Engine:
         """
         lanes = {GREEDY: True, SAMPLED: sampled, SHAPED: shaped, MASKED: masked}
         needed = [lane for lane, wanted in lanes.items() if wanted]
-        seconds = sum(self.runner.compile(lane, dictating=recovery) for lane in needed)
+        with announced(COMPILING, shown=self.progress):
+            seconds = sum(self.runner.compile(lane, dictating=recovery) for lane in needed)
         if measure and self.drafter is not None and self.plan.exact:
             self.break_even = self.loop.break_even()
         return seconds
@@ -281,7 +308,8 @@ class Engine:
         lanes: dict[str, Any] = {"break_even": self.break_even if free else 0.0, "fixed": not free}
         live = Live(request, self.tokenizer, grammar, cancel=cancel, **lanes)
         dictating = request.recovery != OFF
-        live.stats.compile_s = self.runner.compile(
-            lane_of(request), dictating=dictating, scoring=request.scored
-        )
+        with announced(COMPILING, shown=self.progress):
+            live.stats.compile_s = self.runner.compile(
+                lane_of(request), dictating=dictating, scoring=request.scored
+            )
         return live

@@ -2,7 +2,11 @@
 
 import collections
 import dataclasses
+import reprlib
 from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,6 +114,14 @@ class Result:
     stats: Stats
     logprobs: list[TokenLogprob] | None = None  # None where the request did not ask
     prompt_logprobs: list[TokenLogprob] | None = None  # likewise; of every token of the prompt
+
+    def __repr__(self) -> str:
+        said = "" if self.text is None else f": {_SHORT.repr(self.text)}"
+        tau = self.stats.acceptance_length
+        drafted = "" if tau is None else f", acceptance length {tau:.2f}"
+        count = len(self.token_ids)
+        tokens = f"{count} token{'s' * (count != 1)}"
+        return f"<Result: {tokens} ({self.finish_reason}){drafted}{said}>"
 
     def to_json(self) -> dict[str, Any]:
         """The object `dflash-jax generate --json` prints."""

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int8, Num
 
-from dflash_jax.nn.attention_kernel import attend_kernel, fits
 from dflash_jax.nn.layers import product
 from dflash_jax.state import LayerCache
 
@@ -119,10 +118,13 @@ def attend(
       sinks: a logit per head that takes part in the softmax and carries no value (gpt-oss).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    whole, pieces, kernel = (
-        functools.partial(f, scale=scale) for f in (attend_whole, attend_pieces, attend_kernel)
-    )
-    forms = {"cuda": kernel} if cache.kernel and fits(q.shape[1], cache) else {}
+    whole, pieces = (functools.partial(f, scale=scale) for f in (attend_whole, attend_pieces))
+    forms = {}
+    if cache.kernel:
+        from dflash_jax.nn.attention_kernel import attend_kernel, fits  # Pallas
+
+        if fits(q.shape[1], cache):
+            forms["cuda"] = functools.partial(attend_kernel, scale=scale)
     # A call that fills its buffer, as in training, has nothing to skip and may be differentiated.
     if not cache.ring and cache.slots > max(2 * PIECE, 2 * q.shape[1]):
         forms["cpu"] = pieces

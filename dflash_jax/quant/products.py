@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.quant.kernel import COLUMNS, multiply
 from dflash_jax.quant.layouts import (
     FEW,
     KEPT,
@@ -42,6 +42,7 @@ jax.tree_util.register_dataclass(Transposed, data_fields=["array"], meta_fields=
 jax.tree_util.register_dataclass(Panels, data_fields=["whole", "panels"], meta_fields=[])
 
 TILE = 1 << 19  # weights unpacked at a time on a CPU
+SMALL = 1 << 24  # bytes of a matrix that NumPy puts in order
 Weight = Array | KEPT
 Axes = tuple[int, ...]
 
@@ -58,6 +59,8 @@ def contract(x: Float[Array, "... D"], w: KEPT) -> Float[Array, "..."]:
             for part in w.parts
         ]
         return jnp.concatenate(parts, axis=x.ndim - 2 + w.axis)
+    from dflash_jax.quant.kernel import COLUMNS, multiply  # Pallas: few plans need it
+
     rows = x.reshape(-1, x.shape[-1])
     tiles, whole = (functools.partial(f, kind=w.kind) for f in (by_tile, at_once))
     if w.kernel and w.kind != "int8" and w.arrays["codes"].shape[1] % COLUMNS == 0:
@@ -232,7 +235,7 @@ def put_in_order(params: dict[str, Any], order: str) -> None:
     """Has a parameter tree keep its float matrices [D, ...] as a plan's `order` says.
 
     Done in place, one waited for after the other: beside the tree it takes no more memory than the
-    largest.
+    largest. NumPy moves small matrices, as compiling an operation for their shape takes longer.
     """
     for name, leaf in params.items():
         if isinstance(leaf, dict):
@@ -242,7 +245,9 @@ def put_in_order(params: dict[str, Any], order: str) -> None:
             if wanted is None and not isinstance(leaf, ORDERED):
                 continue
             if wanted is None or not isinstance(leaf, wanted):
-                params[name] = jax.block_until_ready(_ordered(_in_rows(leaf), wanted))
+                small = isinstance(leaf, np.ndarray) and leaf.nbytes <= SMALL
+                rows = leaf if small else _in_rows(leaf)
+                params[name] = jax.block_until_ready(_ordered(rows, wanted))
 
 
 def in_order(w: Any, order: str) -> Any:
@@ -251,12 +256,13 @@ def in_order(w: Any, order: str) -> Any:
     return jax.eval_shape(functools.partial(_ordered, wanted=wanted), w) if wanted else w
 
 
-def _ordered(w: Array, wanted: type[ORDERED] | None) -> Any:
+def _ordered(w: Array | np.ndarray, wanted: type[ORDERED] | None) -> Any:
+    module: Any = np if isinstance(w, np.ndarray) else jnp
     if wanted is Transposed:
-        return Transposed(jnp.moveaxis(w, 0, -1))
+        return Transposed(module.moveaxis(w, 0, -1))
     if wanted is Panels:
         flat = w.reshape(len(w), -1)
-        flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % PANEL)))
+        flat = module.pad(flat, ((0, 0), (0, -flat.shape[1] % PANEL)))
         return Panels(w, flat.reshape(len(w), -1, PANEL).swapaxes(0, 1))
     return w
 

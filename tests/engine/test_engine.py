@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from dflash_jax import Recovery
+from dflash_jax import Plan, Recovery
 from dflash_jax.compiler.plan import Order
 from dflash_jax.engine.arguments import CancellableOptions, Options, request_of
 from dflash_jax.engine.engine import Engine
@@ -26,7 +26,13 @@ from dflash_jax.engine.pace import Pace
 from dflash_jax.engine.result import Piece
 from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.text import OutputText
-from dflash_jax.errors import CheckpointError, ComputeError, QueueFullError, RequestError
+from dflash_jax.errors import (
+    CheckpointError,
+    ComputeError,
+    PlanError,
+    QueueFullError,
+    RequestError,
+)
 from dflash_jax.quant.layouts import Panels, Transposed
 from dflash_jax.testing import force_acceptance, set_script
 from dflash_jax.tokenizer import Tokenizer
@@ -69,6 +75,34 @@ def spoken(tiny: Engine) -> Engine:
 
 def text(ids: list[int]) -> str:
     return "".join(chr(256 + i) for i in ids)
+
+
+# -- made by hand ------------------------------------------------------------------------------
+
+
+def test_an_engine_made_by_hand_completes_its_plan(tiny: Engine, truth: list[int]) -> None:
+    plan = Plan(max_length=128, chunk=16, block=4)
+    made = twin(tiny, plan=plan)
+    assert not plan.resolved
+    assert made.plan.resolved
+    assert made.plan == dataclasses.replace(tiny.plan, memory_limit=made.plan.memory_limit)
+    assert made.generate(PROMPT, max_tokens=9).token_ids == truth[:9]
+    default = Engine(tiny.target, tiny.drafter, tiny.params)
+    assert default.plan.max_length == min(1024, tiny.target.max_length)
+    with pytest.raises(PlanError, match="max_length is 9999, but the target was made for"):
+        twin(tiny, plan=Plan(max_length=9999))
+
+
+def test_engines_and_results_are_shown_in_one_line(spoken: Engine, tiny: Engine) -> None:
+    assert repr(tiny) == (
+        "<Engine: qwen3 target of 2 layers, dflash drafter, block 4, 1 row of 128 tokens, float32>"
+    )
+    assert "no drafter, 1 row of 128 tokens" in repr(twin(tiny, drafter=None))
+    result = spoken.generate(PROMPT, max_tokens=90)
+    assert len(result.text or "") == 90
+    assert repr(result).startswith("<Result: 90 tokens (length), acceptance length ")
+    assert len(repr(result)) < 120
+    assert repr(tiny.generate(PROMPT, max_tokens=1)) == "<Result: 1 token (length)>"
 
 
 # -- ends -------------------------------------------------------------------------------------

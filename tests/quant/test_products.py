@@ -212,3 +212,22 @@ def test_matrices_of_a_tree_are_reordered_in_place_and_back(order: str, kept: ty
     np.testing.assert_array_equal(rows[0], np.asarray(table).T[[2, 0]])
     products.put_in_order(tree, "rows")
     np.testing.assert_array_equal(tree["mlp"]["down"], table)
+
+
+@pytest.mark.parametrize("order", ["columns", "panels"])
+def test_small_matrices_that_were_just_read_are_reordered_without_compiling_anything(
+    order: str,
+) -> None:
+    def tree(module: Any) -> dict[str, Any]:
+        rng = np.random.default_rng(0)
+        shapes = {"down": (48, 40), "qkv": (40, 2, 4, 8), "head": (40, 130)}
+        made = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        return {"layers_0": {name: module.asarray(matrix) for name, matrix in made.items()}}
+
+    read, placed = tree(np), tree(jnp)
+    with jax.no_tracing():
+        products.put_in_order(read, order)
+    products.put_in_order(placed, order)
+    assert jax.tree.structure(read) == jax.tree.structure(placed)
+    for ours, theirs in zip(*map(jax.tree.leaves, (read, placed)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -1,0 +1,106 @@
+"""What takes long is announced where a person looks, and nowhere else."""
+
+import io
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import dflash_jax as dj
+from dflash_jax import progress
+from dflash_jax.progress import announced, is_shown
+
+
+class Stream(io.StringIO):
+    """A stream that may be a terminal, and tells when something was written to it."""
+
+    def __init__(self, *, terminal: bool):
+        super().__init__()
+        self.terminal, self.written = terminal, threading.Event()
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        self.written.set()
+        return count
+
+
+class OutStream(Stream):
+    """As Jupyter has it."""
+
+    __module__ = "ipykernel.iostream"
+
+
+def test_a_terminal_and_a_notebook_are_shown_what_is_done_and_logs_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for stream, shown in (
+        (Stream(terminal=True), True),
+        (OutStream(terminal=False), True),
+        (Stream(terminal=False), False),
+        (None, False),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert is_shown() is shown
+        for value in ("off", "0", "No"):
+            monkeypatch.setenv("DFLASH_PROGRESS", value)
+            assert is_shown() is False
+        monkeypatch.setenv("DFLASH_PROGRESS", "on")
+        assert is_shown() is True
+        assert is_shown(False) is False
+        monkeypatch.delenv("DFLASH_PROGRESS")
+        assert is_shown(True) is True
+
+
+def test_a_block_is_announced_while_it_runs_and_its_time_is_told_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = Stream(terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with announced("compiling", shown=True, patience=0.01):
+        assert stream.written.wait(60)
+        assert stream.getvalue() == "compiling ..."
+    assert re.fullmatch(r"compiling \.\.\. \d+\.\d s\n", stream.getvalue())
+
+
+def test_a_short_block_is_not_announced_and_neither_is_a_hidden_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = Stream(terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with announced("compiling", shown=True, patience=600):
+        pass
+    with announced("compiling", shown=False, patience=0):
+        pass
+    assert stream.getvalue() == ""
+    for timer in [t for t in threading.enumerate() if isinstance(t, threading.Timer)]:
+        timer.join(60)  # ended, not waiting for its ten minutes
+        assert not timer.is_alive()
+    assert stream.getvalue() == ""
+
+
+def test_a_block_that_fails_ends_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with pytest.raises(KeyboardInterrupt), announced("loading", shown=True, patience=0):
+        raise KeyboardInterrupt
+    assert stream.getvalue().endswith(" s\n")
+
+
+def test_loading_and_compiling_are_announced_on_a_terminal_alone(
+    oracle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0)
+    folder, plan = oracle / "drafters" / "target_small", dj.Plan(max_length=32, chunk=8)
+    said = {}
+    for shown in (None, True):  # standard error is no terminal here
+        engine = dj.load(folder, None, plan=plan, progress=shown)
+        engine.generate([1, 2, 3], max_tokens=2)
+        dj.load_target(folder, progress=shown).forward([[1, 2]])
+        said[shown] = [line.split(" ...")[0] for line in capsys.readouterr().err.splitlines()]
+    loading, compiling = f"dflash_jax: loading {folder}", "dflash_jax: compiling"
+    assert said == {None: [], True: [loading, compiling, loading, compiling]}
