@@ -308,9 +308,13 @@ def test_an_interrupt_before_there_is_text_says_so(
 # -- explain -----------------------------------------------------------------------------------
 
 
-def test_explain_reports_a_pair_without_compiling(run: Run, pair: list[object]) -> None:
-    code, out, _ = run("explain", *pair, "--no-compile", "--device", "H200", "--params")
-    assert code == 0
+def test_explain_reports_a_pair_without_compiling(
+    run: Run, pair: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("dflash_jax.compiler.build._compile")
+    code, out, err = run("explain", *pair, "--device", "H200", "--params")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
     assert "target   qwen3  5 layers" in out
     assert "drafter  dflash v1  3 layers" in out
     assert "device   H200" in out
@@ -325,7 +329,7 @@ def test_explain_reports_a_pair_without_compiling(run: Run, pair: list[object]) 
 
 
 def test_explain_json_is_one_object(run: Run, pair: list[object]) -> None:
-    code, out, _ = run("explain", *pair, "--no-compile", "--json", "--block", 4, "--rows", 2)
+    code, out, _ = run("explain", *pair, "--json", "--block", 4, "--rows", 2)
     found = json.loads(out)
     assert code == 0
     assert (found["plan"]["block"], found["plan"]["rows"], found["plan"]["exact"]) == (4, 2, True)
@@ -336,9 +340,23 @@ def test_explain_json_is_one_object(run: Run, pair: list[object]) -> None:
     assert "plain1" in {p["name"] for p in json.loads(out)["programs"]}
 
 
-def test_explain_prints_a_program(run: Run, pair: list[object]) -> None:
-    assert "func.func public @main" in run("explain", *pair, "--stablehlo", "wipe")[1]
+def test_explain_prints_a_program(
+    run: Run, pair: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr("dflash_jax.compiler.build._compile")
+        assert "func.func public @main" in run("explain", *pair, "--stablehlo", "wipe")[1]
     assert run("explain", *pair, "--hlo", "wipe")[1].startswith("HloModule")
+
+
+def test_explain_compiles_when_it_is_told_to(run: Run, small: list[object]) -> None:
+    options = ["explain", "--target", small[1], "--max-length", 32, "--chunk", 8, "--compile"]
+    code, out, _ = run(*options, "--json")
+    programs = json.loads(out)["programs"]
+    assert code == 0
+    assert programs
+    assert all(program["compile_s"] > 0 for program in programs)
+    assert all(program["aliased_bytes"] >= 0 for program in programs)
 
 
 # -- verify ------------------------------------------------------------------------------------
@@ -609,7 +627,7 @@ def test_output_that_nobody_reads_ends_the_command_and_not_the_process(
     before = signal.getsignal(signal.SIGPIPE)
     read, write = os.pipe()
     os.close(read)
-    arguments = asked if verb == "generate" else [*small, "--no-compile", "--params"]
+    arguments = asked if verb == "generate" else [*small, "--params"]
     with open(write, "w") as unread:  # noqa: PTH123
         monkeypatch.setattr(sys, "stdout", unread)
         assert main([verb, *map(str, arguments)]) == UNREAD == 141
@@ -618,11 +636,10 @@ def test_output_that_nobody_reads_ends_the_command_and_not_the_process(
 
 
 def test_compiled_programs_are_kept_privately_in_the_cache_folder_of_the_user(
-    run: Run, oracle: Path, cache_inside_the_test: Path
+    run: Run, small: list[object], cache_inside_the_test: Path
 ) -> None:
     jax.config.update("jax_compilation_cache_dir", None)
-    folder = oracle / "drafters" / "target_small"
-    assert run("explain", "--target", folder, "--no-compile")[0] == 0
+    assert run("explain", *small, "--hlo", "wipe")[0] == 0
     kept = cache_inside_the_test / "dflash_jax" / "xla"
     assert jax.config.values["jax_compilation_cache_dir"] == str(kept)
     assert kept.stat().st_mode & 0o777 == 0o700

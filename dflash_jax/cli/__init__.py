@@ -60,8 +60,9 @@ def prepare(options: "argparse.Namespace") -> None:
 
     from dflash_jax.allocator import fewer_collections, tune_allocator
     from dflash_jax.command import abrupt
+    from dflash_jax.progress import announced, is_shown
 
     tune_allocator()  # before JAX allocates
-    with abrupt(), fewer_collections():
+    with announced("importing JAX", shown=is_shown()), abrupt(), fewer_collections():
         engine = hasattr(options, "target")  # the verbs about weight files have none
         importlib.import_module("dflash_jax.loading" if engine else "converters.models")

@@ -13,56 +13,85 @@ from dflash_jax.cli.options import (
     use_compilation_cache,
 )
 from dflash_jax.errors import RequestError
+from dflash_jax.progress import announced, is_shown
 
 
 def add_verb(verbs: Any) -> None:
     """Adds `explain` to the command line."""
     verb = new_verb(verbs, "explain", run, "Show plan, memory, programs and rooflines.")
     verb.add_argument("--device", help="roofline for this device, e.g. H200 (default: this one)")
-    verb.add_argument("--no-compile", action="store_true", help="arithmetic only")
+    verb.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the programs, and show their scratch memory and other figures, too",
+    )
+    verb.add_argument("--no-compile", action="store_true", help=argparse.SUPPRESS)  # the default
     verb.add_argument("--params", action="store_true", help="list every parameter")
     verb.add_argument("--stablehlo", metavar="PROGRAM", help="print a program's StableHLO instead")
-    verb.add_argument("--hlo", metavar="PROGRAM", help="print a program's optimised HLO instead")
+    verb.add_argument(
+        "--hlo", metavar="PROGRAM", help="print a program's optimised HLO instead; compiles it"
+    )
     verb.add_argument("--json", action="store_true")
     model_options(verb)
 
 
 def run(options: argparse.Namespace) -> int:
     """`dflash-jax explain`."""
-    use_compilation_cache()
-
-    from dflash_jax import loading
-    from dflash_jax.compiler import compile_programs, declare
+    from dflash_jax.compiler import declare
     from dflash_jax.compiler.explain import explain as report
-    from dflash_jax.compiler.roofline import DEVICES, find_device
-    from dflash_jax.device import default_device
 
-    target, drafter = loading.describe(
-        options.target, chosen_drafter(options), taps_at=options.taps_at
-    )
-    if options.device and options.device not in DEVICES:
-        raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
-    device = DEVICES.get(options.device or "") or find_device(default_device().device_kind)
-    plan = chosen_plan(options)
-    if plan.weights == "packed":
-        plan = open_pair(options).with_stored(plan)
-    if options.device:
-        from dflash_jax.compiler import resolve
-
-        platform = "cpu" if device.name == "CPU" else "gpu"
-        plan = resolve(plan, target, drafter, platform=platform, memory=device.memory)
-    else:
-        plan = loading.resolve_here(plan, target, drafter)
-    if name := options.stablehlo or options.hlo:
+    with announced("planning", shown=is_shown()):
+        target, drafter, plan, device = _planned(options)
         programs = declare(plan, target, drafter)
+    if name := options.stablehlo or options.hlo:
         if name not in programs:
             raise RequestError(f"no program {name!r}; this plan has {', '.join(programs)}")
-        built = compile_programs([programs[name]])[name]
-        print(built.stablehlo if options.stablehlo else built.compiled.as_text())
+        print(_text(programs[name], optimised=not options.stablehlo))
         return 0
-    found = report(target, drafter, plan, device, compile=not options.no_compile)
+    if options.compile:
+        use_compilation_cache()
+    what = f"compiling {len(programs)} programs" if options.compile else "counting"
+    patience = 0 if options.compile else None
+    with announced(what, shown=is_shown(), patience=patience):
+        found = report(target, drafter, plan, device, compile=options.compile)
     print(json.dumps(found.to_json()) if options.json else found)
     if options.params and not options.json:
         for name, (shape, dtype) in found.parameters.items():
             print(f"{name:50} {dtype:10} {'x'.join(map(str, shape))}")
     return 0
+
+
+def _planned(options: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
+    """Target, drafter, completed plan, and the device of the rooflines."""
+    from dflash_jax import loading
+    from dflash_jax.compiler import resolve
+    from dflash_jax.compiler.roofline import DEVICES, find_device
+    from dflash_jax.device import default_device
+
+    if options.device and options.device not in DEVICES:
+        raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
+    target, drafter = loading.describe(
+        options.target, chosen_drafter(options), taps_at=options.taps_at
+    )
+    plan = chosen_plan(options)
+    if plan.weights == "packed":
+        plan = open_pair(options).with_stored(plan)
+    if not options.device:
+        plan = loading.resolve_here(plan, target, drafter)
+        return target, drafter, plan, find_device(default_device().device_kind)
+    device = DEVICES[options.device]
+    platform = "cpu" if device.name == "CPU" else "gpu"
+    plan = resolve(plan, target, drafter, platform=platform, memory=device.memory)
+    return target, drafter, plan, device
+
+
+def _text(program: Any, *, optimised: bool) -> str:
+    """A program as it is given to XLA, or as XLA compiled it."""
+    from dflash_jax.compiler import compile_programs
+    from dflash_jax.compiler.explain import stablehlo
+
+    if not optimised:
+        return stablehlo(program)
+    use_compilation_cache()
+    with announced("compiling", shown=is_shown(), patience=0):
+        return compile_programs([program])[program.name].compiled.as_text() or ""

@@ -3,22 +3,32 @@
 import collections
 import dataclasses
 import hashlib
+import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
-from dflash_jax.compiler.build import Executable, compile_programs
+from dflash_jax.compiler.build import Executable, compile_programs, jit
 from dflash_jax.compiler.memory import Budget, Work, budget, gibi, work
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import DECODING, SAMPLED, Program, abstract_params, declare
 from dflash_jax.compiler.resolve import wide_block
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
+from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
 from dflash_jax.quant.layouts import KEPT, ORDERED, Joined, Packed
 
 MOST_RUNS = 8
+COLUMNS = 80  # of a terminal
 _KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
+_FORM: dict[str, Any] = {
+    "width": COLUMNS,
+    "subsequent_indent": " " * 9,
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
 _TIMED = ("prefill", *DECODING)  # programs with a roofline: an output's time is theirs
 
 
@@ -60,7 +70,14 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        return "\n".join([*self._head(), "", *self._table()])
+        head = [part for line in self._head() for part in _wrapped(line)]
+        compiled = ["", *self._compiled()] if self.compiled else []
+        return "\n".join([*head, "", *self._table(), *compiled])
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the programs were compiled."""
+        return any(program.compile_s is not None for program in self.programs)
 
     def _head(self) -> Iterable[str]:
         t, d, p = self.target, self.drafter, self.plan
@@ -99,21 +116,30 @@ class Explanation:
         yield from (f"note     {note}" for note in self.notes)
 
     def _table(self) -> Iterable[str]:
-        columns = ("args", "donated", "aliased", "temp", "moves", "GFLOP", "roofline", "compile")
-        yield f"{'program':20}" + "".join(f" {c:>12}" for c in columns)
+        yield _row("program", "arguments", "donated", "moves", "GFLOP", "roofline")
         for p in self.programs:
-            cells = (
+            yield _row(
+                p.name,
                 str(p.arguments),
                 str(p.donated),
-                _bytes(p.aliased_bytes),
-                _bytes(p.temporary_bytes),
                 _bytes(p.work.bytes if p.work else None),
                 f"{p.work.flops / 1e9:.3g}" if p.work else "-",
                 f"{p.roofline.seconds * 1e3:.3g} ms {p.roofline.bound[0]}" if p.roofline else "-",
+            )
+        yield "roofline: m = bound by memory, c = by compute; moves: weights and caches once"
+
+    def _compiled(self) -> Iterable[str]:
+        """What only the compiled programs know."""
+        yield _row("compiled", "arguments", "aliased", "temporary", "StableHLO", "took")
+        for p in self.programs:
+            yield _row(
+                p.name,
+                _bytes(p.argument_bytes),
+                _bytes(p.aliased_bytes),
+                _bytes(p.temporary_bytes),
+                p.stablehlo or "-",
                 "-" if p.compile_s is None else f"{p.compile_s:.1f} s",
             )
-            yield f"{p.name:20}" + "".join(f" {c:>12}" for c in cells)
-        yield "roofline: m = bound by memory, c = by compute; moves: weights and caches once"
 
 
 def explain(
@@ -122,9 +148,9 @@ def explain(
     plan: Plan,
     device: Device,
     *,
-    compile: bool = True,
+    compile: bool = False,
 ) -> Explanation:
-    """Reports a resolved plan; with `compile`, the memory of every compiled program too."""
+    """Report a resolved plan; with `compile`, what only the compiled programs know as well."""
     programs = declare(plan, target, drafter)
     built = compile_programs(programs.values()) if compile else {}
     reports = tuple(
@@ -147,6 +173,16 @@ def explain(
         },
         notes=(note,) if note else (),
     )
+
+
+@undisturbed()
+def stablehlo(program: Program) -> str:
+    """Return what XLA is given of a program, without compiling it."""
+    if program.call is not None:
+        return "\n".join(map(stablehlo, program.parts))
+    placed = {} if program.placement is None else {"out_shardings": program.placement}
+    jitted = jit(program.function, donate=program.donated, **placed)
+    return jitted.lower(*program.arguments).as_text() or ""
 
 
 def _report(
@@ -197,6 +233,20 @@ def _borrowed(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> str:
     whose = ["" if value in (1, 0) else " (the target's)" for value in (scale, cap)]
     whose = [text if value is None else "" for text, value in zip(whose, own, strict=True)]
     return f"embedding x{scale:g}{whose[0]}  softcap {f'{cap:g}' if cap else 'none'}{whose[1]}"
+
+
+def _row(name: str, *cells: str) -> str:
+    widths = (10, 10, 11, 10, 13)
+    return f"{name:20}" + "".join(f" {c:>{w}}" for c, w in zip(cells, widths, strict=True))
+
+
+def _wrapped(line: str) -> list[str]:
+    """Break a line that is too long, where two spaces, a comma or a semicolon part its items."""
+    space = "\N{NO-BREAK SPACE}"
+    parts = textwrap.wrap(re.sub(r"(?<=[^ ,;]) (?=[^ ])", space, line), **_FORM)
+    if max(map(len, parts)) > COLUMNS:  # an item is too long for a line of its own
+        parts = textwrap.wrap(line, **_FORM)
+    return [part.replace(space, " ") for part in parts]
 
 
 def _bytes(n: int | None) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -67,8 +68,13 @@ def large() -> Explanation:
     return explain(QWEN3_8B, DFLASH_8B, plan, H200, compile=False)
 
 
+def unbroken(text: object) -> list[str]:
+    """Lines as they are before they are broken to fit a terminal."""
+    return re.sub(r"(?<=[,;])\n {9}|\n {8}(?= )", " ", str(text)).splitlines()
+
+
 def test_the_text_says_models_plan_memory_device_and_programs(large: Explanation) -> None:
-    lines = str(large).splitlines()
+    lines = unbroken(large)
     assert lines[0] == "target   qwen3  36 layers  full attention  taps 1 9 17 25 33"
     assert "dflash v1  5 layers  full attention  bidirectional  block 16  mask 151669" in lines[1]
     assert "rows 4  max length 8192" in lines[2]
@@ -77,8 +83,10 @@ def test_the_text_says_models_plan_memory_device_and_programs(large: Explanation
     assert lines[4].startswith("device   H200: 4,300 GB/s, 790.0 TFLOP/s bfloat16")
     table = {line.split()[0]: line for line in lines if line and line.split()[0] in NAMES}
     assert table.keys() == NAMES
-    assert table["speculative"].split()[-2:] == ["m", "-"]  # bound by memory, not compiled
-    assert table["forced"].split()[-5:] == ["-"] * 5
+    assert table["speculative"].split()[-2:] == ["ms", "m"]  # bound by memory
+    assert table["forced"].split()[-3:] == ["-"] * 3
+    assert not large.compiled
+    assert "aliased" not in str(large)
 
 
 def test_json_holds_the_same(large: Explanation) -> None:
@@ -106,21 +114,41 @@ def test_compiled_figures_appear_when_asked_for() -> None:
     target = tiny_target(num_layers=1)
     plan = Plan(max_length=64, block=4, chunk=8)
     plan = resolve(plan, target, None, platform="cpu", memory=AMPLE)
-    found = explain(target, None, plan, find_device("cpu"))
+    found = explain(target, None, plan, find_device("cpu"), compile=True)
     for program in found.programs:
         assert program.aliased_bytes == 2 * 2 * 8 * plan.slots * 4 + 8
         assert program.argument_bytes > program.aliased_bytes
         assert program.temporary_bytes is not None
         assert program.compile_s > 0
         assert len(program.stablehlo) == 8
-    assert " s\n" in str(found)
+    head, *rows = str(found).splitlines()[-len(found.programs) - 1 :]
+    assert head.split() == ["compiled", "arguments", "aliased", "temporary", "StableHLO", "took"]
+    assert [row.split()[0] for row in rows] == [program.name for program in found.programs]
+    assert all(row.endswith(" s") for row in rows)
+    assert all(len(line) <= 80 for line in str(found).splitlines())
+
+
+def test_the_text_fits_a_terminal_of_eighty_columns() -> None:
+    windows = tuple(1000 + i if i % 3 else None for i in range(21))
+    target = tiny_target(num_layers=21, windows=windows, eos_token_ids=tuple(range(30)))
+    drafter = tiny_drafter(target, block_size=4, target_layer_ids=tuple(range(20)))
+    plan = Plan(rows=64, block=8, weights="int4", kv_dtype="int8", min_survival=0, dtype="bfloat16")
+    plan = resolve(plan, target, drafter, platform="gpu", memory=AMPLE)
+    lines = str(explain(target, drafter, plan, H200)).splitlines()
+    assert max(map(len, lines)) <= 80
+    head = lines[: lines.index("")]
+    labels = {"target", "drafter", "plan", "memory", "device", "family", "note", ""}
+    assert {line[:9].strip() for line in head} == labels
+    assert any(line.endswith("causal on 0,") for line in head)
+    assert head[-2].startswith("note     block 8 is wider than the 4 the drafter was trained with")
+    assert " ".join(line.strip() for line in head).count(" 1 window 10") == 14
 
 
 def test_windows_and_causality_are_told_by_layer() -> None:
     target = tiny_target(windows=(10, None, 24))
     drafter = tiny_drafter(target, block_size=4)
     plan = resolve(Plan(block=8), target, drafter, platform="cpu", memory=AMPLE)
-    lines = str(explain(target, drafter, plan, DEVICES["CPU"], compile=False)).splitlines()
+    lines = unbroken(explain(target, drafter, plan, DEVICES["CPU"]))
     assert "window 10 on 0, full attention on 1, window 24 on 2" in lines[0]
     assert "window 12 on 0, full attention on 1  causal on 0, bidirectional on 1" in lines[1]
     assert f"note     {wide_block(8, drafter)}" in lines
@@ -160,8 +188,8 @@ def test_what_panels_keep_twice_is_in_memory_twice_and_read_once() -> None:
     rows, panels = plan("rows"), plan("panels")
     assert budget(panels, target, None).weights > 1.8 * budget(rows, target, None).weights
     assert work(panels, target, None, "plain") == work(rows, target, None, "plain")
-    text = str(explain(target, None, panels, DEVICES["CPU"], compile=False))
-    assert "float32  matrices in panels  exact" in text
+    plan_line = unbroken(explain(target, None, panels, DEVICES["CPU"]))[1]
+    assert "float32  matrices in panels  exact" in plan_line
 
 
 def test_a_roofline_is_the_slower_of_memory_and_compute() -> None:
