@@ -1,7 +1,7 @@
 """Small random models and scripted drafters, for tests, notebooks and benchmarks."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,14 @@ from dflash_jax.quant.layouts import pack_tree
 from dflash_jax.quant.products import with_kernel
 
 AMPLE = 1 << 40  # bytes; random models are small
+OWN = -1  # in a script: the drafter's own token stands
+# XLA flags that compile in a third of the time, to slower code with other bits.
+QUICK_COMPILE = [
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+if jax.__version_info__ < (0, 11):  # later versions have no other emitters
+    QUICK_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def tiny_target(**changes: Any) -> TargetConfig:
@@ -221,6 +229,19 @@ def set_script(engine: Engine, tokens: Sequence[float]) -> None:
     engine.params["drafter"]["script"] = _digits(rows, length, tokens, engine)
 
 
+def set_row_scripts(engine: Engine, scripts: Mapping[int, Sequence[float]]) -> None:
+    """Make a scripted drafter propose `scripts[row][p]` for position p.
+
+    The drafter's own tokens stand in rows without a script, at positions past the end of one, and
+    where a script says `OWN`. May be called while requests run.
+    """
+    rows, length = engine.params["drafter"]["script"].shape[:2]
+    padded = np.full((rows, length), OWN, float)
+    for row, tokens in scripts.items():
+        padded[row, : len(tokens)] = tokens[:length]
+    engine.params["drafter"]["script"] = _as_digits(padded, engine)
+
+
 def force_acceptance(
     tokens: Sequence[int], prompt_tokens: int, pattern: Sequence[int], vocab_size: int
 ) -> list[int]:
@@ -242,6 +263,9 @@ def force_acceptance(
 def _digits(rows: int, length: int, tokens: Sequence[float], engine: Engine) -> jax.Array:
     padded = np.zeros(length)
     padded[: len(tokens)] = tokens[:length]
-    digits = np.stack([padded // 256, padded % 256], axis=-1)
-    dtype = jax.numpy.dtype(engine.plan.dtype)
-    return jax.device_put(np.broadcast_to(digits, (rows, length, 2)).astype(dtype))
+    return _as_digits(np.broadcast_to(padded, (rows, length)), engine)
+
+
+def _as_digits(tokens: np.ndarray, engine: Engine) -> jax.Array:
+    digits = np.stack([tokens // 256, tokens % 256], axis=-1)
+    return jax.device_put(digits.astype(jax.numpy.dtype(engine.plan.dtype)))

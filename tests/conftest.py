@@ -13,7 +13,13 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
-from dflash_jax.testing import random_engine, scripted_engine, tiny_drafter, tiny_target
+from dflash_jax.testing import (
+    QUICK_COMPILE,
+    random_engine,
+    scripted_engine,
+    tiny_drafter,
+    tiny_target,
+)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -28,6 +34,7 @@ ORACLE = Path(__file__).parent / "oracle"
 # Files that take longest, longest first: begun late, one would keep a single worker busy.
 LONGEST = """
 contracts/test_bitwise engine/test_lossless test_shipped_pair models/test_qwen3_5
+benchmarks/test_audit
 server/test_clients test_cli train/test_tiny models/test_gemma4 decode/test_sampling
 compiler/test_published server/test_robustness models/test_target_oracle engine/test_recovery
 models/test_drafter_oracle server/test_commands server/test_agents models/test_dflash2
@@ -38,14 +45,6 @@ train/test_regenerate engine/test_load nn/test_attention compiler/test_apart
 converters/test_packed nn/test_moe engine/test_recovery_mixed compiler/test_explain
 contracts/test_imports train/test_loop
 """
-
-
-QUICK = [  # a third of the time, slower code, other bits
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",
-]
-if jax.__version_info__ < (0, 11):  # later ones have no other emitters
-    QUICK.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("DFLASH_COMPILATION_CACHE", None)
     os.environ.pop("DFLASH_PROGRESS", None)
     if config.getoption("--quick-compile"):
-        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK])
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK_COMPILE])
     if not jax.config.values["jax_compilation_cache_dir"]:
         cache = {
             "jax_compilation_cache_dir": str(config.cache.mkdir("compiled")),

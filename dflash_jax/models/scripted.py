@@ -38,7 +38,8 @@ class ScriptedConfig(DrafterConfig):
 class Scripted(nn.Module):
     """A drafter and a parameter `script` [rows, positions, 2]: token ids as base-256 digits.
 
-    Digits, because ids above 256 are not exact in bfloat16.
+    Digits, because ids above 256 are not exact in bfloat16. Where the number is negative, the
+    drafter's own token stands.
     """
 
     config: ScriptedConfig
@@ -75,19 +76,20 @@ class Scripted(nn.Module):
         lender: Lender,
         choose: Chooser,
     ) -> Proposal:
-        """The drafter's proposal with the scripted token at each position, as if certain."""
+        """The drafter's proposal; each scripted token replaces its own, with probability 1."""
         found: Proposal = self.overruled.propose(block, caches, start, lender, choose)
         at = start[:, None] + jnp.arange(1, block.shape[1])[None, :]
         digits = self.script.astype(jnp.float32)
         script = digits[:, :, 0] * 256 + digits[:, :, 1]
         said = jnp.take_along_axis(script, jnp.minimum(at, script.shape[1] - 1), axis=1)
         clear = jnp.isfinite(said)
+        scripted = clear & (said >= 0)
         # Taking the drafter's own token elsewhere keeps all of its work alive in the program.
-        tokens = jnp.where(clear, jnp.nan_to_num(said).astype(jnp.int32), found.tokens)
+        tokens = jnp.where(scripted, jnp.nan_to_num(said).astype(jnp.int32), found.tokens)
         finite, q = found.finite & clear.all(axis=1), found.q_over(self.config.vocab_size)
         if q is not None:
             sure = jax.nn.one_hot(tokens, q.shape[-1], dtype=q.dtype)
-            q = jnp.where(clear[:, :, None], sure, q)
+            q = jnp.where(scripted[:, :, None], sure, q)
         return Proposal(tokens, q, None, finite, found.caches, found.survival)
 
 
