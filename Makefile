@@ -35,6 +35,7 @@ soak: .venv/installed-dev
 	$(BIN)/python -m benchmarks.soak
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.soak_families
+	$(BIN)/python -m benchmarks.audit
 	$(BIN)/python -m benchmarks.soak_serve
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "soak or not soak"
 

@@ -1,0 +1,230 @@
+"""Random interleavings of everything an engine does, compared token by token with plain decoding.
+
+    python -m benchmarks.audit                      # 100,000 tokens, all families and drafters
+    python -m benchmarks.audit --seed 3 --case 17   # one case again
+    python -m benchmarks.audit --target path/to/Qwen3-8B --drafter path/to/Qwen3-8B-DFlash-b16
+
+Rows, prefix caches and folders, cancellations, failed steps, recovery, structured output,
+penalties, block sizes, sampled neighbours: every greedy answer must have the tokens, the text,
+the finish reason and the statistics of recovery that its request has alone, decoded plainly by
+the same plan. Exits with 1 if an answer differs, after printing the command that repeats its case.
+"""
+
+import argparse
+import collections
+import dataclasses
+import gc
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.audit.cases import SHORT_CASES, Counts, Course, run_case
+from benchmarks.audit.models import AuditedEngine, build
+from benchmarks.audit.scenario import Scenario, draw_scenario
+from benchmarks.audit.setups import GIVEN, SHIPPED, SHORT
+from benchmarks.environment import environment
+from benchmarks.soak_families import FAMILIES
+from dflash_jax.testing import QUICK_COMPILE
+
+ALL = (len(FAMILIES) + 1) * 2  # setups after which every family and drafter had its turn
+EVERY = 10.0  # seconds between two lines of progress
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run cases and write what happened; 1 if anything differs."""
+    options = _parse(arguments)
+    if options.quick_compile:  # read when jax first looks for devices
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK_COMPILE])
+    audit = Audit(options)
+    try:
+        audit.run()
+    except KeyboardInterrupt:
+        print(f"stopped; --resume continues with case {audit.written}", file=sys.stderr)
+        return 130
+    return audit.report()
+
+
+class Audit:
+    """Cases that are run one after the other, and what came of them so far."""
+
+    def __init__(self, options: argparse.Namespace):
+        self._options = options
+        self._family = GIVEN if options.target else options.family
+        self._course = Course(options.seed, options.short, self._family)
+        self.case: int = options.case if options.case is not None else options.first
+        self.written = self.case  # where a run that resumes this one begins
+        self._counts: Counts = collections.Counter()
+        self._setups: list[dict[str, Any]] = []
+        self._found: list[dict[str, Any]] = []
+        self._seconds, self._said = 0.0, 0.0
+        if options.resume and options.out.is_file():
+            self._resume(json.loads(options.out.read_text(encoding="utf-8")))
+
+    @property
+    def single(self) -> bool:
+        """Whether one case is run again; then no result is written."""
+        return self._options.case is not None or self._options.scenario is not None
+
+    def run(self) -> None:
+        """Run cases until the wanted number of them, or of tokens, is reached."""
+        while not self._enough():
+            self._run_setup()
+
+    def _run_setup(self) -> None:
+        started, options = time.perf_counter(), self._options
+        setup = self._course.setup(self.case)
+        print(f"case {self.case}: {setup}", file=sys.stderr, flush=True)
+        files = {"target": options.target, "drafter": options.drafter} if options.target else {}
+        audited = build(setup, **files)
+        line = {"setup": dataclasses.asdict(setup), "first_case": self.case}
+        line["compile_s"] = round(time.perf_counter() - started, 1)
+        before = self._counts.copy()
+        for case in [self.case] if self.single else self._course.rest(self.case):
+            self._run_case(audited, case)
+            if self._enough(within=True):
+                break
+        self._counts["setups"] += 1
+        line |= {"counts": dict(self._counts - before)}
+        self._setups.append(line)
+        self._seconds += time.perf_counter() - started
+        if not self.single:
+            self._write()
+        del audited
+        jax.clear_caches()
+        gc.collect()
+
+    def _run_case(self, audited: AuditedEngine, case: int) -> None:
+        options = self._options
+        if options.scenario:
+            scenario = Scenario.from_json(options.scenario.read_text(encoding="utf-8"))
+        else:
+            scenario = draw_scenario(options.seed, case, audited.limits)
+        if options.write:
+            options.write.write_text(scenario.to_json(), encoding="utf-8")
+        found, counts = run_case(audited, scenario, recovery=options.recovery_statistics)
+        self._counts += counts + collections.Counter(differences=len(found))
+        for text in found:
+            command = self._command(case)
+            print(f"DIFFERS: {text}\n  {command}", flush=True)
+            self._found.append({"case": case, "what": text, "command": command})
+        self.case = case + 1
+        if time.perf_counter() > self._said + EVERY:
+            self._said = time.perf_counter()
+            tokens, wrong = self._counts["greedy tokens"], self._counts["differences"]
+            print(
+                f"case {case}: {tokens:,} tokens, {wrong} differences", file=sys.stderr, flush=True
+            )
+
+    def _enough(self, *, within: bool = False) -> bool:
+        """Whether enough was run.
+
+        Args:
+          within: the question is asked between two cases of one setup.
+        """
+        options, done = self._options, self._counts["cases"]
+        if self.single:
+            return done > 0
+        if options.cases is not None:
+            return done >= options.cases
+        if options.short:
+            return done >= SHORT_CASES * len(SHORT)
+        covered = self._family or self._counts["setups"] + within >= ALL
+        return bool(covered) and self._counts["greedy tokens"] >= options.tokens
+
+    def _command(self, case: int) -> str:
+        """The command that runs a case again."""
+        options = self._options
+        words: list[Any] = ["python", "-m", "benchmarks.audit", "--seed", options.seed]
+        words += ["--case", case]
+        words += ["--short"] * options.short + ["--quick-compile"] * options.quick_compile
+        for name in ("target", "drafter", "family", "scenario"):
+            if value := getattr(options, name):
+                words += [f"--{name}", value]
+        return shlex.join(map(str, words))
+
+    def report(self) -> int:
+        """Print what happened; 1 if anything differs, or if nothing was compared."""
+        counts = self._counts
+        print(json.dumps(dict(sorted(counts.items())), indent=1))
+        print(
+            f"{counts['greedy tokens']:,} tokens of {counts['greedy answers']:,} greedy answers"
+            f" compared in {counts['cases']} cases: {counts['differences']} differences"
+        )
+        return 1 if counts["differences"] or not counts["greedy answers"] else 0
+
+    def _write(self) -> None:
+        options = self._options
+        if options.short or not options.out:
+            return
+        found = {
+            "suite": "audit",
+            "seed": options.seed,
+            "family": self._family,
+            "next_case": self.case,
+            "seconds": round(self._seconds, 1),
+            "environment": environment(),
+            "counts": dict(sorted(self._counts.items())),
+            "differences": self._found,
+            "setups": self._setups,
+        }
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        self.written = self.case
+
+    def _resume(self, found: dict[str, Any]) -> None:
+        """Go on where a result file ended."""
+        if (found["seed"], found["family"]) != (self._options.seed, self._family):
+            raise SystemExit(
+                f"{self._options.out} is of seed {found['seed']} and family"
+                f" {found['family'] or 'all'!r}; give the same, or another --out"
+            )
+        self.case = self.written = found["next_case"]
+        self._seconds = found["seconds"]
+        self._counts = collections.Counter(found["counts"])
+        self._found, self._setups = found["differences"], found["setups"]
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    text = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.audit", description=text[0])
+    parser.add_argument("--seed", type=int, default=0, help="of all cases; 0 by default")
+    parser.add_argument("--tokens", type=int, default=100_000, help="greedy tokens to compare")
+    parser.add_argument("--cases", type=int, help="number of cases to run, instead of --tokens")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="case to begin with")
+    parser.add_argument("--resume", action="store_true", help="go on where --out ended")
+    parser.add_argument("--case", type=int, metavar="N", help="run this case alone")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write its scenario as JSON")
+    parser.add_argument(
+        "--scenario", type=Path, metavar="FILE", help="run this scenario on the setup of --case"
+    )
+    parser.add_argument("--short", action="store_true", help="the few setups of `make test`")
+    names = [*FAMILIES, SHIPPED]
+    parser.add_argument("--family", default="", choices=names, metavar="NAME", help=str(names))
+    parser.add_argument("--target", default="", help="audit this model: a path or a hub id")
+    parser.add_argument("--drafter", default="", help="its drafter")
+    parser.add_argument(
+        "--recovery-statistics",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare them as well",
+    )
+    parser.add_argument("--quick-compile", action="store_true", help="compile without optimising")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/audit.json"))
+    options = parser.parse_args(arguments)
+    if options.write and options.case is None:
+        parser.error("--write is given without --case; say which case to write")
+    if options.scenario and options.case is None:
+        parser.error("--scenario is given without --case; say on which case's setup it runs")
+    if bool(options.drafter) != bool(options.target):
+        parser.error("give both --target and --drafter, or neither; without drafts all are equal")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""Runs a scenario: every greedy request alone and plainly, then everything as it is written."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+
+import dflash_jax as dj
+from benchmarks.audit.models import AuditedEngine
+from benchmarks.audit.scenario import AuditRequest, Failure, Scenario
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.live import Live
+from dflash_jax.engine.pace import Pace
+from dflash_jax.engine.result import Stats, TokenLogprob
+from dflash_jax.engine.stream import Stream
+from dflash_jax.errors import DFlashError
+from dflash_jax.state import StepOutput
+from dflash_jax.testing import OWN, force_acceptance, set_row_scripts
+
+MOST_TURNS = 1500  # of a session; the longest take some hundreds
+
+
+class StalledError(Exception):
+    """Requests did not end, or an engine kept something of those that did."""
+
+
+class InjectedInterrupt(KeyboardInterrupt):
+    """As if the caller had pressed Ctrl-C."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a request gave, and what may excuse that it is incomplete.
+
+    Attributes:
+      pieces: ids and text of the streamed pieces, joined.
+      error: the error that ended the request, if one did.
+      failures: of the device while the request ran.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: str
+    pieces: tuple[tuple[int, ...], str]
+    stats: Stats
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
+    failures: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of one request: what it gives alone, where it is greedy, and its answers."""
+
+    request: AuditRequest
+    reference: Answer | None
+    answers: list[Answer]
+
+
+def run_scenario(
+    audited: AuditedEngine, scenario: Scenario, folder: Path, counts: collections.Counter[str]
+) -> list[Outcome]:
+    """Run a scenario to its end.
+
+    Args:
+      folder: an empty one, for prefixes.
+      counts: takes what happened, by name.
+
+    Raises:
+      StalledError: requests did not end, or something of them was left behind.
+    """
+    alone = audited.opened()
+    alone.loop.pace = ScriptedPace((alone.plan.rounds,))
+    references = [_reference(alone, request) for request in scenario.requests]
+    lives: dict[int, list[Live]] = {}
+    for session in range(scenario.sessions):
+        lives |= _Session(audited, scenario, session, folder, references, counts).run()
+    return [
+        Outcome(request, references[i], list(map(_answer, lives[i])))
+        for i, request in enumerate(scenario.requests)
+    ]
+
+
+def _reference(engine: Engine, request: AuditRequest) -> Answer | None:
+    """What a greedy request gives alone, decoded plainly; None for a sampled one."""
+    if not request.greedy:
+        return None
+    options = _options(request) | {"speculative": False, "block_size": None}
+    live = engine.submit(request.prompt, **cast(Any, options))
+    for _ in range(MOST_TURNS):
+        if live.done:
+            return _answer(live)
+        engine.advance()
+    raise StalledError(f"a request does not end although it runs alone: {request}")
+
+
+def _options(request: AuditRequest) -> dict[str, Any]:
+    options = dict(request.options)
+    if options.get("recovery") is not None:
+        options["recovery"] = dj.Recovery(**options["recovery"])
+    return options
+
+
+def _answer(live: Live) -> Answer:
+    result, error = None, None
+    try:
+        result = live.result()
+    except DFlashError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    ids = tuple(i for piece in live.pieces for i in piece.token_ids)
+    assert live.finish is not None
+    return Answer(
+        token_ids=tuple(live.ids),
+        text=result.text if result else None,
+        finish_reason=live.finish.value,
+        pieces=(ids, "".join(piece.text for piece in live.pieces)),
+        stats=live.stats,
+        logprobs=result.logprobs if result else None,
+        prompt_logprobs=result.prompt_logprobs if result else None,
+        error=error,
+        failures=live.failures,
+    )
+
+
+class _Session:
+    """One session of a scenario: its engines, from their opening to their closing."""
+
+    def __init__(
+        self,
+        audited: AuditedEngine,
+        scenario: Scenario,
+        number: int,
+        folder: Path,
+        references: list[Answer | None],
+        counts: collections.Counter[str],
+    ):
+        self._scenario, self._references, self._counts = scenario, references, counts
+        self._folder = folder if scenario.folder else None
+        due = [i for i, request in enumerate(scenario.requests) if request.session == number]
+        self._due = collections.deque(sorted(due, key=lambda i: scenario.requests[i].turn))
+        self._turn = 0
+        self._lives: dict[int, list[Live]] = {}
+        self._cells: dict[int, dj.CancelCell] = {}
+        self._ends: dict[int, int] = {}  # requests to cancel, with the turn
+        self._scripts: dict[int, list[float]] = {}  # by number of the running request
+        self._reads: list[DelayedReads] = []
+        self._engines = [self._opened(audited, number, i) for i in range(scenario.engines)]
+        self._scripted: list[list[int]] = [[] for _ in self._engines]  # numbers, by row
+
+    def run(self) -> dict[int, list[Live]]:
+        """The requests, all of them ended."""
+        while self._due or not all(live.done for live in self._all()):
+            if not self._due and self._turn > MOST_TURNS:
+                raise StalledError(f"{self._unfinished()} requests run after {self._turn} turns")
+            self._submit()
+            self._cancel()
+            for number, engine in enumerate(self._engines):
+                self._advance(number, engine)
+            for reads in self._reads:
+                reads.tick()
+            self._turn += 1
+        for number, engine in enumerate(self._engines):
+            self._close(number, engine)
+        return self._lives
+
+    # -- engines ------------------------------------------------------------------------------
+
+    def _opened(self, audited: AuditedEngine, session: int, number: int) -> Engine:
+        scenario = self._scenario
+        engine = audited.opened(segments=scenario.segments, folder=self._folder)
+        engine.loop.pace = ScriptedPace(scenario.rounds)
+        engine.break_even = scenario.break_even if engine.plan.exact else 0.0
+        wanted = (session, number)
+        failures = [x for x in scenario.failures if (x.session, x.engine) == wanted]
+        calls = InterceptedCalls(failures, self._counts)
+        engine.executables = {
+            name: calls.intercepting(name, program) for name, program in engine.executables.items()
+        }
+        if self._folder is not None:
+            self._reads.append(DelayedReads(engine, scenario.disk_turns))
+        return engine
+
+    def _advance(self, number: int, engine: Engine) -> None:
+        numbers = [live.number if live else 0 for live in engine.loop.rows.lives]
+        if numbers != self._scripted[number] and self._scripts:
+            found = {row: self._scripts.get(n) for row, n in enumerate(numbers)}
+            set_row_scripts(engine, {row: script for row, script in found.items() if script})
+            self._scripted[number] = numbers
+        try:
+            engine.advance()
+        except InjectedInterrupt:
+            self._counts["interrupts"] += 1
+        self._counts["turns"] += 1
+
+    def _close(self, number: int, engine: Engine) -> None:
+        for _ in range(4):  # what was dispatched for requests that ended is still read
+            self._advance(number, engine)
+        if engine.busy or engine.active or engine.queued:
+            raise StalledError(
+                f"after its requests ended, an engine has {engine.active} in rows and"
+                f" {engine.queued} in its queue; busy: {engine.busy}"
+            )
+        engine.close()
+        if engine.prefix_cache is not None:
+            found = engine.prefix_cache.counters
+            self._counts["prefix hits"] += found.hits
+            self._counts["prefix tokens restored"] += found.hit_tokens
+            self._counts["prefix evictions"] += found.evictions
+        disk = engine.runner.snapshots.disk if engine.runner.snapshots else None
+        if disk is not None:
+            for name in ("read", "written", "spoiled", "failed", "skipped"):
+                self._counts[f"prefix segments {name}, disk"] += getattr(disk.counters, name)
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def _all(self) -> list[Live]:
+        return [live for lives in self._lives.values() for live in lives]
+
+    def _unfinished(self) -> int:
+        return sum(not live.done for live in self._all())
+
+    def _submit(self) -> None:
+        requests = self._scenario.requests
+        if self._due and not self._unfinished():  # nothing happens until the next one comes
+            self._turn = max(self._turn, requests[self._due[0]].turn)
+        while self._due and requests[self._due[0]].turn <= self._turn:
+            number = self._due.popleft()
+            request = requests[number]
+            engine = self._engines[request.engine]
+            cell = self._cells[number] = dj.CancelCell()
+            lives = engine.submit_several(
+                request.prompt, request.answers, cancel=cell, **cast(Any, _options(request))
+            )
+            self._lives[number] = lives
+            if request.cancellation:
+                self._ends[number] = self._turn + request.cancellation.turns
+            if script := _script(request, self._references[number], engine.target.vocab_size):
+                self._scripts |= {live.number: script for live in lives}
+
+    def _cancel(self) -> None:
+        for number in [n for n, turn in self._ends.items() if turn <= self._turn]:
+            del self._ends[number]
+            request, lives = self._scenario.requests[number], self._lives[number]
+            assert request.cancellation is not None
+            how, engine = request.cancellation.how, self._engines[request.engine]
+            self._counts[f"cancelled by {how}"] += sum(not live.done for live in lives)
+            if how == "cell":
+                self._cells[number].cancel()
+            for live in lives if how != "cell" else ():
+                end_request(engine, live, how)
+
+
+def end_request(engine: Engine, live: Live, how: str) -> None:
+    """End a request as its caller would: "cancel", or "close" or "drop" its stream."""
+    if how == "cancel":
+        engine.cancel(live)
+        return
+    stream = Stream(live, engine.advance, engine.cancel)
+    if how == "close":
+        stream.close()
+    elif live.pieces:  # an iterator that gave a piece and is dropped
+        pieces: Any = iter(stream)
+        next(pieces)
+        pieces.close()
+
+
+def _script(request: AuditRequest, reference: Answer | None, vocab: int) -> list[float]:
+    """What the drafter proposes, by position; empty where it is left alone."""
+    if reference is None or not request.accepted:
+        return []
+    truth = [*request.prompt, *reference.token_ids]
+    start = len(request.prompt)
+    script: list[float] = [*force_acceptance(truth, start, request.accepted, vocab)]
+    for place in request.broken:
+        script += [OWN] * (start + place + 1 - len(script))
+        script[start + place] = math.nan
+    return script
+
+
+# -- what is made to happen --------------------------------------------------------------------
+
+
+class ScriptedPace(Pace):
+    """Numbers of steps that successive decoding calls make, whatever time they take."""
+
+    def __init__(self, rounds: tuple[int, ...]):
+        super().__init__(max(rounds))
+        self._all, self._calls = rounds, 0
+        self.rounds = rounds[0]
+
+    def took(self, steps: int, started: float) -> None:
+        """Go on to the next number; the times are ignored."""
+        self._calls += 1
+        self.rounds = self._all[self._calls % len(self._all)]
+
+
+class LostAnswer:
+    """In place of a step's answer: reading it raises the device's error."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("INTERNAL: made to fail as its answer is read")
+
+    def copy_to_host_async(self) -> None:
+        """As of the array it stands for."""
+
+
+class InterceptedCalls:
+    """Counts an engine's program calls, of which some fail.
+
+    Every failing call runs first, so that the state it was given is gone.
+    """
+
+    def __init__(self, failures: list[Failure], counts: collections.Counter[str]):
+        self._failures = {failure.call: failure for failure in failures}
+        self._counts, self._calls = counts, 0
+
+    def intercepting(self, name: str, program: Callable[..., Any]) -> Any:
+        """The program, as an engine calls it."""
+
+        def call(*arguments: Any) -> Any:
+            failure = self._failures.get(self._calls)
+            self._calls += 1
+            self._counts[f"calls of {name}"] += 1
+            made = program(*arguments)
+            return made if failure is None else self._fail(failure, made)
+
+        return call
+
+    def _fail(self, failure: Failure, made: Any) -> Any:
+        self._counts[f"failed by {failure.how}"] += 1
+        if failure.how == "interrupt":
+            raise InjectedInterrupt
+        if failure.how == "answer" and isinstance(made, tuple) and isinstance(made[-1], StepOutput):
+            return *made[:-1], dataclasses.replace(made[-1], packed=LostAnswer())
+        raise jax.errors.JaxRuntimeError("INTERNAL: made to fail")
+
+
+class DelayedReads:
+    """Makes reading prefixes from an engine's folder take a number of turns, not of seconds."""
+
+    def __init__(self, engine: Engine, turns: int):
+        assert engine.runner.snapshots is not None
+        assert engine.runner.snapshots.disk is not None
+        self._disk, self._turns = engine.runner.snapshots.disk, turns
+        self._read = self._disk.read
+        self._disk.read = self._delayed  # type: ignore[method-assign]
+        self._waiting: list[tuple[int, concurrent.futures.Future[Any], Any]] = []
+
+    def tick(self) -> None:
+        """One turn is over."""
+        self._disk.flush()
+        self._waiting = [(turns - 1, later, found) for turns, later, found in self._waiting]
+        for _, later, found in [x for x in self._waiting if x[0] <= 0]:
+            later.set_result(found)
+        self._waiting = [x for x in self._waiting if x[0] > 0]
+
+    def _delayed(self, *arguments: Any) -> Any:
+        self._disk.flush()
+        reading = self._read(*arguments)
+        if reading is None:
+            return None
+        found, later = reading.result(), concurrent.futures.Future()
+        if self._turns:
+            self._waiting.append((self._turns, later, found))
+        else:
+            later.set_result(found)
+        return later

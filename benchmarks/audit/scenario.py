@@ -1,0 +1,324 @@
+"""A scenario: requests and all that happens to them, as plain data drawn from a seed.
+
+Nothing here runs a model. The same seed, case and limits give the same scenario; written as JSON,
+one can be cut down by hand and run again.
+"""
+
+import dataclasses
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+VARIANTS = ("sampled", "shaped", "masked")  # of programs, beside the greedy ones
+MOST_NEW = 64  # output tokens of a request
+TOOLS = [{"name": "read", "parameters": {"type": "object", "required": ["path"]}}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", ""]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # random weights write little but spaces
+}
+STRUCTURES: tuple[dict[str, Any], ...] = (
+    {"json": SCHEMA},
+    {"regex": "([a-f]{3}[0-9],){2,9}"},
+    {"regex": "[a-z ]{0,30}:?"},
+    {"choice": ["red", "green", "", 'say "a"']},
+    {"grammar": 'start: "x" /[0-9]+/ "y"'},
+)
+
+Cancelling = Literal["cell", "cancel", "close", "drop"]
+Failing = Literal["dispatch", "answer", "interrupt"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a scenario may contain for one engine.
+
+    Attributes:
+      pool: token ids that prompts and stop tokens are drawn from.
+      ordered: the pool is a text, of which prompts are contiguous parts.
+      open_thought: ids that end a prompt inside a thought; empty where there are none.
+      inviting: ids that recovery acts on, made likely by biases in some requests.
+      stop_texts: texts to draw stop strings from; empty where the engine has no tokenizer.
+      variants: those of `VARIANTS` that may be asked for.
+      scored: requests may ask for log-probabilities of their prompts.
+      scripted: the drafter can be told what to propose.
+      structured: there is an end token, which structured output needs.
+    """
+
+    rows: int
+    chunk: int
+    block: int
+    max_length: int
+    rounds: int
+    stop_tokens: int
+    pool: tuple[int, ...]
+    ordered: bool = False
+    open_thought: tuple[int, ...] = ()
+    inviting: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+    variants: tuple[str, ...] = VARIANTS
+    scored: bool = True
+    scripted: bool = True
+    structured: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cancellation:
+    """The end of a request from outside, a number of turns after it was submitted."""
+
+    how: Cancelling
+    turns: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A program call that fails.
+
+    Attributes:
+      call: which one, counted over all programs of one engine in one session.
+      how: "dispatch": calling it raises the device's error. "answer": reading its answer does.
+        "interrupt": a KeyboardInterrupt comes before the caller has its result.
+    """
+
+    how: Failing
+    call: int
+    session: int = 0
+    engine: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditRequest:
+    """One request.
+
+    Attributes:
+      options: as for `Engine.submit`; `recovery` holds the fields of a `dj.Recovery`.
+      turn: of its session, when it is submitted.
+      answers: to the prompt, submitted together.
+      accepted: drafts that successive rounds are to accept; the drafter's own drafts if empty.
+      broken: output places at which a draft is not finite.
+    """
+
+    prompt: tuple[int, ...]
+    options: Mapping[str, Any]
+    session: int = 0
+    engine: int = 0
+    turn: int = 0
+    answers: int = 1
+    cancellation: Cancellation | None = None
+    accepted: tuple[int, ...] = ()
+    broken: tuple[int, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the output is the same in every mode of decoding."""
+        return not self.options.get("temperature")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Requests, and the circumstances they run under.
+
+    Attributes:
+      sessions: between two of them all engines are closed and opened again.
+      engines: of one plan, advanced in turns; they share the folder, if there is one.
+      folder: prefixes are also kept on disk.
+      segments: prompt chunks that an engine's prefix cache holds; 0 is no cache.
+      disk_turns: turns that reading from the folder takes.
+      rounds: most steps of successive decoding calls, repeated as needed.
+      break_even: tokens a drafted round must decide to pay; 0 if not known.
+    """
+
+    requests: tuple[AuditRequest, ...]
+    failures: tuple[Failure, ...] = ()
+    sessions: int = 1
+    engines: int = 1
+    folder: bool = False
+    segments: int = 0
+    disk_turns: int = 0
+    rounds: tuple[int, ...] = (1,)
+    break_even: float = 0.0
+
+    def to_json(self) -> str:
+        """The scenario as JSON, one request a line; `from_json` is the inverse."""
+        fields = dataclasses.asdict(self)
+        requests = ",\n  ".join(map(json.dumps, fields.pop("requests")))
+        return f'{json.dumps(fields)[:-1]},\n "requests": [\n  {requests}\n]}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> "Scenario":
+        """The scenario written by `to_json`, perhaps edited since.
+
+        Raises:
+          ValueError, TypeError: it is not JSON, or has other fields.
+        """
+        fields = json.loads(text)
+        requests = [_request(**x) for x in fields.pop("requests")]
+        failures = [Failure(**x) for x in fields.pop("failures", ())]
+        fields["rounds"] = tuple(fields.get("rounds", (1,)))
+        return cls(requests=tuple(requests), failures=tuple(failures), **fields)
+
+
+def _request(cancellation: Mapping[str, Any] | None = None, **fields: Any) -> AuditRequest:
+    lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}
+    end = Cancellation(**cancellation) if cancellation else None
+    return AuditRequest(**fields | lists, cancellation=end)
+
+
+def draw_scenario(seed: int, case: int, limits: Limits) -> Scenario:
+    """Draw a scenario; equal arguments give equal scenarios."""
+    rng = random.Random(f"{seed}/{case}")
+    mixed = rng.choice([(), (), ("sampled",), ("sampled", "shaped"), VARIANTS, VARIANTS])
+    variants = [variant for variant in mixed if variant in limits.variants]
+    segments = rng.choice([0, 2, 6, 64, 64])
+    folder = segments > 0 and rng.random() < 0.35
+    sessions = 1 + (folder and rng.random() < 0.6)
+    engines = 1 + (folder and rng.random() < 0.4)
+    longest = min(5 * limits.chunk, limits.max_length - MOST_NEW - limits.chunk)
+    documents = [_text(rng, limits, max(longest, 1)) for _ in range(2)]
+    requests = []
+    for session in range(sessions):
+        turn = 0
+        for _ in range(rng.randint(2, 9 if sessions == 1 else 6)):
+            turn += rng.choice([0, 0, 1, 2, 7])
+            place = {"session": session, "engine": rng.randrange(engines), "turn": turn}
+            requests.append(_draw_request(rng, limits, variants, documents, **place))
+    failures = [
+        Failure(
+            how=rng.choice(["dispatch", "dispatch", "answer", "interrupt"]),
+            call=rng.randrange(70),
+            session=rng.randrange(sessions),
+            engine=rng.randrange(engines),
+        )
+        for _ in range(rng.choice([0, 0, 0, 1, 1, 2]))
+    ]
+    return Scenario(
+        requests=tuple(requests),
+        failures=tuple(failures),
+        sessions=sessions,
+        engines=engines,
+        folder=folder,
+        segments=segments,
+        disk_turns=rng.randrange(3) if folder else 0,
+        rounds=tuple(rng.randint(1, limits.rounds) for _ in range(rng.randint(1, 5))),
+        break_even=rng.choice([0.0, 0.0, 1.5, 3.0]),
+    )
+
+
+def _draw_request(
+    rng: random.Random,
+    limits: Limits,
+    variants: Sequence[str],
+    documents: Sequence[tuple[int, ...]],
+    **place: int,
+) -> AuditRequest:
+    most = min(MOST_NEW, limits.max_length // 3)
+    options: dict[str, Any] = {"max_tokens": rng.choice([1, 2, *[rng.randint(8, most)] * 8])}
+    prompt = _prompt(rng, limits, documents)
+    _draw_ends(rng, limits, options)
+    if rng.random() < 0.5:
+        options |= _recovery(rng, limits, most)
+        if limits.open_thought and rng.random() < 0.3:
+            prompt = (*prompt, *limits.open_thought)
+    if "sampled" in variants and rng.random() < 0.3:
+        options |= {"temperature": rng.choice([0.3, 1.0, 2.0]), "seed": rng.randrange(1000)}
+        options |= rng.choice([{}, {"top_p": 0.9}, {"top_k": 7, "min_p": 0.02}])
+    if "shaped" in variants and rng.random() < 0.4:
+        options |= _shaping(rng, limits)
+    if "masked" in variants and limits.structured and limits.stop_texts and rng.random() < 0.3:
+        options["structured"] = rng.choice(STRUCTURES)
+        options.pop("min_tokens", None)  # the two are refused together
+    if limits.scored and rng.random() < 0.05:
+        options["prompt_logprobs"] = rng.randrange(3)
+    if rng.random() < 0.15:
+        options["speculative"] = False
+    elif rng.random() < 0.25:
+        options["block_size"] = rng.randint(1, limits.block)
+    end = None
+    if rng.random() < 0.15:
+        how = rng.choice(["cell", "cancel", "close", "drop"])
+        end = Cancellation(how=how, turns=rng.choice([rng.randrange(4), rng.randrange(30)]))
+    accepted, broken = (), ()
+    if limits.scripted and rng.random() < 0.85:
+        accepted = tuple(rng.randrange(limits.block) for _ in range(rng.randint(1, 8)))
+        broken = tuple(rng.sample(range(most), 3)) if rng.random() < 0.1 else ()
+    return AuditRequest(
+        prompt=prompt[-(limits.max_length - options["max_tokens"]) :],
+        options=options,
+        answers=rng.choice([1, 1, 1, 1, 2, 3]),
+        cancellation=end,
+        accepted=accepted,
+        broken=broken,
+        **place,
+    )
+
+
+def _text(rng: random.Random, limits: Limits, length: int) -> tuple[int, ...]:
+    """So many ids of the pool."""
+    if not limits.ordered:
+        return tuple(rng.choice(limits.pool) for _ in range(length))
+    start = rng.randrange(len(limits.pool) - length)
+    return limits.pool[start : start + length]
+
+
+def _prompt(
+    rng: random.Random, limits: Limits, documents: Sequence[tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Often the beginning of a document, up to some place near the chunk grid; then other ids."""
+    document = rng.choice(documents)
+    cut = rng.randrange(6) * limits.chunk + rng.choice([-1, 0, 0, 1])
+    own = _text(rng, limits, rng.choice([0, 1, rng.randint(1, limits.chunk)]))
+    return (*document[: max(cut, 0)], *own) or document[:1]
+
+
+def _draw_ends(rng: random.Random, limits: Limits, options: dict[str, Any]) -> None:
+    """Adds stop tokens, stop strings and a minimum length, each to some requests."""
+    options["ignore_eos"] = rng.random() < 0.5
+    if rng.random() < 0.5:
+        several = rng.choice([1, 4, limits.stop_tokens])
+        options["stop_token_ids"] = sorted({rng.choice(limits.pool) for _ in range(several)})
+    if limits.stop_texts and rng.random() < 0.25:
+        texts = [rng.choice(limits.stop_texts) for _ in range(3)]
+        options["stop"] = [*texts[:1], "".join(texts[1:])]
+    if rng.random() < 0.12:
+        options["min_tokens"] = rng.randint(0, options["max_tokens"])
+
+
+def _recovery(rng: random.Random, limits: Limits, most: int) -> dict[str, Any]:
+    """Settings of recovery, and what gives it something to do: many stop tokens, tools."""
+    settings = {
+        "floor": rng.choice([0, 4, most, most]),
+        "below_floor": rng.choice(["rescue", "replace", "compat"]),
+        "tool_prefix": rng.random() < 0.7,
+        "empty_retry": rng.random() < 0.6,
+        "repeat_limit": rng.choice([0, 2, 3, None]),
+        "runaway": rng.random() < 0.5,
+        "watchdog": rng.choice(["off", "on", "compat"]),
+        "answer_reserve": rng.choice([0, 10, 60]),
+        "floor_in_thought": rng.random() < 0.3,
+    }
+    found: dict[str, Any] = {"recovery": settings}
+    if rng.random() < 0.7:
+        ids = [rng.choice(limits.pool) for _ in range(limits.stop_tokens)]
+        found["stop_token_ids"] = sorted({*ids})
+    return found | ({"tools": TOOLS} if rng.random() < 0.7 else {})
+
+
+def _shaping(rng: random.Random, limits: Limits) -> dict[str, Any]:
+    """Penalties, biases and log-probabilities."""
+    found: dict[str, Any] = {}
+    if rng.random() < 0.6:
+        found |= rng.choice(
+            [
+                {"repetition_penalty": 1.3},
+                {"frequency_penalty": 0.7, "presence_penalty": -0.3},
+                {"repetition_penalty": 0.8, "frequency_penalty": 2.0},
+            ]
+        )
+    if limits.inviting and rng.random() < 0.5:
+        found["logit_bias"] = {str(i): rng.choice([2.0, 5.0]) for i in limits.inviting}
+    if rng.random() < 0.4 or not found:
+        found["logprobs"] = rng.randrange(4)
+    return found

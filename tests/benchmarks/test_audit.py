@@ -1,0 +1,306 @@
+"""The audit in its short form, and proof that it finds faults: see `benchmarks/audit`."""
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.audit import __main__ as command
+from benchmarks.audit.cases import Course, run_case
+from benchmarks.audit.models import AuditedEngine, build
+from benchmarks.audit.scenario import Scenario, draw_scenario
+from benchmarks.audit.setups import DRAFTERS, SHORT, WEIGHTS, draw_setup
+from benchmarks.soak_families import FAMILIES
+from dflash_jax.compiler import compile_programs, declare
+from dflash_jax.compiler.programs import ALL_LANES
+from dflash_jax.decode import block
+from dflash_jax.decode.shaping import Shaping
+from dflash_jax.engine import dictation
+from dflash_jax.engine.controller import Finish
+from dflash_jax.engine.live import Live
+from dflash_jax.engine.structured import Grammar
+from dflash_jax.engine.teller import Teller
+
+pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+
+COURSE = Course(seed=6, short=True)
+QWEN3, HYBRID, DSPARK = range(3)  # setups of the short form
+HAPPENS = """
+    cancelled by cell; cancelled by cancel; cancelled by close; cancelled by drop
+    failed by dispatch; failed by answer; failed by interrupt; recovery: rebuilt
+    recovery: floor; recovery: repeat; recovery: tool_prefix; recovery: min_tokens
+    recovery: thought_closed_by_force; fallback: draft_not_finite; fallback: below_break_even
+    prefix hits; prefix evictions; prefix segments written, disk; prefix segments read, disk
+    calls of copy_row; calls of forced; calls of replace; calls of speculative_shaped
+    calls of speculative_sampled; calls of verify_masked; structured answers; sampled tokens
+"""
+
+
+@functools.cache
+def audited(number: int) -> AuditedEngine:
+    """A setup of the short form, compiled once for all tests here."""
+    return build(SHORT[number])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines_are_dropped_in_the_end() -> Iterator[None]:
+    yield
+    audited.cache_clear()
+
+
+def cases_of(number: int) -> range:
+    return COURSE.rest(number * COURSE.cases)
+
+
+def scenario(case: int) -> Scenario:
+    number = case // COURSE.cases
+    return draw_scenario(COURSE.seed, case, audited(number).limits)
+
+
+# -- the short form ----------------------------------------------------------------------------
+
+
+def test_random_interleavings_give_what_each_request_gives_alone() -> None:
+    happened: collections.Counter[str] = collections.Counter()
+    for number in range(len(SHORT)):
+        for case in cases_of(number):
+            found, counts = run_case(audited(number), scenario(case))
+            assert not found, f"case {case}: {found}"
+            happened += counts
+    assert happened["greedy tokens"] > 1500
+    assert happened["accepted drafts"] > 300
+    assert happened["recovery: empty_retry"] + happened["fallback: empty_retry"] > 0
+    names = [name.strip() for line in HAPPENS.split("\n") for name in line.split(";")]
+    assert not [name for name in names if name and not happened[name]]
+
+
+def test_a_case_runs_the_same_way_every_time() -> None:
+    """Counts of program calls, rounds and prefix hits are those of the first run, too."""
+    assert scenario(1) == scenario(1) != scenario(2)
+    with_folder = next(case for case in cases_of(HYBRID) if scenario(case).folder)
+    for case in (1, with_folder):
+        runs = [run_case(audited(case // COURSE.cases), scenario(case)) for _ in range(2)]
+        assert runs[0] == runs[1]
+        assert sum(runs[0][1].values()) > 50
+
+
+def test_a_scenario_written_as_json_is_the_same_scenario() -> None:
+    for case in (*cases_of(QWEN3), *cases_of(DSPARK)):
+        assert Scenario.from_json(scenario(case).to_json()) == scenario(case)
+
+
+def test_a_case_is_run_again_from_the_command_that_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "build", lambda setup: audited(SHORT.index(setup)))
+    written = tmp_path / "scenario.json"
+    arguments = ["--short", "--seed", str(COURSE.seed), "--case", "2"]
+    assert command.main([*arguments, "--write", str(written)]) == 0
+    first = capsys.readouterr().out
+    assert Scenario.from_json(written.read_text()) == scenario(2)
+    assert command.main([*arguments, "--scenario", str(written)]) == 0
+    assert capsys.readouterr().out == first
+    shifted_segments(monkeypatch, audited(QWEN3))
+    cases = [str(case) for case in cases_of(QWEN3)]
+    case = next(case for case in cases if command.main([*arguments[:-1], case]) == 1)
+    again = f"python -m benchmarks.audit --seed {COURSE.seed} --case {case} --short\n"
+    assert again in capsys.readouterr().out
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "build", lambda setup: audited(DSPARK))
+    out = ["--out", str(tmp_path / "audit.json"), "--seed", "5"]
+    assert command.main([*out, "--cases", "3"]) == 0
+    whole = capsys.readouterr().out
+    assert command.main([*out, "--cases", "2"]) == 0
+    assert command.main([*out, "--cases", "3", "--resume"]) == 0
+    assert capsys.readouterr().out.endswith(whole.splitlines()[-1] + "\n")
+    with pytest.raises(SystemExit, match="is of seed 5"):
+        command.main(["--out", str(tmp_path / "audit.json"), "--seed", "6", "--resume"])
+
+
+def test_setups_go_through_all_families_drafters_and_weights() -> None:
+    drawn = [draw_setup(9, number) for number in range(command.ALL)]
+    assert {setup.family for setup in drawn} == {*FAMILIES, "shipped"}
+    assert {setup.drafter for setup in drawn} == {*DRAFTERS, ""}
+    assert {setup.plan["weights"] for setup in drawn} == set(WEIGHTS)
+    assert {setup.plan["dtype"] for setup in drawn} >= {"float32", "bfloat16"}
+    assert drawn == [draw_setup(9, number) for number in range(command.ALL)]
+
+
+# -- faults ------------------------------------------------------------------------------------
+
+Fault = Callable[[pytest.MonkeyPatch, AuditedEngine], None]
+
+
+def first_difference(number: int) -> str | None:
+    """What the short form finds first on one of its setups, with further seeds if it has to."""
+    engine = audited(number)
+    for seed, case in itertools.product(range(COURSE.seed, COURSE.seed + 4), cases_of(number)):
+        found, _ = run_case(engine, draw_scenario(seed, case, engine.limits), recovery=False)
+        if found:
+            return found[0]
+    return None
+
+
+def changed(patch: pytest.MonkeyPatch, engine: AuditedEngine, name: str, change: Any) -> None:
+    """Has a program called by `change`, which gets the program first, in every variant."""
+    programs = engine.engine.executables
+    for variant in [x for x in programs if x.split("_")[0] == name or x == name]:
+        patch.setitem(programs, variant, functools.partial(change, programs[variant]))
+
+
+def recompiled(patch: pytest.MonkeyPatch, engine: AuditedEngine, *names: str) -> None:
+    """Compiles some programs again, from functions that were patched."""
+    made = engine.engine
+    declared = declare(made.plan, made.target, made.drafter, lanes=ALL_LANES)
+    for name, program in compile_programs(declared[name] for name in names).items():
+        patch.setitem(made.executables, name, program)
+
+
+def shifted_segments(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
+    """Keeps the chunk before the one that was fed."""
+    chunk = engine.limits.chunk
+
+    def take(program: Any, state: Any, row: Any, start: Any) -> Any:
+        return program(state, row, np.int32(max(start - chunk, 0)))
+
+    changed(patch, engine, "take_segment", take)
+
+
+def stale_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
+    """After a cancellation, the row's next request goes on at the position of the last one."""
+    release, stale = Teller.release, set()
+
+    def noted(self: Teller, live: Live) -> None:
+        if live.finish is Finish.CANCELLED and live in self._rows.lives:
+            stale.add(self._rows.lives.index(live))
+        release(self, live)
+
+    def feed(program: Any, *arguments: Any) -> Any:
+        *others, first, tokens, count, fresh, rules = arguments
+        if fresh.any() and int(first) in stale:
+            stale.discard(int(first))
+            fresh = np.zeros_like(fresh)
+        return program(*others, first, tokens, count, fresh, rules)
+
+    patch.setattr(Teller, "release", noted)
+    changed(patch, engine, "prefill", feed)
+
+
+def wrong_readers(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
+    """A row's new request takes answers that were on their way to the one that was cancelled."""
+    tell = Teller.tell
+
+    def to_the_row(self: Teller, flight: Any, steps: Any) -> None:
+        lives = self._rows.lives
+        for row in flight.readers:
+            if flight.decode and (live := lives[row]) and live.fed == len(live.request.prompt):
+                flight.readers[row] = live
+        tell(self, flight, steps)
+
+    patch.setattr(Teller, "tell", to_the_row)
+
+
+def short_rebuild(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
+    """Of tokens that the host feeds, the position passes one too few."""
+    calls = dictation.forced_calls
+
+    def one_less(*arguments: Any) -> Any:
+        for tokens, count, anchor in calls(*arguments):
+            yield tokens, np.maximum(count - 1, np.minimum(count, 1)), anchor
+
+    patch.setattr(dictation, "forced_calls", one_less)
+
+
+def late_masks(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
+    """Each place of a draft has the mask of the place before."""
+    fill = Grammar.fill
+
+    def late(self: Grammar, masks: np.ndarray, drafts: list[int]) -> None:
+        fill(self, masks, drafts)
+        masks[1:] = masks[:-1].copy()
+
+    patch.setattr(Grammar, "fill", late)
+
+
+def mixed_up_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
+    """Of two rows that start together, the first gets what the second holds."""
+    changed(patch, engine, "copy_row", lambda program, state, of, to: program(state, to, of))
+
+
+def one_draft_too_many(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
+    accept = block.accept_greedy
+
+    def more(tokens: Any, best: Any, count: Any = None) -> Any:
+        return jnp.minimum(accept(tokens, best, count) + 1, tokens.shape[1])
+
+    patch.setattr(block, "accept_greedy", more)
+    recompiled(patch, engine, "speculative")
+
+
+def one_position_more(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
+    commit = block.commit
+
+    def further(state: Any, target: Any, draft: Any, n: Any, anchor: Any) -> Any:
+        return commit(state, target, draft, n + (n > 1).astype(n.dtype), anchor)
+
+    patch.setattr(block, "commit", further)
+    recompiled(patch, engine, "speculative")
+
+
+def whole_block_in_the_state(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
+    """Recurrent states go past rejected drafts."""
+    commit, width = block.commit, engine.limits.block
+
+    def whole(state: Any, target: Any, draft: Any, n: Any, anchor: Any) -> Any:
+        after = commit(state, target, draft, jnp.where(n > 0, width, 0), anchor)
+        return after.replace(position=state.position + n)
+
+    patch.setattr(block, "commit", whole)
+    recompiled(patch, engine, "speculative")
+
+
+def rejected_drafts_are_penalised(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
+    after = Shaping.after
+
+    def all_drafts(self: Shaping, out: Any) -> Shaping:
+        packed = out.packed.at[:, -4].set(out.packed.shape[1] - 4)
+        return after(self, out.replace(packed=packed))
+
+    patch.setattr(Shaping, "after", all_drafts)
+    recompiled(patch, engine, "speculative_shaped")
+
+
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("fault", "number"),
+    [
+        (shifted_segments, HYBRID),
+        (stale_rows, HYBRID),
+        (short_rebuild, QWEN3),
+        (mixed_up_rows, QWEN3),
+        (late_masks, QWEN3),
+        (wrong_readers, DSPARK),
+        (one_draft_too_many, DSPARK),
+        pytest.param(one_draft_too_many, HYBRID, marks=SOAK),
+        pytest.param(one_position_more, DSPARK, marks=SOAK),
+        pytest.param(whole_block_in_the_state, HYBRID, marks=SOAK),
+        pytest.param(rejected_drafts_are_penalised, QWEN3, marks=SOAK),
+    ],
+)
+def test_the_audit_finds_a_seeded_fault(
+    monkeypatch: pytest.MonkeyPatch, fault: Fault, number: int
+) -> None:
+    fault(monkeypatch, audited(number))
+    assert first_difference(number)
