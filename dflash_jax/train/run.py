@@ -79,9 +79,9 @@ def run(
         "start": str(start) if start else None,
         "recipe": dataclasses.asdict(recipe),
     }
+    params = read_start(start, config) if start else None  # refused before anything is written
     claim(out, "run.json", about)
     identity = json.dumps(about, sort_keys=True)
-    params = read_start(start, config) if start else None
     aside = 0 if source == data.SHIPPED else len(held_out)  # which has a file of its own for them
     usage = Usage(len(training) + aside)
     usage.hold_out(aside, len(asked))

@@ -18,7 +18,7 @@ from dflash_jax import Plan, load_target
 from dflash_jax.compiler.programs import build_pair, weight_specs
 from dflash_jax.config import read_drafter_config
 from dflash_jax.engine.engine import Engine
-from dflash_jax.errors import ComputeError, ConfigError
+from dflash_jax.errors import ComputeError, ConfigError, DFlashError
 from dflash_jax.loading import locate, open_pair, resolve_here
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.target_model import TargetModel
@@ -131,6 +131,9 @@ def test_a_drafter_that_cannot_be_is_refused_before_anything_is_made(tmp_path):
     for wrong, why in wrongs:
         with pytest.raises(ConfigError, match=why):
             run.run("tiny", "tiny", tmp_path, dataclasses.replace(SMOKE, **wrong), tell=print)
+    for start, why in ((Path("nowhere"), "no drafter at nowhere"), (Path("tiny"), "another shape")):
+        with pytest.raises(DFlashError, match=why):
+            run.run("tiny", "tiny", tmp_path, SMOKE, tell=print, start=start)
     assert not list(tmp_path.iterdir())
 
 
