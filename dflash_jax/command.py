@@ -17,6 +17,7 @@ from dflash_jax.errors import DFlashError
 INTERRUPTED = 130  # the shell's code for a process ended by Ctrl-C
 UNREAD = 141  # and by a closed pipe, as behind `| head`
 TERMINATED = 143  # and by SIGTERM
+_repeated: list[object] = []  # interrupts that `sent_again` sends, not the user
 
 
 class Terminated(SystemExit):
@@ -120,12 +121,44 @@ def uninterrupted() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
+@contextlib.contextmanager
+def counted_interrupts() -> Iterator[Callable[[], int]]:
+    """Count each Ctrl-C while the block runs, in the main thread.
+
+    Python raises one exception for all that come while code outside it runs, such as a step of a
+    large model.
+
+    Yields:
+      A function that returns how many came since it was last called.
+    """
+    read, write = os.pipe()
+    for end in (read, write):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def count() -> int:
+        repeated = len(_repeated)
+        del _repeated[:repeated]
+        try:
+            return os.read(read, 1 << 16).count(signal.SIGINT) - repeated
+        except BlockingIOError:
+            return 0
+
+    try:
+        yield count
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
+
+
 def sent_again(hook: Callable[[Any], object], lost: Any) -> None:
     """Repeats a signal whose exception Python dropped: jax runs code in garbage collection, where
     nothing can be raised, and as much as every seventh signal while it traces comes there.
     """
     numbers = {KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM}
     if lost.exc_type in numbers:
+        _repeated.extend([lost.exc_type] * (lost.exc_type is KeyboardInterrupt))
         threading.Timer(0.01, os.kill, (os.getpid(), numbers[lost.exc_type])).start()
     else:
         hook(lost)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dflash_jax.cli.options import (
@@ -16,6 +17,7 @@ from dflash_jax.cli.options import (
     use_compilation_cache,
 )
 from dflash_jax.cli.terminal import bracketed, columns, note
+from dflash_jax.command import counted_interrupts
 from dflash_jax.errors import RequestError
 
 HELP = "/stats: figures of the last answer; /reset: forget all; /exit: end"
@@ -37,10 +39,16 @@ def add_verb(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax chat`."""
+    """`dflash-jax chat`: a Ctrl-C ends the answer that is running, else the chat."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
     conversation = Conversation(_load(options), options)
+    with counted_interrupts() as interrupts:
+        return _talk(conversation, interrupts)
+
+
+def _talk(conversation: "Conversation", interrupts: Callable[[], int]) -> int:
+    """Read lines and answer them until they end."""
     talking = sys.stdin.isatty()
     if talking:
         note(HELP)
@@ -66,10 +74,13 @@ def run(options: argparse.Namespace) -> int:
             case _ if line.startswith("/"):
                 _notice(f"unknown command {line.split()[0]}", HELP)
             case _:
+                interrupts()
                 try:
                     conversation.say(line)
                 except RequestError as error:
                     _notice(str(error))
+                if interrupts() > 1:
+                    raise KeyboardInterrupt
 
 
 def _line(talking: bool) -> str:
@@ -106,6 +117,7 @@ class Conversation:
         self.engine, self._options = engine, options
         self._syntax = syntax_of(engine.tokenizer.teaches)
         self._last: Any = None
+        self._stream: Any = None  # of the answer that is running
         self.reset()
 
     def reset(self) -> None:
@@ -114,19 +126,48 @@ class Conversation:
         self._talk = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> None:
-        """Prints the answer as it comes; Ctrl-C ends the answer and keeps what was said."""
+        """Print the answer as it comes. Ctrl-C ends it and keeps what it said until then.
+
+        Raises:
+          RequestError: the message cannot be answered; it is forgotten.
+          KeyboardInterrupt: a second Ctrl-C, while the first one is being acted upon.
+        """
+        self._talk.append({"role": "user", "content": text})
+        said: list[str] = []
+        stopped = False
+        try:
+            for part in self._answer():
+                said.append(part)
+        except KeyboardInterrupt:
+            stopped = True
+            if self._stream is not None:
+                self._stream.close()
+            note(" [stopped]", end="")
+        except RequestError:
+            self._talk.pop()
+            raise
+        print(flush=True)
+        if self._stream is not None:
+            self._last, self._stream = self._stream.result, None
+        answer = "".join(said)
+        if stopped and not answer:
+            self._talk.pop()
+        else:
+            self._talk.append({"role": "assistant", "content": answer})
+
+    def _answer(self) -> Iterator[str]:
+        """Decode and print the answer to the conversation; yields what belongs to it."""
         from dflash_jax.engine.text import OutputText
         from dflash_jax.engine.vocabulary import opens_thought
         from dflash_jax.tools.stream import OutputParser
 
         options, tokenizer = self._options, self.engine.tokenizer
-        self._talk.append({"role": "user", "content": text})
         prompt = self._prompt()
         marks = self._syntax.markers(calls=False) if self._syntax else ()
         output = OutputText(tokenizer.showing(marks) if marks else tokenizer)
         parser = OutputParser(self._syntax, thinking=opens_thought(tokenizer, prompt))
         room = self.engine.plan.max_length - len(prompt)
-        stream = self.engine.stream(
+        self._stream = self.engine.stream(
             prompt,
             max_tokens=max(1, min(options.max_tokens, room)),
             temperature=options.temperature,
@@ -135,19 +176,11 @@ class Conversation:
             seed=options.seed,
             speculative=not options.plain,
         )
-        answer = ""
-        try:
-            for piece in stream:
-                for event in parser.push(output.push(piece.token_ids)):
-                    answer += _print(event)
-            for event in parser.push(output.finish()) + parser.finish():
-                answer += _print(event)
-        except KeyboardInterrupt:
-            stream.close()
-            note(" [stopped]", end="")
-        print(flush=True)
-        self._last = stream.result
-        self._talk.append({"role": "assistant", "content": answer})
+        for piece in self._stream:
+            for event in parser.push(output.push(piece.token_ids)):
+                yield _print(event)
+        for event in parser.push(output.finish()) + parser.finish():
+            yield _print(event)
 
     def _prompt(self) -> list[int]:
         """Ids of the conversation; forgets its oldest exchanges when it gets too long."""
@@ -159,7 +192,6 @@ class Conversation:
             if len(ids) + wanted <= self.engine.plan.max_length:
                 return ids
             if len(self._talk) <= first + 2:
-                self._talk.pop()
                 raise RequestError(
                     f"this message has {len(ids)} tokens, and {self.engine.plan.max_length} are"
                     " the limit of the conversation; shorten it, or start with --max-length"

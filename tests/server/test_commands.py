@@ -1,5 +1,6 @@
 """serve, chat and bench as a user starts them."""
 
+import ctypes
 import io
 import json
 import logging
@@ -23,9 +24,11 @@ from dflash_jax.bench.prompts import read_talks
 from dflash_jax.bench.runs import Asking, OverHttp
 from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.cli.bench import report
+from dflash_jax.command import INTERRUPTED
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.result import Piece
+from dflash_jax.engine.stream import Stream
 from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
 from dflash_jax.server.run import log_to_stderr, url_of
@@ -252,6 +255,71 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(
     assert err.count("[stopped]") == 1
     assert "cancelled" in err
     assert not random_tiny.active
+
+
+def test_ctrl_c_before_the_first_token_forgets_the_message_and_goes_on(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """As while a template is rendered, or programs are compiled."""
+    talks: list[list[dict[str, str]]] = []
+    right = Engine.chat_ids
+
+    def interrupted(self: Engine, talk: list[dict[str, str]], **variables: Any) -> list[int]:
+        talks.append(list(talk))
+        if len(talks) == 1:
+            raise KeyboardInterrupt
+        return right(self, talk, **variables)
+
+    monkeypatch.setattr(Engine, "chat_ids", interrupted)
+    code, out = converse(random_tiny, monkeypatch, run, "Hello\nHi\n", "-n", "4")
+    assert code == 0
+    assert out.startswith(" [stopped]\n")
+    assert talks[1] == [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize("when", ["while the first is acted upon", "at the prompt"])
+def test_a_second_ctrl_c_ends_the_chat(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run, when: str
+) -> None:
+    def pressed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    lines = iter(["Hello"])
+
+    def read(prompt: str = "") -> str:
+        line = next(lines, None)
+        return pressed() or "" if line is None else line
+
+    monkeypatch.setattr(Engine, "advance", pressed)
+    if when == "at the prompt":
+        monkeypatch.setattr("builtins.input", read)
+    else:
+        monkeypatch.setattr(Stream, "close", pressed)
+    monkeypatch.setattr(chat, "_load", lambda options: random_tiny)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nHello\n"))
+    code, out, err = run("chat", "-n", "8")
+    assert code == INTERRUPTED
+    assert err == "\ndflash-jax: interrupted\n"
+    assert out.count("[stopped]") == (when == "at the prompt")
+    monkeypatch.undo()
+    while random_tiny.busy:  # a stream that was dropped is ended by the next turn
+        random_tiny.advance()
+    assert not random_tiny.active
+
+
+def test_two_ctrl_c_that_come_as_one_end_the_chat(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """As both do while a step of a large model runs."""
+    again = getattr(ctypes.PyDLL(None), "raise")
+    monkeypatch.setattr(Engine, "advance", lambda self: list(map(again, [signal.SIGINT] * 2)))
+    code, out = converse(random_tiny, monkeypatch, run, "Hello\nHello\n")
+    assert code == INTERRUPTED
+    assert out.count("[stopped]") == 1
+    monkeypatch.setattr(Engine, "advance", lambda self: list(map(again, [signal.SIGINT])))
+    code, out = converse(random_tiny, monkeypatch, run, "Hello\nHello\n")
+    assert code == 0
+    assert out.count("[stopped]") == 2
 
 
 # -- bench -------------------------------------------------------------------------------------
