@@ -83,7 +83,7 @@ def _path(text: str) -> Path:
 
 
 def _model(text: str) -> Path:
-    """Return the path of a model: what is there under that name, else the shipped pair's."""
+    """Return a model's path: an existing one, else the folder of a shipped model of that name."""
     path = _path(text)
     if text in SHIPPED and not path.exists():
         return Path(str(importlib.resources.files("dflash_jax"))) / "data" / SHIPPED[text]

@@ -133,7 +133,7 @@ def _pairs(runs: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse what `plot` could not draw or write, before a measurement takes its time.
+    """Check that `plot` can draw this kind of picture; for use before a long measurement.
 
     Raises:
       RequestError: matplotlib is missing, or knows no such kind of picture.

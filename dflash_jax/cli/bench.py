@@ -20,7 +20,7 @@ from dflash_jax.cli.options import (
 from dflash_jax.cli.terminal import columns, table
 from dflash_jax.errors import RequestError
 
-# What the columns of the table are.
+# Columns of the table, explained below it.
 COLUMNS = {
     "at once": "requests at a time",
     "tok/s": "output tokens per second of all requests together",

@@ -48,7 +48,7 @@ def add_verb(verbs: Any) -> None:
     )
     verb.add_argument("--mask-id", type=int, help="the mask token, where none can be found")
     verb.add_argument(
-        "--from", dest="start", type=Path, help="a drafter to begin as; 'tiny' is the shipped one"
+        "--from", dest="start", type=Path, help="drafter to start from; 'tiny' is the shipped one"
     )
     verb.add_argument("--json", action="store_true", help="print one JSON object at the end")
 

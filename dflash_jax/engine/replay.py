@@ -76,7 +76,7 @@ def _is_list_of(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(type(each) is kind for each in value)
 
 
-# The fields of a line: whether a value will do, and what is expected where it will not.
+# The fields of a line: a test of the value, and what errors say was expected.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "id": (lambda value: type(value) in (str, int), "a text"),
     "kind": (lambda value: isinstance(value, str), "a text"),

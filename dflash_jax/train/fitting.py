@@ -24,7 +24,7 @@ Tell = Callable[[str], None]
 def usable(rows: Sequence[Rows], recipe: Recipe, tell: Tell) -> list[Rows]:
     """Rows in which a block can start; a bucket with less than a batch repeats its rows.
 
-    Tells how many rows are left out.
+    The number of rows left out is passed to `tell`.
 
     Raises:
       ConfigError: no row can teach anything.
@@ -39,7 +39,7 @@ def usable(rows: Sequence[Rows], recipe: Recipe, tell: Tell) -> list[Rows]:
         kept.append(Rows(part.tokens[good], part.wanted[good], part.real[good]))
     if 0 < used < total:
         tell(
-            f"using {used:,} of {total:,} rows: in the others no two neighbouring tokens, behind"
+            f"using {used:,} of {total:,} rows: in the others no two neighbouring tokens, after"
             " at least one other, are an assistant's"
         )
     if not used:

@@ -143,7 +143,7 @@ def stored_rows(
 ) -> list[Rows]:
     """The training rows, made on the first call: answers of the target, and text as given.
 
-    Lines that are not used are counted in `usage`, and told before the target answers for hours.
+    Lines that are not used are counted in `usage` and reported before the target answers for hours.
     """
     path, fill, longest = out / "rows.npz", 0, recipe.buckets[-1].length
     if not path.is_file():

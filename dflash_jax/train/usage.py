@@ -8,7 +8,7 @@ from dflash_jax.train.regenerate import Prompt
 
 
 class Usage:
-    """Counts the lines of the data that are left out, by reason; as text, one line about them."""
+    """Number of lines that a run is given and leaves out, by reason; `str` gives one line."""
 
     def __init__(self, lines: int):
         self.lines = lines
@@ -25,7 +25,7 @@ class Usage:
 
     def __str__(self) -> str:
         used = self.lines - sum(self.left_out.values())
-        reasons = "; ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
         return f"using {used:,} of {self.lines:,} lines" + f": {reasons}" * bool(reasons)
 
     def hold_out(self, count: int, measured: int) -> None:

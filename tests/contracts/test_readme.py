@@ -58,7 +58,7 @@ def standing_in(text: str) -> str:
 
 
 def printed(text: str) -> list[str]:
-    """Return what comments behind calls of `print` say it prints, after a last semicolon."""
+    """Return the output that comments after calls of `print` name, after their last semicolon."""
     comments = re.findall(r"^ *print\(.*\)  # (.*)$", text, re.MULTILINE)
     return [comment.split("; ")[-1] for comment in comments]
 
