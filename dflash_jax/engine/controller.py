@@ -107,7 +107,7 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
     if policy.max_tokens <= 0:
         plan.finish = Finish.LENGTH
     elif died:
-        plan.notes.append(speculation.DEAD)
+        plan.note(speculation.DEAD)
     for token in event.tokens:
         if plan.finish or _judge(plan, token, event.floor, tail, policy):
             break
@@ -125,6 +125,7 @@ class _Plan:
     force: Ids = ()
     finish: Finish | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
+    places: list[int] = dataclasses.field(default_factory=list)  # of the notes
 
     @property
     def ids(self) -> Ids:
@@ -137,17 +138,22 @@ class _Plan:
     def mark(self, **changes: Any) -> None:
         self.state = self.state._replace(**changes)
 
+    def note(self, event: str) -> None:
+        """Record a recovery event at the place of the next output token."""
+        self.notes.append(event)
+        self.places.append(self.length)
+
     def dictate(self, ids: Ids, note: str) -> None:
         """Puts ids in the place of the pending token and behind it."""
+        self.note(note)
         self.new += ids
         self.replace, self.force = ids[0], ids[1:]
-        self.notes.append(note)
 
     def end(self, finish: Finish) -> None:
         """Ends the output; a loop it ran into is why, unless it ended by itself."""
         self.finish = finish
         if finish is Finish.LENGTH and self.state.guard is not None:
-            self.notes.append(self.state.guard)
+            self.note(self.state.guard)
             self.mark(kind=self.state.guard)
 
 
@@ -176,12 +182,13 @@ def _judge(
             _begin_call(plan, policy)
             return True
         if verdict is not Verdict.REPLACE:
-            plan.notes += ["floor_waived"] if verdict is Verdict.WAIVE else []
+            if verdict is Verdict.WAIVE:
+                plan.note("floor_waived")
             plan.new.append(token)
             plan.end(Finish.STOP)
             return True
         token = plan.replace = floor_token
-        plan.notes.append("min_tokens" if _too_few(plan, policy) else "floor")
+        plan.note("min_tokens" if _too_few(plan, policy) else "floor")
     plan.new.append(token)
     if tail is not None:
         tail.append(token)
@@ -266,7 +273,7 @@ def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, E
     if finish and nothing and may_retry:
         return _retry(plan, fallback)
     if finish and state.retried:
-        plan.notes.append(speculation.CONFIRMED if nothing else speculation.RECOVERED)
+        plan.note(speculation.CONFIRMED if nothing else speculation.RECOVERED)
     hold = nothing and may_retry
     shown = plan.before - state.held
     if finish:
@@ -286,6 +293,7 @@ def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, E
         finish=finish,
         fallback=fallback,
         notes=tuple(plan.notes),
+        places=tuple(plan.places),
     )
     return after, effects
 
@@ -302,8 +310,9 @@ def _retry(plan: _Plan, fallback: str | None) -> tuple[State, Effects]:
         restored=state.restored,
         kind=state.kind,
     )
-    notes = (*plan.notes, speculation.RETRY)
-    return fresh, Effects(restart=again, fallback=fallback, notes=notes)
+    plan.note(speculation.RETRY)
+    notes, places = tuple(plan.notes), tuple(plan.places)
+    return fresh, Effects(restart=again, fallback=fallback, notes=notes, places=places)
 
 
 def _may_retry(state: State, policy: Policy) -> bool:

@@ -145,14 +145,16 @@ class Live:
         self._look()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1
-        if effects.notes or effects.restart:
-            self._count(effects)
         if effects.restart:
             now = time.perf_counter()
             self.stats.decode_s, self._started = now - self._first, now
             self._likely.clear()
         if effects.emit:
             self._emit(effects.emit)
+        if self._over:  # tokens after the stop string are not part of the answer
+            effects = effects._replace(notes=effects.notes_before(len(self.ids)))
+        if effects.notes or effects.restart:
+            self._count(effects)
         if self.done:
             return controller.Effects()
         if self.grammar is not None and (why := self.grammar.error):
@@ -163,7 +165,7 @@ class Live:
             self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
             self._end(controller.Finish.ERROR)
             return controller.Effects(notes=effects.notes)
-        if self._over:  # whatever else was decided after the stop string never was
+        if self._over:
             self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
             self._end(controller.Finish.STOP)
             return controller.Effects(notes=effects.notes)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 from dflash_jax.engine.recovery.settings import OFF, Recovery
-from dflash_jax.engine.recovery.speculation import UNTRIED, Lane
+from dflash_jax.engine.recovery.speculation import NOTES, UNTRIED, Lane
 from dflash_jax.engine.recovery.words import SILENT, Words
 
 Ids = tuple[int, ...]
@@ -193,6 +193,7 @@ class Effects(NamedTuple):
       finish: the request ended.
       fallback: why this round was, or later ones will be, plain.
       notes: recovery events, to be counted and logged.
+      places: output place of each event; the token there may be one that was not decided yet.
     """
 
     emit: Ids = ()
@@ -202,3 +203,9 @@ class Effects(NamedTuple):
     finish: Finish | None = None
     fallback: str | None = None
     notes: tuple[str, ...] = ()
+    places: tuple[int, ...] = ()
+
+    def notes_before(self, place: int) -> tuple[str, ...]:
+        """The events of an answer that ends before an output place, and those of drafting."""
+        pairs = zip(self.notes, self.places, strict=True)
+        return tuple(note for note, at in pairs if at < place or note in NOTES)

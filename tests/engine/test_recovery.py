@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 
 import dflash_jax as dj
 from dflash_jax.engine import arguments
@@ -19,6 +21,7 @@ from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import RequestError
 from dflash_jax.testing import set_script
+from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import SYNTAXES
 
 PROMPT = [5, 4, 3, 2, 1]
@@ -291,6 +294,32 @@ def test_recovery_is_counted_of_the_answer_that_is_given_alike_in_every_mode(
         assert found.token_ids == plain.token_ids
         assert found.stats.recovery == plain.stats.recovery
         assert found.stats.fallbacks["empty_retry"] == (size > 1)
+
+
+def test_nothing_is_counted_of_tokens_after_the_stop_string(
+    scripted: Engine, truth: list[int]
+) -> None:
+    """A block goes past the place where the text of the answer ends."""
+    vocab = {chr(256 + i): i for i in range(scripted.target.vocab_size)}
+    core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.decoder = decoders.Fuse()
+    made = Engine(
+        scripted.target,
+        scripted.drafter,
+        scripted.params,
+        scripted.plan,
+        tokenizer=Tokenizer(core, None, {}),
+    )
+    made.executables = scripted.executables
+    new = [i for i in range(1, 40) if truth[i] not in truth[:i]]
+    at = next(i for i in new if i % 4 and i + 1 in new)  # both in one block of four
+    set_script(made, [*PROMPT, *truth])
+    options: dict[str, Any] = {"max_tokens": 50, "min_tokens": 50, "stop": chr(256 + truth[at])}
+    options["stop_token_ids"] = [truth[at + 1]]
+    for speculative in (False, True):
+        found = made.generate(PROMPT, speculative=speculative, **options)
+        assert found.token_ids == truth[: at + 1]
+        assert found.stats.recovery == {}
 
 
 def test_held_back_tokens_keep_their_log_probabilities(
