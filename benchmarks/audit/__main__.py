@@ -107,7 +107,7 @@ class Audit:
             scenario = draw_scenario(options.seed, case, audited.limits)
         if options.write:
             options.write.write_text(scenario.to_json(), encoding="utf-8")
-        found, counts = run_case(audited, scenario, recovery=options.recovery_statistics)
+        found, counts = run_case(audited, scenario)
         self._counts += counts + collections.Counter(differences=len(found))
         for text in found:
             command = self._command(case)
@@ -208,12 +208,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--family", default="", choices=names, metavar="NAME", help=str(names))
     parser.add_argument("--target", default="", help="audit this model: a path or a hub id")
     parser.add_argument("--drafter", default="", help="its drafter")
-    parser.add_argument(
-        "--recovery-statistics",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compare them as well",
-    )
     parser.add_argument("--quick-compile", action="store_true", help="compile without optimising")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/audit.json"))
     options = parser.parse_args(arguments)

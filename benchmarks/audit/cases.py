@@ -48,13 +48,8 @@ class Course:
         return range(case, (case // self.cases + 1) * self.cases)
 
 
-def run_case(
-    audited: AuditedEngine, scenario: Scenario, *, recovery: bool = True
-) -> tuple[list[str], Counts]:
+def run_case(audited: AuditedEngine, scenario: Scenario) -> tuple[list[str], Counts]:
     """Run a scenario and compare its answers with plain decoding.
-
-    Args:
-      recovery: statistics of recovery have to be equal as well.
 
     Returns:
       What differs, in words, and what happened, by name.
@@ -67,7 +62,7 @@ def run_case(
         return [traceback.format_exc()], counts
     for outcome in outcomes:
         counts += _counted(outcome)
-    return list(map(str, differences(outcomes, recovery=recovery))), counts
+    return list(map(str, differences(outcomes))), counts
 
 
 def _counted(outcome: Outcome) -> Counts:

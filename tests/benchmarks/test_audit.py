@@ -36,6 +36,7 @@ HAPPENS = """
     failed by dispatch; failed by answer; failed by interrupt; recovery: rebuilt
     recovery: floor; recovery: repeat; recovery: tool_prefix; recovery: min_tokens
     recovery: thought_closed_by_force; fallback: draft_not_finite; fallback: below_break_even
+    fallback: empty_retry; fallback: empty_retry_confirmed_eos
     prefix hits; prefix evictions; prefix segments written, disk; prefix segments read, disk
     calls of copy_row; calls of forced; calls of replace; calls of speculative_shaped
     calls of speculative_sampled; calls of verify_masked; structured answers; sampled tokens
@@ -75,7 +76,6 @@ def test_random_interleavings_give_what_each_request_gives_alone() -> None:
             happened += counts
     assert happened["greedy tokens"] > 1500
     assert happened["accepted drafts"] > 300
-    assert happened["recovery: empty_retry"] + happened["fallback: empty_retry"] > 0
     names = [name.strip() for line in HAPPENS.split("\n") for name in line.split(";")]
     assert not [name for name in names if name and not happened[name]]
 
@@ -145,7 +145,7 @@ def first_difference(number: int) -> str | None:
     """What the short form finds first on one of its setups, with further seeds if it has to."""
     engine = audited(number)
     for seed, case in itertools.product(range(COURSE.seed, COURSE.seed + 4), cases_of(number)):
-        found, _ = run_case(engine, draw_scenario(seed, case, engine.limits), recovery=False)
+        found, _ = run_case(engine, draw_scenario(seed, case, engine.limits))
         if found:
             return found[0]
     return None
