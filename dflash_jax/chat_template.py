@@ -1,5 +1,6 @@
 """Chat templates: which a model's files have, their language, and turns as some of them want."""
 
+import collections
 import datetime
 import functools
 import json
@@ -8,12 +9,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
+from dflash_jax import interruption
+from dflash_jax.errors import InterruptedRequestError, RequestError
+
 Message = dict[str, Any]
+LARGEST = 10_000_000  # digits or items that one product or power may have
+TIME_LIMIT = 10.0  # seconds of one rendering; thousands of messages take less than one
 
 
 def templates_of(
@@ -59,9 +67,9 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
     The text stands with the first.
     """
     made: list[Message] = []
-    rest = list(messages)
+    rest = collections.deque(messages)
     while rest:
-        turn = rest.pop(0)
+        turn = rest.popleft()
         calls = calls_of(turn)
         if len(calls) < 2:
             made.append(turn)
@@ -71,13 +79,29 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
         for order in range(len(rest)):
             if rest[0].get("role") != "tool":
                 break
-            answer = rest.pop(0)
+            answer = rest.popleft()
             place = places.get(str(answer.get("tool_call_id")), min(order, len(calls) - 1))
             answers[place].append(answer)
         for place, call in enumerate(calls):
             head = turn if place == 0 else {"role": turn.get("role"), "content": None}
             made += [head | {"tool_calls": [call]}, *answers[place]]
     return made
+
+
+def rendered(template: str, variables: Mapping[str, Any]) -> str:
+    """Return the text that a template makes of the variables.
+
+    Raises:
+      RequestError: the template raised an error.
+      InterruptedRequestError: it ran for longer than TIME_LIMIT, or its caller gave up.
+    """
+    try:
+        with interruption.time_limit(TIME_LIMIT, "the chat template"):
+            return compiled(template).render(variables)
+    except InterruptedRequestError:
+        raise
+    except Exception as error:  # a template is anybody's program
+        raise RequestError(f"the chat template refused the messages: {error}") from error
 
 
 @functools.lru_cache(maxsize=32)
@@ -87,9 +111,58 @@ def compiled(template: str) -> jinja2.Template:
     return _environment().from_string(template, globals=names)
 
 
+class _Checking(jinja2.compiler.CodeGenerator):
+    """Compiles templates whose loops and macros check for an interruption at every turn.
+
+    The sandbox bounds one `range`, but nested ones multiply, and a thread cannot be killed.
+    """
+
+    def visit_For(self, node: jinja2.nodes.For, frame: jinja2.compiler.Frame) -> None:
+        node.body.insert(0, _check(node.lineno, self.environment))
+        super().visit_For(node, frame)
+
+    def macro_body(
+        self, node: jinja2.nodes.Macro | jinja2.nodes.CallBlock, frame: jinja2.compiler.Frame
+    ) -> tuple[jinja2.compiler.Frame, jinja2.compiler.MacroRef]:
+        node.body.insert(0, _check(node.lineno, self.environment))
+        return super().macro_body(node, frame)
+
+
+def _check(line: int, environment: jinja2.Environment) -> jinja2.nodes.Node:
+    """The statement that calls `interruption.check`."""
+    function = jinja2.nodes.EnvironmentAttribute("check_interruption")
+    call = jinja2.nodes.Call(function, [], [], None, None)
+    return jinja2.nodes.ExprStmt(call).set_lineno(line).set_environment(environment)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    code_generator_class = _Checking
+    check_interruption = staticmethod(interruption.check)
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        """The product or power, if it is small: a single operation cannot be interrupted."""
+        if (size := _size(operator, left, right)) > LARGEST:
+            raise jinja2.TemplateError(
+                f"{operator} would give {size} digits or items; at most {LARGEST} are allowed"
+            )
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(operator: str, left: Any, right: Any) -> int:
+    """Digits or items of a product or power, roughly; 0 for fractions."""
+    if isinstance(left, int) and isinstance(right, int):
+        product = operator == "*"
+        return left.bit_length() * (1 if product else abs(right)) + right.bit_length() * product
+    sized = [(a, b) for a, b in ((left, right), (right, left)) if isinstance(b, int)]
+    return max((len(a) * b for a, b in sized if isinstance(a, str | list | tuple)), default=0)
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The settings chat templates are written for (as in transformers)."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
 

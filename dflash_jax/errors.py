@@ -28,6 +28,14 @@ class RequestError(DFlashError):
     """A request that cannot be served: empty, too long, out of range."""
 
 
+class PromptTooLongError(RequestError):
+    """A prompt whose characters alone show that it cannot fit, found before it is encoded."""
+
+
+class InterruptedRequestError(DFlashError):
+    """Work on a request that reached its time limit, or that its caller gave up."""
+
+
 class QueueFullError(DFlashError):
     """The engine has as many waiting requests as its plan allows; try again later."""
 

@@ -11,7 +11,8 @@ from typing import Any
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from dflash_jax.chat_template import Message, calls_of, compiled, one_call_each, templates_of
+from dflash_jax import encoding
+from dflash_jax.chat_template import Message, calls_of, one_call_each, rendered, templates_of
 from dflash_jax.errors import CheckpointError, RequestError
 
 FILES = (
@@ -80,9 +81,20 @@ class Tokenizer:
         """Number of known ids; a model's table may be larger."""
         return self.core.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, *, specials: bool = True) -> list[int]:
-        """Ids of a text; `specials` adds the start token where the tokenizer asks for one."""
-        return self.core.encode(well_formed(text), add_special_tokens=specials).ids
+    def encode(
+        self, text: str, *, specials: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+          specials: add the start token where the tokenizer asks for one.
+          max_tokens: refuse, before encoding, a text that cannot become so few tokens. A text that
+            is not refused may still have more.
+
+        Raises:
+          PromptTooLongError: the text has too many characters for `max_tokens`.
+        """
+        return encoding.encode(self.core, well_formed(text), specials, max_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out but for those of `showing`."""
@@ -245,10 +257,7 @@ class Tokenizer:
         unsaid = {"add_generation_prompt": True, "tools": None, "documents": None}
         variables = unsaid | self.specials | variables
         template = (variables["tools"] and self.tool_template) or self.template
-        try:
-            return compiled(template).render(variables | {"messages": messages})
-        except Exception as error:  # a template is anybody's program
-            raise RequestError(f"the chat template refused the messages: {error}") from error
+        return rendered(template, variables | {"messages": messages})
 
 
 class TextStream:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import tokenizers
 from tokenizers import decoders
 
 from converters.models import companions
+from dflash_jax import chat_template, interruption
 from dflash_jax.atomic import copy_companions
-from dflash_jax.errors import CheckpointError, RequestError
+from dflash_jax.errors import CheckpointError, InterruptedRequestError, RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import SYNTAXES, syntax_of
@@ -256,3 +258,74 @@ def test_bytes_that_are_no_text_end_no_stream() -> None:
     odd = [words["h"], *(words[f"<0x{byte:02X}>"] for byte in "é".encode() + b"\xc3"), words["i"]]
     assert "".join(stream.push([token]) for token in odd) + stream.flush() == "hé\ufffdi"
     assert stream.push([words["h"]]) == "h"
+
+
+LONG = "{% for i in range(100000) %}"
+MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LONG + LONG + "{% endfor %}{% endfor %}",
+        LONG + "{{ loop.index }}" + LONG + "{% endfor %}{% endfor %}",
+        "{% for i in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 40 }}{% endfor %}",
+        MACRO,
+    ],
+)
+def test_a_template_that_does_not_end_is_stopped_by_name(
+    core: Path, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "TIME_LIMIT", 0.05)
+    with pytest.raises(InterruptedRequestError, match="chat template ran for more than"):
+        read(core, {"chat_template": template}).render(TALK)
+
+
+def test_a_template_ends_once_its_caller_gave_up(core: Path) -> None:
+    gone = threading.Event()
+    gone.set()
+    tokenizer = read(core, {"chat_template": "{% for m in messages %}{{ m }}{% endfor %}"})
+    with interruption.cancellable(gone), pytest.raises(InterruptedRequestError, match="cancelled"):
+        tokenizer.render(TALK)
+
+
+def test_an_interrupted_trial_of_a_template_is_tried_again(core: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content if m.content is string else 1 / 0 }}{% endfor %}"
+    )
+    tokenizer = read(core, {"chat_template": template})
+    parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]
+    gone = threading.Event()
+    gone.set()
+    with interruption.cancellable(gone), pytest.raises(InterruptedRequestError):
+        tokenizer.render(parts)
+    assert tokenizer.render(parts) == "a\nb"
+
+
+@pytest.mark.parametrize(
+    "expression", ["10 ** (10 ** 8)", "'a' * 10 ** 9", "(10 ** 9) * [0]", "9 ** (9 ** 9) * 2"]
+)
+def test_an_operation_that_cannot_be_interrupted_is_refused_where_it_is_large(
+    core: Path, expression: str
+) -> None:
+    with pytest.raises(RequestError, match="at most 10000000 are allowed"):
+        read(core, {"chat_template": "{{ (" + expression + ") | length }}"}).render(TALK)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("2 ** 10", "1024"), ("'ab' * 3", "ababab"), ("3 * 4", "12"), ("1.5 * 2", "3.0")],
+)
+def test_small_products_and_powers_are_computed(core: Path, expression: str, value: str) -> None:
+    assert read(core, {"chat_template": "{{ " + expression + " }}"}).render(TALK) == value
+
+
+LOOPS = """{%- for m in messages if m.role != 'x' recursive -%}
+{{ loop.index }}{{ m.content }}{% if loop.last %}!{% else %}{% continue %}{% endif %}
+{%- else -%}none{%- endfor -%}
+{%- macro f(a, b=2) -%}{{ a }}{{ b }}{{ caller() if caller else '' }}{%- endmacro -%}
+{{ f(1) }}{% call f(3) %}c{% endcall %}"""
+
+
+def test_checks_for_an_interruption_change_no_text(core: Path) -> None:
+    assert read(core, {"chat_template": LOOPS}).render(TALK * 2) == "1Hi2Hi!1232c"
