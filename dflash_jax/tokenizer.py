@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 from dflash_jax import encoding
 from dflash_jax.chat_template import Message, calls_of, one_call_each, rendered, templates_of
+from dflash_jax.config.fields import has_file
 from dflash_jax.errors import CheckpointError, RequestError
 
 FILES = (
@@ -44,9 +45,13 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
-        """The tokenizer of a model directory, or None if it ships none."""
+        """The tokenizer of a model directory, or None if it ships none.
+
+        Raises:
+          CheckpointError: a file cannot be read, or is none, such as a folder or a broken link.
+        """
         more = directory.glob(f"{MORE_TEMPLATES}/*.jinja")
-        paths = filter(Path.is_file, (*(directory / name for name in FILES), *more))
+        paths = filter(has_file, (*(directory / name for name in FILES), *more))
         found = {path.relative_to(directory).as_posix(): path for path in paths}
         return cls.from_files(found, where=str(directory))
 

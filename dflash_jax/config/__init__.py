@@ -26,7 +26,7 @@ from dflash_jax.config.base import (
     window_kinds,
 )
 from dflash_jax.config.dflash import DrafterConfig, DrafterFields
-from dflash_jax.config.fields import Fields, read_json
+from dflash_jax.config.fields import Fields, has_file, read_json
 from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
 
@@ -200,7 +200,7 @@ def read_target_config(directory: Path) -> TargetConfig:
     fields.pop("quantization_config", None)  # how weights are stored: read by who loads them
     config = target_config(fields, str(directory / "config.json"))
     generation = directory / "generation_config.json"
-    extra = id_tuple(read_json(generation).get("eos_token_id")) if generation.is_file() else ()
+    extra = id_tuple(read_json(generation).get("eos_token_id")) if has_file(generation) else ()
     ids = tuple(dict.fromkeys(config.eos_token_ids + extra))
     return dataclasses.replace(config, eos_token_ids=ids)
 

@@ -1,6 +1,7 @@
 """Reading JSON objects so that nothing in them is ignored silently."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,26 @@ class Fields:
             )
 
 
+def has_file(path: Path) -> bool:
+    """Return whether a file stands at the path, which may be a link to one.
+
+    Raises:
+      CheckpointError: something else stands there, such as a folder, a pipe or a broken link.
+    """
+    if path.is_file() or not os.path.lexists(path):
+        return path.is_file()
+    if path.is_dir():
+        kind = "a folder"
+    else:
+        kind = "a link to no file" if path.is_symlink() else "neither a file nor a folder"
+    raise CheckpointError(
+        f"{path} is {kind}; expected a file; fetch the model's files again, or remove it"
+    )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; CheckpointError if absent, ConfigError if it is no object."""
-    if not path.is_file():
+    if not has_file(path):
         raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,76 @@
+"""Files of a model that are no files: refused by name, never left out silently."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dflash_jax.config import read_target_config
+from dflash_jax.errors import CheckpointError
+from dflash_jax.loading import locate
+from dflash_jax.tokenizer import FILES, MORE_TEMPLATES, Tokenizer
+
+
+def pipe(path: Path) -> None:
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("this system has no pipes in folders")
+    os.mkfifo(path)
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def broken(path: Path) -> None:
+    path.symlink_to("missing")
+
+
+KINDS: list[tuple[Callable[[Path], None], str]] = [
+    (pipe, "neither a file nor a folder"),
+    (loop, "a link to no file"),
+    (broken, "a link to no file"),
+    (Path.mkdir, "a folder"),
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    for file in locate("tiny", "target").glob("*.json*"):
+        shutil.copy(file, tmp_path)
+    assert read_target_config(tmp_path)
+    assert Tokenizer.from_directory(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("make", "told"), KINDS)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_config_that_is_no_file_is_refused_by_name(
+    model: Path, name: str, make: Callable[[Path], None], told: str
+) -> None:
+    (model / name).unlink(missing_ok=True)
+    make(model / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is {told}; expected a file"):
+        read_target_config(model)
+
+
+@pytest.mark.parametrize(("make", "told"), KINDS)
+@pytest.mark.parametrize("name", [*FILES, f"{MORE_TEMPLATES}/default.jinja"])
+def test_a_tokenizer_file_that_is_no_file_is_refused_by_name(
+    model: Path, name: str, make: Callable[[Path], None], told: str
+) -> None:
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).unlink(missing_ok=True)
+    make(model / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is {told}; expected a file"):
+        Tokenizer.from_directory(model)
+
+
+def test_a_link_to_a_file_is_that_file_and_an_absent_one_is_left_out(model: Path) -> None:
+    (model / "config.json").rename(model / "blob")
+    (model / "config.json").symlink_to("blob")
+    (model / "generation_config.json").unlink(missing_ok=True)
+    (model / "tokenizer_config.json").unlink(missing_ok=True)
+    assert read_target_config(model)
+    assert Tokenizer.from_directory(model)
