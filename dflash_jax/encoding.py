@@ -54,12 +54,8 @@ class TokenBound:
         return sum(sum(map(len, part.split())) for part in slices)
 
 
-def encode(
-    core: tokenizers.Tokenizer, text: str, specials: bool, max_tokens: int | None
-) -> list[int]:
+def encode(core: tokenizers.Tokenizer, text: str, specials: bool) -> list[int]:
     """Return the ids of a well-formed text; see `Tokenizer.encode`."""
-    if max_tokens is not None:
-        check_characters(core, text, max_tokens)
     if len(text) < LONG_TEXT:
         return core.encode(text, add_special_tokens=specials).ids
     ids: list[int] = []

@@ -86,20 +86,16 @@ class Tokenizer:
         """Number of known ids; a model's table may be larger."""
         return self.core.get_vocab_size(with_added_tokens=True)
 
-    def encode(
-        self, text: str, *, specials: bool = True, max_tokens: int | None = None
-    ) -> list[int]:
-        """Return the ids of a text.
+    def encode(self, text: str, *, specials: bool = True) -> list[int]:
+        """Ids of a text; `specials` adds the start token where the tokenizer asks for one."""
+        return encoding.encode(self.core, well_formed(text), specials)
 
-        Args:
-          specials: add the start token where the tokenizer asks for one.
-          max_tokens: refuse, before encoding, a text that cannot become so few tokens. A text that
-            is not refused may still have more.
+    def check_fits(self, text: str, max_tokens: int) -> None:
+        """Raise PromptTooLongError if the text's characters alone show that it has more tokens.
 
-        Raises:
-          PromptTooLongError: the text has too many characters for `max_tokens`.
+        This takes no encoding. A text that passes may still have more tokens than `max_tokens`.
         """
-        return encoding.encode(self.core, well_formed(text), specials, max_tokens)
+        encoding.check_characters(self.core, well_formed(text), max_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out but for those of `showing`."""

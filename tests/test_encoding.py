@@ -171,7 +171,8 @@ def test_tokenizers_that_may_drop_text_have_no_bound_and_refuse_nothing(
 ) -> None:
     core = make()
     assert token_bound(core) is None
-    assert len(encode(core, "x" * 30_000, False, 30_000)) <= 30_000
+    Tokenizer(core, None, {}).check_fits("x" * 30_000, 1)
+    assert len(encode(core, "x" * 30_000, False)) <= 30_000
 
 
 class Recorded:
@@ -202,17 +203,17 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
     core = recorded(byte_level())
     tokenizer = Tokenizer(core, None, {})
     with pytest.raises(RequestError, match="prompt is too long: 1667 tokens > 100 maximum") as told:
-        tokenizer.encode("b" * 10_000, max_tokens=100)
+        tokenizer.check_fits("b" * 10_000, 100)
     assert isinstance(told.value, PromptTooLongError)
     assert "10000 characters" in str(told.value)
     assert core.calls == []
-    assert len(tokenizer.encode("a" * 400, max_tokens=100)) == 100
-    assert core.calls == [("encode", 400)]
+    tokenizer.check_fits("a" * 400, 100)
+    assert len(tokenizer.encode("a" * 400)) == 100
 
 
 def test_a_long_text_is_encoded_by_the_call_that_releases_the_interpreter_lock() -> None:
     core, text = recorded(byte_level()), "aab " * 10_000
-    assert encode(core, text, True, None) == core.core.encode(text).ids
+    assert encode(core, text, True) == core.core.encode(text).ids
     assert core.calls == [("encode_batch_fast", len(text))]
 
 
@@ -261,9 +262,9 @@ def test_a_start_token_stands_once_in_front_of_a_long_text() -> None:
     start = core.token_to_id("<s>")
     core.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", start)])
     text = ("<x>" + "a" * 3000) * 10
-    assert encode(core, text, True, None) == core.encode(text).ids
-    assert encode(core, text, True, None).count(start) == 1
-    assert encode(core, text, False, None) == core.encode(text, add_special_tokens=False).ids
+    assert encode(core, text, True) == core.encode(text).ids
+    assert encode(core, text, True).count(start) == 1
+    assert encode(core, text, False) == core.encode(text, add_special_tokens=False).ids
 
 
 def test_encoding_ends_between_two_pieces_once_its_caller_gave_up() -> None:
@@ -271,5 +272,5 @@ def test_encoding_ends_between_two_pieces_once_its_caller_gave_up() -> None:
     core = recorded(Tokenizer.from_directory(locate("tiny", "target")).core, then=gone.set)
     text = ("<|im_start|>" + "a" * encoding.LONG_TEXT) * 3
     with interruption.cancellable(gone), pytest.raises(InterruptedRequestError, match="cancelled"):
-        encode(core, text, False, None)
+        encode(core, text, False)
     assert len(core.calls) == 1

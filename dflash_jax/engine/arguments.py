@@ -65,6 +65,7 @@ def request_of(
     target: TargetConfig,
     tokenizer: Tokenizer | None,
     *,
+    max_length: int | None = None,
     max_tokens: int = 256,
     min_tokens: int = 0,
     temperature: float = 0.0,
@@ -91,11 +92,12 @@ def request_of(
     """The request that arguments of `Engine.stream` describe; raises RequestError.
 
     Args:
+      max_length: tokens the plan holds: a text that has certainly more is refused unencoded.
       min_tokens: end tokens that come before so many tokens become the next best ones.
       block_size: most tokens a round of this request may decide, the plan's at most; changes
         speed, never a token of a greedy request.
     """
-    ids, eos = token_ids(prompt, tokenizer, target.vocab_size), target.eos_token_ids
+    ids, eos = token_ids(prompt, tokenizer, target.vocab_size, max_length), target.eos_token_ids
     ends = _items("stop_token_ids", stop_token_ids, "token ids, integers from 0")
     check(all(map(is_id, ends)), "stop_token_ids", list(ends), "token ids, integers from 0")
     texts = _items("stop", (stop,) if isinstance(stop, str) else stop, "a text or several")
@@ -155,7 +157,9 @@ def _with_minimum(
     return dataclasses.replace(recovery, min_tokens=tokens)
 
 
-def token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+def token_ids(
+    prompt: Any, tokenizer: Tokenizer | None, vocab_size: int, max_length: int | None = None
+) -> tuple[int, ...]:
     """Ids of a prompt given as text or as ids; refuses what the model has no row for."""
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -163,6 +167,8 @@ def token_ids(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int) -> tupl
                 "the prompt is text, but this model ships no tokenizer.json; give token ids, or"
                 " load it with the tokenizer= of another folder"
             )
+        if max_length is not None:
+            tokenizer.check_fits(prompt, max_length)
         prompt = tokenizer.encode(prompt)
     try:
         items: Any = None if isinstance(prompt, bytes) else prompt  # bytes are no ids

@@ -285,7 +285,9 @@ class Engine:
         if type(n) is not int or n < 1:
             raise RequestError(f"n is {n!r}; expected an integer of at least 1")
         options["speculative"] = options.get("speculative", True) and self.drafter is not None
-        first = request_of(prompt, self.target, self.tokenizer, **options)
+        first = request_of(
+            prompt, self.target, self.tokenizer, max_length=self.plan.max_length, **options
+        )
         check_fits(first, self.plan, self.target)
         seeds = [(first.seed + i) % 2**32 for i in range(n)]
         return [dataclasses.replace(first, seed=seed) for seed in seeds]

@@ -6,7 +6,7 @@ from typing import Any
 
 from dflash_jax.server import figures
 from dflash_jax.server.blocks import is_begun, messages_of
-from dflash_jax.server.conversation import conversation, offered
+from dflash_jax.server.conversation import check_tools, conversation, offered
 from dflash_jax.server.fields import Common, common, texts
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import Ask, Problem, decode, new_id
@@ -55,6 +55,7 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
         form, where = found.output_format, "output_format"
     asked = common(found, unknown, form, where)
     warnings = list(asked["warnings"])
+    check_tools(found.tools)
     given = []
     places = []
     for at, tool in enumerate(found.tools or []):

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
+from dflash_jax.server.background import read_body
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
 from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
 from dflash_jax.server.gate import Gate, Handler, Settings
@@ -121,8 +122,7 @@ class Server:
         self, read: Callable[[bytes], Ask], body: bytes
     ) -> tuple[Model, Ask, list[Prompt]]:
         """What a body asks for, and of which model."""
-        large = len(body) > 100_000
-        ask = await asyncio.to_thread(read, body) if large else read(body)
+        ask = await read_body(read, body)
         if self._settings.metrics:
             ask = dataclasses.replace(ask, metrics=True, timings=True)
         model = self.models.named(ask.model)

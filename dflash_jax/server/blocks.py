@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.server.conversation import text_of, texts_of
+from dflash_jax.server.conversation import check_messages, text_of, texts_of
 from dflash_jax.server.protocol import Message, Problem
 from dflash_jax.server.thinking import thought_of
 
@@ -27,6 +27,7 @@ def is_begun(messages: list[dict[str, Any]]) -> bool:
 
 def messages_of(system: System, messages: Sequence[dict[str, Any]]) -> list[Message]:
     """The conversation in the chat completions shape."""
+    check_messages(messages)
     made: list[Message] = []
     if kept := _without_billing(system):
         made.append({"role": "system", "content": texts_of(kept, "system")})
@@ -64,6 +65,7 @@ def _unbilled(text: str) -> str:
 def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
     """Tool results, then the message with everything else."""
     results: list[Message] = []
+    thoughts: list[str] = []
     rest: Message = {"role": role, "content": []}
     for at, block in enumerate(blocks):
         place = f"{where}[{at}]"
@@ -81,12 +83,13 @@ def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
                 call = {"id": block.get("id"), "type": "function", "function": function}
                 rest.setdefault("tool_calls", []).append(call)
             case "thinking":
-                before = rest.get("reasoning_content")
-                rest["reasoning_content"] = thought_of(before, str(block.get("thinking") or ""))
+                thoughts.append(str(block.get("thinking") or ""))
             case "redacted_thinking":
                 pass
             case _:
                 rest["content"].append(text_of([block], place))
+    if thoughts:
+        rest["reasoning_content"] = thought_of(*thoughts)
     if not rest["content"] and len(rest) == 2:
         return results
     return [*results, rest]

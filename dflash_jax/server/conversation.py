@@ -11,6 +11,7 @@ from dflash_jax.errors import RequestError
 from dflash_jax.server.protocol import Message, Problem
 from dflash_jax.tools.declared import Choice, Tool, choice_of, tools_of
 
+MOST_MESSAGES = 8192  # templates take time for each, however short
 MOST_TOOLS = 1024
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # recovery begins no call of more than 64 characters
 TEXT_MEDIA = re.compile(r"text/[\w.+-]+|application/(json|xml|yaml|x-yaml|toml)")
@@ -26,8 +27,7 @@ def offered(
       places: where the functions stand in the request, if not in `tools[0].function` and so on.
     """
     given = tools or []
-    if len(given) > MOST_TOOLS:
-        raise Problem(400, f"{len(given)} tools were given; at most {MOST_TOOLS}", param="tools")
+    check_tools(given)
     for at, tool in enumerate(given):
         where = places[at] if places else f"tools[{at}].function"
         inner = tool.get("function")
@@ -62,6 +62,23 @@ def offered(
     return given, declared, chosen
 
 
+def check_tools(given: Sequence[Any] | None) -> None:
+    """Raise Problem if a request declares too many tools."""
+    if given is not None and len(given) > MOST_TOOLS:
+        raise Problem(400, f"{len(given)} tools were given; at most {MOST_TOOLS}", param="tools")
+
+
+def check_messages(given: Sequence[Any], param: str = "messages") -> None:
+    """Raise Problem if a conversation has too many messages, or items that become messages."""
+    if len(given) > MOST_MESSAGES:
+        raise Problem(
+            400,
+            f"{param} has {len(given)} entries; at most {MOST_MESSAGES} are accepted: merge"
+            " neighbouring ones, or leave out or summarise the oldest",
+            param=param,
+        )
+
+
 def _allowed(choice: Mapping[str, Any], declared: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], str]:
     """The tools that `allowed_tools` leaves to the model, all of which it is shown; its mode."""
     body = choice.get("allowed_tools", choice)
@@ -84,7 +101,9 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """
     if not messages:
         raise Problem(400, "messages is empty; give at least one", param="messages")
+    check_messages(messages)
     made: list[Message] = []
+    system: list[Any] = []  # contents of neighbouring system messages, the last in `made`
     for at, given in enumerate(messages):
         where = f"messages[{at}]"
         message = _modern(given)
@@ -109,10 +128,13 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             message["content"] = ""
         elif message["content"] is None:
             raise Problem(400, f"a {role} message needs content", param=f"{where}.content")
-        if role == "system" and made and made[-1]["role"] == "system":
-            made[-1] |= {"content": _behind(made[-1]["content"], message["content"])}
-        else:
-            made.append(message)
+        if role == "system" and system:
+            system.append(message["content"])
+            continue
+        _join_system(made, system)
+        made.append(message)
+        system = [message["content"]] if role == "system" else []
+    _join_system(made, system)
     return made
 
 
@@ -128,10 +150,16 @@ def _modern(given: Mapping[str, Any]) -> Message:
     return message
 
 
-def _behind(first: Any, second: Any) -> str | list[str]:
-    """Two contents as one, a blank line between them."""
-    before, after = ([c] if isinstance(c, str) else c for c in (first, second))
-    return _one([*before[:-1], f"{before[-1]}\n\n{after[0]}", *after[1:]])
+def _join_system(made: list[Message], contents: Sequence[Any]) -> None:
+    """Give the last message these contents as one, a blank line between them."""
+    if len(contents) < 2:
+        return
+    texts: list[list[str]] = [[]]  # of which each becomes one
+    for content in contents:
+        first, *rest = [content] if isinstance(content, str) else content
+        texts[-1].append(first)
+        texts += [[text] for text in rest]
+    made[-1]["content"] = _one(["\n\n".join(text) for text in texts])
 
 
 def _one(texts: list[str]) -> str | list[str]:

@@ -99,6 +99,7 @@ PASSED = (
     "ignore_eos",
     "min_tokens",
 )
+MOST_STOP_IDS = 1024
 ALIASES = {"repetition_penalty": ("repeat_penalty", "rep_pen")}
 NEUTRAL = {
     "min_p": (0,),
@@ -124,6 +125,11 @@ def common(
         value = first(found, name, *ALIASES.get(name, ()))
         if value is not None and value not in NEUTRAL.get(name, ()):
             options[name] = value
+    if len(found.stop_token_ids or ()) > MOST_STOP_IDS:
+        raise Problem(
+            400, f"{len(found.stop_token_ids or ())} stop_token_ids; at most {MOST_STOP_IDS}",
+            param="stop_token_ids",
+        )  # fmt: skip
     if found.seed not in (None, -1):  # -1 is no seed to vLLM and llama.cpp
         options["seed"] = found.seed % 2**32
     if found.logit_bias:

@@ -1,6 +1,7 @@
 """Runs what an `Ask` wants on a model, and hands out events as they come."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import time
@@ -12,17 +13,23 @@ from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.cancellation import Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.server.background import LONG_PROMPT, in_thread
 from dflash_jax.server.conversation import past_calls
 from dflash_jax.server.fields import PASSED
 from dflash_jax.server.models import Model
-from dflash_jax.server.prompt import Prompt, chat_prompt, check_length
+from dflash_jax.server.prompt import (
+    Prompt,
+    chat_prompt,
+    check_length,
+    message_size,
+    text_prompts,
+)
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.worker import Job
 from dflash_jax.tools.events import Event
 from dflash_jax.tools.grammar import behind_thought, call_grammar
 
-SLOW_PROMPT = 20_000  # characters from which a prompt is made outside the event loop
 COMPLETION = 16  # tokens of completions that name no max_tokens, as OpenAI has it
 MOST_GRAMMAR = 2**18  # characters: larger grammars take seconds, in which nothing else is served
 
@@ -194,7 +201,9 @@ class Generation:
                 if end is not None:
                     left -= 1
                     events += reply.finish(end)
-                    self._remember(reply)
+                    if reply.calls and reply.finish_reason == "tool_calls":
+                        with contextlib.suppress(Problem):  # the answer is complete without it
+                            await in_thread(self._remember, reply)
                 yield reply, events
         finally:
             if self._timer:
@@ -207,8 +216,6 @@ class Generation:
 
     def _remember(self, reply: Reply) -> None:
         """Keeps a tool turn's ids for the next prompt of the conversation."""
-        if not reply.calls or reply.finish_reason != "tool_calls":
-            return
         stop = set(self.model.engine.target.eos_token_ids)
         ids = list(reply.ids)
         while ids and ids[-1] in stop:
@@ -229,25 +236,21 @@ def queue_full() -> Problem:
 
 
 async def prepare(model: Model, ask: Ask) -> list[Prompt]:
-    """The prompts of a request; long ones are made in a thread."""
+    """The prompts of a request, made in a thread: templates and encoding may take seconds.
+
+    Raises:
+      Problem: a prompt cannot be made, or certainly does not fit the plan.
+    """
     engine = model.engine
-    tokenizer = engine.tokenizer
-    if ask.messages is not None:
-        thought = model.syntax.thought if model.syntax else None
-        contents = (m["content"] or "" for m in ask.messages)
-        sizes = (len(c) if isinstance(c, str) else sum(map(len, c)) for c in contents)
-        size = sum(sizes) + 200 * len(ask.tools)
-        make = functools.partial(chat_prompt, ask, tokenizer, model.turns, thought)
-        return [await asyncio.to_thread(make) if size > SLOW_PROMPT else make()]
-    prompts = []
-    for given in ask.prompts:
-        if isinstance(given, str):
-            if tokenizer is None:
-                raise Problem(400, "this model ships no tokenizer; give token ids", param="prompt")
-            encode = functools.partial(tokenizer.encode, given)
-            given = await asyncio.to_thread(encode) if len(given) > SLOW_PROMPT else encode()
-        prompts.append(Prompt(list(given)))
-    return prompts
+    tokenizer, most = engine.tokenizer, engine.plan.max_length
+    if ask.messages is None:
+        size = sum(len(given) for given in ask.prompts if isinstance(given, str))
+        make = functools.partial(text_prompts, ask, tokenizer, most)
+        return await in_thread(make, long=size > LONG_PROMPT)
+    thought = model.syntax.thought if model.syntax else None
+    size = sum(map(message_size, ask.messages)) + 200 * len(ask.tools)
+    make = functools.partial(chat_prompt, ask, tokenizer, model.turns, thought, most)
+    return [await in_thread(make, long=size > LONG_PROMPT)]
 
 
 NAMED = {*PASSED, "logit_bias", "stop"}  # options that requests call what the engine does

@@ -1,7 +1,7 @@
 """The small routes: tokens of texts, models, health, figures."""
 
-import asyncio
 import datetime
+import functools
 import json
 from typing import Any
 
@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_jax.server.anthropic import decode_messages
+from dflash_jax.server.background import in_thread, read_body
 from dflash_jax.server.conversation import conversation, offered
 from dflash_jax.server.fields import PASSED
 from dflash_jax.server.gate import Gate, Handler, Settings
@@ -90,57 +91,43 @@ class Information:
         }
 
     async def _count_tokens(self, request: Request) -> Response:
-        ask = decode_messages(await self._gate.body(request), counting=True)
+        read = functools.partial(decode_messages, counting=True)
+        ask = await read_body(read, await self._gate.body(request))
         [prompt] = await prepare(self._models.named(ask.model), ask)
         return json_answer({"input_tokens": len(prompt.ids)})
 
     async def _tokenize(self, request: Request) -> Response:
-        found, unknown = decode(await self._gate.body(request), TokenizeRequest)
+        read = functools.partial(decode, kind=TokenizeRequest)
+        found, unknown = await read_body(read, await self._gate.body(request))
         warnings = ignored(unknown)
         model = self._models.named(found.model)
         tokenizer = model.engine.tokenizer
         if tokenizer is None:
             raise Problem(400, "this model ships no tokenizer")
+        most = model.engine.plan.max_length
         if found.messages is not None:
-            tools, declared, choice = offered(found.tools, None)
-            template = dict(found.chat_template_kwargs or {})
-            if found.add_generation_prompt is not None:
-                template["add_generation_prompt"] = found.add_generation_prompt
-            ask = Ask(
-                api="chat",
-                model=None,
-                messages=conversation(found.messages),
-                tools=tools,
-                declared=declared,
-                choice=choice,
-                template=template,
-                continue_final=bool(found.continue_final_message),
-            )
+            ask = await in_thread(_asked, found, long=True)
             ids = (await prepare(model, ask))[0].ids
         else:
-            text = found.content if found.content is not None else found.prompt
-            if text is None:
-                raise Problem(400, "give content, prompt or messages", param="content")
-            asked = [s for s in (found.add_special, found.add_special_tokens) if s is not None]
-            specials = asked[0] if asked else found.content is None
-            ids = await asyncio.to_thread(tokenizer.encode, text, specials=specials)
-        most = model.engine.plan.max_length
-        answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": most}
-        if found.with_pieces:
-            answer["tokens"] = [{"id": i, "piece": _piece(tokenizer, i)} for i in ids]
-        if found.return_token_strs:
-            answer["token_strs"] = [tokenizer.core.id_to_token(i) for i in ids]
-        return json_answer(answer | ({"warnings": list(warnings)} if warnings else {}))
+            ids = await in_thread(_ids, found, tokenizer, most, long=True)
+        more = {"warnings": list(warnings)} if warnings else {}
+        return await in_thread(_tokens_answer, found, tokenizer, ids, most, more, long=True)
 
     async def _detokenize(self, request: Request) -> Response:
-        found, _ = decode(await self._gate.body(request), DetokenizeRequest)
+        read = functools.partial(decode, kind=DetokenizeRequest)
+        found, _ = await read_body(read, await self._gate.body(request))
         engine = self._models.named(found.model).engine
         if engine.tokenizer is None:
             raise Problem(400, "this model ships no tokenizer")
-        known = engine.target.vocab_size
+        known, most = engine.target.vocab_size, engine.plan.max_length
+        if len(found.tokens) > most:
+            raise Problem(
+                400, f"{len(found.tokens)} tokens were given; at most {most}, the model's maximum"
+                " context length: send them in parts", param="tokens",
+            )  # fmt: skip
         if outside := [i for i in found.tokens if not 0 <= i < known]:
             raise Problem(400, f"tokens {outside[:5]} are not from 0 to {known - 1}")
-        text = engine.tokenizer.raw(found.tokens)
+        text = await in_thread(engine.tokenizer.raw, found.tokens, long=True)
         return json_answer({"content": text, "prompt": text})
 
     async def _list_models(self, request: Request) -> Response:
@@ -189,6 +176,56 @@ class Information:
             "parameters": self._parameters,
         }
         return json_answer(found | _default_model(self._models[0]))
+
+
+def _asked(found: TokenizeRequest) -> Ask:
+    """The conversation whose tokens are asked for."""
+    tools, declared, choice = offered(found.tools, None)
+    template = dict(found.chat_template_kwargs or {})
+    if found.add_generation_prompt is not None:
+        template["add_generation_prompt"] = found.add_generation_prompt
+    return Ask(
+        api="chat",
+        model=None,
+        messages=conversation(found.messages or ()),
+        tools=tools,
+        declared=declared,
+        choice=choice,
+        template=template,
+        continue_final=bool(found.continue_final_message),
+    )
+
+
+def _ids(found: TokenizeRequest, tokenizer: Tokenizer, max_length: int) -> list[int]:
+    """The tokens of a text; refused if they are certainly more than the model holds."""
+    text = found.content if found.content is not None else found.prompt
+    if text is None:
+        raise Problem(400, "give content, prompt or messages", param="content")
+    asked = [s for s in (found.add_special, found.add_special_tokens) if s is not None]
+    tokenizer.check_fits(text, max_length)
+    return tokenizer.encode(text, specials=asked[0] if asked else found.content is None)
+
+
+def _tokens_answer(
+    found: TokenizeRequest,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    max_length: int,
+    more: dict[str, Any],
+) -> Response:
+    """The answer of /tokenize."""
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_length}
+    if (found.with_pieces or found.return_token_strs) and len(ids) > max_length:
+        raise Problem(
+            400, f"the text has {len(ids)} tokens; pieces are given of at most {max_length}, the"
+            " model's maximum context length: leave out with_pieces and return_token_strs",
+            param="with_pieces" if found.with_pieces else "return_token_strs",
+        )  # fmt: skip
+    if found.with_pieces:
+        answer["tokens"] = [{"id": i, "piece": _piece(tokenizer, i)} for i in ids]
+    if found.return_token_strs:
+        answer["token_strs"] = [tokenizer.core.id_to_token(i) for i in ids]
+    return json_answer(answer | more)
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:

@@ -2,16 +2,17 @@
 
 from typing import Any
 
-from dflash_jax.server.conversation import text_of, texts_of
+from dflash_jax.server.conversation import check_messages, text_of, texts_of
 from dflash_jax.server.protocol import Message, Problem
 from dflash_jax.server.thinking import thought_of
 
 
 def messages_of(instructions: str | None, items: list[dict[str, Any]]) -> list[Message]:
     """The conversation in the chat completions shape; neighbouring calls are one turn."""
+    check_messages(items, "input")
     system: list[str] = [instructions] if instructions else []
     made: list[Message] = []
-    thought = ""
+    thoughts: list[str] = []
     for at, item in enumerate(items):
         kind, where = item.get("type", "message"), f"input[{at}]"
         if kind == "function_call":
@@ -30,20 +31,25 @@ def messages_of(instructions: str | None, items: list[dict[str, Any]]) -> list[M
             parts = item.get("content") or item.get("summary")
             parts = parts if isinstance(parts, list) else []
             text = "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))
-            thought = thought_of(thought, text)
+            thoughts.append(text)
             continue
         elif kind == "message":
             message = _message_of(item, where)
             if message["role"] == "assistant" and made and made[-1].get("tool_calls"):
                 # What is said behind a call is of the same turn.
-                made[-1]["content"] = (made[-1]["content"] or "") + message["content"]
+                if not isinstance(made[-1]["content"], list):
+                    made[-1]["content"] = [made[-1]["content"] or ""]
+                made[-1]["content"].append(message["content"])
             else:
                 made.append(message)
         else:
             raise Problem(400, f"an item of type {kind!r} is not supported", param=where)
-        if thought and made[-1]["role"] == "assistant":
-            made[-1]["reasoning_content"] = thought_of(made[-1].get("reasoning_content"), thought)
-        thought = ""
+        if any(thoughts) and made[-1]["role"] == "assistant":
+            made[-1].setdefault("reasoning_content", []).extend(thoughts)
+        thoughts = []
+    for message in made:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = thought_of(*message["reasoning_content"])
     # One system message leads: many templates accept no other place.
     leading = [{"role": "system", "content": text} for text in system]
     leading += [m for m in made if m["role"] == "system"]

@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import functools
 import secrets
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,16 +39,19 @@ class ToolTurns:
         self._most_ids, self._most_turns = most_ids, most_turns
         self._turns: collections.OrderedDict[tuple[str, ...], _Turn] = collections.OrderedDict()
         self._size = 0
+        self._lock = threading.Lock()  # prompts are made in several threads
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def remember(self, message: Message, ids: Sequence[int]) -> None:
         """Keeps what the model wrote in a turn that clients will repeat as this message."""
-        self._turns[_call_ids(message)] = _Turn(tuple(ids), _said(message))
-        self._size += len(ids)
-        while self._size > self._most_ids or len(self._turns) > self._most_turns:
-            self._size -= len(self._turns.popitem(last=False)[1].ids)
+        turn = _Turn(tuple(ids), _said(message))
+        with self._lock:
+            self._turns[_call_ids(message)] = turn
+            self._size += len(ids)
+            while self._size > self._most_ids or len(self._turns) > self._most_turns:
+                self._size -= len(self._turns.popitem(last=False)[1].ids)
 
     def recall(self, message: Message) -> tuple[int, ...] | None:
         """What the model wrote, for an assistant's message that repeats a turn and all its calls.
@@ -54,10 +59,11 @@ class ToolTurns:
         None where the client changed the text, a name or an argument: it wants that to be read.
         """
         key = _call_ids(message)
-        if not key or key not in self._turns:
-            return None
-        self._turns.move_to_end(key)
-        turn = self._turns[key]
+        with self._lock:
+            if not key or key not in self._turns:
+                return None
+            self._turns.move_to_end(key)
+            turn = self._turns[key]
         return turn.ids if turn.said == _said(message) else None
 
 
@@ -78,30 +84,61 @@ def _said(message: Message) -> tuple[str, list[Any]]:
     return text, [(function["name"], function["arguments"]) for function in functions]
 
 
+def message_size(message: Message) -> int:
+    """Characters of a message, roughly: its content, and a little for everything else."""
+    content = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else content
+    return 40 + sum(map(len, texts)) + 100 * len(message.get("tool_calls") or ())
+
+
+def text_prompts(ask: Ask, tokenizer: Tokenizer | None, max_length: int) -> list[Prompt]:
+    """The prompts of a request that gives them as texts or ids.
+
+    Raises:
+      Problem: the model has no tokenizer.
+      PromptTooLongError: a text has certainly more than `max_length` tokens.
+    """
+    if tokenizer is None and any(isinstance(given, str) for given in ask.prompts):
+        raise Problem(400, "this model ships no tokenizer; give token ids", param="prompt")
+    made = []
+    for given in ask.prompts:
+        if isinstance(given, str):
+            assert tokenizer is not None
+            tokenizer.check_fits(given, max_length)
+            given = tokenizer.encode(given)
+        made.append(Prompt(list(given)))
+    return made
+
+
 def chat_prompt(
-    ask: Ask, tokenizer: Tokenizer | None, turns: ToolTurns, thought: Thought | None
+    ask: Ask,
+    tokenizer: Tokenizer | None,
+    turns: ToolTurns,
+    thought: Thought | None,
+    max_length: int = sys.maxsize,
 ) -> Prompt:
     """The prompt of a conversation.
 
     Raises:
       Problem: the model has no tokenizer or template, or the template refuses the messages.
+      PromptTooLongError: the conversation has certainly more than `max_length` tokens.
     """
     if tokenizer is None:
         raise Problem(400, "this model ships no tokenizer; use /v1/completions with token ids")
     try:
-        return _chat_prompt(ask, tokenizer, turns, thought)
+        return _chat_prompt(ask, tokenizer, turns, thought, max_length)
     except Problem as problem:
         problem.param = ask.source if problem.param == "messages" else problem.param
         raise
 
 
 def _chat_prompt(
-    ask: Ask, tokenizer: Tokenizer, turns: ToolTurns, thought: Thought | None
+    ask: Ask, tokenizer: Tokenizer, turns: ToolTurns, thought: Thought | None, max_length: int
 ) -> Prompt:
     messages = [tokenizer.plain(message) for message in ask.messages or ()]
     variables: dict[str, Any] = {"tools": ask.tools or None} | ask.template
     if ask.continue_final:
-        return _continued(messages, tokenizer, variables)
+        return _continued(messages, tokenizer, variables, max_length)
     recalled: list[tuple[int, ...]] = []
     marked: list[Message] = []
     for message in messages:
@@ -114,6 +151,7 @@ def _chat_prompt(
     if len(parts) != len(recalled) + 1:  # this template treats contents in a way of its own
         recalled, marked = [], messages
         parts = [text := _render(tokenizer, messages, variables)]
+    tokenizer.check_fits("".join(parts), max_length - sum(map(len, recalled)))
     ids = tokenizer.encode(parts[0], specials=False)
     for turn, part in zip(recalled, parts[1:], strict=True):
         ids += turn
@@ -122,7 +160,9 @@ def _chat_prompt(
     return Prompt(ids, opened, functools.partial(_lead, marked, tokenizer, variables, text))
 
 
-def _continued(messages: list[Message], tokenizer: Tokenizer, variables: dict[str, Any]) -> Prompt:
+def _continued(
+    messages: list[Message], tokenizer: Tokenizer, variables: dict[str, Any], max_length: int
+) -> Prompt:
     """The prompt that ends inside the last message, so that it is continued."""
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
@@ -135,6 +175,7 @@ def _continued(messages: list[Message], tokenizer: Tokenizer, variables: dict[st
     before, mark, _ = text.rpartition(MARK)
     if not mark:
         raise Problem(400, "this model's chat template cannot continue a message")
+    tokenizer.check_fits(before, max_length)
     return Prompt(tokenizer.encode(before, specials=False))
 
 

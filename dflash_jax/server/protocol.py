@@ -7,6 +7,7 @@ API's own fields are read where its answers are written.
 import codecs
 import dataclasses
 import functools
+import itertools
 import re
 import secrets
 from collections.abc import Callable
@@ -19,6 +20,10 @@ from dflash_jax.tools.declared import Choice, Tool
 
 Message = dict[str, Any]
 MOST_CHOICES = 64
+MOST_ENTRIES = 500_000  # objects, arrays and keys of a body; decoding more takes over half a second
+# A text, or an entry outside of texts. No quantifier gives back what it matched, and the end of a
+# text is optional, so the time is proportional to the body's size whatever it holds.
+ENTRY = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{:]', re.DOTALL)
 NO_LIMIT = -1  # of max_tokens, as vLLM and llama.cpp have it
 
 
@@ -140,6 +145,7 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
     Raises:
       Problem: it is no JSON, or a field is missing or of the wrong type.
     """
+    check_entries(body)
     try:
         raw = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))  # as Windows writes files
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -162,6 +168,22 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
         raise Problem(400, "the body is nested too deeply", code="invalid_json") from None
     known = kind.__struct_fields__
     return found, {name: value for name, value in raw.items() if name not in known}
+
+
+def check_entries(body: bytes) -> None:
+    """Raise Problem if a body has too many objects, arrays and keys to be decoded in good time.
+
+    Decoding holds the interpreter lock, so no other request is served meanwhile.
+    """
+    if sum(map(body.count, (b"[", b"{", b":"))) <= MOST_ENTRIES:
+        return
+    entries = (1 for found in ENTRY.finditer(body) if not found[0].startswith(b'"'))
+    if sum(itertools.islice(entries, MOST_ENTRIES + 1)) > MOST_ENTRIES:
+        raise Problem(
+            400,
+            f"the body has more than {MOST_ENTRIES} objects, arrays and keys; send fewer",
+            code="too_many_entries",
+        )
 
 
 @functools.cache

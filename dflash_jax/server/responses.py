@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from dflash_jax.server import figures
-from dflash_jax.server.conversation import conversation, offered
+from dflash_jax.server.conversation import check_tools, conversation, offered
 from dflash_jax.server.fields import Common, common
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.items import messages_of
@@ -69,6 +69,7 @@ def decode_responses(body: bytes, kept: Kept | None = None) -> Ask:
         warnings.append("truncation was ignored: an input that is too long is refused")
     if text.get("verbosity"):
         warnings.append("text.verbosity was ignored")
+    check_tools(found.tools)
     given = []
     places = []
     for at, tool in enumerate(found.tools or []):
