@@ -1,7 +1,7 @@
 """Prefixes on disk, behind those in memory: what was evicted there, or fed before a restart.
 
-    FOLDER/prefixes-IDENTITY/KEY/about.json   what the entry is, its files with checksums
-    FOLDER/prefixes-IDENTITY/KEY/arrays/      the segment, written by orbax
+    FOLDER/prefixes-IDENTITY/KEY/about.json   what the entry is; dtypes, shapes and a checksum
+    FOLDER/prefixes-IDENTITY/KEY/arrays       the segment: the bytes of its arrays, one by one
 
 An entry is one chunk of a prefix. It names the entry it continues, so that one that was written
 anew takes all that continued the old one with it. Entries appear whole or not at all; one that is
@@ -12,13 +12,16 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
+import math
 import os
 import re
 import secrets
 import shutil
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,6 @@ import jaxlib
 import numpy as np
 
 from dflash_jax.atomic import new_path
-from dflash_jax.checkpoint import Keys, checksum, read_arrays, write_arrays
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.processor import processor
 from dflash_jax.config import DrafterConfig, TargetConfig
@@ -177,7 +179,7 @@ class PrefixDisk:
                 used.append(place)
             self._touch(used)
             self._make_room()
-        except Exception as error:  # a full disk, or one of the many kinds orbax raises
+        except Exception as error:  # nothing that goes wrong here may end the thread
             self.counters.failed += 1
             reason = str(error).partition("\n")[0][:200]
             log.warning("a prefix was not written to %s: %s", self._home, reason)
@@ -185,21 +187,18 @@ class PrefixDisk:
             self._backlog -= 1
 
     def _add(self, place: Path, chunk: tuple[int, ...], before: str, segment: Any) -> str:
-        leaves = jax.tree.leaves(segment)
-        arrays: dict[Keys, np.ndarray] = {(str(i),): np.asarray(x) for i, x in enumerate(leaves)}
-        size, token = sum(x.nbytes for x in arrays.values()), secrets.token_hex(8)
+        arrays = [np.asarray(x) for x in jax.tree.leaves(segment)]
+        size, token = sum(x.nbytes for x in arrays), secrets.token_hex(8)
         try:
             with new_path(place, overwrite=False, needed=size) as partial:
                 partial.mkdir()
-                files = write_arrays(partial / ARRAYS, arrays)
+                written = write_arrays(partial / ARRAYS, arrays)
                 about = {
                     "identity": self._identity,
                     "continues": before,
                     "token": token,
                     "ids": list(map(int, chunk)),
-                    "arrays": len(arrays),
-                    "files": files,
-                }
+                } | written
                 (partial / ABOUT).write_text(json.dumps(about), encoding="utf-8")
         except CheckpointError:
             about = self._about(place, chunk, before)  # another engine may have been faster
@@ -236,13 +235,8 @@ class PrefixDisk:
     def _arrays(self, place: Path, about: dict[str, Any]) -> Arrays | None:
         """The arrays of an entry; None if they are not the ones that were written."""
         try:
-            for name, said in about["files"].items():
-                if checksum(place / ARRAYS / name) != said["crc32"]:
-                    raise CheckpointError(f"{place / ARRAYS / name} is damaged")
-            names = [str(i) for i in range(about["arrays"])]
-            found = read_arrays(place / ARRAYS, {(name,): None for name in names})
-            return [found[name] for name in names]
-        except Exception:  # orbax and tensorstore raise many kinds
+            return read_arrays(place / ARRAYS, about)
+        except (OSError, ValueError, KeyError, TypeError):
             self._spoil(place)
             return None
 
@@ -283,6 +277,41 @@ class PrefixDisk:
     def _inside(self, kind: re.Pattern[str]) -> list[Path]:
         homes = [home for home in self._folder.iterdir() if HOME.fullmatch(home.name)]
         return [x for home in homes for x in home.iterdir() if kind.fullmatch(x.name)]
+
+
+def write_arrays(path: Path, arrays: Arrays) -> dict[str, Any]:
+    """Write arrays to a file; return what `read_arrays` needs to know of them, for JSON.
+
+    Not by orbax: where a write fails, the others that it began report to an event loop that is
+    closed by then, which prints tracebacks.
+    """
+    total = 0
+    with path.open("wb") as file:
+        for array in arrays:
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            total = zlib.crc32(data, total)
+            file.write(data)
+    return {"arrays": [[str(x.dtype), list(x.shape)] for x in arrays], "crc32": total}
+
+
+def read_arrays(path: Path, about: Mapping[str, Any]) -> Arrays:
+    """Return the arrays of a file that `write_arrays` wrote.
+
+    Raises:
+      ValueError: they are not the ones that were written.
+    """
+    kinds = [(np.dtype(dtype), tuple(shape)) for dtype, shape in about["arrays"]]
+    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in kinds]
+    if path.stat().st_size != sum(sizes) or min(sizes, default=0) < 0:
+        raise ValueError(f"{path} does not hold {sum(sizes)} bytes")
+    data = path.read_bytes()
+    if zlib.crc32(data) != about["crc32"]:
+        raise ValueError(f"{path} is damaged")
+    ends = list(itertools.accumulate(sizes))
+    return [
+        np.frombuffer(data[end - size : end], dtype).reshape(shape)
+        for (dtype, shape), size, end in zip(kinds, sizes, ends, strict=True)
+    ]
 
 
 def _is_there(place: Path) -> bool:

@@ -5,6 +5,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -115,7 +117,8 @@ def test_p28_p30_what_is_damaged_or_forged_is_a_miss_and_removed(
         (entry / "about.json").write_text('{"identity": ')
 
     spoils = [cut, flip, garble, say(identity="0" * 32), say(ids=[1] * CHUNK), say(arrays=99)]
-    for i, spoil in enumerate([*spoils, say(continues="nobody"), say(files=3)]):
+    spoils += [say(arrays=[["O", [4]]]), say(arrays=[["float32", [-1]]]), say(arrays=[[3, 4, 5]])]
+    for i, spoil in enumerate([*spoils, say(continues="nobody"), say(crc32="3")]):
         copy = shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "of")
         middle = entries(copy)[1]  # the last was marked as used first
         spoil(middle)
@@ -178,6 +181,32 @@ def test_a_full_disk_costs_the_entry_and_nothing_else(
     monkeypatch.undo()
     hit = engine.generate(PROMPT, **SAMPLED)
     assert (hit.token_ids, hit.stats.cached_tokens) == (truth, 3 * CHUNK)
+
+
+FULL = """
+import logging, resource, sys, pathlib
+import numpy as np
+from dflash_jax.engine.prefix_disk import PrefixDisk
+
+logging.basicConfig()
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # writes fail in the middle of a file
+disk = PrefixDisk(pathlib.Path(sys.argv[1]), chunk=4, budget=1 << 30, identity="0" * 32)
+for i in range(4):
+    disk.keep([i] * 12, {end: [np.ones(30_000, np.float32)] * 20 for end in (4, 8)})
+disk.flush()
+print(disk.counters.failed)
+"""
+
+
+def test_a_disk_that_fills_up_during_a_write_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "4\n"
+    lines = ended.stderr.splitlines()
+    assert len(lines) == 4, ended.stderr
+    assert all("a prefix was not written to" in line for line in lines)
+    assert not entries(tmp_path)
 
 
 def test_the_folder_keeps_to_its_budget_and_its_own_files(
