@@ -25,10 +25,10 @@ from dflash_jax.cli import main, parser, probe, terminal, verify
 from dflash_jax.cli.generate import statistics
 from dflash_jax.cli.options import chosen_plan, open_pair
 from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
+from dflash_jax.compiler.variants import CompiledPrograms
 from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
-from dflash_jax.engine.runner import Runner
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import export
 
@@ -439,7 +439,7 @@ def test_replay_reports_every_kind_in_80_columns(
 def test_replay_names_a_turn_that_cannot_be_answered_before_it_compiles_anything(
     run: Run, small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(Runner, "compile")
+    monkeypatch.delattr(CompiledPrograms, "compile")
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"prompt_ids": [1], "max_tokens": 4}\n{"prompt_ids": [256]}\n')
     code, out, err = run("replay", *small, trace)
@@ -543,7 +543,7 @@ def test_generate_names_what_is_wrong_and_returns_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And before it takes the time to compile anything."""
-    monkeypatch.delattr(Runner, "compile")
+    monkeypatch.delattr(CompiledPrograms, "compile")
     code, out, err = run("generate", *small, *arguments)
     assert (code, out) == (1, "")
     assert err.startswith(f"dflash-jax: {says}")

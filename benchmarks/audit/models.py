@@ -19,7 +19,8 @@ from benchmarks.audit.scenario import Limits
 from benchmarks.audit.setups import DRAFTERS, GIVEN, SHIPPED, Setup
 from benchmarks.soak_families import FAMILIES
 from dflash_jax.compiler import Plan, resolve
-from dflash_jax.compiler.programs import GREEDY, abstract_params, weight_specs
+from dflash_jax.compiler.programs import abstract_params, weight_specs
+from dflash_jax.compiler.variants import Variant
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.quant.layouts import KINDS, STORED, Packed, Spec, fits, pack_tree, spec
@@ -90,7 +91,7 @@ def build(setup: Setup, *, target: str = "tiny", drafter: str | None = "auto") -
         engine = scripted_engine(_random_engine(setup, plan))
     wanted = {variant: True for variant in setup.variants}
     engine.warm_up(recovery=True, **wanted)
-    engine.runner.compile(GREEDY, scoring=setup.scored)
+    engine.compile([Variant.PROMPT_LOGPROBS] if setup.scored else [])
     return AuditedEngine(setup, engine, _limits(setup, engine))
 
 

@@ -1,6 +1,7 @@
 """`dflash-jax serve`: an OpenAI- and Anthropic-compatible server."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli.options import (
+    check_values,
     conversation_plan,
     model_options,
     new_verb,
@@ -24,7 +26,8 @@ PREFIX_CACHE, PREFIX_DISK = 2**28, 2**33  # bytes: conversations come back longe
 
 def add_verb(verbs: Any) -> None:
     """Adds `serve` to the command line."""
-    verb = new_verb(verbs, "serve", run, "Serve the OpenAI and Anthropic APIs over HTTP.")
+    text = "Serve the OpenAI and Anthropic APIs over HTTP."
+    verb = new_verb(verbs, "serve", run, text, check=check)
     server = verb.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface")
     server.add_argument("--port", type=int, default=8000, help="0 takes a free one")
@@ -84,6 +87,22 @@ def add_verb(verbs: Any) -> None:
     server.add_argument("--metrics", action="store_true", help="put figures into every answer")
     server.add_argument("--quiet", action="store_true", help="no line per request")
     server.add_argument(
+        "--warm",
+        choices=("none", "common", "all"),
+        default="common",
+        help="which programs are compiled before /ready: greedy ones; sampling ones as well, and"
+        " those for recovery, structured output, penalties and log-probabilities after it, without"
+        " stopping other requests (common, the default); all",
+    )
+    server.add_argument(
+        "--compile-wait",
+        type=float,
+        default=50.0,
+        metavar="SECONDS",
+        help="how long a request that needs other programs waits for them before it gets a 503 with"
+        " Retry-After (default 50); a streaming one gets comments until it begins",
+    )
+    server.add_argument(
         "--prefix-folder",
         default="",
         metavar="DIR",
@@ -100,6 +119,19 @@ def add_verb(verbs: Any) -> None:
     verb.set_defaults(prefix_cache=PREFIX_CACHE)
 
 
+def check(options: argparse.Namespace) -> None:
+    """Refuse wrong values before JAX is imported or a model opened."""
+    check_values(options)
+    if options.queue < 1 or not 0 <= options.port < 2**16:
+        raise RequestError("--queue has to be at least 1 and --port from 0 to 65535")
+    if options.max_tokens < 0 or not options.temperature >= 0:
+        raise RequestError("--max-tokens and --temperature have to be at least 0")
+    for name in ("drain", "compile_wait"):
+        if not 0 <= (seconds := getattr(options, name)) < math.inf:
+            flag = name.replace("_", "-")
+            raise RequestError(f"--{flag} is {seconds}; expected seconds, 0 or more")
+
+
 def run(options: argparse.Namespace) -> int:
     """`dflash-jax serve`."""
     try:
@@ -112,18 +144,14 @@ def run(options: argparse.Namespace) -> int:
             f"serving needs more packages ({error}); {install_hint('serve')}"
         ) from error
     from dflash_jax import loading
+    from dflash_jax.compiler.background import BackgroundCompiler
 
-    if options.queue < 1 or not 0 <= options.port < 2**16:
-        raise RequestError("--queue has to be at least 1 and --port from 0 to 65535")
-    if options.max_tokens < 0 or not options.temperature >= 0:
-        raise RequestError("--max-tokens and --temperature have to be at least 0")
-    if not 0 <= options.drain < math.inf:
-        raise RequestError(f"--drain is {options.drain}; expected seconds, 0 or more")
     pairs = _pairs(options)
     settings = Settings(
         api_keys=_keys(options.api_key_file),
         max_body=options.max_body,
         timeout=options.timeout if options.timeout > 0 else None,
+        compile_wait=options.compile_wait,
         metrics=options.metrics,
         cors=tuple(options.cors),
     )
@@ -131,6 +159,7 @@ def run(options: argparse.Namespace) -> int:
         host=options.host,
         port=options.port,
         drain=options.drain,
+        warm=options.warm,
         defaults=_defaults(options),
         settings=settings,
     )
@@ -142,17 +171,26 @@ def run(options: argparse.Namespace) -> int:
     def make(pair: loading.OpenPair) -> Any:
         plan = conversation_plan(options, pair)
         disk = {"prefix_folder": options.prefix_folder, "prefix_disk": options.prefix_disk}
-        engine = pair.engine(dataclasses.replace(plan, queue=options.queue, **disk))
-        engine.warm_up(sampled=True, recovery=options.recovery != "off")
-        return engine
+        return pair.engine(dataclasses.replace(plan, queue=options.queue, **disk))
 
     engines = {name: functools.partial(make, pair) for name, pair in pairs.items()}
 
     def started(running: Running) -> None:
         print(f"listening on {running.url}", flush=True)
 
-    asyncio.run(serve(engines, listening, started=started))
+    compiler = BackgroundCompiler()
+    asyncio.run(serve(engines, listening, started=started, compiler=compiler))
+    if compiler.compiling:
+        _leave()
     return 0
+
+
+def _leave() -> None:
+    """Ends the process: a compilation cannot be interrupted, and Python would wait for its end."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(0)
 
 
 def _pairs(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Lowering and compiling programs ahead of time, and the contracts they must meet (C6)."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -19,7 +19,9 @@ from dflash_jax.errors import PlanError
 # On a GPU XLA joins products that share an input by copying their weights into one, every call.
 OPTIONS: dict[str, bool | str] = {"xla_gpu_dot_merger_threshold_mb": "0"}
 TIMED = ("plain", "prefill")  # programs of these kinds have every kernel of the target
-_choosing = threading.Lock()
+# XLA compiles one program with several threads; half as many programs as cores keep all busy.
+WORKERS = max(1, (os.cpu_count() or 1) // 2)
+_compiling = threading.Lock()  # the process compiles for one caller at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,22 +95,38 @@ def jit(function: Callable[..., Any], *, donate: tuple[int, ...] = (), **options
 
 
 @fewer_collections()
-def compile_programs(programs: Iterable[Program]) -> dict[str, Executable]:
-    """Compiles programs in threads; raises PlanError if donated state would be copied.
+def compile_programs(
+    programs: Iterable[Program],
+    *,
+    workers: int = WORKERS,
+    begun: Callable[[Program], object] = lambda program: None,
+) -> dict[str, Executable]:
+    """Compiles programs; raises PlanError if donated state would be copied.
 
     On a GPU XLA times the kernels it could take for a product and remembers the fastest. Two
     programs compiled at once would each time their own and might take different ones: the lanes
     would round differently. So what runs the target at a width comes before what shares it.
+
+    Args:
+      workers: programs to compile at the same time; one is compiled in the caller's thread.
+      begun: called with each program as its turn comes.
     """
+
+    def build(program: Program) -> Executable:
+        begun(program)
+        return _compile(program)
+
     rest, first = list(programs), []
-    timed = jax.default_backend() != "cpu"
-    if timed:
+    if jax.default_backend() != "cpu":
         first = [program for program in rest if program.name.split("_")[0] in TIMED]
         rest = [program for program in rest if program not in first]
-    with _choosing if timed else contextlib.nullcontext():
-        built = list(map(_compile, first))
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            built += pool.map(_compile, rest)
+    with _compiling:
+        built = list(map(build, first))
+        if workers == 1:
+            built += map(build, rest)
+        else:
+            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+                built += pool.map(build, rest)
     return {executable.name: executable for executable in built}
 
 
@@ -127,7 +145,11 @@ def _compile(program: Program) -> Executable:
         )
     started = time.perf_counter()
     options = {} if program.placement is None else {"out_shardings": program.placement}
-    jitted = jax.jit(program.function, donate_argnums=program.donated, **options)
+
+    def run(*arguments: Any) -> Any:  # JAX keeps what it traced for as long as the function lives
+        return program.function(*arguments)
+
+    jitted = jax.jit(run, donate_argnums=program.donated, **options)
     lowered = jitted.lower(*program.arguments)
     compiled = lowered.compile(compiler_options=OPTIONS)
     donated = sum(

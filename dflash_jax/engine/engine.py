@@ -12,15 +12,16 @@ from typing import Any, Unpack
 
 from dflash_jax.compiler.build import Executable
 from dflash_jax.compiler.plan import Plan, as_number
-from dflash_jax.compiler.programs import GREEDY, MASKED, SAMPLED, SHAPED, Params, Program
+from dflash_jax.compiler.programs import Params, Program
 from dflash_jax.compiler.resolve import resolve_here
+from dflash_jax.compiler.variants import WORKERS, CompiledPrograms, Variant
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.arguments import CancellableOptions, Options, check_names, request_of
-from dflash_jax.engine.lanes import lane_of
+from dflash_jax.engine.lanes import variants_of
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.loop import Loop
 from dflash_jax.engine.prefix_cache import PrefixCache
-from dflash_jax.engine.recovery import OFF, CancelCell
+from dflash_jax.engine.recovery import CancelCell
 from dflash_jax.engine.request import Request, check_fits
 from dflash_jax.engine.result import Result
 from dflash_jax.engine.runner import Runner
@@ -104,6 +105,7 @@ class Engine:
         try:
             for request in [r for p in prompts for r in self._requests(p, n, **options)]:
                 lives.append(live := self._live(request, cancel))
+                self._compile_for(live)
                 while not self._enqueued(live):
                     self.advance()
             while not all(live.done for live in lives):
@@ -182,13 +184,25 @@ class Engine:
           measure: time drafted against plain steps, so that greedy requests of an exact plan
             leave drafting alone while it does not pay; changes speed, never a token.
         """
-        lanes = {GREEDY: True, SAMPLED: sampled, SHAPED: shaped, MASKED: masked}
-        needed = [lane for lane, wanted in lanes.items() if wanted]
-        with announced(COMPILING, shown=self.progress):
-            seconds = sum(self.runner.compile(lane, dictating=recovery) for lane in needed)
+        asked = {
+            Variant.GREEDY: True,
+            Variant.SAMPLED: sampled,
+            Variant.PENALIZED: shaped,
+            Variant.CONSTRAINED: masked,
+            Variant.FORCED_TOKENS: recovery,
+        }
+        seconds = self.compile(variant for variant, wanted in asked.items() if wanted)
         if measure and self.drafter is not None and self.plan.exact:
             self.break_even = self.loop.break_even()
         return seconds
+
+    def compile(self, variants: Iterable[Variant]) -> float:
+        """Compile what variants of the programs lack, in this thread; return the seconds."""
+        if not self.compiled.missing(variants := list(variants)):
+            return 0.0
+        workers = 1 if self.busy else WORKERS  # a busy engine needs cores of its own
+        with announced(COMPILING, shown=self.progress):
+            return self.compiled.compile(variants, workers=workers)
 
     # -- one by one, for servers --------------------------------------------------------------
 
@@ -206,8 +220,37 @@ class Engine:
         **options: Unpack[Options],
     ) -> list[Live]:
         """Queues n requests for one prompt, all of them or none; answer i draws with seed + i."""
-        requests = self._requests(prompt, n, **options)
-        return self.loop.enqueue([self._live(request, cancel) for request in requests])
+        lives = self.prepare(prompt, n, cancel=cancel, **options)
+        for live in lives:
+            self._compile_for(live)
+        return self.enqueue(lives)
+
+    def serves(self, variant: Variant) -> bool:
+        """Whether any request can need a variant of the programs."""
+        return variant is not Variant.CONSTRAINED or self._grammars.available
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        n: int = 1,
+        *,
+        cancel: CancelCell | None = None,
+        **options: Unpack[Options],
+    ) -> list[Live]:
+        """Check n requests for one prompt and make their grammars; compile and queue nothing.
+
+        Arguments and errors as for `submit_several`. `enqueue` them once `compiled` has the
+        programs of the variants that `lanes.variants_of` names.
+        """
+        return [self._live(request, cancel) for request in self._requests(prompt, n, **options)]
+
+    def enqueue(self, lives: list[Live]) -> list[Live]:
+        """Queue prepared requests, all of them or none; their programs have to be compiled.
+
+        Raises:
+          QueueFullError: as many requests wait as the plan allows.
+        """
+        return self.loop.enqueue(lives)
 
     def advance(self) -> None:
         """One turn: dispatch a step if any row can use one, then read what is due."""
@@ -255,23 +298,32 @@ class Engine:
         self.loop.while_idle(functools.partial(self.runner.exchange, params))
 
     @property
+    def compiled(self) -> CompiledPrograms:
+        """The programs of the plan and what of them is compiled, for compiling in other threads."""
+        return self.runner.compiled
+
+    @property
     def programs(self) -> dict[str, Program]:
         """Everything the plan may need, by name."""
-        return self.runner.programs
+        return self.compiled.programs
 
     @property
     def executables(self) -> dict[str, Executable]:
         """What was compiled so far; an engine of the same plan and models may share it."""
-        return self.runner.executables
+        return self.compiled.executables
 
     @executables.setter
     def executables(self, executables: dict[str, Executable]) -> None:
-        self.runner.executables = executables
+        self.compiled.executables = executables
 
     @property
     def compile_s(self) -> float:
         """Seconds spent compiling so far."""
-        return self.runner.compile_s
+        return self.compiled.seconds
+
+    def share_programs(self, other: "Engine") -> None:
+        """Take the compiled programs and measurements of an engine of the same plan and models."""
+        self.runner.compiled, self.break_even = other.compiled, other.break_even
 
     @property
     def prefix_cache(self) -> PrefixCache | None:
@@ -301,17 +353,15 @@ class Engine:
         return True
 
     def _live(self, request: Request, cancel: CancelCell | None) -> Live:
-        """A request ready to run: its grammar made, its programs compiled."""
+        """A request with its grammar, if it needs one."""
         if not isinstance(cancel, CancelCell | None):
             raise RequestError(f"cancel is {cancel!r}; expected None, or a dj.CancelCell()")
         structure = request.structured
         grammar = None if structure is None else self._grammars.make(structure)
         free = self.plan.exact and request.temperature == 0  # to change lanes by the clock (R11)
         lanes: dict[str, Any] = {"break_even": self.break_even if free else 0.0, "fixed": not free}
-        live = Live(request, self.tokenizer, grammar, cancel=cancel, **lanes)
-        dictating = request.recovery != OFF
-        with announced(COMPILING, shown=self.progress):
-            live.stats.compile_s = self.runner.compile(
-                lane_of(request), dictating=dictating, scoring=request.scored
-            )
-        return live
+        return Live(request, self.tokenizer, grammar, cancel=cancel, **lanes)
+
+    def _compile_for(self, live: Live) -> None:
+        """Compile what a request needs, in this thread."""
+        live.delay(self.compile(variants_of(live.request)))

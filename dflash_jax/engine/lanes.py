@@ -10,7 +10,9 @@ import numpy as np
 
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import GREEDY, MASKED, SAMPLED, SHAPED
+from dflash_jax.compiler.variants import OF_LANE, Variant
 from dflash_jax.engine.live import Live
+from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.request import COLDEST, Request
 from dflash_jax.state import CHOICES, DecodeState, RowRules, read_output
 
@@ -20,6 +22,13 @@ def lane_of(request: Request) -> str:
     if request.structured is not None:
         return MASKED
     return SHAPED if request.shaped else SAMPLED if request.temperature > 0 else GREEDY
+
+
+def variants_of(request: Request) -> list[Variant]:
+    """The variants whose programs a request needs."""
+    found = [OF_LANE[lane_of(request)]]
+    found += [Variant.FORCED_TOKENS] if request.recovery != OFF else []
+    return found + ([Variant.PROMPT_LOGPROBS] if request.scored else [])
 
 
 def make_rules(

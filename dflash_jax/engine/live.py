@@ -107,6 +107,14 @@ class Live:
         self.speculates = controller.speculates(self.state, self.policy)
         self.choices = controller.choices(self.state)[:CHOICES]
 
+    def delay(self, seconds: float) -> None:
+        """Count the seconds before the request could be queued as time spent compiling for it.
+
+        The time it may take begins after them.
+        """
+        self.stats.compile_s += seconds
+        self.deadline += seconds
+
     def start(self) -> None:
         """The first chunk of the prompt goes to the device."""
         self._started = time.perf_counter()

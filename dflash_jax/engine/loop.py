@@ -19,11 +19,12 @@ import numpy as np
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import MASKED, repeats
 from dflash_jax.compiler.settings import Returned, untraced
+from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine import controller
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.feeder import Feeder
 from dflash_jax.engine.flight import Flight
-from dflash_jax.engine.lanes import lane_of
+from dflash_jax.engine.lanes import variants_of
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.pace import Pace
 from dflash_jax.engine.rows import Rows
@@ -184,7 +185,8 @@ class Loop:
             if live.done or live.fail(error):
                 self._teller.release(live)
             elif live.rebuilding:
-                self._runner.compile(lane_of(live.request), dictating=True)
+                needed = {*variants_of(live.request), Variant.FORCED_TOKENS}
+                self._runner.compiled.compile(needed, workers=1)
 
     def _end_what_nobody_waits_for(self) -> None:
         """Cancelled requests and those whose time is up, queued ones included."""

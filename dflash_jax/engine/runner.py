@@ -4,17 +4,14 @@ Everything here dispatches and waits for nothing, but for the drafts that masks 
 """
 
 import functools
-import threading
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from dflash_jax.allocator import give_back
 from dflash_jax.compiler import apart
-from dflash_jax.compiler.build import Executable, compile_programs
+from dflash_jax.compiler.build import Executable
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import (
     ALL_LANES,
@@ -30,6 +27,7 @@ from dflash_jax.compiler.programs import (
 )
 from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
+from dflash_jax.compiler.variants import CompiledPrograms
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine import lanes
 from dflash_jax.engine.dictation import Dictated, dictate
@@ -42,19 +40,12 @@ from dflash_jax.quant.layouts import KEPT
 from dflash_jax.quant.products import put_in_order
 from dflash_jax.state import RowRules, StepOutput
 
-# Programs of requests with recovery, and of those that ask how likely their prompt is.
-DICTATING, SCORING = {"forced", "replace"}, {"score"}
-
-LONG = 5.0  # seconds of compiling, behind which the memory it took is given back
-
 
 class Runner:
     """Parameters, compiled programs, and the state of all rows.
 
     Attributes:
-      programs: everything the plan may need, by name.
-      executables: what of it was compiled so far.
-      compile_s: seconds spent compiling so far.
+      compiled: the programs of the plan, and the executables made of them so far.
       state: of all rows; donated to every step, which gives it back.
       snapshots: the way to the prefix cache; None where the plan keeps none.
     """
@@ -63,10 +54,7 @@ class Runner:
         self, target: TargetConfig, drafter: DrafterConfig | None, params: Params, plan: Plan
     ):
         self.target, self.drafter, self.plan = target, drafter, plan
-        self.programs = declare(plan, target, drafter, lanes=ALL_LANES)
-        self.executables: dict[str, Executable] = {}
-        self.compile_s = 0.0
-        self._compiling = threading.Lock()
+        self.compiled = CompiledPrograms(declare(plan, target, drafter, lanes=ALL_LANES))
         self._copies = jax.default_backend() != "cpu"  # there answers are on the host already
         self._apart = plan.apart and drafter is not None
         self._mesh = device_mesh(plan)
@@ -82,21 +70,10 @@ class Runner:
         """Whether somebody else's program took parameters away."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params))
 
-    def compile(self, lane: str, *, dictating: bool = False, scoring: bool = False) -> float:
-        """Compiles what a lane still lacks; returns the seconds it took."""
-        with self._compiling:
-            started = time.perf_counter()
-            names = {name for name, program in self.programs.items() if lane in program.lanes}
-            names -= set(self.executables) | (set() if dictating else DICTATING)
-            names -= set() if scoring else SCORING
-            if not names:
-                return 0.0
-            self.executables |= compile_programs(self.programs[name] for name in sorted(names))
-            seconds = time.perf_counter() - started
-            self.compile_s += seconds
-            if seconds > LONG:
-                give_back()
-            return seconds
+    @property
+    def executables(self) -> dict[str, Executable]:
+        """What was compiled so far, by name."""
+        return self.compiled.executables
 
     def step(
         self,
@@ -239,7 +216,7 @@ class Runner:
         if not self.plan.prefix_cache:
             return None
         made = (self.plan, self.target, self.drafter, params)
-        return Snapshots(self.plan, self.programs, functools.partial(identity, *made))
+        return Snapshots(self.plan, self.compiled.programs, functools.partial(identity, *made))
 
     @undisturbed()
     def _place(self, params: Params) -> Params:

@@ -5,6 +5,7 @@ host walks the grammar along the drafted tokens and gives the device one mask fo
 that the verifier says what masked decoding, one token after the other, would have said.
 """
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,12 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]):
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
         self._shared: Any = None  # llguidance's view of the tokenizer
+
+    @property
+    def available(self) -> bool:
+        """Whether grammars can be made here."""
+        known = bool(self._tokenizer and self._eos)
+        return known and importlib.util.find_spec("llguidance") is not None
 
     def make(self, structure: Structure) -> "Grammar":
         """A grammar at its beginning.

@@ -18,7 +18,7 @@ from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_
 from dflash_jax.server.background import read_body
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
 from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
-from dflash_jax.server.gate import Gate, Handler, Settings
+from dflash_jax.server.gate import Gate, Handler, Settings, log_refusal
 from dflash_jax.server.generation import Generation, Told, prepare
 from dflash_jax.server.information import Information
 from dflash_jax.server.kept import Kept
@@ -28,9 +28,10 @@ from dflash_jax.server.prompt import Prompt
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.streaming import Gone, Stream, exhaust, json_answer, unless_gone
-from dflash_jax.server.writer import Writer
+from dflash_jax.server.writer import Writer, alive
 
 log = logging.getLogger("dflash_jax.server")
+requests = logging.getLogger("dflash_jax.server.requests")  # one line per output
 WRITERS: dict[str, Callable[[Generation], Writer]] = {
     "chat": ChatWriter,
     "completions": CompletionWriter,
@@ -86,6 +87,11 @@ class Server:
 
     def drain(self, seconds: float) -> None:
         """Takes no more requests, and ends those that still run after so many seconds."""
+        if not self._gate.draining:
+            log.info(
+                "draining: running requests: %d; those not finished in %g s are ended",
+                len(self._running), seconds,
+            )  # fmt: skip
         self._gate.draining = True
         asyncio.get_running_loop().call_later(seconds, self._cut_short)
 
@@ -104,7 +110,10 @@ class Server:
                 raise
             model, ask, prompts = understood
             limits = [t for t in (ask.timeout, self._settings.timeout) if t is not None]
-            generation = Generation(model, ask, prompts, min(limits, default=None))
+            generation = Generation(
+                model, ask, prompts, min(limits, default=None),
+                compile_wait=self._settings.compile_wait, request_id=request.state.id,
+            )  # fmt: skip
             writer = WRITERS[ask.api](generation)
             events = self._followed(generation)
             if ask.stream:
@@ -132,8 +141,12 @@ class Server:
         """The generation's events; it counts as running until they end."""
         self._running.add(generation)
         events = generation.events(self._settings.keepalive)
+        logged = False  # that it waits for programs
         try:
             async for news in events:
+                if generation.waits_for and not logged:
+                    logged = True
+                    log.info("%s waits: %s", generation.request_id, generation.status)
                 yield news
         finally:
             self._running.discard(generation)
@@ -147,15 +160,19 @@ class Server:
         """A stream's chunks. Closing the iterator cancels the outputs."""
         try:
             yield writer.start()
+            if generation.waits_for:
+                yield alive(generation.ask.api, generation.status)
             async for news in events:
                 if news is None:
-                    yield b": keepalive %d/%d\n\n" % generation.progress
+                    yield alive(generation.ask.api, generation.status)
                 elif chunk := writer.events(*news):
                     yield chunk
             yield writer.close()
             self._book(generation, writer.id)
         except Problem as problem:
             self._metrics.failed(problem.status)
+            if problem.status >= 500:
+                log_refusal(generation.request_id, problem)
             yield writer.problem(problem)
         finally:
             await events.aclose()
@@ -173,7 +190,7 @@ class Server:
     def _book(self, generation: Generation, answer: str) -> None:
         """Metrics, and one line in the log."""
         self._metrics.ended(generation)
-        if not log.isEnabledFor(logging.INFO):
+        if not requests.isEnabledFor(logging.INFO):
             return
         seconds = time.perf_counter() - generation.started
         for reply in generation.replies:
@@ -182,10 +199,10 @@ class Server:
             tau = f"{stats.acceptance_length:.2f}" if stats.rounds else "-"
             notes = "".join(f", plain: {reason}" for reason in stats.fallbacks)
             notes += "".join(f"; {warning}" for warning in reply.warnings)
-            log.info(
-                "%s %s: %d prompt tokens (%d cached), %d new, first after %.3f s, %.1f tok/s,"
+            requests.info(
+                "%s %s %s: %d prompt tokens (%d cached), %d new, first after %.3f s, %.1f tok/s,"
                 " acceptance length %s, %s, %.3f s in all%s",
-                answer, generation.model.name, stats.prompt_tokens,
+                generation.request_id, answer, generation.model.name, stats.prompt_tokens,
                 stats.cached_tokens, stats.output_tokens, stats.first_token_s,
                 stats.tokens_per_s, tau, reply.finish_reason, seconds, notes,
             )  # fmt: skip

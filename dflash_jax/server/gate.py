@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_jax.server.generation import shutting_down
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.protocol import Problem, new_id
 from dflash_jax.server.streaming import Gone, json_answer
@@ -27,6 +28,8 @@ class Settings:
       api_keys: accepted keys; none lets everyone in.
       max_body: most bytes of a request body.
       timeout: seconds after which a request is ended with what it has; a request may ask for less.
+      compile_wait: seconds after which a request that is not streamed is refused while programs
+        that it needs are being compiled. Proxies commonly give up after 60.
       keepalive: seconds of silence after which a stream gets a comment.
       metrics: answer every request with the figures of `return_metrics` and `timings_per_token`.
       cors: origins whose scripts may use the server; none by default.
@@ -35,6 +38,7 @@ class Settings:
     api_keys: tuple[str, ...] = ()
     max_body: int = 32 * 2**20
     timeout: float | None = 600.0
+    compile_wait: float = 50.0
     keepalive: float = 15.0
     metrics: bool = False
     cors: tuple[str, ...] = ()
@@ -51,26 +55,31 @@ class Gate:
         """The handler, for those who may come in; what it raises becomes an answer."""
 
         async def answer(request: Request) -> Response:
+            request.state.id = number = new_id("req_")
             try:
                 self._check_headers(request)
                 self._authorise(request)
-                return _numbered(await handler(request))
+                return _numbered(await handler(request), number)
             except Problem as problem:
-                return self._refuse(problem)
+                if problem.status >= 500 and request.scope["path"] not in OPEN_PATHS:
+                    log_refusal(number, problem)
+                return self._refuse(problem, number)
             except Gone:
                 return Response(status_code=499)
             except Exception as error:
-                log.exception("a request failed")
-                return self._refuse(Problem(500, f"internal error: {type(error).__name__}"))
+                log.exception("%s failed", number)
+                problem = Problem(500, f"internal error: {type(error).__name__}")
+                return self._refuse(problem, number)
 
         return answer
 
     async def no_route(self, request: Request, error: Any) -> Response:
         """The answer where no route or method fits; OPTIONS asks what does."""
         if request.method == "OPTIONS" and error.status_code == 405:
-            return _numbered(Response(status_code=204, headers=error.headers))
+            return _numbered(Response(status_code=204, headers=error.headers), new_id("req_"))
         message = f"{request.method} {request.url.path} does not exist"
-        refusal = self._refuse(Problem(error.status_code, message, code="unknown_url"))
+        unknown = Problem(error.status_code, message, code="unknown_url")
+        refusal = self._refuse(unknown, new_id("req_"))
         refusal.headers.update(error.headers or {})
         return refusal
 
@@ -104,14 +113,13 @@ class Gate:
     def check_open(self) -> None:
         """Refuses, by Problem 503, while the server drains."""
         if self.draining:
-            raise Problem(503, "the server is shutting down", code="draining", retry_s=5)
+            raise shutting_down()
 
-    def _refuse(self, problem: Problem) -> Response:
+    def _refuse(self, problem: Problem, number: str) -> Response:
         self._metrics.failed(problem.status)
         headers = {"Retry-After": str(problem.retry_s)} if problem.retry_s else {}
         if problem.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        number = new_id("req_")
         body = problem.to_json() | {"request_id": number}
         return _numbered(json_answer(body, problem.status, headers), number)
 
@@ -130,9 +138,13 @@ class Gate:
             raise Problem(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
-def _numbered(response: Response, number: str = "") -> Response:
+def log_refusal(number: str, problem: Problem) -> None:
+    """Log why the server could not serve a request, under the request's id."""
+    log.warning("%s answered with %d: %s", number, problem.status, problem.message)
+
+
+def _numbered(response: Response, number: str) -> Response:
     """The response with an id by which it can be named, in the headers of either API."""
-    number = number or new_id("req_")
     for header in ("request-id", "x-request-id"):
         response.headers[header] = number
     return response

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.cancellation import Reason
@@ -26,11 +28,12 @@ from dflash_jax.server.prompt import (
 )
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.worker import Job
+from dflash_jax.server.worker import Job, still_compiling
 from dflash_jax.tools.events import Event
 from dflash_jax.tools.grammar import behind_thought, call_grammar
 
 COMPLETION = 16  # tokens of completions that name no max_tokens, as OpenAI has it
+COMPILING_PAUSE = 5.0  # seconds after which a stream says that programs are being compiled
 MOST_GRAMMAR = 2**18  # characters: larger grammars take seconds, in which nothing else is served
 
 
@@ -39,10 +42,27 @@ Told = tuple[Reply, list[Event]] | None
 
 
 class Generation:
-    """All outputs of one request. Iterate `events` once; afterwards `replies` are complete."""
+    """All outputs of one request. Iterate `events` once; afterwards `replies` are complete.
 
-    def __init__(self, model: Model, ask: Ask, prompts: list[Prompt], timeout: float | None):
+    Args:
+      timeout: seconds after which it ends with what it has.
+      compile_wait: seconds after which it is refused if it is not streamed and its programs are
+        still being compiled.
+      request_id: as the client sees it in the headers.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ask: Ask,
+        prompts: list[Prompt],
+        timeout: float | None,
+        *,
+        compile_wait: float = math.inf,
+        request_id: str = "",
+    ):
         self.model, self.ask, self.prompts = model, ask, prompts
+        self.request_id = request_id
         self.started = time.perf_counter()
         self.first_token: float | None = None
         self.cut: tuple[Reason, str] | None = None  # why it ended early, and in which phase
@@ -61,10 +81,12 @@ class Generation:
                 self._jobs.append(Job(prompt.ids, options, index, self._hear))
         if not model.worker.room(len(self._jobs)):
             raise queue_full()
-        self._timer = None
+        loop = asyncio.get_running_loop()
+        self._timers: list[asyncio.TimerHandle] = []
         if timeout is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(timeout, self.cancel, "deadline")
+            self._timers.append(loop.call_later(timeout, self.cancel, "deadline"))
+        if compile_wait < math.inf and not ask.stream:  # a stream is told how long it takes
+            self._timers.append(loop.call_later(compile_wait, self._wait_no_longer))
         for job in self._jobs:
             model.worker.submit(job)
 
@@ -133,16 +155,49 @@ class Generation:
         self._news.put_nowait((index, pieces, end))
 
     def cancel(self, reason: Reason) -> None:
-        """Ends all outputs; after a deadline they are answers, otherwise nobody wants them."""
+        """Ends all outputs; after a deadline they are answers, otherwise nobody wants them.
+
+        A request whose programs are not compiled yet has no output to end with: it is refused.
+        """
+        if self.waits_for and reason == "deadline":
+            self._wait_no_longer()
+            return
+        if self.waits_for and reason == "shutdown":
+            self._refuse(shutting_down())
+            return
         if any(reply.result is None for reply in self.replies):
             self.cut = self.cut or (reason, self.phase)
         self._leave(reason)
+
+    def _wait_no_longer(self) -> None:
+        """Refuses a request whose programs are not compiled yet."""
+        if waits_for := self.waits_for:
+            self._refuse(still_compiling(self.model.engine.compiled, waits_for))
+
+    def _refuse(self, problem: Problem) -> None:
+        self._news.put_nowait((0, [], problem))
 
     def _leave(self, reason: Reason) -> None:
         for job, reply in zip(self._jobs, self.replies, strict=True):
             if reply.result is None:
                 reply.cut = reply.cut or reason
                 self.model.worker.cancel(job, None if reason == "deadline" else reason)
+
+    @property
+    def waits_for(self) -> tuple[Variant, ...]:
+        """The variants whose programs have to be compiled before it can begin."""
+        return next((job.waits_for for job in self._jobs if job.waits_for), ())
+
+    @property
+    def status(self) -> str:
+        """What a client that waits for output is told."""
+        if not (waits_for := self.waits_for):
+            fed, prompts = self.progress
+            return f"keepalive {fed}/{prompts}"
+        compiled = self.model.engine.compiled
+        missing, needed = compiled.missing(waits_for), compiled.names(waits_for)
+        done = len(needed) - len(missing)
+        return f"compiling {', '.join(waits_for)}: {done} of {len(needed)} programs"
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -176,7 +231,8 @@ class Generation:
         The first, empty, says that the engine took the request.
 
         Args:
-          pause: None is given whenever nothing came for so many seconds.
+          pause: None is given whenever nothing came for so many seconds, or sooner while programs
+            are being compiled.
 
         Raises:
           Problem: the engine refused it, or the computation failed.
@@ -184,7 +240,8 @@ class Generation:
         left, failed = len(self._jobs), False
         try:
             while left:
-                news = await self._next(pause)
+                shorter = pause if pause is None else min(pause, COMPILING_PAUSE)
+                news = await self._next(shorter if self.waits_for else pause)
                 if news is None:
                     yield None
                     continue
@@ -206,8 +263,8 @@ class Generation:
                             await in_thread(self._remember, reply)
                 yield reply, events
         finally:
-            if self._timer:
-                self._timer.cancel()
+            for timer in self._timers:
+                timer.cancel()
             if failed:  # that outranks a cancellation
                 self._leave("disconnect")
             elif left:
@@ -233,6 +290,11 @@ class Generation:
 def queue_full() -> Problem:
     """What a client is told when there is no room for its request."""
     return Problem(503, "the queue is full; try again", code="queue_full", retry_s=1)
+
+
+def shutting_down() -> Problem:
+    """What a client is told that comes, or would have to wait, while the server drains."""
+    return Problem(503, "the server is shutting down", code="draining", retry_s=5)
 
 
 async def prepare(model: Model, ask: Ask) -> list[Prompt]:
@@ -264,6 +326,8 @@ FIELDS = {  # options of the engine that requests call otherwise
 
 def problem_of(error: Exception, api: str) -> Problem:
     """What a client is told of an error in the engine's thread, in the words of its request."""
+    if isinstance(error, Problem):
+        return error
     if isinstance(error, QueueFullError):
         return queue_full()
     if not isinstance(error, RequestError):

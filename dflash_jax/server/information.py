@@ -272,6 +272,7 @@ def _properties(model: Model) -> dict[str, Any]:
         "tool_calls": syntax.name if syntax else None,
         "reasoning": bool(syntax and syntax.thought),
         "chat_template": engine.tokenizer.template if engine.tokenizer else None,
+        "programs": engine.compiled.progress,
     }
 
 

@@ -51,9 +51,11 @@ class Model:
         """The engine. Problem 503 until it is ready, 500 once it failed."""
         if self.worker.error is not None:
             raise Problem(500, f"the engine stopped: {self.worker.error}", code="engine_failed")
-        if self.worker.engine is None or not self.worker.ready.is_set():
-            raise Problem(503, "the model is loading; try again soon", code="loading", retry_s=5)
-        return self.worker.engine
+        engine = self.worker.engine
+        if engine is None or not self.worker.ready.is_set():
+            does = "is loading" if engine is None else "has programs to compile before it can begin"
+            raise Problem(503, f"the model {does}; try again soon", code="loading", retry_s=5)
+        return engine
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -69,7 +71,7 @@ class Model:
     @functools.cached_property
     def syntax(self) -> Syntax | None:
         """How this model writes calls and thoughts."""
-        tokenizer = self.engine.tokenizer
+        tokenizer = (self.worker.engine or self.engine).tokenizer
         return syntax_of(tokenizer.teaches if tokenizer else None)
 
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import uvicorn
 
+from dflash_jax.compiler.background import BackgroundCompiler
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.server.app import Server
 from dflash_jax.server.connection import Connection
 from dflash_jax.server.gate import Settings
 from dflash_jax.server.models import Defaults, Model
-from dflash_jax.server.worker import Worker
+from dflash_jax.server.worker import Warm, Worker
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -36,12 +37,14 @@ class Listening:
     Attributes:
       port: 0 takes a free one.
       drain: seconds that running requests get after SIGTERM.
+      warm: which programs are compiled before it is ready, see `Worker`.
       defaults: what requests get that do not say.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     drain: float = 30.0
+    warm: Warm = "none"
     defaults: Defaults = dataclasses.field(default_factory=Defaults)
     settings: Settings = dataclasses.field(default_factory=Settings)
 
@@ -84,8 +87,9 @@ class Running:
     _stop: Callable[[], object]
 
     def stop(self) -> None:
-        """What a signal does; callable from any thread."""
-        self._stop()
+        """What a signal does; callable from any thread, and of no effect once it has ended."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._stop()
 
 
 async def serve(
@@ -93,18 +97,24 @@ async def serve(
     listening: Listening,
     *,
     started: Callable[[Running], None] | None = None,
+    compiler: BackgroundCompiler | None = None,
 ) -> None:
     """Serves until a signal comes.
 
     Args:
-      engines: for each model's name, what opens it and compiles; runs in a thread of its own.
+      engines: for each model's name, what opens it; runs in a thread of its own.
       started: called once it listens.
+      compiler: compiles the programs of all models; it is stopped in the end.
 
     Raises:
       DFlashError: nobody can listen there, or a model could not be loaded.
     """
     sockets = _bind(listening.host, listening.port)  # first: models take long to load
-    workers = {name: Worker(make) for name, make in engines.items()}
+    compiler = compiler or BackgroundCompiler()
+    workers = {
+        name: Worker(make, name=name, warm=listening.warm, compiler=compiler)
+        for name, make in engines.items()
+    }
     models = [Model(name, worker, listening.defaults) for name, worker in workers.items()]
     server = Server(models, listening.settings)
     config = uvicorn.Config(
@@ -188,6 +198,8 @@ async def _announce(
     if started:
         stop = functools.partial(runner.handle_exit, signal.SIGTERM, None)
         started(Running(url, port, server, functools.partial(loop.call_soon_threadsafe, stop)))
+    await asyncio.gather(*(model.worker.ready.wait() for model in server.models))
+    log.info("ready: %s serves %s", url, ", ".join(model.name for model in server.models))
 
 
 def url_of(host: str, port: int) -> str:
@@ -196,10 +208,13 @@ def url_of(host: str, port: int) -> str:
 
 
 def log_to_stderr(*, quiet: bool) -> None:
-    """One line per request on standard error."""
+    """Logs to standard error what the server does, and unless `quiet` a line per output."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
     logger = logging.getLogger("dflash_jax")
     logger.addHandler(handler)
     logger.propagate = False  # orbax has absl set up a handler of its own above it
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.setLevel(logging.INFO)
+    logging.getLogger("dflash_jax.server.requests").setLevel(
+        logging.WARNING if quiet else logging.INFO
+    )

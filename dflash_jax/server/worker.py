@@ -2,39 +2,44 @@
 
 The thread blocks on its queue while no request runs, and looks into it between two turns of the
 engine otherwise: a cancellation takes effect within one block or prompt chunk. What an engine's
-turn produced goes to the event loop in one call. Requests whose grammar has to be made, or whose
-programs may have to be compiled, are submitted by a second thread, so that streams go on.
+turn produced goes to the event loop in one call. Two other threads keep streams going: grammars
+are made in one of this worker's, programs are compiled in that of the `BackgroundCompiler`. A
+request is queued in the engine once both are there, and delays no other request before that.
 """
 
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import logging
+import math
 import queue
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+from dflash_jax.compiler.background import BackgroundCompiler
+from dflash_jax.compiler.variants import CompiledPrograms, Variant
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.lanes import variants_of
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.recovery import CancelCell
 from dflash_jax.engine.recovery.cancellation import Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.errors import ComputeError, DFlashError
+from dflash_jax.server.protocol import Problem
 
 log = logging.getLogger("dflash_jax.server")
 Listener = Callable[[int, list[Piece], "Result | Exception | None"], None]
+LONGEST_RETRY = 60  # seconds; clients ignore a Retry-After beyond it
 FAILURES = 2  # failed turns in a row after which an engine is given up
-SLOW = {  # options that may need something compiled
-    "structured",
-    "logprobs",
-    "prompt_logprobs",
-    "logit_bias",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
+Warm = Literal["none", "common", "all"]
+FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is ready
+    "none": (Variant.GREEDY,),
+    "common": (Variant.GREEDY, Variant.SAMPLED),
+    "all": tuple(Variant),
 }
-DICTATING = {"recovery", "min_tokens"}  # options that need it where warm-up left it out
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,7 +47,7 @@ class Job:
     """One output being made.
 
     `listener(index, pieces, end)` is called in the event loop: new pieces, and at the end the
-    result or what went wrong.
+    result or what went wrong. The first call, without pieces, says that the request was accepted.
     """
 
     prompt: list[int]
@@ -52,6 +57,7 @@ class Job:
     live: Live | None = None
     given: int = 0  # pieces handed over
     ended: bool = False  # somebody wants its end
+    waits_for: tuple[Variant, ...] = ()  # variants whose programs are still being compiled
     cell: CancelCell = dataclasses.field(default_factory=CancelCell)
 
     def news(self) -> "tuple[Job, list[Piece], Result | Exception | None] | None":
@@ -70,18 +76,44 @@ class Job:
 News = tuple[Job, list[Piece], Result | Exception | None]
 
 
+def still_compiling(compiled: CompiledPrograms, variants: Sequence[Variant]) -> Problem:
+    """Return the 503 for a request whose programs are not compiled yet."""
+    names, missing = " and ".join(variants), compiled.missing(variants)
+    seconds = min(max(math.ceil(compiled.estimate_s(variants)), 1), LONGEST_RETRY)
+    return Problem(
+        503,
+        f"the request needs programs that are still being compiled ({names}: {len(missing)} are"
+        f" missing); try again in about {seconds} s",
+        code="compiling",
+        retry_s=seconds,
+    )
+
+
 class Worker:
     """An engine in a thread of its own.
 
     Args:
-      make: opens the models and compiles; runs in the thread.
+      make: opens the models; runs in the thread.
+      name: the model's, for log lines.
+      warm: what is compiled before `ready`: greedy programs; sampled ones as well, and all others
+        after it; all.
+      compiler: compiles for all models of a process; the worker stops it.
     """
 
-    def __init__(self, make: Callable[[], Engine]):
-        self._make = make
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        *,
+        name: str = "",
+        warm: Warm = "none",
+        compiler: BackgroundCompiler | None = None,
+    ):
+        self._make, self._name, self._warm = make, name, warm
+        self._compiler = compiler or BackgroundCompiler()
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._jobs: list[Job] = []  # the thread's own
+        self._jobs: list[Job] = []  # the thread's own, as are
+        self._waiting: list[Job] = []  # those whose programs are being compiled
         self._failures = 0
         self._stopping = False
         self.engine: Engine | None = None
@@ -89,7 +121,7 @@ class Worker:
         self.error: Exception | None = None  # why there is no engine (any more)
         self.ended = asyncio.Event()  # of the loop: the engine can or may not be used any more
         self.ready = asyncio.Event()
-        self._slow = concurrent.futures.ThreadPoolExecutor(1, "slow-requests")
+        self._grammars = concurrent.futures.ThreadPoolExecutor(1, "grammars")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -108,12 +140,10 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Queues a job; its listener hears of it even if it is refused."""
         self.active += 1
-        engine, asked = self.engine, job.options.keys()
-        ready = engine is None or "forced" in engine.executables
-        if SLOW & asked or (DICTATING & asked and not ready):
-            self._slow.submit(self._start, job)
+        if "structured" in job.options:
+            self._grammars.submit(self._prepare, job)
         else:
-            self._commands.put(lambda: self._start(job))
+            self._commands.put(lambda: self._prepare(job))
 
     def cancel(self, job: Job, reason: Reason | None = None) -> None:
         """Ends a job; its listener hears the result so far.
@@ -123,12 +153,13 @@ class Worker:
         """
         if reason:
             job.cell.cancel(reason)  # the engine's next turn hears of it
-        else:
+        if not reason or job.waits_for:
             self._commands.put(lambda: self._cancel(job))
 
     async def stop(self) -> None:
         """Cancels what runs and ends the thread."""
-        self._slow.shutdown(wait=False, cancel_futures=True)
+        self._compiler.stop()
+        self._grammars.shutdown(wait=False, cancel_futures=True)
         self._commands.put(self._stop)
         await asyncio.to_thread(self._thread.join, 30)
 
@@ -136,11 +167,12 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            log.info("loading %s", self._name)
             self.engine = self._make()
         except Exception as error:
             self._give_up(error)
             return
-        self._call(self.ready.set)
+        self._compile(self.engine)
         while not self._stopping:
             if not self._jobs:
                 self._commands.get()()
@@ -152,6 +184,29 @@ class Worker:
             if self._jobs:
                 self._turn()
         self.engine.close()
+
+    def _compile(self, engine: Engine) -> None:
+        """Has the programs compiled that requests are likely to need, the likeliest first."""
+        compiled, compiler = engine.compiled, self._compiler
+        first = [variant for variant in FIRST[self._warm] if engine.serves(variant)]
+        later = [variant for variant in Variant if variant not in first and engine.serves(variant)]
+        if self._warm == "none":
+            later = []
+        compiled.label = self._name
+        compiled.want([*first, *later])  # before the first of them is counted
+        there = compiler.want(compiled, first, urgent=True)
+        for variant in later:
+            compiler.want(compiled, [variant])
+        there.add_done_callback(lambda future: self._commands.put(lambda: self._warmed(future)))
+
+    def _warmed(self, future: concurrent.futures.Future[None]) -> None:
+        if not future.cancelled() and (error := future.exception()):
+            assert isinstance(error, Exception)
+            self._give_up(error)
+            self._stopping = True
+        elif not future.cancelled():
+            log.info("%s is ready", self._name)
+            self._call(self.ready.set)
 
     def _turn(self) -> None:
         assert self.engine is not None
@@ -174,34 +229,73 @@ class Worker:
             self.active -= end is not None
             job.listener(job.index, pieces, end)
 
-    def _start(self, job: Job) -> None:
-        """Submits a job, in either thread."""
-        engine = self.engine
-        assert engine is not None
+    def _refuse(self, job: Job, error: Exception) -> None:
+        self._call(self._deliver, [(job, [], error)])
+
+    def _prepare(self, job: Job) -> None:
+        """Checks a job's request and makes its grammar, in this thread or the grammars'."""
+        assert self.engine is not None
         try:
-            live = engine.submit(job.prompt, cancel=job.cell, **job.options)
+            [live] = self.engine.prepare(job.prompt, cancel=job.cell, **job.options)
         except Exception as error:
-            self._call(self._deliver, [(job, [], error)])
+            self._refuse(job, error)
             return
         if threading.current_thread() is self._thread:
-            self._follow(job, live, engine)
+            self._accept(job, live)
         else:
-            self._commands.put(lambda: self._follow(job, live, engine))
+            self._commands.put(lambda: self._accept(job, live))
 
-    def _follow(self, job: Job, live: Live, engine: Engine) -> None:
-        """From now on a job is told of its request."""
+    def _accept(self, job: Job, live: Live) -> None:
+        """Queues a prepared request, or has its programs compiled before."""
+        assert self.engine is not None
         job.live = live
-        if engine is not self.engine:
-            lost = ComputeError("a step failed while the request was prepared; send it again")
-            self._call(self._deliver, [(job, [], lost)])
+        compiled, variants = self.engine.compiled, variants_of(live.request)
+        missing = tuple(variant for variant in variants if compiled.missing([variant]))
+        if not missing:
+            self._enqueue(job)
+        elif len(self._waiting) >= max(self.engine.plan.queue // 2, 1):  # the rest is for others
+            self._refuse(job, still_compiling(compiled, missing))
+        else:
+            job.waits_for = missing
+            self._waiting.append(job)
+            future = self._compiler.want(compiled, missing, urgent=True)
+            go_on = functools.partial(self._go_on, job, time.perf_counter())
+            future.add_done_callback(lambda future: self._commands.put(lambda: go_on(future)))
+        if job in self._jobs or job in self._waiting:
+            self._call(self._deliver, [(job, [], None)])
+            if job.ended or (job.waits_for and job.cell):
+                self._cancel(job)
+
+    def _go_on(self, job: Job, since: float, future: concurrent.futures.Future[None]) -> None:
+        """Queues a request whose programs were compiled, unless it ended meanwhile."""
+        if job not in self._waiting:
+            return
+        self._waiting.remove(job)
+        job.waits_for = ()
+        if future.cancelled():
+            self._refuse(job, ComputeError("the server stopped before the request began"))
+        elif error := future.exception():
+            self._refuse(job, ComputeError(f"the programs it needs cannot be compiled: {error}"))
+        else:
+            assert job.live is not None
+            job.live.delay(time.perf_counter() - since)
+            self._enqueue(job)
+
+    def _enqueue(self, job: Job) -> None:
+        """Queues a request whose programs are there; its job follows it from now on."""
+        assert self.engine is not None
+        assert job.live is not None
+        try:
+            self.engine.enqueue([job.live])
+        except DFlashError as error:
+            self._refuse(job, error)
             return
         self._jobs.append(job)
-        self._call(self._deliver, [(job, [], None)])  # it was accepted
-        if job.ended:
-            self._cancel(job)
 
     def _cancel(self, job: Job) -> None:
         job.ended = True
+        if job in self._waiting:
+            self._waiting.remove(job)
         if job.live is not None and not job.live.done:
             assert self.engine is not None
             self.engine.cancel(job.live)
@@ -209,7 +303,7 @@ class Worker:
                 self._tell([news])
 
     def _stop(self) -> None:
-        for job in list(self._jobs):
+        for job in [*self._jobs, *self._waiting]:
             self._cancel(job)
         self._stopping = True
 
@@ -233,8 +327,7 @@ class Worker:
             self._give_up(error)
             self._stopping = True
             return
-        new.executables, new.break_even = old.executables, old.break_even
-        new.runner.compile_s = old.compile_s
+        new.share_programs(old)
         self.engine = new
 
     def _give_up(self, error: Exception) -> None:

@@ -10,7 +10,7 @@ from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.server import figures
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from dflash_jax.server.protocol import Problem, new_id
+from dflash_jax.server.protocol import Api, Problem, new_id
 from dflash_jax.server.reply import Reply
 from dflash_jax.tokenizer import TextStream
 from dflash_jax.tools.events import Event
@@ -53,6 +53,11 @@ def data(value: Any) -> bytes:
 def named(value: dict[str, Any]) -> bytes:
     """A server-sent event whose name is the value's type."""
     return b"event: " + value["type"].encode() + b"\n" + data(value)
+
+
+def alive(api: Api, text: str) -> bytes:
+    """What keeps a stream from being silent: a comment, and in Anthropic's API its own event."""
+    return f": {text}\n".encode() + (named({"type": "ping"}) if api == "messages" else b"\n")
 
 
 class OpenAI(abc.ABC):

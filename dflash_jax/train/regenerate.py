@@ -14,6 +14,7 @@ import numpy as np
 from dflash_jax.compiler import Plan
 from dflash_jax.compiler.memory import budget
 from dflash_jax.compiler.programs import GREEDY, SAMPLED
+from dflash_jax.compiler.variants import OF_LANE
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import resolve_here
@@ -144,7 +145,7 @@ class Writers:
         for _ in range(self.count(bucket)):
             engine = Engine(model.config, None, {"target": model.params}, plan)
             if programs is None:
-                engine.runner.compile(self._lane)
+                engine.compile([OF_LANE[self._lane]])
                 programs = engine.executables
             engine.executables = programs
             free.put(engine)

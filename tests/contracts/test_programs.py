@@ -197,7 +197,7 @@ def test_kernels_of_the_target_are_chosen_before_others_share_them(
 
     monkeypatch.setattr(build_module, "_compile", compiled)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    made = compile_programs(Program(name, jnp.sin, ()) for name in names)
+    made = compile_programs((Program(name, jnp.sin, ()) for name in names), workers=2)
     assert made.keys() == set(names)
     alone = names[2:] if backend == "gpu" else []
     assert begun[: len(alone)] == alone

@@ -71,9 +71,13 @@ class Live:
 
 
 def run_server(
-    make: Callable[[], Engine], listening: Listening, *, others: dict[str, Callable] | None = None
+    make: Callable[[], Engine],
+    listening: Listening,
+    *,
+    others: dict[str, Callable] | None = None,
+    ready: bool = True,
 ) -> Live:
-    """A server in a thread, once it is ready; with others, once it listens."""
+    """A server in a thread, once it is ready; with others or `ready=False`, once it listens."""
     found: list[Running] = []
     listens = threading.Event()
 
@@ -86,7 +90,7 @@ def run_server(
     thread.start()
     assert listens.wait(30)
     live = Live(found[0], thread)
-    while not others and httpx.get(live.url + "/ready").status_code == 503:
+    while ready and not others and httpx.get(live.url + "/ready").status_code == 503:
         time.sleep(0.01)
     return live
 

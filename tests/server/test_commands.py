@@ -57,15 +57,19 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.fixture
-def process(oracle: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`dflash-jax serve` in a process of its own, and its URL."""
+def process(oracle: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`dflash-jax serve` in a process of its own, and its URL; it logs to the file `log`."""
     command = [sys.executable, "-m", "dflash_jax", "serve", "--port", "0", "--chunk", "16"]
     command += ["--target", str(oracle / "drafters" / "target_qwen3"), "--drafter", "none"]
     command += ["--max-length", "96", "--name", "small", "--drain", "20"]
     command += ["--recovery", "off", "--prefix-cache", "0"]  # less to compile
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-    ) as started:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    with (
+        (tmp_path / "log").open("w", encoding="utf-8") as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        ) as started,
+    ):
         assert started.stdout is not None
         line = started.stdout.readline()
         assert line.startswith("listening on http://127.0.0.1:"), line
@@ -75,7 +79,7 @@ def process(oracle: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_closed_connections_do_not_kill_it_and_sigterm_ends_it_in_order(
-    process: tuple[subprocess.Popen[str], str],
+    process: tuple[subprocess.Popen[str], str], tmp_path: Path
 ) -> None:
     server, url = process
     for attempt in httpx_until_ready(url):
@@ -93,7 +97,19 @@ def test_closed_connections_do_not_kill_it_and_sigterm_ends_it_in_order(
         next(lines)
         server.send_signal(signal.SIGTERM)
         assert "data: [DONE]" in list(lines)
-    assert server.wait(60) == 0
+    assert server.wait(60) == 0  # although it compiles programs that nobody asked for yet
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    said = (
+        "loading small",
+        "small: compiling program 1 of ",
+        f"ready: {url} serves small",
+        "draining: running requests: ",
+    )
+    places = [log.find(line) for line in said]
+    assert -1 not in places, log
+    assert places == sorted(places)
+    assert "Traceback" not in log
+    assert "terminate called" not in log
 
 
 def httpx_until_ready(url: str) -> Iterator[int]:
@@ -110,6 +126,7 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
     for arguments in (
         ["--queue", "0"],
         ["--port", "99999"],
+        ["--compile-wait", "nan"],
         ["--max-tokens", "-1"],
         ["--temperature", "nan"],
         ["--model", "nameless"],

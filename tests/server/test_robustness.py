@@ -310,7 +310,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = twin(random_tiny)
-    engine.break_even = engine.runner.compile_s = 0.5  # a measurement and a counter: they stay
+    engine.break_even = engine.compiled.seconds = 0.5  # a measurement and a counter: they stay
     advance, failures = Engine.advance, [True]
 
     def failing(self: Engine) -> None:
@@ -352,6 +352,30 @@ def test_an_engine_that_has_no_room_to_start_anew_is_given_up_by_name(
     worker = asyncio.run(run())
     assert "RESOURCE_EXHAUSTED" in str(worker.error)
     assert isinstance(ends[-1], ComputeError)
+
+
+def test_an_event_loop_that_closed_first_leaves_no_traceback(
+    random_tiny: Engine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def begin() -> Worker:
+        worker, begun = Worker(lambda: twin(random_tiny)), asyncio.Event()
+        await worker.ready.wait()
+        options = {"max_tokens": 400, "ignore_eos": True}
+        worker.submit(Job([1, 2], options, 0, lambda *_: begun.set()))
+        worker.submit(Job([1, 2], {"structured": {"choice": ["a"]}}, 1, lambda *_: None))
+        await begun.wait()
+        return worker
+
+    worker = asyncio.run(begin())  # closes the loop; nobody stopped the worker
+    worker._thread.join(60)
+    assert not worker._thread.is_alive()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_server_that_ended_may_be_stopped_again(random_tiny: Engine) -> None:
+    live = run_server(lambda: twin(random_tiny), Listening(port=0))
+    live.stop()
+    live.running.stop()
 
 
 def test_a_silent_stream_says_how_far_its_prompt_has_come(

@@ -1,0 +1,115 @@
+"""Compiles programs in one thread of low priority, while other threads decode."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterable
+
+from dflash_jax.compiler.variants import CompiledPrograms, Variant
+
+log = logging.getLogger("dflash_jax.compiler")
+# Added to the nice value of the thread. XLA's own threads keep theirs; this one traces and lowers,
+# and holds Python's lock as it does so. A higher value would make other threads wait for a thread
+# that a busy machine does not run.
+NICENESS = 5
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    compiled: CompiledPrograms
+    variants: tuple[Variant, ...]
+    urgent: bool
+    future: concurrent.futures.Future[None]
+
+
+class BackgroundCompiler:
+    """Compiles the variants of any number of engines, one program at a time.
+
+    Between two programs the most urgent job is chosen, so that a variant that a request waits for
+    comes before those that nobody asked for yet.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: list[_Job] = []
+        self._lock = threading.Lock()
+        self._running = self._stopped = False
+
+    @property
+    def compiling(self) -> bool:
+        """Whether the thread is running; after `stop` it ends with the program it is compiling."""
+        return self._running
+
+    def want(
+        self, compiled: CompiledPrograms, variants: Iterable[Variant], *, urgent: bool = False
+    ) -> concurrent.futures.Future[None]:
+        """Have variants compiled.
+
+        Args:
+          urgent: somebody waits for them.
+
+        Returns:
+          A future that completes once they are there, or with the error of compiling them. It is
+          cancelled by `stop`.
+        """
+        job = _Job(compiled, tuple(variants), urgent, concurrent.futures.Future())
+        compiled.want(job.variants)
+        if not compiled.missing(job.variants):
+            job.future.set_result(None)
+            return job.future
+        with self._lock:
+            if self._stopped:
+                job.future.cancel()
+                return job.future
+            self._jobs.append(job)
+            if not self._running:
+                self._running = True
+                # Not a daemon: Python aborts if it ends while XLA compiles in one.
+                threading.Thread(target=self._run, name="compiler", daemon=False).start()
+        return job.future
+
+    def stop(self) -> None:
+        """Begin no other program and cancel what is wanted; the program being compiled goes on."""
+        with self._lock:
+            self._stopped = True
+            jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.future.cancel()
+
+    def _run(self) -> None:
+        _lower_priority()
+        while job := self._next():
+            try:
+                job.compiled.compile_next(job.compiled.missing(job.variants))
+            except Exception as error:
+                log.error("compiling %s failed: %s", ", ".join(job.variants), error)
+                self._end([job], error)
+            self._end([job for job in self._jobs if not job.compiled.missing(job.variants)])
+
+    def _next(self) -> _Job | None:
+        """The most urgent job; None, and the thread ends, if there is none."""
+        with self._lock:
+            self._running = bool(self._jobs)
+            return min(self._jobs, key=lambda job: not job.urgent, default=None)
+
+    def _end(self, jobs: list[_Job], error: Exception | None = None) -> None:
+        with self._lock:
+            ended = [job for job in jobs if job in self._jobs]
+            self._jobs = [job for job in self._jobs if job not in ended]
+        for job in ended:  # outside the lock: callbacks may want more
+            if error is None:
+                job.future.set_result(None)
+            else:
+                job.future.set_exception(error)
+
+
+def _lower_priority() -> None:
+    """Lower the priority of this thread, where the system has one for each thread."""
+    if sys.platform == "linux":
+        number = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            niceness = os.getpriority(os.PRIO_PROCESS, number) + NICENESS
+            os.setpriority(os.PRIO_PROCESS, number, min(niceness, 19))

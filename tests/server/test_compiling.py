@@ -1,0 +1,400 @@
+"""Requests whose programs are not compiled yet, and those beside them."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.soak_serve import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error, send
+from dflash_jax.compiler import Program, build
+from dflash_jax.compiler.variants import Variant
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import PlanError
+from dflash_jax.server.gate import Settings
+from dflash_jax.server.run import Listening, log_to_stderr
+from dflash_jax.server.worker import Job, Warm, Worker
+from tests.server.conftest import QUEUE, Live, run_server
+
+LONG = ASK | {"max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
+LOGPROBS = ASK | {"logprobs": True}
+CHOICE = ASK | {"guided_choice": ["red", "blue"]}
+RECOVERY = {  # a request of each API that may have tokens forced
+    CHAT: ASK | {"recovery": True},
+    COMPLETIONS: {"prompt": "Hi", "max_tokens": 4, "recovery": True},
+    RESPONSES: {"input": "Hi", "max_output_tokens": 4, "recovery": True},
+    MESSAGES: ASK | {"model": "tiny", "recovery": True},
+}
+LIKELY = [Variant.GREEDY, Variant.SAMPLED]
+Start = Callable[..., Live]
+
+
+class Gate:
+    """Programs that are neither greedy nor sampled are compiled once it is open."""
+
+    def __init__(self, engine: Engine):
+        self.open = threading.Event()
+        self.held = set(engine.programs) - set(engine.compiled.names(LIKELY))
+        self.broken: set[str] = set()  # programs that cannot be compiled
+        self._compile = build._compile
+
+    def compile(self, program: Program) -> Any:
+        if program.name in self.held:
+            assert self.open.wait(120)
+        if program.name in self.broken:
+            raise PlanError(f"{program.name} is broken")
+        return self._compile(program)
+
+
+@pytest.fixture
+def gate(random_tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(random_tiny)
+    monkeypatch.setattr(build, "_compile", made.compile)
+    yield made
+    made.open.set()
+
+
+def cold(engine: Engine) -> Engine:
+    """The same models, of whose programs the greedy and sampled ones alone are compiled."""
+    made = Engine(
+        engine.target, engine.drafter, engine.params, engine.plan, tokenizer=engine.tokenizer
+    )
+    early = engine.compiled.names(LIKELY)
+    made.executables = {name: engine.executables[name] for name in early}
+    return made
+
+
+@pytest.fixture
+def start(random_tiny: Engine, gate: Gate) -> Iterator[Start]:
+    """Starts servers over cold engines."""
+    started: list[Live] = []
+
+    def begin(*, warm: Warm = "none", ready: bool = True, **settings: Any) -> Live:
+        engine = cold(random_tiny)
+        chosen = Settings(**{"keepalive": 0.05, "compile_wait": 60.0} | settings)
+        listening = Listening(port=0, drain=20, warm=warm, settings=chosen)
+        started.append(run_server(lambda: engine, listening, ready=ready))
+        return started[-1]
+
+    yield begin
+    gate.open.set()
+    for live in started:
+        live.stop()
+
+
+@contextlib.contextmanager
+def streaming(live: Live, body: dict[str, Any], path: str = CHAT) -> Iterator[Iterator[str]]:
+    """The lines of a streamed answer."""
+    with httpx.stream("POST", live.url + path, json=body | {"stream": True}, timeout=120) as answer:
+        assert answer.status_code == 200
+        yield answer.iter_lines()
+
+
+def states(live: Live) -> dict[str, str]:
+    """The state of each variant, by /props."""
+    [model] = httpx.get(live.url + "/props").json()["models"]
+    return {name: each["state"] for name, each in model["programs"].items()}
+
+
+def soon(happened: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 60
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.01)
+    return happened()
+
+
+def first(lines: Iterator[str], begin: str) -> str:
+    """The next line that begins so."""
+    return next(line for line in lines if line.startswith(begin))
+
+
+def chunks(lines: Iterator[str]) -> list[dict[str, Any]]:
+    """The data of the events to come."""
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def test_plain_requests_are_served_while_others_wait_for_their_programs(
+    start: Start, gate: Gate
+) -> None:
+    live = start()
+    alone = httpx.post(live.url + CHAT, json=LONG, timeout=120).json()["choices"][0]["token_ids"]
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(streaming(live, LONG))
+        first(running, "data: ")
+        waiting = [stack.enter_context(streaming(live, body)) for body in (LOGPROBS, CHOICE)]
+        for lines, variant in zip(waiting, ("penalized", "constrained"), strict=True):
+            assert first(lines, ":").startswith(f": compiling {variant}: ")
+        told = chunks(running)  # to its end, while nothing is compiled
+        assert told[-1]["choices"][0]["token_ids"] == alone
+        beside = httpx.post(live.url + CHAT, json=LONG, timeout=120).json()
+        assert beside["choices"][0]["token_ids"] == alone
+        for lines in waiting:
+            assert first(lines, ":").startswith(": compiling ")  # again and again
+        assert not gate.open.is_set()
+        gate.open.set()
+        scored, chosen = map(chunks, waiting)
+    assert scored[0]["choices"][0]["logprobs"]["content"]
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chosen)
+    assert text in ("red", "blue")
+    assert live.is_idle()
+
+
+def test_a_grammar_is_checked_while_another_request_waits_for_its_programs(start: Start) -> None:
+    live = start()
+    with streaming(live, CHOICE) as lines:
+        first(lines, ": compiling constrained")
+        refused = httpx.post(live.url + CHAT, json=ASK | {"guided_regex": "("}, timeout=60)
+        assert (refused.status_code, is_error(refused)) == (400, True)
+
+
+@pytest.mark.parametrize("path", RECOVERY)
+def test_every_api_keeps_a_stream_alive_until_it_begins(
+    start: Start, gate: Gate, path: str
+) -> None:
+    live = start()
+    with streaming(live, RECOVERY[path], path) as lines:
+        before = [next(lines) for _ in range(12)]
+        gate.open.set()
+        after = list(lines)
+    comments = [line for line in before if line.startswith(":")]
+    assert set(comments) == {": compiling forced_tokens: 0 of 2 programs"}
+    if path == MESSAGES:
+        at = before.index(comments[0])
+        assert before[at + 1 : at + 4] == ["event: ping", 'data: {"type":"ping"}', ""]
+    whole = "\n".join(after)
+    end = {RESPONSES: "response.incomplete", MESSAGES: "message_stop"}.get(path, "data: [DONE]")
+    assert end in whole
+    assert "event: error" not in whole
+    assert "response.failed" not in whole
+
+
+def test_clients_read_past_what_keeps_a_stream_alive(start: Start, gate: Gate) -> None:
+    live = start()
+    told: list[str] = []
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        message: Any = {"model": "tiny", "max_tokens": 4, "messages": ASK["messages"]}
+        more = {"extra_body": {"recovery": True}}
+
+        def anthropic() -> str:
+            with live.anthropic.messages.stream(**message, **more) as stream:
+                told.extend(event.type for event in stream)
+                return stream.get_final_text()
+
+        def openai() -> str:
+            stream = live.openai.chat.completions.create(**message, **more, stream=True)
+            return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+        answers = [pool.submit(anthropic), pool.submit(openai)]
+        assert soon(lambda: live.running.server.models[0].worker.active == 2)
+        gate.open.set()
+        texts = {answer.result(120) for answer in answers}
+    assert len(texts) == 1
+    assert told[0] == "message_start"
+    live.openai.close()
+    live.anthropic.close()
+
+
+def test_a_request_that_is_not_streamed_is_told_to_come_back(start: Start, gate: Gate) -> None:
+    live = start(compile_wait=0.05)
+    early = httpx.post(live.url + CHAT, json=LOGPROBS, timeout=60)
+    assert (early.status_code, is_error(early)) == (503, True)
+    assert early.json()["error"]["code"] == "compiling"
+    assert "penalized" in early.json()["error"]["message"]
+    assert 1 <= int(early.headers["retry-after"]) <= 60
+    assert live.is_idle()  # nothing is left of it
+    gate.open.set()
+    assert soon(lambda: states(live)["penalized"] == "ready")  # it went on being compiled
+    assert httpx.post(live.url + CHAT, json=LOGPROBS, timeout=60).status_code == 200
+
+
+def test_a_request_that_is_not_streamed_waits_for_its_programs(start: Start, gate: Gate) -> None:
+    live = start()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        body = LOGPROBS | {"return_metrics": True}
+        asked = pool.submit(httpx.post, live.url + CHAT, json=body, timeout=120)
+        assert soon(lambda: states(live)["penalized"] == "compiling")
+        gate.open.set()
+        answer = asked.result(120)
+    assert answer.status_code == 200
+    metrics = answer.json()["metrics"]
+    assert metrics["time_to_first_token_ms"] > metrics["queue_time_ms"]  # it was not queued
+    assert answer.json()["choices"][0]["logprobs"]["content"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_deadline_while_programs_are_compiled_is_an_error_and_no_empty_answer(
+    start: Start, stream: bool
+) -> None:
+    live = start()
+    body = LOGPROBS | {"timeout": 0.1, "stream": stream}
+    answer = httpx.post(live.url + CHAT, json=body, timeout=60)
+    assert answer.status_code == (200 if stream else 503)
+    assert '"code":"compiling"' in answer.text
+    assert '"finish_reason":"' not in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n") or not stream
+    assert live.is_idle()
+
+
+def test_a_client_that_leaves_while_programs_are_compiled_leaves_nothing_behind(
+    start: Start,
+) -> None:
+    live = start()
+    with contextlib.closing(send(live.url, LOGPROBS | {"stream": True})) as connection:
+        assert b"200 OK" in connection.recv(4096)
+    assert live.is_idle()
+    with streaming(live, LONG) as lines:
+        assert chunks(lines)
+
+
+def test_programs_that_cannot_be_compiled_fail_the_requests_that_need_them(
+    start: Start, gate: Gate
+) -> None:
+    gate.broken.add("plain_shaped")
+    gate.open.set()
+    live = start()
+    failed = httpx.post(live.url + CHAT, json=LOGPROBS, timeout=120)
+    assert failed.status_code == 500
+    assert "plain_shaped is broken" in failed.json()["error"]["message"]
+    assert states(live)["penalized"] == "failed"
+    assert httpx.post(live.url + CHAT, json=CHOICE, timeout=120).status_code == 200
+    assert httpx.post(live.url + CHAT, json=ASK, timeout=120).status_code == 200
+    gate.broken.clear()
+    assert httpx.post(live.url + CHAT, json=LOGPROBS, timeout=120).status_code == 200
+
+
+def test_half_of_the_queue_is_for_requests_that_can_begin(random_tiny: Engine, gate: Gate) -> None:
+    ends: dict[int, Any] = {}
+
+    async def run() -> None:
+        worker = Worker(lambda: cold(random_tiny))
+        await worker.ready.wait()
+
+        def ask(index: int, **options: Any) -> None:
+            options = {"max_tokens": 2} | options
+            worker.submit(Job([1, 2], options, index, lambda i, _, end: ends.update({i: end})))
+
+        for i in range(QUEUE // 2 + 1):
+            ask(i, logprobs=0)
+        ask(99)
+        while ends.get(99) is None:
+            await asyncio.sleep(0.01)
+        refused = [i for i, end in ends.items() if isinstance(end, Exception)]
+        assert refused == [QUEUE // 2]
+        gate.open.set()
+        while None in ends.values():
+            await asyncio.sleep(0.01)
+        await worker.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+    assert len(ends) == QUEUE // 2 + 2
+    assert ends.pop(QUEUE // 2).code == "compiling"
+    assert {end.finish_reason for end in ends.values()} == {"length"}
+
+
+# -- which programs are compiled when ----------------------------------------------------------
+
+
+def test_common_programs_are_ready_first_and_the_others_follow(start: Start, gate: Gate) -> None:
+    live = start(warm="common")  # ready, although the gate is closed
+    assert httpx.get(live.url + "/ready").status_code == 200
+    found = states(live)
+    assert [found.pop(name) for name in ("greedy", "sampled")] == ["ready", "ready"]
+    assert found.pop("forced_tokens") == "compiling"
+    assert set(found.values()) == {"waiting"}
+    gate.open.set()
+    assert soon(lambda: set(states(live).values()) == {"ready"})
+
+
+def test_all_programs_may_be_compiled_before_it_is_ready(start: Start, gate: Gate) -> None:
+    live = start(warm="all", ready=False)
+    early = httpx.post(live.url + CHAT, json=ASK, timeout=60)
+    assert (early.status_code, early.json()["error"]["code"]) == (503, "loading")
+    assert httpx.get(live.url + "/ready").status_code == 503
+    assert soon(lambda: "compiling" in states(live).values())
+    gate.open.set()
+    assert soon(lambda: httpx.get(live.url + "/ready").status_code == 200)
+    assert set(states(live).values()) == {"ready"}
+
+
+def test_nothing_but_greedy_programs_need_be_compiled(random_tiny: Engine) -> None:
+    engine = cold(random_tiny)
+    for name in set(engine.executables) - set(engine.compiled.names([Variant.GREEDY])):
+        del engine.executables[name]
+    live = run_server(lambda: engine, Listening(port=0, warm="none"))
+    found = states(live)
+    assert found.pop("greedy") == "ready"
+    assert set(found.values()) == {"on demand"}
+    assert httpx.post(live.url + CHAT, json=ASK | {"temperature": 1}, timeout=60).status_code == 200
+    assert states(live)["sampled"] == "ready"
+    live.stop()
+
+
+# -- what is logged ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="dflash_jax")
+    return caplog
+
+
+def test_phases_refusals_and_the_end_are_logged(
+    start: Start, gate: Gate, logged: pytest.LogCaptureFixture
+) -> None:
+    live = start(compile_wait=0.05)
+    with streaming(live, LOGPROBS | LONG) as lines:
+        first(lines, ": compiling")
+        refused = httpx.post(live.url + CHAT, json=LOGPROBS, timeout=60)
+        gate.open.set()
+        first(lines, "data: ")
+        live.running.stop()
+        assert chunks(lines)
+    live.thread.join(60)
+    said = [record.getMessage() for record in logged.records]
+    known = len(live.engine.compiled.names([Variant.GREEDY, Variant.PENALIZED]))
+    number = refused.headers["x-request-id"]
+    message = refused.json()["error"]["message"]
+    for line in (
+        "loading tiny",
+        f"ready: {live.url} serves tiny",
+        f"tiny: compiling program {known} of {known}: speculative_shaped",
+        f"{number} answered with 503: {message}",
+        "draining: running requests: 1; those not finished in 20 s are ended",
+    ):
+        assert line in said
+
+
+def test_every_line_of_a_request_has_the_id_of_its_headers(
+    live: Live, logged: pytest.LogCaptureFixture
+) -> None:
+    whole = httpx.post(live.url + CHAT, json=ASK | {"n": 2}, timeout=60)
+    streamed = httpx.post(live.url + CHAT, json=ASK | {"stream": True}, timeout=60)
+    for answer, outputs in ((whole, 2), (streamed, 1)):
+        number = answer.headers["request-id"]
+        lines = [r.getMessage() for r in logged.records if r.getMessage().startswith(number)]
+        assert len(lines) == outputs
+        assert all("4 new" in line for line in lines)
+
+
+def test_quiet_servers_leave_out_nothing_but_the_lines_of_outputs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger, requests = (logging.getLogger(f"dflash_jax{n}") for n in ("", ".server.requests"))
+    levels = logger.level, requests.level
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    log_to_stderr(quiet=True)
+    logging.getLogger("dflash_jax.server").info("a phase")
+    requests.info("an output")
+    logger.setLevel(levels[0])
+    requests.setLevel(levels[1])
+    err = capsys.readouterr().err
+    assert "a phase" in err
+    assert "an output" not in err
