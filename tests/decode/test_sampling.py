@@ -17,6 +17,7 @@ from laws import PROMPT, ROWS, SAID, VOCAB, all_logits, chisquare, filtered, law
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan
+from dflash_jax.decode import sampling
 from dflash_jax.decode.block import floor
 from dflash_jax.decode.sampling import (
     ACCEPT,
@@ -25,7 +26,6 @@ from dflash_jax.decode.sampling import (
     TOKEN,
     draw,
     likeliest,
-    probabilities,
     row_keys,
 )
 from dflash_jax.engine.engine import Engine
@@ -33,6 +33,9 @@ from dflash_jax.engine.lanes import make_rules
 from dflash_jax.engine.request import Request
 from dflash_jax.state import RowRules
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
+
+
+probabilities = jax.jit(sampling.probabilities)  # run eagerly, its loops compile in every call
 
 
 def rules(rows: int = 1, **columns: Any) -> RowRules:
