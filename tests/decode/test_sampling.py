@@ -34,7 +34,6 @@ from dflash_jax.engine.request import Request
 from dflash_jax.state import RowRules
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
-
 probabilities = jax.jit(sampling.probabilities)  # run eagerly, its loops compile in every call
 
 
