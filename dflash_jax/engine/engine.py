@@ -136,7 +136,8 @@ class Engine:
           structured: what the text must follow: {"json": a schema}, {"regex": a pattern},
             {"choice": texts} or {"grammar": a Lark grammar}; {"around": a Lark grammar} beside it
             says what comes around it, which is `@answer` there. Needs the extra `structured`.
-          stop: text or texts that end the output; they are not part of it.
+          stop: text or texts that end the output; they are not part of it. At most 64, of at most
+            256 characters each and 4,096 together.
           stop_token_ids: ids that end the output, besides the model's own end tokens.
           ignore_eos: let the model's end tokens pass.
           speculative: False decodes without drafting; the tokens are the same.

@@ -4,7 +4,7 @@ Imported without JAX, so that a command can check its values before it loads any
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -19,6 +19,9 @@ Structure = Mapping[str, Any]  # what an output must follow, as `structured.Gram
 
 HOTTEST = 1e6  # temperature; above it float32 ends sooner or later
 COLDEST = 1e-30  # above 0, likewise below it: nearer to greedy there is nothing
+MAX_STOPS = 64  # stop strings of a request
+MAX_STOP_LENGTH = 256  # characters of a stop string
+MAX_STOP_TOTAL = 4096  # characters of all stop strings of a request
 HARSHEST = 1e6  # repetition_penalty, and one by it the mildest, likewise
 
 
@@ -113,8 +116,7 @@ class Request:
             block,
             "None, or an integer of at least 1",
         )
-        texts = all(isinstance(s, str) and s for s in self.stop)
-        check(texts, "stop", self.stop, "texts of at least one character")
+        check_stops(self.stop)
 
     @property
     def shaped(self) -> bool:
@@ -151,6 +153,26 @@ def check_fits(request: Request, plan: Plan, target: TargetConfig) -> None:
         raise RequestError(
             f"{len(request.stop_ids)} stop tokens were given, but the plan has room for"
             f" {plan.stop_slots}; load with a larger stop_slots"
+        )
+
+
+def check_stops(stop: Sequence[str]) -> None:
+    """Refuse, by RequestError, stop strings that are empty, too many or too long."""
+    if len(stop) > MAX_STOPS:
+        raise RequestError(
+            f"stop has {len(stop)} texts; expected at most {MAX_STOPS}: give fewer of them"
+        )
+    texts = all(isinstance(s, str) and s for s in stop)
+    check(texts, "stop", stop, "texts of at least one character")
+    if (longest := max(map(len, stop), default=0)) > MAX_STOP_LENGTH:
+        raise RequestError(
+            f"stop has a text of {longest} characters; expected at most {MAX_STOP_LENGTH} in each:"
+            " give a shorter part of it"
+        )
+    if (total := sum(map(len, stop))) > MAX_STOP_TOTAL:
+        raise RequestError(
+            f"stop has texts of {total} characters together; expected at most {MAX_STOP_TOTAL}:"
+            " give fewer or shorter ones"
         )
 
 

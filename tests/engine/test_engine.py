@@ -495,6 +495,23 @@ def test_a_stop_string_is_a_text(spoken: Engine, stop: Any) -> None:
         spoken.generate(PROMPT, max_tokens=4, stop=stop)
 
 
+@pytest.mark.parametrize(
+    ("stop", "says"),
+    [
+        (["x"] * 100_000, "stop has 100000 texts; expected at most 64: give fewer"),
+        (["x" * 257], "stop has a text of 257 characters; expected at most 256 in each: give a"),
+        (["x" * 256] * 17, "stop has texts of 4352 characters together; expected at most 4096:"),
+    ],
+)
+def test_stop_strings_beyond_a_bound_are_refused(
+    spoken: Engine, stop: list[str], says: str
+) -> None:
+    with pytest.raises(RequestError, match=says):
+        spoken.generate(PROMPT, max_tokens=4, stop=stop)
+    most = ["x" * 64 for _ in range(64)]
+    assert len(spoken.generate(PROMPT, max_tokens=4, stop=most).token_ids) == 4
+
+
 def test_arguments_have_the_types_and_the_words_they_are_read_by() -> None:
     keywords = inspect.getfullargspec(request_of).kwonlyargs
     read = typing.get_type_hints(request_of)
