@@ -262,7 +262,10 @@ class Engine:
         self.loop.cancel(live)
 
     def close(self) -> None:
-        """Waits until the prefixes that belong on disk are there; the engine may still be used."""
+        """End the process that tries grammars, and wait until prefixes that belong on disk are
+        there; the engine may still be used.
+        """
+        self._grammars.close()
         self.loop.tidy()
         if self.runner.snapshots and self.runner.snapshots.disk:
             self.runner.snapshots.disk.flush()

@@ -7,25 +7,45 @@ that the verifier says what masked decoding, one token after the other, would ha
 
 import importlib.util
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from dflash_jax.engine.grammar_process import SECONDS, GrammarProcess
+from dflash_jax.engine.grammar_worker import compiled, reason
 from dflash_jax.engine.request import Structure
 from dflash_jax.errors import RequestError, install_hint
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools.grammar import bounded
+from dflash_jax.tools.grammar_bounds import check_lark, check_schema, parsed_schema
 
 KINDS = ("json", "regex", "choice", "grammar")
 
 
 class Grammars:
-    """Makes the grammars of requests for one tokenizer; keeps what they share."""
+    """Makes the grammars of requests for one tokenizer; keeps what they share.
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]):
+    A grammar is compiled in a process of its own first, and in this one only if that went well:
+    llguidance ends the process it runs in where a grammar exhausts its stack.
+
+    Args:
+      seconds: time that compiling one grammar may take.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab: int,
+        eos: Sequence[int],
+        *,
+        seconds: float = SECONDS,
+    ):
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
-        self._shared: Any = None  # llguidance's view of the tokenizer
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._shared: tuple[Any, GrammarProcess] | None = None  # the first is an LLTokenizer
 
     @property
     def available(self) -> bool:
@@ -34,7 +54,7 @@ class Grammars:
         return known and importlib.util.find_spec("llguidance") is not None
 
     def make(self, structure: Structure) -> "Grammar":
-        """A grammar at its beginning.
+        """Return a grammar at its beginning.
 
         Args:
           structure: one of {"json": a schema}, {"regex": a pattern}, {"choice": texts} or
@@ -42,7 +62,8 @@ class Grammars:
             which calls it `@answer`.
 
         Raises:
-          RequestError: no tokenizer, no llguidance, or a structure that is not understood.
+          RequestError: no tokenizer, no llguidance, or a structure that is not understood, is too
+            large, or takes too long to compile.
         """
         if self._tokenizer is None:
             raise RequestError("structured output needs a tokenizer, and this model ships none")
@@ -59,18 +80,30 @@ class Grammars:
             structure = {kind: value for kind, value in structure.items() if kind != "around"}
         source = _source(structure, llguidance.LLMatcher)
         if around is not None:
+            check_lark(around)
             answer = _as_grammar(source) | {"name": "answer"}
             source = json.dumps({"grammars": [{"lark_grammar": around}, answer]})
-        if self._shared is None:
-            text = self._tokenizer.core.to_str()
-            self._shared = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)
-        matcher = llguidance.LLMatcher(self._shared, source, log_level=0)
-        if matcher.is_error():
-            raise RequestError(f"the structure is not understood: {_why(matcher)}")
-        matcher.compute_bitmask()  # some say only then that nothing can follow them
-        if matcher.is_error():
-            raise RequestError(f"nothing can follow the structure: {_why(matcher)}")
+        tokenizer, process = self._share(self._tokenizer, llguidance.LLTokenizer)
+        process.check(source)
+        matcher, error = compiled(tokenizer, source)
+        if error is not None:
+            raise RequestError(error)
         return Grammar(matcher)
+
+    def close(self) -> None:
+        """End the process that tries grammars; `make` starts it again."""
+        if self._shared is not None:
+            self._shared[1].close()
+
+    def _share(self, tokenizer: Tokenizer, kind: Any) -> tuple[Any, GrammarProcess]:
+        """Return llguidance's view of the tokenizer and the process, made at the first call."""
+        with self._lock:
+            if self._shared is None:
+                text = tokenizer.core.to_str()
+                view = kind(text, n_vocab=self._vocab, eos_token=self._eos)
+                process = GrammarProcess(text, self._vocab, self._eos, self._seconds)
+                self._shared = view, process
+            return self._shared
 
 
 class Grammar:
@@ -87,7 +120,7 @@ class Grammar:
     @property
     def error(self) -> str | None:
         """Why the grammar can say nothing more, if it gave up; it counts as finished then."""
-        return _why(self._matcher) if self._matcher.is_error() else None
+        return reason(self._matcher) if self._matcher.is_error() else None
 
     def accept(self, ids: Sequence[int]) -> None:
         """Goes on by tokens that were said."""
@@ -109,11 +142,6 @@ class Grammar:
             self._matcher.rollback(walked)
 
 
-def _why(matcher: Any) -> str:
-    """What a matcher complains about, without the dump of its state and of the grammar."""
-    return matcher.get_error().partition("\n<state>")[0]
-
-
 def _as_grammar(source: str) -> dict[str, Any]:
     """What `_source` said, as an entry of llguidance's list of grammars."""
     if source.startswith("{"):
@@ -130,14 +158,21 @@ def _source(structure: Any, matcher: Any) -> str:
     ((kind, value),) = structure.items()
     if kind == "json" and isinstance(value, str | Mapping):
         try:
-            schema = json.loads(value) if isinstance(value, str) else value
+            schema = parsed_schema(value) if isinstance(value, str) else value
+            check_schema(schema)
             schema = bounded(schema, strict=True) if isinstance(schema, Mapping) else schema
             return matcher.grammar_from_json_schema(json.dumps(schema))
         except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(f"the JSON schema is not understood: {error}") from error
+    if kind in ("regex", "grammar") and isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the structure is not understood: {error}") from error
     if kind == "regex" and isinstance(value, str):
         return matcher.grammar_from_regex(value)
     if kind == "grammar" and isinstance(value, str):
+        check_lark(value)
         return matcher.grammar_from_lark(value)
     several = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     if kind == "choice" and several and all(isinstance(x, str) for x in value):

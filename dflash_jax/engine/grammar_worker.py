@@ -1,0 +1,92 @@
+"""Compiles grammars; as a script, the process that tries a user's grammar before the engine does.
+
+The process reads one JSON object a line: first the tokenizer, then grammars. It answers each with a
+line. It imports no other module of the package, and so no jax. It ends when its input ends, also in
+the middle of a grammar, so that it never survives the process that started it.
+"""
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+MEMORY = 512 * 2**20  # bytes a grammar may take
+STACK = 2**20  # bytes; smaller than any thread's of the engine, so that no grammar overflows there
+LEXER_FUEL = 250_000  # bounds a mask to about 0.2 s; llguidance's default of 10**6 lets it take 2 s
+
+
+def compiled(tokenizer: Any, grammar: str) -> tuple[Any, str | None]:
+    """Return a matcher at the start of a grammar, and why it cannot be used, if it cannot.
+
+    Args:
+      tokenizer: an `llguidance.LLTokenizer`.
+      grammar: in llguidance's own form.
+    """
+    import llguidance
+
+    limits = llguidance.LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        return matcher, f"the structure is not understood: {reason(matcher)}"
+    matcher.compute_bitmask()  # some errors are found only then
+    if matcher.is_error():
+        return matcher, f"nothing can follow the structure: {reason(matcher)}"
+    return matcher, None
+
+
+def reason(matcher: Any) -> str:
+    """Return a matcher's error, without the dump of its state and of the grammar."""
+    return matcher.get_error().partition("\n<state>")[0]
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    requests = sys.stdin.buffer
+    given = json.loads(requests.readline())
+    sys.path.append(given["path"])
+    import llguidance
+
+    tokenizer = llguidance.LLTokenizer(
+        given["tokenizer"], n_vocab=given["vocab"], eos_token=given["eos"]
+    )
+    _limit_memory()
+    if hasattr(os, "nice"):
+        os.nice(5)  # running requests come first
+    threading.stack_size(STACK)
+    _reply(None)
+    for line in requests:  # a thread compiles, so that this one sees the end of the input
+        threading.Thread(target=_try, args=(tokenizer, json.loads(line)), daemon=True).start()
+    os._exit(0)
+
+
+def _try(tokenizer: Any, grammar: str) -> None:
+    try:
+        _, error = compiled(tokenizer, grammar)
+    except Exception as failure:  # such as text that is not valid Unicode
+        error = f"the structure is not understood: {failure}"
+    _reply(error)
+
+
+def _reply(error: str | None) -> None:
+    sys.stdout.write(json.dumps(error) + "\n")
+    sys.stdout.flush()
+
+
+def _limit_memory() -> None:
+    """Limit the address space to its present size and `MEMORY`, where the system can."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+        size = pages * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, most))
+    except (ImportError, OSError, ValueError):
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Grammars that would end or block the process are refused by name, and cost nobody else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from dflash_jax.engine import grammar_process, structured
+from dflash_jax.engine.structured import Grammars
+from dflash_jax.errors import RequestError
+from dflash_jax.loading import locate
+from dflash_jax.tokenizer import Tokenizer
+
+pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+
+ENDLESS = {"json": {"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}}
+
+
+def grammars(seconds: float = 30.0) -> Grammars:
+    return Grammars(
+        Tokenizer.from_directory(locate("tiny", "target")), 2048, [2040], seconds=seconds
+    )
+
+
+def referring(count: int) -> dict[str, Any]:
+    definitions: dict[str, Any] = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(count)}
+    return {"$ref": "#/$defs/a0", "$defs": definitions | {f"a{count}": {"type": "integer"}}}
+
+
+def nested(count: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(count):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def chain(count: int, letter: str) -> str:
+    lines = [f"{letter}{i}: {letter}{i + 1}" for i in range(count)]
+    return "\n".join([f"start: {letter}0", *lines, f'{letter}{count}: "x"'])
+
+
+@pytest.mark.parametrize(
+    ("structure", "says"),
+    [
+        ({"json": referring(3000)}, "has 3001 references .* in a row; expected at most 100: refer"),
+        ({"json": nested(2000)}, "is nested 2001 levels deep; expected at most 100 levels: move"),
+        ({"json": '{"items":' * 9000 + "1" + "}" * 9000}, "nested too deeply to be read; expected"),
+        ({"grammar": f"start: %json {json.dumps(nested(300))}"}, "is nested 301 levels deep"),
+        ({"grammar": chain(5000, "r")}, "has 5002 rules; expected at most 1000: merge"),
+        ({"grammar": chain(5000, "T")}, "has 5001 terminals; expected at most 1000: merge"),
+        ({"regex": "a", "around": chain(5000, "r")}, "has 5002 rules; expected at most 1000"),
+        ({"json": {"type": "integer", "multipleOf": 1000003}}, "has multipleOf 1000003; expected"),
+        ({"regex": "\ud800"}, "the structure is not understood: .* surrogates not allowed"),
+    ],
+)
+def test_hostile_structures_are_refused_by_name(structure: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        grammars().make(structure)
+
+
+def test_schemas_and_grammars_at_the_bounds_are_compiled() -> None:
+    made = grammars()
+    flat = "\n".join(["start: r0", *(f'r{i}: "x{i}"' for i in range(900))])
+    endless: dict[str, Any] = {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}
+    for good in (referring(99), nested(90), {"$ref": "#/$defs/a", "$defs": endless}):
+        made.make({"json": good})
+    made.make({"grammar": flat})
+    made.make({"json": {"type": "integer", "multipleOf": 1_000_000}})
+
+
+def test_a_grammar_that_ends_its_process_is_refused_and_the_next_one_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, hostile = grammars(), {"grammar": chain(990, "r")}
+    made.make({"regex": "a+"})
+    started: list[Any] = []
+    start = grammar_process.GrammarProcess._start
+    monkeypatch.setattr(
+        grammar_process.GrammarProcess, "_start", lambda self: (started.append(1), start(self))
+    )
+    for _ in range(2):  # the second time by what is remembered
+        with pytest.raises(RequestError, match=r"process that tried to ended \(SIG[A-Z]+\)"):
+            made.make(hostile)
+        assert len(started) == 1
+    made.make({"regex": "b+"})
+    assert len(started) == 2
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_never_compiled_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = grammars(seconds=1.0)
+    made.make({"regex": "a+"})
+    here: list[str] = []
+    compiled = structured.compiled
+    monkeypatch.setattr(
+        structured,
+        "compiled",
+        lambda view, source: (here.append(source), compiled(view, source))[1],
+    )
+    for _ in range(2):
+        with pytest.raises(RequestError, match="took longer than 1 s to compile; simplify it"):
+            made.make(ENDLESS)
+    assert not here
+    made.make({"regex": "b+"})
+    assert len(here) == 1
+
+
+def test_a_process_that_somebody_else_ended_costs_no_request() -> None:
+    made = grammars()
+    made.make({"regex": "a+"})
+    assert made._shared is not None
+    first = made._shared[1]._process
+    assert first is not None
+    os.kill(first.pid, signal.SIGKILL)
+    made.make({"regex": "b+"})
+    made.close()
+    assert made._shared[1]._process is None
+    made.make({"regex": "c+"})
+    made.close()
+
+
+def test_the_process_ends_with_its_input_in_the_middle_of_a_grammar() -> None:
+    """As when the process that started it is killed; and it never imports jax."""
+    import llguidance
+
+    worker = grammar_process.grammar_worker.__file__
+    tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
+    assert tokenizer is not None
+    setup = {"path": "", "tokenizer": tokenizer.core.to_str(), "vocab": 2048, "eos": [2040]}
+    schema = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(ENDLESS["json"]))
+    text = json.dumps(setup) + "\n" + json.dumps(schema) + "\n"
+    command = [sys.executable, "-X", "importtime", "-P", worker]
+    done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "null\n")
+    assert "llguidance" in done.stderr
+    assert "jax" not in done.stderr
