@@ -19,7 +19,9 @@ _short = concurrent.futures.ThreadPoolExecutor(4, "short-requests")
 _long = concurrent.futures.ThreadPoolExecutor(2, "long-requests")
 
 
-async def in_thread(function: Callable[..., T], *arguments: Any, long: bool = False) -> T:
+async def in_thread(
+    function: Callable[..., T], *arguments: Any, long: bool = False, param: str | None = None
+) -> T:
     """Return the function's result, computed in a thread.
 
     If the awaiting task is cancelled, the work is dropped from the queue, or ends at its next
@@ -27,6 +29,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any, long: bool = Fa
 
     Args:
       long: the work may take seconds.
+      param: the field of the request that errors name.
 
     Raises:
       Problem: the work raised it, reached a time limit, or refused a prompt as too long.
@@ -45,9 +48,9 @@ async def in_thread(function: Callable[..., T], *arguments: Any, long: bool = Fa
         gone.set()
         raise
     except InterruptedRequestError as error:
-        raise Problem(400, str(error), param="messages", code="time_limit") from None
+        raise Problem(400, str(error), param=param, code="time_limit") from None
     except PromptTooLongError as error:
-        raise Problem(400, str(error), code="context_length_exceeded") from None
+        raise Problem(400, str(error), param=param, code="context_length_exceeded") from None
 
 
 async def read_body(read: Callable[[bytes], T], body: bytes) -> T:

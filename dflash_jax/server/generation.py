@@ -308,11 +308,11 @@ async def prepare(model: Model, ask: Ask) -> list[Prompt]:
     if ask.messages is None:
         size = sum(len(given) for given in ask.prompts if isinstance(given, str))
         make = functools.partial(text_prompts, ask, tokenizer, most)
-        return await in_thread(make, long=size > LONG_PROMPT)
+        return await in_thread(make, long=size > LONG_PROMPT, param=ask.source)
     thought = model.syntax.thought if model.syntax else None
     size = sum(map(message_size, ask.messages)) + 200 * len(ask.tools)
     make = functools.partial(chat_prompt, ask, tokenizer, model.turns, thought, most)
-    return [await in_thread(make, long=size > LONG_PROMPT)]
+    return [await in_thread(make, long=size > LONG_PROMPT, param=ask.source)]
 
 
 NAMED = {*PASSED, "logit_bias", "stop"}  # options that requests call what the engine does

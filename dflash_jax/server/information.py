@@ -109,7 +109,7 @@ class Information:
             ask = await in_thread(_asked, found, long=True)
             ids = (await prepare(model, ask))[0].ids
         else:
-            ids = await in_thread(_ids, found, tokenizer, most, long=True)
+            ids = await in_thread(_ids, found, tokenizer, most, long=True, param="content")
         more = {"warnings": list(warnings)} if warnings else {}
         return await in_thread(_tokens_answer, found, tokenizer, ids, most, more, long=True)
 

@@ -1,0 +1,209 @@
+"""Requests of any size and shape: refused early, and worked on outside the event loop."""
+
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from dflash_jax.server import conversation as conversations
+from dflash_jax.server import protocol
+from dflash_jax.server.anthropic import decode_messages
+from dflash_jax.server.blocks import messages_of as blocks_of
+from dflash_jax.server.chat import decode_chat
+from dflash_jax.server.conversation import MOST_MESSAGES, MOST_TOOLS, conversation
+from dflash_jax.server.fields import MOST_STOP_IDS
+from dflash_jax.server.items import messages_of as items_of
+from dflash_jax.server.protocol import Problem, check_entries
+from dflash_jax.server.responses import decode_responses
+from dflash_jax.tokenizer import Tokenizer
+from tests.server.conftest import CONTEXT, Live
+
+USER = {"role": "user", "content": "a"}
+LONG = "b" * (CONTEXT * 100)
+
+
+def refused(live: Live, path: str, body: Any) -> dict[str, Any]:
+    answer = httpx.post(live.url + path, json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/chat/completions", {"messages": [USER | {"content": LONG}]}, "messages"),
+        ("/v1/responses", {"input": LONG}, "input"),
+        ("/v1/messages", {"messages": [USER | {"content": LONG}], "max_tokens": 4}, "messages"),
+        ("/v1/messages/count_tokens", {"messages": [USER | {"content": LONG}]}, "messages"),
+        ("/tokenize", {"content": LONG}, "content"),
+        ("/tokenize", {"messages": [USER | {"content": LONG}]}, "messages"),
+    ],
+)
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(
+    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **more: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    error = refused(live, path, body)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == param
+    assert error["message"].startswith("prompt is too long: ")
+    assert f"> {CONTEXT} maximum" in error["message"]
+    assert "shorten the prompt" in error["message"]
+    assert max(encoded, default=0) < len(LONG)
+
+
+@pytest.mark.parametrize("size", [1, 30_000])
+def test_templates_and_encoding_run_outside_the_event_loop(
+    live: Live, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    threads: set[str] = set()
+    encode, render = Tokenizer.encode, Tokenizer.render
+
+    def encoding(self: Tokenizer, text: str, **more: Any) -> list[int]:
+        threads.add(threading.current_thread().name)
+        return encode(self, text, **more)
+
+    def rendering(self: Tokenizer, *given: Any, **more: Any) -> str:
+        threads.add(threading.current_thread().name)
+        return render(self, *given, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", encoding)
+    monkeypatch.setattr(Tokenizer, "render", rendering)
+    content = " " * size
+    post = {"messages": [USER | {"content": content}], "max_tokens": 1}
+    httpx.post(live.url + "/v1/chat/completions", json=post, timeout=60)
+    httpx.post(live.url + "/tokenize", json={"content": content}, timeout=60)
+    names = {name.partition("_")[0] for name in threads}
+    assert names <= {"short-requests", "long-requests"}
+    assert "long-requests" in names
+
+
+def test_pieces_and_ids_are_bounded_by_the_context(live: Live) -> None:
+    text = {"content": "bcd" * CONTEXT}
+    assert httpx.post(live.url + "/tokenize", json=text, timeout=60).json()["count"] > CONTEXT
+    for name in ("with_pieces", "return_token_strs"):
+        assert refused(live, "/tokenize", text | {name: True})["param"] == name
+    ids = {"tokens": [1] * CONTEXT}
+    assert httpx.post(live.url + "/detokenize", json=ids, timeout=60).status_code == 200
+    error = refused(live, "/detokenize", {"tokens": [1] * (CONTEXT + 1)})
+    assert error["param"] == "tokens"
+    assert f"{CONTEXT + 1} tokens were given; at most {CONTEXT}" in error["message"]
+
+
+def encoded(**body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+MANY = [USER] * (MOST_MESSAGES + 1)
+
+
+@pytest.mark.parametrize(
+    ("decode", "body", "param"),
+    [
+        (decode_chat, {"messages": MANY}, "messages"),
+        (decode_messages, {"messages": MANY, "max_tokens": 4}, "messages"),
+        (decode_responses, {"input": MANY}, "input"),
+        (
+            decode_messages,
+            {"max_tokens": 4, "messages": [
+                {"role": "user", "content": [{"type": "tool_result", "content": ""}] * len(MANY)}
+            ]},
+            "messages",
+        ),
+    ],
+)  # fmt: skip
+def test_more_messages_than_a_template_should_see_are_refused(
+    decode: Any, body: Any, param: str
+) -> None:
+    with pytest.raises(Problem, match=f"at most {MOST_MESSAGES}") as told:
+        decode(encoded(**body))
+    assert told.value.status == 400
+    assert told.value.param == param
+
+
+def test_as_many_messages_as_are_allowed_are_read() -> None:
+    assert len(decode_chat(encoded(messages=MANY[1:])).messages or ()) == MOST_MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("decode", "body"),
+    [
+        (decode_messages, {"messages": [USER], "max_tokens": 4}),
+        (decode_responses, {"input": "a"}),
+    ],
+)
+def test_tools_are_counted_before_they_are_read(decode: Any, body: Any) -> None:
+    tools = [{"type": "web_search"}] * (MOST_TOOLS + 1)
+    with pytest.raises(Problem, match=f"at most {MOST_TOOLS}"):
+        decode(encoded(tools=tools, **body))
+
+
+def test_stop_token_ids_are_bounded() -> None:
+    ids = list(range(MOST_STOP_IDS))
+    assert decode_chat(encoded(messages=[USER], stop_token_ids=ids)).options["stop_token_ids"]
+    with pytest.raises(Problem, match=f"at most {MOST_STOP_IDS}"):
+        decode_chat(encoded(messages=[USER], stop_token_ids=[*ids, 1]))
+
+
+def test_a_body_of_too_many_entries_is_refused_before_it_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "MOST_ENTRIES", 10)
+    decoded: list[bytes] = []
+    decode = protocol.msgspec.json.decode
+    monkeypatch.setattr(
+        protocol.msgspec.json, "decode", lambda body: decoded.append(body) or decode(body)
+    )
+    for body in (
+        b'{"messages":[' + b"[]," * 9 + b"[]]}",
+        encoded(**{str(i): i for i in range(10)}),
+    ):
+        with pytest.raises(Problem, match="more than 10 objects, arrays and keys"):
+            decode_chat(body)
+    assert decoded == []
+
+
+@pytest.mark.parametrize("content", ["[{:" * 9, '\\"[{:' * 9, '"[', "\\" * 9 + "[" * 20, ""])
+def test_brackets_inside_of_texts_are_no_entries(
+    monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setattr(protocol, "MOST_ENTRIES", 6)  # two objects, an array, three keys
+    check_entries(encoded(messages=[{"role": "user", "content": content}]))
+    monkeypatch.setattr(protocol, "MOST_ENTRIES", 5)
+    with pytest.raises(Problem):
+        check_entries(encoded(messages=[{"role": "user", "content": content}]))
+
+
+def test_neighbouring_system_messages_are_joined_part_by_part() -> None:
+    contents: list[Any] = ["a", ["b", "c"], "d", ["e"]]
+    parts = [[{"type": "text", "text": t} for t in c] if c is not str(c) else c for c in contents]
+    made = conversation([*({"role": "system", "content": c} for c in parts), USER])
+    assert [m["content"] for m in made] == [["a\n\nb", "c\n\nd\n\ne"], "a"]
+    alone = conversation(
+        [{"role": "system", "content": "a"}, USER, {"role": "system", "content": "b"}]
+    )
+    assert [m["content"] for m in alone] == ["a", "a", "b"]
+
+
+def test_texts_and_thoughts_of_one_turn_are_joined_once() -> None:
+    call = {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}
+    thought = {"type": "reasoning", "summary": [{"text": "t"}]}
+    said = {"type": "message", "role": "assistant", "content": "s"}
+    [message] = conversations.conversation(
+        items_of(None, [thought, thought, call, said, thought, said])
+    )
+    assert message["content"] == "ss"
+    assert message["reasoning_content"] == "t\n\nt\n\nt"
+    blocks = [{"type": "thinking", "thinking": t} for t in ("x", "", "y")]
+    [turn] = blocks_of(None, [{"role": "assistant", "content": blocks}])
+    assert turn["reasoning_content"] == "x\n\ny"
