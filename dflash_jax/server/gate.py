@@ -77,7 +77,7 @@ class Gate:
         """The answer where no route or method fits; OPTIONS asks what does."""
         if request.method == "OPTIONS" and error.status_code == 405:
             return _numbered(Response(status_code=204, headers=error.headers), new_id("req_"))
-        message = f"{request.method} {request.url.path} does not exist"
+        message = f"{request.method} {request.scope['path']} does not exist"
         unknown = Problem(error.status_code, message, code="unknown_url")
         refusal = self._refuse(unknown, new_id("req_"))
         refusal.headers.update(error.headers or {})
@@ -128,7 +128,7 @@ class Gate:
             raise Problem(431, f"the headers are larger than {MOST_HEADERS} bytes")
 
     def _authorise(self, request: Request) -> None:
-        if not self._settings.api_keys or request.url.path in OPEN_PATHS:
+        if not self._settings.api_keys or request.scope["path"] in OPEN_PATHS:
             return
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else ""

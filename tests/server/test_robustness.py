@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import jax
 import pytest
+from starlette.datastructures import URL
+from starlette.requests import Request
 
 from benchmarks.soak_serve import (
     ASK,
@@ -534,3 +536,15 @@ def test_cache_usage_rises_while_a_request_runs(live: Live) -> None:
             next(lines)
         assert 0 < scraped(live)["kv_cache_usage_perc"] < 1
     assert live.is_idle()
+
+
+def test_no_host_header_opens_what_needs_a_key(
+    locked: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starlette up to 1.0.0 builds a request's URL from its Host, which a client chooses."""
+    as_built_then = property(lambda self: URL(f"http://{self.headers['host']}{self['path']}"))
+    monkeypatch.setattr(Request, "url", as_built_then)
+    for host in ("x/health?", "x/ready?", "x/health#"):
+        headers = {"Host": host}
+        assert httpx.get(locked.url + "/metrics", headers=headers).status_code == 401
+        assert httpx.post(locked.url + CHAT, json=ASK, headers=headers).status_code == 401
