@@ -149,6 +149,7 @@ def _compile(program: Program) -> Executable:
     def run(*arguments: Any) -> Any:  # JAX keeps what it traced for as long as the function lives
         return program.function(*arguments)
 
+    run.__name__ = program.name  # in the compilation cache and in profiles, too
     jitted = jax.jit(run, donate_argnums=program.donated, **options)
     lowered = jitted.lower(*program.arguments)
     compiled = lowered.compile(compiler_options=OPTIONS)
