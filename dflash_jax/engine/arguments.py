@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from dflash_jax.compiler.plan import as_number
+from dflash_jax.compiler.plan import Plan, as_number
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.recovery import OFF, CancelCell, Recovery
-from dflash_jax.engine.request import Request, check, is_id
+from dflash_jax.engine.request import Request, check, check_fits, is_id
 from dflash_jax.engine.structured import Structure
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
@@ -58,6 +58,30 @@ def check_names(options: Mapping[str, Any], kind: type) -> None:
         close = difflib.get_close_matches(name, known, 1)
         rather = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
         raise TypeError(f"{name!r} is no argument that asks for an output; {rather}")
+
+
+def requests_of(
+    prompt: str | Sequence[int],
+    n: int,
+    plan: Plan,
+    target: TargetConfig,
+    tokenizer: Tokenizer | None,
+    options: Options,
+) -> list[Request]:
+    """The checked requests of n answers to a prompt; answer i draws with seed + i.
+
+    Raises:
+      RequestError: they cannot be served under the plan.
+      TypeError: an option has no such name.
+    """
+    check_names(options, Options)
+    n = as_number(n)
+    if type(n) is not int or n < 1:
+        raise RequestError(f"n is {n!r}; expected an integer of at least 1")
+    first = request_of(prompt, target, tokenizer, max_length=plan.max_length, **options)
+    check_fits(first, plan, target)
+    seeds = [(first.seed + i) % 2**32 for i in range(n)]
+    return [dataclasses.replace(first, seed=seed) for seed in seeds]
 
 
 def request_of(

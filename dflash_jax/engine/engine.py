@@ -5,24 +5,23 @@ whoever calls `advance` while another does waits for its turn. A server gives th
 thread of its own, which calls `advance` while the engine is `busy`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 from dflash_jax.compiler.build import Executable
-from dflash_jax.compiler.plan import Plan, as_number
+from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import Params, Program
 from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.compiler.variants import WORKERS, CompiledPrograms, Variant
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.engine.arguments import CancellableOptions, Options, check_names, request_of
+from dflash_jax.engine.arguments import CancellableOptions, Options, check_names, requests_of
 from dflash_jax.engine.lanes import variants_of
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.loop import Loop
 from dflash_jax.engine.prefix_cache import PrefixCache
 from dflash_jax.engine.recovery import CancelCell
-from dflash_jax.engine.request import Request, check_fits
+from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import Result
 from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.stream import Stream
@@ -67,7 +66,7 @@ class Engine:
         self.loop = Loop(self.runner, plan)
         self.events = self.loop.events
         self.break_even = 0.0  # tokens a drafted round must decide to pay; 0 until measured
-        self._grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
+        self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
 
     def __repr__(self) -> str:
         plan, drafter = self.plan, self.drafter
@@ -185,14 +184,9 @@ class Engine:
           measure: time drafted against plain steps, so that greedy requests of an exact plan
             leave drafting alone while it does not pay; changes speed, never a token.
         """
-        asked = {
-            Variant.GREEDY: True,
-            Variant.SAMPLED: sampled,
-            Variant.PENALIZED: shaped,
-            Variant.CONSTRAINED: masked,
-            Variant.FORCED_TOKENS: recovery,
-        }
-        seconds = self.compile(variant for variant, wanted in asked.items() if wanted)
+        wanted = [Variant.GREEDY] + [Variant.SAMPLED] * sampled + [Variant.PENALIZED] * shaped
+        wanted += [Variant.CONSTRAINED] * masked + [Variant.FORCED_TOKENS] * recovery
+        seconds = self.compile(wanted)
         if measure and self.drafter is not None and self.plan.exact:
             self.break_even = self.loop.break_even()
         return seconds
@@ -226,10 +220,6 @@ class Engine:
             self._compile_for(live)
         return self.enqueue(lives)
 
-    def serves(self, variant: Variant) -> bool:
-        """Whether any request can need a variant of the programs."""
-        return variant is not Variant.CONSTRAINED or self._grammars.available
-
     def prepare(
         self,
         prompt: Prompt,
@@ -246,11 +236,7 @@ class Engine:
         return [self._live(request, cancel) for request in self._requests(prompt, n, **options)]
 
     def enqueue(self, lives: list[Live]) -> list[Live]:
-        """Queue prepared requests, all of them or none; their programs have to be compiled.
-
-        Raises:
-          QueueFullError: as many requests wait as the plan allows.
-        """
+        """Queue prepared requests whose programs are compiled, all of them or none."""
         return self.loop.enqueue(lives)
 
     def advance(self) -> None:
@@ -262,10 +248,8 @@ class Engine:
         self.loop.cancel(live)
 
     def close(self) -> None:
-        """End the process that tries grammars, and wait until prefixes that belong on disk are
-        there; the engine may still be used.
-        """
-        self._grammars.close()
+        """End the grammar process and wait until prefixes are on disk; it may still be used."""
+        self.grammars.close()
         self.loop.tidy()
         if self.runner.snapshots and self.runner.snapshots.disk:
             self.runner.snapshots.disk.flush()
@@ -336,17 +320,8 @@ class Engine:
 
     def _requests(self, prompt: Prompt, n: int, **options: Unpack[Options]) -> list[Request]:
         """The checked requests of n answers."""
-        check_names(options, Options)
-        n = as_number(n)
-        if type(n) is not int or n < 1:
-            raise RequestError(f"n is {n!r}; expected an integer of at least 1")
         options["speculative"] = options.get("speculative", True) and self.drafter is not None
-        first = request_of(
-            prompt, self.target, self.tokenizer, max_length=self.plan.max_length, **options
-        )
-        check_fits(first, self.plan, self.target)
-        seeds = [(first.seed + i) % 2**32 for i in range(n)]
-        return [dataclasses.replace(first, seed=seed) for seed in seeds]
+        return requests_of(prompt, n, self.plan, self.target, self.tokenizer, options)
 
     def _enqueued(self, live: Live) -> bool:
         """Queues a request, unless the queue is full."""
@@ -361,7 +336,7 @@ class Engine:
         if not isinstance(cancel, CancelCell | None):
             raise RequestError(f"cancel is {cancel!r}; expected None, or a dj.CancelCell()")
         structure = request.structured
-        grammar = None if structure is None else self._grammars.make(structure)
+        grammar = None if structure is None else self.grammars.make(structure)
         free = self.plan.exact and request.temperature == 0  # to change lanes by the clock (R11)
         lanes: dict[str, Any] = {"break_even": self.break_even if free else 0.0, "fixed": not free}
         return Live(request, self.tokenizer, grammar, cancel=cancel, **lanes)

@@ -188,8 +188,9 @@ class Worker:
     def _compile(self, engine: Engine) -> None:
         """Has the programs compiled that requests are likely to need, the likeliest first."""
         compiled, compiler = engine.compiled, self._compiler
-        first = [variant for variant in FIRST[self._warm] if engine.serves(variant)]
-        later = [variant for variant in Variant if variant not in first and engine.serves(variant)]
+        served = [x for x in Variant if x is not Variant.CONSTRAINED or engine.grammars.available]
+        first = [variant for variant in FIRST[self._warm] if variant in served]
+        later = [variant for variant in served if variant not in first]
         if self._warm == "none":
             later = []
         compiled.label = self._name

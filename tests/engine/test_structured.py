@@ -103,7 +103,7 @@ def test_greedy_structured_output_takes_the_best_token_allowed(
     ids = speaking.generate(PROMPT, max_tokens=60, structured={"json": SCHEMA}).token_ids
     model = TargetModel(speaking.target, speaking.params["target"], "float32")
     logits = np.asarray(model.forward([[*PROMPT, *ids]]).logits)[0, len(PROMPT) - 1 :]
-    grammar = speaking._grammars.make({"json": SCHEMA})
+    grammar = speaking.grammars.make({"json": SCHEMA})
     for token, row in zip(ids, logits, strict=False):
         words = np.zeros((1, -(-len(row) // 32)), np.uint32)
         grammar.fill(words, [])
