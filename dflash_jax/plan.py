@@ -69,7 +69,7 @@ class Plan:
       prefix_cache: bytes for prefixes of prompts, kept so that they need not be fed again; 0
         keeps none.
       prefix_folder: where prefixes are kept on disk besides, for when memory dropped them or the
-        engine was started anew; "" keeps none there. Other models' are never read.
+        engine was restarted; "" keeps none there. Other models' are never read.
       prefix_disk: most bytes in that folder.
       mesh: devices as (data, model): rows are split over `data`, heads and widths over `model`.
       devices: places of target and drafter in `jax.devices()`. If they differ, the drafter has a

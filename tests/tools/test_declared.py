@@ -90,7 +90,7 @@ OF_B = "\n<function=b>\n"
 def test_the_calls_that_recovery_may_begin(
     tools: Any, choice: Any, expected: str | tuple[str, ...] | None
 ) -> None:
-    """Each with its tool's name; before, of several tools (T3) only the opening was dictated."""
+    """Each with its tool's name; before, of several tools (T3) only the opening was forced."""
     several = expected if isinstance(expected, tuple) else (expected,) if expected else ()
     assert begun(tools, choice) == several
 
