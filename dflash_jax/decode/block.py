@@ -258,8 +258,8 @@ def floor(
 
     Drawn by a key of its own: under the one by which a residual said the stop token, other
     tokens of that residual are less likely than they should be. A row with `RowRules.choices` has
-    the best of those instead, sampled or not. Of other rows whose token is no stop token, the
-    result is the best one, which nobody reads.
+    the best of those instead, sampled or not. Other rows whose token is no stop token get the best
+    one, which is unused.
     """
     row = jnp.take_along_axis(logits, at[:, None, None], axis=1)
     free = without_stops(row, rules)[:, 0]

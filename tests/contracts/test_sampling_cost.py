@@ -1,4 +1,4 @@
-"""Nobody pays for what no request of a step asks for: draws, filters, log-probabilities."""
+"""Steps draw, filter and report log-probabilities only where a request asks for it."""
 
 import re
 from collections.abc import Iterator
