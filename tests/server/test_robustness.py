@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import gzip
 import json
@@ -48,7 +47,7 @@ from dflash_jax.server.protocol import Ask
 from dflash_jax.server.run import Listening, serve
 from dflash_jax.server.thinking import EFFORTS
 from dflash_jax.server.worker import Job, Worker
-from tests.server.conftest import QUEUE, Live, run_server
+from tests.server.conftest import QUEUE, Live, run_server, twin
 
 
 def serves(live: Live) -> bool:
@@ -236,13 +235,6 @@ def test_more_outputs_than_the_queue_holds_are_refused_together(live: Live) -> N
 
 
 # -- other settings, over the same compiled programs -------------------------------------------
-
-
-def twin(engine: Engine, **changes: Any) -> Engine:
-    plan = dataclasses.replace(engine.plan, **changes)
-    made = Engine(engine.target, engine.drafter, engine.params, plan, tokenizer=engine.tokenizer)
-    made.executables = engine.executables
-    return made
 
 
 @pytest.fixture
