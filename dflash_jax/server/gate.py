@@ -62,9 +62,12 @@ class Gate:
         async def checked(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
                 try:
-                    _check_hosts(Headers(scope=scope), hosts)
+                    headers = Headers(scope=scope)
+                    _check_framing(headers, scope["http_version"])
+                    _check_hosts(headers, hosts)
                 except Problem as problem:
                     refusal = self._refuse(problem, new_id("req_"))
+                    refusal.headers["connection"] = "close"
                     return await refusal(scope, receive, send)
             return await app(scope, receive, send)
 
@@ -175,6 +178,20 @@ class Gate:
         good = [hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]
         if not any(good):
             raise Problem(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+def _check_framing(headers: Headers, version: str) -> None:
+    """Refuse, by Problem 400, requests of which a proxy may have seen another end than we do.
+
+    What follows such an end could be taken for a request of the proxy's next client.
+    """
+    if "transfer-encoding" in headers and ("content-length" in headers or version < "1.1"):
+        other = "a Content-Length header" if "content-length" in headers else f"HTTP/{version}"
+        raise Problem(
+            400,
+            f"a Transfer-Encoding header and {other} contradict each other; send one length",
+            code="ambiguous_length",
+        )
 
 
 def _check_hosts(headers: Headers, hosts: AllowedHosts) -> None:

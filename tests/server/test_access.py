@@ -22,12 +22,19 @@ PAGE, OTHER = "https://page.example", "https://other.example"
 MODELS = "/v1/models"
 
 
-def raw(live: Live, *lines: str, method: str = f"GET {MODELS}", version: str = "1.1") -> bytes:
+def raw(
+    live: Live,
+    *lines: str,
+    method: str = f"GET {MODELS}",
+    version: str = "1.1",
+    body: bytes = b"",
+    closes: str = "Connection: close",
+) -> bytes:
     """The whole answer to a request, given as lines, on a connection of its own."""
     address = ("127.0.0.1", live.running.port)
-    head = [f"{method} HTTP/{version}", *lines, "Connection: close"]
+    head = [f"{method} HTTP/{version}", *lines, *filter(None, [closes])]
     with contextlib.closing(socket.create_connection(address, timeout=20)) as connection:
-        connection.sendall("\r\n".join([*head, "", ""]).encode())
+        connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
         return b"".join(iter(lambda: connection.recv(2**16), b""))
 
 
@@ -154,6 +161,68 @@ def test_all_interfaces_are_reached_by_address_and_by_the_machines_name(
 )
 def test_names_are_read_from_host_headers(header: str, name: str | None) -> None:
     assert host_name(header) == name
+
+
+# -- lengths -----------------------------------------------------------------------------------
+
+CHUNKED = "Transfer-Encoding: chunked"
+SECOND = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/nothing", "/health", MODELS])
+@pytest.mark.parametrize("length", [0, 4, 5, 5 + len(SECOND), 10**6])
+def test_two_lengths_are_refused_and_nothing_behind_them_is_read(
+    live: Live, path: str, length: int
+) -> None:
+    lengths = ["Host: localhost", CHUNKED, f"content-length: {length}"]
+    for lines in (lengths, lengths[::-1]):
+        answer = raw(live, *lines, method=f"POST {path}", body=b"0\r\n\r\n" + SECOND, closes="")
+        assert status(answer) == 400, answer
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert b"connection: close" in answer.lower()
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert error["code"] == "ambiguous_length"
+
+
+def test_lengths_that_are_none_are_refused(live: Live) -> None:
+    chunks = b"0\r\n\r\n" + SECOND
+    for lines, version in (
+        ([CHUNKED], "1.0"),
+        (["Transfer-Encoding: chunked, chunked"], "1.1"),
+        (["Transfer-Encoding: identity"], "1.1"),
+        ([CHUNKED, CHUNKED], "1.1"),
+        (["Content-Length: 5", "Content-Length: 6"], "1.1"),
+        (["Content-Length: +5"], "1.1"),
+        (["Content-Length : 5"], "1.1"),
+    ):
+        asked = {"method": f"POST {CHAT}", "version": version, "body": chunks, "closes": ""}
+        answer = raw(live, "Host: localhost", *lines, **asked)
+        assert status(answer) in (400, 501), answer
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_a_body_that_breaks_off_into_nonsense_after_its_answer_only_closes(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = ("127.0.0.1", live.running.port)
+    head = f"POST /nothing HTTP/1.1\r\nHost: localhost\r\n{CHUNKED}\r\n\r\n"
+    with contextlib.closing(socket.create_connection(address, timeout=20)) as connection:
+        connection.sendall(head.encode())
+        assert b"404" in connection.recv(2**16)
+        connection.sendall(b"no chunk\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert not connection.recv(2**16)
+    assert status(raw(live, "Host: localhost")) == 200
+    assert "Traceback" not in caplog.text
+    assert "Fatal error" not in caplog.text
+
+
+def test_one_length_of_either_kind_is_served(live: Live) -> None:
+    body = json.dumps(ASK).encode()
+    parts = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    for line, sent in ((CHUNKED, parts), (f"Content-Length: {len(body)}", body)):
+        assert status(raw(live, "Host: localhost", line, method=f"POST {CHAT}", body=sent)) == 200
 
 
 # -- content types and origins -----------------------------------------------------------------
