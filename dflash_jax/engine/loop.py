@@ -57,8 +57,12 @@ class Loop:
 
     @property
     def busy(self) -> bool:
-        """Whether `advance` has anything to do."""
-        return bool(self.rows.waiting or self.flights or any(self.rows.lives))
+        """Whether `advance` has anything to do. Ends requests that were let go of, as it does."""
+        with self._lock:
+            there = filter(None, (*self.rows.waiting, *self.rows.lives))
+            if any(live.dropped or live.handle.cell for live in there):
+                self.tidy()
+            return bool(self.rows.waiting or self.flights or any(self.rows.lives))
 
     def enqueue(self, lives: list[Live]) -> list[Live]:
         """Queues requests, all of them or none."""
@@ -81,11 +85,22 @@ class Loop:
             if not live.done:
                 live.take(controller.Cancelled())
                 self._teller.release(live)
+                self._forget_unread()
 
     def tidy(self) -> None:
-        """Ends what the next turn would end: what was let go of, cancelled, or is out of time."""
+        """End what the next turn would end: what was let go of, cancelled, or is out of time."""
         with self._lock:
             self._end_what_nobody_waits_for()
+            self._forget_unread()
+
+    def _forget_unread(self) -> None:
+        """Do not read calls whose readers have all ended, unless a turn may be reading one now.
+
+        A turn that begins waits for the lock, which is held here, before it looks at them.
+        """
+        idle = not (self.rows.waiting or any(self.rows.lives))
+        if idle and not self._driving.locked():
+            self.flights.clear()
 
     def while_idle(self, work: Callable[[], Returned]) -> Returned:
         """Does what no request may run beside; raises RequestError if one does."""
