@@ -213,7 +213,7 @@ class PrefixDisk:
         arrays = [np.asarray(x) for x in jax.tree.leaves(segment)]
         size, token = sum(x.nbytes for x in arrays), secrets.token_hex(8)
         try:
-            with new_path(place, overwrite=False, needed=size) as partial:
+            with new_path(place, overwrite=False, needed=size, durable=False) as partial:
                 partial.mkdir()
                 written = write_arrays(partial / ARRAYS, arrays)
                 about = {
