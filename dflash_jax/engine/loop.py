@@ -31,6 +31,7 @@ from dflash_jax.engine.rows import Rows
 from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.teller import Teller
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
+from dflash_jax.forking import check_not_forked
 from dflash_jax.state import read_output
 
 PATIENCE = 0.01  # seconds a turn waits for the disk where there is nothing else to do
@@ -58,6 +59,7 @@ class Loop:
     @property
     def busy(self) -> bool:
         """Whether `advance` has anything to do. Ends requests that were let go of, as it does."""
+        check_not_forked()
         with self._lock:
             there = filter(None, (*self.rows.waiting, *self.rows.lives))
             if any(live.dropped or live.handle.cell for live in there):
@@ -66,6 +68,7 @@ class Loop:
 
     def enqueue(self, lives: list[Live]) -> list[Live]:
         """Queues requests, all of them or none."""
+        check_not_forked()
         with self._lock:
             waiting = self.rows.waiting
             if len(waiting) + len(lives) > self._plan.queue:
@@ -81,6 +84,7 @@ class Loop:
 
     def cancel(self, live: Live) -> None:
         """Ends a request wherever it stands; does nothing if it already ended."""
+        check_not_forked()
         with self._lock:
             if not live.done:
                 live.take(controller.Cancelled())
@@ -89,6 +93,7 @@ class Loop:
 
     def tidy(self) -> None:
         """End what the next turn would end: what was let go of, cancelled, or is out of time."""
+        check_not_forked()
         with self._lock:
             self._end_what_nobody_waits_for()
             self._forget_unread()
@@ -104,6 +109,7 @@ class Loop:
 
     def while_idle(self, work: Callable[[], Returned]) -> Returned:
         """Does what no request may run beside; raises RequestError if one does."""
+        check_not_forked()
         with self._driving:
             self._take_over()
             with self._lock:
@@ -128,6 +134,7 @@ class Loop:
 
     def advance(self) -> None:
         """One turn: dispatch a step if any row can use one, then read what is due."""
+        check_not_forked()
         with self._driving:
             self._take_over()
             try:
