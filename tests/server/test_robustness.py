@@ -190,13 +190,14 @@ def test_C6_a_client_that_leaves_while_its_prompt_is_made_is_never_served(
     monkeypatch.setattr(app, "prepare", slow)
     monkeypatch.setattr(live.engine, "submit", lambda *a, **k: submitted.append(a))
     sample = 'request_cancelled_total{phase="tokenisation",reason="disconnect"}'
+    before = scraped(live).get(sample, 0)
     with contextlib.closing(send(live.url, ASK)):
         assert begun.wait(20)
     end = time.monotonic() + 20
-    while sample not in scraped(live) and time.monotonic() < end:
+    while scraped(live).get(sample, 0) == before and time.monotonic() < end:
         time.sleep(0.01)
     gone.set()
-    assert scraped(live)[sample] == 1
+    assert scraped(live)[sample] == before + 1
     assert live.is_idle()
     assert not submitted
 
