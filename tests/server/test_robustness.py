@@ -301,8 +301,27 @@ def test_keys_are_needed_and_any_takes_the_model_that_was_used_last(
         assert allowed["access-control-allow-origin"] == "http://page"
 
 
+class Panic(BaseException):
+    """As the tokenizers library raises one in its worst moments."""
+
+
+def test_a_request_that_makes_a_library_panic_is_alone_refused(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: Any, **__: Any) -> None:
+        raise Panic("slice index starts at -1")
+
+    monkeypatch.setattr(Engine, "prepare", panic)
+    failed = httpx.post(live.url + CHAT, json=ASK, timeout=30)
+    assert failed.status_code == 500
+    assert "slice index" in failed.json()["error"]["message"]
+    monkeypatch.undo()
+    assert serves(live)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
 def test_a_failed_step_ends_its_requests_and_not_the_server(
-    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     engine = twin(random_tiny)
     engine.break_even = engine.compiled.seconds = 0.5  # a measurement and a counter: they stay
@@ -311,7 +330,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     def failing(self: Engine) -> None:
         if failures and self is engine:
             failures.pop()
-            raise RuntimeError("the device is on fire")
+            raise kind("the device is on fire")
         advance(self)
 
     monkeypatch.setattr(Engine, "advance", failing)
