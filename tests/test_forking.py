@@ -104,7 +104,7 @@ print(json.dumps(told), flush=True)
 def run(text: str, *arguments: str) -> Any:
     command = [sys.executable, "-c", START + text, *arguments]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 
