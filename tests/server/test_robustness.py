@@ -47,6 +47,7 @@ from dflash_jax.server.protocol import Ask
 from dflash_jax.server.run import Listening, serve
 from dflash_jax.server.thinking import EFFORTS
 from dflash_jax.server.worker import Job, Worker
+from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import QUEUE, Live, run_server, twin
 
 
@@ -315,6 +316,10 @@ def test_a_request_that_makes_a_library_panic_is_alone_refused(
     failed = httpx.post(live.url + CHAT, json=ASK, timeout=30)
     assert failed.status_code == 500
     assert "slice index" in failed.json()["error"]["message"]
+    monkeypatch.undo()
+    monkeypatch.setattr(Tokenizer, "encode", panic)
+    failed = httpx.post(live.url + "/tokenize", json={"content": "a"}, timeout=30)
+    assert (failed.status_code, failed.json()["error"]["type"]) == (500, "api_error")
     monkeypatch.undo()
     assert serves(live)
 
