@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, assert_never
 
-from dflash_jax.engine.recovery import floor, guards, speculation, tool_names
+from dflash_jax.engine.recovery import floor, guards, repeated_calls, speculation, tool_names
 from dflash_jax.engine.recovery.floor import Verdict
 from dflash_jax.engine.request_state import (
     Cancelled,
@@ -103,14 +103,18 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
     if not decided:
         return state, Effects(fallback=fallback)
     plan = _Plan(state, before=len(state.ids))
-    tail = guards.tail(state.ids, policy.recovery)
+    guard = guards.guard_of(
+        state.memory, state.ids.last, len(state.ids), policy.recovery, policy.words
+    )
     if policy.max_tokens <= 0:
         plan.finish = Finish.LENGTH
     elif died:
         plan.note(speculation.DEAD)
     for token in event.tokens:
-        if plan.finish or _judge(plan, token, event.floor, tail, policy):
+        if plan.finish or _judge(plan, token, event.floor, guard, policy):
             break
+    if guard is not None:
+        plan.mark(memory=guard.memory)
     return _settle(plan, policy, fallback)
 
 
@@ -131,6 +135,10 @@ class _Plan:
     def ids(self) -> Ids:
         return (*self.state.ids[:], *self.new)
 
+    def since(self, place: int) -> Ids:
+        """The output from a place on."""
+        return (*self.state.ids[place:], *self.new[max(place - self.before, 0) :])
+
     @property
     def length(self) -> int:
         return self.before + len(self.new)
@@ -150,15 +158,18 @@ class _Plan:
         self.replace, self.force = ids[0], ids[1:]
 
     def end(self, finish: Finish) -> None:
-        """Ends the output; a loop it ran into is why, unless it ended by itself."""
-        self.finish = finish
-        if finish is Finish.LENGTH and self.state.guard is not None:
-            self.note(self.state.guard)
-            self.mark(kind=self.state.guard)
+        """Ends the output; a loop it ran into is why, unless it ended by itself.
+
+        Calls are repeated whoever ends the output after them.
+        """
+        self.finish, guard = finish, self.state.guard
+        if guard is not None and (finish is Finish.LENGTH or guard == repeated_calls.KIND):
+            self.note(guard)
+            self.mark(kind=guard)
 
 
 def _judge(
-    plan: _Plan, token: int, floor_token: int, tail: list[int] | None, policy: Policy
+    plan: _Plan, token: int, floor_token: int, guard: guards.Guard | None, policy: Policy
 ) -> bool:
     """Takes one decided token into the plan, or what stands in its place; True at the cut.
 
@@ -190,10 +201,8 @@ def _judge(
         token = plan.replace = floor_token
         plan.note("min_tokens" if _too_few(plan, policy) else "floor")
     plan.new.append(token)
-    if tail is not None:
-        tail.append(token)
-        if kind := guards.looping(tail, policy.recovery, closed=plan.state.closed):
-            plan.mark(guard=kind)
+    if guard is not None and (kind := guard.take(token, plan.since, closed=plan.state.closed)):
+        plan.mark(guard=kind)
     if plan.length >= policy.max_tokens:
         plan.end(Finish.LENGTH)
     return plan.finish is not None

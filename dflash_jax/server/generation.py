@@ -258,7 +258,8 @@ class Generation:
                 if end is not None:
                     left -= 1
                     events += reply.finish(end)
-                    if reply.calls and reply.finish_reason == "tool_calls":
+                    called = reply.calls and reply.finish_reason == "tool_calls"
+                    if called and not reply.shortened:  # the template leaves out repetitions
                         with contextlib.suppress(Problem):  # the answer is complete without it
                             await in_thread(self._remember, reply)
                 yield reply, events

@@ -12,7 +12,8 @@ from dflash_jax.tools import Syntax
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking, joined
 from dflash_jax.tools.stream import OutputParser
 
-LOOPS = ("repeat", "runaway", "period")  # what may end an output that goes round
+LOOPS = ("repeat", "runaway", "period", "repeated_calls")  # rules that end a looping output
+DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")  # at the end of whole answers
 
 
 @dataclasses.dataclass
@@ -65,6 +66,7 @@ class Reply:
         # Nothing more is wanted: a stop string came, the only call is done, or there is no room.
         self.enough = ask.max_tokens == 0
         self.result: Result | None = None
+        self.shortened = False  # the answer lacks tokens that are among `ids`
         self.cut = ""  # why the server ended it: "deadline", "call", ...
         self._begin()
 
@@ -119,9 +121,10 @@ class Reply:
     def finish(self, result: Result) -> list[Event]:
         """What was held back, once the engine is done."""
         self.result = result
-        looped = result.stats.recovery["runaway_dropped_tokens"]
+        looped = max(result.stats.recovery[name] for name in DROPPED)
         if looped and not (self._ask.stream or self.enough or self.cut):  # what was sent stays
             self._shorten(looped)
+            self.shortened = True
         events = [] if self.cut == "call" else self._take(self._parser.push(self._text.finish()))
         if self.cut != "call":
             events += self._take(self._parser.finish())

@@ -335,6 +335,25 @@ def test_R19_a_whole_answer_leaves_out_what_a_loop_repeated(tokenizer: Tokenizer
     assert said == {False: "So a a a", True: "So" + " a" * 12}
 
 
+def test_a_whole_answer_keeps_the_first_of_equal_calls(tokenizer: Tokenizer) -> None:
+    first = tokenizer.encode(TURN.removesuffix("<|im_end|>"), specials=False)
+    more = tokenizer.encode(f"\n{CALL}\n{CALL}", specials=False)
+    calls = {}
+    for stream in (False, True):
+        reply = Reply(0, asked(stream=stream), tokenizer, SYNTAXES["hermes"])
+        reply.push(Piece((*first, *more), ""))
+        stats = Stats(prompt_tokens=5, output_tokens=len(first) + len(more))
+        stats.recovery.update(repeated_calls=1, repeated_calls_dropped_tokens=len(more))
+        reply.finish(Result([*first, *more], "", "length", stats))
+        assert reply.ids == [*first, *more]
+        assert reply.finish_reason == "tool_calls"
+        assert reply.details["degenerate_kind"] == "repeated_calls"
+        assert reply.content == "Let me look:"
+        assert reply.shortened is not stream
+        calls[stream] = [call.arguments for call in reply.done_calls]
+    assert calls == {False: ['{"path": "a.txt"}'], True: ['{"path": "a.txt"}'] * 3}
+
+
 def test_a_stop_string_behind_a_call_leaves_the_call_to_be_answered(tokenizer: Tokenizer) -> None:
     turn = TURN.removesuffix("<|im_end|>") + "\n\nThe answer is STOP here"
     ask = asked("messages", stop=("STOP",))
@@ -344,7 +363,7 @@ def test_a_stop_string_behind_a_call_leaves_the_call_to_be_answered(tokenizer: T
     assert (reply.finish_reason, whole["stop_reason"]) == ("tool_calls", "tool_use")
 
 
-@pytest.mark.parametrize("kind", ["repeat", "runaway", "period"])
+@pytest.mark.parametrize("kind", ["repeat", "runaway", "period", "repeated_calls"])
 def test_a_loop_is_told_by_a_flag_and_its_kind(tokenizer: Tokenizer, kind: str) -> None:
     reply, _ = replied(tokenizer, "Yes", asked(), end="length")
     assert reply.result is not None

@@ -1,0 +1,206 @@
+"""The measured rule for loops: how long an output may repeat itself depends on the repeated text.
+
+A loop is a unit of tokens that follows itself. Most healthy repetition is short, or it is data: the
+rule of a wide table, a row of zeros, a dot leader. So a loop has to reach a length, in tokens, and
+the length depends on the kind of text. Token ids find the loop; its text is only read when a loop
+has just reached one of the lengths, so healthy output costs one search for eight tokens.
+"""
+
+import enum
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dflash_jax.engine.recovery.words import Ids, Words
+from dflash_jax.tools.syntax import CallState
+
+SHORT, LONG = 8, 80  # longest units
+COPIES, LONG_COPIES = 12, 3  # of a short unit, of a longer one
+KEY = 8  # tokens that have to occur once more within the last LONG ones
+
+
+class Kind(enum.Enum):
+    """What a repeated text is, with the lengths that end it, in multiples of `loop_tokens`.
+
+    The first number is for units of 1 to 8 tokens, the second for units of 9 to 80.
+    """
+
+    TEXT = (1, 2)  # sentences, and whatever is none of the others
+    WORD = (2, 2)  # letters without a space, such as one letter again and again
+    CODE = (2, 3)  # statements, markup, cells of tables, anything in a code fence or a call
+    RULE = (2, 8)  # table rules, separators, dot leaders, boards
+    DATA = (4, 8)  # numbers, escapes, hexadecimal digits, base64 of zeros, null and the like
+
+
+class Seen(NamedTuple):
+    """The end of an output, one character a token, and the number of tokens in all of it."""
+
+    ids: str = ""
+    count: int = 0
+
+
+UNSEEN = Seen()
+
+
+def letters(ids: Ids) -> str:
+    """Return ids as text, one character a token."""
+    return "".join(map(_letter, ids))
+
+
+def longer(seen: str, token: int, keep: int) -> str:
+    """Return the end of an output, at most `keep` tokens, with one more token."""
+    return (seen + _letter(token))[-keep:]
+
+
+def kept(loop_tokens: int) -> int:
+    """Tokens of the end that have to be known: the longest loop that may run, and one more."""
+    most = max(max(kind.value) for kind in Kind)
+    return max(most * loop_tokens, COPIES * SHORT, LONG_COPIES * LONG) + 1
+
+
+def reached(ids: str, loop_tokens: int, *, closed: bool) -> tuple[int, list[Kind]]:
+    """The unit's length and the kinds of text for which a loop has just become too long.
+
+    Each loop reaches each length once, at one token, however the tokens arrive. (0, []) if none.
+
+    Args:
+      ids: the end of the output, a character a token.
+      closed: a thought had to be closed before: longer units may cover half as much.
+    """
+    size = len(ids)
+    if size <= KEY:
+        return 0, []
+    shorter: list[int] = []
+    first, at, key = max(size - KEY - LONG, 0), size - KEY, ids[-KEY:]
+    while (at := ids.rfind(key, first, at + KEY - 1)) >= 0:
+        unit = size - KEY - at
+        least = _length(Kind.TEXT, unit, loop_tokens, closed=closed)
+        if _repeats(ids, unit, least) and not any(_repeats(ids, u, least) for u in shorter):
+            return unit, [
+                kind
+                for kind in Kind
+                if _covers(ids, unit, _length(kind, unit, loop_tokens, closed=closed))
+            ]
+        shorter.append(unit)
+    return 0, []
+
+
+def _length(kind: Kind, unit: int, loop_tokens: int, *, closed: bool) -> int:
+    """Tokens that a loop of this unit may not reach."""
+    if unit <= SHORT:
+        return max(kind.value[0] * loop_tokens, COPIES * unit)
+    return max(kind.value[1] * loop_tokens // (2 if closed else 1), LONG_COPIES * unit)
+
+
+def _repeats(ids: str, unit: int, length: int) -> bool:
+    """Whether the last `length` tokens repeat a unit."""
+    return len(ids) >= length and ids[unit - length :] == ids[-length:-unit]
+
+
+def _covers(ids: str, unit: int, length: int) -> bool:
+    """Whether the loop at the end covers exactly this many tokens."""
+    if not _repeats(ids, unit, length):
+        return False
+    return len(ids) == length or ids[-length - 1] != ids[unit - length - 1]
+
+
+def _letter(token: int) -> str:
+    return chr(token % 0x110000)  # larger vocabularies do not exist
+
+
+# -- the text of a loop -----------------------------------------------------------------------
+
+ESCAPES = re.compile(r"\\[xuU][0-9a-fA-F]+|\\[0-7]+|\\[a-z]|&#?\w+;|%[0-9a-fA-F]{2}")
+NUMBERS = re.compile(r"0[xX][0-9a-fA-F_]+[uUlL]*|\d[\d_.,]*(?:[eE][+-]?\d+)?(?:[fFlLuUjn]+\b)?")
+LITERALS = re.compile(r"\b(?:null|none|nil|true|false|nan|inf|n/?a|undefined)\b", re.IGNORECASE)
+HEXADECIMAL = re.compile(r"\b(?=[a-fA-F]*\d|([a-fA-F])\1+\b)[0-9a-fA-F]{2,}\b")
+SAME_LETTER = re.compile(r"([A-Z])\1{3,}")  # base64 of zeros
+SEQUENCES = re.compile(r"\b[ACGTUN]{3,}\b")  # of nucleotides
+ONE_LETTER = re.compile(r"(?<![^\W\d_])[A-Za-z](?![^\W\d_])")  # of paths, notes, boards
+RULES = re.compile(
+    r"[-\s=_*#~.|+:/\\<>^'\"`,;()\[\]{}&%@$\u00b7\u2022\u2026\u2500-\u259f\u2800-\u28ff]*"
+)
+MOST_MARKS = 2  # in lines that are no rule, such as one bullet after another
+SENTENCES = re.compile(
+    r"[^\W\d_]{2,},?[ ]+[^\W\d_]{2,}"  # two words
+    r"|[^\W\d_]{2,}[.!?\u2026]+(?:\s|$)"  # the end of a sentence
+    r"|[\u0e00-\u0eff\u1000-\u109f\u2e80-\u9fff\uac00-\ud7ff]"  # scripts without spaces
+)
+PART_OF_WORD = re.compile(r"\A[^\W\d_]+|[^\W\d_]+\Z")
+SPANS = re.compile(r"`[^`\n]*`")
+SYMBOLS = frozenset('{}[]()<>"=\\;&|$%^@~+')
+MOST_SYMBOLS = 0.1  # of the characters that are no white space, in a sentence
+QUOTES = re.compile('"'), re.compile(r"(?<!\w)'|'(?!\w)")  # an apostrophe is no quotation mark
+FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
+
+
+def kind_of(text: str, *, in_code: Callable[[], bool]) -> Kind:
+    """The kind of a repeated text.
+
+    Args:
+      text: some copies of the unit; it may begin within a word.
+      in_code: whether a code fence, a tool call or a quotation is open where it stands; asked for
+        words.
+    """
+    text = text.strip("\N{REPLACEMENT CHARACTER}")
+    if not text.strip():
+        return Kind.TEXT  # blank lines are no data
+    whole = PART_OF_WORD.sub("", text)
+    text = whole if any(map(str.isalnum, whole)) else text
+    if RULES.fullmatch(text):
+        lines = text.split("\n")
+        marks = sum(not c.isspace() for c in text)
+        return Kind.RULE if marks > MOST_MARKS * (len(lines) - 1) else Kind.TEXT
+    rest = text
+    for pattern in (ESCAPES, HEXADECIMAL, NUMBERS, LITERALS, SAME_LETTER, SEQUENCES):
+        rest = pattern.sub(" ", rest)
+    if "=" not in text and any(map(str.isdigit, text)):
+        rest = ONE_LETTER.sub(" ", rest)
+    if rest != text and RULES.fullmatch(rest):
+        return Kind.DATA
+    if not any(map(str.isalnum, text)):
+        return Kind.TEXT  # exclamation marks, emoji
+    if text.isascii() and text.isalpha():
+        return Kind.DATA if in_code() else Kind.WORD
+    return Kind.TEXT if _is_prose(text) and not in_code() else Kind.CODE
+
+
+def _is_prose(text: str) -> bool:
+    prose = SPANS.sub(" ", text)
+    if not SENTENCES.search(prose):
+        return False
+    symbols = sum(c in SYMBOLS for c in prose)
+    return symbols <= MOST_SYMBOLS * sum(not c.isspace() for c in prose)
+
+
+def in_code(text: str, words: Words) -> bool:
+    """Whether an output ends in a code fence, a tool call, or quotes opened in the same line."""
+    line = text[text.rfind("\n") + 1 :]
+    if len(FENCE.findall(text)) % 2 or any(len(q.findall(line)) % 2 for q in QUOTES):
+        return True
+    if words.syntax is None or not words.tools:
+        return False
+    return words.syntax.call_state(text) is CallState.OPEN
+
+
+def too_long(
+    seen: str, since: Callable[[int], Ids], words: Words, loop_tokens: int, *, closed: bool
+) -> str | None:
+    """Return "runaway" or "period" if a loop has just become too long for its text.
+
+    Args:
+      seen: the end of the output, one character a token.
+      since: gives the output from an id on; called only when a loop has reached a length.
+      closed: a thought had to be closed before: longer units may cover half as much.
+    """
+    unit, kinds = reached(seen, loop_tokens, closed=closed)
+    if not kinds:
+        return None
+    ids = since(0)
+    kind = kind_of(
+        words.text(ids[-max(2 * unit, 3 * KEY) :]), in_code=lambda: in_code(words.text(ids), words)
+    )
+    longest = max(_length(k, unit, loop_tokens, closed=closed) for k in kinds)
+    if _length(kind, unit, loop_tokens, closed=closed) > longest:
+        return None
+    return "runaway" if unit <= SHORT else "period"
