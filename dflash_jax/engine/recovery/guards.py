@@ -51,7 +51,9 @@ class Guard:
         self._tail: list[int] | None = None
         if recovery.repeats or recovery.runaway is True or compat:
             self._tail = list(last(max(recovery.repeats, 3 * PERIODS[-1])))
-        self._keep = loops.kept(recovery.loop_tokens) if recovery.measures else 0
+        self._keep = 0
+        if recovery.measures:
+            self._keep = loops.lengths_of(recovery.loop_tokens, closed=False).keep
         self._count = count
         if self._keep and seen != count:  # tokens were forced
             self._seen = loops.letters(last(self._keep))

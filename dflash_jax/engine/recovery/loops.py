@@ -3,10 +3,11 @@
 A loop is a unit of tokens that follows itself. Most healthy repetition is short, or it is data: the
 rule of a wide table, a row of zeros, a dot leader. So a loop has to reach a length, in tokens, and
 the length depends on the kind of text. Token ids find the loop; its text is only read when a loop
-has just reached one of the lengths, so healthy output costs one search for eight tokens.
+has just reached one of the lengths, so healthy output costs one search among the last tokens.
 """
 
 import enum
+import functools
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from dflash_jax.tools.syntax import CallState
 
 SHORT, LONG = 8, 80  # longest units
 COPIES, LONG_COPIES = 12, 3  # of a short unit, of a longer one
-KEY = 8  # tokens that have to occur once more within the last LONG ones
+LEAST_READ = 24  # tokens whose text shows what is repeated
 
 
 class Kind(enum.Enum):
@@ -30,6 +31,9 @@ class Kind(enum.Enum):
     CODE = (2, 3)  # statements, markup, cells of tables, anything in a code fence or a call
     RULE = (2, 8)  # table rules, separators, dot leaders, boards
     DATA = (4, 8)  # numbers, escapes, hexadecimal digits, base64 of zeros, null and the like
+
+
+KINDS = list(Kind)
 
 
 class Seen(NamedTuple):
@@ -52,44 +56,62 @@ def longer(seen: str, token: int, keep: int) -> str:
     return (seen + _letter(token))[-keep:]
 
 
-def kept(loop_tokens: int) -> int:
-    """Tokens of the end that have to be known: the longest loop that may run, and one more."""
-    most = max(max(kind.value) for kind in Kind)
-    return max(most * loop_tokens, COPIES * SHORT, LONG_COPIES * LONG) + 1
+class Lengths:
+    """The lengths that end loops, in tokens.
+
+    Attributes:
+      of: by a unit's length, the lengths of the kinds.
+      least: by a unit's length, the smallest of them.
+      keep: tokens of the end that have to be known: the longest loop that may run, and one more.
+      key: tokens at the end of an output that every loop that is too long repeats.
+
+    Args:
+      loop_tokens: the length for short units of text.
+      closed: a thought had to be closed before: longer units may cover half as much.
+    """
+
+    def __init__(self, loop_tokens: int, *, closed: bool):
+        shares = [kind.value for kind in Kind]
+        self.of: list[tuple[int, ...]] = [()]
+        for unit in range(1, SHORT + 1):
+            lengths = (max(short * loop_tokens, COPIES * unit) for short, _ in shares)
+            self.of.append(tuple(lengths))
+        for unit in range(SHORT + 1, LONG + 1):
+            longer = (long * loop_tokens // (2 if closed else 1) for _, long in shares)
+            self.of.append(tuple(max(length, LONG_COPIES * unit) for length in longer))
+        self.least = [min(lengths, default=0) for lengths in self.of]
+        self.keep = max(map(max, self.of[1:])) + 1
+        self.key = min(least - unit for unit, least in enumerate(self.least) if unit)
 
 
-def reached(ids: str, loop_tokens: int, *, closed: bool) -> tuple[int, list[Kind]]:
-    """The unit's length and the kinds of text for which a loop has just become too long.
+@functools.lru_cache(maxsize=64)
+def lengths_of(loop_tokens: int, *, closed: bool) -> Lengths:
+    """Return the lengths that end loops; one table for all requests with these settings."""
+    return Lengths(loop_tokens, closed=closed)
 
-    Each loop reaches each length once, at one token, however the tokens arrive. (0, []) if none.
+
+def reached(ids: str, lengths: Lengths) -> tuple[int, int]:
+    """Return the unit of a loop that has just reached a length, and that length; (0, 0) if none.
+
+    Each loop reaches each length once, at one token, however the tokens arrive.
 
     Args:
       ids: the end of the output, a character a token.
-      closed: a thought had to be closed before: longer units may cover half as much.
     """
     size = len(ids)
-    if size <= KEY:
-        return 0, []
+    at = size - lengths.key
+    if at < 1:
+        return 0, 0
+    first, key = max(at - LONG, 0), ids[at:]
     shorter: list[int] = []
-    first, at, key = max(size - KEY - LONG, 0), size - KEY, ids[-KEY:]
-    while (at := ids.rfind(key, first, at + KEY - 1)) >= 0:
-        unit = size - KEY - at
-        least = _length(Kind.TEXT, unit, loop_tokens, closed=closed)
+    while (at := ids.rfind(key, first, at + lengths.key - 1)) >= 0:
+        unit = size - lengths.key - at
+        least = lengths.least[unit]
         if _repeats(ids, unit, least) and not any(_repeats(ids, u, least) for u in shorter):
-            return unit, [
-                kind
-                for kind in Kind
-                if _covers(ids, unit, _length(kind, unit, loop_tokens, closed=closed))
-            ]
+            of = (length for length in lengths.of[unit] if _covers(ids, unit, length))
+            return unit, max(of, default=0)
         shorter.append(unit)
-    return 0, []
-
-
-def _length(kind: Kind, unit: int, loop_tokens: int, *, closed: bool) -> int:
-    """Tokens that a loop of this unit may not reach."""
-    if unit <= SHORT:
-        return max(kind.value[0] * loop_tokens, COPIES * unit)
-    return max(kind.value[1] * loop_tokens // (2 if closed else 1), LONG_COPIES * unit)
+    return 0, 0
 
 
 def _repeats(ids: str, unit: int, length: int) -> bool:
@@ -99,9 +121,9 @@ def _repeats(ids: str, unit: int, length: int) -> bool:
 
 def _covers(ids: str, unit: int, length: int) -> bool:
     """Whether the loop at the end covers exactly this many tokens."""
-    if not _repeats(ids, unit, length):
+    if len(ids) > length and ids[-length - 1] == ids[unit - length - 1]:
         return False
-    return len(ids) == length or ids[-length - 1] != ids[unit - length - 1]
+    return _repeats(ids, unit, length)
 
 
 def _letter(token: int) -> str:
@@ -193,14 +215,15 @@ def too_long(
       since: gives the output from an id on; called only when a loop has reached a length.
       closed: a thought had to be closed before: longer units may cover half as much.
     """
-    unit, kinds = reached(seen, loop_tokens, closed=closed)
-    if not kinds:
+    lengths = lengths_of(loop_tokens, closed=closed)
+    unit, length = reached(seen, lengths)
+    if not length:
         return None
     ids = since(0)
     kind = kind_of(
-        words.text(ids[-max(2 * unit, 3 * KEY) :]), in_code=lambda: in_code(words.text(ids), words)
+        words.text(ids[-max(2 * unit, LEAST_READ) :]),
+        in_code=lambda: in_code(words.text(ids), words),
     )
-    longest = max(_length(k, unit, loop_tokens, closed=closed) for k in kinds)
-    if _length(kind, unit, loop_tokens, closed=closed) > longest:
+    if lengths.of[unit][KINDS.index(kind)] > length:
         return None
     return "runaway" if unit <= SHORT else "period"
