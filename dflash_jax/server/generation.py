@@ -75,6 +75,7 @@ class Generation:
             for copy in range(ask.n):
                 index = len(self.replies)
                 reply = Reply(index, ask, engine.tokenizer, model.syntax, thinking=prompt.thinking)
+                reply.holds_calls = ask.stream and options.get("recovery", OFF).repeated_calls > 0
                 if "seed" in options:
                     options = options | {"seed": (ask.options["seed"] + copy) % 2**32}
                 self.replies.append(reply)

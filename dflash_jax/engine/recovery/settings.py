@@ -40,8 +40,8 @@ class Recovery:
       watchdog: after a thought that had to be closed, end the output when it becomes periodic:
         "on" halves what the measured rule allows longer units, or, where that one is off, needs
         three copies and 48 tokens; "compat" needs two copies.
-      repeated_calls: end the output at this many equal tool calls in a row; 0 is off. Answers over
-        HTTP that are not streamed keep the first of them; nothing streamed is taken back.
+      repeated_calls: end the output at this many equal tool calls in a row; 0 is off. All of them
+        are among the tokens; over HTTP the caller gets the first.
       min_tokens: output tokens below which every end token becomes the next best one, whatever was
         said; the minimum that a request asks for.
       answer_reserve: a thought still open when only this many of `max_tokens` are left is closed;
