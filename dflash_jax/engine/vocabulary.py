@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery import OFF, Recovery, repeated_calls
 from dflash_jax.engine.recovery.words import SILENT, Ids, Words
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import Syntax, syntax_of
@@ -82,7 +82,7 @@ def _hidden(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
 @functools.lru_cache(maxsize=16)
 def _call_ends(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
     """Ids with which the closing marker of a tool call can end."""
-    closes = syntax.closes if syntax else ()
+    closes = repeated_calls.closes(syntax) if syntax else ()
     found = (_ids(tokenizer, close + after) for close in closes for after in AFTER_CALLS)
     ends = {i for ids in found for i in ids[-2:]}
     last = {close[-1] for close in closes}

@@ -77,7 +77,7 @@ class Guard:
         if recovery.repeated_calls and repeated_calls.may_end(token, words):
             before = self._called
             self._called = repeated_calls.after(before, since, words)
-            if self._called != before and self._called.times >= recovery.repeated_calls:
+            if self._called.read > before.read and self._called.times >= recovery.repeated_calls:
                 return repeated_calls.KIND
         if self._tail is not None:
             self._tail.append(token)

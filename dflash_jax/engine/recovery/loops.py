@@ -142,7 +142,7 @@ ONE_LETTER = re.compile(r"(?<![^\W\d_])[A-Za-z](?![^\W\d_])")  # of paths, notes
 RULES = re.compile(
     r"[-\s=_*#~.|+:/\\<>^'\"`,;()\[\]{}&%@$\u00b7\u2022\u2026\u2500-\u259f\u2800-\u28ff]*"
 )
-MOST_MARKS = 2  # in lines that are no rule, such as one bullet after another
+SHORT_LINE = 4  # characters of a line, its end included, that is no rule, such as a lone bullet
 SENTENCES = re.compile(
     r"[^\W\d_]{2,},?[ ]+[^\W\d_]{2,}"  # two words
     r"|[^\W\d_]{2,}[.!?\u2026]+(?:\s|$)"  # the end of a sentence
@@ -166,13 +166,11 @@ def kind_of(text: str, *, in_code: Callable[[], bool]) -> Kind:
     """
     text = text.strip("\N{REPLACEMENT CHARACTER}")
     if not text.strip():
-        return Kind.TEXT  # blank lines are no data
+        return Kind.RULE if text and "\n" not in text else Kind.TEXT  # an indentation; blank lines
     whole = PART_OF_WORD.sub("", text)
     text = whole if any(map(str.isalnum, whole)) else text
     if RULES.fullmatch(text):
-        lines = text.split("\n")
-        marks = sum(not c.isspace() for c in text)
-        return Kind.RULE if marks > MOST_MARKS * (len(lines) - 1) else Kind.TEXT
+        return Kind.TEXT if len(text) <= SHORT_LINE * text.count("\n") else Kind.RULE
     rest = text
     for pattern in (ESCAPES, HEXADECIMAL, NUMBERS, LITERALS, SAME_LETTER, SEQUENCES):
         rest = pattern.sub(" ", rest)

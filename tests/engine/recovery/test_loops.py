@@ -146,6 +146,8 @@ def test_compat_and_off_are_what_true_and_false_were() -> None:
         ("#\n#\n#\n#\n#\n#\n#", Kind.TEXT),
         ("| --- | --- |", Kind.RULE),
         ("|  |  |\n|  |  |\n|  |", Kind.RULE),
+        ("|" + " " * 40 + "|\n|" + " " * 40, Kind.RULE),
+        (" " * 60, Kind.RULE),
         ("........", Kind.RULE),
         ("═════", Kind.RULE),
         ("},{},{},{", Kind.RULE),

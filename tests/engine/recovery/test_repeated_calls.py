@@ -1,5 +1,6 @@
 """A third equal tool call in a row ends the turn; what is no call, or another, does not."""
 
+import dataclasses
 import json
 import random
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import pytest
 from fake_device import END_FUNCTION, EOS, FUNCTION, STALL, UNKNOWN, both, recovery
 
 import dflash_jax
-from dflash_jax.engine import live
+from dflash_jax.engine import live, vocabulary
 from dflash_jax.engine.controller import Finish, Policy, Prefilled, State, Stepped, advance
 from dflash_jax.engine.recovery import Recovery, repeated_calls
 from dflash_jax.engine.recovery.words import Words
@@ -100,7 +101,7 @@ def test_the_number_is_a_setting() -> None:
         Recovery(repeated_calls=1)
 
 
-@pytest.mark.parametrize("family", ["hermes", "qwen_xml", "gemma4"])
+@pytest.mark.parametrize("family", ["hermes", "qwen_xml", "gemma4", "llama"])
 @pytest.mark.parametrize("between", ["\n", "", "\nI will look at it again.\n"])
 def test_every_family_with_closing_markers(tokenizer: Tokenizer, family: str, between: str) -> None:
     known = words(tokenizer, family)
@@ -144,6 +145,34 @@ def test_markers_in_thoughts_and_arguments_are_no_calls(tokenizer: Tokenizer) ->
     for count, kind in ((2, None), (3, "repeated_calls")):
         ids = tokenizer.encode(write * count + "End", specials=False)
         assert outcome(ids, words(tokenizer))[2] == kind
+
+
+@pytest.mark.parametrize("family", ["gemma4", "llama", "qwen_xml"])
+def test_calls_in_the_form_of_another_family_count(tokenizer: Tokenizer, family: str) -> None:
+    ids = tokenizer.encode((called("hermes") + "\n") * 12, specials=False)
+    known = words(tokenizer, family)
+    assert outcome(ids, known)[2] == "repeated_calls"
+    known = dataclasses.replace(known, call_ends=vocabulary._call_ends(tokenizer, known.syntax))
+    assert outcome(ids, known)[2] == "repeated_calls"
+
+
+def test_a_call_full_of_closing_markers_is_not_read_again_and_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    parser = repeated_calls.OutputParser
+
+    class Counting(parser):
+        def push(self, text: str) -> list[Any]:
+            read.append(len(text))
+            return super().push(text)
+
+    monkeypatch.setattr(repeated_calls, "OutputParser", Counting)
+    text = called("llama", path="{}" * 4000)
+    ids = tokenizer.encode(text, specials=False)
+    outcome(ids, words(tokenizer, "llama"))
+    assert len(read) < 64 + 8
+    assert sum(read) < 4 * len(text)
 
 
 def test_the_cut_does_not_depend_on_how_tokens_arrive(tokenizer: Tokenizer) -> None:
