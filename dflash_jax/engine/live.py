@@ -75,6 +75,7 @@ class Live:
         self.scores: list[Logprobs] = []  # of the prompt's chunks, on their way to the host
         self.prompt_logprobs: list[TokenLogprob] = []
         self._likely: list[TokenLogprob] = []  # of output tokens that were not emitted yet
+        self._of_end: list[TokenLogprob] = []  # of the end token in whose place a call is tried
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self._counted: Counter[str] = Counter()  # recovery events of this decoding of the answer
         self.finish: controller.Finish | None = None
@@ -106,6 +107,7 @@ class Live:
         self.limit = len(self.request.prompt) + controller.room(self.state, self.policy)
         self.speculates = controller.speculates(self.state, self.policy)
         self.choices = controller.choices(self.state)[:CHOICES]
+        self.opening = controller.opening(self.state, self.policy)
 
     def delay(self, seconds: float) -> None:
         """Count the seconds before the request could be queued as time spent compiling for it.
@@ -149,7 +151,7 @@ class Live:
         before = len(self.state.ids)
         self.state, effects = controller.advance(self.state, event, self.policy)
         if self.request.logprobs is not None:
-            self._likely += _named(self.state.ids[before:], likely or [])
+            self._note_logprobs(before - effects.retract, effects.retract, likely or [])
         self._look()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1
@@ -180,6 +182,15 @@ class Live:
         if effects.finish:
             self._end(effects.finish)
         return effects
+
+    def _note_logprobs(self, before: int, retract: int, likely: list[TokenLogprob]) -> None:
+        """Keep log-probabilities of the ids from `before` on, in place of those of dropped ids."""
+        if retract:
+            del self._likely[-retract:]
+            likely = self._of_end
+        elif self.state.asked and len(self.state.ids) > before:
+            self._of_end = likely[-1:]
+        self._likely += _named(self.state.ids[before:], likely)
 
     def _count(self, effects: controller.Effects) -> None:
         """Count recovery events of the answer that the caller gets, and retries as fallbacks."""

@@ -77,10 +77,10 @@ class Teller:
         likely: list[TokenLogprob],
     ) -> Dictated | None:
         """Lets a request judge a step; what it dictates in return."""
-        before = live.limit, live.speculates, live.choices
+        before = live.limit, live.speculates, live.choices, live.opening
         effects = live.hear(event, likely)
         self.report(live, effects.notes)
-        if before != (live.limit, live.speculates, live.choices):
+        if before != (live.limit, live.speculates, live.choices, live.opening):
             self._rows.changed()
         if effects.restart is Restart.SAVED and isinstance(event, controller.Prefilled):
             return self._hear(live, event, likely)  # nothing was fed since: this is the saved state

@@ -32,14 +32,23 @@ def words_of(
         return SILENT
     syntax = syntax_of(tokenizer.teaches)
     beginnings = call_beginnings(declared, choice, syntax) if syntax else ()
+    opening: Ids = ()
+    if syntax is not None and recovery.below_floor == "odds":
+        own = syntax.lead + syntax.marker
+        beginnings = tuple(b if b.startswith(own) else own + b for b in beginnings)
+        opening = (*_ids(tokenizer, syntax.lead), *_ids(tokenizer, syntax.marker)[:1])
     thought = syntax.thought if syntax else None
     close = recovery.close_text or (thought.forced if thought else "")
+    calls = _all_ids(tokenizer, beginnings)
+    if not calls or any(ids[: len(opening)] != opening for ids in calls):
+        opening = ()
     return Words(
         text=tokenizer.raw,
         syntax=syntax,
         tools=declared,
         hidden=_hidden(tokenizer, syntax),
-        calls=_all_ids(tokenizer, beginnings),
+        calls=calls,
+        opening=opening,
         close=_ids(tokenizer, close),
         skip=_ids(tokenizer, recovery.skip_phrase),
         colons=_colons(tokenizer) if recovery.below_floor == "compat" else frozenset(),

@@ -192,7 +192,7 @@ def drafting(asked: Speculation | None) -> dict[str, Any]:
     return {} if asked.block_size is None else {"block_size": asked.block_size}
 
 
-RECOVERY = ("floor", "below_floor", "tool_prefix", "skip_phrase", "empty_retry", "repeat_limit",
+RECOVERY = ("floor", "below_floor", "tool_prefix", "call_odds", "skip_phrase", "empty_retry", "repeat_limit",
             "runaway", "watchdog", "answer_reserve", "close_text", "floor_in_thought")  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from dflash_jax.errors import ConfigError
 
-BelowFloor = Literal["rescue", "replace", "compat"]
+BelowFloor = Literal["odds", "rescue", "replace", "compat"]
 Watchdog = Literal["off", "on", "compat"]
 REPEATS = 32  # of one token, once the floor is on
 ROOM_FOR_CALL = 16  # tokens a dictated call needs behind its beginning
@@ -21,12 +21,19 @@ class Recovery:
 
     Attributes:
       floor: output tokens below which an end token is looked at twice; 0 turns the floor off.
-      below_floor: what happens to such an end token. "rescue": one behind a stalled preamble
+      below_floor: what happens to an end token. "odds", the default: at any length, one where the
+        target itself finds a call of a declared tool likely enough becomes the beginning of one;
+        below the floor, one before any text that is no thought becomes the next best token; one
+        inside a thought closes it. The others look at those below the floor only, and at text
+        alone. "rescue": one behind a stalled preamble
         becomes the beginning of a call, one before anything visible the next best token, others
         are honoured. "replace": all that are no stall become the next best token. "compat": stalls
         are recognised by token ids, all others are honoured.
       tool_prefix: force the beginning of a tool call after a preamble that ends in a colon. It
         names a tool of the request's `tools`; of several, the target chooses. Needs a floor.
+      call_odds: for "odds", the least log-ratio of the probabilities of a call and of the end at
+        which an end counts as a stall. A colon, a dash or an ellipsis at the end lowers it by 2; a
+        question in the last paragraph or unfinished code raises it by 3.
       skip_phrase: an output that has just said this is not stalled.
       empty_retry: decode once more, plainly, when drafting yields nothing visible.
       repeat_limit: end the output at this many equal tokens; 0 is off, None is 32 with a floor
@@ -45,8 +52,9 @@ class Recovery:
     """
 
     floor: int = 256
-    below_floor: BelowFloor = "rescue"
+    below_floor: BelowFloor = "odds"
     tool_prefix: bool = True
+    call_odds: float = -4.0
     skip_phrase: str = " done"
     empty_retry: bool = True
     repeat_limit: int | None = None
@@ -80,6 +88,8 @@ class Recovery:
             if (value := getattr(self, name)) not in get_args(kind):
                 known = ", ".join(get_args(kind))
                 raise ConfigError(f"{name} is {value!r}; expected one of {known}")
+        if type(self.call_odds) not in (int, float) or self.call_odds != self.call_odds:
+            raise ConfigError(f"call_odds is {self.call_odds!r}; expected a number such as -4.0")
         limit = self.repeat_limit
         if limit is not None and (type(limit) is not int or limit == 1):
             raise ConfigError(
@@ -134,7 +144,13 @@ class Recovery:
 
 
 OFF = Recovery(
-    floor=0, tool_prefix=False, empty_retry=False, repeat_limit=0, runaway=False, watchdog="off"
+    floor=0,
+    below_floor="rescue",
+    tool_prefix=False,
+    empty_retry=False,
+    repeat_limit=0,
+    runaway=False,
+    watchdog="off",
 )
 
 NO = {"", "0", "false", "no", "off", "n", "f", "disable", "disabled", "none"}

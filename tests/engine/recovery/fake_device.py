@@ -15,6 +15,7 @@ from dflash_jax.engine.controller import (
     Stepped,
     advance,
     choices,
+    opening,
     room,
     speculates,
 )
@@ -98,12 +99,13 @@ class Device:
         say_again: Say | None = None,
         floor: Say = lambda ids: BEST,
         prefer: Callable[[tuple[int, ...], tuple[int, ...]], int] = lambda ids, of: max(of),
+        odds: Callable[[tuple[int, ...], int], float] | None = None,
         restored: bool = False,
         draft_finite: Callable[[int], bool] = lambda step: True,
     ):
         self.say, self.policy, self.accepts = say, policy, accepts
         self.say_again, self.floor, self.restored = say_again, floor, restored
-        self.draft_finite, self.prefer = draft_finite, prefer
+        self.draft_finite, self.prefer, self.odds = draft_finite, prefer, odds
         self.ids: list[int] = []  # decided, the last one pending
         self.seen = Outcome()
 
@@ -120,7 +122,13 @@ class Device:
     def hear_first(self) -> None:
         token = self.say(())
         self.ids, self.seen.fed = [token], []
-        self.hear(Prefilled(token, self.floor(()), restored=self.restored))
+        odds = self.odds_after(())
+        self.hear(Prefilled(token, self.floor(()), restored=self.restored, odds=odds))
+
+    def odds_after(self, ids: tuple[int, ...]) -> float | None:
+        """What the device reports of the token whose odds the host wants to know."""
+        wanted = opening(self.seen.state, self.policy)
+        return self.odds(ids, wanted) if self.odds and wanted >= 0 else None
 
     def step(self) -> None:
         """One step of the real kind: a block, cut behind stop tokens and at the limit."""
@@ -147,6 +155,7 @@ class Device:
                 draft_finite=finite,
                 floor=self.prefer(before, named) if named else self.floor(before),
                 drafts=7 if drafting and finite else 0,
+                odds=self.odds_after(before),
             )
         )
 
@@ -155,6 +164,7 @@ class Device:
         seen = self.seen
         before = seen.state.emitted - seen.state.held
         seen.state, effects = advance(seen.state, event, self.policy)
+        assert effects.retract <= seen.state.emitted + effects.retract - before
         seen.effects.append(effects)
         seen.emitted += effects.emit
         seen.notes.update(effects.notes)
