@@ -18,10 +18,18 @@ was emitted stays emitted. Between events exactly one decided token, the last, i
 from collections.abc import Sequence
 from typing import assert_never
 
-from dflash_jax.engine.recovery import floor, forced_calls, guards, speculation, tool_names
+from dflash_jax.engine.recovery import (
+    call_retry,
+    floor,
+    forced_calls,
+    guards,
+    speculation,
+    tool_names,
+)
 from dflash_jax.engine.recovery.cut import Cut
 from dflash_jax.engine.recovery.floor import Verdict
 from dflash_jax.engine.request_state import (
+    CallRetried,
     Cancelled,
     Effects,
     Event,
@@ -48,6 +56,14 @@ def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]
             rest = ids[len(ids) + lead - state.held :]
             done = state._replace(phase=Phase.DONE, ids=ids, held=0, asked=None)
             return done, Effects(emit=rest, finish=reason, retract=lead)
+        case CallRetried():
+            dropped = len(state.ids) - state.call_at
+            ids = Said(state.ids[: state.call_at])
+            state = state._replace(
+                ids=ids, held=0, fed=len(ids) - 1, call_at=-1, call_retried=True, guard=None
+            )
+            notes, places = ("call_retry",), (len(ids),)
+            return state, Effects(notes=notes, places=places, retract=dropped)
         case Prefilled():
             restored = state.restored if state.retried else event.restored
             state = state._replace(restored=restored, fed=-1)
@@ -144,6 +160,11 @@ def _judge(plan: Cut, token: int, event: Stepped, tail: list[int] | None, policy
         if policy.words.thinking(plan.ids):
             _close(plan, token, policy)
             return True
+    if stop and plan.state.call_at >= 0 and plan.state.guard is None:
+        call_retry.close(plan, policy)
+        if plan.retry_call:
+            plan.new.append(token)
+            return True
     if stop:
         verdict = _at_end_token(plan, event.odds, policy)
         if verdict is Verdict.INJECT:
@@ -164,6 +185,9 @@ def _judge(plan: Cut, token: int, event: Stepped, tail: list[int] | None, policy
         token = plan.replace = event.floor
         plan.note("min_tokens" if _too_few(plan, policy) else "floor")
     plan.new.append(token)
+    call_retry.watch(plan, policy)
+    if plan.retry_call:
+        return True
     if tail is not None:
         tail.append(token)
         if kind := guards.looping(tail, policy.recovery, closed=plan.state.closed):
@@ -226,6 +250,8 @@ def _settle(plan: Cut, policy: Policy, fallback: str | None) -> tuple[State, Eff
     nothing = looks and not _is_visible(ids, policy)
     if finish and nothing and may_retry:
         return _retry(plan, fallback)
+    if plan.retry_call:
+        return _retry_call(plan, fallback)
     if finish and state.retried:
         plan.note(speculation.CONFIRMED if nothing else speculation.RECOVERED)
     hold = nothing and may_retry
@@ -237,7 +263,12 @@ def _settle(plan: Cut, policy: Policy, fallback: str | None) -> tuple[State, Eff
     else:
         phase = Phase.SPECULATIVE if speculates(state, policy) else Phase.PLAIN
     fed = state.fed + len(plan.force)
-    held = len(ids) - shown if hold else state.asked.lead if state.asked else 0
+    if hold:
+        held = len(ids) - shown
+    elif state.call_at >= 0 and not finish:
+        held = len(ids) - state.call_at
+    else:
+        held = state.asked.lead if state.asked else 0
     after = state._replace(phase=phase, ids=ids, held=held, fed=fed)
     assert finish or fed == len(ids) - 1, "one decided token, the last, is pending (S1, S2)"
     effects = Effects(
@@ -268,6 +299,16 @@ def _retry(plan: Cut, fallback: str | None) -> tuple[State, Effects]:
     plan.note(speculation.RETRY)
     notes, places = tuple(plan.notes), tuple(plan.places)
     return fresh, Effects(restart=again, fallback=fallback, notes=notes, places=places)
+
+
+def _retry_call(plan: Cut, fallback: str | None) -> tuple[State, Effects]:
+    """Have the held call decoded once more, once the host has a grammar for it."""
+    state, shown = plan.state, plan.before - plan.state.held
+    ids = state.ids.adding(plan.new)
+    emit = ids[shown : state.call_at]
+    state = state._replace(ids=ids, held=len(ids) - max(shown, state.call_at))
+    notes, places = tuple(plan.notes), tuple(plan.places)
+    return state, Effects(emit, restart=Restart.CALL, fallback=fallback, notes=notes, places=places)
 
 
 def _may_retry(state: State, policy: Policy) -> bool:

@@ -85,6 +85,7 @@ class Restart(enum.Enum):
     """From where a request is decoded once more."""
 
     SAVED = "saved"  # the state behind its prompt
+    CALL = "call"  # the opening of a call that was not readable; the host makes a grammar first
     FRESH = "fresh"  # its prompt, without any cache; a snapshot it came from is to be dropped
 
 
@@ -139,6 +140,8 @@ class State(NamedTuple):
       injected: a tool call was begun.
       calls: how that call may go on, while several declared tools are possible: for each of them
         the ids up to its arguments.
+      call_at: output place where a call begins that is held back; -1 without one.
+      call_retried: a call was decoded once more.
       asked: the target is being asked whether an end is a stall.
       closed: a thought was closed at its limit.
       past_close: the place where a thought would be closed lies behind.
@@ -156,6 +159,8 @@ class State(NamedTuple):
     guard: str | None = None
     injected: bool = False
     calls: tuple[Ids, ...] = ()
+    call_at: int = -1
+    call_retried: bool = False
     asked: Asked | None = None
     closed: bool = False
     past_close: bool = False
@@ -204,7 +209,11 @@ class Cancelled(NamedTuple):
     reason: Finish = Finish.CANCELLED
 
 
-Event = Prefilled | Stepped | Cancelled
+class CallRetried(NamedTuple):
+    """A call that could not be read goes: what follows is decoded under a grammar."""
+
+
+Event = Prefilled | Stepped | Cancelled | CallRetried
 
 
 class Effects(NamedTuple):

@@ -17,6 +17,7 @@ class Cut:
     force: Ids = ()
     finish: Finish | None = None
     retract: int = 0
+    retry_call: bool = False  # the call at `State.call_at` is to be decoded once more
     notes: list[str] = dataclasses.field(default_factory=list)
     places: list[int] = dataclasses.field(default_factory=list)  # of the notes
 

@@ -1,6 +1,6 @@
 """Tool calls begun for a stalled output: whether the target wants one, and of which tool."""
 
-from dflash_jax.engine.recovery import floor, tool_names
+from dflash_jax.engine.recovery import call_retry, floor, tool_names
 from dflash_jax.engine.recovery.cut import Cut
 from dflash_jax.engine.request_state import Asked, Finish, Policy, Said
 
@@ -11,6 +11,7 @@ def begin_call(plan: Cut, policy: Policy) -> None:
     shared, rest = tool_names.split([ids for ids in policy.words.calls if ids[:1] == first])
     plan.mark(injected=True, calls=rest)
     plan.dictate(shared, "tool_prefix")
+    call_retry.watch_forced(plan, policy)
     plan.end_at_stop(policy)
 
 
@@ -56,4 +57,5 @@ def name_tool(plan: Cut, token: int, best: int, policy: Policy) -> None:
     plan.mark(calls=rest)
     plan.new += (chosen, *shared)
     plan.replace, plan.force = None if chosen == token else chosen, shared
+    call_retry.watch_forced(plan, policy)
     plan.end_at_stop(policy)

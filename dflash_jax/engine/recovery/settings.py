@@ -34,6 +34,9 @@ class Recovery:
       call_odds: for "odds", the least log-ratio of the probabilities of a call and of the end at
         which an end counts as a stall. A colon, a dash or an ellipsis at the end lowers it by 2; a
         question in the last paragraph or unfinished code raises it by 3.
+      call_retry: decode a call that cannot be read, or is not finished, once more from its opening
+        under the grammar of the declared tools. For that, a call is held back until it is complete
+        or longer than 512 tokens. Needs "odds", and the extra `structured`.
       skip_phrase: an output that has just said this is not stalled.
       empty_retry: decode once more, plainly, when drafting yields nothing visible.
       repeat_limit: end the output at this many equal tokens; 0 is off, None is 32 with a floor
@@ -55,6 +58,7 @@ class Recovery:
     below_floor: BelowFloor = "odds"
     tool_prefix: bool = True
     call_odds: float = -4.0
+    call_retry: bool = True
     skip_phrase: str = " done"
     empty_retry: bool = True
     repeat_limit: int | None = None
@@ -77,7 +81,7 @@ class Recovery:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ConfigError(f"{name} is {value!r}; expected an integer from 0")
-        for name in ("tool_prefix", "empty_retry", "runaway", "floor_in_thought"):
+        for name in ("tool_prefix", "call_retry", "empty_retry", "runaway", "floor_in_thought"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} is {value!r}; expected True or False")
         for name in ("skip_phrase", "close_text", "log_directory"):
@@ -116,6 +120,7 @@ class Recovery:
             self,
             floor=0,
             tool_prefix=False,
+            call_retry=False,
             empty_retry=False,
             min_tokens=0,
             answer_reserve=0,
@@ -147,6 +152,7 @@ OFF = Recovery(
     floor=0,
     below_floor="rescue",
     tool_prefix=False,
+    call_retry=False,
     empty_retry=False,
     repeat_limit=0,
     runaway=False,

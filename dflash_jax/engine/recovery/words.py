@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from dflash_jax.tools.declared import Tool
+from dflash_jax.tools.declared import AUTO, Choice, Tool
 from dflash_jax.tools.events import Content
 from dflash_jax.tools.stream import OutputParser
 from dflash_jax.tools.syntax import Syntax
@@ -25,6 +25,8 @@ class Words:
         arguments. Empty where no call may be forced.
       opening: ids that lead to a call as the family writes it, up to the first that only a call
         has. All of `calls` begin with them; empty where that is not known.
+      marker, closer: the special tokens around a call; -1 where they are no single tokens.
+      choice: which tools may be called.
       close: what ends a thought that has to end.
       skip: ids of the phrase behind which an output is not stalled.
       colons: ids that end a preamble, for the detector by ids.
@@ -37,6 +39,9 @@ class Words:
     hidden: frozenset[int] = frozenset()
     calls: tuple[Ids, ...] = ()
     opening: Ids = ()
+    marker: int = -1
+    closer: int = -1
+    choice: Choice = AUTO
     close: Ids = ()
     skip: Ids = ()
     colons: frozenset[int] = frozenset()
@@ -61,7 +66,8 @@ class Words:
         if not text:  # no tokenizer, or tokens that are no text
             content = "?" if self.is_visible(ids) and self.syntax is None else ""
         answered = bool(content.strip(BLANK)) and self.is_visible(ids)
-        return Reading(parser.calls > 0, parser.unfinished, answered)
+        broken = parser.unfinished or parser.unreadable > 0 or parser.empty_calls > 0
+        return Reading(parser.calls > 0, parser.unfinished, broken, answered)
 
     def has_called(self, ids: Ids) -> bool:
         """Whether the output so far began a tool call, in its family's form or another's.
@@ -78,11 +84,13 @@ class Reading(NamedTuple):
     Attributes:
       called: it calls a tool.
       unfinished: it ends inside a call.
+      broken: it does, or holds a call that cannot be read or says nothing.
       answered: it has content that is neither a thought nor blank.
     """
 
     called: bool
     unfinished: bool
+    broken: bool
     answered: bool
 
 

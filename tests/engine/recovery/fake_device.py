@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_jax.engine.controller import (
+    CallRetried,
     Effects,
     Finish,
     Policy,
@@ -159,6 +160,21 @@ class Device:
             )
         )
 
+    def retry_call(self) -> None:
+        """The host has a grammar: the row is fed again up to the call's opening."""
+        seen, held = self.seen, self.seen.state.held
+        seen.state, effects = advance(seen.state, CallRetried(), self.policy)
+        assert effects.retract == held
+        assert not effects.emit
+        seen.notes.update(effects.notes)
+        seen.attempts += 1
+        self.say = self.say_again or self.say
+        if not seen.state.ids:
+            self.hear_first()
+            return
+        self.ids = list(seen.state.ids)
+        seen.fed = self.ids[:-1]
+
     def hear(self, event: Any) -> None:
         """Lets the machine judge an event and does what it says."""
         seen = self.seen
@@ -170,6 +186,9 @@ class Device:
         seen.notes.update(effects.notes)
         seen.fallbacks.update([effects.fallback] if effects.fallback else [])
         assert effects.emit == seen.state.ids[before : before + len(effects.emit)]
+        if effects.restart is Restart.CALL:
+            self.retry_call()
+            return
         if effects.finish:
             assert seen.finish is None
             seen.finish = effects.finish
