@@ -57,7 +57,7 @@ class Recovery:
     floor: int = 256
     below_floor: BelowFloor = "odds"
     tool_prefix: bool = True
-    call_odds: float = -4.0
+    call_odds: float = -5.0
     call_retry: bool = True
     skip_phrase: str = " done"
     empty_retry: bool = True
@@ -93,7 +93,7 @@ class Recovery:
                 known = ", ".join(get_args(kind))
                 raise ConfigError(f"{name} is {value!r}; expected one of {known}")
         if type(self.call_odds) not in (int, float) or self.call_odds != self.call_odds:
-            raise ConfigError(f"call_odds is {self.call_odds!r}; expected a number such as -4.0")
+            raise ConfigError(f"call_odds is {self.call_odds!r}; expected a number such as -5.0")
         limit = self.repeat_limit
         if limit is not None and (type(limit) is not int or limit == 1):
             raise ConfigError(

@@ -61,7 +61,7 @@ def test_O1_an_end_becomes_a_call_where_the_target_wants_one(script: list[int]) 
 
 
 @pytest.mark.parametrize("script", [[10], [10, 46], [10, COLON]])
-@pytest.mark.parametrize(("lead", "call"), [(UNLIKELY, 0.0), (LIKELY, UNLIKELY), (-3.5, -3.5)])
+@pytest.mark.parametrize(("lead", "call"), [(UNLIKELY, 0.0), (LIKELY, UNLIKELY), (-3.75, -3.75)])
 def test_O2_an_answer_stays_as_it_is_where_the_target_wants_no_call(
     script: list[int], lead: float, call: float
 ) -> None:
@@ -80,15 +80,15 @@ def test_O3_the_target_is_asked_by_one_step_and_only_where_it_may_want_a_call() 
 @pytest.mark.parametrize(
     ("text", "between"),
     [
-        pytest.param("done.", (-3, -5), id="neutral"),
-        pytest.param("Let me look:", (-5, -7), id="colon"),
-        pytest.param("Let me look...", (-5, -7), id="ellipsis"),
-        pytest.param("Let me look \N{EM DASH}", (-5, -7), id="dash"),
-        pytest.param("Which one?", (0, -2), id="question"),
-        pytest.param("Which one? Name it:", (-2, -4), id="question and colon"),
-        pytest.param("in\n```\nx", (0, -2), id="open fence"),
-        pytest.param("the `x", (0, -2), id="open backtick"),
-        pytest.param("the line `def f(x):`", (-3, -5), id="colon in code"),
+        pytest.param("done.", (-4, -6), id="neutral"),
+        pytest.param("Let me look:", (-6, -8), id="colon"),
+        pytest.param("Let me look...", (-6, -8), id="ellipsis"),
+        pytest.param("Let me look \N{EM DASH}", (-6, -8), id="dash"),
+        pytest.param("Which one?", (-1, -3), id="question"),
+        pytest.param("Which one? Name it:", (-3, -5), id="question and colon"),
+        pytest.param("in\n```\nx", (-1, -3), id="open fence"),
+        pytest.param("the `x", (-1, -3), id="open backtick"),
+        pytest.param("the line `def f(x):`", (-4, -6), id="colon in code"),
     ],
 )
 def test_O4_punctuation_moves_the_odds_that_are_needed(
@@ -102,9 +102,9 @@ def test_O4_punctuation_moves_the_odds_that_are_needed(
 
 def test_O5_odds_of_both_steps_add_up() -> None:
     assert is_call(ended([10, 46], -1.5, -1.5), [10, 46])
-    assert not is_call(ended([10, 46], -2.5, -2.5), [10, 46])
+    assert not is_call(ended([10, 46], -3.0, -3.0), [10, 46])
     eager = dataclasses.replace(ODDS, call_odds=-8.0)
-    assert is_call(ended([10, 46], -2.5, -2.5, settings=eager), [10, 46])
+    assert is_call(ended([10, 46], -3.0, -3.0, settings=eager), [10, 46])
 
 
 def test_O6_a_family_whose_calls_begin_with_their_marker_is_not_asked_twice() -> None:
