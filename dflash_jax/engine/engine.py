@@ -16,6 +16,7 @@ from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.compiler.variants import WORKERS, CompiledPrograms, Variant
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.arguments import CancellableOptions, Options, check_names, requests_of
+from dflash_jax.engine.call_grammars import CallGrammars
 from dflash_jax.engine.lanes import variants_of
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.loop import Loop
@@ -67,6 +68,7 @@ class Engine:
         self.events = self.loop.events
         self.break_even = 0.0  # tokens a drafted round must decide to pay; 0 until measured
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
+        self._call_grammars = CallGrammars(self.grammars, self.runner, tokenizer)
 
     def __repr__(self) -> str:
         plan, drafter = self.plan, self.drafter
@@ -339,7 +341,8 @@ class Engine:
         grammar = None if structure is None else self.grammars.make(structure)
         free = self.plan.exact and request.temperature == 0  # to change lanes by the clock (R11)
         lanes: dict[str, Any] = {"break_even": self.break_even if free else 0.0, "fixed": not free}
-        return Live(request, self.tokenizer, grammar, cancel=cancel, **lanes)
+        calls = self._call_grammars if self._call_grammars.available else None
+        return Live(request, self.tokenizer, grammar, cancel=cancel, call_grammars=calls, **lanes)
 
     def _compile_for(self, live: Live) -> None:
         """Compile what a request needs, in this thread."""

@@ -22,6 +22,11 @@ class Memory(NamedTuple):
     seen: loops.Seen = loops.UNSEEN
     called: repeated_calls.Called = repeated_calls.UNCALLED
 
+    def shortened(self, count: int) -> "Memory":
+        """The facts about the first `count` ids, as far as they are known."""
+        known = self.called.read <= count
+        return Memory(called=self.called if known else repeated_calls.UNCALLED)
+
 
 NOTHING = Memory()
 

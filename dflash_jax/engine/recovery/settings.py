@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from dflash_jax.errors import ConfigError
 
-BelowFloor = Literal["rescue", "replace", "compat"]
+BelowFloor = Literal["odds", "rescue", "replace", "compat"]
 Watchdog = Literal["off", "on", "compat"]
 Runaway = bool | Literal["measured", "compat", "off"]
 REPEATS = 32  # of one token, once the floor is on
@@ -22,12 +22,22 @@ class Recovery:
 
     Attributes:
       floor: output tokens below which an end token is looked at twice; 0 turns the floor off.
-      below_floor: what happens to such an end token. "rescue": one behind a stalled preamble
+      below_floor: what happens to an end token. "odds", the default: at any length, one where the
+        target itself finds a call of a declared tool likely enough becomes the beginning of one;
+        below the floor, one before any text that is no thought becomes the next best token; one
+        inside a thought closes it. The others look at those below the floor only, and at text
+        alone. "rescue": one behind a stalled preamble
         becomes the beginning of a call, one before anything visible the next best token, others
         are honoured. "replace": all that are no stall become the next best token. "compat": stalls
         are recognised by token ids, all others are honoured.
       tool_prefix: force the beginning of a tool call after a preamble that ends in a colon. It
         names a tool of the request's `tools`; of several, the target chooses. Needs a floor.
+      call_odds: for "odds", the least log-ratio of the probabilities of a call and of the end at
+        which an end counts as a stall. A colon, a dash or an ellipsis at the end lowers it by 2; a
+        question in the last paragraph or unfinished code raises it by 3.
+      call_retry: decode a call that cannot be read, or is not finished, once more from its opening
+        under the grammar of the declared tools. For that, a call is held back until it is complete
+        or longer than 512 tokens. Needs "odds", and the extra `structured`.
       skip_phrase: an output that has just said this is not stalled.
       empty_retry: decode once more, plainly, when drafting yields nothing visible.
       runaway: how loops end the output. "measured": a unit of 1 to 8 tokens ends it at 12 copies
@@ -53,8 +63,10 @@ class Recovery:
     """
 
     floor: int = 256
-    below_floor: BelowFloor = "rescue"
+    below_floor: BelowFloor = "odds"
     tool_prefix: bool = True
+    call_odds: float = -5.0
+    call_retry: bool = True
     skip_phrase: str = " done"
     empty_retry: bool = True
     repeat_limit: int | None = None
@@ -79,7 +91,7 @@ class Recovery:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ConfigError(f"{name} is {value!r}; expected an integer from 0")
-        for name in ("tool_prefix", "empty_retry", "floor_in_thought"):
+        for name in ("tool_prefix", "call_retry", "empty_retry", "floor_in_thought"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} is {value!r}; expected True or False")
         for name in ("skip_phrase", "close_text", "log_directory"):
@@ -99,6 +111,8 @@ class Recovery:
                 f"repeated_calls is {calls!r}; expected 0 (off) or an integer of at least 2:"
                 " 1 would end every output at its first call"
             )
+        if type(self.call_odds) not in (int, float) or self.call_odds != self.call_odds:
+            raise ConfigError(f"call_odds is {self.call_odds!r}; expected a number such as -5.0")
         limit = self.repeat_limit
         if limit is not None and (type(limit) is not int or limit == 1):
             raise ConfigError(
@@ -141,6 +155,7 @@ class Recovery:
             self,
             floor=0,
             tool_prefix=False,
+            call_retry=False,
             empty_retry=False,
             min_tokens=0,
             answer_reserve=0,
@@ -170,7 +185,9 @@ class Recovery:
 
 OFF = Recovery(
     floor=0,
+    below_floor="rescue",
     tool_prefix=False,
+    call_retry=False,
     empty_retry=False,
     repeat_limit=0,
     runaway=False,

@@ -13,7 +13,7 @@ from fake_device import END_FUNCTION, EOS, FUNCTION, STALL, UNKNOWN, both, recov
 import dflash_jax
 from dflash_jax.engine import live, vocabulary
 from dflash_jax.engine.controller import Finish, Policy, Prefilled, State, Stepped, advance
-from dflash_jax.engine.recovery import Recovery, repeated_calls
+from dflash_jax.engine.recovery import Recovery, guards, repeated_calls
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.vocabulary import words_of
@@ -230,3 +230,25 @@ def test_statistics_say_what_follows_the_first_call(tokenizer: Tokenizer) -> Non
     assert result.stats.recovery == {"repeated_calls": 1}
     kept = tokenizer.raw(result.token_ids[:-dropped])
     assert kept == "Look." + called("hermes")
+
+
+def test_what_is_known_of_dropped_tokens_is_forgotten(tokenizer: Tokenizer) -> None:
+    """A call that is decoded once more leaves the rules as if it had not been written."""
+    call = tokenizer.encode(called("hermes") + "\n", specials=False)
+    settings, known = Recovery(repeated_calls=3), words(tokenizer)
+
+    def memory(ids: list[int], before: guards.Memory = guards.NOTHING, start: int = 0) -> Any:
+        last = lambda count: tuple(ids[:start][-count:])  # noqa: E731
+        guard = guards.Guard(before, last, start, settings, known)
+        for place in range(start, len(ids)):
+            guard.take(ids[place], lambda p: tuple(ids[p : place + 1]), closed=False)  # noqa: B023
+        return guard.memory
+
+    two = memory(call * 2)
+    assert two.called.times == 2
+    for kept in (2 * len(call), len(call), len(call) - 1, 0):
+        ids = (call * 3)[:kept]
+        short = two.shortened(kept)
+        found, fresh = memory([*ids, *call], short, kept), memory([*ids, *call])
+        assert found.seen == fresh.seen
+        assert found.called[:4] == fresh.called[:4]

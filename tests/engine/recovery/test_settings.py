@@ -62,7 +62,7 @@ def test_numbers_may_be_those_of_numpy() -> None:
         ({"floor": -1}, "floor is -1; expected an integer from 0"),
         ({"floor": 2.0}, "floor is 2.0; expected an integer"),
         ({"tool_prefix": 1}, "tool_prefix is 1; expected True or False"),
-        ({"below_floor": "guess"}, "below_floor is 'guess'; expected one of rescue, replace"),
+        ({"below_floor": "guess"}, "below_floor is 'guess'; expected one of odds, rescue, replace"),
         ({"watchdog": True}, "watchdog is True; expected one of off, on, compat"),
         ({"repeat_limit": 1}, "repeat_limit is 1; expected 0"),
         ({"runaway": "on"}, "runaway is 'on'; expected one of measured, compat, off"),
