@@ -28,8 +28,6 @@ LONGEST = 420  # tokens of a prompt
 MARKS = (".", "...", "\N{HORIZONTAL ELLIPSIS}", " \N{EN DASH}", " - ", ": \N{GRINNING FACE}", ':"',
          ":)", ":\N{NO-BREAK SPACE}", ":\N{ZERO WIDTH SPACE}", "!", " now.", " first.", " next", "",
          ":**", ": \N{WHITE DOWN POINTING BACKHAND INDEX}", ". One moment.", ":\n\n")  # fmt: skip
-PREAMBLES = ("I'll open {}", "Next I will read {}", "Checking {}", "I need to see {}",
-             "First, {}", "Let me look at {}", "Reading {}", "Let me continue with {}")  # fmt: skip
 ANSWERS = ("{}", "{} Anything else?", "{} Shall I go on?", "{} Let me know if you need more.",
            "Done.", "{}\n\nRegards", "Which one do you mean?", "I could not find it.", "Yes.",
            "{}\n\nBest regards:", "{} That is all.", "**{}**", "- {}", "{} :)", "Result: {}",
@@ -57,7 +55,7 @@ class Case:
         """Whether recovery begins a call, or goes on, where this text would end."""
         ending = read_ending(self.text)
         moved = floor.ANNOUNCED * ending.announces + floor.DOUBTFUL * ending.doubtful
-        return self.lead + self.call >= threshold + moved
+        return ending.opened_fence or self.lead + self.call >= threshold + moved
 
 
 class Odds:
@@ -112,9 +110,7 @@ def stalls(engine: Engine, odds: Odds, rng: random.Random) -> Iterator[Case]:
     messages[place] = messages[place] | {"content": output}
     prompt = engine.chat_ids(messages[: place + 1], tools=list(conversation.tools))
     if len(prompt) <= LONGEST:
-        others = [x.format("the file") for x in rng.sample(PREAMBLES, 3)]
-        marks = [rng.choice(MARKS) for _ in range(6)]
-        texts = [text + mark for mark in marks] + [x + rng.choice(MARKS) for x in others]
+        texts = [text + mark for mark in rng.sample(MARKS, 8)]
         yield from odds.cases("stall", prompt, texts)
 
 

@@ -290,8 +290,10 @@ def _recovery(rng: random.Random, limits: Limits, most: int) -> dict[str, Any]:
     """Settings of recovery, and what gives it something to do: many stop tokens, tools."""
     settings = {
         "floor": rng.choice([0, 4, most, most]),
-        "below_floor": rng.choice(["rescue", "replace", "compat"]),
+        "below_floor": rng.choice(["odds", "odds", "rescue", "replace", "compat"]),
         "tool_prefix": rng.random() < 0.7,
+        "call_odds": rng.choice([-30.0, -5.0, -1.0]),
+        "call_retry": rng.random() < 0.5,
         "empty_retry": rng.random() < 0.6,
         "repeat_limit": rng.choice([0, 2, 3, None]),
         "runaway": (True, "measured", False, False)[int(4 * (drawn := rng.random()))],

@@ -1,4 +1,4 @@
-"""How an output ends, by its text: punctuation that announces more, and what speaks against it.
+"""How an output ends, by its text: what announces more, and what speaks against it.
 
 These cues only move the odds that the target has to give for a tool call, see `floor.py`.
 """
@@ -11,6 +11,13 @@ COLONS = (":", "\N{FULLWIDTH COLON}")
 ELLIPSES = ("...", "\N{HORIZONTAL ELLIPSIS}")
 DASHES = ("-", "\N{EN DASH}", "\N{EM DASH}")
 QUESTIONS = ("?", "\N{FULLWIDTH QUESTION MARK}")
+# A last sentence of the speaker's own next step; English only, other languages go by the odds.
+INTENT = re.compile(
+    r"((now|next|first|then|so|ok|okay|alright),?\s+)*"
+    r"(let me (?!know\b)|let's |i'll |i will |i'm going to |i am going to )",
+    re.IGNORECASE,
+)
+SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
 SMILEY = re.compile(r"(^|\s)[:;]-?[()DPp]+$")
 RULE = re.compile(r"[-|:+= ]*")  # a line of a table, or a horizontal rule
 QUOTES = (
@@ -27,19 +34,21 @@ class Ending:
     Attributes:
       colon: its last punctuation holds a colon that is no part of code, a quotation or a smiley.
       trails_off: it ends in an ellipsis or a dash.
+      intends: its last sentence says what the speaker is about to do.
       doubtful: its last paragraph asks something, or it ends inside code: likely no announcement.
       opened_fence: a code fence was just opened, and nothing was written into it.
     """
 
     colon: bool = False
     trails_off: bool = False
+    intends: bool = False
     doubtful: bool = False
     opened_fence: bool = False
 
     @property
     def announces(self) -> bool:
-        """Whether punctuation says that more was to come."""
-        return self.colon or self.trails_off
+        """Whether the text says that more was to come."""
+        return self.colon or self.trails_off or self.intends
 
 
 def read_ending(text: str) -> Ending:
@@ -63,7 +72,13 @@ def read_ending(text: str) -> Ending:
     stripped = "".join(c for c in trailing if c.isprintable()).rstrip(" *_")
     trails = stripped.endswith(DASHES) or any(mark in trailing for mark in ELLIPSES)
     trails_off = trails and not rule and not in_code
-    return Ending(is_colon, trails_off or line in ELLIPSES + DASHES, doubtful, opened)
+    trails_off |= line in ELLIPSES + DASHES
+    intends = not in_code and bool(INTENT.match(_last_sentence(paragraph)))
+    return Ending(is_colon, trails_off, intends, doubtful, opened)
+
+
+def _last_sentence(paragraph: str) -> str:
+    return SENTENCE.split(paragraph.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))[-1]
 
 
 def _is_quoted(before: str) -> bool:

@@ -16,7 +16,7 @@ ID_LOOK_BACK = 17
 SKIP_LOOK_BACK = 64
 MARKDOWN = "*_` \t\r\n"
 COLONS = (":", "\N{FULLWIDTH COLON}")
-ANNOUNCED, DOUBTFUL = -2.0, 3.0  # what an announcement, or a doubt, adds to `Recovery.call_odds`
+ANNOUNCED, DOUBTFUL = -3.0, 3.0  # what an announcement, or a doubt, adds to `Recovery.call_odds`
 
 
 class Verdict(enum.Enum):

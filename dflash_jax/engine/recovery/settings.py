@@ -33,8 +33,9 @@ class Recovery:
       tool_prefix: force the beginning of a tool call after a preamble that ends in a colon. It
         names a tool of the request's `tools`; of several, the target chooses. Needs a floor.
       call_odds: for "odds", the least log-ratio of the probabilities of a call and of the end at
-        which an end counts as a stall. A colon, a dash or an ellipsis at the end lowers it by 2; a
-        question in the last paragraph or unfinished code raises it by 3.
+        which an end counts as a stall. A colon, a dash or an ellipsis at the end, or a last
+        sentence such as "Let me look at it.", lowers it by 3; a question in the last paragraph or
+        unfinished code raises it by 3.
       call_retry: decode a call that cannot be read, or is not finished, once more from its opening
         under the grammar of the declared tools. For that, a call is held back until it is complete
         or longer than 512 tokens. Needs "odds", and the extra `structured`.

@@ -61,7 +61,7 @@ def test_O1_an_end_becomes_a_call_where_the_target_wants_one(script: list[int]) 
 
 
 @pytest.mark.parametrize("script", [[10], [10, 46], [10, COLON]])
-@pytest.mark.parametrize(("lead", "call"), [(UNLIKELY, 0.0), (LIKELY, UNLIKELY), (-3.75, -3.75)])
+@pytest.mark.parametrize(("lead", "call"), [(UNLIKELY, 0.0), (LIKELY, UNLIKELY), (-4.25, -4.25)])
 def test_O2_an_answer_stays_as_it_is_where_the_target_wants_no_call(
     script: list[int], lead: float, call: float
 ) -> None:
@@ -81,11 +81,13 @@ def test_O3_the_target_is_asked_by_one_step_and_only_where_it_may_want_a_call() 
     ("text", "between"),
     [
         pytest.param("done.", (-4, -6), id="neutral"),
-        pytest.param("Let me look:", (-6, -8), id="colon"),
-        pytest.param("Let me look...", (-6, -8), id="ellipsis"),
-        pytest.param("Let me look \N{EM DASH}", (-6, -8), id="dash"),
+        pytest.param("Now the file:", (-7, -9), id="colon"),
+        pytest.param("and then...", (-7, -9), id="ellipsis"),
+        pytest.param("and then \N{EM DASH}", (-7, -9), id="dash"),
+        pytest.param("All good. Let me look at it.", (-7, -9), id="intention"),
+        pytest.param("Let me know if you need more.", (-4, -6), id="no intention"),
         pytest.param("Which one?", (-1, -3), id="question"),
-        pytest.param("Which one? Name it:", (-3, -5), id="question and colon"),
+        pytest.param("Which one? Name it:", (-4, -6), id="question and colon"),
         pytest.param("in\n```\nx", (-1, -3), id="open fence"),
         pytest.param("the `x", (-1, -3), id="open backtick"),
         pytest.param("the line `def f(x):`", (-4, -6), id="colon in code"),
