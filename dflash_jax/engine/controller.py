@@ -59,9 +59,9 @@ def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]
         case CallRetried():
             dropped = len(state.ids) - state.call_at
             ids = Said(state.ids[: state.call_at])
-            state = state._replace(
-                ids=ids, held=0, fed=len(ids) - 1, call_at=-1, call_retried=True, guard=None
-            )
+            memory = state.memory.shortened(len(ids))
+            state = state._replace(ids=ids, held=0, fed=len(ids) - 1, guard=None, memory=memory)
+            state = state._replace(call_at=-1, call_retried=True)
             notes, places = ("call_retry",), (len(ids),)
             return state, Effects(notes=notes, places=places, retract=dropped)
         case Prefilled():
@@ -130,18 +130,24 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
     if not decided:
         return state, Effects(fallback=fallback)
     plan = Cut(state, before=len(state.ids))
-    tail = guards.tail(state.ids, policy.recovery)
+    guard = guards.guard_of(
+        state.memory, state.ids.last, len(state.ids), policy.recovery, policy.words
+    )
     if policy.max_tokens <= 0:
         plan.finish = Finish.LENGTH
     elif died:
         plan.note(speculation.DEAD)
     for token in event.tokens:
-        if plan.finish or _judge(plan, token, event, tail, policy):
+        if plan.finish or _judge(plan, token, event, guard, policy):
             break
+    if guard is not None:
+        plan.mark(memory=guard.memory)
     return _settle(plan, policy, fallback)
 
 
-def _judge(plan: Cut, token: int, event: Stepped, tail: list[int] | None, policy: Policy) -> bool:
+def _judge(
+    plan: Cut, token: int, event: Stepped, guard: guards.Guard | None, policy: Policy
+) -> bool:
     """Takes one decided token into the plan, or what stands in its place; True at the cut.
 
     Tokens are judged one by one, by the output so far alone: then every lane cuts alike (S6).
@@ -188,10 +194,8 @@ def _judge(plan: Cut, token: int, event: Stepped, tail: list[int] | None, policy
     call_retry.watch(plan, policy)
     if plan.retry_call:
         return True
-    if tail is not None:
-        tail.append(token)
-        if kind := guards.looping(tail, policy.recovery, closed=plan.state.closed):
-            plan.mark(guard=kind)
+    if guard is not None and (kind := guard.take(token, plan.since, closed=plan.state.closed)):
+        plan.mark(guard=kind)
     if plan.length >= policy.max_tokens:
         plan.end(Finish.LENGTH)
     return plan.finish is not None

@@ -12,7 +12,7 @@ from dflash_jax.engine import controller
 from dflash_jax.engine.call_grammars import CallGrammars
 from dflash_jax.engine.dictation import Dictated
 from dflash_jax.engine.prefix_cache import Node
-from dflash_jax.engine.recovery import CancelCell, speculation
+from dflash_jax.engine.recovery import CancelCell, repeated_calls, speculation
 from dflash_jax.engine.recovery.cancellation import Compute, Handle, classify
 from dflash_jax.engine.recovery.guards import runaway_drop
 from dflash_jax.engine.request import Request
@@ -212,6 +212,9 @@ class Live:
         found = Counter({n: times for n, times in notes.items() if n not in speculation.NOTES})
         if found["runaway"]:
             found["runaway_dropped_tokens"] = runaway_drop(self.state.ids)
+        if found[repeated_calls.KIND]:
+            dropped = len(self.state.ids) - self.state.memory.called.first
+            found["repeated_calls_dropped_tokens"] = dropped
         self.stats.recovery += found
         self._counted += found
 

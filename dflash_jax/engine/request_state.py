@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
+from dflash_jax.engine.recovery.guards import NOTHING, Memory
 from dflash_jax.engine.recovery.settings import OFF, Recovery
 from dflash_jax.engine.recovery.speculation import NOTES, UNTRIED, Lane
 from dflash_jax.engine.recovery.words import SILENT, Words
@@ -33,6 +34,10 @@ class Said(Sequence[int]):
         longer._ids += ids
         longer._length = len(longer._ids)
         return longer
+
+    def last(self, count: int) -> Ids:
+        """The last ids, at most this many."""
+        return self[max(self._length - count, 0) :]
 
     def __len__(self) -> int:
         return self._length
@@ -137,6 +142,7 @@ class State(NamedTuple):
       held: how many of them were not emitted yet.
       fed: how many of them are in the caches.
       guard: the loop the last token ran into; the next token ends the output.
+      memory: the facts by which the rules against loops judge the next token.
       injected: a tool call was begun.
       calls: how that call may go on, while several declared tools are possible: for each of them
         the ids up to its arguments.
@@ -157,6 +163,7 @@ class State(NamedTuple):
     fed: int = 0
     lane: Lane = UNTRIED
     guard: str | None = None
+    memory: Memory = NOTHING
     injected: bool = False
     calls: tuple[Ids, ...] = ()
     call_at: int = -1

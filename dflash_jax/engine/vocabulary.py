@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery import OFF, Recovery, repeated_calls
 from dflash_jax.engine.recovery.words import SILENT, Ids, Words
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import Syntax, syntax_of
@@ -12,6 +12,7 @@ from dflash_jax.tools.declared import call_beginnings, choice_of, tools_of
 from dflash_jax.tools.grammar import call_grammar
 
 PROMPT_END = 64  # ids of the prompt that show whether it opened a thought
+AFTER_CALLS = ("", "\n", "\n\n", " ", "<")  # a closing marker may end in one token with these
 COLON_ENDS = (":", "`:", "):", '":')  # a colon may be one token with what stands before it
 
 
@@ -57,6 +58,7 @@ def words_of(
         skip=_ids(tokenizer, recovery.skip_phrase),
         colons=_colons(tokenizer) if recovery.below_floor == "compat" else frozenset(),
         inside_thought=opens_thought(tokenizer, prompt),
+        call_ends=_call_ends(tokenizer, syntax if declared else None),
     )
 
 
@@ -101,6 +103,16 @@ def _hidden(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
     shown = thought.opening + thought.closing if thought else ""
     added = tokenizer.core.get_added_tokens_decoder()
     return frozenset(i for i, t in added.items() if t.special and t.content not in shown)
+
+
+@functools.lru_cache(maxsize=16)
+def _call_ends(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
+    """Ids with which the closing marker of a tool call can end."""
+    closes = repeated_calls.closes(syntax) if syntax else ()
+    found = (_ids(tokenizer, close + after) for close in closes for after in AFTER_CALLS)
+    ends = {i for ids in found for i in ids[-2:]}
+    last = {close[-1] for close in closes}
+    return frozenset(i for i in ends if last & set(tokenizer.raw((i,))))
 
 
 @functools.lru_cache(maxsize=16)

@@ -193,8 +193,8 @@ def drafting(asked: Speculation | None) -> dict[str, Any]:
 
 
 RECOVERY = ("floor", "below_floor", "tool_prefix", "call_odds", "call_retry", "skip_phrase",
-            "empty_retry", "repeat_limit", "runaway", "watchdog", "answer_reserve", "close_text",
-            "floor_in_thought")  # fmt: skip
+            "empty_retry", "repeat_limit", "runaway", "loop_tokens", "watchdog", "repeated_calls",
+            "answer_reserve", "close_text", "floor_in_thought")  # fmt: skip
 
 
 def recovery_of(given: bool | str | Mapping[str, Any] | None) -> Recovery | None:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from dflash_jax.engine.recovery.repeated_calls import KIND
 from dflash_jax.engine.request_state import Finish, Ids, Policy, State
 
 
@@ -25,6 +26,10 @@ class Cut:
     def ids(self) -> Ids:
         return (*self.state.ids[:], *self.new)
 
+    def since(self, place: int) -> Ids:
+        """The output from a place on."""
+        return (*self.state.ids[place:], *self.new[max(place - self.before, 0) :])
+
     @property
     def length(self) -> int:
         return self.before + len(self.new)
@@ -44,11 +49,14 @@ class Cut:
         self.replace, self.force = ids[0], ids[1:]
 
     def end(self, finish: Finish) -> None:
-        """Ends the output; a loop it ran into is why, unless it ended by itself."""
-        self.finish = finish
-        if finish is Finish.LENGTH and self.state.guard is not None:
-            self.note(self.state.guard)
-            self.mark(kind=self.state.guard)
+        """Ends the output; a loop it ran into is why, unless it ended by itself.
+
+        Repeated calls are noted in both cases.
+        """
+        self.finish, guard = finish, self.state.guard
+        if guard is not None and (finish is Finish.LENGTH or guard == KIND):
+            self.note(guard)
+            self.mark(kind=guard)
 
     def end_at_stop(self, policy: Policy) -> None:
         """Forced tokens may end with one that stops: the device would freeze there for ever."""

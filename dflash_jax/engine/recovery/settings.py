@@ -9,6 +9,7 @@ from dflash_jax.errors import ConfigError
 
 BelowFloor = Literal["odds", "rescue", "replace", "compat"]
 Watchdog = Literal["off", "on", "compat"]
+Runaway = bool | Literal["measured", "compat", "off"]
 REPEATS = 32  # of one token, once the floor is on
 ROOM_FOR_CALL = 16  # tokens a dictated call needs behind its beginning
 
@@ -40,11 +41,18 @@ class Recovery:
         or longer than 512 tokens. Needs "odds", and the extra `structured`.
       skip_phrase: an output that has just said this is not stalled.
       empty_retry: decode once more, plainly, when drafting yields nothing visible.
-      repeat_limit: end the output at this many equal tokens; 0 is off, None is 32 with a floor
-        and off without.
-      runaway: end the output at 12 copies of a unit of 1 to 8 tokens.
+      runaway: how loops end the output. "measured": a unit of 1 to 8 tokens ends it at 12 copies
+        and `loop_tokens` tokens, one of 9 to 80 at three copies and twice as many; in code, table
+        rules, numbers and literals later (`engine/recovery/loops.py` has the table). "compat", or
+        True: 12 copies of a unit of 1 to 8 tokens end it, however short. "off", or False: none do.
+      loop_tokens: tokens of text that a measured loop may not reach, at least 2.
+      repeat_limit: end the output at this many equal tokens; 0 is off. None leaves it to the
+        measured rule, or, where that one is off, is 32 with a floor and 0 without.
       watchdog: after a thought that had to be closed, end the output when it becomes periodic:
-        "on" needs three copies and 48 tokens, "compat" two copies.
+        "on" halves what the measured rule allows longer units, or, where that one is off, needs
+        three copies and 48 tokens; "compat" needs two copies.
+      repeated_calls: end the output at this many equal tool calls in a row; 0 is off. All of them
+        are among the tokens; over HTTP the caller gets the first.
       min_tokens: output tokens below which every end token becomes the next best one, whatever was
         said; the minimum that a request asks for.
       answer_reserve: a thought still open when only this many of `max_tokens` are left is closed;
@@ -63,8 +71,10 @@ class Recovery:
     skip_phrase: str = " done"
     empty_retry: bool = True
     repeat_limit: int | None = None
-    runaway: bool = True
+    runaway: Runaway = "measured"
+    loop_tokens: int = 96
     watchdog: Watchdog = "on"
+    repeated_calls: int = 3
     min_tokens: int = 0
     answer_reserve: int = 0
     close_text: str | None = None
@@ -82,7 +92,7 @@ class Recovery:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ConfigError(f"{name} is {value!r}; expected an integer from 0")
-        for name in ("tool_prefix", "call_retry", "empty_retry", "runaway", "floor_in_thought"):
+        for name in ("tool_prefix", "call_retry", "empty_retry", "floor_in_thought"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} is {value!r}; expected True or False")
         for name in ("skip_phrase", "close_text", "log_directory"):
@@ -93,6 +103,15 @@ class Recovery:
             if (value := getattr(self, name)) not in get_args(kind):
                 known = ", ".join(get_args(kind))
                 raise ConfigError(f"{name} is {value!r}; expected one of {known}")
+        self._check_runaway()
+        if type(self.loop_tokens) is not int or self.loop_tokens < 2:
+            raise ConfigError(f"loop_tokens is {self.loop_tokens!r}; expected an integer from 2")
+        calls = self.repeated_calls
+        if type(calls) is not int or calls < 0 or calls == 1:
+            raise ConfigError(
+                f"repeated_calls is {calls!r}; expected 0 (off) or an integer of at least 2:"
+                " 1 would end every output at its first call"
+            )
         if type(self.call_odds) not in (int, float) or self.call_odds != self.call_odds:
             raise ConfigError(f"call_odds is {self.call_odds!r}; expected a number such as -5.0")
         limit = self.repeat_limit
@@ -105,10 +124,26 @@ class Recovery:
         if deadline is not None and not (type(deadline) in (int, float) and deadline > 0):
             raise ConfigError(f"deadline_s is {deadline!r}; expected seconds above 0, or None")
 
+    def _check_runaway(self) -> None:
+        """Check `runaway`, and write "compat" and "off" as the booleans they stand for."""
+        value = {"compat": True, "off": False}.get(str(self.runaway), self.runaway)
+        if value != "measured" and type(value) is not bool:
+            raise ConfigError(
+                f"runaway is {value!r}; expected one of measured, compat, off, or True or False"
+            )
+        object.__setattr__(self, "runaway", value)
+
+    @property
+    def measures(self) -> bool:
+        """Whether loops are judged by the measured rule."""
+        return self.runaway == "measured"
+
     @property
     def repeats(self) -> int:
         """Equal tokens that end an output; 0 is off. A negative limit counts as not given."""
         if self.repeat_limit is None or self.repeat_limit < 0:
+            if self.measures:
+                return 0
             return REPEATS if self.floor else 0
         return self.repeat_limit
 
@@ -158,6 +193,7 @@ OFF = Recovery(
     repeat_limit=0,
     runaway=False,
     watchdog="off",
+    repeated_calls=0,
 )
 
 NO = {"", "0", "false", "no", "off", "n", "f", "disable", "disabled", "none"}

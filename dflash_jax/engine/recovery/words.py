@@ -31,6 +31,7 @@ class Words:
       skip: ids of the phrase behind which an output is not stalled.
       colons: ids that end a preamble, for the detector by ids.
       inside_thought: whether the prompt ended inside an open thought.
+      call_ends: ids with which a tool call's closing marker can end; None if that is not known.
     """
 
     text: Callable[[Ids], str] = lambda ids: ""
@@ -46,6 +47,7 @@ class Words:
     skip: Ids = ()
     colons: frozenset[int] = frozenset()
     inside_thought: bool = False
+    call_ends: frozenset[int] | None = None
 
     def is_visible(self, ids: Iterable[int]) -> bool:
         """Whether a caller sees anything of these ids; end tokens are for others to leave out."""

@@ -65,6 +65,10 @@ def test_numbers_may_be_those_of_numpy() -> None:
         ({"below_floor": "guess"}, "below_floor is 'guess'; expected one of odds, rescue, replace"),
         ({"watchdog": True}, "watchdog is True; expected one of off, on, compat"),
         ({"repeat_limit": 1}, "repeat_limit is 1; expected 0"),
+        ({"runaway": "on"}, "runaway is 'on'; expected one of measured, compat, off"),
+        ({"runaway": 1}, "runaway is 1; expected one of measured"),
+        ({"loop_tokens": 1}, "loop_tokens is 1; expected an integer from 2"),
+        ({"repeated_calls": -1}, "repeated_calls is -1; expected 0"),
         ({"deadline_s": 0}, "deadline_s is 0; expected seconds above 0"),
     ],
 )
