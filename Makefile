@@ -6,12 +6,21 @@ unexport PYTHONDONTWRITEBYTECODE
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo test test-lowest lint fix soak bench clean
+.PHONY: demo check test test-lowest lint fix soak bench clean
 
 # Streams text from the shipped pair, then times it against plain decoding.
 demo: .venv/installed
 	$(BIN)/dflash-jax generate "Write a function that adds two numbers." --max-tokens 128
 	$(BIN)/dflash-jax generate "What can you do for me?" --max-tokens 128 --compare
+
+# For the inner loop: lint, types and tests of rules, formats and single operations; no engine.
+FAST := $(addprefix tests/,engine/recovery engine/test_controller.py engine/test_text.py tools nn quant \
+	decode/test_verify.py decode/test_filters.py compiler/test_plan.py contracts/test_imports.py \
+	contracts/test_documents.py server/test_requests.py server/test_replies.py \
+	converters/test_gguf.py converters/test_quants.py converters/test_safetensors.py \
+	test_config.py test_errors.py test_encoding.py test_files.py test_tokenizer.py)
+check: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile --quick-compile -m "not soak" $(FAST)
 
 # Lints, type-checks and runs every test.
 # A part of what is claimed of bits is tested as it is compiled for users; the rest compiles faster.

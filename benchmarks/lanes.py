@@ -16,7 +16,7 @@ from dflash_jax.compiler.programs import build_pair, empty_state, idle_rules
 from dflash_jax.decode import steps
 from dflash_jax.decode.block import Params
 from dflash_jax.engine.engine import Engine
-from dflash_jax.state import DecodeState, RowRules, read_output
+from dflash_jax.state import DecodeState, RowRules, StepOutput, output_columns, read_output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +64,16 @@ class BareLoop:
         self, prompt: list[int], *, max_tokens: int, stop_ids: tuple[int, ...], rounds: int
     ) -> Run:
         """Prefills as the engine does, then decodes in one call, a loop on the device."""
-        answers = jnp.zeros((max_tokens, self._plan.block + 4), jnp.int32)
+        width = self._plan.block + output_columns(idle_rules(self._plan))
+        answers = jnp.zeros((max_tokens, width), jnp.int32)
         count = jnp.int32(rounds)
         jax.block_until_ready((answers, count))
 
         def decode(rules: RowRules) -> list[list[int]]:
             params, state = self._engine.params, self._state
             self._state, said = self._loop(params, state, rules, count, answers)
-            return [row[: row[-4]] for row in np.asarray(said)[:rounds].tolist()]
+            steps = read_output(StepOutput(said[:rounds, None], reports_odds=self._plan.call_odds))
+            return [list(row.tokens) for step in steps for row in step]
 
         return self._timed(prompt, max_tokens, stop_ids, decode)
 
@@ -156,4 +158,4 @@ class BareLoop:
             self._state, out = self._engine.executables["prefill"](
                 self._engine.params, self._state, tokens, count, fresh, rules
             )
-        return int(out.packed[0, 0])
+        return int(out.tokens[0, 0])

@@ -76,6 +76,9 @@ class Plan:
         device of its own, with copies of the target's embedding and head.
       queue: most requests that wait for a row; more are refused with QueueFullError.
       stop_slots: most stop tokens a request may name.
+      call_odds: every step also reports how likely the target finds a tool call where it ends, by
+        which recovery tells a stall from an answer. False leaves it out of the programs: recovery
+        then judges by punctuation alone.
       min_survival: drafts that a drafter with a confidence head gives less than this chance to
         be kept are not verified; 0 verifies all.
       memory_limit: bytes the engine may use; the device's free memory by default.
@@ -103,6 +106,7 @@ class Plan:
     devices: tuple[int, int] = (0, 0)
     queue: int = 1024
     stop_slots: int = 8
+    call_odds: bool = True
     min_survival: float = 0.0
     memory_limit: int = 0
 
@@ -122,7 +126,7 @@ class Plan:
             if type(value) is not int or (value < low and not (value == 0 and name in auto)):
                 zero = ", or 0 for the default" if name in auto else ""
                 raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}{zero}")
-        for name in ("exact", "rings"):
+        for name in ("exact", "rings", "call_odds"):
             if type(value := getattr(self, name)) is not bool:
                 raise PlanError(f"{name} is {value!r}; expected True or False")
         if self.lookahead not in (0, 1):

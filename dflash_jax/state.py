@@ -100,6 +100,9 @@ class RowRules:
     # Tokens among which a row's `RowStep.floor` is chosen, padded with -1; a row that begins with
     # -1 has the whole vocabulary.
     choices: Int[Array, "B N"] | None = None
+    # Token whose odds every step reports, see `StepOutput`; -1 in rows that need none. None leaves
+    # the odds out of the program.
+    opening: Int[Array, " B"] | None = None
 
 
 # Most choices of a row: tokens that may continue the name of a declared tool. Of more, the first by
@@ -126,10 +129,25 @@ class StepOutput:
     Columns: T tokens | count of valid ones | floor token | target finite | drafts verified,
     -1 where the drafter's numbers were not finite. Where R steps may be made by one call, their
     answers in order; -1 all over for those that were not made.
+
+    With `reports_odds`, a column in front of the tokens holds the bits of a float32: the logit of
+    `RowRules.opening` minus that of the last decided token, or, in a row with `RowRules.choices`,
+    minus the largest logit.
     """
 
     packed: Int[Array, "*R B T+4"]
     logprobs: Logprobs | None = None  # of the T tokens; from the shaped lanes only
+    reports_odds: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def tokens(self) -> Int[Array, "*R B T"]:
+        """Decided tokens; the first `count` of each row are valid."""
+        return self.packed[..., int(self.reports_odds) : -COLUMNS]
+
+    @property
+    def count(self) -> Int[Array, "*R B"]:
+        """How many tokens were decided for each row."""
+        return self.packed[..., -COLUMNS]
 
 
 def pack_output(
@@ -139,11 +157,19 @@ def pack_output(
     finite: Bool[Array, " B"],
     drafts: Int[Array, " B"],
     logprobs: Logprobs | None = None,
+    odds: Float[Array, " B"] | None = None,
 ) -> StepOutput:
     """The step's answer in one array; `read_output` takes it apart on the host."""
     columns = (count, floor, finite.astype(jnp.int32), drafts)
-    packed = jnp.concatenate([tokens, jnp.stack(columns, axis=1)], axis=1)
-    return StepOutput(packed, logprobs)
+    parts = [tokens, jnp.stack(columns, axis=1)]
+    if odds is not None:
+        parts.insert(0, jax.lax.bitcast_convert_type(odds, jnp.int32)[:, None])
+    return StepOutput(jnp.concatenate(parts, axis=1), logprobs, odds is not None)
+
+
+def output_columns(rules: RowRules) -> int:
+    """Columns of a step's answer besides its tokens, in programs that are given such rules."""
+    return COLUMNS + (rules.opening is not None)
 
 
 def all_finite(out: StepOutput) -> Bool[Array, ""]:
@@ -161,18 +187,24 @@ class RowStep(NamedTuple):
     finite: bool  # target logits
     draft_finite: bool
     drafts: int  # that were put to the target
+    odds: float | None = None  # of `RowRules.opening`, where the program reports them
 
 
 def read_output(out: StepOutput) -> list[list[RowStep]]:
     """Waits for what was dispatched and takes its answers apart: by step, then by row."""
     packed = np.asarray(out.packed)
-    steps = packed.reshape(-1, *packed.shape[-2:]).tolist()
-    return [list(map(_row_step, rows)) for rows in steps if rows[0][-4] >= 0]
+    packed = packed.reshape(-1, *packed.shape[-2:])
+    if not out.reports_odds:
+        steps = packed.tolist()
+        return [list(map(_row_step, rows)) for rows in steps if rows[0][-4] >= 0]
+    odds = np.ascontiguousarray(packed[:, :, 0]).view(np.float32).tolist()
+    steps = zip(packed[:, :, 1:].tolist(), odds, strict=True)
+    return [list(map(_row_step, rows, found)) for rows, found in steps if rows[0][-4] >= 0]
 
 
-def _row_step(said: list[int]) -> RowStep:
+def _row_step(said: list[int], odds: float | None = None) -> RowStep:
     *tokens, count, floor, finite, drafts = said
-    return RowStep(tuple(tokens[:count]), floor, bool(finite), drafts >= 0, max(drafts, 0))
+    return RowStep(tuple(tokens[:count]), floor, bool(finite), drafts >= 0, max(drafts, 0), odds)
 
 
 def empty_cache(

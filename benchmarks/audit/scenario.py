@@ -290,11 +290,15 @@ def _recovery(rng: random.Random, limits: Limits, most: int) -> dict[str, Any]:
     """Settings of recovery, and what gives it something to do: many stop tokens, tools."""
     settings = {
         "floor": rng.choice([0, 4, most, most]),
-        "below_floor": rng.choice(["rescue", "replace", "compat"]),
+        "below_floor": rng.choice(["odds", "odds", "rescue", "replace", "compat"]),
         "tool_prefix": rng.random() < 0.7,
+        "call_odds": rng.choice([-30.0, -5.0, -1.0]),
+        "call_retry": rng.random() < 0.5,
         "empty_retry": rng.random() < 0.6,
         "repeat_limit": rng.choice([0, 2, 3, None]),
-        "runaway": rng.random() < 0.5,
+        "runaway": (True, "measured", False, False)[int(4 * (drawn := rng.random()))],
+        "loop_tokens": 2 + int(1000 * drawn) % 20,
+        "repeated_calls": (0, 2, 3)[int(1000 * drawn) % 3],
         "watchdog": rng.choice(["off", "on", "compat"]),
         "answer_reserve": rng.choice([0, 10, 60]),
         "floor_in_thought": rng.random() < 0.3,

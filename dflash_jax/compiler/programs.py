@@ -174,6 +174,7 @@ def idle_rules(plan: Plan) -> RowRules:
         min_p=jnp.zeros((b,), jnp.float32),
         seed=jnp.zeros((b,), jnp.uint32),
         choices=jnp.full((b, CHOICES), -1, jnp.int32),
+        opening=jnp.full((b,), -1, jnp.int32) if plan.call_odds else None,
     )
 
 

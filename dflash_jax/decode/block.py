@@ -178,7 +178,8 @@ def verify_block(
             drafts = most if draft.count is None else draft.count
             drafts = jnp.where(draft.finite | (rules.drafts == 0) | stands, drafts, -1)
         likely = shaping.logprobs(raw, new) if shaping else None
-        out = pack_output(new, keep, least, (good > 0) | stands, drafts, likely)
+        odds = opening_odds(raw, anchor, last, rules)
+        out = pack_output(new, keep, least, (good > 0) | stands, drafts, likely, odds)
     with jax.named_scope("commit"):
         return logits, commit(state, target, context, keep, anchor), out
 
@@ -270,6 +271,30 @@ def floor(
     if rules.choices is None:
         return best
     return jnp.where(rules.choices[:, 0] >= 0, best_choice(row[:, 0], rules.choices), best)
+
+
+def opening_odds(
+    logits: Float[Array, "B T V"],
+    token: Int[Array, " B"],
+    at: Int[Array, " B"],
+    rules: RowRules,
+) -> Float[Array, " B"] | None:
+    """Return how likely `RowRules.opening` is beside what row `at` decided, as a log-ratio.
+
+    Args:
+      token: the decided tokens. A row with `RowRules.choices` is compared to its best token.
+
+    Returns:
+      None where the rules have no `opening`; anything in rows whose `opening` is -1.
+    """
+    if rules.opening is None:
+        return None
+    row = jnp.take_along_axis(logits, at[:, None, None], axis=1)[:, 0]
+    pair = jnp.maximum(jnp.stack([rules.opening, token], axis=1), 0)
+    opening, other = jnp.moveaxis(jnp.take_along_axis(row, pair, axis=1), 1, 0)
+    if rules.choices is not None:
+        other = jnp.where(rules.choices[:, 0] >= 0, row.max(axis=1), other)
+    return (opening - other).astype(jnp.float32)
 
 
 def _drawn_where(

@@ -67,7 +67,7 @@ class Shaping:
 
     def after(self, out: StepOutput) -> "Shaping":
         """The same once a step's tokens are said."""
-        tokens, count = out.packed[:, :-4], out.packed[:, -4]
+        tokens, count = out.tokens, out.count
         kept = (jnp.arange(tokens.shape[1])[None, :] < count[:, None]).astype(jnp.int32)
         add = jax.vmap(lambda said, ids, n: said.at[ids].add(n))
         return dataclasses.replace(self, said=add(self.said, tokens, kept))

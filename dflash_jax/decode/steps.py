@@ -31,19 +31,20 @@ from dflash_jax.decode.block import (
     floor,
     forward,
     logits_of,
+    opening_odds,
     undrafted,
     verify_block,
 )
 from dflash_jax.decode.shaping import Shaping, no_logprobs
 from dflash_jax.decode.verify import frozen
 from dflash_jax.state import (
-    COLUMNS,
     DecodeState,
     RowRules,
     StepOutput,
     all_finite,
     clear_rows,
     commit,
+    output_columns,
     pack_output,
     put_row,
     take_row,
@@ -83,7 +84,8 @@ def prefill(
     least = floor(logits, token, zero, state.position + count, rules, sampled=sampled)
     likely = shaping.logprobs(raw, token[:, None]) if shaping else None
     finite = (finite_places(raw) > 0) | (n == 0)
-    out = pack_output(token[:, None], n, least, finite, zero, likely)
+    odds = opening_odds(raw, token, zero, rules)
+    out = pack_output(token[:, None], n, least, finite, zero, likely, odds)
     return commit(state, target, draft, count, token), out
 
 
@@ -287,7 +289,8 @@ def in_row(
     # copy all of them to write it back.
     part = take_row(changed, row)
     likely = no_logprobs(1, 1, rest[0].bias.shape[-1]) if carried else None
-    none = StepOutput(jnp.zeros((1, 1 + COLUMNS), jnp.int32), likely)
+    packed = jnp.zeros((1, 1 + output_columns(rules)), jnp.int32)
+    none = StepOutput(packed, likely, rules.opening is not None)
     first = row >= 0
     _, part, out = jax.lax.while_loop(
         lambda carry: carry[0], lambda carry: (~carry[0], *made(carry[1])), (first, part, none)
@@ -332,7 +335,8 @@ def several(
         answers = jax.lax.dynamic_update_slice(answers, out.packed[None], (done, 0, 0))
         return done + 1, all_finite(out), state, answers
 
-    none = jnp.full((most, len(state.anchor), width + COLUMNS), -1, jnp.int32)
+    columns = width + output_columns(rules)
+    none = jnp.full((most, len(state.anchor), columns), -1, jnp.int32)
     start = jnp.int32(0), jnp.bool_(True), state, none
     _, _, state, answers = jax.lax.while_loop(goes_on, go_on, start)
-    return state, StepOutput(answers)
+    return state, StepOutput(answers, reports_odds=rules.opening is not None)

@@ -15,13 +15,21 @@ Exactly one `Finish` leaves every request, after its last `emit`; nothing follow
 was emitted stays emitted. Between events exactly one decided token, the last, is not yet fed.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, assert_never
+from typing import assert_never
 
-from dflash_jax.engine.recovery import floor, guards, speculation, tool_names
+from dflash_jax.engine.recovery import (
+    call_retry,
+    floor,
+    forced_calls,
+    guards,
+    speculation,
+    tool_names,
+)
+from dflash_jax.engine.recovery.cut import Cut
 from dflash_jax.engine.recovery.floor import Verdict
 from dflash_jax.engine.request_state import (
+    CallRetried,
     Cancelled,
     Effects,
     Event,
@@ -31,6 +39,7 @@ from dflash_jax.engine.request_state import (
     Policy,
     Prefilled,
     Restart,
+    Said,
     State,
     Stepped,
 )
@@ -42,13 +51,23 @@ def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]
         return state, Effects()
     match event:
         case Cancelled(reason):
-            rest = state.ids[len(state.ids) - state.held :]
-            done = state._replace(phase=Phase.DONE, held=0)
-            return done, Effects(emit=rest, finish=reason)
+            lead = state.asked.lead if state.asked else 0
+            ids = Said(state.ids[: len(state.ids) - lead]) if lead else state.ids
+            rest = ids[len(ids) + lead - state.held :]
+            done = state._replace(phase=Phase.DONE, ids=ids, held=0, asked=None)
+            return done, Effects(emit=rest, finish=reason, retract=lead)
+        case CallRetried():
+            dropped = len(state.ids) - state.call_at
+            ids = Said(state.ids[: state.call_at])
+            memory = state.memory.shortened(len(ids))
+            state = state._replace(ids=ids, held=0, fed=len(ids) - 1, guard=None, memory=memory)
+            state = state._replace(call_at=-1, call_retried=True)
+            notes, places = ("call_retry",), (len(ids),)
+            return state, Effects(notes=notes, places=places, retract=dropped)
         case Prefilled():
             restored = state.restored if state.retried else event.restored
             state = state._replace(restored=restored, fed=-1)
-            step = Stepped((event.token,), finite=event.finite, floor=event.floor)
+            step = Stepped((event.token,), event.finite, floor=event.floor, odds=event.odds)
             return _stepped(state, step, policy)
         case Stepped():
             return _stepped(state, event, policy)
@@ -85,6 +104,14 @@ def choices(state: State) -> Ids:
     return tool_names.choices(state.calls)
 
 
+def opening(state: State, policy: Policy) -> int:
+    """Return the token whose odds the next step must report; -1 for none."""
+    if state.asked:
+        return policy.words.opening[-1]
+    judges = policy.recovery.floor and policy.recovery.below_floor == "odds"
+    return policy.words.opening[0] if judges and policy.words.opening else -1
+
+
 def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effects]:
     if not event.finite:
         return state._replace(phase=Phase.DONE), Effects(finish=Finish.ERROR)
@@ -102,70 +129,33 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
     state = state._replace(lane=lane, ran=ran, fed=state.fed + decided)
     if not decided:
         return state, Effects(fallback=fallback)
-    plan = _Plan(state, before=len(state.ids))
-    tail = guards.tail(state.ids, policy.recovery)
+    plan = Cut(state, before=len(state.ids))
+    guard = guards.guard_of(
+        state.memory, state.ids.last, len(state.ids), policy.recovery, policy.words
+    )
     if policy.max_tokens <= 0:
         plan.finish = Finish.LENGTH
     elif died:
         plan.note(speculation.DEAD)
     for token in event.tokens:
-        if plan.finish or _judge(plan, token, event.floor, tail, policy):
+        if plan.finish or _judge(plan, token, event, guard, policy):
             break
+    if guard is not None:
+        plan.mark(memory=guard.memory)
     return _settle(plan, policy, fallback)
 
 
-@dataclasses.dataclass(slots=True)
-class _Plan:
-    """The cut in the making: nothing of it has happened yet."""
-
-    state: State
-    before: int  # ids decided before
-    new: list[int] = dataclasses.field(default_factory=list)
-    replace: int | None = None
-    force: Ids = ()
-    finish: Finish | None = None
-    notes: list[str] = dataclasses.field(default_factory=list)
-    places: list[int] = dataclasses.field(default_factory=list)  # of the notes
-
-    @property
-    def ids(self) -> Ids:
-        return (*self.state.ids[:], *self.new)
-
-    @property
-    def length(self) -> int:
-        return self.before + len(self.new)
-
-    def mark(self, **changes: Any) -> None:
-        self.state = self.state._replace(**changes)
-
-    def note(self, event: str) -> None:
-        """Record a recovery event at the place of the next output token."""
-        self.notes.append(event)
-        self.places.append(self.length)
-
-    def dictate(self, ids: Ids, note: str) -> None:
-        """Puts ids in the place of the pending token and behind it."""
-        self.note(note)
-        self.new += ids
-        self.replace, self.force = ids[0], ids[1:]
-
-    def end(self, finish: Finish) -> None:
-        """Ends the output; a loop it ran into is why, unless it ended by itself."""
-        self.finish = finish
-        if finish is Finish.LENGTH and self.state.guard is not None:
-            self.note(self.state.guard)
-            self.mark(kind=self.state.guard)
-
-
 def _judge(
-    plan: _Plan, token: int, floor_token: int, tail: list[int] | None, policy: Policy
+    plan: Cut, token: int, event: Stepped, guard: guards.Guard | None, policy: Policy
 ) -> bool:
     """Takes one decided token into the plan, or what stands in its place; True at the cut.
 
     Tokens are judged one by one, by the output so far alone: then every lane cuts alike (S6).
     """
+    if plan.state.asked and not forced_calls.accepts_call(plan, event.odds):
+        return True
     if plan.state.calls:
-        _name_tool(plan, token, floor_token, policy)
+        forced_calls.name_tool(plan, token, event.floor, policy)
         return True
     stop = token in policy.stop_ids
     if plan.state.guard is not None and not stop:
@@ -176,10 +166,21 @@ def _judge(
         if policy.words.thinking(plan.ids):
             _close(plan, token, policy)
             return True
+    if stop and plan.state.call_at >= 0 and plan.state.guard is None:
+        call_retry.close(plan, policy)
+        if plan.retry_call:
+            plan.new.append(token)
+            return True
     if stop:
-        verdict = _at_end_token(plan, policy)
+        verdict = _at_end_token(plan, event.odds, policy)
         if verdict is Verdict.INJECT:
-            _begin_call(plan, policy)
+            forced_calls.begin_call(plan, policy)
+            return True
+        if verdict is Verdict.ASK:
+            forced_calls.ask(plan, token, event.odds, policy)
+            return True
+        if verdict is Verdict.CLOSE:
+            _close(plan, token, policy)
             return True
         if verdict is not Verdict.REPLACE:
             if verdict is Verdict.WAIVE:
@@ -187,23 +188,34 @@ def _judge(
             plan.new.append(token)
             plan.end(Finish.STOP)
             return True
-        token = plan.replace = floor_token
+        token = plan.replace = event.floor
         plan.note("min_tokens" if _too_few(plan, policy) else "floor")
     plan.new.append(token)
-    if tail is not None:
-        tail.append(token)
-        if kind := guards.looping(tail, policy.recovery, closed=plan.state.closed):
-            plan.mark(guard=kind)
+    call_retry.watch(plan, policy)
+    if plan.retry_call:
+        return True
+    if guard is not None and (kind := guard.take(token, plan.since, closed=plan.state.closed)):
+        plan.mark(guard=kind)
     if plan.length >= policy.max_tokens:
         plan.end(Finish.LENGTH)
     return plan.finish is not None
 
 
-def _at_end_token(plan: _Plan, policy: Policy) -> Verdict:
+def _at_end_token(plan: Cut, odds: float | None, policy: Policy) -> Verdict:
     if plan.state.guard is not None:
         return Verdict.HONOUR
     verdict = Verdict.HONOUR
-    if policy.recovery.floor:
+    if policy.recovery.floor and policy.recovery.below_floor == "odds":
+        verdict = floor.judge_by_odds(
+            plan.ids,
+            odds,
+            injected=plan.state.injected,
+            closed=plan.state.closed,
+            max_tokens=policy.max_tokens,
+            recovery=policy.recovery,
+            words=policy.words,
+        )
+    elif policy.recovery.floor:
         verdict = floor.judge(
             plan.ids,
             injected=plan.state.injected,
@@ -211,59 +223,29 @@ def _at_end_token(plan: _Plan, policy: Policy) -> Verdict:
             recovery=policy.recovery,
             words=policy.words,
         )
-    if _too_few(plan, policy) and verdict is not Verdict.INJECT:
+    if verdict is Verdict.ASK and not policy.stop_ids.isdisjoint(policy.words.opening[:-1]):
+        verdict = Verdict.HONOUR  # the device would stop at what leads to a call
+    if _too_few(plan, policy) and verdict in (Verdict.HONOUR, Verdict.WAIVE):
         return Verdict.REPLACE
     return verdict
 
 
-def _too_few(plan: _Plan, policy: Policy) -> bool:
+def _too_few(plan: Cut, policy: Policy) -> bool:
     """Whether the output may not end yet, whatever it says."""
     return plan.length < policy.recovery.min_tokens
 
 
-def _begin_call(plan: _Plan, policy: Policy) -> None:
-    """Force the beginning of a tool call in place of an end token, up to where names differ."""
-    first = policy.words.calls[0][:1]
-    shared, rest = tool_names.split([ids for ids in policy.words.calls if ids[:1] == first])
-    plan.mark(injected=True, calls=rest)
-    plan.dictate(shared, "tool_prefix")
-    _end_at_stop(plan, policy)
-
-
-def _name_tool(plan: _Plan, token: int, best: int, policy: Policy) -> None:
-    """Take the token that chooses the tool of a forced call, and force what follows from it.
-
-    Args:
-      token: the target's own choice; taken if it continues a declared name.
-      best: the target's best token of those that continue a declared name.
-    """
-    calls = plan.state.calls
-    known = {ids[0] for ids in calls}
-    chosen = next(i for i in (token, best, calls[0][0]) if i in known)
-    shared, rest = tool_names.split(tool_names.following(calls, chosen))
-    plan.mark(calls=rest)
-    plan.new += (chosen, *shared)
-    plan.replace, plan.force = None if chosen == token else chosen, shared
-    _end_at_stop(plan, policy)
-
-
-def _close(plan: _Plan, token: int, policy: Policy) -> None:
+def _close(plan: Cut, token: int, policy: Policy) -> None:
     """Ends an open thought in the place of the token, with the whole closing sequence."""
     close = policy.words.close[: policy.max_tokens - plan.length]
     plan.mark(closed=True)
     plan.dictate(close, "thought_closed" if token == close[0] else "thought_closed_by_force")
-    _end_at_stop(plan, policy)
+    plan.end_at_stop(policy)
     if plan.finish is None and plan.length >= policy.max_tokens:
         plan.end(Finish.LENGTH)
 
 
-def _end_at_stop(plan: _Plan, policy: Policy) -> None:
-    """Dictated tokens may end with one that stops: the device would freeze behind it for ever."""
-    if plan.new[-1] in policy.stop_ids:
-        plan.end(Finish.STOP)
-
-
-def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, Effects]:
+def _settle(plan: Cut, policy: Policy, fallback: str | None) -> tuple[State, Effects]:
     """Turns the plan into the new state and its effects: hold, retry, emit, finish."""
     state, finish = plan.state, plan.finish
     ids = state.ids.adding(plan.new)
@@ -272,6 +254,8 @@ def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, E
     nothing = looks and not _is_visible(ids, policy)
     if finish and nothing and may_retry:
         return _retry(plan, fallback)
+    if plan.retry_call:
+        return _retry_call(plan, fallback)
     if finish and state.retried:
         plan.note(speculation.CONFIRMED if nothing else speculation.RECOVERED)
     hold = nothing and may_retry
@@ -283,22 +267,28 @@ def _settle(plan: _Plan, policy: Policy, fallback: str | None) -> tuple[State, E
     else:
         phase = Phase.SPECULATIVE if speculates(state, policy) else Phase.PLAIN
     fed = state.fed + len(plan.force)
-    held = len(ids) - shown if hold else 0
+    if hold:
+        held = len(ids) - shown
+    elif state.call_at >= 0 and not finish:
+        held = len(ids) - state.call_at
+    else:
+        held = state.asked.lead if state.asked else 0
     after = state._replace(phase=phase, ids=ids, held=held, fed=fed)
     assert finish or fed == len(ids) - 1, "one decided token, the last, is pending (S1, S2)"
     effects = Effects(
-        emit=() if hold else ids[shown:],
+        emit=ids[shown : len(ids) - held],
         replace=None if finish else plan.replace,
         force=() if finish else plan.force,
         finish=finish,
         fallback=fallback,
         notes=tuple(plan.notes),
         places=tuple(plan.places),
+        retract=plan.retract,
     )
     return after, effects
 
 
-def _retry(plan: _Plan, fallback: str | None) -> tuple[State, Effects]:
+def _retry(plan: Cut, fallback: str | None) -> tuple[State, Effects]:
     """Nothing visible came out, nothing was emitted: decode once more without drafting."""
     state = plan.state
     again = Restart.FRESH if state.retried else Restart.SAVED
@@ -313,6 +303,16 @@ def _retry(plan: _Plan, fallback: str | None) -> tuple[State, Effects]:
     plan.note(speculation.RETRY)
     notes, places = tuple(plan.notes), tuple(plan.places)
     return fresh, Effects(restart=again, fallback=fallback, notes=notes, places=places)
+
+
+def _retry_call(plan: Cut, fallback: str | None) -> tuple[State, Effects]:
+    """Have the held call decoded once more, once the host has a grammar for it."""
+    state, shown = plan.state, plan.before - plan.state.held
+    ids = state.ids.adding(plan.new)
+    emit = ids[shown : state.call_at]
+    state = state._replace(ids=ids, held=len(ids) - max(shown, state.call_at))
+    notes, places = tuple(plan.notes), tuple(plan.places)
+    return state, Effects(emit, restart=Restart.CALL, fallback=fallback, notes=notes, places=places)
 
 
 def _may_retry(state: State, policy: Policy) -> bool:

@@ -16,6 +16,7 @@ from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.compiler.variants import WORKERS, CompiledPrograms, Variant
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.arguments import CancellableOptions, Options, check_names, requests_of
+from dflash_jax.engine.call_grammars import CallGrammars
 from dflash_jax.engine.lanes import variants_of
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.loop import Loop
@@ -61,8 +62,7 @@ class Engine:
           ForkedProcessError: JAX runs in the parent of this process. Other methods raise it, too.
         """
         check_not_forked()
-        plan = plan or Plan()
-        plan = plan if plan.resolved else resolve_here(plan, target, drafter)
+        plan = plan if plan and plan.resolved else resolve_here(plan or Plan(), target, drafter)
         self.target, self.drafter, self.plan = target, drafter, plan
         self.tokenizer, self.progress = tokenizer, progress
         self.runner = Runner(target, drafter, params, plan)
@@ -70,6 +70,7 @@ class Engine:
         self.events = self.loop.events
         self.break_even = 0.0  # tokens a drafted round must decide to pay; 0 until measured
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
+        self._call_grammars = CallGrammars(self.grammars, self.runner, tokenizer)
 
     def __repr__(self) -> str:
         plan, drafter = self.plan, self.drafter
@@ -153,8 +154,7 @@ class Engine:
         Raises:
           RequestError: the arguments cannot be served; says why.
           QueueFullError: as many requests wait as the plan allows.
-          ComputeError: while iterating, if the target's logits stop being finite, or if the
-            device fails twice.
+          ComputeError: while iterating, if logits stop being finite or the device fails twice.
         """
         return Stream(self.submit(prompt, **options), self.advance, self.cancel)
 
@@ -252,9 +252,8 @@ class Engine:
 
     def close(self) -> None:
         """End the grammar process and wait until prefixes are on disk; it may still be used."""
-        check_not_forked()
-        self.grammars.close()
         self.loop.tidy()
+        self.grammars.close()
         if self.runner.snapshots and self.runner.snapshots.disk:
             self.runner.snapshots.disk.flush()
 
@@ -343,7 +342,8 @@ class Engine:
         grammar = None if request.structured is None else self.grammars.make(request.structured)
         free = self.plan.exact and request.temperature == 0  # to change lanes by the clock (R11)
         lanes: dict[str, Any] = {"break_even": self.break_even if free else 0.0, "fixed": not free}
-        return Live(request, self.tokenizer, grammar, cancel=cancel, **lanes)
+        calls = self._call_grammars if self._call_grammars.available else None
+        return Live(request, self.tokenizer, grammar, cancel=cancel, call_grammars=calls, **lanes)
 
     def _compile_for(self, live: Live) -> None:
         """Compile what a request needs, in this thread."""

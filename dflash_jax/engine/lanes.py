@@ -48,6 +48,7 @@ def make_rules(
     top_p = np.ones((len(rows),), np.float32)
     seed = np.zeros((len(rows),), np.uint32)
     choices = np.full((len(rows), CHOICES), -1, np.int32)
+    opening = np.full((len(rows),), -1, np.int32)
     for row, live in enumerate(rows):
         if live is None:
             continue
@@ -58,6 +59,7 @@ def make_rules(
         if request.temperature > 0:
             temperature[row] = max(request.temperature, COLDEST)
         choices[row, : len(live.choices)] = live.choices
+        opening[row] = live.opening
         top_p[row] = request.top_p
         min_p[row], top_k[row], seed[row] = request.min_p, request.top_k, request.seed
     columns: dict[str, Any] = {
@@ -71,6 +73,8 @@ def make_rules(
         "seed": seed,
         "choices": choices,
     }
+    if plan.call_odds:
+        columns["opening"] = opening
     for name, column in columns.items():
         if name not in there or not np.array_equal(there[name][0], column):
             there[name] = column, jax.device_put(column)

@@ -1,5 +1,6 @@
 """A request while it runs: the controller's state, the output so far, the clock."""
 
+import dataclasses
 import itertools
 import math
 import time
@@ -8,9 +9,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from dflash_jax.engine import controller
+from dflash_jax.engine.call_grammars import CallGrammars
 from dflash_jax.engine.dictation import Dictated
 from dflash_jax.engine.prefix_cache import Node
-from dflash_jax.engine.recovery import CancelCell, speculation
+from dflash_jax.engine.recovery import CancelCell, repeated_calls, speculation
 from dflash_jax.engine.recovery.cancellation import Compute, Handle, classify
 from dflash_jax.engine.recovery.guards import runaway_drop
 from dflash_jax.engine.request import Request
@@ -31,6 +33,7 @@ class Live:
 
     Args:
       cancel: a cell by which anyone may end it.
+      call_grammars: for calls that cannot be read; without it they stay as they are.
       break_even: tokens a drafted round must decide to pay; 0 where lanes may not change.
       fixed: they may not change for any other reason either.
     """
@@ -42,23 +45,28 @@ class Live:
         grammar: Grammar | None = None,
         *,
         cancel: CancelCell | None = None,
+        call_grammars: CallGrammars | None = None,
         break_even: float = 0.0,
         fixed: bool = False,
     ):
         self.request = request
         self.number = next(_numbers)
         self.handle = Handle(cancel)
+        self._call_grammars, recovery = call_grammars, request.recovery
+        if call_grammars is None and recovery.call_retry:
+            recovery = dataclasses.replace(recovery, call_retry=False)
         self.policy = controller.Policy(
             max_tokens=request.max_tokens,
             stop_ids=request.stop_ids,
             speculative=request.speculative,
             break_even=break_even,
             fixed=fixed,
-            recovery=request.recovery,
+            recovery=recovery,
             words=request.words,
         )
         self.state = controller.State()
         self.grammar = grammar  # what the output must follow
+        self.call_grammar: Future[Grammar] | None = None  # of a call to be decoded once more
         self.fed = 0  # prompt tokens given to the device
         self.node: Node | None = None  # how far the prompt is in the prefix cache
         self.added: list[Node] = []  # what the request put into it
@@ -75,6 +83,7 @@ class Live:
         self.scores: list[Logprobs] = []  # of the prompt's chunks, on their way to the host
         self.prompt_logprobs: list[TokenLogprob] = []
         self._likely: list[TokenLogprob] = []  # of output tokens that were not emitted yet
+        self._of_end: list[TokenLogprob] = []  # of the end token in whose place a call is tried
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self._counted: Counter[str] = Counter()  # recovery events of this decoding of the answer
         self.finish: controller.Finish | None = None
@@ -106,6 +115,7 @@ class Live:
         self.limit = len(self.request.prompt) + controller.room(self.state, self.policy)
         self.speculates = controller.speculates(self.state, self.policy)
         self.choices = controller.choices(self.state)[:CHOICES]
+        self.opening = controller.opening(self.state, self.policy)
 
     def delay(self, seconds: float) -> None:
         """Count the seconds before the request could be queued as time spent compiling for it.
@@ -149,11 +159,12 @@ class Live:
         before = len(self.state.ids)
         self.state, effects = controller.advance(self.state, event, self.policy)
         if self.request.logprobs is not None:
-            self._likely += _named(self.state.ids[before:], likely or [])
+            self._note_logprobs(before - effects.retract, effects.retract, likely or [])
         self._look()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1
-        if effects.restart:
+        discards = effects.restart in (controller.Restart.SAVED, controller.Restart.FRESH)
+        if discards:
             now = time.perf_counter()
             self.stats.decode_s, self._started = now - self._first, now
             self._likely.clear()
@@ -161,8 +172,8 @@ class Live:
             self._emit(effects.emit)
         if self._over:  # tokens after the stop string are not part of the answer
             effects = effects._replace(notes=effects.notes_before(len(self.ids)))
-        if effects.notes or effects.restart:
-            self._count(effects)
+        if effects.notes or discards:
+            self._count(effects, discards=discards)
         if self.done:
             return controller.Effects()
         if self.grammar is not None and (why := self.grammar.error):
@@ -181,19 +192,47 @@ class Live:
             self._end(effects.finish)
         return effects
 
-    def _count(self, effects: controller.Effects) -> None:
+    def _note_logprobs(self, before: int, retract: int, likely: list[TokenLogprob]) -> None:
+        """Keep log-probabilities of the ids from `before` on, in place of those of dropped ids."""
+        if retract:
+            del self._likely[-retract:]
+            likely = self._of_end
+        elif self.state.asked and len(self.state.ids) > before:
+            self._of_end = likely[-1:]
+        self._likely += _named(self.state.ids[before:], likely)
+
+    def _count(self, effects: controller.Effects, *, discards: bool) -> None:
         """Count recovery events of the answer that the caller gets, and retries as fallbacks."""
         notes = Counter(effects.notes)
         self.stats.fallbacks.update({n: notes[n] for n in speculation.RETRIES if notes[n]})
-        if effects.restart:  # this decoding is discarded
+        if discards:  # this decoding is
             self.stats.recovery -= self._counted
             self._counted = Counter()
             return
         found = Counter({n: times for n, times in notes.items() if n not in speculation.NOTES})
         if found["runaway"]:
             found["runaway_dropped_tokens"] = runaway_drop(self.state.ids)
+        if found[repeated_calls.KIND]:
+            dropped = len(self.state.ids) - self.state.memory.called.first
+            found["repeated_calls_dropped_tokens"] = dropped
         self.stats.recovery += found
         self._counted += found
+
+    def begin_call_retry(self) -> None:
+        """Begin to make the grammar under which a call is decoded once more."""
+        assert self._call_grammars is not None
+        self.call_grammar = self._call_grammars.begin(self.request)
+
+    def retry_call(self, grammar: Grammar) -> controller.Effects:
+        """The call that could not be read goes; the output from there on follows a grammar."""
+        effects = self.take(controller.CallRetried())
+        self.request = dataclasses.replace(self.request, structured={})  # decoded in its lane
+        settings = self.request.recovery.for_structure()
+        self.policy = dataclasses.replace(self.policy, recovery=settings)
+        self.grammar = grammar
+        self.feed_again(uncached=False)
+        self.rebuilding = bool(self.state.ids)
+        return effects
 
     def feed_again(self, *, uncached: bool) -> None:
         """The prompt is fed once more.

@@ -12,6 +12,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -166,6 +167,7 @@ class Loop:
     def _turn(self) -> None:
         with self._lock:
             self._end_what_nobody_waits_for()
+            self._teller.retry_calls()
             for live in self.rows.admit():
                 self._runner.recall(live)
             waits = self._waits_for_several()
@@ -175,7 +177,7 @@ class Loop:
             single = dispatched and self.flights[-1].rounds == 1
             lookahead = single and self.rows.work.lane != MASKED
         if not dispatched and not self.flights:
-            self._wait_for_the_disk()
+            self._wait_for_others()
         ahead = self._plan.lookahead if lookahead else 0
         while len(self.flights) > ahead:
             prompts = not self.flights[0].decode
@@ -187,10 +189,14 @@ class Loop:
         """Whether nothing but a call of several steps is unread."""
         return len(self.flights) == 1 and self.flights[0].rounds > 1
 
-    def _wait_for_the_disk(self) -> None:
-        recalls = [live.recall for live in self.rows.lives if live and live.recall]
-        if recalls:
-            concurrent.futures.wait(recalls, PATIENCE, concurrent.futures.FIRST_COMPLETED)
+    def _wait_for_others(self) -> None:
+        """Wait a little for what threads read or make for requests in rows."""
+        lives = [live for live in self.rows.lives if live]
+        work: list[concurrent.futures.Future[Any]] = [
+            x for live in lives for x in (live.recall, live.call_grammar) if x
+        ]
+        if work:
+            concurrent.futures.wait(work, PATIENCE, concurrent.futures.FIRST_COMPLETED)
 
     def _rebuild(self, error: Exception | None = None) -> None:
         """After a failed step its donated state is lost: prompts and outputs are fed anew (R12).

@@ -53,7 +53,7 @@ BACKLOG = 8  # requests whose prefixes wait to be written; those of more are not
 LEFT = 0.9  # of the budget, once entries had to go
 # What of a plan no bit of a segment hangs on.
 FREE = {"lookahead", "rounds", "prefix_cache", "prefix_folder", "prefix_disk", "queue",
-        "stop_slots", "min_survival", "memory_limit"}  # fmt: skip
+        "stop_slots", "call_odds", "min_survival", "memory_limit"}  # fmt: skip
 
 
 @dataclasses.dataclass

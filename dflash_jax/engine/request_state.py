@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
+from dflash_jax.engine.recovery.guards import NOTHING, Memory
 from dflash_jax.engine.recovery.settings import OFF, Recovery
 from dflash_jax.engine.recovery.speculation import NOTES, UNTRIED, Lane
 from dflash_jax.engine.recovery.words import SILENT, Words
@@ -33,6 +34,10 @@ class Said(Sequence[int]):
         longer._ids += ids
         longer._length = len(longer._ids)
         return longer
+
+    def last(self, count: int) -> Ids:
+        """The last ids, at most this many."""
+        return self[max(self._length - count, 0) :]
 
     def __len__(self) -> int:
         return self._length
@@ -85,6 +90,7 @@ class Restart(enum.Enum):
     """From where a request is decoded once more."""
 
     SAVED = "saved"  # the state behind its prompt
+    CALL = "call"  # the opening of a call that was not readable; the host makes a grammar first
     FRESH = "fresh"  # its prompt, without any cache; a snapshot it came from is to be dropped
 
 
@@ -109,6 +115,25 @@ class Policy:
         return self.max_tokens - (reserve if reserve < self.max_tokens else self.max_tokens // 2)
 
 
+class Asked(NamedTuple):
+    """A possible stall about which the target is being asked.
+
+    What leads to a tool call was forced in the place of the end token, and is held back. The next
+    decided token shows how likely the target finds a call there.
+
+    Attributes:
+      end: the end token, which comes back if a call is not likely enough.
+      lead: how many ids at the output's end lead to a call.
+      odds: log-ratio of the first of them and the end token.
+      wanted: least log-ratio of a call and the end token at which a call is forced.
+    """
+
+    end: int
+    lead: int
+    odds: float
+    wanted: float
+
+
 class State(NamedTuple):
     """What is remembered of a request.
 
@@ -117,9 +142,13 @@ class State(NamedTuple):
       held: how many of them were not emitted yet.
       fed: how many of them are in the caches.
       guard: the loop the last token ran into; the next token ends the output.
+      memory: the facts by which the rules against loops judge the next token.
       injected: a tool call was begun.
       calls: how that call may go on, while several declared tools are possible: for each of them
         the ids up to its arguments.
+      call_at: output place where a call begins that is held back; -1 without one.
+      call_retried: a call was decoded once more.
+      asked: the target is being asked whether an end is a stall.
       closed: a thought was closed at its limit.
       past_close: the place where a thought would be closed lies behind.
       ran: drafting was on when tokens were decided.
@@ -134,8 +163,12 @@ class State(NamedTuple):
     fed: int = 0
     lane: Lane = UNTRIED
     guard: str | None = None
+    memory: Memory = NOTHING
     injected: bool = False
     calls: tuple[Ids, ...] = ()
+    call_at: int = -1
+    call_retried: bool = False
+    asked: Asked | None = None
     closed: bool = False
     past_close: bool = False
     ran: bool = False
@@ -156,6 +189,7 @@ class Prefilled(NamedTuple):
     floor: int = -1
     finite: bool = True
     restored: bool = False
+    odds: float | None = None
 
 
 class Stepped(NamedTuple):
@@ -164,6 +198,8 @@ class Stepped(NamedTuple):
     Attributes:
       floor: what the last place says with the stop tokens masked.
       drafts: tokens that were drafted for the row; 0 in a plain step.
+      odds: of the token that leads to a tool call at the last place, see `StepOutput`; None where
+        the device does not report them.
     """
 
     tokens: Ids
@@ -171,6 +207,7 @@ class Stepped(NamedTuple):
     draft_finite: bool = True
     floor: int = -1
     drafts: int = 0
+    odds: float | None = None
 
 
 class Cancelled(NamedTuple):
@@ -179,7 +216,11 @@ class Cancelled(NamedTuple):
     reason: Finish = Finish.CANCELLED
 
 
-Event = Prefilled | Stepped | Cancelled
+class CallRetried(NamedTuple):
+    """A call that could not be read goes: what follows is decoded under a grammar."""
+
+
+Event = Prefilled | Stepped | Cancelled | CallRetried
 
 
 class Effects(NamedTuple):
@@ -194,6 +235,7 @@ class Effects(NamedTuple):
       fallback: why this round was, or later ones will be, plain.
       notes: recovery events, to be counted and logged.
       places: output place of each event; the token there may be one that was not decided yet.
+      retract: before that, this many of the last ids, which were never emitted, are dropped.
     """
 
     emit: Ids = ()
@@ -204,6 +246,7 @@ class Effects(NamedTuple):
     fallback: str | None = None
     notes: tuple[str, ...] = ()
     places: tuple[int, ...] = ()
+    retract: int = 0
 
     def notes_before(self, place: int) -> tuple[str, ...]:
         """The events of an answer that ends before an output place, and those of drafting."""

@@ -93,7 +93,7 @@ class Rows:
         feeding: dict[int, Live] = {}
         decoding: dict[int, Live] = {}
         for row, live in enumerate(self.lives):
-            if live is None:
+            if live is None or live.call_grammar:
                 continue
             if live.fed < len(live.request.prompt):
                 feeding[row] = live

@@ -9,7 +9,7 @@ import numpy as np
 from dflash_jax.decode.shaping import Shaping, neutral_shaping
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.result import TokenLogprob
-from dflash_jax.state import Logprobs, StepOutput
+from dflash_jax.state import COLUMNS, Logprobs, StepOutput
 
 
 class Shaper:
@@ -66,7 +66,8 @@ def likely_tokens(output: StepOutput, row: int, live: Live) -> list[TokenLogprob
     found, most = output.logprobs, live.request.logprobs
     if found is None or most is None:
         return []
-    return _named(np.asarray(output.packed)[row, :-4].tolist(), found, row, most)
+    said = np.asarray(output.packed)[row, int(output.reports_odds) : -COLUMNS]
+    return _named(said.tolist(), found, row, most)
 
 
 def likely_prompt(live: Live) -> list[TokenLogprob]:

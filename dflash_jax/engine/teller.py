@@ -1,5 +1,6 @@
 """The teller: tells requests what a call says of their rows, and does what they want done."""
 
+import logging
 from collections.abc import Sequence
 
 from dflash_jax.engine import controller
@@ -13,6 +14,8 @@ from dflash_jax.engine.rows import Rows
 from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.shaper import likely_prompt, likely_tokens
 from dflash_jax.state import RowStep
+
+log = logging.getLogger("dflash_jax.engine")
 
 
 class Teller:
@@ -77,14 +80,17 @@ class Teller:
         likely: list[TokenLogprob],
     ) -> Dictated | None:
         """Lets a request judge a step; what it dictates in return."""
-        before = live.limit, live.speculates, live.choices
+        before = live.limit, live.speculates, live.choices, live.opening
         effects = live.hear(event, likely)
         self.report(live, effects.notes)
-        if before != (live.limit, live.speculates, live.choices):
+        if before != (live.limit, live.speculates, live.choices, live.opening):
             self._rows.changed()
         if effects.restart is Restart.SAVED and isinstance(event, controller.Prefilled):
             return self._hear(live, event, likely)  # nothing was fed since: this is the saved state
-        if effects.restart:
+        if effects.restart is Restart.CALL:
+            live.begin_call_retry()
+            self._discard_unread(live)
+        elif effects.restart:
             self._feed_again(live, effects.restart)
         elif effects.replace is not None or effects.force:
             ids = live.state.ids
@@ -98,10 +104,29 @@ class Teller:
         if fresh:
             self._runner.forget(live)
         live.feed_again(uncached=fresh)
+        self._discard_unread(live)
+
+    def _discard_unread(self, live: Live) -> None:
+        """Discard results of calls that are still in flight for a request."""
         self._rows.changed()
         for flight in self._flights:
             for row in [row for row, reader in flight.readers.items() if reader is live]:
                 del flight.readers[row]
+
+    def retry_calls(self) -> None:
+        """Feed rows again whose call grammar is ready; requests without one end as they are."""
+        for live in filter(None, list(self._rows.lives)):
+            made = live.call_grammar
+            if made is None or not made.done() or live.done:
+                continue
+            live.call_grammar = None
+            if error := made.exception():
+                log.warning("a call is given as it is: %s", error)
+                live.take(controller.Cancelled(controller.Finish.STOP))
+                self.release(live)
+                continue
+            self.report(live, live.retry_call(made.result()).notes)
+            self._rows.changed()
 
     def _dictate(self, dictated: dict[int, Dictated]) -> None:
         """Has rows go on behind tokens the host decided, which the device did not count."""

@@ -4,13 +4,15 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery import OFF, Recovery, repeated_calls
 from dflash_jax.engine.recovery.words import SILENT, Ids, Words
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import Syntax, syntax_of
 from dflash_jax.tools.declared import call_beginnings, choice_of, tools_of
+from dflash_jax.tools.grammar import call_grammar
 
 PROMPT_END = 64  # ids of the prompt that show whether it opened a thought
+AFTER_CALLS = ("", "\n", "\n\n", " ", "<")  # a closing marker may end in one token with these
 COLON_ENDS = (":", "`:", "):", '":')  # a colon may be one token with what stands before it
 
 
@@ -32,19 +34,39 @@ def words_of(
         return SILENT
     syntax = syntax_of(tokenizer.teaches)
     beginnings = call_beginnings(declared, choice, syntax) if syntax else ()
+    opening: Ids = ()
+    if syntax is not None and recovery.below_floor == "odds":
+        own = syntax.lead + syntax.marker
+        beginnings = tuple(b if b.startswith(own) else own + b for b in beginnings)
+        opening = (*_ids(tokenizer, syntax.lead), *_ids(tokenizer, syntax.marker)[:1])
     thought = syntax.thought if syntax else None
     close = recovery.close_text or (thought.forced if thought else "")
+    calls = _all_ids(tokenizer, beginnings)
+    if not calls or any(ids[: len(opening)] != opening for ids in calls):
+        opening = ()
     return Words(
         text=tokenizer.raw,
         syntax=syntax,
         tools=declared,
         hidden=_hidden(tokenizer, syntax),
-        calls=_all_ids(tokenizer, beginnings),
+        calls=calls,
+        opening=opening,
+        marker=_special(tokenizer, syntax.marker) if syntax else -1,
+        closer=_special(tokenizer, syntax.closes[-1]) if syntax else -1,
+        choice=choice,
         close=_ids(tokenizer, close),
         skip=_ids(tokenizer, recovery.skip_phrase),
         colons=_colons(tokenizer) if recovery.below_floor == "compat" else frozenset(),
         inside_thought=opens_thought(tokenizer, prompt),
+        call_ends=_call_ends(tokenizer, syntax if declared else None),
     )
+
+
+def calls_grammar(words: Words, tokenizer: Tokenizer) -> str:
+    """Return a grammar of calls of the declared tools, in llguidance's dialect of Lark."""
+    assert words.syntax is not None
+    specials = tokenizer.special_texts
+    return call_grammar(words.syntax, words.tools, words.choice, specials, thoughts=False)
 
 
 def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
@@ -62,6 +84,12 @@ def _ids(tokenizer: Tokenizer, text: str) -> Ids:
     return tuple(tokenizer.encode(text, specials=False)) if text else ()
 
 
+def _special(tokenizer: Tokenizer, text: str) -> int:
+    """The id of a special token; -1 where the text is none."""
+    ids = _ids(tokenizer, text)
+    return ids[0] if len(ids) == 1 and text in tokenizer.special_texts else -1
+
+
 @functools.lru_cache(maxsize=64)  # a conversation declares the same tools in every request
 def _all_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[Ids, ...]:
     found = (tuple(tokenizer.encode(text, specials=False)) for text in texts)
@@ -75,6 +103,16 @@ def _hidden(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
     shown = thought.opening + thought.closing if thought else ""
     added = tokenizer.core.get_added_tokens_decoder()
     return frozenset(i for i, t in added.items() if t.special and t.content not in shown)
+
+
+@functools.lru_cache(maxsize=16)
+def _call_ends(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
+    """Ids with which the closing marker of a tool call can end."""
+    closes = repeated_calls.closes(syntax) if syntax else ()
+    found = (_ids(tokenizer, close + after) for close in closes for after in AFTER_CALLS)
+    ends = {i for ids in found for i in ids[-2:]}
+    last = {close[-1] for close in closes}
+    return frozenset(i for i in ends if last & set(tokenizer.raw((i,))))
 
 
 @functools.lru_cache(maxsize=16)

@@ -192,8 +192,9 @@ def drafting(asked: Speculation | None) -> dict[str, Any]:
     return {} if asked.block_size is None else {"block_size": asked.block_size}
 
 
-RECOVERY = ("floor", "below_floor", "tool_prefix", "skip_phrase", "empty_retry", "repeat_limit",
-            "runaway", "watchdog", "answer_reserve", "close_text", "floor_in_thought")  # fmt: skip
+RECOVERY = ("floor", "below_floor", "tool_prefix", "call_odds", "call_retry", "skip_phrase",
+            "empty_retry", "repeat_limit", "runaway", "loop_tokens", "watchdog", "repeated_calls",
+            "answer_reserve", "close_text", "floor_in_thought")  # fmt: skip
 
 
 def recovery_of(given: bool | str | Mapping[str, Any] | None) -> Recovery | None:

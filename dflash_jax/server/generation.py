@@ -75,6 +75,7 @@ class Generation:
             for copy in range(ask.n):
                 index = len(self.replies)
                 reply = Reply(index, ask, engine.tokenizer, model.syntax, thinking=prompt.thinking)
+                reply.holds_calls = ask.stream and options.get("recovery", OFF).repeated_calls > 0
                 if "seed" in options:
                     options = options | {"seed": (ask.options["seed"] + copy) % 2**32}
                 self.replies.append(reply)
@@ -258,7 +259,8 @@ class Generation:
                 if end is not None:
                     left -= 1
                     events += reply.finish(end)
-                    if reply.calls and reply.finish_reason == "tool_calls":
+                    called = reply.calls and reply.finish_reason == "tool_calls"
+                    if called and not reply.shortened:  # the template leaves out repetitions
                         with contextlib.suppress(Problem):  # the answer is complete without it
                             await in_thread(self._remember, reply)
                 yield reply, events

@@ -4,15 +4,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from dflash_jax.engine.recovery import repeated_calls
 from dflash_jax.engine.result import Piece, Result, TokenLogprob
 from dflash_jax.engine.text import OutputText
+from dflash_jax.server.held_calls import HeldCalls
 from dflash_jax.server.protocol import Ask, new_id
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import Syntax
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking, joined
 from dflash_jax.tools.stream import OutputParser
 
-LOOPS = ("repeat", "runaway", "period")  # what may end an output that goes round
+LOOPS = ("repeat", "runaway", "period", repeated_calls.KIND)  # rules that end a looping output
+DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")  # at the end of whole answers
 
 
 @dataclasses.dataclass
@@ -65,6 +68,9 @@ class Reply:
         # Nothing more is wanted: a stop string came, the only call is done, or there is no room.
         self.enough = ask.max_tokens == 0
         self.result: Result | None = None
+        self.holds_calls = False  # hold back streamed calls that may repeat the one before
+        self._held = HeldCalls()
+        self.shortened = False  # the answer lacks tokens that are among `ids`
         self.cut = ""  # why the server ended it: "deadline", "call", ...
         self._begin()
 
@@ -119,20 +125,28 @@ class Reply:
     def finish(self, result: Result) -> list[Event]:
         """What was held back, once the engine is done."""
         self.result = result
-        looped = result.stats.recovery["runaway_dropped_tokens"]
+        looped = max(result.stats.recovery[name] for name in DROPPED)
         if looped and not (self._ask.stream or self.enough or self.cut):  # what was sent stays
             self._shorten(looped)
+            self.shortened = True
         events = [] if self.cut == "call" else self._take(self._parser.push(self._text.finish()))
         if self.cut != "call":
             events += self._take(self._parser.finish())
         if not self._cut_short:  # what the model itself left unfinished stays so
             events += self._take(self._parser.unfinished_call())
+        if result.stats.recovery[repeated_calls.KIND]:
+            self.shortened |= self._held.drop()
+        events += self._told(self._held.release())
         if self._ask.keep_stop and self.stop_string:
             kind = Thinking if self._parser.thinking else Content
             events += self._take([kind(self.stop_string)])
         return list(joined(events))
 
     def _take(self, events: list[Event]) -> list[Event]:
+        return self._told(self._held.push(events) if self.holds_calls else events)
+
+    def _told(self, events: list[Event]) -> list[Event]:
+        """Add events to the answer; return those that are part of it."""
         for at, event in enumerate(events):
             match event:
                 case Content(text):

@@ -54,8 +54,9 @@ class Choice:
     name: str | None = None
 
 
+AUTO = Choice("auto")
 WORDS = {
-    "auto": Choice("auto"),
+    "auto": AUTO,
     "none": Choice("none"),
     "required": Choice("required"),
     "any": Choice("required"),
@@ -83,7 +84,7 @@ def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> Choice:
       RequestError: it names a tool that was not declared.
     """
     if not isinstance(tool_choice, Mapping):
-        return WORDS.get(str(tool_choice), Choice("auto"))
+        return WORDS.get(str(tool_choice), AUTO)
     function = tool_choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else tool_choice.get("name")
     if name is None and isinstance(kind := tool_choice.get("type"), str) and kind in WORDS:

@@ -40,6 +40,8 @@ GEMMA4 = Syntax(
     opens=("<|tool_call>",),
     closes=("<tool_call|>",),
     opening="<|tool_call>call:",
+    lead="",
+    marker="<|tool_call>",
     begin=_begin,
     render=_render,
 )

@@ -33,6 +33,8 @@ HARMONY = Syntax(
     opens=(" to=functions.",),
     closes=("<|call|>",),
     opening=f"<|end|>{_CALL}",
+    lead="<|end|><|start|>assistant<|channel|>",
+    marker="commentary",
     begin=_begin,
     render=_render,
 )

@@ -26,6 +26,8 @@ HERMES = Syntax(
     opens=("<tool_call>",),
     closes=("</tool_call>",),
     opening='\n<tool_call>\n{"name":',
+    lead="\n",
+    marker="<tool_call>",
     begin=_begin,
     render=_render,
 )

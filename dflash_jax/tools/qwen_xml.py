@@ -35,6 +35,8 @@ QWEN_XML = Syntax(
     opens=("<tool_call>", "<function="),
     closes=("</function>", "</tool_call>"),
     opening="\n<function=",
+    lead="\n",
+    marker="<tool_call>",
     begin=_begin,
     render=_render,
 )

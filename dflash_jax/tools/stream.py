@@ -36,6 +36,7 @@ class OutputParser:
       calling: a call is being read.
       unfinished: the output ended inside a call, or inside a header of harmony.
       unreadable: calls that could not be read, and are content.
+      empty_calls: tags of a call without anything between them.
 
     Args:
       syntax: the family's; None passes everything on as content.
@@ -65,7 +66,7 @@ class OutputParser:
         self.thinking = thinking and syntax is not None and syntax.thought is not None
         self._trim = self.thinking  # drop white space: a thought began, or a thought or call ended
         self.calling = self.unfinished = False
-        self.unreadable = 0
+        self.unreadable = self.empty_calls = 0
         self._tags_shown = 0  # tags of calls that were shown: as many closing ones are shown, too
         self._hidden_tags = ""  # tags that were not shown; they are if nothing else is
         self._silent = True  # no thought, content or call was given yet
@@ -223,6 +224,7 @@ class OutputParser:
             self._before.add("\n")
             self._tags_shown = 0
         elif self._calls.empty:
+            self.empty_calls += 1
             self._hidden_tags += text.take(len(marker))
         else:
             self._tags_shown += not bare

@@ -51,6 +51,8 @@ class Syntax:
       opens: texts that begin a call; whoever shows output to a user stops showing there.
       closes: texts that finish one.
       opening: what may be appended to an answer so that only the tool's name can follow.
+      lead: what models of the family write between a text and a call.
+      marker: what a call begins with after that, and an answer does not.
       begin: the same with the name, and with the first parameter's name if there is one, so
         that only the parameter's value, or the arguments, can follow. Never ends in a space:
         tokenizers glue spaces to what comes next.
@@ -63,6 +65,8 @@ class Syntax:
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     opening: str
+    lead: str
+    marker: str
     begin: Callable[[str, str | None], str]
     render: Callable[[str, Mapping[str, Any]], str]
     read_state: Callable[["Syntax", str], CallState] = by_markers

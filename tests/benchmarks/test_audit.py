@@ -273,7 +273,7 @@ def rejected_drafts_are_penalised(patch: pytest.MonkeyPatch, engine: AuditedEngi
     after = Shaping.after
 
     def all_drafts(self: Shaping, out: Any) -> Shaping:
-        packed = out.packed.at[:, -4].set(out.packed.shape[1] - 4)
+        packed = out.packed.at[:, -4].set(out.tokens.shape[1])
         return after(self, out.replace(packed=packed))
 
     patch.setattr(Shaping, "after", all_drafts)

@@ -210,7 +210,7 @@ def test_seeds_reproduce_and_do_not_depend_on_companions(many: Engine) -> None:
 def test_the_narrowest_filters_leave_the_likeliest_token(filters: dict[str, Any]) -> None:
     wanted = Request(prompt=(1,), **filters)
     plan = Plan(rows=1, max_length=8, block=2, chunk=2, stop_slots=1)
-    live: Any = SimpleNamespace(request=wanted, limit=9, speculates=True, choices=())
+    live: Any = SimpleNamespace(request=wanted, limit=9, speculates=True, choices=(), opening=-1)
     p = probabilities(jnp.asarray([[[3.0, 30.0, 10.0]]]), make_rules(plan, [live], {0}, {}))
     assert p.tolist() == [[[0, 1, 0]]]  # 30 / 2e-38 is infinite
 

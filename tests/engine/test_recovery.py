@@ -665,3 +665,64 @@ def test_a_call_begun_just_before_a_thought_is_closed_lets_it_be_closed(
         said.append(list(run_out(scripted, live)))
     assert said[0] == said[1]
     assert said[0][at : at + 8] == [11, 12, 13, 14, 15, 16, 21, 22]
+
+
+LEAD, CALL = 198, 199
+OPENED = (LEAD, CALL, 200, 201)
+
+
+def log_odds(engine: Engine, ids: list[int], token: int, other: int) -> float:
+    """By a forward pass of its own."""
+    model = dj.TargetModel(engine.target, engine.params["target"], "float32")
+    logits = np.asarray(model.forward(np.array([ids])).logits)[0, -1]
+    return float(logits[token] - logits[other])
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+@pytest.mark.parametrize("likely", [True, False])
+def test_an_end_is_judged_by_the_odds_that_the_target_really_gives(
+    tiny: Engine, truth: list[int], words: Any, speculative: bool, likely: bool
+) -> None:
+    """Just above and just below the sum of both steps' odds; only the outcome shows anything."""
+    stop = truth[6]
+    said = truth[: truth.index(stop)]
+    words(text=lambda ids: "w", calls=(OPENED,), opening=(LEAD, CALL))
+    first = log_odds(tiny, [*PROMPT, *said], LEAD, stop)
+    behind = [*PROMPT, *said, LEAD]
+    best = continued(tiny, behind, 1)[0]
+    total = first + log_odds(tiny, behind, CALL, best)
+    rule = {"floor": 50, "below_floor": "odds", "tool_prefix": True}
+    settings = recovery(**rule, call_odds=total - 0.01 if likely else total + 0.01)
+    options = {"stop_token_ids": [stop], "max_tokens": 45, "speculative": speculative}
+    free = tiny.generate(PROMPT, logprobs=2, **options)
+    found = tiny.generate(PROMPT, recovery=settings, **options)
+    if likely:
+        assert found.token_ids[: len(said) + len(OPENED)] == [*said, *OPENED]
+        assert found.stats.recovery == {"tool_prefix": 1}
+        rest = found.token_ids[len(said) + len(OPENED) :]
+        assert rest == continued(tiny, [*PROMPT, *said, *OPENED], 45)[: len(rest)]
+        return
+    assert first < 0  # it was asked: the first step's odds alone are not less than the total
+    assert found.token_ids == free.token_ids == [*said, stop]
+    assert found.finish_reason == "stop"
+    assert not found.stats.recovery
+    scored = tiny.generate(PROMPT, recovery=settings, logprobs=2, **options)
+    assert scored.token_ids == free.token_ids
+    for got, wanted in zip(scored.logprobs or (), free.logprobs or (), strict=True):
+        assert got.token_id == wanted.token_id
+        assert got.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+
+
+def test_a_plan_without_odds_has_the_programs_without_them(tiny: Engine, words: Any) -> None:
+    plan = dataclasses.replace(tiny.plan, call_odds=False)
+    without = Engine(tiny.target, tiny.drafter, tiny.params, plan)
+    wanted = tiny.generate(PROMPT, max_tokens=20)
+    found = without.generate(PROMPT, max_tokens=20)
+    assert found.token_ids == wanted.token_ids
+    assert "bitcast_convert" in tiny.executables["plain"].stablehlo
+    assert "bitcast_convert" not in without.executables["plain"].stablehlo
+    stop = wanted.token_ids[6]
+    words(text=lambda ids: "w:", calls=(OPENED,), opening=(LEAD, CALL))
+    settings = recovery(floor=50, below_floor="odds", tool_prefix=True)
+    options = {"stop_token_ids": [stop], "max_tokens": 45, "recovery": settings}
+    assert without.generate(PROMPT, **options).stats.recovery == {"tool_prefix": 1}

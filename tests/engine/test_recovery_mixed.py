@@ -55,7 +55,9 @@ def settings(rng: random.Random) -> Recovery:
         tool_prefix=rng.random() < 0.6,
         empty_retry=rng.random() < 0.6,
         repeat_limit=rng.choice([0, 2, 3]),
-        runaway=rng.random() < 0.5,
+        runaway=rng.choice([False, True, "measured"]),
+        loop_tokens=rng.choice([2, 5, 20]),
+        repeated_calls=rng.choice([0, 2]),
         answer_reserve=rng.choice([0, 10, 60]),
     )
 

@@ -29,6 +29,7 @@ from dflash_jax.server.unserved import UNSERVED
 from dflash_jax.server.writer import encode
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tools import SYNTAXES, syntax_of
+from dflash_jax.tools.events import joined
 
 TOOLS = [
     {
@@ -335,6 +336,66 @@ def test_R19_a_whole_answer_leaves_out_what_a_loop_repeated(tokenizer: Tokenizer
     assert said == {False: "So a a a", True: "So" + " a" * 12}
 
 
+def test_a_whole_answer_keeps_the_first_of_equal_calls(tokenizer: Tokenizer) -> None:
+    first = tokenizer.encode(TURN.removesuffix("<|im_end|>"), specials=False)
+    more = tokenizer.encode(f"\n{CALL}\n{CALL}", specials=False)
+    calls = {}
+    for stream in (False, True):
+        reply = Reply(0, asked(stream=stream), tokenizer, SYNTAXES["hermes"])
+        reply.push(Piece((*first, *more), ""))
+        stats = Stats(prompt_tokens=5, output_tokens=len(first) + len(more))
+        stats.recovery.update(repeated_calls=1, repeated_calls_dropped_tokens=len(more))
+        reply.finish(Result([*first, *more], "", "length", stats))
+        assert reply.ids == [*first, *more]
+        assert reply.finish_reason == "tool_calls"
+        assert reply.details["degenerate_kind"] == "repeated_calls"
+        assert reply.content == "Let me look:"
+        assert reply.shortened is not stream
+        calls[stream] = [call.arguments for call in reply.done_calls]
+    assert calls == {False: ['{"path": "a.txt"}'], True: ['{"path": "a.txt"}'] * 3}
+
+
+BACKUP = CALL.replace("a.txt", "a.txt.old")
+
+
+@pytest.mark.parametrize(
+    ("turn", "ended", "paths"),
+    [
+        (f"{CALL}\n{CALL}\n{CALL}", True, ["a.txt"]),
+        (f"{CALL}\nOnce more:\n{CALL}\nAnd again:\n{CALL}", True, ["a.txt"]),
+        (f"{CALL}\n{CALL}\n{CALL}", False, ["a.txt"] * 3),
+        (f"{CALL}\n{CALL}", False, ["a.txt"] * 2),
+        (f"{CALL}\n{CALL}\n{BACKUP}\n{BACKUP}", False, ["a.txt"] * 2 + ["a.txt.old"] * 2),
+        (f"{BACKUP}\n{CALL}\n{CALL}\n{CALL}", True, ["a.txt.old", "a.txt"]),
+        (f"{CALL}\n{BACKUP}\n{CALL}\n{BACKUP}", False, ["a.txt", "a.txt.old"] * 2),
+        (f"{CALL}\n{CALL}\nThat was all.", False, ["a.txt"] * 2),
+        (f"{CALL}\n{CALL[:60]}", False, ["a.txt"]),
+    ],
+)
+@pytest.mark.parametrize("width", [1, 3, 500])
+def test_a_stream_holds_equal_calls_back_until_they_are_wanted(
+    tokenizer: Tokenizer, turn: str, ended: bool, paths: list[str], width: int
+) -> None:
+    ids = tokenizer.encode(turn, specials=False)
+    reply = Reply(0, asked(stream=True), tokenizer, SYNTAXES["hermes"])
+    reply.holds_calls = True
+    plain = Reply(0, asked(stream=True), tokenizer, SYNTAXES["hermes"])
+    events, all_events = [], []
+    for i in range(0, len(ids), width):
+        events += reply.push(Piece(tuple(ids[i : i + width]), ""))
+        all_events += plain.push(Piece(tuple(ids[i : i + width]), ""))
+    stats = Stats(prompt_tokens=5, output_tokens=len(ids))
+    stats.recovery["repeated_calls"] += ended
+    events += reply.finish(Result(ids, turn, "length", stats))
+    all_events += plain.finish(Result(ids, turn, "length", stats))
+    assert [json.loads(call.arguments)["path"] for call in reply.done_calls] == paths
+    assert list(joined(events)) == list(joined(all_events))[: len(list(joined(events)))]
+    assert reply.shortened is ended
+    if not ended:
+        assert list(joined(events)) == list(joined(all_events))
+        assert (reply.content, len(reply.calls)) == (plain.content, len(plain.calls))
+
+
 def test_a_stop_string_behind_a_call_leaves_the_call_to_be_answered(tokenizer: Tokenizer) -> None:
     turn = TURN.removesuffix("<|im_end|>") + "\n\nThe answer is STOP here"
     ask = asked("messages", stop=("STOP",))
@@ -344,7 +405,7 @@ def test_a_stop_string_behind_a_call_leaves_the_call_to_be_answered(tokenizer: T
     assert (reply.finish_reason, whole["stop_reason"]) == ("tool_calls", "tool_use")
 
 
-@pytest.mark.parametrize("kind", ["repeat", "runaway", "period"])
+@pytest.mark.parametrize("kind", ["repeat", "runaway", "period", "repeated_calls"])
 def test_a_loop_is_told_by_a_flag_and_its_kind(tokenizer: Tokenizer, kind: str) -> None:
     reply, _ = replied(tokenizer, "Yes", asked(), end="length")
     assert reply.result is not None

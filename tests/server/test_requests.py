@@ -302,6 +302,14 @@ def test_what_was_said_behind_a_call_is_of_the_same_turn() -> None:
     assert ask.messages[1]["content"] == "AB"  # type: ignore[index]
 
 
+def test_recovery_takes_the_settings_for_loops() -> None:
+    given = {"runaway": "measured", "loop_tokens": 200, "repeated_calls": 0}
+    assert chat(recovery=given).recovery == Recovery(loop_tokens=200, repeated_calls=0)
+    assert chat(recovery={"runaway": True}).recovery == Recovery(runaway="compat")
+    with pytest.raises(Problem, match="loop_tokens is 'many'; expected an integer from 2"):
+        chat(recovery={"loop_tokens": "many"})
+
+
 @pytest.mark.parametrize("read", [chat, messages, responses])
 def test_recovery_may_be_a_word(read: Any) -> None:
     assert read(recovery="off").recovery == read(recovery=False).recovery == OFF

@@ -1,7 +1,13 @@
-"""What an end token below the floor becomes: itself, the next best token, or a tool call."""
+"""What an end token becomes: itself, the next best token, or the beginning of a tool call.
+
+`judge` follows the original engines: their rules look at end tokens below a floor, and at text
+alone. `judge_by_odds` lets the target decide, by the odds it gives a tool call at the place of the
+end token.
+"""
 
 import enum
 
+from dflash_jax.engine.recovery.endings import read_ending
 from dflash_jax.engine.recovery.settings import ROOM_FOR_CALL, Recovery
 from dflash_jax.engine.recovery.words import Ids, Words
 
@@ -10,6 +16,7 @@ ID_LOOK_BACK = 17
 SKIP_LOOK_BACK = 64
 MARKDOWN = "*_` \t\r\n"
 COLONS = (":", "\N{FULLWIDTH COLON}")
+ANNOUNCED, DOUBTFUL = -3.0, 3.0  # what an announcement, or a doubt, adds to `Recovery.call_odds`
 
 
 class Verdict(enum.Enum):
@@ -19,6 +26,8 @@ class Verdict(enum.Enum):
     REPLACE = "replace"
     INJECT = "inject"
     WAIVE = "waive"  # honour: a stall, but no room is left for a call
+    ASK = "ask"  # the odds of a call are to be asked for once more, behind what leads to one
+    CLOSE = "close"  # close the thought that it would end inside of
 
 
 def judge(
@@ -35,16 +44,65 @@ def judge(
     if words.thinking(ids) and not recovery.floor_in_thought:
         return Verdict.HONOUR
     if recovery.tool_prefix and words.calls and not injected and is_stalled(ids, recovery, words):
-        room = max_tokens - len(ids)
-        enough = room >= max(map(len, words.calls)) + ROOM_FOR_CALL
-        return Verdict.INJECT if enough else Verdict.WAIVE
+        return Verdict.INJECT if has_room(ids, max_tokens, words) else Verdict.WAIVE
     match recovery.below_floor:
         case "replace":
             return Verdict.REPLACE
         case "rescue":
             return Verdict.HONOUR if words.is_visible(ids) else Verdict.REPLACE
-        case "compat":
+        case _:  # "compat"
             return Verdict.HONOUR
+
+
+def judge_by_odds(
+    ids: Ids,
+    odds: float | None,
+    *,
+    injected: bool,
+    closed: bool,
+    max_tokens: int,
+    recovery: Recovery,
+    words: Words,
+) -> Verdict:
+    """Decide about an end token that would follow these output ids, by the target's own odds.
+
+    Args:
+      odds: logit of the token that leads to a call minus that of the end token; None where the
+        device does not report it: then a colon alone tells a stall.
+      injected, closed: whether a call was begun, or a thought closed, for this request already.
+    """
+    if words.thinking(ids) and not recovery.floor_in_thought:
+        return Verdict.CLOSE if words.close and not closed else Verdict.HONOUR
+    below = len(ids) < min(recovery.floor, max_tokens)
+    said = words.read(ids)
+    if not (said.answered or said.called or said.unfinished):
+        return Verdict.REPLACE if below else Verdict.HONOUR
+    ending = read_ending(words.text(ids))
+    if ending.opened_fence and not said.called:
+        return Verdict.REPLACE if len(ids) < max_tokens else Verdict.HONOUR
+    if said.called or said.unfinished or injected or not (recovery.tool_prefix and words.calls):
+        return Verdict.HONOUR
+    if odds is None:
+        stalled = ending.colon and not ending.doubtful
+        verdict = Verdict.INJECT
+    else:
+        stalled = odds >= wanted_odds(ids, recovery, words)
+        verdict = Verdict.ASK if len(words.opening) > 1 else Verdict.INJECT
+    if not stalled or just_said(ids, words.skip):
+        return Verdict.HONOUR
+    return verdict if has_room(ids, max_tokens, words) else Verdict.WAIVE
+
+
+def wanted_odds(ids: Ids, recovery: Recovery, words: Words) -> float:
+    """Return the least odds of a call, as a log-ratio, at which an end counts as a stall."""
+    ending = read_ending(words.text(ids))
+    moved = ANNOUNCED * ending.announces + DOUBTFUL * ending.doubtful
+    return recovery.call_odds + moved
+
+
+def has_room(ids: Ids, max_tokens: int, words: Words) -> bool:
+    """Whether a forced call of any declared tool, and some arguments, still fit."""
+    return max_tokens - len(ids) >= max(map(len, words.calls)) + ROOM_FOR_CALL
 
 
 def is_stalled(ids: Ids, recovery: Recovery, words: Words) -> bool:

@@ -1,23 +1,111 @@
-"""Is an output looping? Pure looks at its tail, one per way to loop."""
+"""Rules against outputs that loop: the measured rule, repeated calls, and the original rules.
 
-from collections.abc import Sequence
+The measured rule is in `loops.py`, that of equal tool calls in `repeated_calls.py`. The functions
+of this file are the rules of the original engines, exactly, for whoever selects them.
+"""
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from dflash_jax.engine.recovery import loops, repeated_calls
 from dflash_jax.engine.recovery.settings import Recovery
+from dflash_jax.engine.recovery.words import Ids, Words
 
 LONGEST_UNIT, COPIES, KEPT = 8, 12, 3  # of a runaway loop
 PERIODS = range(12, 81)  # of the watchdog
 LEAST_REPEATED = 48
 
 
-def tail(ids: Sequence[int], recovery: Recovery) -> list[int] | None:
-    """As much of the output's end as `looping` looks at; None if no guard is on."""
-    if not (recovery.repeats or recovery.runaway or recovery.watchdog != "off"):
+class Memory(NamedTuple):
+    """The facts about an output that its next token is judged by."""
+
+    seen: loops.Seen = loops.UNSEEN
+    called: repeated_calls.Called = repeated_calls.UNCALLED
+
+    def shortened(self, count: int) -> "Memory":
+        """The facts about the first `count` ids, as far as they are known."""
+        known = self.called.read <= count
+        return Memory(called=self.called if known else repeated_calls.UNCALLED)
+
+
+NOTHING = Memory()
+
+
+class Guard:
+    """Judges the tokens of a step one by one, by the output up to each alone.
+
+    Args:
+      memory: of the output before the step.
+      last: gives the last ids of the output before the step, at most this many.
+      count: the number of ids of that output.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        last: Callable[[int], Ids],
+        count: int,
+        recovery: Recovery,
+        words: Words,
+    ):
+        self._recovery, self._words = recovery, words
+        (self._seen, seen), self._called = memory
+        compat = recovery.watchdog == "compat" or (
+            recovery.watchdog == "on" and not recovery.measures
+        )
+        self._tail: list[int] | None = None
+        if recovery.repeats or recovery.runaway is True or compat:
+            self._tail = list(last(max(recovery.repeats, 3 * PERIODS[-1])))
+        self._keep = 0
+        if recovery.measures:
+            self._keep = loops.lengths_of(recovery.loop_tokens, closed=False).keep
+        self._count = count
+        if self._keep and seen != count:  # tokens were forced
+            self._seen = loops.letters(last(self._keep))
+
+    @property
+    def memory(self) -> Memory:
+        """The facts about the output up to the last token that was taken."""
+        return Memory(loops.Seen(self._seen, self._count), self._called)
+
+    def take(self, token: int, since: Callable[[int], Ids], *, closed: bool) -> str | None:
+        """Take one more token; return the kind of loop that the output has just run into.
+
+        Args:
+          since: gives the output, this token included, from an id on.
+          closed: whether a thought had to be closed.
+        """
+        recovery, words = self._recovery, self._words
+        self._count += 1
+        if self._keep:
+            self._seen = loops.longer(self._seen, token, self._keep)
+        if recovery.repeated_calls and repeated_calls.may_end(token, words):
+            before = self._called
+            self._called = repeated_calls.after(before, since, words)
+            if self._called.read > before.read and self._called.times >= recovery.repeated_calls:
+                return repeated_calls.KIND
+        if self._tail is not None:
+            self._tail.append(token)
+            if kind := looping(self._tail, recovery, closed=closed):
+                return kind
+        if not self._keep:
+            return None
+        closed = closed and recovery.watchdog == "on"
+        return loops.too_long(self._seen, since, words, recovery.loop_tokens, closed=closed)
+
+
+def guard_of(
+    memory: Memory, last: Callable[[int], Ids], count: int, recovery: Recovery, words: Words
+) -> Guard | None:
+    """Return what judges a step's tokens; None if no rule against loops is on."""
+    on = recovery.repeats or recovery.runaway or recovery.watchdog != "off"
+    if not (on or recovery.repeated_calls):
         return None
-    return list(ids[-max(recovery.repeats, 3 * PERIODS[-1]) :])
+    return Guard(memory, last, count, recovery, words)
 
 
 def looping(ids: Sequence[int], recovery: Recovery, *, closed: bool) -> str | None:
-    """The kind of loop the output has just run into: "repeat", "runaway", "period" or None.
+    """The kind of loop, by the original rules: "repeat", "runaway", "period" or None.
 
     Args:
       closed: whether a thought had to be closed; only then the watchdog looks.
@@ -26,13 +114,12 @@ def looping(ids: Sequence[int], recovery: Recovery, *, closed: bool) -> str | No
         last = ids[-recovery.repeats :]
         if last[0] == last[-1] and len(set(last)) == 1:
             return "repeat"
-    if recovery.runaway and runaway_drop(ids):
+    if recovery.runaway is True and runaway_drop(ids):
         return "runaway"
-    if closed and recovery.watchdog != "off":
-        compat = recovery.watchdog == "compat"
-        if is_periodic(ids, copies=2 if compat else 3, least=0 if compat else LEAST_REPEATED):
-            return "period"
-    return None
+    compat = recovery.watchdog == "compat"
+    watched = closed and (compat or (recovery.watchdog == "on" and not recovery.measures))
+    copies, least = (2, 0) if compat else (3, LEAST_REPEATED)
+    return "period" if watched and is_periodic(ids, copies=copies, least=least) else None
 
 
 def runaway_drop(ids: Sequence[int]) -> int:

@@ -7,8 +7,9 @@ from typing import Any, Literal, get_args
 
 from dflash_jax.errors import ConfigError
 
-BelowFloor = Literal["rescue", "replace", "compat"]
+BelowFloor = Literal["odds", "rescue", "replace", "compat"]
 Watchdog = Literal["off", "on", "compat"]
+Runaway = bool | Literal["measured", "compat", "off"]
 REPEATS = 32  # of one token, once the floor is on
 ROOM_FOR_CALL = 16  # tokens a dictated call needs behind its beginning
 
@@ -21,19 +22,37 @@ class Recovery:
 
     Attributes:
       floor: output tokens below which an end token is looked at twice; 0 turns the floor off.
-      below_floor: what happens to such an end token. "rescue": one behind a stalled preamble
+      below_floor: what happens to an end token. "odds", the default: at any length, one where the
+        target itself finds a call of a declared tool likely enough becomes the beginning of one;
+        below the floor, one before any text that is no thought becomes the next best token; one
+        inside a thought closes it. The others look at those below the floor only, and at text
+        alone. "rescue": one behind a stalled preamble
         becomes the beginning of a call, one before anything visible the next best token, others
         are honoured. "replace": all that are no stall become the next best token. "compat": stalls
         are recognised by token ids, all others are honoured.
       tool_prefix: force the beginning of a tool call after a preamble that ends in a colon. It
         names a tool of the request's `tools`; of several, the target chooses. Needs a floor.
+      call_odds: for "odds", the least log-ratio of the probabilities of a call and of the end at
+        which an end counts as a stall. A colon, a dash or an ellipsis at the end, or a last
+        sentence such as "Let me look at it.", lowers it by 3; a question in the last paragraph or
+        unfinished code raises it by 3.
+      call_retry: decode a call that cannot be read, or is not finished, once more from its opening
+        under the grammar of the declared tools. For that, a call is held back until it is complete
+        or longer than 512 tokens. Needs "odds", and the extra `structured`.
       skip_phrase: an output that has just said this is not stalled.
       empty_retry: decode once more, plainly, when drafting yields nothing visible.
-      repeat_limit: end the output at this many equal tokens; 0 is off, None is 32 with a floor
-        and off without.
-      runaway: end the output at 12 copies of a unit of 1 to 8 tokens.
+      runaway: how loops end the output. "measured": a unit of 1 to 8 tokens ends it at 12 copies
+        and `loop_tokens` tokens, one of 9 to 80 at three copies and twice as many; in code, table
+        rules, numbers and literals later (`engine/recovery/loops.py` has the table). "compat", or
+        True: 12 copies of a unit of 1 to 8 tokens end it, however short. "off", or False: none do.
+      loop_tokens: tokens of text that a measured loop may not reach, at least 2.
+      repeat_limit: end the output at this many equal tokens; 0 is off. None leaves it to the
+        measured rule, or, where that one is off, is 32 with a floor and 0 without.
       watchdog: after a thought that had to be closed, end the output when it becomes periodic:
-        "on" needs three copies and 48 tokens, "compat" two copies.
+        "on" halves what the measured rule allows longer units, or, where that one is off, needs
+        three copies and 48 tokens; "compat" needs two copies.
+      repeated_calls: end the output at this many equal tool calls in a row; 0 is off. All of them
+        are among the tokens; over HTTP the caller gets the first.
       min_tokens: output tokens below which every end token becomes the next best one, whatever was
         said; the minimum that a request asks for.
       answer_reserve: a thought still open when only this many of `max_tokens` are left is closed;
@@ -45,13 +64,17 @@ class Recovery:
     """
 
     floor: int = 256
-    below_floor: BelowFloor = "rescue"
+    below_floor: BelowFloor = "odds"
     tool_prefix: bool = True
+    call_odds: float = -5.0
+    call_retry: bool = True
     skip_phrase: str = " done"
     empty_retry: bool = True
     repeat_limit: int | None = None
-    runaway: bool = True
+    runaway: Runaway = "measured"
+    loop_tokens: int = 96
     watchdog: Watchdog = "on"
+    repeated_calls: int = 3
     min_tokens: int = 0
     answer_reserve: int = 0
     close_text: str | None = None
@@ -69,7 +92,7 @@ class Recovery:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ConfigError(f"{name} is {value!r}; expected an integer from 0")
-        for name in ("tool_prefix", "empty_retry", "runaway", "floor_in_thought"):
+        for name in ("tool_prefix", "call_retry", "empty_retry", "floor_in_thought"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} is {value!r}; expected True or False")
         for name in ("skip_phrase", "close_text", "log_directory"):
@@ -80,6 +103,17 @@ class Recovery:
             if (value := getattr(self, name)) not in get_args(kind):
                 known = ", ".join(get_args(kind))
                 raise ConfigError(f"{name} is {value!r}; expected one of {known}")
+        self._check_runaway()
+        if type(self.loop_tokens) is not int or self.loop_tokens < 2:
+            raise ConfigError(f"loop_tokens is {self.loop_tokens!r}; expected an integer from 2")
+        calls = self.repeated_calls
+        if type(calls) is not int or calls < 0 or calls == 1:
+            raise ConfigError(
+                f"repeated_calls is {calls!r}; expected 0 (off) or an integer of at least 2:"
+                " 1 would end every output at its first call"
+            )
+        if type(self.call_odds) not in (int, float) or self.call_odds != self.call_odds:
+            raise ConfigError(f"call_odds is {self.call_odds!r}; expected a number such as -5.0")
         limit = self.repeat_limit
         if limit is not None and (type(limit) is not int or limit == 1):
             raise ConfigError(
@@ -90,10 +124,26 @@ class Recovery:
         if deadline is not None and not (type(deadline) in (int, float) and deadline > 0):
             raise ConfigError(f"deadline_s is {deadline!r}; expected seconds above 0, or None")
 
+    def _check_runaway(self) -> None:
+        """Check `runaway`, and write "compat" and "off" as the booleans they stand for."""
+        value = {"compat": True, "off": False}.get(str(self.runaway), self.runaway)
+        if value != "measured" and type(value) is not bool:
+            raise ConfigError(
+                f"runaway is {value!r}; expected one of measured, compat, off, or True or False"
+            )
+        object.__setattr__(self, "runaway", value)
+
+    @property
+    def measures(self) -> bool:
+        """Whether loops are judged by the measured rule."""
+        return self.runaway == "measured"
+
     @property
     def repeats(self) -> int:
         """Equal tokens that end an output; 0 is off. A negative limit counts as not given."""
         if self.repeat_limit is None or self.repeat_limit < 0:
+            if self.measures:
+                return 0
             return REPEATS if self.floor else 0
         return self.repeat_limit
 
@@ -106,6 +156,7 @@ class Recovery:
             self,
             floor=0,
             tool_prefix=False,
+            call_retry=False,
             empty_retry=False,
             min_tokens=0,
             answer_reserve=0,
@@ -134,7 +185,15 @@ class Recovery:
 
 
 OFF = Recovery(
-    floor=0, tool_prefix=False, empty_retry=False, repeat_limit=0, runaway=False, watchdog="off"
+    floor=0,
+    below_floor="rescue",
+    tool_prefix=False,
+    call_retry=False,
+    empty_retry=False,
+    repeat_limit=0,
+    runaway=False,
+    watchdog="off",
+    repeated_calls=0,
 )
 
 NO = {"", "0", "false", "no", "off", "n", "f", "disable", "disabled", "none"}

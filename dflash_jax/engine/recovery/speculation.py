@@ -3,6 +3,10 @@
 from typing import NamedTuple
 
 # Notes about drafting: plain decoding has none of them, and they say nothing about the answer.
+# Whether "drafter_dead" is noted depends on the block size: a block of one token drafts nothing,
+# and in larger ones the drafts differ, so one size may see 256 rejected drafts where another
+# accepted some. Tokens, finish reasons and `stats.recovery` do not depend on it: these notes go to
+# logs, and retries to `stats.fallbacks`.
 DEAD = "drafter_dead"
 RETRY, CONFIRMED, RECOVERED = "empty_retry", "empty_retry_confirmed_eos", "empty_retry_recovered"
 RETRIES = (RETRY, CONFIRMED, RECOVERED)

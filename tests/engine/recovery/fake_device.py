@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_jax.engine.controller import (
+    CallRetried,
     Effects,
     Finish,
     Policy,
@@ -15,6 +16,7 @@ from dflash_jax.engine.controller import (
     Stepped,
     advance,
     choices,
+    opening,
     room,
     speculates,
 )
@@ -98,12 +100,13 @@ class Device:
         say_again: Say | None = None,
         floor: Say = lambda ids: BEST,
         prefer: Callable[[tuple[int, ...], tuple[int, ...]], int] = lambda ids, of: max(of),
+        odds: Callable[[tuple[int, ...], int], float] | None = None,
         restored: bool = False,
         draft_finite: Callable[[int], bool] = lambda step: True,
     ):
         self.say, self.policy, self.accepts = say, policy, accepts
         self.say_again, self.floor, self.restored = say_again, floor, restored
-        self.draft_finite, self.prefer = draft_finite, prefer
+        self.draft_finite, self.prefer, self.odds = draft_finite, prefer, odds
         self.ids: list[int] = []  # decided, the last one pending
         self.seen = Outcome()
 
@@ -120,7 +123,13 @@ class Device:
     def hear_first(self) -> None:
         token = self.say(())
         self.ids, self.seen.fed = [token], []
-        self.hear(Prefilled(token, self.floor(()), restored=self.restored))
+        odds = self.odds_after(())
+        self.hear(Prefilled(token, self.floor(()), restored=self.restored, odds=odds))
+
+    def odds_after(self, ids: tuple[int, ...]) -> float | None:
+        """What the device reports of the token whose odds the host wants to know."""
+        wanted = opening(self.seen.state, self.policy)
+        return self.odds(ids, wanted) if self.odds and wanted >= 0 else None
 
     def step(self) -> None:
         """One step of the real kind: a block, cut behind stop tokens and at the limit."""
@@ -147,19 +156,39 @@ class Device:
                 draft_finite=finite,
                 floor=self.prefer(before, named) if named else self.floor(before),
                 drafts=7 if drafting and finite else 0,
+                odds=self.odds_after(before),
             )
         )
+
+    def retry_call(self) -> None:
+        """The host has a grammar: the row is fed again up to the call's opening."""
+        seen, held = self.seen, self.seen.state.held
+        seen.state, effects = advance(seen.state, CallRetried(), self.policy)
+        assert effects.retract == held
+        assert not effects.emit
+        seen.notes.update(effects.notes)
+        seen.attempts += 1
+        self.say = self.say_again or self.say
+        if not seen.state.ids:
+            self.hear_first()
+            return
+        self.ids = list(seen.state.ids)
+        seen.fed = self.ids[:-1]
 
     def hear(self, event: Any) -> None:
         """Lets the machine judge an event and does what it says."""
         seen = self.seen
         before = seen.state.emitted - seen.state.held
         seen.state, effects = advance(seen.state, event, self.policy)
+        assert effects.retract <= seen.state.emitted + effects.retract - before
         seen.effects.append(effects)
         seen.emitted += effects.emit
         seen.notes.update(effects.notes)
         seen.fallbacks.update([effects.fallback] if effects.fallback else [])
         assert effects.emit == seen.state.ids[before : before + len(effects.emit)]
+        if effects.restart is Restart.CALL:
+            self.retry_call()
+            return
         if effects.finish:
             assert seen.finish is None
             seen.finish = effects.finish

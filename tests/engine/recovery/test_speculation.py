@@ -1,9 +1,11 @@
 """P18, P19, P38 and the lanes: when drafting stops, why, and when it is tried again."""
 
-from fake_device import Device, run, says
+from fake_device import DEAD, EOS, WORDS, Device, recovery, run, says
 
-from dflash_jax.engine.controller import Policy
+from dflash_jax.engine import live
+from dflash_jax.engine.controller import Policy, Prefilled, Stepped
 from dflash_jax.engine.recovery.speculation import PAUSE, PROBE, TRIAL
+from dflash_jax.engine.request import Request
 
 SCRIPT = range(10, 700)
 
@@ -51,6 +53,31 @@ def test_P38_a_drafter_that_is_never_right_is_reported() -> None:
     assert seen.notes == {"drafter_dead": 1}
     assert seen.emitted == list(SCRIPT[:300])
     assert seen.plain_steps == 0  # lanes are fixed where the cost of drafting is not known
+
+
+def test_what_is_noted_of_a_drafter_depends_on_the_block_and_nothing_else_does() -> None:
+    """Steps of one token reject all drafts, those of eight none: only the note differs."""
+    settings = recovery(runaway="measured", floor=400, below_floor="replace")
+    script = [*range(100, 390), EOS, *[*range(400, 424)] * 12]
+    ones, eights, plain = (
+        run(script, settings, max_tokens=600, accepts=accepts, speculative=speculative)
+        for accepts, speculative in (([0], True), ([7], True), ([0], False))
+    )
+    assert ones.notes - eights.notes == {"drafter_dead": 1}
+    assert ones.notes - DEAD == eights.notes == plain.notes == {"floor": 1, "period": 1}
+    assert ones.emitted == eights.emitted == plain.emitted
+    assert ones.finish == eights.finish == plain.finish
+    asked = Request(prompt=(1,), max_tokens=600, recovery=settings, words=WORDS)
+    counted = []
+    for drafts in (7, 0):  # a block of one token drafts nothing
+        request = live.Live(asked, None)
+        request.start()
+        request.take(Prefilled(10))
+        for token in range(11, 60):
+            request.take(Stepped((token,), drafts=drafts))
+        assert request.state.lane.dead is (drafts > 0)
+        counted.append((request.stats.recovery, request.stats.fallbacks))
+    assert counted == [({}, {})] * 2
 
 
 def test_a_drafter_that_is_never_right_is_given_up_where_lanes_may_change() -> None:

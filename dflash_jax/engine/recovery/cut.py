@@ -1,0 +1,64 @@
+"""The cut of a step: which of its tokens count, before anything of it happened."""
+
+import dataclasses
+from typing import Any
+
+from dflash_jax.engine.recovery.repeated_calls import KIND
+from dflash_jax.engine.request_state import Finish, Ids, Policy, State
+
+
+@dataclasses.dataclass(slots=True)
+class Cut:
+    """How the tokens of one step are cut: the ids that count, and what follows from them."""
+
+    state: State
+    before: int  # ids decided before
+    new: list[int] = dataclasses.field(default_factory=list)
+    replace: int | None = None
+    force: Ids = ()
+    finish: Finish | None = None
+    retract: int = 0
+    retry_call: bool = False  # the call at `State.call_at` is to be decoded once more
+    notes: list[str] = dataclasses.field(default_factory=list)
+    places: list[int] = dataclasses.field(default_factory=list)  # of the notes
+
+    @property
+    def ids(self) -> Ids:
+        return (*self.state.ids[:], *self.new)
+
+    def since(self, place: int) -> Ids:
+        """The output from a place on."""
+        return (*self.state.ids[place:], *self.new[max(place - self.before, 0) :])
+
+    @property
+    def length(self) -> int:
+        return self.before + len(self.new)
+
+    def mark(self, **changes: Any) -> None:
+        self.state = self.state._replace(**changes)
+
+    def note(self, event: str) -> None:
+        """Record a recovery event at the place of the next output token."""
+        self.notes.append(event)
+        self.places.append(self.length)
+
+    def dictate(self, ids: Ids, note: str) -> None:
+        """Puts ids in the place of the pending token and behind it."""
+        self.note(note)
+        self.new += ids
+        self.replace, self.force = ids[0], ids[1:]
+
+    def end(self, finish: Finish) -> None:
+        """Ends the output; a loop it ran into is why, unless it ended by itself.
+
+        Repeated calls are noted in both cases.
+        """
+        self.finish, guard = finish, self.state.guard
+        if guard is not None and (finish is Finish.LENGTH or guard == KIND):
+            self.note(guard)
+            self.mark(kind=guard)
+
+    def end_at_stop(self, policy: Policy) -> None:
+        """Forced tokens may end with one that stops: the device would freeze there for ever."""
+        if self.new[-1] in policy.stop_ids:
+            self.end(Finish.STOP)

@@ -1,0 +1,89 @@
+"""How an output ends, by its text: what announces more, and what speaks against it.
+
+These cues only move the odds that the target has to give for a tool call, see `floor.py`.
+"""
+
+import dataclasses
+import re
+
+FENCE = re.compile(r"^ {0,3}(```+|~~~+)[^\n`]*$", re.MULTILINE)
+COLONS = (":", "\N{FULLWIDTH COLON}")
+ELLIPSES = ("...", "\N{HORIZONTAL ELLIPSIS}")
+DASHES = ("-", "\N{EN DASH}", "\N{EM DASH}")
+QUESTIONS = ("?", "\N{FULLWIDTH QUESTION MARK}")
+# A last sentence of the speaker's own next step; English only, other languages go by the odds.
+INTENT = re.compile(
+    r"((now|next|first|then|so|ok|okay|alright),?\s+)*"
+    r"(let me (?!know\b)|let's |i'll |i will |i'm going to |i am going to )",
+    re.IGNORECASE,
+)
+SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
+SMILEY = re.compile(r"(^|\s)[:;]-?[()DPp]+$")
+RULE = re.compile(r"[-|:+= ]*")  # a line of a table, or a horizontal rule
+QUOTES = (
+    ("`", "`"),
+    ('"', '"'),
+    ("\N{LEFT DOUBLE QUOTATION MARK}", "\N{RIGHT DOUBLE QUOTATION MARK}"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """What the last characters of an output suggest.
+
+    Attributes:
+      colon: its last punctuation holds a colon that is no part of code, a quotation or a smiley.
+      trails_off: it ends in an ellipsis or a dash.
+      intends: its last sentence says what the speaker is about to do.
+      doubtful: its last paragraph asks something, or it ends inside code: likely no announcement.
+      opened_fence: a code fence was just opened, and nothing was written into it.
+    """
+
+    colon: bool = False
+    trails_off: bool = False
+    intends: bool = False
+    doubtful: bool = False
+    opened_fence: bool = False
+
+    @property
+    def announces(self) -> bool:
+        """Whether the text says that more was to come."""
+        return self.colon or self.trails_off or self.intends
+
+
+def read_ending(text: str) -> Ending:
+    """Return what the end of an output's text suggests."""
+    fences = list(FENCE.finditer(text))
+    in_fence = len(fences) % 2 == 1
+    opened = in_fence and not text[fences[-1].end() :].strip()
+    paragraph = re.split(r"\n\s*\n", text.strip())[-1]
+    line = text.strip().rpartition("\n")[2]
+    # The run of characters at the end that are neither letters nor digits.
+    start = len(line)
+    while start and not line[start - 1].isalnum():
+        start -= 1
+    said, trailing = line[:start], line[start:]
+    in_code = in_fence or (not FENCE.match(line) and line.count("`") % 2 == 1)
+    doubtful = in_code or any(mark in paragraph for mark in QUESTIONS)
+    colon = max(trailing.rfind(mark) for mark in COLONS)
+    quoted = colon >= 0 and _is_quoted(said + trailing[:colon])
+    is_colon = colon >= 0 and not quoted and not in_fence and not SMILEY.search(line)
+    rule = bool(RULE.fullmatch(line))
+    stripped = "".join(c for c in trailing if c.isprintable()).rstrip(" *_")
+    trails = stripped.endswith(DASHES) or any(mark in trailing for mark in ELLIPSES)
+    trails_off = trails and not rule and not in_code
+    trails_off |= line in ELLIPSES + DASHES
+    intends = not in_code and bool(INTENT.match(_last_sentence(paragraph)))
+    return Ending(is_colon, trails_off, intends, doubtful, opened)
+
+
+def _last_sentence(paragraph: str) -> str:
+    return SENTENCE.split(paragraph.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))[-1]
+
+
+def _is_quoted(before: str) -> bool:
+    """Whether a code span or quotation that was opened in a line is still open at its end."""
+    return any(
+        before.count(left) % 2 == 1 if left == right else before.count(left) > before.count(right)
+        for left, right in QUOTES
+    ) or bool(re.search(r"(^|[\s(\[])'[^']*$", before))

@@ -1,0 +1,150 @@
+"""B: calls that cannot be read, or are not finished, are decoded once more from their opening."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from fake_device import COLON, EOS, STALL, TEXTS, WORDS, Outcome, both, recovery, run, says
+
+from dflash_jax.engine.controller import (
+    CallRetried,
+    Cancelled,
+    Finish,
+    Policy,
+    Prefilled,
+    Restart,
+    State,
+    Stepped,
+    advance,
+)
+from dflash_jax.engine.recovery.call_retry import LONGEST
+from dflash_jax.tools import SYNTAXES
+from dflash_jax.tools.declared import Tool
+
+OPEN, GOOD, BAD, CLOSE, THINK, END_THINK, OTHER = 81, 82, 83, 84, 60, 61, 85
+MEANING = TEXTS | {
+    OPEN: "<tool_call>",
+    GOOD: '{"name": "w", "arguments": {}}',
+    BAD: '{"name": "w", "arguments": {oops',
+    OTHER: '{"name": "x", "arguments": {}}',
+    CLOSE: "</tool_call>",
+}
+CALLS = dataclasses.replace(
+    WORDS,
+    text=lambda ids: "".join(MEANING.get(i, "w") for i in ids),
+    syntax=SYNTAXES["hermes"],
+    tools=(Tool("w", {}),),
+    calls=((80, OPEN, 900),),
+    opening=(80, OPEN),
+    marker=OPEN,
+    closer=CLOSE,
+    close=(END_THINK,),
+)
+RETRY = recovery(**STALL, below_floor="odds", call_retry=True)
+RIGHT = [OPEN, GOOD, CLOSE, EOS]
+
+
+def retried(script: list[int], then: list[int], **options: Any) -> Outcome:
+    """The outcome, alike in every mode; `then` is what the target says under the grammar."""
+    given: dict[str, Any] = {"settings": RETRY, "words": CALLS, "odds": lambda ids, _: -20.0}
+    return both(script, say_again=says(then), **given | options)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param([OPEN, BAD, CLOSE, EOS], id="malformed"),
+        pytest.param([OPEN, BAD, CLOSE, 10, 10, 10, EOS], id="malformed, and more"),
+        pytest.param([OPEN, CLOSE, EOS], id="begun and ended"),
+        pytest.param([OPEN, BAD, EOS], id="unfinished"),
+        pytest.param([OPEN, EOS], id="begun"),
+        pytest.param([OPEN, 10, 10, EOS], id="no call at all"),
+    ],
+)
+@pytest.mark.parametrize(
+    "before", [[], [10, 46], [10, COLON], [THINK, 10, END_THINK], [OPEN, GOOD, CLOSE]]
+)
+def test_B1_a_broken_call_is_decoded_once_more(before: list[int], broken: list[int]) -> None:
+    seen = retried([*before, *broken], [*before, *RIGHT])
+    assert seen.emitted == [*before, *RIGHT]
+    assert seen.finish is Finish.STOP
+    assert seen.notes["call_retry"] == 1
+    assert seen.attempts == 2
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param([10, 46, *RIGHT], id="one"),
+        pytest.param([OPEN, GOOD, CLOSE, *RIGHT], id="two"),
+        pytest.param([OPEN, OTHER, CLOSE, EOS], id="undeclared"),
+        pytest.param([OPEN, GOOD, EOS], id="without the closing tag"),
+        pytest.param([THINK, OPEN, 10, END_THINK, 10, EOS], id="in a thought"),
+        pytest.param([10, CLOSE, EOS], id="a closing tag alone"),
+    ],
+)
+def test_B2_calls_that_can_be_read_stay(script: list[int]) -> None:
+    seen = retried(script, [99])
+    assert seen.emitted == script
+    assert (seen.attempts, seen.notes) == (1, {})
+
+
+def test_B3_a_call_is_held_back_until_it_is_complete() -> None:
+    device = {"words": CALLS, "odds": lambda ids, _: -20.0, "accepts": (0,)}
+    seen = run([10, OPEN, GOOD, CLOSE, 10, EOS], RETRY, **device)
+    assert [effects.emit for effects in seen.effects] == [
+        (10,), (), (), (OPEN, GOOD, CLOSE), (10,), (EOS,),
+    ]  # fmt: skip
+
+
+def test_B4_a_long_call_is_given_as_it_comes_and_stays() -> None:
+    script = [OPEN, *[10] * LONGEST, BAD, EOS]
+    seen = retried(script, [99], max_tokens=2 * LONGEST)
+    assert seen.emitted == script
+    assert seen.attempts == 1
+
+
+def test_B5_a_call_is_decoded_once_more_only_once() -> None:
+    again = [OPEN, BAD, EOS]
+    seen = retried([OPEN, BAD, CLOSE, EOS], again)
+    assert seen.emitted == again
+    assert seen.attempts == 2
+
+
+def test_B6_an_output_that_ends_by_its_length_keeps_what_it_has_of_a_call() -> None:
+    script = [10, OPEN, BAD, 10]
+    seen = retried([*script, 10, 10], [99], max_tokens=4)
+    assert (seen.emitted, seen.finish) == (script, Finish.LENGTH)
+
+
+def test_B7_no_call_is_retried_where_none_may_be_made_or_it_is_off() -> None:
+    script = [OPEN, BAD, CLOSE, EOS]
+    none = dataclasses.replace(CALLS, calls=())
+    for words, settings in (
+        (none, RETRY),
+        (dataclasses.replace(CALLS, marker=-1), RETRY),
+        (CALLS, dataclasses.replace(RETRY, call_retry=False)),
+        (CALLS, dataclasses.replace(RETRY, below_floor="rescue")),
+    ):
+        assert retried(script, [99], words=words, settings=settings).emitted == script
+
+
+def test_B8_without_a_grammar_the_call_is_given_as_it_is() -> None:
+    policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=RETRY, words=CALLS)
+    state, _ = advance(State(), Prefilled(10), policy)
+    state, effects = advance(state, Stepped((OPEN, BAD, EOS)), policy)
+    assert (effects.emit, effects.restart, effects.finish) == ((), Restart.CALL, None)
+    _, effects = advance(state, Cancelled(Finish.STOP), policy)
+    assert (effects.emit, effects.finish) == ((OPEN, BAD, EOS), Finish.STOP)
+    again, effects = advance(state, CallRetried(), policy)
+    assert (again.ids, effects.retract, effects.notes) == ((10,), 3, ("call_retry",))
+
+
+def test_B9_a_forced_call_that_breaks_is_decoded_once_more() -> None:
+    """A stall first, then a call that was begun by force and cannot be read."""
+    lead = [10, 46, 80, OPEN, 900]
+    script = [10, 46, EOS, OPEN, 10, 10, CLOSE, EOS]
+    likely: dict[str, Any] = {"odds": lambda ids, _: 0.0}
+    seen = retried(script, [*lead[:3], *RIGHT], **likely)
+    assert seen.emitted == [10, 46, 80, *RIGHT]
+    assert seen.notes == {"tool_prefix": 1, "call_retry": 1}

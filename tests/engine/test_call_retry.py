@@ -1,0 +1,136 @@
+"""Calls of the shipped pair that break off: decoded once more, alike in every mode."""
+
+import threading
+from typing import Any
+
+import pytest
+
+import dflash_jax as dj
+from dflash_jax.cli.replay import SHIPPED
+from dflash_jax.engine.call_grammars import CallGrammars
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.replay import prompt_of, read_turns
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.structured import Grammar
+from dflash_jax.errors import RequestError
+
+pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+
+# An end token that is likelier by so much ends these turns inside their calls.
+TURNS = {"agent-4.1": 13, "agent-7.2": 12}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    made = dj.load("tiny", plan=dj.Plan(rows=2, max_length=1024))
+    made.warm_up(shaped=True, masked=True, recovery=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def turns(engine: Engine) -> dict[str, tuple[list[int], dict[str, Any]]]:
+    """Prompt and options of each turn, by its name."""
+    assert engine.tokenizer is not None
+    [end] = engine.tokenizer.encode("<|im_end|>", specials=False)
+    found = {turn.id: turn for turn in read_turns(SHIPPED) if turn.id in TURNS}
+    return {
+        name: (
+            prompt_of(turn, engine),
+            {"max_tokens": 150, "tools": turn.tools, "logit_bias": {end: TURNS[name]}},
+        )
+        for name, turn in found.items()
+    }
+
+
+def raw(engine: Engine, result: dj.Result) -> str:
+    assert engine.tokenizer is not None
+    return engine.tokenizer.raw(result.token_ids)
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_call_that_broke_off_is_complete_in_the_end(
+    engine: Engine, turns: dict[str, Any], name: str
+) -> None:
+    prompt, options = turns[name]
+    broken = engine.generate(prompt, **options)
+    assert raw(engine, broken).count("<tool_call>") == 1
+    assert "</tool_call>" not in raw(engine, broken)
+    found = engine.generate(prompt, recovery=dj.Recovery(), **options)
+    assert raw(engine, found).endswith("}\n</tool_call><|im_end|>")
+    assert found.stats.recovery == {"call_retry": 1}
+    kept = raw(engine, broken).partition("<tool_call>")[0]
+    assert raw(engine, found).startswith(kept + "<tool_call>")
+    for more in ({"speculative": False}, {"block_size": 2}, {"logprobs": 1}):
+        other = engine.generate(prompt, recovery=dj.Recovery(), **options, **more)
+        assert other.token_ids == found.token_ids
+        assert other.stats.recovery == found.stats.recovery
+    assert [x.token_id for x in other.logprobs or ()] == found.token_ids
+
+
+def test_a_stream_never_shows_the_call_that_is_dropped(
+    engine: Engine, turns: dict[str, Any]
+) -> None:
+    prompt, options = turns["agent-7.2"]
+    stream = engine.stream(prompt, recovery=dj.Recovery(), **options)
+    pieces = [i for piece in stream for i in piece.token_ids]
+    assert pieces == stream.result.token_ids
+
+
+def test_neighbours_decode_on_while_the_grammar_is_made(
+    engine: Engine, turns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (prompt, options), ready, make = turns["agent-4.1"], threading.Event(), CallGrammars._make
+    wanted = engine.generate(prompt, recovery=dj.Recovery(), **options).token_ids
+
+    def late(self: CallGrammars, request: Request) -> Grammar:
+        assert ready.wait(60)
+        return make(self, request)
+
+    monkeypatch.setattr(CallGrammars, "_make", late)
+    waits = engine.submit(prompt, recovery=dj.Recovery(), **options)
+    while waits.call_grammar is None:
+        engine.advance()
+    alone = engine.generate([5, 6, 7], max_tokens=30).token_ids
+    assert not waits.done
+    ready.set()
+    while not waits.done:
+        engine.advance()
+    assert waits.result().token_ids == wanted
+    assert len(alone) == 30
+
+
+def test_without_a_grammar_the_call_stays_as_it_is(
+    engine: Engine, turns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, options = turns["agent-4.1"]
+    broken = engine.generate(prompt, **options)
+
+    def refused(self: CallGrammars, request: Request) -> Grammar:
+        raise RequestError("the grammar is too large")
+
+    monkeypatch.setattr(CallGrammars, "_make", refused)
+    found = engine.generate(prompt, recovery=dj.Recovery(), **options)
+    assert found.token_ids == broken.token_ids
+    assert found.finish_reason == "stop"
+    assert not found.stats.recovery
+
+
+def test_a_request_that_is_cancelled_while_it_waits_ends(
+    engine: Engine, turns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (prompt, options), ready, make = turns["agent-4.1"], threading.Event(), CallGrammars._make
+
+    def late(self: CallGrammars, request: Request) -> Grammar:
+        assert ready.wait(60)
+        return make(self, request)
+
+    monkeypatch.setattr(CallGrammars, "_make", late)
+    waits = engine.submit(prompt, recovery=dj.Recovery(), **options)
+    while waits.call_grammar is None:
+        engine.advance()
+    engine.cancel(waits)
+    assert waits.result().finish_reason == "cancelled"
+    engine.advance()  # reads what was in flight
+    assert not engine.busy
+    ready.set()
+    assert len(engine.generate([5, 6, 7], max_tokens=30).token_ids) == 30
