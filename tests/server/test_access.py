@@ -209,10 +209,11 @@ def test_a_body_that_breaks_off_into_nonsense_after_its_answer_only_closes(
     head = f"POST /nothing HTTP/1.1\r\nHost: localhost\r\n{CHUNKED}\r\n\r\n"
     with contextlib.closing(socket.create_connection(address, timeout=20)) as connection:
         connection.sendall(head.encode())
-        assert b"404" in connection.recv(2**16)
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 404")
         connection.sendall(b"no chunk\r\n")
         with contextlib.suppress(ConnectionResetError):
-            assert not connection.recv(2**16)
+            rest = b"".join(iter(lambda: connection.recv(2**16), b""))
+            assert b"HTTP/1.1" not in rest  # at most the answer's body
     assert status(raw(live, "Host: localhost")) == 200
     assert "Traceback" not in caplog.text
     assert "Fatal error" not in caplog.text
