@@ -4,7 +4,9 @@ BIN := .venv/bin
 # Processes here are many: what one compiled of a module, the next ones read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test lint fix soak bench clean
+LOWEST := .venv-lowest/bin
+
+.PHONY: demo check test test-lowest lint fix soak bench clean
 
 # Streams text from the shipped pair, then times it against plain decoding.
 demo: .venv/installed
@@ -27,6 +29,14 @@ test: lint
 		-m "optimised and not soak" $$(grep -rl mark.optimised tests --include='test_*.py')
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick-compile \
 		-m "not optimised and not soak"
+
+# With the lowest version of every package that pyproject.toml allows, the tests that depend on
+# other packages most.
+test-lowest: .venv-lowest/installed
+	$(LOWEST)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick-compile \
+		tests/server tests/converters tests/test_*.py tests/contracts/test_imports.py \
+		tests/contracts/test_readme.py tests/engine/test_engine.py tests/engine/test_lossless.py \
+		tests/engine/test_structured.py tests/engine/test_grammar_process.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check
@@ -52,11 +62,11 @@ bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks.decode
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-lowest
 
-.venv/bin/python:
+.venv/bin/python .venv-lowest/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(@D:/bin=)
 
 .venv/installed: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e .
@@ -65,3 +75,8 @@ clean:
 .venv/installed-dev: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[dev]'
 	@touch $@ .venv/installed
+
+.venv-lowest/installed: pyproject.toml | .venv-lowest/bin/python
+	$(LOWEST)/python -m pip install --quiet --no-compile --disable-pip-version-check uv
+	$(LOWEST)/uv pip install --quiet --python $(LOWEST)/python --resolution lowest-direct -e '.[dev]'
+	@touch $@

@@ -250,7 +250,7 @@ def send(url: str, body: dict, path: str = CHAT) -> socket.socket:
     """A connection on which a request was sent, and nothing read."""
     parts = urllib.parse.urlsplit(url)
     raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
     connection = socket.create_connection((parts.hostname, parts.port))
     connection.sendall(head + raw)
     return connection

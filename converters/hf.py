@@ -8,6 +8,7 @@ import numpy as np
 
 from converters.safetensors import SafetensorsFile, open_safetensors
 from converters.source import Rows, TensorSource
+from dflash_jax.config.fields import has_file
 from dflash_jax.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -56,9 +57,9 @@ def open_directory(path: str | Path) -> TensorSource:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give one that holds {SINGLE}")
-    if (path / SINGLE).is_file():  # before an index that was left behind, as transformers does
+    if has_file(path / SINGLE):  # before an index that was left behind, as transformers does
         return open_safetensors(path / SINGLE)
-    if (path / INDEX).is_file():
+    if has_file(path / INDEX):
         return _open_sharded(path)
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}; {_instead(path)}")
 

@@ -25,6 +25,7 @@ from dflash_jax.config import (
     target_config,
 )
 from dflash_jax.config.base import id_tuple
+from dflash_jax.config.fields import has_file
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
 
@@ -83,9 +84,12 @@ class Model:
 
 
 def companions(folder: Path) -> dict[str, str | Path]:
-    """Tokenizer and generation files of a folder, by name."""
+    """Tokenizer and generation files of a folder, by name.
+
+    Raises CheckpointError if one of them is no file.
+    """
     paths = (*(folder / name for name in COMPANIONS), *folder.glob(MORE_TEMPLATES))
-    return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    return {path.relative_to(folder).as_posix(): path for path in paths if has_file(path)}
 
 
 def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) -> Model:
@@ -140,7 +144,7 @@ def _from_folder(path: Path, taps: str) -> Model:
     quantised = fields.pop("quantization_config", None)
     source = open_directory(path)
     notes = source.notes if isinstance(source, ShardedSafetensors) else ()
-    if (path / ADAPTER).is_file():
+    if has_file(path / ADAPTER):
         notes = (*notes, f"the adapter beside the weights ({ADAPTER}) is not applied")
     source = dequantised(source, quantised, where=where)
     if speculators.is_speculators(fields):
@@ -165,5 +169,5 @@ def _from_folder(path: Path, taps: str) -> Model:
 def _stop_ids(fields: dict[str, Any], path: Path) -> list[int]:
     """End tokens of config.json, then those generation_config.json adds."""
     generation = path / "generation_config.json"
-    both = [fields, read_json(generation) if generation.is_file() else {}]
+    both = [fields, read_json(generation) if has_file(generation) else {}]
     return list(dict.fromkeys(i for f in both for i in id_tuple(f.get("eos_token_id"))))

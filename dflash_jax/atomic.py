@@ -3,11 +3,11 @@
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from dflash_jax import partial
 from dflash_jax.command import uninterrupted
 from dflash_jax.errors import CheckpointError
 
@@ -26,10 +26,18 @@ def copy_companions(companions: Mapping[str, str | Path], place: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_path(path: Path, *, overwrite: bool, needed: int = 0) -> Iterator[Path]:
+def new_path(
+    path: Path, *, overwrite: bool, needed: int = 0, durable: bool = True
+) -> Iterator[Path]:
     """Yields a temporary path to write a file or folder at; it becomes `path` at the end.
 
-    A link is followed. Nothing is left behind on failure, and several may write at a time.
+    A link is followed. Nothing is left behind on failure, and several may write at a time. A
+    process that is killed leaves `path` as it was, or whole, and a hidden folder beside it, which
+    the next writer of the same path removes.
+
+    Args:
+      durable: the content is on the disk before it becomes `path`, so that a power failure leaves
+        it whole as well. False also leaves folders of killed processes to the caller.
 
     Raises:
       CheckpointError: `path` exists and may not be overwritten, also if it is a folder that another
@@ -37,6 +45,9 @@ def new_path(path: Path, *, overwrite: bool, needed: int = 0) -> Iterator[Path]:
         `needed` bytes are free, or the disk fills up.
     """
     try:
+        if durable:
+            with uninterrupted():
+                partial.clear(Path(os.path.realpath(path)))
         place = _place(path, overwrite)
     except OSError as error:  # a name that is too long, a folder that may not be looked into
         raise _explained(error, path) from error
@@ -49,18 +60,24 @@ def new_path(path: Path, *, overwrite: bool, needed: int = 0) -> Iterator[Path]:
             f"{path} needs {needed / 1e6:,.1f} MB and {parent} has {free / 1e6:,.1f} MB free;"
             " free some space or choose another place"
         )
-    own = f"{os.getpid()}-{secrets.token_hex(4)}"
-    stem = place.name[:40]  # a name may be as long as names may be
-    temporary, old = (parent / f".{stem}.{kind}-{own}" for kind in ("partial", "old"))
+    made: list[partial.Partial] = []
     try:
-        yield temporary
         with uninterrupted():
-            _swap(temporary, place, old if overwrite else None)
+            made.append(partial.Partial(place))
+        yield made[0].content
+        if durable:
+            partial.flush(made[0].content)
+        with uninterrupted():
+            made[0].publish(replaces=overwrite)
+        if durable:
+            partial.flush_folder(parent)
     except OSError as error:
         raise _explained(error, path) from error
     finally:
         with uninterrupted():
-            _remove(temporary)
+            for each in made:
+                _remove(each.folder)
+                each.release()
 
 
 def _place(path: Path, overwrite: bool) -> Path:
@@ -81,20 +98,6 @@ def _place(path: Path, overwrite: bool) -> Path:
             " overwritten; remove it yourself or choose another place"
         )
     return place
-
-
-def _swap(temporary: Path, path: Path, old: Path | None) -> None:
-    """Puts the one in place of the other, which lies at `old` meanwhile; None replaces none."""
-    if old is None or not os.path.lexists(path):
-        temporary.rename(path)
-        return
-    path.rename(old)
-    try:
-        temporary.rename(path)
-    except OSError:
-        old.rename(path)
-        raise
-    _remove(old)
 
 
 def _remove(path: Path) -> None:

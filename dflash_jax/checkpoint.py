@@ -27,6 +27,7 @@ import numpy as np
 from dflash_jax.atomic import MANIFEST, copy_companions, new_path
 from dflash_jax.command import uninterrupted
 from dflash_jax.config import ALWAYS_FLOAT32, AttentionConfig
+from dflash_jax.config.fields import has_file
 from dflash_jax.errors import CheckpointError, ConfigError
 
 Params = dict[str, Any]
@@ -110,8 +111,12 @@ class Checkpoint:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder claims to be one of our checkpoints."""
-    return (path / MANIFEST).is_file()
+    """Whether a folder claims to be one of our checkpoints.
+
+    Raises:
+      CheckpointError: what should be its manifest is no file.
+    """
+    return has_file(path / MANIFEST)
 
 
 def save(

@@ -48,6 +48,10 @@ class ComputeError(DFlashError):
     """The device produced something unusable, such as non-finite target logits."""
 
 
+class ForkedProcessError(DFlashError):
+    """An engine or model used in a process that was forked after it was loaded."""
+
+
 def install_hint(extra: str) -> str:
     """Return how to install one of the project's extras, for error messages.
 

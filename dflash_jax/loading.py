@@ -37,6 +37,7 @@ from dflash_jax.errors import (
     TokenizerError,
     install_hint,
 )
+from dflash_jax.forking import check_not_forked
 from dflash_jax.progress import announced, is_shown
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import put_in_order, with_kernel
@@ -84,7 +85,9 @@ def load(
     Raises:
       ConfigError, CheckpointError: a model that cannot be run, or a pair that does not fit.
       PlanError: a plan that does not fit the models or the memory.
+      ForkedProcessError: JAX runs in the process from which this one was forked.
     """
+    check_not_forked()
     plan = Plan() if plan is None else plan
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {plan!r}; expected None, or a dj.Plan(...)")
@@ -319,6 +322,7 @@ def load_target(
       ConfigError, CheckpointError: a model that cannot be run.
       PlanError: JAX finds no device to run on.
     """
+    check_not_forked()
     tune_allocator()
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype is {dtype!r}; expected float32, bfloat16 or float16")

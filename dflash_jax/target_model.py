@@ -14,6 +14,7 @@ from dflash_jax.compiler.plan import Dtype
 from dflash_jax.compiler.programs import build_pair, empty_state
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import RequestError
+from dflash_jax.forking import check_not_forked
 from dflash_jax.progress import announced
 from dflash_jax.tokenizer import Tokenizer
 
@@ -55,6 +56,7 @@ class TargetModel:
         Raises:
           RequestError: ids that are not [B, T] integers of the vocabulary.
         """
+        check_not_forked()
         if isinstance(ids, jax.core.Tracer):
             return self.apply(self.params, ids)
         try:
@@ -82,6 +84,7 @@ class TargetModel:
         Raises:
           RequestError: ids that are not [B, T] integers.
         """
+        check_not_forked()
         _check_shape(ids)
         return _forward(self.config, self.dtype, params, ids.astype(np.int32))
 

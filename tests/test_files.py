@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import dflash_jax as dj
+from converters.convert import convert
+from converters.models import COMPANIONS, open_model
 from dflash_jax.config import read_target_config
 from dflash_jax.errors import CheckpointError
-from dflash_jax.loading import locate
+from dflash_jax.loading import locate, open_pair
 from dflash_jax.tokenizer import FILES, MORE_TEMPLATES, Tokenizer
 
 
@@ -65,6 +68,33 @@ def test_a_tokenizer_file_that_is_no_file_is_refused_by_name(
     make(model / name)
     with pytest.raises(CheckpointError, match=rf"{name} is {told}; expected a file"):
         Tokenizer.from_directory(model)
+
+
+@pytest.mark.parametrize(("make", "told"), KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *COMPANIONS, f"{MORE_TEMPLATES}/default.jinja", "config.json", "checkpoint.json",
+        "model.safetensors", "model.safetensors.index.json", "adapter_config.json",
+    ],
+)  # fmt: skip
+def test_no_verb_leaves_out_a_file_that_is_none(
+    model: Path, name: str, make: Callable[[Path], None], told: str, tmp_path: Path
+) -> None:
+    weights = locate("tiny", "target") / "model.safetensors"
+    if not name.startswith("model.safetensors"):
+        shutil.copy(weights, model)
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).unlink(missing_ok=True)
+    make(model / name)
+    for opened in (open_pair, dj.load, dj.load_target, converted):
+        with pytest.raises(CheckpointError, match=rf"{name} is {told}; expected a file"):
+            opened(model)
+    assert not (tmp_path.parent / "converted").exists()
+
+
+def converted(model: Path) -> None:
+    convert(open_model(model), model.parent / "converted")
 
 
 def test_a_link_to_a_file_is_that_file_and_an_absent_one_is_left_out(model: Path) -> None:

@@ -329,3 +329,26 @@ LOOPS = """{%- for m in messages if m.role != 'x' recursive -%}
 
 def test_checks_for_an_interruption_change_no_text(core: Path) -> None:
     assert read(core, {"chat_template": LOOPS}).render(TALK * 2) == "1Hi2Hi!1232c"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "messages.__class__",
+        "messages|attr('__class__')",
+        "'{0.__class__.__mro__}'.format(messages)",
+        "('{0.__class__.__mro__}'|attr('format'))(messages)",  # open in jinja2 up to 3.1.5
+        "(['{0.__class__.__mro__}']|map('attr', 'format')|first)(messages)",
+        "''.format_map.__self__.__class__",
+        "namespace.__init__.__globals__",
+        "cycler.__init__.__globals__.os",
+    ],
+)
+def test_templates_do_not_leave_the_sandbox(core: Path, expression: str) -> None:
+    tokenizer = read(core, {"chat_template": "{{ " + expression + " }}"})
+    try:
+        text = tokenizer.render(TALK)
+    except RequestError:
+        text = ""
+    assert "class" not in text
+    assert "module" not in text

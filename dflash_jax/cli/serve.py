@@ -78,11 +78,22 @@ def add_verb(verbs: Any) -> None:
         "--api-key-file", type=Path, help=f"one key a line; or set {KEYS}, keys parted by commas"
     )
     server.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name that requests may address the server by in their Host header: by"
+        " default loopback ones, and that of --host; *.NAME for all below one, * for any, which is"
+        " the default with an API key; may be given again",
+    )
+    server.add_argument(
+        "--cors-origin",
         "--cors",
+        dest="cors",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="whose scripts may use the server; may be given again",
+        help="an origin whose pages may use the server, * for any; may be given again",
     )
     server.add_argument("--metrics", action="store_true", help="put figures into every answer")
     server.add_argument("--quiet", action="store_true", help="no line per request")
@@ -131,6 +142,11 @@ def check(options: argparse.Namespace) -> None:
             flag = name.replace("_", "-")
             raise RequestError(f"--{flag} is {seconds}; expected seconds, 0 or more")
 
+    from dflash_jax.server import access
+
+    options.allowed_host = [access.allowed_host(text) for text in options.allowed_host]
+    options.cors = [access.cors_origin(text) for text in options.cors]
+
 
 def run(options: argparse.Namespace) -> int:
     """`dflash-jax serve`."""
@@ -154,6 +170,7 @@ def run(options: argparse.Namespace) -> int:
         compile_wait=options.compile_wait,
         metrics=options.metrics,
         cors=tuple(options.cors),
+        allowed_hosts=tuple(options.allowed_host),
     )
     listening = Listening(
         host=options.host,
@@ -165,6 +182,8 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.host not in ("127.0.0.1", "::1", "localhost") and not settings.api_keys:
         print(f"warning: open to the network without a key; set {KEYS}", file=sys.stderr)
+    if "*" in options.cors and not settings.api_keys:
+        print(f"warning: open to any web page without a key; set {KEYS}", file=sys.stderr)
     use_compilation_cache()
     log_to_stderr(quiet=options.quiet)
 

@@ -28,6 +28,7 @@ from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.structured import Grammars
 from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.forking import check_not_forked
 from dflash_jax.progress import announced
 from dflash_jax.tokenizer import Tokenizer
 
@@ -58,9 +59,10 @@ class Engine:
 
         Raises:
           PlanError: the plan does not fit the models or the memory.
+          ForkedProcessError: JAX runs in the parent of this process. Other methods raise it, too.
         """
-        plan = plan or Plan()
-        plan = plan if plan.resolved else resolve_here(plan, target, drafter)
+        check_not_forked()
+        plan = plan if plan and plan.resolved else resolve_here(plan or Plan(), target, drafter)
         self.target, self.drafter, self.plan = target, drafter, plan
         self.tokenizer, self.progress = tokenizer, progress
         self.runner = Runner(target, drafter, params, plan)
@@ -152,8 +154,7 @@ class Engine:
         Raises:
           RequestError: the arguments cannot be served; says why.
           QueueFullError: as many requests wait as the plan allows.
-          ComputeError: while iterating, if the target's logits stop being finite, or if the
-            device fails twice.
+          ComputeError: while iterating, if logits stop being finite or the device fails twice.
         """
         return Stream(self.submit(prompt, **options), self.advance, self.cancel)
 
@@ -251,8 +252,8 @@ class Engine:
 
     def close(self) -> None:
         """End the grammar process and wait until prefixes are on disk; it may still be used."""
-        self.grammars.close()
         self.loop.tidy()
+        self.grammars.close()
         if self.runner.snapshots and self.runner.snapshots.disk:
             self.runner.snapshots.disk.flush()
 
@@ -322,6 +323,7 @@ class Engine:
 
     def _requests(self, prompt: Prompt, n: int, **options: Unpack[Options]) -> list[Request]:
         """The checked requests of n answers."""
+        check_not_forked()
         options["speculative"] = options.get("speculative", True) and self.drafter is not None
         return requests_of(prompt, n, self.plan, self.target, self.tokenizer, options)
 
@@ -337,8 +339,7 @@ class Engine:
         """A request with its grammar, if it needs one."""
         if not isinstance(cancel, CancelCell | None):
             raise RequestError(f"cancel is {cancel!r}; expected None, or a dj.CancelCell()")
-        structure = request.structured
-        grammar = None if structure is None else self.grammars.make(structure)
+        grammar = None if request.structured is None else self.grammars.make(request.structured)
         free = self.plan.exact and request.temperature == 0  # to change lanes by the clock (R11)
         lanes: dict[str, Any] = {"break_even": self.break_even if free else 0.0, "fixed": not free}
         calls = self._call_grammars if self._call_grammars.available else None

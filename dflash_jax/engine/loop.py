@@ -32,6 +32,7 @@ from dflash_jax.engine.rows import Rows
 from dflash_jax.engine.runner import Runner
 from dflash_jax.engine.teller import Teller
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
+from dflash_jax.forking import check_not_forked
 from dflash_jax.state import read_output
 
 PATIENCE = 0.01  # seconds a turn waits for the disk where there is nothing else to do
@@ -58,11 +59,17 @@ class Loop:
 
     @property
     def busy(self) -> bool:
-        """Whether `advance` has anything to do."""
-        return bool(self.rows.waiting or self.flights or any(self.rows.lives))
+        """Whether `advance` has anything to do. Ends requests that were let go of, as it does."""
+        check_not_forked()
+        with self._lock:
+            there = filter(None, (*self.rows.waiting, *self.rows.lives))
+            if any(live.dropped or live.handle.cell for live in there):
+                self.tidy()
+            return bool(self.rows.waiting or self.flights or any(self.rows.lives))
 
     def enqueue(self, lives: list[Live]) -> list[Live]:
         """Queues requests, all of them or none."""
+        check_not_forked()
         with self._lock:
             waiting = self.rows.waiting
             if len(waiting) + len(lives) > self._plan.queue:
@@ -78,18 +85,32 @@ class Loop:
 
     def cancel(self, live: Live) -> None:
         """Ends a request wherever it stands; does nothing if it already ended."""
+        check_not_forked()
         with self._lock:
             if not live.done:
                 live.take(controller.Cancelled())
                 self._teller.release(live)
+                self._forget_unread()
 
     def tidy(self) -> None:
-        """Ends what the next turn would end: what was let go of, cancelled, or is out of time."""
+        """End what the next turn would end: what was let go of, cancelled, or is out of time."""
+        check_not_forked()
         with self._lock:
             self._end_what_nobody_waits_for()
+            self._forget_unread()
+
+    def _forget_unread(self) -> None:
+        """Do not read calls whose readers have all ended, unless a turn may be reading one now.
+
+        A turn that begins waits for the lock, which is held here, before it looks at them.
+        """
+        idle = not (self.rows.waiting or any(self.rows.lives))
+        if idle and not self._driving.locked():
+            self.flights.clear()
 
     def while_idle(self, work: Callable[[], Returned]) -> Returned:
         """Does what no request may run beside; raises RequestError if one does."""
+        check_not_forked()
         with self._driving:
             self._take_over()
             with self._lock:
@@ -114,6 +135,7 @@ class Loop:
 
     def advance(self) -> None:
         """One turn: dispatch a step if any row can use one, then read what is due."""
+        check_not_forked()
         with self._driving:
             self._take_over()
             try:

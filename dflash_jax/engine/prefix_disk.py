@@ -12,16 +12,12 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import logging
-import math
 import os
 import re
 import secrets
-import shutil
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +30,16 @@ from dflash_jax.atomic import new_path
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.processor import processor
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.engine.prefix_files import (
+    Arrays,
+    Kind,
+    is_folder,
+    mode_of,
+    read_about,
+    read_arrays,
+    remove,
+    write_arrays,
+)
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.version import __version__
 
@@ -48,8 +54,6 @@ LEFT = 0.9  # of the budget, once entries had to go
 # What of a plan no bit of a segment hangs on.
 FREE = {"lookahead", "rounds", "prefix_cache", "prefix_folder", "prefix_disk", "queue",
         "stop_slots", "call_odds", "min_survival", "memory_limit"}  # fmt: skip
-
-Arrays = list[np.ndarray]  # the leaves of a segment
 
 
 @dataclasses.dataclass
@@ -96,13 +100,22 @@ class PrefixDisk:
       chunk: tokens of a segment.
       budget: most bytes of all entries, those of other models included; those longest unused go.
       identity: entries of another one are never read.
+      kinds: of the arrays of a segment. Entries with others are never read; None takes any.
 
     Raises:
       PlanError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, *, chunk: int, budget: int, identity: str):
-        self._folder, self._chunk, self._budget = folder, chunk, budget
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        chunk: int,
+        budget: int,
+        identity: str,
+        kinds: Sequence[Kind] | None = None,
+    ):
+        self._folder, self._chunk, self._budget, self._kinds = folder, chunk, budget, kinds
         self._identity, self._home = identity, folder / f"prefixes-{identity}"
         try:
             self._home.mkdir(parents=True, exist_ok=True)
@@ -127,7 +140,7 @@ class PrefixDisk:
         None where there is nothing to read, so that nobody waits for it.
         """
         ids, end = tuple(ids), start + self._chunk
-        if end >= len(ids) or not _is_there(self._place(ids[:end])):
+        if end >= len(ids) or not is_folder(self._place(ids[:end])):
             return None
         return self._reader.submit(self._read, ids, start, most)
 
@@ -150,9 +163,20 @@ class PrefixDisk:
     # -- the threads --------------------------------------------------------------------------
 
     def _read(self, ids: tuple[int, ...], start: int, most: int) -> list[tuple[int, Arrays]]:
-        if self._forgetting is not None:
-            self._forgetting.result()
         found: list[tuple[int, Arrays]] = []
+        try:
+            if self._forgetting is not None:
+                self._forgetting.result()
+            self._find(ids, start, most, found)
+        except Exception as error:  # a request is fed what could not be read, whatever the reason
+            reason = str(error).partition("\n")[0][:200]
+            log.warning("a prefix was not read from %s: %s", self._home, reason)
+        return found
+
+    def _find(
+        self, ids: tuple[int, ...], start: int, most: int, found: list[tuple[int, Arrays]]
+    ) -> None:
+        """Add segments and their positions to `found`, one by one."""
         before, used = FIRST, []
         for end in range(self._chunk, len(ids), self._chunk):
             place = self._place(ids[:end])
@@ -165,7 +189,6 @@ class PrefixDisk:
             found += [(end - self._chunk, arrays)] if end > start else []
         self.counters.read += len(found)
         self._touch(used)
-        return found
 
     def _write(self, ids: tuple[int, ...], segments: dict[int, Any]) -> None:
         before, used = FIRST, []
@@ -190,7 +213,7 @@ class PrefixDisk:
         arrays = [np.asarray(x) for x in jax.tree.leaves(segment)]
         size, token = sum(x.nbytes for x in arrays), secrets.token_hex(8)
         try:
-            with new_path(place, overwrite=False, needed=size) as partial:
+            with new_path(place, overwrite=False, needed=size, durable=False) as partial:
                 partial.mkdir()
                 written = write_arrays(partial / ARRAYS, arrays)
                 about = {
@@ -212,7 +235,7 @@ class PrefixDisk:
 
     def _drop(self, ids: tuple[int, ...], after: int) -> None:
         for end in range(after + self._chunk, len(ids) + 1, self._chunk):
-            shutil.rmtree(self._place(ids[:end]), ignore_errors=True)
+            remove(self._place(ids[:end]))
 
     def _place(self, prefix: tuple[int, ...]) -> Path:
         key = hashlib.sha256(np.asarray(prefix, np.int64).tobytes()).hexdigest()
@@ -220,10 +243,12 @@ class PrefixDisk:
 
     def _about(self, place: Path, chunk: tuple[int, ...], before: str) -> dict[str, Any] | None:
         """What an entry says of itself; None if there is none that is what it should be."""
-        if not _is_there(place):
+        if not is_folder(place):
+            if mode_of(place):  # a file or a link where an entry belongs
+                self._spoil(place)
             return None
         try:
-            about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
+            about = read_about(place / ABOUT, self._chunk)
             said = about["identity"], about["continues"], tuple(about["ids"])
             if said == (self._identity, before, chunk) and isinstance(about["token"], str):
                 return about
@@ -235,14 +260,14 @@ class PrefixDisk:
     def _arrays(self, place: Path, about: dict[str, Any]) -> Arrays | None:
         """The arrays of an entry; None if they are not the ones that were written."""
         try:
-            return read_arrays(place / ARRAYS, about)
-        except (OSError, ValueError, KeyError, TypeError):
+            return read_arrays(place / ARRAYS, about, kinds=self._kinds, max_bytes=self._budget)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             self._spoil(place)
             return None
 
     def _spoil(self, place: Path) -> None:
         self.counters.spoiled += 1
-        shutil.rmtree(place, ignore_errors=True)
+        remove(place)
 
     def _touch(self, places: list[Path]) -> None:
         """Marks entries as used, the last first: it is the first of them to go."""
@@ -268,64 +293,21 @@ class PrefixDisk:
             for place, size in sizes.items():
                 if self._bytes <= most:
                     break
-                shutil.rmtree(place, ignore_errors=True)
+                remove(place)
                 self._bytes -= size
             for place in self._inside(PARTIAL):
                 if _used(place) < time.time_ns() - ABANDONED:
-                    shutil.rmtree(place, ignore_errors=True)
+                    remove(place)
 
     def _inside(self, kind: re.Pattern[str]) -> list[Path]:
-        homes = [home for home in self._folder.iterdir() if HOME.fullmatch(home.name)]
+        homes = [x for x in self._folder.iterdir() if HOME.fullmatch(x.name) and x.is_dir()]
         return [x for home in homes for x in home.iterdir() if kind.fullmatch(x.name)]
-
-
-def write_arrays(path: Path, arrays: Arrays) -> dict[str, Any]:
-    """Write arrays to a file; return what `read_arrays` needs to know of them, for JSON.
-
-    Not by orbax: where a write fails, the others that it began report to an event loop that is
-    closed by then, which prints tracebacks.
-    """
-    total = 0
-    with path.open("wb") as file:
-        for array in arrays:
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-            total = zlib.crc32(data, total)
-            file.write(data)
-    return {"arrays": [[str(x.dtype), list(x.shape)] for x in arrays], "crc32": total}
-
-
-def read_arrays(path: Path, about: Mapping[str, Any]) -> Arrays:
-    """Return the arrays of a file that `write_arrays` wrote.
-
-    Raises:
-      ValueError: they are not the ones that were written.
-    """
-    kinds = [(np.dtype(dtype), tuple(shape)) for dtype, shape in about["arrays"]]
-    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in kinds]
-    if path.stat().st_size != sum(sizes) or min(sizes, default=0) < 0:
-        raise ValueError(f"{path} does not hold {sum(sizes)} bytes")
-    data = path.read_bytes()
-    if zlib.crc32(data) != about["crc32"]:
-        raise ValueError(f"{path} is damaged")
-    ends = list(itertools.accumulate(sizes))
-    return [
-        np.frombuffer(data[end - size : end], dtype).reshape(shape)
-        for (dtype, shape), size, end in zip(kinds, sizes, ends, strict=True)
-    ]
-
-
-def _is_there(place: Path) -> bool:
-    """Whether there is an entry; a disk that fails, a network's for example, has none."""
-    try:
-        return place.is_dir()
-    except OSError:
-        return False
 
 
 def _used(place: Path) -> int:
     """The nanosecond an entry was last used; the first if another engine removed it meanwhile."""
     try:
-        return place.stat().st_mtime_ns
+        return place.lstat().st_mtime_ns
     except OSError:
         return 0
 
@@ -336,5 +318,5 @@ def _size(place: Path) -> int:
     for folder, _, names in os.walk(place):
         for name in names:
             with contextlib.suppress(OSError):
-                found += Path(folder, name).stat().st_size
+                found += Path(folder, name).lstat().st_size
     return found

@@ -13,6 +13,7 @@ from dflash_jax.decode.snapshot import Segment
 from dflash_jax.engine.live import Live
 from dflash_jax.engine.prefix_cache import Node, PrefixCache
 from dflash_jax.engine.prefix_disk import PrefixDisk
+from dflash_jax.engine.prefix_files import Kind
 from dflash_jax.errors import PlanError, SnapshotError
 from dflash_jax.state import DecodeState
 
@@ -50,7 +51,9 @@ class Snapshots:
                     f" takes {sum(sizes)}; give at least that, or prefix_cache=0 to keep no"
                     " prefixes"
                 )
-        self.disk = _open_disk(plan, identity) if plan.prefix_folder else None
+        leaves = jax.tree.leaves(self._expected)
+        kinds = [(str(np.dtype(x.dtype)), tuple(x.shape)) for x in leaves]
+        self.disk = _open_disk(plan, identity, kinds) if plan.prefix_folder else None
 
     def recall(self, live: Live) -> None:
         """Begins to read from the disk what memory lacks of a prompt; its row waits for it."""
@@ -175,7 +178,7 @@ class Snapshots:
                 )
 
 
-def _open_disk(plan: Plan, identity: Callable[[], str]) -> PrefixDisk:
+def _open_disk(plan: Plan, identity: Callable[[], str], kinds: list[Kind]) -> PrefixDisk:
     if jax.process_count() > 1:
         raise PlanError(
             "prefix_folder was given, but hosts that read different prefixes would make different"
@@ -183,4 +186,4 @@ def _open_disk(plan: Plan, identity: Callable[[], str]) -> PrefixDisk:
         )
     size = {"chunk": plan.chunk, "budget": plan.prefix_disk}
     folder = Path(plan.prefix_folder).expanduser().absolute()
-    return PrefixDisk(folder, identity=identity(), **size)
+    return PrefixDisk(folder, identity=identity(), kinds=kinds, **size)

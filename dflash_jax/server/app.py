@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from dflash_jax.server.access import allowed_hosts
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
 from dflash_jax.server.background import read_body
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
@@ -51,9 +52,12 @@ class Server:
 
     Args:
       models: the first is the default.
+      bound: the name or address it listens on, and the addresses of that name.
     """
 
-    def __init__(self, models: Sequence[Model], settings: Settings):
+    def __init__(
+        self, models: Sequence[Model], settings: Settings, bound: Sequence[str] = ("127.0.0.1",)
+    ):
         self.models = Models(models)
         self._settings, self._metrics = settings, Metrics()
         self._gate = Gate(settings, self._metrics)
@@ -74,8 +78,11 @@ class Server:
         kept = guarded(self._kept_response)
         routes.append(Route("/v1/responses/{response_id}", kept, methods=["GET", "DELETE"]))
         handlers: Any = {404: self._gate.no_route, 405: self._gate.no_route}
-        self.app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
-        if settings.cors:
+        keys = bool(settings.api_keys)
+        hosts = allowed_hosts(bound, settings.allowed_hosts, has_keys=keys)
+        inner = Starlette(routes=routes, exception_handlers=handlers)
+        self.app: ASGIApp = self._gate.surrounding(inner, hosts)
+        if settings.cors:  # outermost: pages read refusals as well, and preflights have no key
             from starlette.middleware.cors import CORSMiddleware
 
             self.app = CORSMiddleware(
@@ -83,6 +90,8 @@ class Server:
                 allow_origins=settings.cors,
                 allow_methods=["*"],
                 allow_headers=["*"],
+                allow_private_network=True,
+                expose_headers=["request-id", "x-request-id", "retry-after"],
             )
 
     def drain(self, seconds: float) -> None:

@@ -38,7 +38,12 @@ async def in_thread(
 
     def work() -> T:
         with interruption.cancellable(gone):
-            return function(*arguments)
+            try:
+                return function(*arguments)
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    raise
+                raise RuntimeError(f"a library failed: {error}") from error  # a panic in Rust
 
     loop = asyncio.get_running_loop()
     try:

@@ -5,6 +5,9 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dflash_jax.server.protocol import Problem
+from dflash_jax.server.writer import encode
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 5.0  # seconds between two probes
 COMMENTS = "dflash_jax.comments"  # in a scope's state: server-sent events are the answer
 
@@ -34,6 +37,20 @@ class Connection(H11Protocol):
             self._heard_all = True
             self._probe(FIRST_PAUSE)
         return True
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP by an error object as other requests get it, and close."""
+        problem = Problem(400, "the request is not valid HTTP", code="invalid_http")
+        body = encode(problem.to_json())
+        length = str(len(body)).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", length),
+                   (b"connection", b"close")]  # fmt: skip
+        answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        events = (answer, h11.Data(data=body), h11.EndOfMessage())
+        free = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)  # else an answer has begun
+        for event in events if free else ():
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _probe(self, pause: float) -> None:
         cycle = self.cycle

@@ -1,4 +1,4 @@
-"""What surrounds every route: keys, limits, and errors as clients expect them."""
+"""What surrounds every route: hosts, keys, limits, and errors as clients expect them."""
 
 import dataclasses
 import hmac
@@ -6,9 +6,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dflash_jax.server.access import ANY, AllowedHosts, is_json, is_own_page
 from dflash_jax.server.generation import shutting_down
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.protocol import Problem, new_id
@@ -32,7 +35,8 @@ class Settings:
         that it needs are being compiled. Proxies commonly give up after 60.
       keepalive: seconds of silence after which a stream gets a comment.
       metrics: answer every request with the figures of `return_metrics` and `timings_per_token`.
-      cors: origins whose scripts may use the server; none by default.
+      cors: origins whose pages may use the server, or "*" for any; none by default.
+      allowed_hosts: hosts it answers for besides those that `access.allowed_hosts` names.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -42,6 +46,7 @@ class Settings:
     keepalive: float = 15.0
     metrics: bool = False
     cors: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
 
 
 class Gate:
@@ -50,6 +55,23 @@ class Gate:
     def __init__(self, settings: Settings, metrics: Metrics):
         self._settings, self._metrics = settings, metrics
         self.draining = False
+
+    def surrounding(self, app: ASGIApp, hosts: AllowedHosts) -> ASGIApp:
+        """The application behind the checks that requests have to pass whatever their path."""
+
+        async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                try:
+                    headers = Headers(scope=scope)
+                    _check_framing(headers, scope["http_version"])
+                    _check_hosts(headers, hosts)
+                except Problem as problem:
+                    refusal = self._refuse(problem, new_id("req_"))
+                    refusal.headers["connection"] = "close"
+                    return await refusal(scope, receive, send)
+            return await app(scope, receive, send)
+
+        return checked
 
     def guarded(self, handler: Handler) -> Handler:
         """The handler, for those who may come in; what it raises becomes an answer."""
@@ -87,9 +109,11 @@ class Gate:
         """The request's body.
 
         Raises:
-          Problem: 413 if it is too large, 415 if it is compressed.
+          Problem: 413 if it is too large, 415 if it is compressed, or may come from a page of
+            another site.
           Gone: the client left.
         """
+        self._check_origin(request)
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", ""):
             raise Problem(415, f"content-encoding {coding!r}; send the body as it is")
@@ -127,6 +151,24 @@ class Gate:
         if sum(len(name) + len(value) for name, value in request.headers.raw) > MOST_HEADERS:
             raise Problem(431, f"the headers are larger than {MOST_HEADERS} bytes")
 
+    def _check_origin(self, request: Request) -> None:
+        """Refuse, by Problem 415, what a page of another site can send without asking first.
+
+        Browsers ask, by a preflight request, before they send JSON. Other clients send no origin.
+        """
+        origin, kinds = request.headers.get("origin"), request.headers.getlist("content-type")
+        known = (ANY, origin, (origin or "").lower())
+        if origin is None or is_json(kinds) or any(o in self._settings.cors for o in known):
+            return
+        if not is_own_page(origin, request.headers.get("host", "")):
+            raise Problem(
+                415,
+                f"content-type {', '.join(kinds)[:100]!r} in a request with the Origin header"
+                f" {origin[:100]!r}; send application/json, or start the server with --cors-origin"
+                " and that origin",
+                code="unsupported_content_type",
+            )
+
     def _authorise(self, request: Request) -> None:
         if not self._settings.api_keys or request.scope["path"] in OPEN_PATHS:
             return
@@ -136,6 +178,35 @@ class Gate:
         good = [hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]
         if not any(good):
             raise Problem(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+def _check_framing(headers: Headers, version: str) -> None:
+    """Refuse, by Problem 400, requests of which a proxy may have seen another end than we do.
+
+    What follows such an end could be taken for a request of the proxy's next client.
+    """
+    if "transfer-encoding" in headers and ("content-length" in headers or version < "1.1"):
+        other = "a Content-Length header" if "content-length" in headers else f"HTTP/{version}"
+        raise Problem(
+            400,
+            f"a Transfer-Encoding header and {other} contradict each other; send one length",
+            code="ambiguous_length",
+        )
+
+
+def _check_hosts(headers: Headers, hosts: AllowedHosts) -> None:
+    """Refuse, by Problem 403, requests that are addressed to another host.
+
+    Without a Host header there is nothing to check: only programs speak HTTP/1.0, no browser.
+    """
+    given = headers.getlist("host")
+    if len(given) > 1 or not all(map(hosts.accepts, given)):
+        raise Problem(
+            403,
+            f"the Host header is {', '.join(given)[:100]!r}, which is not known as a name of this"
+            " server; use its address, or start it with --allowed-host and that name",
+            code="host_not_allowed",
+        )
 
 
 def log_refusal(number: str, problem: Problem) -> None:

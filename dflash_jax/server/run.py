@@ -116,11 +116,13 @@ async def serve(
         for name, make in engines.items()
     }
     models = [Model(name, worker, listening.defaults) for name, worker in workers.items()]
-    server = Server(models, listening.settings)
+    bound = [listening.host, *(each.getsockname()[0] for each in sockets)]
+    server = Server(models, listening.settings, bound)
     config = uvicorn.Config(
         server.app,
         host=listening.host,
         http=Connection,
+        ws="none",
         h11_max_incomplete_event_size=64 * 1024,
         loop="asyncio",
         lifespan="off",

@@ -213,8 +213,8 @@ class Worker:
         assert self.engine is not None
         try:
             self.engine.advance()
-        except Exception as error:  # nothing may end this thread silently
-            self._recover(error)
+        except BaseException as error:  # nothing may end this thread silently
+            self._recover(_as_exception(error))
             return
         self._failures = 0
         self._tell([news for job in self._jobs if (news := job.news())])
@@ -238,8 +238,8 @@ class Worker:
         assert self.engine is not None
         try:
             [live] = self.engine.prepare(job.prompt, cancel=job.cell, **job.options)
-        except Exception as error:
-            self._refuse(job, error)
+        except BaseException as error:
+            self._refuse(job, _as_exception(error))
             return
         if threading.current_thread() is self._thread:
             self._accept(job, live)
@@ -340,3 +340,10 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed; nobody listens any more
             self._stopping = True
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """The error; a ComputeError where it is none to Python, as panics of libraries in Rust are."""
+    if isinstance(error, Exception):
+        return error
+    return ComputeError(f"a library failed ({type(error).__name__}: {error}); see the server's log")

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import QueueFullError
 
@@ -103,6 +104,45 @@ def test_threads_may_submit_stream_and_cancel(tiny3: Engine, tiny: Engine) -> No
     assert not errors
     assert said == wanted
     assert not tiny3.busy or not tiny3.active
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("end", ["dropped", "iterator dropped", "closed", "cancelled", "in queue"])
+def test_an_engine_is_not_busy_once_nobody_waits_for_its_requests(
+    tiny3: Engine, end: str, closes: bool
+) -> None:
+    cell = dj.CancelCell()
+    for _ in range(1 + 3 * (end == "in queue")):
+        stream = tiny3.stream([3, 1], max_tokens=100, cancel=cell)
+    pieces = iter(stream)
+    next(pieces)
+    assert tiny3.busy
+    assert tiny3.loop.flights  # calls that were not read yet
+    if end == "cancelled":
+        cell.cancel("client_abort")
+    elif end == "closed":
+        stream.close()
+    elif end == "iterator dropped":
+        del pieces
+    else:
+        del pieces, stream
+    if closes:
+        tiny3.close()
+    assert not tiny3.busy
+    assert (tiny3.active, tiny3.queued, len(tiny3.loop.flights)) == (0, 0, 0)
+    assert len(tiny3.generate([3, 1], max_tokens=5, ignore_eos=True).token_ids) == 5
+
+
+def test_a_request_that_somebody_waits_for_keeps_an_engine_busy(tiny3: Engine) -> None:
+    first, second = (tiny3.stream([i, 1], max_tokens=40, ignore_eos=True) for i in (3, 4))
+    pieces = iter(first)
+    next(pieces)
+    del pieces, first
+    tiny3.close()
+    assert tiny3.busy
+    assert tiny3.active == 1
+    assert sum(len(piece.token_ids) for piece in second) == 40
+    assert not tiny3.busy
 
 
 def test_one_thread_may_serve_all_others(short: Engine, tiny: Engine) -> None:

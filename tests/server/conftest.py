@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -93,6 +93,14 @@ def run_server(
     while ready and not others and httpx.get(live.url + "/ready").status_code == 503:
         time.sleep(0.01)
     return live
+
+
+def twin(engine: Engine, **changes: Any) -> Engine:
+    """Another engine over the same weights and compiled programs, its plan changed."""
+    plan = dataclasses.replace(engine.plan, **changes)
+    made = Engine(engine.target, engine.drafter, engine.params, plan, tokenizer=engine.tokenizer)
+    made.executables = engine.executables
+    return made
 
 
 @pytest.fixture(scope="session")

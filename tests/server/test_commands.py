@@ -87,7 +87,7 @@ def test_closed_connections_do_not_kill_it_and_sigterm_ends_it_in_order(
     body = {"prompt": [1, 2, 3], "max_tokens": 60, "stream": True, "ignore_eos": True}
     raw = json.dumps(body).encode()
     host = httpx.URL(url)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
     for _ in range(10):
         with socket.create_connection((host.host, host.port or 0)) as connection:
             connection.sendall(head.encode() + raw)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import gzip
 import json
@@ -48,7 +47,8 @@ from dflash_jax.server.protocol import Ask
 from dflash_jax.server.run import Listening, serve
 from dflash_jax.server.thinking import EFFORTS
 from dflash_jax.server.worker import Job, Worker
-from tests.server.conftest import QUEUE, Live, run_server
+from dflash_jax.tokenizer import Tokenizer
+from tests.server.conftest import QUEUE, Live, run_server, twin
 
 
 def serves(live: Live) -> bool:
@@ -191,13 +191,14 @@ def test_C6_a_client_that_leaves_while_its_prompt_is_made_is_never_served(
     monkeypatch.setattr(app, "prepare", slow)
     monkeypatch.setattr(live.engine, "submit", lambda *a, **k: submitted.append(a))
     sample = 'request_cancelled_total{phase="tokenisation",reason="disconnect"}'
+    before = scraped(live).get(sample, 0)
     with contextlib.closing(send(live.url, ASK)):
         assert begun.wait(20)
     end = time.monotonic() + 20
-    while sample not in scraped(live) and time.monotonic() < end:
+    while scraped(live).get(sample, 0) == before and time.monotonic() < end:
         time.sleep(0.01)
     gone.set()
-    assert scraped(live)[sample] == 1
+    assert scraped(live)[sample] == before + 1
     assert live.is_idle()
     assert not submitted
 
@@ -236,13 +237,6 @@ def test_more_outputs_than_the_queue_holds_are_refused_together(live: Live) -> N
 
 
 # -- other settings, over the same compiled programs -------------------------------------------
-
-
-def twin(engine: Engine, **changes: Any) -> Engine:
-    plan = dataclasses.replace(engine.plan, **changes)
-    made = Engine(engine.target, engine.drafter, engine.params, plan, tokenizer=engine.tokenizer)
-    made.executables = engine.executables
-    return made
 
 
 @pytest.fixture
@@ -308,8 +302,31 @@ def test_keys_are_needed_and_any_takes_the_model_that_was_used_last(
         assert allowed["access-control-allow-origin"] == "http://page"
 
 
+class Panic(BaseException):
+    """As the tokenizers library raises one in its worst moments."""
+
+
+def test_a_request_that_makes_a_library_panic_is_alone_refused(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: Any, **__: Any) -> None:
+        raise Panic("slice index starts at -1")
+
+    monkeypatch.setattr(Engine, "prepare", panic)
+    failed = httpx.post(live.url + CHAT, json=ASK, timeout=30)
+    assert failed.status_code == 500
+    assert "slice index" in failed.json()["error"]["message"]
+    monkeypatch.undo()
+    monkeypatch.setattr(Tokenizer, "encode", panic)
+    failed = httpx.post(live.url + "/tokenize", json={"content": "a"}, timeout=30)
+    assert (failed.status_code, failed.json()["error"]["type"]) == (500, "api_error")
+    monkeypatch.undo()
+    assert serves(live)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
 def test_a_failed_step_ends_its_requests_and_not_the_server(
-    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     engine = twin(random_tiny)
     engine.break_even = engine.compiled.seconds = 0.5  # a measurement and a counter: they stay
@@ -318,7 +335,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     def failing(self: Engine) -> None:
         if failures and self is engine:
             failures.pop()
-            raise RuntimeError("the device is on fire")
+            raise kind("the device is on fire")
         advance(self)
 
     monkeypatch.setattr(Engine, "advance", failing)

@@ -1,0 +1,202 @@
+"""Hidden folders in which something is written that is to appear whole: `.NAME.partial-PID-RANDOM`.
+
+    .NAME.partial-PID-RANDOM/new   what is written; renamed to NAME at the end
+    .NAME.partial-PID-RANDOM/old   what NAME was until then
+
+The writer holds a lock on the folder. A folder without one was left by a process that was killed.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # no such system runs JAX on more than a CPU
+    fcntl = None
+
+NEW, OLD = "new", "old"
+LONGEST = 40  # characters of a name in that of its folder; a name may be as long as names may be
+EXCHANGE, HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
+
+
+class Partial:
+    """A folder in which something is written, and the lock that says so.
+
+    Args:
+      place: where what is written will appear.
+
+    Raises:
+      OSError: the folder cannot be made.
+    """
+
+    def __init__(self, place: Path):
+        self._place = place
+        self._lock = -1
+        while True:
+            own = f"{os.getpid()}-{secrets.token_hex(4)}"
+            self.folder = place.parent / f".{_stem(place)}.partial-{own}"
+            self.folder.mkdir()
+            self._lock = os.open(self.folder, os.O_RDONLY)
+            if _lock(self._lock) is not False and _is_at(self._lock, self.folder):
+                return
+            self.release()  # another process took it for one that was left, and removed it
+
+    @property
+    def content(self) -> Path:
+        """Where to write a file or folder."""
+        return self.folder / NEW
+
+    def publish(self, *, replaces: bool) -> None:
+        """Put what was written in its place, whole; what was there lies in the folder then.
+
+        Raises:
+          OSError: it cannot be renamed, such as onto a folder that `replaces` does not allow.
+        """
+        old = self.folder / OLD
+        if not replaces or not os.path.lexists(self._place):
+            self.content.rename(self._place)
+        elif _exchange(self.content, self._place):
+            self.content.rename(old)
+        else:
+            self._place.rename(old)
+            try:
+                self.content.rename(self._place)
+            except OSError:
+                old.rename(self._place)
+                raise
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def clear(place: Path) -> None:
+    """Remove what killed processes left of writing `place`; what they had moved away returns.
+
+    Nothing of a process that still runs is touched: it holds a lock, or, where the file system
+    knows none, is known by its number.
+    """
+    pattern = re.compile(re.escape(f".{_stem(place)}.") + r"(partial|old)-(\d+)-[0-9a-f]+")
+    try:
+        found = [(path, pattern.fullmatch(path.name)) for path in place.parent.iterdir()]
+    except OSError:
+        return
+    for path, match in found:
+        if match:
+            with contextlib.suppress(OSError):
+                _clear_one(place, path, int(match[2]))
+
+
+def _clear_one(place: Path, folder: Path, pid: int) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK)
+    try:
+        if _lock(descriptor) is False or _may_run(pid, os.fstat(descriptor).st_mtime):
+            return
+        if (folder / OLD).exists() and not os.path.lexists(place):
+            (folder / OLD).rename(place)
+        if folder.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            folder.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Lock a folder; False if another process has, None where the file system knows no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether a descriptor's folder still has this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def _may_run(pid: int, written: float) -> bool:
+    """Whether the process of this number may be the one that wrote a folder at a time, in seconds.
+
+    Numbers are given again: a process that began after the folder was made is another one.
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass  # another user's
+    started = _started(pid)
+    return started is None or started <= written + 1
+
+
+def _started(pid: int) -> float | None:
+    """When a process began, in seconds since the epoch; None if the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        [boot] = re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text("utf-8"), re.MULTILINE)
+        return int(boot) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names at once, so that neither is ever missing; False if that cannot be done."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    return rename(HERE, os.fsencode(one), HERE, os.fsencode(other), EXCHANGE) == 0
+
+
+def flush(path: Path) -> None:
+    """Have a file, or a folder with all that is in it, written to the disk.
+
+    Raises:
+      OSError: the disk is full, or fails.
+    """
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
+            if not (file := Path(folder, name)).is_symlink():
+                _sync(file)
+        flush_folder(Path(folder))
+    if not path.is_dir():
+        _sync(path)
+
+
+def flush_folder(path: Path) -> None:
+    """Have the names in a folder written to the disk, where its file system can do that."""
+    with contextlib.suppress(OSError):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _stem(place: Path) -> str:
+    """A short name for a place among those in its folder."""
+    if len(place.name) <= LONGEST:
+        return place.name
+    digest = hashlib.sha256(os.fsencode(place.name)).hexdigest()
+    return f"{place.name[: LONGEST - 9]}-{digest[:8]}"

@@ -1,0 +1,295 @@
+"""Prefix folders in any state: what is damaged is fed as usual, and nothing is read blindly."""
+
+import json
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.prefix_disk import PrefixDisk
+from dflash_jax.engine.prefix_files import Arrays, read_arrays
+from tests.engine.test_prefix_disk import CHUNK, PROMPT, SAMPLED, disk, entries, opened
+
+SMALL = 4
+IDS = tuple(range(100, 100 + 3 * SMALL + 1))  # three chunks, and a token that is always fed
+KINDS = [("float32", (2, SMALL, 3)), ("int8", (5,)), ("float32", (1,))]
+NAMES = ("about.json", "arrays")
+
+
+def segments() -> dict[int, Arrays]:
+    random = np.random.default_rng(3)
+    ends = range(SMALL, len(IDS), SMALL)
+    return {e: [random.integers(-99, 99, s).astype(d) for d, s in KINDS] for e in ends}
+
+
+def small(folder: Path, *, kinds: Any = KINDS) -> PrefixDisk:
+    named: dict[str, Any] = {"chunk": SMALL, "budget": 1 << 20, "identity": "0" * 32}
+    return PrefixDisk(folder, kinds=kinds, **named)
+
+
+def found(one: PrefixDisk) -> dict[int, Arrays]:
+    reading = one.read(IDS, 0, 9)
+    return dict(reading.result(60)) if reading else {}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """The second of a prompt's three entries; all were written, and can be read."""
+    one = small(tmp_path / "folder")
+    one.keep(IDS, segments())
+    one.flush()
+    assert sorted(found(one)) == [0, SMALL, 2 * SMALL]
+    return one._place(IDS[: 2 * SMALL])
+
+
+def check(written: Path, *, kinds: Any = KINDS) -> set[int]:
+    """Where segments were found: each with the bits that were written, or not at all."""
+    came = found(small(written.parents[1], kinds=kinds))
+    expected = segments()
+    for start, arrays in came.items():
+        for array, kept in zip(arrays, expected[start + SMALL], strict=True):
+            assert (array.dtype, array.shape) == (kept.dtype, kept.shape)
+            np.testing.assert_array_equal(array, kept)
+    return set(came)
+
+
+@pytest.mark.parametrize("bit", [0x01, 0x10, 0x80])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_flipped_bit_is_ever_restored(
+    written: Path, name: str, bit: int, tmp_path: Path
+) -> None:
+    whole, backup = (written / name).read_bytes(), tmp_path / "backup"
+    shutil.copytree(written, backup)
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= bit
+        (written / name).write_bytes(damaged)
+        came = check(written)
+        # The token alone cannot be told from another one; then the next entry's does not fit.
+        assert came == {0} or (name == "about.json" and 0 in came), place
+        restore(written, backup)
+
+
+def restore(written: Path, backup: Path) -> None:
+    for entry in written.parent.iterdir():
+        if entry.name == written.name:
+            shutil.rmtree(entry)
+    shutil.copytree(backup, written, dirs_exist_ok=True)
+    one = small(written.parents[1])
+    one.keep(IDS, segments())  # the third entry, should it have gone with the second
+    one.flush()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_truncated_file_is_ever_restored(written: Path, name: str, tmp_path: Path) -> None:
+    whole, backup = (written / name).read_bytes(), tmp_path / "backup"
+    shutil.copytree(written, backup)
+    for length in (*range(len(whole)), len(whole) + 1, 2 * len(whole)):
+        (written / name).write_bytes((whole + whole)[:length])
+        assert check(written) == {0}, length
+        assert not written.exists()
+        restore(written, backup)
+
+
+HUGE = 10**18
+VALUES: list[Any] = [
+    10**9, HUGE, -1, 0, 1.5, float("nan"), float("inf"), "", "arrays", None, True, [], {}, [[]],
+    [[[]]], {"a": {"b": []}}, [["float32", [2, SMALL, 3]]], [["float32", [HUGE, HUGE]]],
+    [["float32", [-2, -SMALL, 3]]], [["O", [2]]], [["V1000000000", [1]]], [["float32", ["2"]]],
+    [["float32", [float("nan")]]], [["float32", "2"]], [[None, None]], [[3, 4, 5]],
+    [["float32", [0, HUGE]]], [["float32", [0, 10**30]]], [["float32", [1] * 40]],
+    [[["a", "float32"], [2]]], [[[["a", "<f4", [10**9]]], [1]]], [["float32", [2]]] * 50_000,
+    "9" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("with_kinds", [True, False])
+@pytest.mark.parametrize("field", ["arrays", "crc32", "ids", "token", "continues", "identity"])
+def test_no_value_in_the_description_is_believed(
+    written: Path, field: str, with_kinds: bool, tmp_path: Path
+) -> None:
+    backup = tmp_path / "backup"
+    shutil.copytree(written, backup)
+    about = json.loads((written / "about.json").read_text())
+    for value in VALUES:
+        (written / "about.json").write_text(json.dumps(about | {field: value}))
+        came = check(written, kinds=KINDS if with_kinds else None)
+        accepted = field == "token" and isinstance(value, str)  # of any text
+        assert came == ({0, SMALL} if accepted else {0}), value
+        restore(written, backup)
+
+
+FORMS = ["", "[]", "null", "5", '"about"', "[" * 100_000, "{" * 10, "\0", '{"arrays":' * 50_000,
+         "9" * 5000, "NaN", "\ufeff{}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_no_description_of_another_form_is_believed(written: Path, text: str) -> None:
+    (written / "about.json").write_text(text)
+    assert check(written) == {0}
+    assert not written.exists()
+
+
+def fifo(place: Path) -> None:
+    os.mkfifo(place)
+
+
+def folder(place: Path) -> None:
+    place.mkdir()
+    (place / "within").write_text("x")
+
+
+def loop(place: Path) -> None:
+    place.symlink_to(place.name)
+
+
+def nowhere(place: Path) -> None:
+    place.symlink_to("missing")
+
+
+def endless(place: Path) -> None:
+    place.symlink_to("/dev/zero")
+
+
+def elsewhere(place: Path) -> None:
+    """A link to what stood there, which is a file or a folder of the right contents."""
+    place.symlink_to(place.parents[2] / "moved")
+
+
+def empty(place: Path) -> None:
+    place.touch()
+
+
+def sparse(place: Path) -> None:
+    place.touch()
+    os.truncate(place, 1 << 42)  # four terabytes, of which the disk holds none
+
+
+KINDS_OF_PLACES = [fifo, folder, loop, nowhere, endless, elsewhere, empty, sparse]
+
+
+@pytest.fixture
+def few_bytes() -> Iterator[None]:
+    """No test may take two gigabytes more than the process has."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + (2 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "."])
+@pytest.mark.parametrize("make", KINDS_OF_PLACES)
+def test_what_is_no_file_is_removed_and_the_prompt_fed(
+    tiny: Engine, name: str, make: Callable[[Path], None], tmp_path: Path, few_bytes: None
+) -> None:
+    truth = tiny.generate(PROMPT, **SAMPLED).token_ids
+    home = tmp_path / "folder"
+    engine = opened(tiny, home)
+    engine.generate(PROMPT, max_tokens=1)
+    engine.close()
+    second = disk(engine)._place(tuple(PROMPT[: 2 * CHUNK]))
+    place = second if name == "." else second / name
+    shutil.move(place, tmp_path / "moved")
+    make(place)
+    engine = opened(tiny, home)
+    again = engine.generate(PROMPT, **SAMPLED)
+    assert (again.token_ids, again.stats.cached_tokens) == (truth, CHUNK)
+    engine.close()
+    assert disk(engine).counters.failed == 0
+    assert all(stat.S_ISDIR(entry.lstat().st_mode) for entry in entries(home))
+    if make is elsewhere:
+        assert (tmp_path / "moved").exists()  # a link is removed, never what it leads to
+    healed = opened(tiny, home).generate(PROMPT, **SAMPLED)
+    assert (healed.token_ids, healed.stats.cached_tokens) == (truth, 3 * CHUNK)
+
+
+@pytest.mark.parametrize("make", [fifo, loop, nowhere, empty])
+def test_what_is_no_home_of_entries_is_left_alone(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    make(tmp_path / f"prefixes-{'1' * 32}")
+    one = small(tmp_path)
+    one.keep(IDS, segments())
+    one.flush()
+    assert (one.counters.failed, sorted(found(one))) == (0, [0, SMALL, 2 * SMALL])
+
+
+def test_a_description_names_no_more_arrays_than_its_file_has_room_for(tmp_path: Path) -> None:
+    for said in (10**9, [["float32", [10**9]]], [["uint8", [0]]] * 10**5):
+        about = {"arrays": said, "crc32": 0}
+        for kinds in (KINDS, None):
+            with pytest.raises((OSError, TypeError, ValueError)):
+                read_arrays(tmp_path / "missing", about, kinds=kinds, max_bytes=1000)
+
+
+READ_ONLY = """
+import ctypes, errno, logging, pathlib, sys
+import numpy as np
+from tests.engine.test_prefix_damage import IDS, SMALL, found, segments, small
+
+class Header(ctypes.Structure):
+    _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
+# The administrator may write anywhere; these are the capabilities by which he does.
+libc, header, sets = ctypes.CDLL(None), Header(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert libc.capget(ctypes.byref(header), sets) == 0
+for i in range(3):
+    sets[i] &= ~0b1110
+assert libc.capset(ctypes.byref(header), sets) == 0
+logging.basicConfig()
+place = pathlib.Path(sys.argv[1])
+try:
+    (place / "probe").touch()
+    sys.exit(7)
+except OSError as error:
+    assert error.errno in (errno.EACCES, errno.EROFS)
+one = small(place)
+print(sorted(found(one)))
+one.keep((1, *IDS), segments())
+one.flush()
+print(one.counters.failed, one.counters.written)
+"""
+
+
+def test_a_read_only_folder_is_read_and_costs_a_line_where_it_cannot_be_written(
+    written: Path,
+) -> None:
+    home = written.parents[1]
+    (written / "arrays").write_bytes(b"damaged")
+    places = [home, *home.rglob("*")]
+    for place in places:
+        place.chmod(0o500 if place.is_dir() else 0o400)
+    try:
+        command = [sys.executable, "-c", READ_ONLY, str(home)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    finally:
+        for place in places:
+            place.chmod(0o700)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "[0]\n1 0\n"
+    [line] = ended.stderr.splitlines()
+    assert "a prefix was not written to" in line
+    assert "Permission denied" in line
+
+
+def test_an_error_that_nobody_expects_costs_the_prefix_and_not_the_request(
+    written: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("no\nroom")
+
+    one = small(written.parents[1])
+    monkeypatch.setattr("dflash_jax.engine.prefix_disk.read_about", fail)
+    assert found(one) == {}
+    assert caplog.records[0].getMessage().endswith(": no")
+    monkeypatch.undo()
+    assert len(found(one)) == 3
