@@ -41,13 +41,14 @@ from dflash_jax.errors import CheckpointError, ComputeError, RequestError
 from dflash_jax.server import app, figures
 from dflash_jax.server.gate import Settings
 from dflash_jax.server.generation import prepare
+from dflash_jax.server.jobs import Job
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Model
 from dflash_jax.server.prompt import Prompt
 from dflash_jax.server.protocol import Ask
 from dflash_jax.server.run import Listening, serve
 from dflash_jax.server.thinking import EFFORTS
-from dflash_jax.server.worker import Job, Worker
+from dflash_jax.server.worker import Worker
 from tests.server.conftest import QUEUE, Live, run_server
 
 
