@@ -9,7 +9,7 @@ from urllib.parse import unquote_to_bytes
 
 from dflash_jax.errors import RequestError
 from dflash_jax.server.protocol import Message, Problem
-from dflash_jax.tools.declared import Choice, Tool, choice_of, tools_of
+from dflash_jax.tools.declared import Choice, Tool, choice_of, is_deep, tools_of
 
 MOST_MESSAGES = 8192  # templates take time for each, however short
 MOST_TOOLS = 1024
@@ -259,6 +259,6 @@ def past_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 parsed = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
                 parsed = None
-            arguments = parsed if isinstance(parsed, dict) else arguments
+            arguments = parsed if isinstance(parsed, dict) and not is_deep(parsed) else arguments
         made.append(call | {"function": function | {"arguments": arguments}})
     return made

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from dflash_jax.engine.recovery import Recovery
-from dflash_jax.tools.declared import Choice, Tool
+from dflash_jax.tools.declared import MOST_DEPTH, Choice, Tool, is_deep
 
 Message = dict[str, Any]
 MOST_CHOICES = 64
@@ -143,15 +143,20 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
     """A request body, and the fields in it that the API does not know.
 
     Raises:
-      Problem: it is no JSON, or a field is missing or of the wrong type.
+      Problem: it is no JSON, is nested too deeply, or a field is missing or of the wrong type.
     """
     check_entries(body)
     try:
         raw = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))  # as Windows writes files
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError:
+        raise _too_deep("the body") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Problem(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise Problem(400, "the body is not a JSON object", code="invalid_json")
+    if is_deep(raw):
+        name = next((name for name, value in raw.items() if is_deep([value])), None)
+        raise _too_deep(name or "the body", name)
     for name in _whole_numbers(kind) & raw.keys():
         if isinstance(given := raw[name], float) and given.is_integer():
             raw[name] = int(given)  # some languages write 8 as 8.0
@@ -164,10 +169,18 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
         if missing := re.fullmatch("Object missing required field `(.*)`", text):
             param = missing[1]
         raise Problem(400, f"{text}{where}", param=param) from None
-    except RecursionError:
-        raise Problem(400, "the body is nested too deeply", code="invalid_json") from None
     known = kind.__struct_fields__
     return found, {name: value for name, value in raw.items() if name not in known}
+
+
+def _too_deep(where: str, param: str | None = None) -> Problem:
+    return Problem(
+        400,
+        f"{where} is nested more than {MOST_DEPTH} levels deep; send objects and arrays of fewer"
+        " levels",
+        param=param,
+        code="nested_too_deeply",
+    )
 
 
 def check_entries(body: bytes) -> None:
