@@ -54,9 +54,9 @@ def add_verb(verbs: Any) -> None:
     server.add_argument(
         "--max-body",
         type=int,
-        default=32 * 2**20,
         metavar="BYTES",
-        help="largest body of a request (default 32 MiB)",
+        help="largest body of a request (default: 64 bytes for every token of the longest context,"
+        " at least 4 and at most 32 MiB)",
     )
     server.add_argument(
         "--max-tokens",
@@ -138,6 +138,8 @@ def check(options: argparse.Namespace) -> None:
         if not 0 <= (seconds := getattr(options, name)) < math.inf:
             flag = name.replace("_", "-")
             raise RequestError(f"--{flag} is {seconds}; expected seconds, 0 or more")
+    if options.max_body is not None and options.max_body < 1:
+        raise RequestError(f"--max-body is {options.max_body}; expected bytes, 1 or more")
     if not 0 < options.grammar_timeout < math.inf:
         raise RequestError(
             f"--grammar-timeout is {options.grammar_timeout}; expected seconds, more than 0"

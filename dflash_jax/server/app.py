@@ -56,7 +56,7 @@ class Server:
     def __init__(self, models: Sequence[Model], settings: Settings):
         self.models = Models(models)
         self._settings, self._metrics = settings, Metrics()
-        self._gate = Gate(settings, self._metrics)
+        self._gate = Gate(settings, self._metrics, self.models)
         self._running: set[Generation] = set()
         self._kept = Kept()
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}

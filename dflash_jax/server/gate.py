@@ -1,16 +1,21 @@
 """What surrounds every route: keys, limits, and errors as clients expect them."""
 
+import asyncio
+import contextlib
 import dataclasses
 import hmac
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_jax.allocator import give_back
 from dflash_jax.server.generation import shutting_down
 from dflash_jax.server.metrics import Metrics
+from dflash_jax.server.models import Models
 from dflash_jax.server.protocol import Problem, new_id
 from dflash_jax.server.streaming import Gone, json_answer
 
@@ -18,6 +23,14 @@ log = logging.getLogger("dflash_jax.server")
 Handler = Callable[[Request], Awaitable[Response]]
 OPEN_PATHS = ("/", "/health", "/ready")
 MOST_HEADERS = 64 * 1024
+# A token is about four bytes of text. One character of it takes six where it is escaped, and
+# messages, calls and schemas have names and punctuation that no template shows.
+BYTES_PER_TOKEN = 64
+LEAST_BODY, MOST_BODY = 4 * 2**20, 32 * 2**20  # bytes, of the limit that follows from the models
+# What is read of a body that is too large, so that its client, which sends first, sees the answer.
+DISCARDED, DISCARD_S = 64 * 2**20, 5.0  # bytes and seconds
+# After requests with bodies of so many bytes, malloc gives back what it keeps of them.
+LARGE, GIVE_BACK_S = 2**20, 1.0  # bytes; seconds after the answer, at most once in that time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +39,7 @@ class Settings:
 
     Attributes:
       api_keys: accepted keys; none lets everyone in.
-      max_body: most bytes of a request body.
+      max_body: most bytes of a request body; None follows from the longest context of the models.
       timeout: seconds after which a request is ended with what it has; a request may ask for less.
       compile_wait: seconds after which a request that is not streamed is refused while programs
         that it needs are being compiled. Proxies commonly give up after 60.
@@ -36,7 +49,7 @@ class Settings:
     """
 
     api_keys: tuple[str, ...] = ()
-    max_body: int = 32 * 2**20
+    max_body: int | None = None
     timeout: float | None = 600.0
     compile_wait: float = 50.0
     keepalive: float = 15.0
@@ -47,9 +60,19 @@ class Settings:
 class Gate:
     """Lets requests in, and turns what goes wrong behind it into error objects."""
 
-    def __init__(self, settings: Settings, metrics: Metrics):
-        self._settings, self._metrics = settings, metrics
+    def __init__(self, settings: Settings, metrics: Metrics, models: Models):
+        self._settings, self._metrics, self._models = settings, metrics, models
         self.draining = False
+        self._gives_back = False  # soon
+
+    @property
+    def max_body(self) -> int:
+        """Most bytes of a request body."""
+        if self._settings.max_body is not None:
+            return self._settings.max_body
+        engines = [engine for model in self._models if (engine := model.worker.engine)]
+        longest = max((engine.plan.max_length for engine in engines), default=0)
+        return min(max(BYTES_PER_TOKEN * longest, LEAST_BODY), MOST_BODY)
 
     def guarded(self, handler: Handler) -> Handler:
         """The handler, for those who may come in; what it raises becomes an answer."""
@@ -70,6 +93,10 @@ class Gate:
                 log.exception("%s failed", number)
                 problem = Problem(500, f"internal error: {type(error).__name__}")
                 return self._refuse(problem, number)
+            finally:
+                if getattr(request.state, "body_size", 0) > LARGE and not self._gives_back:
+                    self._gives_back = True
+                    asyncio.get_running_loop().call_later(GIVE_BACK_S, self._give_back)
 
         return answer
 
@@ -93,10 +120,16 @@ class Gate:
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", ""):
             raise Problem(415, f"content-encoding {coding!r}; send the body as it is")
-        most = self._settings.max_body
-        too_large = Problem(413, f"the body is larger than {most} bytes", code="body_too_large")
+        most = self.max_body
+        too_large = Problem(
+            413,
+            f"the body is larger than {most} bytes, the most this server reads; send less, or start"
+            " it with a larger --max-body",
+            code="body_too_large",
+        )
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > most:
+            await _discard(request)
             raise too_large
         body = bytearray()
         while True:
@@ -105,10 +138,18 @@ class Gate:
                 self._metrics.cancelled("disconnect", "body")
                 raise Gone
             body += message.get("body", b"")
+            request.state.body_size = len(body)
             if len(body) > most:
+                body.clear()
+                await _discard(request)
                 raise too_large
             if not message.get("more_body", False):
                 return bytes(body)
+
+    def _give_back(self) -> None:
+        """Have malloc give back what is free, in a thread: it takes tens of milliseconds."""
+        self._gives_back = False
+        threading.Thread(target=give_back, name="give-back", daemon=True).start()
 
     def check_open(self) -> None:
         """Refuses, by Problem 503, while the server drains."""
@@ -136,6 +177,24 @@ class Gate:
         good = [hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]
         if not any(good):
             raise Problem(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+async def _discard(request: Request) -> None:
+    """Read on for a while, without keeping anything.
+
+    The system resets a connection that is closed while data is unread, and a client that still
+    sends would see the reset instead of the answer.
+    """
+    if request.headers.get("expect", "").lower() == "100-continue":
+        return  # the client waits for the answer before it sends
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while size < DISCARDED:
+                message = await request.receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def log_refusal(number: str, problem: Problem) -> None:

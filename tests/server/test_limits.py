@@ -1,24 +1,31 @@
 """Requests of any size and shape: refused early, and worked on outside the event loop."""
 
 import json
+import re
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dflash_jax.server import conversation as conversations
-from dflash_jax.server import protocol
+from dflash_jax.server import gate, protocol
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.blocks import messages_of as blocks_of
 from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.conversation import MOST_MESSAGES, MOST_TOOLS, conversation
 from dflash_jax.server.fields import MOST_STOP_IDS
+from dflash_jax.server.gate import Gate, Settings
 from dflash_jax.server.items import messages_of as items_of
+from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.protocol import Problem, check_entries
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import CONTEXT, Live
+from tests.server.test_compiling import soon
 
 USER = {"role": "user", "content": "a"}
 LONG = "b" * (CONTEXT * 100)
@@ -173,15 +180,93 @@ def test_a_body_of_too_many_entries_is_refused_before_it_is_decoded(
     assert decoded == []
 
 
-@pytest.mark.parametrize("content", ["[{:" * 9, '\\"[{:' * 9, '"[', "\\" * 9 + "[" * 20, ""])
-def test_brackets_inside_of_texts_are_no_entries(
+@pytest.mark.parametrize("content", ["[{:," * 9, '\\"[{:,' * 9, '"[', "\\" * 9 + "[," * 20, ""])
+def test_what_stands_inside_of_texts_is_not_counted(
     monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
+    body = encoded(messages=[{"role": "user", "content": content}])
     monkeypatch.setattr(protocol, "MOST_ENTRIES", 6)  # two objects, an array, three keys
-    check_entries(encoded(messages=[{"role": "user", "content": content}]))
+    monkeypatch.setattr(protocol, "MOST_VALUES", 1)
+    check_entries(body)
     monkeypatch.setattr(protocol, "MOST_ENTRIES", 5)
-    with pytest.raises(Problem):
-        check_entries(encoded(messages=[{"role": "user", "content": content}]))
+    with pytest.raises(Problem, match="the body has more than 5 objects, arrays and keys; send"):
+        check_entries(body)
+    monkeypatch.setattr(protocol, "MOST_ENTRIES", 6)
+    monkeypatch.setattr(protocol, "MOST_VALUES", 0)
+    with pytest.raises(Problem, match="the body has more than 0 values; send fewer"):
+        check_entries(body)
+
+
+TEXTS = st.text(st.sampled_from('\\",[a:{\n'), max_size=12)
+
+
+@given(st.dictionaries(TEXTS, st.lists(TEXTS, max_size=4), max_size=4), st.integers(1, 9))
+def test_texts_are_told_from_the_rest_wherever_a_body_is_cut(value: Any, size: int) -> None:
+    body = encoded(**value)
+    outside = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", body, flags=re.DOTALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "SLICE", size)
+        assert b"".join(protocol._outside_texts(body)) == outside
+
+
+def test_ids_that_are_too_many_are_refused_before_they_are_decoded(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MOST_VALUES", 100)
+    ids = {"prompt": [1] * 102, "tokens": [1] * 102, "max_tokens": 1}
+    for path in ("/v1/completions", "/detokenize"):
+        error = refused(live, path, ids)
+        assert error["code"] == "too_many_entries"
+        assert "more than 100 values" in error["message"]
+
+
+def test_arguments_of_too_many_values_are_refused_before_they_are_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conversations, "MOST_ARGUMENTS", 10)
+    arguments = json.dumps({"a": [1] * 12})
+    monkeypatch.setattr(conversations.json, "loads", lambda text: pytest.fail("decoded"))
+    call = {"function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(Problem, match="the call's JSON has more than 10 values") as told:
+        conversation([USER, {"role": "assistant", "tool_calls": [call]}])
+    assert told.value.param == "messages[1].tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bound"),
+    [([], 4), ([4096], 4), ([2**17], 8), ([2**17, 4096], 8), ([2**18], 16), ([2**20], 32)],
+)
+def test_the_largest_body_follows_from_the_longest_context(lengths: list[int], bound: int) -> None:
+    plans = [SimpleNamespace(max_length=length) for length in lengths]
+    engines = [None, *(SimpleNamespace(plan=plan) for plan in plans)]  # one is still loading
+    models: Any = [SimpleNamespace(worker=SimpleNamespace(engine=engine)) for engine in engines]
+    assert Gate(Settings(), Metrics(), models).max_body == bound * 2**20
+    assert Gate(Settings(max_body=7), Metrics(), models).max_body == 7
+
+
+def test_a_client_that_sends_too_much_reads_why(live: Live) -> None:
+    """Although it sends everything before it reads: the server reads on, and keeps nothing."""
+    for body in (b" " * 2**25, (b" " * 2**20 for _ in range(32))):
+        answer = httpx.post(live.url + "/v1/completions", content=body, timeout=60)
+        assert answer.status_code == 413
+        assert f"larger than {2**20} bytes" in answer.json()["error"]["message"]
+    assert httpx.get(live.url + "/props").json()["limits"]["max_body"] == 2**20
+
+
+def test_memory_is_given_back_after_large_bodies_once_for_several(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[str] = []
+    monkeypatch.setattr(gate, "LARGE", 1000)
+    monkeypatch.setattr(gate, "GIVE_BACK_S", 0.5)
+    monkeypatch.setattr(
+        gate, "give_back", lambda: given_back.append(threading.current_thread().name)
+    )
+    for content in ("x", "b" * 2000, "b" * 2000):
+        assert not given_back
+        httpx.post(live.url + "/tokenize", json={"content": content}, timeout=60)
+    assert soon(lambda: len(given_back) > 0)
+    assert given_back == ["give-back"]
 
 
 def test_neighbouring_system_messages_are_joined_part_by_part() -> None:

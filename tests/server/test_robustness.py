@@ -8,6 +8,7 @@ import gzip
 import json
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -503,6 +504,16 @@ def test_metrics_have_the_names_that_dashboards_look_for(live: Live) -> None:
         "jit_cache_misses_total", "prompt_seconds_total", "tokens_predicted_seconds_total",
     } <= found.keys()  # fmt: skip
     assert found["jit_cache_misses_total"] == len(live.engine.executables) > 0
+    sizes = {"weights": live.engine.params, "caches": live.engine.runner.state}
+    for part, tree in sizes.items():
+        expected = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+        assert found[f'memory_bytes{{model="tiny",part="{part}"}}'] == expected > 0
+    cache = live.engine.prefix_cache
+    assert cache is not None
+    assert found['memory_bytes{model="tiny",part="prefix_cache"}'] == cache.bytes
+    assert found['memory_bytes{model="tiny",part="programs"}'] >= 0
+    if sys.platform == "linux":
+        assert found["resident_memory_bytes"] > sum(live.engine.runner.memory.values())
     [info] = [name for name in found if name.startswith("build_info")]
     assert 'target="tiny"' in info
     assert 'draft="dflash"' in info
