@@ -1,8 +1,11 @@
 """Requests of any size and shape: refused early, and worked on outside the event loop."""
 
+import contextlib
 import json
 import re
 import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +23,9 @@ from dflash_jax.server.conversation import MOST_MESSAGES, MOST_TOOLS, conversati
 from dflash_jax.server.fields import MOST_STOP_IDS
 from dflash_jax.server.gate import Gate, Settings
 from dflash_jax.server.items import messages_of as items_of
+from dflash_jax.server.kept import Kept
 from dflash_jax.server.metrics import Metrics
+from dflash_jax.server.prompt import ToolTurns
 from dflash_jax.server.protocol import Problem, check_entries
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tokenizer import Tokenizer
@@ -267,6 +272,48 @@ def test_memory_is_given_back_after_large_bodies_once_for_several(
         httpx.post(live.url + "/tokenize", json={"content": content}, timeout=60)
     assert soon(lambda: len(given_back) > 0)
     assert given_back == ["give-back"]
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[Callable[[], int]]:
+    """Bytes that were allocated in the block and are still there."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        yield lambda: tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+def test_kept_responses_take_little_more_memory_than_is_allowed() -> None:
+    with traced() as taken:
+        kept = Kept(most_bytes=200_000)
+        for number in range(1000):
+            item = {"id": f"msg_{number}", "content": [{"type": "output_text", "text": "x" * 50}]}
+            answer = {"id": f"resp_{number}", "output": [item], "usage": {"input_tokens": number}}
+            kept.keep(answer, [{"role": "user", "content": "y" * 50}])
+        assert kept.answer("resp_999") == answer
+        assert taken() < 3 * 200_000
+    with pytest.raises(Problem, match="not kept"):
+        kept.answer("resp_0")
+
+
+def test_remembered_turns_take_few_bytes_an_id() -> None:
+    turns, count = ToolTurns(most_ids=50_000), 100
+
+    def message(number: int) -> dict[str, Any]:
+        function = {"name": "f", "arguments": {"a": [number, {"b": 1.5}]}}
+        return {"content": " x", "tool_calls": [{"id": f"c{number}", "function": function}]}
+
+    with traced() as taken:
+        for number in range(600):
+            turns.remember(message(number), range(1000 + number, 1000 + number + count))
+        assert taken() < 10 * 50_000
+    assert turns.recall(message(599)) == tuple(range(1599, 1699))
+    assert turns.recall(message(0)) is None
+    edited = message(599)
+    edited["tool_calls"][0]["function"]["arguments"] = {"a": [599, {"b": 2.5}]}
+    assert turns.recall(edited) is None
 
 
 def test_neighbouring_system_messages_are_joined_part_by_part() -> None:
