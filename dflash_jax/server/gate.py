@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_jax.allocator import give_back
+from dflash_jax.server.background import POOLS
 from dflash_jax.server.generation import shutting_down
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Models
@@ -149,7 +150,7 @@ class Gate:
     def _give_back(self) -> None:
         """Have malloc give back what is free, in a thread: it takes tens of milliseconds."""
         self._gives_back = False
-        threading.Thread(target=give_back, name="give-back", daemon=True).start()
+        threading.Thread(target=give_back, args=(POOLS,), name="give-back", daemon=True).start()
 
     def check_open(self) -> None:
         """Refuses, by Problem 503, while the server drains."""

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_jax.server import background, gate, protocol
 from dflash_jax.server import conversation as conversations
-from dflash_jax.server import gate, protocol
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.blocks import messages_of as blocks_of
 from dflash_jax.server.chat import decode_chat
@@ -261,17 +261,19 @@ def test_a_client_that_sends_too_much_reads_why(live: Live) -> None:
 def test_memory_is_given_back_after_large_bodies_once_for_several(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_back: list[str] = []
+    given_back: list[tuple[str, Any]] = []
     monkeypatch.setattr(gate, "LARGE", 1000)
     monkeypatch.setattr(gate, "GIVE_BACK_S", 0.5)
     monkeypatch.setattr(
-        gate, "give_back", lambda: given_back.append(threading.current_thread().name)
+        gate,
+        "give_back",
+        lambda pools: given_back.append((threading.current_thread().name, pools)),
     )
     for content in ("x", "b" * 2000, "b" * 2000):
         assert not given_back
         httpx.post(live.url + "/tokenize", json={"content": content}, timeout=60)
     assert soon(lambda: len(given_back) > 0)
-    assert given_back == ["give-back"]
+    assert given_back == [("give-back", background.POOLS)]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from tests.soak.large_requests import Finding, attack, idle, memory, served
 
 BEYOND_IDLE = 1.0  # seconds that a neighbour may wait longer than while nothing else happens
 GROWTH = 1.05  # of resident memory, from the end of the first round to that of the second
-HEAPS = 256  # MB: malloc keeps up to 64 MB for each of the threads that read larger bodies
 SETTLED_S = 15  # in which memory is given back
 ASK = {"prompt": "Hello", "max_tokens": 16, "return_token_ids": True}
 
@@ -50,4 +49,4 @@ def test_no_request_kills_freezes_or_swells_a_server(options: tuple[str, ...]) -
             assert process.poll() is None
             assert answer() == before
             settled.append(min(sampled(process)))
-        assert settled[1] < GROWTH * settled[0] + (HEAPS if options else 0), settled
+        assert settled[1] < GROWTH * settled[0], settled
