@@ -351,7 +351,7 @@ def load(url: str, minutes: float) -> dict[str, Any]:
         "minutes": minutes,
         "statuses": {str(status): count for status, count in sorted(statuses.items())},
         "memory_mb": [size >> 20 for size in samples[::step]],
-        "growth": max(last) / max(*before, 1) - 1,
+        "growth": max(last) / max([*before, 1]) - 1,
     }
 
 

@@ -47,6 +47,14 @@ def refused(live: Live, path: str, body: Any) -> dict[str, Any]:
     [
         ("/v1/completions", {"prompt": LONG}, "prompt"),
         ("/v1/chat/completions", {"messages": [USER | {"content": LONG}]}, "messages"),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [USER, {"role": "assistant", "content": LONG}],
+                "continue_final_message": True,
+            },
+            "messages",
+        ),
         ("/v1/responses", {"input": LONG}, "input"),
         ("/v1/messages", {"messages": [USER | {"content": LONG}], "max_tokens": 4}, "messages"),
         ("/v1/messages/count_tokens", {"messages": [USER | {"content": LONG}]}, "messages"),
@@ -94,6 +102,8 @@ def test_templates_and_encoding_run_outside_the_event_loop(
     content = " " * size
     post = {"messages": [USER | {"content": content}], "max_tokens": 1}
     httpx.post(live.url + "/v1/chat/completions", json=post, timeout=60)
+    text = {"prompt": content, "max_tokens": 1}
+    httpx.post(live.url + "/v1/completions", json=text, timeout=60)
     httpx.post(live.url + "/tokenize", json={"content": content}, timeout=60)
     names = {name.partition("_")[0] for name in threads}
     assert names <= {"short-requests", "long-requests"}
