@@ -1,9 +1,11 @@
 """Requests of any size and shape: refused early, and worked on outside the event loop."""
 
+import asyncio
 import contextlib
 import json
 import re
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,6 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_jax import interruption
+from dflash_jax.errors import InterruptedRequestError
 from dflash_jax.server import background, gate, protocol
 from dflash_jax.server import conversation as conversations
 from dflash_jax.server.anthropic import decode_messages
@@ -108,6 +112,68 @@ def test_templates_and_encoding_run_outside_the_event_loop(
     names = {name.partition("_")[0] for name in threads}
     assert names <= {"short-requests", "long-requests"}
     assert "long-requests" in names
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/completions", "prompt"),
+        ("/v1/responses", "input"),
+        ("/v1/messages", "messages"),
+        ("/v1/messages/count_tokens", "messages"),
+        ("/tokenize", "content"),
+        ("/detokenize", "tokens"),
+    ],
+)
+def test_large_bodies_are_read_outside_the_event_loop(
+    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    threads: list[str] = []
+
+    def noted(body: bytes) -> None:
+        threads.append(threading.current_thread().name)
+        check_entries(body)
+
+    monkeypatch.setattr(protocol, "check_entries", noted)
+    refused(live, path, {"padding": " " * background.LARGE_BODY, field: {}})
+    assert [name.partition("_")[0] for name in threads] == ["long-requests"]
+
+
+def test_work_in_a_thread_ends_once_its_client_left() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            try:
+                interruption.check()
+            except InterruptedRequestError:
+                ended.set()
+                return
+
+    async def leave() -> None:
+        task = asyncio.create_task(background.in_thread(work))
+        await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(ended.wait, 20)
+
+    asyncio.run(leave())
+
+
+def test_work_that_reaches_its_time_limit_is_a_400() -> None:
+    def work() -> None:
+        with interruption.time_limit(0.0, "the chat template"):
+            time.sleep(0.01)
+            interruption.check()
+
+    with pytest.raises(Problem, match="the chat template ran for more than 0 s") as told:
+        asyncio.run(background.in_thread(work, param="messages"))
+    assert (told.value.status, told.value.code) == (400, "time_limit")
+    assert told.value.param == "messages"
 
 
 def test_pieces_and_ids_are_bounded_by_the_context(live: Live) -> None:
