@@ -1,7 +1,6 @@
 """What surrounds every route: keys, limits, and errors as clients expect them."""
 
 import asyncio
-import contextlib
 import dataclasses
 import hmac
 import logging
@@ -28,8 +27,6 @@ MOST_HEADERS = 64 * 1024
 # messages, calls and schemas have names and punctuation that no template shows.
 BYTES_PER_TOKEN = 64
 LEAST_BODY, MOST_BODY = 4 * 2**20, 32 * 2**20  # bytes, of the limit that follows from the models
-# What is read of a body that is too large, so that its client, which sends first, sees the answer.
-DISCARDED, DISCARD_S = 64 * 2**20, 5.0  # bytes and seconds
 # After requests with bodies of so many bytes, malloc gives back what it keeps of them.
 LARGE, GIVE_BACK_S = 2**20, 1.0  # bytes; seconds after the answer, at most once in that time
 
@@ -130,7 +127,6 @@ class Gate:
         )
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > most:
-            await _discard(request)
             raise too_large
         body = bytearray()
         while True:
@@ -141,8 +137,6 @@ class Gate:
             body += message.get("body", b"")
             request.state.body_size = len(body)
             if len(body) > most:
-                body.clear()
-                await _discard(request)
                 raise too_large
             if not message.get("more_body", False):
                 return bytes(body)
@@ -178,24 +172,6 @@ class Gate:
         good = [hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]
         if not any(good):
             raise Problem(401, "the API key is missing or wrong", code="invalid_api_key")
-
-
-async def _discard(request: Request) -> None:
-    """Read on for a while, without keeping anything.
-
-    The system resets a connection that is closed while data is unread, and a client that still
-    sends would see the reset instead of the answer.
-    """
-    if request.headers.get("expect", "").lower() == "100-continue":
-        return  # the client waits for the answer before it sends
-    size = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
-            while size < DISCARDED:
-                message = await request.receive()
-                size += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
 
 
 def log_refusal(number: str, problem: Problem) -> None:
