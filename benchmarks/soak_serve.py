@@ -1,11 +1,13 @@
 """Everything a client may do to a server, and whether it still serves the next one.
 
-    python -m benchmarks.soak_serve [--minutes 10] [--out benchmarks/results/soak_serve.json]
+    python -m benchmarks.soak_serve [--minutes 20] [--fuzz 10] [--only-load]
 
 `dflash-jax serve` runs in a process of its own over the shipped pair. An agent works for twelve
 turns, clients leave in the middle of answers, two hundred come at once to a queue of 64, bodies
-that are no requests arrive, and random ones do for so many minutes. Exits with 1 if an answer is
-missing, wrong or a 5xx that is no refusal, or if the server does not end in order.
+that are no requests arrive, and random ones do for `--fuzz` minutes. Then four clients send a mixed
+load for `--minutes`. Exits with 1 if an answer is missing, wrong or a 5xx that is no refusal, if
+the server's memory is 3 % higher in the last third of the load than before, or if it does not end
+in order.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -280,6 +283,85 @@ def crowd(url: str, count: int) -> list[httpx.Response]:
         return list(pool.map(ask, range(count)))
 
 
+# -- a mixed load, and memory --------------------------------------------------------------------
+
+CLIENTS, SAMPLE_S, LEVEL = 4, 2.0, 1.03
+WORDS = ("add", "two", "numbers", "list", "weather", "Paris", "write", "test", "why", "table")
+
+
+def mixed(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """A path and a body of one of many kinds."""
+    content = " ".join(rng.choices(WORDS, k=rng.randrange(1, 120)))
+    talk = [{"role": "user", "content": content}]
+    chat: dict[str, Any] = {"messages": talk, "max_tokens": rng.randrange(1, 60)}
+    chat |= {"stream": rng.random() < 0.5}
+    text = {"prompt": content, "max_tokens": rng.randrange(1, 40)}
+    schema = {"type": "object", "properties": {rng.choice(WORDS): {"type": "integer"}}}
+    return rng.choice(
+        [
+            (CHAT, chat),
+            (CHAT, chat | {"temperature": 0.8, "n": 2}),
+            (CHAT, chat | {"tools": TOOLS}),
+            (CHAT, chat | {"tools": TOOLS, "tool_choice": "required"}),
+            (CHAT, chat | {"guided_choice": rng.sample(WORDS, 3)}),
+            (CHAT, chat | {"response_format": {"type": "json_object", "schema": schema}}),
+            (CHAT, chat | {"logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5}),
+            (CHAT, chat | {"messages": talk * 3000}),
+            (CHAT, chat | {"messages": [talk[0] | {"content": content * 5000}]}),
+            (CHAT, chat | {"temperature": -1}),
+            (COMPLETIONS, text | {"echo": True, "logprobs": 1}),
+            (COMPLETIONS, text | {"stop": rng.sample(WORDS, 2)}),
+            (RESPONSES, {"input": content, "max_output_tokens": 30, "tools": []}),
+            (MESSAGES, {"messages": talk, "max_tokens": 30, "stream": rng.random() < 0.5}),
+            ("/tokenize", {"content": content}),
+        ]
+    )
+
+
+def load(url: str, minutes: float) -> dict[str, Any]:
+    """What a mixed load of so many minutes did to the server's memory.
+
+    `growth` compares the highest value of the last third with the highest before it: in between,
+    memory falls whenever it is given back.
+    """
+    end = time.monotonic() + 60 * minutes
+    statuses: collections.Counter[int] = collections.Counter()
+
+    def client(number: int) -> None:
+        rng = random.Random(number)
+        with httpx.Client(base_url=url, timeout=WAIT) as http:
+            while time.monotonic() < end:
+                path, body = mixed(rng)
+                if rng.random() < 0.1:
+                    send(url, body, path).close()
+                    continue
+                statuses[http.post(path, json=body).status_code] += 1
+
+    samples: list[int] = []
+    with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
+        running = [pool.submit(client, number) for number in range(CLIENTS)]
+        while time.monotonic() < end:
+            samples.append(resident(url))
+            time.sleep(SAMPLE_S)
+        for each in running:
+            each.result()
+    before, last = samples[: -(len(samples) // 3)], samples[-(len(samples) // 3) :]
+    step = max(len(samples) // 60, 1)
+    return {
+        "minutes": minutes,
+        "statuses": {str(status): count for status, count in sorted(statuses.items())},
+        "memory_mb": [size >> 20 for size in samples[::step]],
+        "growth": max(last) / max([*before, 1]) - 1,
+    }
+
+
+def resident(url: str) -> int:
+    """Bytes of memory that the server holds, as it reports them."""
+    name = "dflash_jax:resident_memory_bytes "
+    lines = httpx.get(url + "/metrics", timeout=WAIT).text.splitlines()
+    return next((int(float(x.removeprefix(name))) for x in lines if x.startswith(name)), 0)
+
+
 # -- all of it ---------------------------------------------------------------------------------
 
 
@@ -299,8 +381,13 @@ def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
                 process.kill()
 
 
-def soak(url: str, minutes: float) -> dict[str, Any]:
-    """What happened in each phase; `failures` says what should not have."""
+def soak(url: str, minutes: float, fuzzing: float, *, only_load: bool) -> dict[str, Any]:
+    """What happened in each phase; `failures` says what should not have.
+
+    Args:
+      minutes: of mixed load; `fuzzing`, of random bodies.
+      only_load: leave everything else out.
+    """
     import openai
 
     found: dict[str, Any] = {}
@@ -319,56 +406,65 @@ def soak(url: str, minutes: float) -> dict[str, Any]:
         if greedy() != wanted:
             failures.append(f"{name}: the next request was not served as the first one")
 
-    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=WAIT) as client:
-        turns = work(client, 12)
-    keys = ("empty", "calls", "prompt_tokens", "cached_tokens", "finish_reason")
-    found["agent"] = [{key: turn[key] for key in keys} for turn in turns]
-    check("an empty turn", not any(turn["empty"] for turn in turns))
-    check("no prefix hit", all(turn["cached_tokens"] for turn in turns[1:]))
-    check("no drafts", all(turn["drafted"] for turn in turns))
+    if not only_load:
+        with openai.OpenAI(
+            base_url=url + "/v1", api_key="none", max_retries=0, timeout=WAIT
+        ) as client:
+            turns = work(client, 12)
+        keys = ("empty", "calls", "prompt_tokens", "cached_tokens", "finish_reason")
+        found["agent"] = [{key: turn[key] for key in keys} for turn in turns]
+        check("an empty turn", not any(turn["empty"] for turn in turns))
+        check("no prefix hit", all(turn["cached_tokens"] for turn in turns[1:]))
+        check("no drafts", all(turn["drafted"] for turn in turns))
 
-    for stream in (True, False):
-        leave(url, ASK | {"max_tokens": 400, "ignore_eos": True, "stream": stream}, 10)
-        check(f"disconnects, stream={stream}", True)
-    found["disconnects"] = 20
+        for stream in (True, False):
+            leave(url, ASK | {"max_tokens": 400, "ignore_eos": True, "stream": stream}, 10)
+            check(f"disconnects, stream={stream}", True)
+        found["disconnects"] = 20
 
-    answers = crowd(url, 200)
-    statuses = collections.Counter(answer.status_code for answer in answers)
-    found["crowd"] = {str(status): count for status, count in statuses.items()}
-    whole = [a for a in answers if a.status_code == 200]
-    check("a crowd", set(statuses) <= {200, 503} and len(whole) >= 64)
-    check("half answers", all(b'finish_reason":"' in a.content for a in whole))
-    check("no Retry-After", all("retry-after" in a.headers for a in answers if a not in whole))
+        answers = crowd(url, 200)
+        statuses = collections.Counter(answer.status_code for answer in answers)
+        found["crowd"] = {str(status): count for status, count in statuses.items()}
+        whole = [a for a in answers if a.status_code == 200]
+        check("a crowd", set(statuses) <= {200, 503} and len(whole) >= 64)
+        check("half answers", all(b'finish_reason":"' in a.content for a in whole))
+        check("no Retry-After", all("retry-after" in a.headers for a in answers if a not in whole))
 
-    for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES):
-        for name, body in BODIES.items():
-            refused = httpx.post(url + path, content=body, timeout=WAIT)
+        for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES):
+            for name, body in BODIES.items():
+                refused = httpx.post(url + path, content=body, timeout=WAIT)
+                if not is_error(refused):
+                    failures.append(f"{path} {name}: {refused.status_code}")
+        for change in CHANGES:
+            refused = httpx.post(url + CHAT, json=ASK | change, timeout=WAIT)
             if not is_error(refused):
-                failures.append(f"{path} {name}: {refused.status_code}")
-    for change in CHANGES:
-        refused = httpx.post(url + CHAT, json=ASK | change, timeout=WAIT)
-        if not is_error(refused):
-            failures.append(f"{str(change)[:80]}: {refused.status_code}")
-    found["malformed"] = 4 * len(BODIES) + len(CHANGES)
-    check("malformed bodies", True)
+                failures.append(f"{str(change)[:80]}: {refused.status_code}")
+        found["malformed"] = 4 * len(BODIES) + len(CHANGES)
+        check("malformed bodies", True)
 
-    end, total = time.monotonic() + 60 * minutes, collections.Counter[int]()
-    while time.monotonic() < end:
-        total += fuzz(url, 500)
-    found["fuzz"] = {"minutes": minutes, "statuses": {str(s): n for s, n in total.items()}}
-    check("fuzz", True)
+        end, total = time.monotonic() + 60 * fuzzing, collections.Counter[int]()
+        while time.monotonic() < end:
+            total += fuzz(url, 500)
+        found["fuzz"] = {"minutes": fuzzing, "statuses": {str(s): n for s, n in total.items()}}
+        check("fuzz", True)
+    found["load"] = load(url, minutes)
+    check("memory grows", found["load"]["growth"] < LEVEL - 1)
+    check("mixed load", {200, 400} >= {int(status) for status in found["load"]["statuses"]})
     return found | {"failures": failures}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of mixed load")
+    parser.add_argument("--fuzz", type=float, default=10.0, help="minutes of random bodies")
+    parser.add_argument("--only-load", action="store_true", help="the mixed load and nothing else")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_serve.json"))
     options = parser.parse_args()
     from benchmarks.environment import environment
 
-    with served("--queue", "64", "--rows", "4", "--max-length", "2048") as (process, url):
-        found = soak(url, options.minutes)
+    plan = ("--queue", "64", "--rows", "4", "--max-length", "2048", "--prefix-cache", str(2**25))
+    with served(*plan, "--warm", "all") as (process, url):
+        found = soak(url, options.minutes, options.fuzz, only_load=options.only_load)
         process.send_signal(signal.SIGTERM)
         found["exit_code"] = process.wait(60)
     found = {"environment": environment() | {"load": os.getloadavg()}} | found

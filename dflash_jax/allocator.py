@@ -14,10 +14,15 @@ import ctypes
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _HEAP = 1 << 26  # bytes of a heap, of which the arenas of threads are made
+_SETTINGS = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, _HEAP))
+_RELEASED = 2**20  # bytes; smaller free ends stay
+_tuned: list[bool] = []  # whether it was possible, each time
 _RARE = (100_000, 50, 100)  # thresholds of Python's garbage collector
 _raised: list[tuple[int, int, int]] = []  # the thresholds before, once per block that is running
 _raising = threading.Lock()
@@ -28,15 +33,39 @@ def tune_allocator() -> bool:
     libc = _glibc()
     if libc is None:
         return False
-    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, _HEAP))
-    return all([bool(libc.mallopt(*setting)) for setting in settings])
+    _tuned.append(all([bool(libc.mallopt(*setting)) for setting in _SETTINGS]))
+    return _tuned[-1]
 
 
-def give_back() -> None:
-    """Hands what is free back to the kernel, once: compiling leaves hundreds of megabytes."""
+def give_back(pools: Mapping[ThreadPoolExecutor, int] | None = None) -> None:
+    """Hands what is free back to the kernel, once: compiling leaves hundreds of megabytes.
+
+    `malloc_trim` leaves the free end of a thread's heap, up to 64 MB, which only a `free` in that
+    heap releases, and only below the thresholds that `tune_allocator` raised.
+
+    Args:
+      pools: pools whose threads release theirs, and the number of their threads.
+    """
     libc = _glibc()
-    if libc is not None:
-        libc.malloc_trim(0)
+    if libc is None:
+        return
+    libc.malloc_trim(0)
+    if not (any(_tuned) and pools):
+        return
+    libc.mallopt(_M_TRIM_THRESHOLD, _RELEASED)
+    libc.mallopt(_M_TOP_PAD, 0)
+    try:
+        tasks = [pool.submit(_release, libc) for pool, count in pools.items() for _ in range(count)]
+        wait(tasks, timeout=1.0)  # what is busy for longer keeps its heap this time
+    finally:
+        for setting in _SETTINGS:
+            libc.mallopt(*setting)
+
+
+def _release(libc: ctypes.CDLL) -> None:
+    """Release the free end of this thread's heap, and leave the next task to another thread."""
+    libc.free(libc.malloc(_RELEASED // 2))
+    time.sleep(0.001)
 
 
 @contextlib.contextmanager
@@ -64,6 +93,7 @@ def _glibc() -> ctypes.CDLL | None:
         return None
     try:
         libc = ctypes.CDLL("libc.so.6")
+        libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
         return libc if libc.mallopt and libc.malloc_trim else None
     except (OSError, AttributeError):
         return None

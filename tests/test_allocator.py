@@ -114,3 +114,45 @@ def test_the_collector_runs_rarely_until_the_last_of_overlapping_blocks_ends() -
         assert gc.get_threshold() == (700, 10, 10)
     finally:
         gc.set_threshold(*before)
+
+
+HEAPS = """
+import concurrent.futures, ctypes, threading
+from dflash_jax.allocator import give_back, tune_allocator
+
+assert tune_allocator()
+libc = ctypes.CDLL("libc.so.6")
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+def fill(_):
+    both.wait(30)
+    pieces = [libc.malloc(100_000) for _ in range(400)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 100_000)
+    for piece in pieces:
+        libc.free(piece)
+
+both = threading.Barrier(2)
+pool = concurrent.futures.ThreadPoolExecutor(2)
+list(pool.map(fill, range(2)))
+give_back()
+kept = resident()
+give_back({pool: 2})
+print(kept - resident())
+list(pool.map(fill, range(2)))
+give_back()
+print(kept - resident())
+"""
+
+
+@ON_GLIBC
+def test_threads_give_back_the_free_ends_of_their_heaps_when_told_to() -> None:
+    found = subprocess.run([sys.executable, "-c", HEAPS], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    released, later = map(int, found.stdout.split())
+    assert released > 40_000_000  # of 80
+    assert later < 20_000_000  # memory is kept again afterwards

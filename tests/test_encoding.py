@@ -256,6 +256,14 @@ def test_nothing_is_cut_where_a_word_has_to_end_or_texts_are_padded() -> None:
     assert list(pieces_of(words, whole[0], 1)) == list(pieces_of(padded, whole[0], 1)) == whole
 
 
+def test_nothing_is_cut_where_added_tokens_are_too_many_to_look_for_all_of_them() -> None:
+    many, fewer = byte_level(), byte_level()
+    fewer.add_special_tokens([f"<{i}>" for i in range(encoding.MOST_ALTERNATIVES)])
+    many.add_special_tokens([f"<{i}>" for i in range(encoding.MOST_ALTERNATIVES + 1)])
+    assert len(list(pieces_of(fewer, "<1>a<2>a", 1))) == 2
+    assert list(pieces_of(many, "<1>a<2>a", 1)) == ["<1>a<2>a"]
+
+
 def test_a_start_token_stands_once_in_front_of_a_long_text() -> None:
     core = byte_level()
     core.add_special_tokens(["<x>", "<s>"])

@@ -54,9 +54,9 @@ def add_verb(verbs: Any) -> None:
     server.add_argument(
         "--max-body",
         type=int,
-        default=32 * 2**20,
         metavar="BYTES",
-        help="largest body of a request (default 32 MiB)",
+        help="largest body of a request (default: 64 bytes for every token of the longest context,"
+        " at least 4 and at most 32 MiB)",
     )
     server.add_argument(
         "--max-tokens",
@@ -114,6 +114,14 @@ def add_verb(verbs: Any) -> None:
         " Retry-After (default 50); a streaming one gets comments until it begins",
     )
     server.add_argument(
+        "--grammar-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long a JSON schema or grammar of a request may take to compile (default 30);"
+        " longer ones get a 400, and hold up no other request meanwhile",
+    )
+    server.add_argument(
         "--prefix-folder",
         default="",
         metavar="DIR",
@@ -141,6 +149,12 @@ def check(options: argparse.Namespace) -> None:
         if not 0 <= (seconds := getattr(options, name)) < math.inf:
             flag = name.replace("_", "-")
             raise RequestError(f"--{flag} is {seconds}; expected seconds, 0 or more")
+    if options.max_body is not None and options.max_body < 1:
+        raise RequestError(f"--max-body is {options.max_body}; expected bytes, 1 or more")
+    if not 0 < options.grammar_timeout < math.inf:
+        raise RequestError(
+            f"--grammar-timeout is {options.grammar_timeout}; expected seconds, more than 0"
+        )
 
     from dflash_jax.server import access
 
@@ -190,7 +204,9 @@ def run(options: argparse.Namespace) -> int:
     def make(pair: loading.OpenPair) -> Any:
         plan = conversation_plan(options, pair)
         disk = {"prefix_folder": options.prefix_folder, "prefix_disk": options.prefix_disk}
-        return pair.engine(dataclasses.replace(plan, queue=options.queue, **disk))
+        engine = pair.engine(dataclasses.replace(plan, queue=options.queue, **disk))
+        engine.grammars.seconds = options.grammar_timeout
+        return engine
 
     engines = {name: functools.partial(make, pair) for name, pair in pairs.items()}
 

@@ -80,7 +80,7 @@ class BackgroundCompiler:
             job.future.cancel()
 
     def _run(self) -> None:
-        _lower_priority()
+        lower_priority()
         while job := self._next():
             try:
                 job.compiled.compile_next(job.compiled.missing(job.variants))
@@ -106,8 +106,8 @@ class BackgroundCompiler:
                 job.future.set_exception(error)
 
 
-def _lower_priority() -> None:
-    """Lower the priority of this thread, where the system has one for each thread."""
+def lower_priority() -> None:
+    """Lower this thread's priority by `NICENESS`, where the system has one for each thread."""
     if sys.platform == "linux":
         number = threading.get_native_id()
         with contextlib.suppress(OSError):

@@ -61,6 +61,12 @@ class Executable:
         """Bytes of all arguments, weights included."""
         return self._memory.argument_size_in_bytes
 
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of machine code; 0 where XLA does not say, as on a CPU."""
+        executable = self.compiled.runtime_executable()
+        return executable.size_of_generated_code_in_bytes() if executable else 0
+
 
 @dataclasses.dataclass(frozen=True)
 class JoinedExecutable(Executable):
@@ -87,6 +93,10 @@ class JoinedExecutable(Executable):
     @property
     def argument_bytes(self) -> int:
         return sum(part.argument_bytes for part in self.parts)
+
+    @property
+    def code_bytes(self) -> int:
+        return sum(part.code_bytes for part in self.parts)
 
 
 def jit(function: Callable[..., Any], *, donate: tuple[int, ...] = (), **options: Any) -> Any:

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-MEMORY = 512 * 2**20  # bytes a grammar may take
+MEMORY = 512 * 2**20  # bytes a grammar may take, by default
 STACK = 2**20  # bytes; smaller than any thread's of the engine, so that no grammar overflows there
 LEXER_FUEL = 250_000  # bounds a mask to about 0.2 s; llguidance's default of 10**6 lets it take 2 s
 
@@ -51,7 +51,7 @@ def main() -> None:
     tokenizer = llguidance.LLTokenizer(
         given["tokenizer"], n_vocab=given["vocab"], eos_token=given["eos"]
     )
-    _limit_memory()
+    _limit_memory(given["memory"])
     if hasattr(os, "nice"):
         os.nice(5)  # running requests come first
     threading.stack_size(STACK)
@@ -74,8 +74,8 @@ def _reply(error: str | None) -> None:
     sys.stdout.flush()
 
 
-def _limit_memory() -> None:
-    """Limit the address space to its present size and `MEMORY`, where the system can."""
+def _limit_memory(most_added: int) -> None:
+    """Limit the address space to its present size and so many bytes, where the system can."""
     try:
         import resource
 
@@ -83,7 +83,7 @@ def _limit_memory() -> None:
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
         size = pages * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, most))
+        resource.setrlimit(resource.RLIMIT_AS, (size + most_added, most))
     except (ImportError, OSError, ValueError):
         return
 

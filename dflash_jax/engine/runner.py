@@ -12,6 +12,7 @@ import numpy as np
 
 from dflash_jax.compiler import apart
 from dflash_jax.compiler.build import Executable
+from dflash_jax.compiler.memory import tree_bytes
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import (
     ALL_LANES,
@@ -69,6 +70,20 @@ class Runner:
     def bereft(self) -> bool:
         """Whether somebody else's program took parameters away."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of each part that stays in memory; any thread may ask.
+
+        Parts are "weights", "caches" (keys, values and recurrent states of all rows),
+        "prefix_cache", and "programs" (machine code; 0 where XLA does not say, as on a CPU).
+        """
+        return {
+            "weights": tree_bytes(self.params),
+            "caches": tree_bytes(self.state),
+            "prefix_cache": self.snapshots.cache.bytes if self.snapshots else 0,
+            "programs": sum(made.code_bytes for made in list(self.executables.values())),
+        }
 
     @property
     def executables(self) -> dict[str, Executable]:

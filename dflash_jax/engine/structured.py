@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.engine.grammar_process import SECONDS, GrammarProcess
+from dflash_jax.engine.grammar_process import SECONDS, GrammarTrials
 from dflash_jax.engine.grammar_worker import compiled, reason
 from dflash_jax.engine.request import Structure
 from dflash_jax.errors import RequestError, install_hint
@@ -30,8 +30,8 @@ class Grammars:
     A grammar is compiled in a process of its own first, and in this one only if that went well:
     llguidance ends the process it runs in where a grammar exhausts its stack.
 
-    Args:
-      seconds: time that compiling one grammar may take.
+    Attributes:
+      seconds: time that compiling one grammar may take; may be changed.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Grammars:
         seconds: float = SECONDS,
     ):
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
-        self._seconds = seconds
+        self.seconds = seconds
         self._lock = threading.Lock()
-        self._shared: tuple[Any, GrammarProcess] | None = None  # the first is an LLTokenizer
+        self._shared: tuple[Any, GrammarTrials] | None = None  # the first is an LLTokenizer
 
     @property
     def available(self) -> bool:
@@ -65,6 +65,31 @@ class Grammars:
           RequestError: no tokenizer, no llguidance, or a structure that is not understood, is too
             large, or takes too long to compile.
         """
+        source, tokenizer, trials = self._read(structure)
+        trials.check(source, self.seconds)
+        matcher, error = compiled(tokenizer, source)
+        if error is not None:
+            raise RequestError(error)
+        return Grammar(matcher)
+
+    def decide(self, structure: Structure) -> bool:
+        """Try a structure for a second at most; return whether `make` will take no longer.
+
+        A structure that `make` refuses takes it no time.
+        """
+        try:
+            source, _, trials = self._read(structure)
+            return trials.decide(source, self.seconds)
+        except RequestError:
+            return True
+
+    def close(self) -> None:
+        """End the processes that try grammars; `make` and `decide` start them again."""
+        if self._shared is not None:
+            self._shared[1].close()
+
+    def _read(self, structure: Structure) -> tuple[str, Any, GrammarTrials]:
+        """Return a structure in llguidance's own form, and what `_share` returns."""
         if self._tokenizer is None:
             raise RequestError("structured output needs a tokenizer, and this model ships none")
         if not self._eos:
@@ -83,26 +108,15 @@ class Grammars:
             check_lark(around)
             answer = _as_grammar(source) | {"name": "answer"}
             source = json.dumps({"grammars": [{"lark_grammar": around}, answer]})
-        tokenizer, process = self._share(self._tokenizer, llguidance.LLTokenizer)
-        process.check(source)
-        matcher, error = compiled(tokenizer, source)
-        if error is not None:
-            raise RequestError(error)
-        return Grammar(matcher)
+        return source, *self._share(self._tokenizer, llguidance.LLTokenizer)
 
-    def close(self) -> None:
-        """End the process that tries grammars; `make` starts it again."""
-        if self._shared is not None:
-            self._shared[1].close()
-
-    def _share(self, tokenizer: Tokenizer, kind: Any) -> tuple[Any, GrammarProcess]:
-        """Return llguidance's view of the tokenizer and the process, made at the first call."""
+    def _share(self, tokenizer: Tokenizer, kind: Any) -> tuple[Any, GrammarTrials]:
+        """Return llguidance's view of the tokenizer and the trials, made at the first call."""
         with self._lock:
             if self._shared is None:
                 text = tokenizer.core.to_str()
                 view = kind(text, n_vocab=self._vocab, eos_token=self._eos)
-                process = GrammarProcess(text, self._vocab, self._eos, self._seconds)
-                self._shared = view, process
+                self._shared = view, GrammarTrials(text, self._vocab, self._eos)
             return self._shared
 
 

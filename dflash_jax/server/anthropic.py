@@ -14,6 +14,7 @@ from dflash_jax.server.reply import Part, Reply
 from dflash_jax.server.thinking import budget_of, thoughts
 from dflash_jax.server.writer import named
 from dflash_jax.tokenizer import well_formed
+from dflash_jax.tools.declared import is_deep
 from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 
 SIGNATURE = "unsigned"  # of thoughts; clients drop those that have none
@@ -241,7 +242,7 @@ def _input(arguments: str) -> dict[str, Any]:
             found = json.loads(well_formed(json.dumps(found, ensure_ascii=False)))
     except (ValueError, RecursionError):
         found = None
-    return found if isinstance(found, dict) else {"raw": arguments}
+    return found if isinstance(found, dict) and not is_deep(found) else {"raw": arguments}
 
 
 def _refuse(word: str) -> Any:

@@ -60,7 +60,7 @@ class Server:
     ):
         self.models = Models(models)
         self._settings, self._metrics = settings, Metrics()
-        self._gate = Gate(settings, self._metrics)
+        self._gate = Gate(settings, self._metrics, self.models)
         self._running: set[Generation] = set()
         self._kept = Kept()
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}

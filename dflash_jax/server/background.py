@@ -17,6 +17,7 @@ LONG_PROMPT = 20_000  # characters from which a prompt does not queue with short
 # Long work has threads of its own: however many long requests wait, short ones are served.
 _short = concurrent.futures.ThreadPoolExecutor(4, "short-requests")
 _long = concurrent.futures.ThreadPoolExecutor(2, "long-requests")
+POOLS = {_short: 4, _long: 2}
 
 
 async def in_thread(

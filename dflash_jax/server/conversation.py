@@ -8,11 +8,12 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from dflash_jax.errors import RequestError
-from dflash_jax.server.protocol import Message, Problem
-from dflash_jax.tools.declared import Choice, Tool, choice_of, tools_of
+from dflash_jax.server.protocol import Message, Problem, check_entries
+from dflash_jax.tools.declared import Choice, Tool, choice_of, is_deep, tools_of
 
 MOST_MESSAGES = 8192  # templates take time for each, however short
 MOST_TOOLS = 1024
+MOST_ARGUMENTS = 200_000  # values of a call, which are decoded and written again by the template
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # recovery begins no call of more than 64 characters
 TEXT_MEDIA = re.compile(r"text/[\w.+-]+|application/(json|xml|yaml|x-yaml|toml)")
 ROLES = ("system", "user", "assistant", "tool")
@@ -255,10 +256,13 @@ def past_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise Problem(400, "a tool call has no function name", param=f"{where}.tool_calls")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
+            text = arguments.encode(errors="replace")
+            place = f"{where}.tool_calls"
+            check_entries(text, "the call's JSON", place, most_values=MOST_ARGUMENTS)
             try:
                 parsed = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
                 parsed = None
-            arguments = parsed if isinstance(parsed, dict) else arguments
+            arguments = parsed if isinstance(parsed, dict) and not is_deep(parsed) else arguments
         made.append(call | {"function": function | {"arguments": arguments}})
     return made

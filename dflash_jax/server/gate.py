@@ -1,8 +1,10 @@
 """What surrounds every route: hosts, keys, limits, and errors as clients expect them."""
 
+import asyncio
 import dataclasses
 import hmac
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,9 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dflash_jax.allocator import give_back
 from dflash_jax.server.access import ANY, AllowedHosts, is_json, is_own_page
+from dflash_jax.server.background import POOLS
 from dflash_jax.server.generation import shutting_down
 from dflash_jax.server.metrics import Metrics
+from dflash_jax.server.models import Models
 from dflash_jax.server.protocol import Problem, new_id
 from dflash_jax.server.streaming import Gone, json_answer
 
@@ -21,6 +26,12 @@ log = logging.getLogger("dflash_jax.server")
 Handler = Callable[[Request], Awaitable[Response]]
 OPEN_PATHS = ("/", "/health", "/ready")
 MOST_HEADERS = 64 * 1024
+# A token is about four bytes of text. One character of it takes six where it is escaped, and
+# messages, calls and schemas have names and punctuation that no template shows.
+BYTES_PER_TOKEN = 64
+LEAST_BODY, MOST_BODY = 4 * 2**20, 32 * 2**20  # bytes, of the limit that follows from the models
+# After requests with bodies of so many bytes, malloc gives back what it keeps of them.
+LARGE, GIVE_BACK_S = 2**20, 1.0  # bytes; seconds after the answer, at most once in that time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +40,7 @@ class Settings:
 
     Attributes:
       api_keys: accepted keys; none lets everyone in.
-      max_body: most bytes of a request body.
+      max_body: most bytes of a request body; None follows from the longest context of the models.
       timeout: seconds after which a request is ended with what it has; a request may ask for less.
       compile_wait: seconds after which a request that is not streamed is refused while programs
         that it needs are being compiled. Proxies commonly give up after 60.
@@ -40,7 +51,7 @@ class Settings:
     """
 
     api_keys: tuple[str, ...] = ()
-    max_body: int = 32 * 2**20
+    max_body: int | None = None
     timeout: float | None = 600.0
     compile_wait: float = 50.0
     keepalive: float = 15.0
@@ -52,9 +63,19 @@ class Settings:
 class Gate:
     """Lets requests in, and turns what goes wrong behind it into error objects."""
 
-    def __init__(self, settings: Settings, metrics: Metrics):
-        self._settings, self._metrics = settings, metrics
+    def __init__(self, settings: Settings, metrics: Metrics, models: Models):
+        self._settings, self._metrics, self._models = settings, metrics, models
         self.draining = False
+        self._gives_back = False  # soon
+
+    @property
+    def max_body(self) -> int:
+        """Most bytes of a request body."""
+        if self._settings.max_body is not None:
+            return self._settings.max_body
+        engines = [engine for model in self._models if (engine := model.worker.engine)]
+        longest = max((engine.plan.max_length for engine in engines), default=0)
+        return min(max(BYTES_PER_TOKEN * longest, LEAST_BODY), MOST_BODY)
 
     def surrounding(self, app: ASGIApp, hosts: AllowedHosts) -> ASGIApp:
         """The application behind the checks that requests have to pass whatever their path."""
@@ -92,6 +113,10 @@ class Gate:
                 log.exception("%s failed", number)
                 problem = Problem(500, f"internal error: {type(error).__name__}")
                 return self._refuse(problem, number)
+            finally:
+                if getattr(request.state, "body_size", 0) > LARGE and not self._gives_back:
+                    self._gives_back = True
+                    asyncio.get_running_loop().call_later(GIVE_BACK_S, self._give_back)
 
         return answer
 
@@ -117,8 +142,13 @@ class Gate:
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", ""):
             raise Problem(415, f"content-encoding {coding!r}; send the body as it is")
-        most = self._settings.max_body
-        too_large = Problem(413, f"the body is larger than {most} bytes", code="body_too_large")
+        most = self.max_body
+        too_large = Problem(
+            413,
+            f"the body is larger than {most} bytes, the most this server reads; send less, or start"
+            " it with a larger --max-body",
+            code="body_too_large",
+        )
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > most:
             raise too_large
@@ -129,10 +159,16 @@ class Gate:
                 self._metrics.cancelled("disconnect", "body")
                 raise Gone
             body += message.get("body", b"")
+            request.state.body_size = len(body)
             if len(body) > most:
                 raise too_large
             if not message.get("more_body", False):
                 return bytes(body)
+
+    def _give_back(self) -> None:
+        """Have malloc give back what is free, in a thread: it takes tens of milliseconds."""
+        self._gives_back = False
+        threading.Thread(target=give_back, args=(POOLS,), name="give-back", daemon=True).start()
 
     def check_open(self) -> None:
         """Refuses, by Problem 503, while the server drains."""

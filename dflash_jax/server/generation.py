@@ -18,6 +18,7 @@ from dflash_jax.errors import QueueFullError, RequestError
 from dflash_jax.server.background import LONG_PROMPT, in_thread
 from dflash_jax.server.conversation import past_calls
 from dflash_jax.server.fields import PASSED
+from dflash_jax.server.jobs import Job, still_compiling
 from dflash_jax.server.models import Model
 from dflash_jax.server.prompt import (
     Prompt,
@@ -28,7 +29,7 @@ from dflash_jax.server.prompt import (
 )
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.worker import Job, still_compiling
+from dflash_jax.server.structures import unfinished
 from dflash_jax.tools.events import Event
 from dflash_jax.tools.grammar import behind_thought, call_grammar
 
@@ -158,13 +159,18 @@ class Generation:
     def cancel(self, reason: Reason) -> None:
         """Ends all outputs; after a deadline they are answers, otherwise nobody wants them.
 
-        A request whose programs are not compiled yet has no output to end with: it is refused.
+        A request whose programs or grammar are not compiled yet has no output to end with: it is
+        refused.
         """
-        if self.waits_for and reason == "deadline":
+        pending = any(job.pending for job in self._jobs)
+        if reason == "shutdown" and (pending or self.waits_for):
+            self._refuse(shutting_down())
+            return
+        if reason == "deadline" and self.waits_for:
             self._wait_no_longer()
             return
-        if self.waits_for and reason == "shutdown":
-            self._refuse(shutting_down())
+        if reason == "deadline" and pending:
+            self._refuse(unfinished())
             return
         if any(reply.result is None for reply in self.replies):
             self.cut = self.cut or (reason, self.phase)

@@ -164,7 +164,7 @@ class Information:
         return Response(self._metrics.text(self._models), media_type=kind)
 
     async def _props(self, request: Request) -> Response:
-        limits = {"max_body": self._settings.max_body, "timeout": self._settings.timeout}
+        limits = {"max_body": self._gate.max_body, "timeout": self._settings.timeout}
         endpoints = sorted(route.path for route in request.app.routes)
         found = {
             "schema": 2,

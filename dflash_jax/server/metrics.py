@@ -1,7 +1,9 @@
 """Prometheus metrics; the suffixes are vLLM's, so that its dashboards need a new prefix only."""
 
+import os
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -122,7 +124,7 @@ class _Engines:
         return [(m.name, engine) for m in self.models if (engine := m.worker.engine) is not None]
 
     def collect(self) -> Iterator[Metric]:
-        """Cache usage, compilations, and what runs here."""
+        """Cache usage, compilations, memory, and what runs here."""
         engines = [engine for _, engine in self.named()]
         slots = sum(engine.plan.rows * engine.plan.max_length for engine in engines)
         yield GaugeMetricFamily(
@@ -148,9 +150,31 @@ class _Engines:
         ):
             total = sum(getattr(each, name) for each in counters)
             yield CounterMetricFamily(f"dflash_jax:prefix_cache_{name}", text, total)
+        memory = GaugeMetricFamily(
+            "dflash_jax:memory_bytes",
+            "Kept by weights, caches, prefix cache and programs (0 on a CPU: not known there).",
+            labels=("model", "part"),
+        )
+        for name, engine in self.named():
+            for part, size in engine.runner.memory.items():
+                memory.add_metric((name, part), size)
+        yield memory
+        if resident := resident_bytes():
+            yield GaugeMetricFamily(
+                "dflash_jax:resident_memory_bytes", "Host memory of the whole process.", resident
+            )
         labels = ("version", "jax", "backend", "target", "draft")
         info = GaugeMetricFamily("dflash_jax:build_info", "Always 1.", labels=labels)
         build = __version__, jax.__version__, jax.default_backend()
         for name, engine in self.named():
             info.add_metric((*build, name, getattr(engine.drafter, "kind", "none")), 1)
         yield info
+
+
+def resident_bytes() -> int:
+    """Bytes of host memory that the process holds; 0 where the system has no /proc."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -1,13 +1,15 @@
 """From a conversation to prompt ids, with past tool turns exactly as the model wrote them."""
 
+import array
 import collections
 import dataclasses
 import functools
+import json
 import secrets
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_jax.errors import RequestError
 from dflash_jax.server.protocol import NO_LIMIT, Ask, Message, Problem
@@ -46,7 +48,7 @@ class ToolTurns:
 
     def remember(self, message: Message, ids: Sequence[int]) -> None:
         """Keeps what the model wrote in a turn that clients will repeat as this message."""
-        turn = _Turn(tuple(ids), _said(message))
+        turn = _Turn(array.array("I", ids), json.dumps(_said(message)))
         with self._lock:
             self._turns[_call_ids(message)] = turn
             self._size += len(ids)
@@ -64,13 +66,15 @@ class ToolTurns:
                 return None
             self._turns.move_to_end(key)
             turn = self._turns[key]
-        return turn.ids if turn.said == _said(message) else None
+        said = json.loads(json.dumps(_said(message)))  # its tuples become lists
+        return tuple(turn.ids) if json.loads(turn.said) == said else None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Turn:
-    ids: tuple[int, ...]
-    said: tuple[str, list[Any]]  # text, and names and arguments of the calls
+class _Turn(NamedTuple):
+    """A turn in few bytes: tuples and dictionaries take six times the memory."""
+
+    ids: "array.array[int]"
+    said: str  # what `_said` returns, as JSON
 
 
 def _call_ids(message: Message) -> tuple[str, ...]:

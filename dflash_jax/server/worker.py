@@ -2,37 +2,32 @@
 
 The thread blocks on its queue while no request runs, and looks into it between two turns of the
 engine otherwise: a cancellation takes effect within one block or prompt chunk. What an engine's
-turn produced goes to the event loop in one call. Two other threads keep streams going: grammars
-are made in one of this worker's, programs are compiled in that of the `BackgroundCompiler`. A
+turn produced goes to the event loop in one call. Other threads keep streams going: grammars are
+made in those of `StructureThreads`, programs are compiled in that of the `BackgroundCompiler`. A
 request is queued in the engine once both are there, and delays no other request before that.
 """
 
 import asyncio
 import concurrent.futures
-import dataclasses
 import functools
 import logging
-import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from dflash_jax.compiler.background import BackgroundCompiler
-from dflash_jax.compiler.variants import CompiledPrograms, Variant
+from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.lanes import variants_of
 from dflash_jax.engine.live import Live
-from dflash_jax.engine.recovery import CancelCell
 from dflash_jax.engine.recovery.cancellation import Reason
-from dflash_jax.engine.result import Piece, Result
 from dflash_jax.errors import ComputeError, DFlashError
-from dflash_jax.server.protocol import Problem
+from dflash_jax.server.jobs import Job, News, still_compiling
+from dflash_jax.server.structures import StructureThreads, unfinished
 
 log = logging.getLogger("dflash_jax.server")
-Listener = Callable[[int, list[Piece], "Result | Exception | None"], None]
-LONGEST_RETRY = 60  # seconds; clients ignore a Retry-After beyond it
 FAILURES = 2  # failed turns in a row after which an engine is given up
 Warm = Literal["none", "common", "all"]
 FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is ready
@@ -40,53 +35,6 @@ FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is read
     "common": (Variant.GREEDY, Variant.SAMPLED),
     "all": tuple(Variant),
 }
-
-
-@dataclasses.dataclass(eq=False)
-class Job:
-    """One output being made.
-
-    `listener(index, pieces, end)` is called in the event loop: new pieces, and at the end the
-    result or what went wrong. The first call, without pieces, says that the request was accepted.
-    """
-
-    prompt: list[int]
-    options: dict[str, Any]
-    index: int
-    listener: Listener
-    live: Live | None = None
-    given: int = 0  # pieces handed over
-    ended: bool = False  # somebody wants its end
-    waits_for: tuple[Variant, ...] = ()  # variants whose programs are still being compiled
-    cell: CancelCell = dataclasses.field(default_factory=CancelCell)
-
-    def news(self) -> "tuple[Job, list[Piece], Result | Exception | None] | None":
-        """What the listener has not heard yet."""
-        assert self.live is not None
-        pieces = self.live.pieces[self.given :]
-        self.given += len(pieces)
-        if not self.live.done:
-            return (self, pieces, None) if pieces else None
-        try:
-            return self, pieces, self.live.result()
-        except DFlashError as error:
-            return self, pieces, error
-
-
-News = tuple[Job, list[Piece], Result | Exception | None]
-
-
-def still_compiling(compiled: CompiledPrograms, variants: Sequence[Variant]) -> Problem:
-    """Return the 503 for a request whose programs are not compiled yet."""
-    names, missing = " and ".join(variants), compiled.missing(variants)
-    seconds = min(max(math.ceil(compiled.estimate_s(variants)), 1), LONGEST_RETRY)
-    return Problem(
-        503,
-        f"the request needs programs that are still being compiled ({names}: {len(missing)} are"
-        f" missing); try again in about {seconds} s",
-        code="compiling",
-        retry_s=seconds,
-    )
 
 
 class Worker:
@@ -121,7 +69,7 @@ class Worker:
         self.error: Exception | None = None  # why there is no engine (any more)
         self.ended = asyncio.Event()  # of the loop: the engine can or may not be used any more
         self.ready = asyncio.Event()
-        self._grammars = concurrent.futures.ThreadPoolExecutor(1, "grammars")
+        self._structures = StructureThreads(self._decide, self._prepare, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -141,7 +89,7 @@ class Worker:
         """Queues a job; its listener hears of it even if it is refused."""
         self.active += 1
         if "structured" in job.options:
-            self._grammars.submit(self._prepare, job)
+            self._structures.submit(job)
         else:
             self._commands.put(lambda: self._prepare(job))
 
@@ -153,13 +101,13 @@ class Worker:
         """
         if reason:
             job.cell.cancel(reason)  # the engine's next turn hears of it
-        if not reason or job.waits_for:
+        if not reason or job.waits_for or job.pending:
             self._commands.put(lambda: self._cancel(job))
 
     async def stop(self) -> None:
         """Cancels what runs and ends the thread."""
         self._compiler.stop()
-        self._grammars.shutdown(wait=False, cancel_futures=True)
+        self._structures.stop()
         self._commands.put(self._stop)
         await asyncio.to_thread(self._thread.join, 30)
 
@@ -227,15 +175,24 @@ class Worker:
 
     def _deliver(self, news: list[News]) -> None:
         for job, pieces, end in news:
-            self.active -= end is not None
-            job.listener(job.index, pieces, end)
+            if not job.over:
+                job.over = end is not None
+                self.active -= job.over
+                job.listener(job.index, pieces, end)
 
     def _refuse(self, job: Job, error: Exception) -> None:
         self._call(self._deliver, [(job, [], error)])
 
-    def _prepare(self, job: Job) -> None:
-        """Checks a job's request and makes its grammar, in this thread or the grammars'."""
+    def _decide(self, job: Job) -> bool:
+        """Whether `_prepare` will take no longer than a short trial of its structure."""
         assert self.engine is not None
+        return job.ended or self.engine.grammars.decide(job.options["structured"])
+
+    def _prepare(self, job: Job) -> None:
+        """Checks a job's request and makes its grammar, in this thread or the structures'."""
+        assert self.engine is not None
+        if job.ended:
+            return
         try:
             [live] = self.engine.prepare(job.prompt, cancel=job.cell, **job.options)
         except BaseException as error:
@@ -249,6 +206,8 @@ class Worker:
     def _accept(self, job: Job, live: Live) -> None:
         """Queues a prepared request, or has its programs compiled before."""
         assert self.engine is not None
+        if job.ended:  # while its structure was compiled
+            return
         job.live = live
         compiled, variants = self.engine.compiled, variants_of(live.request)
         missing = tuple(variant for variant in variants if compiled.missing([variant]))
@@ -264,7 +223,7 @@ class Worker:
             future.add_done_callback(lambda future: self._commands.put(lambda: go_on(future)))
         if job in self._jobs or job in self._waiting:
             self._call(self._deliver, [(job, [], None)])
-            if job.ended or (job.waits_for and job.cell):
+            if job.waits_for and job.cell:
                 self._cancel(job)
 
     def _go_on(self, job: Job, since: float, future: concurrent.futures.Future[None]) -> None:
@@ -295,9 +254,13 @@ class Worker:
 
     def _cancel(self, job: Job) -> None:
         job.ended = True
-        if job in self._waiting:
+        if waiting := job in self._waiting:
             self._waiting.remove(job)
-        if job.live is not None and not job.live.done:
+        if job.live is None:
+            self._refuse(job, unfinished())
+        elif job.cell and not waiting:
+            return  # the engine's next turn ends it
+        elif not job.live.done:
             assert self.engine is not None
             self.engine.cancel(job.live)
             if news := job.news():
@@ -329,6 +292,7 @@ class Worker:
             self._stopping = True
             return
         new.share_programs(old)
+        new.grammars = old.grammars
         self.engine = new
 
     def _give_up(self, error: Exception) -> None:

@@ -22,6 +22,9 @@ KINDS: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
 }
 SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MOST_DEPTH = (
+    200  # lists and mappings in each other: json and templates recurse over what they write
+)
 PREFERRED = "terminal"  # of several tools, the one an agent can do anything with
 
 
@@ -131,7 +134,18 @@ def parsed(text: str, otherwise: Any) -> Any:
         json.dumps(found, allow_nan=False)
     except (ValueError, RecursionError):
         return otherwise
-    return found
+    return otherwise if is_deep(found) else found
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and mappings of a JSON value are nested more than `MOST_DEPTH` levels deep."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MOST_DEPTH):
+        inner = (x.values() if isinstance(x, dict) else x for x in level)
+        level = [x for values in inner for x in values if isinstance(x, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def kinds_of(tool: Tool | None, parameter: str) -> set[str]:

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,14 +116,83 @@ def test_a_process_that_somebody_else_ended_costs_no_request() -> None:
     made = grammars()
     made.make({"regex": "a+"})
     assert made._shared is not None
-    first = made._shared[1]._process
-    assert first is not None
-    os.kill(first.pid, signal.SIGKILL)
+    process = made._shared[1]._long
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
     made.make({"regex": "b+"})
     made.close()
-    assert made._shared[1]._process is None
+    assert process._process is None
     made.make({"regex": "c+"})
     made.close()
+
+
+def test_a_short_trial_decides_what_is_quick_and_leaves_the_rest_to_the_other_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_process, "SHORT", 0.5)
+    made = grammars(seconds=1.0)
+    hostile = [{"json": nested(2000)}, {"grammar": chain(990, "r")}, {"regex": "("}]
+    for quick in [{"regex": "a+"}, *hostile]:
+        assert made.decide(quick)
+    assert made._shared is not None
+    trials = made._shared[1]
+    made.make({"regex": "a+"})
+    for structure in hostile:
+        with pytest.raises(RequestError):
+            made.make(structure)
+    assert trials._long._process is None  # all verdicts were known
+    assert not made.decide(ENDLESS)
+    with pytest.raises(RequestError, match="took longer than 1 s"):
+        made.make(ENDLESS)
+    assert made.decide(ENDLESS)
+    made.close()
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
+    import llguidance
+
+    tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
+    assert tokenizer is not None
+    text, memory = tokenizer.core.to_str(), 64 * 2**20
+    trials = grammar_process.GrammarTrials(text, 2048, [2040], memory)
+    schema = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(ENDLESS["json"]))
+    with pytest.raises(RequestError, match=r"ended \(SIGABRT\), by .* more than 64 MiB of memory"):
+        trials.check(schema, 300.0)
+    trials.close()
+
+
+PARENT = """
+import json, sys, threading
+from dflash_jax.engine.structured import Grammars
+from dflash_jax.loading import locate
+from dflash_jax.tokenizer import Tokenizer
+
+made = Grammars(Tokenizer.from_directory(locate("tiny", "target")), 2048, [2040])
+made.make({"regex": "a+"})
+threading.Thread(target=made.make, args=(json.loads(sys.argv[1]),)).start()
+print(made._shared[1]._long._process.pid, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_the_process_does_not_outlive_the_one_that_started_it() -> None:
+    command = [sys.executable, "-c", PARENT, json.dumps(ENDLESS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        number = int(parent.stdout.readline())
+        parent.kill()
+    stat, end = Path(f"/proc/{number}/stat"), time.monotonic() + 10
+    while (alive := _runs(stat)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not alive
+
+
+def _runs(stat: Path) -> bool:
+    """Whether a process runs, by its file in /proc."""
+    try:
+        return stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_the_process_ends_with_its_input_in_the_middle_of_a_grammar() -> None:
@@ -132,6 +203,7 @@ def test_the_process_ends_with_its_input_in_the_middle_of_a_grammar() -> None:
     tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
     assert tokenizer is not None
     setup = {"path": "", "tokenizer": tokenizer.core.to_str(), "vocab": 2048, "eos": [2040]}
+    setup |= {"memory": 2**29}
     schema = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(ENDLESS["json"]))
     text = json.dumps(setup) + "\n" + json.dumps(schema) + "\n"
     command = [sys.executable, "-X", "importtime", "-P", worker]

@@ -127,6 +127,8 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
         ["--queue", "0"],
         ["--port", "99999"],
         ["--compile-wait", "nan"],
+        ["--grammar-timeout", "0"],
+        ["--grammar-timeout", "inf"],
         ["--max-tokens", "-1"],
         ["--temperature", "nan"],
         ["--model", "nameless"],
@@ -138,6 +140,19 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
         assert code == 1, arguments
         assert out == ""
         assert "Error" in err
+
+
+def test_serve_sets_the_time_that_a_grammar_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+
+    async def open_all(engines: dict[str, Any], *given: Any, **more: Any) -> None:
+        opened.extend(make() for make in engines.values())
+
+    monkeypatch.setattr("dflash_jax.server.run.serve", open_all)
+    asked = ["serve", "--grammar-timeout", "7", "--model", "second=tiny"]
+    options = parser().parse_args(asked)
+    assert serve.run(options) == 0
+    assert [engine.grammars.seconds for engine in opened] == [7.0, 7.0]
 
 
 def test_addresses_of_both_kinds_become_urls() -> None:

@@ -19,8 +19,9 @@ from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
 from dflash_jax.server.gate import Settings
+from dflash_jax.server.jobs import Job
 from dflash_jax.server.run import Listening, log_to_stderr
-from dflash_jax.server.worker import Job, Warm, Worker
+from dflash_jax.server.worker import Warm, Worker
 from tests.server.conftest import QUEUE, Live, run_server
 
 LONG = ASK | {"max_tokens": 200, "ignore_eos": True, "return_token_ids": True}

@@ -1,24 +1,41 @@
 """Requests of any size and shape: refused early, and worked on outside the event loop."""
 
+import asyncio
+import contextlib
 import json
+import re
+import socket
 import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from dflash_jax import interruption
+from dflash_jax.errors import InterruptedRequestError
+from dflash_jax.server import background, gate, protocol
 from dflash_jax.server import conversation as conversations
-from dflash_jax.server import protocol
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.blocks import messages_of as blocks_of
 from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.conversation import MOST_MESSAGES, MOST_TOOLS, conversation
 from dflash_jax.server.fields import MOST_STOP_IDS
+from dflash_jax.server.gate import Gate, Settings
 from dflash_jax.server.items import messages_of as items_of
+from dflash_jax.server.kept import Kept
+from dflash_jax.server.metrics import Metrics
+from dflash_jax.server.prompt import ToolTurns
 from dflash_jax.server.protocol import Problem, check_entries
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import CONTEXT, Live
+from tests.server.test_compiling import soon
 
 USER = {"role": "user", "content": "a"}
 LONG = "b" * (CONTEXT * 100)
@@ -35,6 +52,14 @@ def refused(live: Live, path: str, body: Any) -> dict[str, Any]:
     [
         ("/v1/completions", {"prompt": LONG}, "prompt"),
         ("/v1/chat/completions", {"messages": [USER | {"content": LONG}]}, "messages"),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [USER, {"role": "assistant", "content": LONG}],
+                "continue_final_message": True,
+            },
+            "messages",
+        ),
         ("/v1/responses", {"input": LONG}, "input"),
         ("/v1/messages", {"messages": [USER | {"content": LONG}], "max_tokens": 4}, "messages"),
         ("/v1/messages/count_tokens", {"messages": [USER | {"content": LONG}]}, "messages"),
@@ -82,10 +107,74 @@ def test_templates_and_encoding_run_outside_the_event_loop(
     content = " " * size
     post = {"messages": [USER | {"content": content}], "max_tokens": 1}
     httpx.post(live.url + "/v1/chat/completions", json=post, timeout=60)
+    text = {"prompt": content, "max_tokens": 1}
+    httpx.post(live.url + "/v1/completions", json=text, timeout=60)
     httpx.post(live.url + "/tokenize", json={"content": content}, timeout=60)
     names = {name.partition("_")[0] for name in threads}
     assert names <= {"short-requests", "long-requests"}
     assert "long-requests" in names
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/completions", "prompt"),
+        ("/v1/responses", "input"),
+        ("/v1/messages", "messages"),
+        ("/v1/messages/count_tokens", "messages"),
+        ("/tokenize", "content"),
+        ("/detokenize", "tokens"),
+    ],
+)
+def test_large_bodies_are_read_outside_the_event_loop(
+    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    threads: list[str] = []
+
+    def noted(body: bytes) -> None:
+        threads.append(threading.current_thread().name)
+        check_entries(body)
+
+    monkeypatch.setattr(protocol, "check_entries", noted)
+    refused(live, path, {"padding": " " * background.LARGE_BODY, field: {}})
+    assert [name.partition("_")[0] for name in threads] == ["long-requests"]
+
+
+def test_work_in_a_thread_ends_once_its_client_left() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            try:
+                interruption.check()
+            except InterruptedRequestError:
+                ended.set()
+                return
+
+    async def leave() -> None:
+        task = asyncio.create_task(background.in_thread(work))
+        await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(ended.wait, 20)
+
+    asyncio.run(leave())
+
+
+def test_work_that_reaches_its_time_limit_is_a_400() -> None:
+    def work() -> None:
+        with interruption.time_limit(0.0, "the chat template"):
+            time.sleep(0.01)
+            interruption.check()
+
+    with pytest.raises(Problem, match="the chat template ran for more than 0 s") as told:
+        asyncio.run(background.in_thread(work, param="messages"))
+    assert (told.value.status, told.value.code) == (400, "time_limit")
+    assert told.value.param == "messages"
 
 
 def test_pieces_and_ids_are_bounded_by_the_context(live: Live) -> None:
@@ -173,15 +262,149 @@ def test_a_body_of_too_many_entries_is_refused_before_it_is_decoded(
     assert decoded == []
 
 
-@pytest.mark.parametrize("content", ["[{:" * 9, '\\"[{:' * 9, '"[', "\\" * 9 + "[" * 20, ""])
-def test_brackets_inside_of_texts_are_no_entries(
+@pytest.mark.parametrize("content", ["[{:," * 9, '\\"[{:,' * 9, '"[', "\\" * 9 + "[," * 20, ""])
+def test_what_stands_inside_of_texts_is_not_counted(
     monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
+    body = encoded(messages=[{"role": "user", "content": content}])
     monkeypatch.setattr(protocol, "MOST_ENTRIES", 6)  # two objects, an array, three keys
-    check_entries(encoded(messages=[{"role": "user", "content": content}]))
+    monkeypatch.setattr(protocol, "MOST_VALUES", 1)
+    check_entries(body)
     monkeypatch.setattr(protocol, "MOST_ENTRIES", 5)
-    with pytest.raises(Problem):
-        check_entries(encoded(messages=[{"role": "user", "content": content}]))
+    with pytest.raises(Problem, match="the body has more than 5 objects, arrays and keys; send"):
+        check_entries(body)
+    monkeypatch.setattr(protocol, "MOST_ENTRIES", 6)
+    monkeypatch.setattr(protocol, "MOST_VALUES", 0)
+    with pytest.raises(Problem, match="the body has more than 0 values; send fewer"):
+        check_entries(body)
+
+
+TEXTS = st.text(st.sampled_from('\\",[a:{\n'), max_size=12)
+
+
+@given(st.dictionaries(TEXTS, st.lists(TEXTS, max_size=4), max_size=4), st.integers(1, 9))
+def test_texts_are_told_from_the_rest_wherever_a_body_is_cut(value: Any, size: int) -> None:
+    body = encoded(**value)
+    outside = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", body, flags=re.DOTALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "SLICE", size)
+        assert b"".join(protocol._outside_texts(body)) == outside
+
+
+def test_ids_that_are_too_many_are_refused_before_they_are_decoded(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MOST_VALUES", 100)
+    ids = {"prompt": [1] * 102, "tokens": [1] * 102, "max_tokens": 1}
+    for path in ("/v1/completions", "/detokenize"):
+        error = refused(live, path, ids)
+        assert error["code"] == "too_many_entries"
+        assert "more than 100 values" in error["message"]
+
+
+def test_arguments_of_too_many_values_are_refused_before_they_are_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conversations, "MOST_ARGUMENTS", 10)
+    arguments = json.dumps({"a": [1] * 12})
+    monkeypatch.setattr(conversations.json, "loads", lambda text: pytest.fail("decoded"))
+    call = {"function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(Problem, match="the call's JSON has more than 10 values") as told:
+        conversation([USER, {"role": "assistant", "tool_calls": [call]}])
+    assert told.value.param == "messages[1].tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bound"),
+    [([], 4), ([4096], 4), ([2**17], 8), ([2**17, 4096], 8), ([2**18], 16), ([2**20], 32)],
+)
+def test_the_largest_body_follows_from_the_longest_context(lengths: list[int], bound: int) -> None:
+    plans = [SimpleNamespace(max_length=length) for length in lengths]
+    engines = [None, *(SimpleNamespace(plan=plan) for plan in plans)]  # one is still loading
+    models: Any = [SimpleNamespace(worker=SimpleNamespace(engine=engine)) for engine in engines]
+    assert Gate(Settings(), Metrics(), models).max_body == bound * 2**20
+    assert Gate(Settings(max_body=7), Metrics(), models).max_body == 7
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_too_much_reads_why(live: Live, chunked: bool) -> None:
+    """Although it sends everything before it reads: uvicorn reads on, and keeps nothing."""
+    size, count = 2**20, 16
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size * count}"
+    piece = b" " * size
+    if chunked:
+        piece = b"%x\r\n%s\r\n" % (size, piece)
+    with socket.create_connection(("127.0.0.1", live.running.port), timeout=60) as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+        for _ in range(count):
+            connection.sendall(piece)
+            time.sleep(0.02)  # in which an answer comes, if nobody reads on
+        if chunked:
+            connection.sendall(b"0\r\n\r\n")
+        answer = connection.recv(2**16).decode()
+    assert answer.startswith("HTTP/1.1 413 ")
+    assert f"larger than {2**20} bytes" in answer
+    assert httpx.get(live.url + "/props").json()["limits"]["max_body"] == 2**20
+
+
+def test_memory_is_given_back_after_large_bodies_once_for_several(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[tuple[str, Any]] = []
+    monkeypatch.setattr(gate, "LARGE", 1000)
+    monkeypatch.setattr(gate, "GIVE_BACK_S", 0.5)
+    monkeypatch.setattr(
+        gate,
+        "give_back",
+        lambda pools: given_back.append((threading.current_thread().name, pools)),
+    )
+    for content in ("x", "b" * 2000, "b" * 2000):
+        assert not given_back
+        httpx.post(live.url + "/tokenize", json={"content": content}, timeout=60)
+    assert soon(lambda: len(given_back) > 0)
+    assert given_back == [("give-back", background.POOLS)]
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[Callable[[], int]]:
+    """Bytes that were allocated in the block and are still there."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        yield lambda: tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+def test_kept_responses_take_little_more_memory_than_is_allowed() -> None:
+    with traced() as taken:
+        kept = Kept(most_bytes=200_000)
+        for number in range(1000):
+            item = {"id": f"msg_{number}", "content": [{"type": "output_text", "text": "x" * 50}]}
+            answer = {"id": f"resp_{number}", "output": [item], "usage": {"input_tokens": number}}
+            kept.keep(answer, [{"role": "user", "content": "y" * 50}])
+        assert kept.answer("resp_999") == answer
+        assert taken() < 3 * 200_000
+    with pytest.raises(Problem, match="not kept"):
+        kept.answer("resp_0")
+
+
+def test_remembered_turns_take_few_bytes_an_id() -> None:
+    turns, count = ToolTurns(most_ids=50_000), 100
+
+    def message(number: int) -> dict[str, Any]:
+        function = {"name": "f", "arguments": {"a": [number, {"b": 1.5}]}}
+        return {"content": " x", "tool_calls": [{"id": f"c{number}", "function": function}]}
+
+    with traced() as taken:
+        for number in range(600):
+            turns.remember(message(number), range(1000 + number, 1000 + number + count))
+        assert taken() < 10 * 50_000
+    assert turns.recall(message(599)) == tuple(range(1599, 1699))
+    assert turns.recall(message(0)) is None
+    edited = message(599)
+    edited["tool_calls"][0]["function"]["arguments"] = {"a": [599, {"b": 2.5}]}
+    assert turns.recall(edited) is None
 
 
 def test_neighbouring_system_messages_are_joined_part_by_part() -> None:

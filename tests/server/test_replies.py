@@ -1014,7 +1014,7 @@ def test_later_requests_refer_to_a_response_and_to_its_items(
     assert more["previous_response_id"] == answer["id"]
     assert later(previous_response_id=more["id"])[0] == question
 
-    kept = Kept(most_characters=1)
+    kept = Kept(most_bytes=1)
     for gone in (answered(), answered(store=False)):
         with pytest.raises(Problem, match="not kept") as caught:
             later(previous_response_id=gone["id"])

@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -40,13 +41,14 @@ from dflash_jax.errors import CheckpointError, ComputeError, RequestError
 from dflash_jax.server import app, figures
 from dflash_jax.server.gate import Settings
 from dflash_jax.server.generation import prepare
+from dflash_jax.server.jobs import Job
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Model
 from dflash_jax.server.prompt import Prompt
 from dflash_jax.server.protocol import Ask
 from dflash_jax.server.run import Listening, serve
 from dflash_jax.server.thinking import EFFORTS
-from dflash_jax.server.worker import Job, Worker
+from dflash_jax.server.worker import Worker
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import QUEUE, Live, run_server, twin
 
@@ -519,6 +521,16 @@ def test_metrics_have_the_names_that_dashboards_look_for(live: Live) -> None:
         "jit_cache_misses_total", "prompt_seconds_total", "tokens_predicted_seconds_total",
     } <= found.keys()  # fmt: skip
     assert found["jit_cache_misses_total"] == len(live.engine.executables) > 0
+    sizes = {"weights": live.engine.params, "caches": live.engine.runner.state}
+    for part, tree in sizes.items():
+        expected = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+        assert found[f'memory_bytes{{model="tiny",part="{part}"}}'] == expected > 0
+    cache = live.engine.prefix_cache
+    assert cache is not None
+    assert found['memory_bytes{model="tiny",part="prefix_cache"}'] == cache.bytes
+    assert found['memory_bytes{model="tiny",part="programs"}'] >= 0
+    if sys.platform == "linux":
+        assert found["resident_memory_bytes"] > sum(live.engine.runner.memory.values())
     [info] = [name for name in found if name.startswith("build_info")]
     assert 'target="tiny"' in info
     assert 'draft="dflash"' in info

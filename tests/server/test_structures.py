@@ -1,0 +1,159 @@
+"""Structures that take long to compile or end the process that tries them, and other requests."""
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.soak_serve import ASK, CHAT, send
+from dflash_jax.engine.engine import Engine
+from dflash_jax.server.gate import Settings
+from dflash_jax.server.protocol import Problem
+from dflash_jax.server.run import Listening
+from dflash_jax.server.structures import MOST_SLOW, StructureThreads
+from tests.engine.test_grammar_process import ENDLESS, chain, referring
+from tests.server.conftest import Live, run_server
+from tests.server.test_compiling import soon, streaming
+
+pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+BOMB = ASK | {"guided_json": ENDLESS["json"]}  # in about ten seconds it exceeds its memory
+CHOICE = ASK | {"guided_choice": ["red", "blue"]}
+
+
+@pytest.fixture
+def served(random_tiny: Engine) -> Iterator[Live]:
+    """A server of its own, with every program that the tests need."""
+    old = random_tiny
+    engine = Engine(old.target, old.drafter, old.params, old.plan, tokenizer=old.tokenizer)
+    engine.share_programs(old)
+    engine.warm_up(sampled=True, shaped=True, masked=True)
+    settings = Settings(keepalive=0.05)
+    live = run_server(lambda: engine, Listening(port=0, drain=2, settings=settings))
+    yield live
+    live.stop()
+
+
+def post(live: Live, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(live.url + CHAT, json=body, timeout=60)
+
+
+@contextlib.contextmanager
+def trying(live: Live) -> Iterator["concurrent.futures.Future[httpx.Response]"]:
+    """The answer to a request whose structure takes longer than the block runs."""
+    threads = live.running.server.models[0].worker._structures
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, live, BOMB)
+        assert soon(lambda: threads._slow == 1)
+        yield answer
+
+
+def test_other_requests_are_answered_while_a_structure_is_tried(served: Live) -> None:
+    with trying(served) as bomb:
+        with streaming(served, ASK) as lines:
+            assert list(lines)[-2] == "data: [DONE]"
+        for body in (ASK | {"logprobs": True}, CHOICE, ASK | {"guided_regex": "[ab]{3}"}):
+            assert post(served, body).status_code == 200
+        assert not bomb.done()
+        served.engine.grammars.close()  # ends the trial
+        assert bomb.result().status_code == 400
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5])
+def test_a_structure_may_take_the_seconds_that_were_set(served: Live, seconds: float) -> None:
+    served.engine.grammars.seconds = seconds
+    answer = post(served, BOMB)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert f"took longer than {seconds:g} s to compile; simplify it" in message
+    assert post(served, CHOICE).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"guided_json": referring(3000)},
+        {"guided_json": '{"items":' * 2000 + "{}" + "}" * 2000},
+        {"guided_grammar": chain(5000, "r")},
+        {"guided_grammar": chain(5000, "T")},
+        {"guided_grammar": chain(990, "r")},
+        {"guided_json": {"type": "integer", "multipleOf": 1000003}},
+    ],
+)
+def test_hostile_structures_get_a_400_and_the_next_request_is_served(
+    served: Live, structure: dict[str, Any]
+) -> None:
+    answer = post(served, ASK | structure)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("the ")
+    assert post(served, CHOICE).status_code == 200
+
+
+def test_a_request_gives_its_place_back_when_its_client_leaves(served: Live) -> None:
+    worker = served.running.server.models[0].worker
+    with contextlib.closing(send(served.url, BOMB)):
+        assert soon(lambda: worker._structures._slow == 1)
+        assert worker.active == 1
+    assert soon(lambda: worker.active == 0)
+    assert worker._structures._slow == 1  # the trial goes on
+    assert post(served, CHOICE).status_code == 200
+    assert worker.active == 0
+
+
+def test_a_request_ends_with_its_time_though_its_structure_is_not_compiled(served: Live) -> None:
+    answer = post(served, BOMB | {"timeout": 0.2})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "structure_unfinished"
+    assert int(answer.headers["retry-after"]) > 0
+    assert served.is_idle()
+
+
+def test_a_server_that_shuts_down_refuses_what_waits_for_a_structure(served: Live) -> None:
+    with trying(served) as bomb:
+        served.running.stop()
+        answer = bomb.result()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "draining"
+
+
+def test_few_requests_may_wait_for_slow_structures() -> None:
+    opened = threading.Event()
+    prepared: list[int] = []
+    refused: list[tuple[int, Exception]] = []
+
+    def prepare(job: int) -> None:
+        assert opened.wait(60)
+        prepared.append(job)
+
+    threads = StructureThreads[int](
+        lambda job: job < 0, prepare, lambda job, error: refused.append((job, error))
+    )
+    for job in range(MOST_SLOW + 2):
+        threads.submit(job)
+    assert soon(lambda: len(refused) == 2)
+    opened.set()
+    assert soon(lambda: len(prepared) == MOST_SLOW)
+    for at, (job, error) in enumerate(refused):
+        assert job == MOST_SLOW + at
+        assert isinstance(error, Problem)
+        assert (error.status, error.code) == (503, "structures_busy")
+        assert error.retry_s
+    threads.submit(-1)
+    threads.submit(100)
+    assert soon(lambda: sorted(prepared)[-1] == 100)
+    assert -1 in prepared
+    threads.stop()
+
+
+def test_what_goes_wrong_in_a_trial_is_told() -> None:
+    refused: list[Exception] = []
+    threads = StructureThreads[int](
+        lambda job: 1 // job > 0, lambda job: None, lambda job, error: refused.append(error)
+    )
+    threads.submit(0)
+    assert soon(lambda: len(refused) == 1)
+    assert isinstance(refused[0], ZeroDivisionError)
+    threads.stop()
