@@ -127,17 +127,16 @@ def model_options(verb: argparse.ArgumentParser) -> None:
     )
     models.add_argument("--rows", type=int, default=1, help="requests side by side (default 1)")
     models.add_argument(
-        "--rounds",
-        type=int,
-        default=0,
-        metavar="N",
+        "--rounds", type=int, default=0, metavar="N",
         help="up to so many steps in one call, where steps are short (faster, heard in bursts);"
         " 4 by default on a CPU",
-    )
+    )  # fmt: skip
     models.add_argument("--inexact", action="store_true", help="let plain steps run one token wide")
-    models.add_argument(
-        "--no-rings", action="store_true", help="sliding layers keep whole caches, not rings"
-    )
+    for flag, text in (
+        ("--no-rings", "sliding layers keep whole caches, not rings"),
+        ("--no-call-odds", "recovery tells stalls by punctuation alone"),
+    ):
+        models.add_argument(flag, action="store_true", help=text)
     models.add_argument(
         "--min-survival",
         type=float,
@@ -216,6 +215,7 @@ def chosen_plan(options: argparse.Namespace) -> Any:
         kernels=options.kernels,
         exact=not options.inexact,
         rings=not options.no_rings,
+        call_odds=not options.no_call_odds,
         taps_at=options.taps_at,
         min_survival=options.min_survival,
         memory_limit=options.memory_limit,

@@ -289,12 +289,12 @@ def opening_odds(
     """
     if rules.opening is None:
         return None
-    row = jnp.take_along_axis(logits, at[:, None, None], axis=1)[:, 0]
+    row = jnp.take_along_axis(logits, at[:, None, None], axis=1)[:, 0].astype(jnp.float32)
     pair = jnp.maximum(jnp.stack([rules.opening, token], axis=1), 0)
     opening, other = jnp.moveaxis(jnp.take_along_axis(row, pair, axis=1), 1, 0)
     if rules.choices is not None:
         other = jnp.where(rules.choices[:, 0] >= 0, row.max(axis=1), other)
-    return (opening - other).astype(jnp.float32)
+    return opening - other
 
 
 def _drawn_where(

@@ -51,11 +51,11 @@ def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]
         return state, Effects()
     match event:
         case Cancelled(reason):
-            lead = state.asked.lead if state.asked else 0
-            ids = Said(state.ids[: len(state.ids) - lead]) if lead else state.ids
-            rest = ids[len(ids) + lead - state.held :]
-            done = state._replace(phase=Phase.DONE, ids=ids, held=0, asked=None)
-            return done, Effects(emit=rest, finish=reason, retract=lead)
+            dropped = _never_shown(state, reason)
+            ids = Said(state.ids[: len(state.ids) - dropped]) if dropped else state.ids
+            rest = ids[len(ids) + dropped - state.held :]
+            done = state._replace(phase=Phase.DONE, ids=ids, held=0, asked=None, call_at=-1)
+            return done, Effects(emit=rest, finish=reason, retract=dropped)
         case CallRetried():
             dropped = len(state.ids) - state.call_at
             ids = Said(state.ids[: state.call_at])
@@ -73,6 +73,19 @@ def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]
             return _stepped(state, event, policy)
         case _:
             assert_never(event)
+
+
+def _never_shown(state: State, reason: Finish) -> int:
+    """Return how many of the last ids no caller gets if the request ends from outside.
+
+    A call that is held back may yet be decoded once more, so a cancelled output ends before it:
+    whatever the caller got is the beginning of the whole output.
+    """
+    if state.asked:
+        return state.asked.lead
+    if state.call_at >= 0 and reason is Finish.CANCELLED:
+        return len(state.ids) - state.call_at
+    return 0
 
 
 def speculates(state: State, policy: Policy) -> bool:

@@ -335,7 +335,9 @@ def test_a_client_that_sends_too_much_reads_why(live: Live, chunked: bool) -> No
     if chunked:
         piece = b"%x\r\n%s\r\n" % (size, piece)
     with socket.create_connection(("127.0.0.1", live.running.port), timeout=60) as connection:
-        connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+        connection.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode()
+        )
         for _ in range(count):
             connection.sendall(piece)
             time.sleep(0.02)  # in which an answer comes, if nobody reads on

@@ -140,6 +140,19 @@ def test_B8_without_a_grammar_the_call_is_given_as_it_is() -> None:
     assert (again.ids, effects.retract, effects.notes) == ((10,), 3, ("call_retry",))
 
 
+def test_B10_a_cancelled_output_ends_before_a_call_that_is_held_back() -> None:
+    """It is the beginning of the whole output, from which the call may go yet."""
+    policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=RETRY, words=CALLS)
+    state, _ = advance(State(), Prefilled(10), policy)
+    for tokens in ((OPEN, BAD), (OPEN, BAD, EOS)):  # as it is written; while a grammar is made
+        held, _ = advance(state, Stepped(tokens), policy)
+        done, effects = advance(held, Cancelled(), policy)
+        assert (effects.emit, effects.finish) == ((), Finish.CANCELLED)
+        assert (done.ids, effects.retract) == ((10,), len(tokens))
+        _, effects = advance(held, Cancelled(Finish.LENGTH), policy)
+        assert effects.emit == tokens
+
+
 def test_B9_a_forced_call_that_breaks_is_decoded_once_more() -> None:
     """A stall first, then a call that was begun by force and cannot be read."""
     lead = [10, 46, 80, OPEN, 900]
