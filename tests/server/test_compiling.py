@@ -341,7 +341,11 @@ def test_nothing_but_greedy_programs_need_be_compiled(random_tiny: Engine) -> No
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    # A command that another test ran in this process may have turned it off.
+    monkeypatch.setattr(logging.getLogger("dflash_jax"), "propagate", True)
     caplog.set_level(logging.INFO, logger="dflash_jax")
     return caplog
 
