@@ -59,6 +59,8 @@ class Cut:
             self.mark(kind=guard)
 
     def end_at_stop(self, policy: Policy) -> None:
-        """Forced tokens may end with one that stops: the device would freeze there for ever."""
-        if self.new[-1] in policy.stop_ids:
+        """Forced tokens may hold one that stops: the device would freeze there for ever."""
+        ends = [i for i, token in enumerate(self.new) if token in policy.stop_ids]
+        if ends:
+            del self.new[ends[0] + 1 :]
             self.end(Finish.STOP)

@@ -332,3 +332,10 @@ def test_what_is_certain_of_a_call_is_what_all_beginnings_share(
     rest: tuple[tuple[int, ...], ...],
 ) -> None:
     assert tool_names.split(calls) == (shared, rest)
+
+
+def test_a_forced_call_ends_at_an_end_token_among_its_ids() -> None:
+    words = dataclasses.replace(WORDS, calls=((900, EOS, 10), (900, 11, 11)))
+    seen = both([COLON, EOS, EOS], RESCUE, words=words)
+    assert seen.emitted == [COLON, 900, EOS]
+    assert seen.finish is Finish.STOP
