@@ -20,13 +20,13 @@ class CallGrammars:
     """Makes grammars of declared tools, and compiles the programs that follow one if needed."""
 
     def __init__(self, grammars: Grammars, runner: HasPrograms, tokenizer: Tokenizer | None):
-        self._grammars, self._runner, self._tokenizer = grammars, runner, tokenizer
+        self.grammars, self._runner, self._tokenizer = grammars, runner, tokenizer
         self._thread = ThreadPoolExecutor(1, "call-grammars")  # started when first used
 
     @property
     def available(self) -> bool:
         """Whether grammars can be made here."""
-        return self._grammars.available
+        return self.grammars.available
 
     def begin(self, request: Request) -> "Future[Grammar]":
         """Begin to make the grammar of a request's calls."""
@@ -35,7 +35,7 @@ class CallGrammars:
     def _make(self, request: Request) -> Grammar:
         assert self._tokenizer is not None
         source = calls_grammar(request.words, self._tokenizer)
-        grammar = self._grammars.make({"grammar": source})
+        grammar = self.grammars.make({"grammar": source})
         needed = (Variant.CONSTRAINED, Variant.FORCED_TOKENS)
         self._runner.compiled.compile(needed, workers=1)
         return grammar

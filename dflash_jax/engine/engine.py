@@ -70,7 +70,7 @@ class Engine:
         self.events = self.loop.events
         self.break_even = 0.0  # tokens a drafted round must decide to pay; 0 until measured
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
-        self._call_grammars = CallGrammars(self.grammars, self.runner, tokenizer)
+        self.call_grammars = CallGrammars(self.grammars, self.runner, tokenizer)
 
     def __repr__(self) -> str:
         plan, drafter = self.plan, self.drafter
@@ -134,8 +134,7 @@ class Engine:
             for each time and once; 0 is off. Greedy requests are penalised as well.
           logit_bias: numbers to add to the logits of token ids.
           logprobs: report the log-probability of every token, and of this many alternatives.
-          prompt_logprobs: likewise of every token of the prompt but the first, in the result;
-            the prompt is fed whole, and takes twice its time.
+          prompt_logprobs: the same for the prompt, which is fed whole and takes twice its time.
           structured: what the text must follow: {"json": a schema}, {"regex": a pattern},
             {"choice": texts} or {"grammar": a Lark grammar}; {"around": a Lark grammar} beside it
             says what comes around it, which is `@answer` there. Needs the extra `structured`.
@@ -342,7 +341,7 @@ class Engine:
         grammar = None if request.structured is None else self.grammars.make(request.structured)
         free = self.plan.exact and request.temperature == 0  # to change lanes by the clock (R11)
         lanes: dict[str, Any] = {"break_even": self.break_even if free else 0.0, "fixed": not free}
-        calls = self._call_grammars if self._call_grammars.available else None
+        calls = self.call_grammars if self.call_grammars.available else None
         return Live(request, self.tokenizer, grammar, cancel=cancel, call_grammars=calls, **lanes)
 
     def _compile_for(self, live: Live) -> None:

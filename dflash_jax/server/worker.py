@@ -292,7 +292,7 @@ class Worker:
             self._stopping = True
             return
         new.share_programs(old)
-        new.grammars = old.grammars
+        new.grammars = new.call_grammars.grammars = old.grammars
         self.engine = new
 
     def _give_up(self, error: Exception) -> None:

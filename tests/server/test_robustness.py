@@ -348,6 +348,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     assert serves(live)
     assert live.engine is not engine
     assert (live.engine.break_even, live.engine.compile_s) == (0.5, 0.5)
+    assert live.engine.grammars is live.engine.call_grammars.grammars is engine.grammars
     failures.append(True)
     live.stop()
 
