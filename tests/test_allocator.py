@@ -44,8 +44,8 @@ out = libc.fdopen(1, b"w")
 libc.malloc_info(0, out)
 libc.fflush(out)
 """
-HOLES = """
-import ctypes, threading
+TUNED = """
+import concurrent.futures, ctypes, threading
 from dflash_jax.allocator import give_back, tune_allocator
 
 assert tune_allocator()
@@ -55,7 +55,10 @@ libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
-
+"""
+HOLES = (
+    TUNED
+    + """
 def leave_holes():
     # 16,000 pieces of 10 kB, every second of which stays
     held = [libc.malloc(10_000) for _ in range(16_000)]
@@ -71,6 +74,7 @@ before = resident()
 give_back()
 print(before - resident())
 """
+)
 
 
 @ON_GLIBC
@@ -116,18 +120,9 @@ def test_the_collector_runs_rarely_until_the_last_of_overlapping_blocks_ends() -
         gc.set_threshold(*before)
 
 
-HEAPS = """
-import concurrent.futures, ctypes, threading
-from dflash_jax.allocator import give_back, tune_allocator
-
-assert tune_allocator()
-libc = ctypes.CDLL("libc.so.6")
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
+HEAPS = (
+    TUNED
+    + """
 def fill(_):
     both.wait(30)
     pieces = [libc.malloc(100_000) for _ in range(400)]
@@ -147,6 +142,7 @@ list(pool.map(fill, range(2)))
 give_back()
 print(kept - resident())
 """
+)
 
 
 @ON_GLIBC

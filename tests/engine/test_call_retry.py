@@ -9,6 +9,7 @@ import dflash_jax as dj
 from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.call_grammars import CallGrammars
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.live import Live
 from dflash_jax.engine.replay import prompt_of, read_turns
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.structured import Grammar
@@ -47,6 +48,23 @@ def raw(engine: Engine, result: dj.Result) -> str:
     return engine.tokenizer.raw(result.token_ids)
 
 
+def waiting(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, prompt: list[int], options: dict[str, Any]
+) -> tuple[Live, threading.Event]:
+    """A request that waits for the grammar of its call, which is made once the event is set."""
+    ready, make = threading.Event(), CallGrammars._make
+
+    def late(self: CallGrammars, request: Request) -> Grammar:
+        assert ready.wait(60)
+        return make(self, request)
+
+    monkeypatch.setattr(CallGrammars, "_make", late)
+    live = engine.submit(prompt, recovery=dj.Recovery(), **options)
+    while live.call_grammar is None:
+        engine.advance()
+    return live, ready
+
+
 @pytest.mark.parametrize("name", TURNS)
 def test_a_call_that_broke_off_is_complete_in_the_end(
     engine: Engine, turns: dict[str, Any], name: str
@@ -79,17 +97,9 @@ def test_a_stream_never_shows_the_call_that_is_dropped(
 def test_neighbours_decode_on_while_the_grammar_is_made(
     engine: Engine, turns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (prompt, options), ready, make = turns["agent-4.1"], threading.Event(), CallGrammars._make
+    prompt, options = turns["agent-4.1"]
     wanted = engine.generate(prompt, recovery=dj.Recovery(), **options).token_ids
-
-    def late(self: CallGrammars, request: Request) -> Grammar:
-        assert ready.wait(60)
-        return make(self, request)
-
-    monkeypatch.setattr(CallGrammars, "_make", late)
-    waits = engine.submit(prompt, recovery=dj.Recovery(), **options)
-    while waits.call_grammar is None:
-        engine.advance()
+    waits, ready = waiting(engine, monkeypatch, prompt, options)
     alone = engine.generate([5, 6, 7], max_tokens=30).token_ids
     assert not waits.done
     ready.set()
@@ -118,16 +128,7 @@ def test_without_a_grammar_the_call_stays_as_it_is(
 def test_a_request_that_is_cancelled_while_it_waits_ends(
     engine: Engine, turns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (prompt, options), ready, make = turns["agent-4.1"], threading.Event(), CallGrammars._make
-
-    def late(self: CallGrammars, request: Request) -> Grammar:
-        assert ready.wait(60)
-        return make(self, request)
-
-    monkeypatch.setattr(CallGrammars, "_make", late)
-    waits = engine.submit(prompt, recovery=dj.Recovery(), **options)
-    while waits.call_grammar is None:
-        engine.advance()
+    waits, ready = waiting(engine, monkeypatch, *turns["agent-4.1"])
     engine.cancel(waits)
     assert waits.result().finish_reason == "cancelled"
     engine.advance()  # reads what was in flight

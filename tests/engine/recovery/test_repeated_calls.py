@@ -156,9 +156,8 @@ def test_calls_in_the_form_of_another_family_count(tokenizer: Tokenizer, family:
     assert outcome(ids, known)[2] == "repeated_calls"
 
 
-def test_a_call_full_of_closing_markers_is_not_read_again_and_again(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def lengths_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the texts that are parsed from now on."""
     read: list[int] = []
     parser = repeated_calls.OutputParser
 
@@ -168,6 +167,13 @@ def test_a_call_full_of_closing_markers_is_not_read_again_and_again(
             return super().push(text)
 
     monkeypatch.setattr(repeated_calls, "OutputParser", Counting)
+    return read
+
+
+def test_a_call_full_of_closing_markers_is_not_read_again_and_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = lengths_read(monkeypatch)
     text = called("llama", path="{}" * 4000)
     ids = tokenizer.encode(text, specials=False)
     outcome(ids, words(tokenizer, "llama"))
@@ -197,15 +203,7 @@ def test_the_vocabulary_knows_how_calls_end(tokenizer: Tokenizer) -> None:
 
 
 def test_each_call_is_read_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    parser = repeated_calls.OutputParser
-
-    class Counting(parser):
-        def push(self, text: str) -> list[Any]:
-            read.append(len(text))
-            return super().push(text)
-
-    monkeypatch.setattr(repeated_calls, "OutputParser", Counting)
+    read = lengths_read(monkeypatch)
     text = "".join(called("hermes", path=f"{i}.txt") + "\n" for i in range(50))
     ids = tokenizer.encode(text, specials=False)
     outcome(ids, words(tokenizer))
