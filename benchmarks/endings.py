@@ -54,8 +54,8 @@ class Case:
     def acted_on(self, threshold: float) -> bool:
         """Whether recovery begins a call, or goes on, where this text would end."""
         ending = read_ending(self.text)
-        moved = floor.ANNOUNCED * ending.announces + floor.DOUBTFUL * ending.doubtful
-        return ending.opened_fence or self.lead + self.call >= threshold + moved
+        wanted = floor.wanted_odds(ending, dj.Recovery(call_odds=threshold))
+        return ending.opened_fence or self.lead + self.call >= wanted
 
 
 class Odds:

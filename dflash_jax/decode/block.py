@@ -279,10 +279,11 @@ def opening_odds(
     at: Int[Array, " B"],
     rules: RowRules,
 ) -> Float[Array, " B"] | None:
-    """Return how likely `RowRules.opening` is beside what row `at` decided, as a log-ratio.
+    """Return the log-ratio of the probabilities of `RowRules.opening` and of the decided token.
 
     Args:
-      token: the decided tokens. A row with `RowRules.choices` is compared to its best token.
+      token: the decided tokens; a row with `RowRules.choices` uses its best token instead.
+      at: the place in `logits` that decided them.
 
     Returns:
       None where the rules have no `opening`; anything in rows whose `opening` is -1.

@@ -252,7 +252,7 @@ def _close(plan: Cut, token: int, policy: Policy) -> None:
     """Ends an open thought in the place of the token, with the whole closing sequence."""
     close = policy.words.close[: policy.max_tokens - plan.length]
     plan.mark(closed=True)
-    plan.dictate(close, "thought_closed" if token == close[0] else "thought_closed_by_force")
+    plan.force_tokens(close, "thought_closed" if token == close[0] else "thought_closed_by_force")
     plan.end_at_stop(policy)
     if plan.finish is None and plan.length >= policy.max_tokens:
         plan.end(Finish.LENGTH)

@@ -59,7 +59,7 @@ class Loop:
 
     @property
     def busy(self) -> bool:
-        """Whether `advance` has anything to do. Ends requests that were let go of, as it does."""
+        """Whether `advance` has anything to do; dropped and cancelled requests are ended first."""
         check_not_forked()
         with self._lock:
             there = filter(None, (*self.rows.waiting, *self.rows.lives))
@@ -93,7 +93,7 @@ class Loop:
                 self._forget_unread()
 
     def tidy(self) -> None:
-        """End what the next turn would end: what was let go of, cancelled, or is out of time."""
+        """End dropped, cancelled and overdue requests, as the next turn would."""
         check_not_forked()
         with self._lock:
             self._end_what_nobody_waits_for()

@@ -1,4 +1,4 @@
-"""The cut of a step: which of its tokens count, before anything of it happened."""
+"""The cut of a step: which of its tokens count. Nothing has happened yet."""
 
 import dataclasses
 from typing import Any
@@ -27,7 +27,7 @@ class Cut:
         return (*self.state.ids[:], *self.new)
 
     def since(self, place: int) -> Ids:
-        """The output from a place on."""
+        """Return the output from a place on."""
         return (*self.state.ids[place:], *self.new[max(place - self.before, 0) :])
 
     @property
@@ -42,8 +42,8 @@ class Cut:
         self.notes.append(event)
         self.places.append(self.length)
 
-    def dictate(self, ids: Ids, note: str) -> None:
-        """Puts ids in the place of the pending token and behind it."""
+    def force_tokens(self, ids: Ids, note: str) -> None:
+        """Put ids in place of the pending token and after it."""
         self.note(note)
         self.new += ids
         self.replace, self.force = ids[0], ids[1:]
@@ -59,7 +59,7 @@ class Cut:
             self.mark(kind=guard)
 
     def end_at_stop(self, policy: Policy) -> None:
-        """Forced tokens may hold one that stops: the device would freeze there for ever."""
+        """End the output at the first end token among forced ones: the row would freeze there."""
         ends = [i for i, token in enumerate(self.new) if token in policy.stop_ids]
         if ends:
             del self.new[ends[0] + 1 :]

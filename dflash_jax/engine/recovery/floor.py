@@ -7,7 +7,7 @@ end token.
 
 import enum
 
-from dflash_jax.engine.recovery.endings import read_ending
+from dflash_jax.engine.recovery.endings import Ending, read_ending
 from dflash_jax.engine.recovery.settings import ROOM_FOR_CALL, Recovery
 from dflash_jax.engine.recovery.words import Ids, Words
 
@@ -26,8 +26,8 @@ class Verdict(enum.Enum):
     REPLACE = "replace"
     INJECT = "inject"
     WAIVE = "waive"  # honour: a stall, but no room is left for a call
-    ASK = "ask"  # the odds of a call are to be asked for once more, behind what leads to one
-    CLOSE = "close"  # close the thought that it would end inside of
+    ASK = "ask"  # force what a family writes before a call, to see whether the call follows
+    CLOSE = "close"  # close the open thought instead
 
 
 def judge(
@@ -86,16 +86,15 @@ def judge_by_odds(
         stalled = ending.colon and not ending.doubtful
         verdict = Verdict.INJECT
     else:
-        stalled = odds >= wanted_odds(ids, recovery, words)
+        stalled = odds >= wanted_odds(ending, recovery)
         verdict = Verdict.ASK if len(words.opening) > 1 else Verdict.INJECT
     if not stalled or just_said(ids, words.skip):
         return Verdict.HONOUR
     return verdict if has_room(ids, max_tokens, words) else Verdict.WAIVE
 
 
-def wanted_odds(ids: Ids, recovery: Recovery, words: Words) -> float:
+def wanted_odds(ending: Ending, recovery: Recovery) -> float:
     """Return the least odds of a call, as a log-ratio, at which an end counts as a stall."""
-    ending = read_ending(words.text(ids))
     moved = ANNOUNCED * ending.announces + DOUBTFUL * ending.doubtful
     return recovery.call_odds + moved
 

@@ -2,6 +2,7 @@
 
 from dflash_jax.engine.recovery import call_retry, floor, tool_names
 from dflash_jax.engine.recovery.cut import Cut
+from dflash_jax.engine.recovery.endings import read_ending
 from dflash_jax.engine.request_state import Asked, Finish, Policy, Said
 
 
@@ -10,7 +11,7 @@ def begin_call(plan: Cut, policy: Policy) -> None:
     first = policy.words.calls[0][:1]
     shared, rest = tool_names.split([ids for ids in policy.words.calls if ids[:1] == first])
     plan.mark(injected=True, calls=rest)
-    plan.dictate(shared, "tool_prefix")
+    plan.force_tokens(shared, "tool_prefix")
     call_retry.watch_forced(plan, policy)
     plan.end_at_stop(policy)
 
@@ -19,7 +20,7 @@ def ask(plan: Cut, end: int, odds: float | None, policy: Policy) -> None:
     """Force what leads to a tool call in place of an end token, to see whether a call follows."""
     words = policy.words
     lead = words.opening[:-1]
-    wanted = floor.wanted_odds(plan.ids, policy.recovery, words)
+    wanted = floor.wanted_odds(read_ending(words.text(plan.ids)), policy.recovery)
     asked = Asked(end, len(lead), odds or 0.0, wanted)
     plan.mark(asked=asked, calls=tuple(ids[len(lead) :] for ids in words.calls))
     plan.new += lead

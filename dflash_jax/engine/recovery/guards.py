@@ -1,7 +1,7 @@
 """Rules against outputs that loop: the measured rule, repeated calls, and the original rules.
 
 The measured rule is in `loops.py`, that of equal tool calls in `repeated_calls.py`. The functions
-of this file are the rules of the original engines, exactly, for whoever selects them.
+of this file are the rules of the original engines, exactly; settings select them.
 """
 
 from collections.abc import Callable, Sequence
