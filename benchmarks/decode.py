@@ -70,7 +70,7 @@ class Lane:
 def lanes_of(case: "Case", *, official: bool) -> dict[str, Lane]:
     """Every lane of a case; how many rounds bare loops make comes from a first run of ours."""
     from benchmarks.lanes import BareLoop, generate
-    from dflash_jax.engine.compare import one_token_lane
+    from dflash_jax.bench.compare import one_token_lane
 
     engine, single, loop = case.engine, one_token_lane(case.engine), BareLoop(case.engine)
     rounds = {
@@ -259,7 +259,7 @@ def main() -> int:
     pin(options.pin)
     from benchmarks.cases import build
     from benchmarks.environment import environment
-    from dflash_jax.allocator import tune_allocator
+    from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
     started, reports = time.perf_counter(), {}

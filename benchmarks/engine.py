@@ -69,7 +69,7 @@ def main() -> int:
     import os
 
     from benchmarks.environment import environment
-    from dflash_jax.allocator import tune_allocator
+    from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
     reports = []

@@ -33,12 +33,12 @@ from benchmarks.environment import environment
 from benchmarks.gpu_cases import FULL, Bench, full, logits_step, planned, random_params, smoke
 from benchmarks.lanes import BareLoop, generate
 from dflash_jax import Plan
+from dflash_jax.bench.compare import one_token_lane
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.memory import Work, work
 from dflash_jax.compiler.roofline import Device, find_device, roofline
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.device import free_memory
-from dflash_jax.engine.compare import one_token_lane
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
 from dflash_jax.testing import force_acceptance, scripted_engine, set_script

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.live import Live
+from dflash_jax.engine.sequence import Live
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},

@@ -15,12 +15,11 @@ from pathlib import Path
 import dflash_jax as dj
 from benchmarks.environment import environment
 from benchmarks.paired import interleaved, ratio, spread
+from dflash_jax.bench.replay import Turn, prompt_of, read_turns
 from dflash_jax.cli.replay import SHIPPED
-from dflash_jax.engine import controller
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.live import Live
-from dflash_jax.engine.recovery import OFF
-from dflash_jax.engine.replay import Turn, prompt_of, read_turns
+from dflash_jax.engine.recovery import OFF, controller
+from dflash_jax.engine.sequence import Live
 
 SETTINGS = {
     "off": OFF,

@@ -22,7 +22,7 @@ import numpy as np
 
 import dflash_jax as dj
 from benchmarks.environment import environment
-from dflash_jax.engine.compare import Check
+from dflash_jax.bench.compare import Check
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_params, scripted_engine, set_script
 

@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.environment import environment
 from benchmarks.soak import Tally
 from dflash_jax import Plan
+from dflash_jax.bench.compare import Check
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.engine.compare import Check
 from dflash_jax.testing import (
     force_acceptance,
     random_engine,

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dflash_jax as dj
+from dflash_jax.bench.replay import Turn, outcome_of, prompt_of
 from dflash_jax.cli.options import use_compilation_cache
 from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery.floor import ends_on_colon
 from dflash_jax.engine.recovery.guards import runaway_drop
-from dflash_jax.engine.replay import Turn, outcome_of, prompt_of
 from dflash_jax.train.corpus import agents, conversation
 from dflash_jax.train.corpus.exchange import is_held_out
 

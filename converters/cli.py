@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters import forms
 from converters.taps import AUTO, CHOICES
-from dflash_jax.command import exit_code
 from dflash_jax.errors import ConfigError
+from dflash_jax.utils.command import exit_code
 
 if TYPE_CHECKING:
     from converters.models import Model

@@ -15,9 +15,9 @@ from converters.gguf import GgufFile
 from converters.gguf.file import SHARD
 from converters.load import Progress, float_dtype
 from converters.models import Model, companions
-from dflash_jax.atomic import new_path
 from dflash_jax.checkpoint import write
 from dflash_jax.errors import CheckpointError, TokenizerError
+from dflash_jax.utils.atomic import new_path
 
 REPORT = "conversion.json"
 NO_TOKENIZER = (

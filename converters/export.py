@@ -22,9 +22,9 @@ from converters.load import Progress, float_dtype, kept_as, read_as
 from converters.names import published, speculators
 from converters.safetensors_writer import Planned, write_safetensors
 from converters.source import TensorSource
-from dflash_jax.atomic import copy_companions, new_path
 from dflash_jax.config import AttentionConfig, DrafterConfig
 from dflash_jax.errors import ConfigError
+from dflash_jax.utils.atomic import copy_companions, new_path
 
 FILES = (".gguf", ".safetensors")
 WHOLE = np.dtype(np.int64)  # of token ids

@@ -74,7 +74,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 def __getattr__(name: str) -> object:
     """Import a public name, or a submodule such as `dflash_jax.loading`, on first use."""
     if name in _MODULE_OF:
-        from dflash_jax.allocator import fewer_collections
+        from dflash_jax.utils.allocator import fewer_collections
 
         with fewer_collections():
             module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")

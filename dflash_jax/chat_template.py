@@ -16,8 +16,8 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
 
-from dflash_jax import interruption
 from dflash_jax.errors import InterruptedRequestError, RequestError
+from dflash_jax.utils import interruption
 
 Message = dict[str, Any]
 LARGEST = 10_000_000  # digits or items that one product or power may have

@@ -24,11 +24,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dflash_jax.atomic import MANIFEST, copy_companions, new_path
-from dflash_jax.command import uninterrupted
 from dflash_jax.config import ALWAYS_FLOAT32, AttentionConfig
 from dflash_jax.config.fields import has_file
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.utils.atomic import MANIFEST, copy_companions, new_path
+from dflash_jax.utils.command import uninterrupted
 
 Params = dict[str, Any]
 Keys = tuple[str, ...]  # the way to a leaf

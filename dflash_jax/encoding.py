@@ -16,8 +16,8 @@ from typing import Any
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from dflash_jax import interruption
 from dflash_jax.errors import PromptTooLongError
+from dflash_jax.utils import interruption
 
 LONG_TEXT = 20_000  # characters from which encoding leaves the interpreter lock to other threads
 COMPOSED = 4  # characters that NFC and NFKC make one at most: the longest decomposition in Unicode

@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
-from dflash_jax.allocator import fewer_collections, tune_allocator
 from dflash_jax.checkpoint import is_checkpoint
 from dflash_jax.compiler import Plan
 from dflash_jax.compiler.cache import CompilationCache, use_compilation_cache
@@ -37,13 +36,14 @@ from dflash_jax.errors import (
     TokenizerError,
     install_hint,
 )
-from dflash_jax.forking import check_not_forked
-from dflash_jax.progress import announced, is_shown
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import put_in_order, with_kernel
-from dflash_jax.sources import SHIPPED, Source, find_local
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.utils.allocator import fewer_collections, tune_allocator
+from dflash_jax.utils.forking import check_not_forked
+from dflash_jax.utils.progress import announced, is_shown
+from dflash_jax.utils.sources import SHIPPED, Source, find_local
 
 Config = TargetConfig | DrafterConfig
 AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)

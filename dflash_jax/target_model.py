@@ -14,9 +14,9 @@ from dflash_jax.compiler.plan import Dtype
 from dflash_jax.compiler.programs import build_pair, empty_state
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import RequestError
-from dflash_jax.forking import check_not_forked
-from dflash_jax.progress import announced
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.utils.forking import check_not_forked
+from dflash_jax.utils.progress import announced
 
 
 @functools.partial(

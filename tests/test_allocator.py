@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dflash_jax.allocator import fewer_collections
+from dflash_jax.utils.allocator import fewer_collections
 
 ON_GLIBC = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="other systems have no mallopt"
@@ -14,7 +14,7 @@ ON_GLIBC = pytest.mark.skipif(
 COUNT = """
 import resource, threading
 import numpy as np
-from dflash_jax.allocator import tune_allocator
+from dflash_jax.utils.allocator import tune_allocator
 
 assert tune_allocator()
 
@@ -46,7 +46,7 @@ libc.fflush(out)
 """
 TUNED = """
 import concurrent.futures, ctypes, threading
-from dflash_jax.allocator import give_back, tune_allocator
+from dflash_jax.utils.allocator import give_back, tune_allocator
 
 assert tune_allocator()
 libc = ctypes.CDLL("libc.so.6")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_jax import partial
-from dflash_jax.atomic import new_path
 from dflash_jax.errors import CheckpointError
+from dflash_jax.utils import partial
+from dflash_jax.utils.atomic import new_path
 
 ORACLE = Path(__file__).parent / "oracle"
 # Forks a process for each step: imports take seconds, and tensorstore, once used, forbids forks.
@@ -154,7 +154,7 @@ def test_a_process_that_has_a_dead_ones_number_is_another_one(tmp_path: Path) ->
 
 HOLDS = """
 import sys, pathlib
-from dflash_jax.atomic import new_path
+from dflash_jax.utils.atomic import new_path
 with new_path(pathlib.Path(sys.argv[1]), overwrite=True) as at:
     at.mkdir()
     (at / "config.json").write_text("theirs")

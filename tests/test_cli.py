@@ -21,16 +21,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan, loading
+from dflash_jax.bench import compare
 from dflash_jax.cli import main, parser, probe, terminal, verify
 from dflash_jax.cli.generate import statistics
 from dflash_jax.cli.options import chosen_plan, open_pair
-from dflash_jax.command import INTERRUPTED, UNREAD, exit_code
 from dflash_jax.compiler.variants import CompiledPrograms
-from dflash_jax.engine import compare
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import export
+from dflash_jax.utils.command import INTERRUPTED, UNREAD, exit_code
 
 Run = Callable[..., tuple[int, str, str]]
 

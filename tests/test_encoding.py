@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from dflash_jax import encoding, interruption
+from dflash_jax import encoding
 from dflash_jax.encoding import encode, pieces_of, token_bound
 from dflash_jax.errors import InterruptedRequestError, PromptTooLongError, RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.utils import interruption
 
 PIECES = ("aa", "aaaa", "ab", "▁a", "Ġa", "ĠĠĠĠ", "▁▁", "e", "á", "fi", "\n\n")
 TEXTS = st.text(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_jax.cli import main
-from dflash_jax.engine.structured import Grammars
+from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import RequestError, install_hint
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import dflash_jax as dj
-from dflash_jax import progress
-from dflash_jax.progress import announced, is_shown
+from dflash_jax.utils import progress
+from dflash_jax.utils.progress import announced, is_shown
 
 
 class Stream(io.StringIO):

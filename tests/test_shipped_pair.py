@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.bench.replay import Turn, play, read_turns
 from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.replay import Turn, play, read_turns
 
 pytestmark = pytest.mark.optimised
 

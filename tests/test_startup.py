@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dflash_jax
-from dflash_jax.command import abrupt
+from dflash_jax.utils.command import abrupt
 
 LOADING = ("generate", "chat", "serve", "explain", "bench", "verify", "replay", "probe", "train")
 VERBS = (*LOADING, "inspect", "convert", "compare", "export")
@@ -95,7 +95,7 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
     "module",
     [
         "dflash_jax.cli",
-        "dflash_jax.command",
+        "dflash_jax.utils.command",
         "argparse",
         "dflash_jax.cli.options",
         "numpy.linalg",

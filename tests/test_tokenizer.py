@@ -11,12 +11,13 @@ import tokenizers
 from tokenizers import decoders
 
 from converters.models import companions
-from dflash_jax import chat_template, interruption
-from dflash_jax.atomic import copy_companions
+from dflash_jax import chat_template
 from dflash_jax.errors import CheckpointError, InterruptedRequestError, RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tools import SYNTAXES, syntax_of
+from dflash_jax.tool_parsers import SYNTAXES, syntax_of
+from dflash_jax.utils import interruption
+from dflash_jax.utils.atomic import copy_companions
 
 TALK = [{"role": "user", "content": "Hi"}]
 

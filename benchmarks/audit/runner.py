@@ -14,9 +14,9 @@ import dflash_jax as dj
 from benchmarks.audit.models import AuditedEngine
 from benchmarks.audit.scenario import AuditRequest, Failure, Scenario
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.live import Live
 from dflash_jax.engine.pace import Pace
 from dflash_jax.engine.result import Stats, TokenLogprob
+from dflash_jax.engine.sequence import Live
 from dflash_jax.engine.stream import Stream
 from dflash_jax.errors import DFlashError
 from dflash_jax.state import StepOutput

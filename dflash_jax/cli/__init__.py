@@ -16,7 +16,7 @@ def main(arguments: "Sequence[str] | None" = None) -> int:
       arguments: the process's own by default.
     """
     try:
-        from dflash_jax.command import end_silently, exit_code
+        from dflash_jax.utils.command import end_silently, exit_code
 
         code = exit_code("dflash-jax", lambda: _run(arguments))
         if arguments is None:
@@ -58,9 +58,9 @@ def prepare(options: "argparse.Namespace") -> None:
     """Import what the verb needs; a signal meanwhile ends the process without a traceback."""
     import importlib
 
-    from dflash_jax.allocator import fewer_collections, tune_allocator
-    from dflash_jax.command import abrupt
-    from dflash_jax.progress import announced, is_shown
+    from dflash_jax.utils.allocator import fewer_collections, tune_allocator
+    from dflash_jax.utils.command import abrupt
+    from dflash_jax.utils.progress import announced, is_shown
 
     tune_allocator()  # before JAX allocates
     with announced("importing JAX", shown=is_shown()), abrupt(), fewer_collections():

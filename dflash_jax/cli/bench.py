@@ -145,7 +145,7 @@ def report(found: dict[str, Any], width: int) -> str:
 
 def _profiles(engine: Any, talk: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The parts of a speculative step, if there is a drafter, and of a plain one."""
-    from dflash_jax.engine.profile import profile
+    from dflash_jax.bench.profile import profile
 
     ids, keep = engine.chat_ids(talk.messages, tools=talk.tools or None), options.profile
     found = [

@@ -17,8 +17,8 @@ from dflash_jax.cli.options import (
     use_compilation_cache,
 )
 from dflash_jax.cli.terminal import bracketed, columns, note
-from dflash_jax.command import counted_interrupts
 from dflash_jax.errors import RequestError
+from dflash_jax.utils.command import counted_interrupts
 
 HELP = "/stats: figures of the last answer; /reset: forget all; /exit: end"
 
@@ -112,7 +112,7 @@ class Conversation:
     """What was said, and an engine to go on."""
 
     def __init__(self, engine: Any, options: argparse.Namespace):
-        from dflash_jax.tools import syntax_of
+        from dflash_jax.tool_parsers import syntax_of
 
         self.engine, self._options = engine, options
         self._syntax = syntax_of(engine.tokenizer.teaches)
@@ -157,9 +157,9 @@ class Conversation:
 
     def _answer(self) -> Iterator[str]:
         """Decode and print the answer to the conversation; yields what belongs to it."""
-        from dflash_jax.engine.text import OutputText
+        from dflash_jax.engine.detokenizer import OutputText
         from dflash_jax.engine.vocabulary import opens_thought
-        from dflash_jax.tools.stream import OutputParser
+        from dflash_jax.tool_parsers.stream import OutputParser
 
         options, tokenizer = self._options, self.engine.tokenizer
         prompt = self._prompt()
@@ -211,7 +211,7 @@ class Conversation:
 
 def _print(event: Any) -> str:
     """Prints an event; returns what belongs to the answer. Thoughts are dimmed on a terminal."""
-    from dflash_jax.tools.events import Content, Thinking
+    from dflash_jax.tool_parsers.events import Content, Thinking
 
     if isinstance(event, Thinking):
         colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")

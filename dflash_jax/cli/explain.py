@@ -13,7 +13,7 @@ from dflash_jax.cli.options import (
     use_compilation_cache,
 )
 from dflash_jax.errors import RequestError
-from dflash_jax.progress import announced, is_shown
+from dflash_jax.utils.progress import announced, is_shown
 
 
 def add_verb(verbs: Any) -> None:

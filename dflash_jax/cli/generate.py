@@ -14,8 +14,8 @@ from dflash_jax.cli.options import (
     prompt_options,
 )
 from dflash_jax.cli.terminal import bracketed, columns, note
-from dflash_jax.command import INTERRUPTED
 from dflash_jax.errors import RequestError
+from dflash_jax.utils.command import INTERRUPTED
 
 
 def add_verb(verbs: Any) -> None:
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int:
-    from dflash_jax.engine.compare import compare
+    from dflash_jax.bench.compare import compare
 
     found = compare(
         engine,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dflash_jax.errors import RequestError
-from dflash_jax.progress import announced, is_shown
-from dflash_jax.sources import find_local
+from dflash_jax.utils.progress import announced, is_shown
+from dflash_jax.utils.sources import find_local
 
 LONGEST = 4096  # default capacity of conversations; a longer one costs time on a CPU
 

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
     What a turn expects is judged with recovery on only.
     """
-    from dflash_jax.engine import replay
+    from dflash_jax.bench import replay
     from dflash_jax.engine.recovery import Recovery
 
     turns = replay.read_turns(options.trace or SHIPPED)

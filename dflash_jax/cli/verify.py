@@ -31,7 +31,7 @@ def add_verb(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`dflash-jax verify`: exit code 0 if every prompt's tokens are equal, 1 if not."""
-    from dflash_jax.engine.compare import check
+    from dflash_jax.bench.compare import check
 
     def verifiable(engine: Any, prompts: list[list[int]]) -> None:
         if engine.drafter is None:

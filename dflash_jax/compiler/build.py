@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-from dflash_jax.allocator import fewer_collections
 from dflash_jax.compiler.programs import Program
 from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.errors import PlanError
+from dflash_jax.utils.allocator import fewer_collections
 
 # On a GPU XLA joins products that share an input by copying their weights into one, every call.
 OPTIONS: dict[str, bool | str] = {"xla_gpu_dot_merger_threshold_mb": "0"}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dflash_jax.compiler import apart
+from dflash_jax.compiler import two_devices as apart
 from dflash_jax.compiler.plan import CacheMaker, Plan
 from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.compiler.sharding import (
@@ -27,9 +27,10 @@ from dflash_jax.config import (
     TargetConfig,
     paired,
 )
-from dflash_jax.decode import scoring, steps
+from dflash_jax.decode import prompt_logprobs as scoring
+from dflash_jax.decode import steps
 from dflash_jax.decode.block import Pair, Params
-from dflash_jax.decode.shaping import neutral_shaping, set_row
+from dflash_jax.decode.logits_processing import neutral_shaping, set_row
 from dflash_jax.decode.snapshot import put_segment, take_segment
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
 from dflash_jax.nn.decoder import Decoder

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dflash_jax.allocator import give_back
 from dflash_jax.compiler.build import TIMED, WORKERS, Executable, compile_programs
 from dflash_jax.compiler.programs import GREEDY, MASKED, SAMPLED, SHAPED, Program
 from dflash_jax.errors import DFlashError
+from dflash_jax.utils.allocator import give_back
 
 log = logging.getLogger("dflash_jax.compiler")
 LONG = 5.0  # seconds of compiling, after which free memory is given back to the system

@@ -8,8 +8,8 @@ import typing
 from typing import Any, Self
 
 from dflash_jax.config.fields import Fields, whole
+from dflash_jax.config.hf_defaults import integer
 from dflash_jax.config.rope import PLAIN, RopeConfig, longest, made_for, rope_config
-from dflash_jax.config.unsaid import integer
 from dflash_jax.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"

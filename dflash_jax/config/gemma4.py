@@ -19,8 +19,8 @@ from dflash_jax.config.base import (
     layer_count,
 )
 from dflash_jax.config.fields import Fields
+from dflash_jax.config.hf_defaults import UNSAID, integer
 from dflash_jax.config.rope import BY_LENGTH, made_for, scaled
-from dflash_jax.config.unsaid import UNSAID, integer
 from dflash_jax.errors import ConfigError
 
 # Outer fields of multimodal files: what the vision and audio parts are, and their markers.

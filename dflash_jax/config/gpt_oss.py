@@ -5,7 +5,7 @@ from typing import Any
 
 from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields
 from dflash_jax.config.fields import Fields
-from dflash_jax.config.unsaid import integer
+from dflash_jax.config.hf_defaults import integer
 from dflash_jax.errors import ConfigError
 
 # What an absent field means to transformers, where the family differs from others.

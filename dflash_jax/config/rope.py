@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from dflash_jax.config.fields import Fields
-from dflash_jax.config.unsaid import integer
+from dflash_jax.config.hf_defaults import integer
 from dflash_jax.errors import ConfigError
 
 KINDS = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import LATE
+from dflash_jax.decode.logits_processing import Shaping
 from dflash_jax.decode.sampling import (
     ACCEPT,
     FLOOR,
@@ -21,7 +22,6 @@ from dflash_jax.decode.sampling import (
     probabilities,
     row_keys,
 )
-from dflash_jax.decode.shaping import Shaping
 from dflash_jax.decode.verify import (
     accept_greedy,
     accept_sampled,

@@ -35,7 +35,7 @@ from dflash_jax.decode.block import (
     undrafted,
     verify_block,
 )
-from dflash_jax.decode.shaping import Shaping, no_logprobs
+from dflash_jax.decode.logits_processing import Shaping, no_logprobs
 from dflash_jax.decode.verify import frozen
 from dflash_jax.state import (
     DecodeState,

@@ -16,21 +16,21 @@ from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.compiler.variants import WORKERS, CompiledPrograms, Variant
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.arguments import CancellableOptions, Options, check_names, requests_of
-from dflash_jax.engine.call_grammars import CallGrammars
 from dflash_jax.engine.lanes import variants_of
-from dflash_jax.engine.live import Live
 from dflash_jax.engine.loop import Loop
-from dflash_jax.engine.prefix_cache import PrefixCache
+from dflash_jax.engine.model_runner import Runner
+from dflash_jax.engine.prefix.cache import PrefixCache
 from dflash_jax.engine.recovery import CancelCell
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import Result
-from dflash_jax.engine.runner import Runner
+from dflash_jax.engine.sequence import Live
 from dflash_jax.engine.stream import Stream
-from dflash_jax.engine.structured import Grammars
+from dflash_jax.engine.structured.call_grammars import CallGrammars
+from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import QueueFullError, RequestError
-from dflash_jax.forking import check_not_forked
-from dflash_jax.progress import announced
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.utils.forking import check_not_forked
+from dflash_jax.utils.progress import announced
 
 Prompt = str | Sequence[int]
 COMPILING = "dflash_jax: compiling"  # or reading what was compiled before

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 
 from dflash_jax.compiler.plan import Plan
-from dflash_jax.engine.live import Live
-from dflash_jax.engine.rows import Rows
-from dflash_jax.engine.runner import Runner
+from dflash_jax.engine.model_runner import Runner
+from dflash_jax.engine.scheduler import Rows
+from dflash_jax.engine.sequence import Live
 
 Dispatch = Callable[..., None]
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from dflash_jax.engine.controller import Prefilled, Stepped
-from dflash_jax.engine.live import Live
+from dflash_jax.engine.recovery.controller import Prefilled, Stepped
+from dflash_jax.engine.sequence import Live
 from dflash_jax.state import RowStep, StepOutput
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import GREEDY, MASKED, SAMPLED, SHAPED
 from dflash_jax.compiler.variants import OF_LANE, Variant
-from dflash_jax.engine.live import Live
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.request import COLDEST, Request
+from dflash_jax.engine.sequence import Live
 from dflash_jax.state import CHOICES, DecodeState, RowRules, read_output
 
 

@@ -21,19 +21,19 @@ from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import MASKED, repeats
 from dflash_jax.compiler.settings import Returned, untraced
 from dflash_jax.compiler.variants import Variant
-from dflash_jax.engine import controller
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.feeder import Feeder
 from dflash_jax.engine.flight import Flight
 from dflash_jax.engine.lanes import variants_of
-from dflash_jax.engine.live import Live
+from dflash_jax.engine.model_runner import Runner
+from dflash_jax.engine.output_processor import Teller
 from dflash_jax.engine.pace import Pace
-from dflash_jax.engine.rows import Rows
-from dflash_jax.engine.runner import Runner
-from dflash_jax.engine.teller import Teller
+from dflash_jax.engine.recovery import controller
+from dflash_jax.engine.scheduler import Rows
+from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
-from dflash_jax.forking import check_not_forked
 from dflash_jax.state import read_output
+from dflash_jax.utils.forking import check_not_forked
 
 PATIENCE = 0.01  # seconds a turn waits for the disk where there is nothing else to do
 

@@ -13,7 +13,7 @@ from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.recovery.words import SILENT, Words
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import Plan
-from dflash_jax.tools.declared import Tool
+from dflash_jax.tool_parsers.tool_schema import Tool
 
 Structure = Mapping[str, Any]  # what an output must follow, as `structured.Grammars` reads it
 
@@ -99,7 +99,7 @@ class Request:
         check(biases, "logit_bias", dict(self.logit_bias), expected)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                from dflash_jax.decode.shaping import TOP  # which imports JAX
+                from dflash_jax.decode.logits_processing import TOP  # which imports JAX
 
                 expected = f"None, or how many alternatives to report, 0 to {TOP}"
                 check(type(value) is int and 0 <= value <= TOP, name, value, expected)

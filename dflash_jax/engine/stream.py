@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
-from dflash_jax.engine.live import Live
 from dflash_jax.engine.result import Piece, Result
+from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import RequestError
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from dflash_jax.engine.recovery import OFF, Recovery, repeated_calls
 from dflash_jax.engine.recovery.words import SILENT, Ids, Words
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tools import Syntax, syntax_of
-from dflash_jax.tools.declared import call_beginnings, choice_of, tools_of
-from dflash_jax.tools.grammar import call_grammar
+from dflash_jax.tool_parsers import Syntax, syntax_of
+from dflash_jax.tool_parsers.grammar import call_grammar
+from dflash_jax.tool_parsers.tool_schema import call_beginnings, choice_of, tools_of
 
 PROMPT_END = 64  # ids of the prompt that show whether it opened a thought
 AFTER_CALLS = ("", "\n", "\n\n", " ", "<")  # a closing marker may end in one token with these

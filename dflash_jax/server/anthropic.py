@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from dflash_jax.server import figures
-from dflash_jax.server.blocks import is_begun, messages_of
+from dflash_jax.server.anthropic_content import is_begun, messages_of
 from dflash_jax.server.conversation import check_tools, conversation, offered
 from dflash_jax.server.fields import Common, common, texts
 from dflash_jax.server.generation import Generation
@@ -14,8 +14,8 @@ from dflash_jax.server.reply import Part, Reply
 from dflash_jax.server.thinking import budget_of, thoughts
 from dflash_jax.server.writer import named
 from dflash_jax.tokenizer import well_formed
-from dflash_jax.tools.declared import is_deep
-from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tool_parsers.tool_schema import is_deep
 
 SIGNATURE = "unsigned"  # of thoughts; clients drop those that have none
 

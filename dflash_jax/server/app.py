@@ -22,11 +22,11 @@ from dflash_jax.server.completions import CompletionRequest, CompletionWriter, d
 from dflash_jax.server.gate import Gate, Handler, Settings, log_refusal
 from dflash_jax.server.generation import Generation, Told, prepare
 from dflash_jax.server.information import Information
-from dflash_jax.server.kept import Kept
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Model, Models
 from dflash_jax.server.prompt import Prompt
 from dflash_jax.server.protocol import Ask, Problem
+from dflash_jax.server.response_store import Kept
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.streaming import Gone, Stream, exhaust, json_answer, unless_gone
 from dflash_jax.server.writer import Writer, alive

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dflash_jax import interruption
 from dflash_jax.errors import InterruptedRequestError, PromptTooLongError
 from dflash_jax.server.protocol import Problem
+from dflash_jax.utils import interruption
 
 T = TypeVar("T")
 LARGE_BODY = 100_000  # bytes from which a body is read outside the event loop

@@ -9,7 +9,7 @@ from dflash_jax.server.protocol import Ask, Problem, decode
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.thinking import budget_of, thoughts
 from dflash_jax.server.writer import OpenAI
-from dflash_jax.tools.events import Arguments, CallBegun, Content, Event, Thinking
+from dflash_jax.tool_parsers.events import Arguments, CallBegun, Content, Event, Thinking
 
 
 class ChatRequest(Sampling, kw_only=True):

@@ -7,7 +7,7 @@ from dflash_jax.server.fields import Sampling, sampling
 from dflash_jax.server.protocol import MOST_CHOICES, Ask, Problem, decode
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.writer import OpenAI
-from dflash_jax.tools.events import Content, Event
+from dflash_jax.tool_parsers.events import Content, Event
 
 
 class CompletionRequest(Sampling, kw_only=True):

@@ -9,7 +9,7 @@ from urllib.parse import unquote_to_bytes
 
 from dflash_jax.errors import RequestError
 from dflash_jax.server.protocol import Message, Problem, check_entries
-from dflash_jax.tools.declared import Choice, Tool, choice_of, is_deep, tools_of
+from dflash_jax.tool_parsers.tool_schema import Choice, Tool, choice_of, is_deep, tools_of
 
 MOST_MESSAGES = 8192  # templates take time for each, however short
 MOST_TOOLS = 1024

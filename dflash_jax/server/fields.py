@@ -9,7 +9,7 @@ from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
 from dflash_jax.server.thinking import budget_of
-from dflash_jax.server.unserved import ignored
+from dflash_jax.server.unsupported_fields import ignored
 
 
 class StreamOptions(msgspec.Struct):

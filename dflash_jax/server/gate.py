@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dflash_jax.allocator import give_back
 from dflash_jax.server.access import ANY, AllowedHosts, is_json, is_own_page
 from dflash_jax.server.background import POOLS
 from dflash_jax.server.generation import shutting_down
@@ -21,6 +20,7 @@ from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import Models
 from dflash_jax.server.protocol import Problem, new_id
 from dflash_jax.server.streaming import Gone, json_answer
+from dflash_jax.utils.allocator import give_back
 
 log = logging.getLogger("dflash_jax.server")
 Handler = Callable[[Request], Awaitable[Response]]

@@ -30,8 +30,8 @@ from dflash_jax.server.prompt import (
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.structures import unfinished
-from dflash_jax.tools.events import Event
-from dflash_jax.tools.grammar import behind_thought, call_grammar
+from dflash_jax.tool_parsers.events import Event
+from dflash_jax.tool_parsers.grammar import behind_thought, call_grammar
 
 COMPLETION = 16  # tokens of completions that name no max_tokens, as OpenAI has it
 COMPILING_PAUSE = 5.0  # seconds after which a stream says that programs are being compiled

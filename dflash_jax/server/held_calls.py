@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 
 
 class HeldCalls:

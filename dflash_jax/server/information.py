@@ -20,7 +20,7 @@ from dflash_jax.server.models import Model, Models
 from dflash_jax.server.protocol import Ask, Problem, decode
 from dflash_jax.server.streaming import json_answer
 from dflash_jax.server.thinking import EFFORTS
-from dflash_jax.server.unserved import ignored
+from dflash_jax.server.unsupported_fields import ignored
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.version import __version__
 

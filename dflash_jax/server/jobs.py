@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_jax.compiler.variants import CompiledPrograms, Variant
-from dflash_jax.engine.live import Live
 from dflash_jax.engine.recovery import CancelCell
 from dflash_jax.engine.result import Piece, Result
+from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import DFlashError
 from dflash_jax.server.protocol import Problem
 

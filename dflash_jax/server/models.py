@@ -14,7 +14,7 @@ from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.server.prompt import ToolTurns
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.worker import Worker
-from dflash_jax.tools import Syntax, syntax_of
+from dflash_jax.tool_parsers import Syntax, syntax_of
 
 ANY = "any"
 UNNAMED = (None, "", ANY, "dummy")  # the last is what Hugging Face's client says for none

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from dflash_jax.errors import RequestError
 from dflash_jax.server.protocol import NO_LIMIT, Ask, Message, Problem
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tools.syntax import Thought
+from dflash_jax.tool_parsers.syntax import Thought
 
 MARK = f"\ue000{secrets.token_hex(8)}\ue001"  # stands for a remembered turn; unknown to clients
 

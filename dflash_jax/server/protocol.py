@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from dflash_jax.engine.recovery import Recovery
-from dflash_jax.tools.declared import MOST_DEPTH, Choice, Tool, is_deep
+from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, Choice, Tool, is_deep
 
 Message = dict[str, Any]
 MOST_CHOICES = 64

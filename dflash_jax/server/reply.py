@@ -4,15 +4,23 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from dflash_jax.engine.detokenizer import OutputText
 from dflash_jax.engine.recovery import repeated_calls
 from dflash_jax.engine.result import Piece, Result, TokenLogprob
-from dflash_jax.engine.text import OutputText
 from dflash_jax.server.held_calls import HeldCalls
 from dflash_jax.server.protocol import Ask, new_id
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tools import Syntax
-from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking, joined
-from dflash_jax.tools.stream import OutputParser
+from dflash_jax.tool_parsers import Syntax
+from dflash_jax.tool_parsers.events import (
+    Arguments,
+    CallBegun,
+    CallDone,
+    Content,
+    Event,
+    Thinking,
+    joined,
+)
+from dflash_jax.tool_parsers.stream import OutputParser
 
 LOOPS = ("repeat", "runaway", "period", repeated_calls.KIND)  # rules that end a looping output
 DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")  # at the end of whole answers

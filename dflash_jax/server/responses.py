@@ -9,13 +9,13 @@ from dflash_jax.server.conversation import check_tools, conversation, offered
 from dflash_jax.server.fields import Common, common
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.items import messages_of
-from dflash_jax.server.kept import Kept
 from dflash_jax.server.logprobs import chat_logprobs
 from dflash_jax.server.protocol import NO_LIMIT, Ask, Problem, decode, new_id
 from dflash_jax.server.reply import Part, Reply
+from dflash_jax.server.response_store import Kept
 from dflash_jax.server.thinking import thoughts
 from dflash_jax.server.writer import named
-from dflash_jax.tools.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 

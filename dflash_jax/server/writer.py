@@ -13,7 +13,7 @@ from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs, promp
 from dflash_jax.server.protocol import Api, Problem, new_id
 from dflash_jax.server.reply import Reply
 from dflash_jax.tokenizer import TextStream
-from dflash_jax.tools.events import Event
+from dflash_jax.tool_parsers.events import Event
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dflash_jax.allocator import tune_allocator
 from dflash_jax.errors import DFlashError
 from dflash_jax.train import drafter_stages, stages
 from dflash_jax.train.files import claim, write_json
 from dflash_jax.train.loop import Stopped, to_stderr
 from dflash_jax.train.presets import PRESETS, Preset, preset
+from dflash_jax.utils.allocator import tune_allocator
 
 STAGES: dict[str, Callable[[stages.Work], None]] = {
     "corpus": stages.corpus,

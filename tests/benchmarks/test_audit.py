@@ -20,12 +20,12 @@ from benchmarks.soak_families import FAMILIES
 from dflash_jax.compiler import compile_programs, declare
 from dflash_jax.compiler.programs import ALL_LANES
 from dflash_jax.decode import block
-from dflash_jax.decode.shaping import Shaping
-from dflash_jax.engine import dictation
-from dflash_jax.engine.controller import Finish
-from dflash_jax.engine.live import Live
-from dflash_jax.engine.structured import Grammar
-from dflash_jax.engine.teller import Teller
+from dflash_jax.decode.logits_processing import Shaping
+from dflash_jax.engine import forced_tokens as dictation
+from dflash_jax.engine.output_processor import Teller
+from dflash_jax.engine.recovery.controller import Finish
+from dflash_jax.engine.sequence import Live
+from dflash_jax.engine.structured.grammars import Grammar
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 

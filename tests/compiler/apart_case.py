@@ -11,7 +11,7 @@ import numpy as np
 
 import dflash_jax as dj
 from dflash_jax import Plan, Recovery
-from dflash_jax.compiler.apart import Halves
+from dflash_jax.compiler.two_devices import Halves
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_gemma, tiny_hybrid, tiny_target
 

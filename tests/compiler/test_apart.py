@@ -10,8 +10,8 @@ import pytest
 
 from dflash_jax import Plan
 from dflash_jax.compiler import resolve
-from dflash_jax.compiler.apart import devices
 from dflash_jax.compiler.memory import budget
+from dflash_jax.compiler.two_devices import devices
 from dflash_jax.errors import PlanError
 from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
 

@@ -504,7 +504,7 @@ def test_a_process_whose_output_nobody_reads_ends_quietly(target):
 def test_converters_import_nothing_that_computes():
     allowed = {"numpy", "ml_dtypes", "converters", *sys.stdlib_module_names}
     inside = ("dflash_jax.config", "dflash_jax.errors", "dflash_jax.checkpoint")
-    inside += ("dflash_jax.quant.layouts", "dflash_jax.command", "dflash_jax.atomic")
+    inside += ("dflash_jax.quant.layouts", "dflash_jax.utils.command", "dflash_jax.utils.atomic")
     for path in (ROOT / "converters").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

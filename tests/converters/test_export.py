@@ -14,7 +14,6 @@ from converters.export import Weights
 from converters.models import open_model
 from converters.names import published
 from converters.tree_source import TreeSource
-from dflash_jax import atomic
 from dflash_jax.config import (
     RopeConfig,
     drafter_config,
@@ -24,6 +23,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
+from dflash_jax.utils import atomic
 
 DRAFTERS = sorted(p for p in (ORACLE / "drafters").glob("v[12]*"))
 DRAFTER = ORACLE / "drafters" / "v1_sliding"

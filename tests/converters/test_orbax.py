@@ -86,7 +86,8 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path, capsys):
 
 def test_a_conversion_cut_short_leaves_no_checkpoint(tmp_path, monkeypatch):
     from converters import convert
-    from dflash_jax import atomic, checkpoint
+    from dflash_jax import checkpoint
+    from dflash_jax.utils import atomic
 
     monkeypatch.setattr(atomic, "_remove", lambda path: None)  # as if killed
     monkeypatch.setattr(checkpoint, "checksum", lambda path: 1 / 0)  # once weights are written

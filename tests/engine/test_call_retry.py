@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.bench.replay import prompt_of, read_turns
 from dflash_jax.cli.replay import SHIPPED
-from dflash_jax.engine.call_grammars import CallGrammars
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.live import Live
-from dflash_jax.engine.replay import prompt_of, read_turns
 from dflash_jax.engine.request import Request
-from dflash_jax.engine.structured import Grammar
+from dflash_jax.engine.sequence import Live
+from dflash_jax.engine.structured.call_grammars import CallGrammars
+from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.errors import RequestError
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")

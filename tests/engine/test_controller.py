@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.engine.controller import (
+from dflash_jax.engine.recovery import Recovery
+from dflash_jax.engine.recovery.controller import (
     Cancelled,
     Effects,
     Event,
@@ -17,8 +18,7 @@ from dflash_jax.engine.controller import (
     advance,
     speculates,
 )
-from dflash_jax.engine.recovery import Recovery
-from dflash_jax.engine.request_state import Said
+from dflash_jax.engine.recovery.request_state import Said
 
 FIRST, STOP = 0, 9
 

@@ -20,12 +20,12 @@ from tokenizers import decoders, models
 from dflash_jax import Plan, Recovery
 from dflash_jax.compiler.plan import Order
 from dflash_jax.engine.arguments import CancellableOptions, Options, request_of
+from dflash_jax.engine.detokenizer import OutputText
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.live import Live
 from dflash_jax.engine.pace import Pace
 from dflash_jax.engine.result import Piece
+from dflash_jax.engine.sequence import Live
 from dflash_jax.engine.stream import Stream
-from dflash_jax.engine.text import OutputText
 from dflash_jax.errors import (
     CheckpointError,
     ComputeError,

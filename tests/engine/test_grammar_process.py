@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.engine import grammar_process, structured
-from dflash_jax.engine.structured import Grammars
+from dflash_jax.engine.structured import grammars as structured
+from dflash_jax.engine.structured import process as grammar_process
+from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
@@ -163,7 +164,7 @@ def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
 
 PARENT = """
 import json, sys, threading
-from dflash_jax.engine.structured import Grammars
+from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
+from dflash_jax.bench.profile import profile
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.pace import BURST, Pace
-from dflash_jax.engine.profile import profile
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
 

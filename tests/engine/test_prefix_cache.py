@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.engine.prefix_cache import Node, PrefixCache
+from dflash_jax.engine.prefix.cache import Node, PrefixCache
 from dflash_jax.errors import SnapshotError
 
 

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 import pytest
 
-import dflash_jax.engine.prefix_disk as prefix_disk
+import dflash_jax.engine.prefix.disk as prefix_disk
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.prefix_disk import PrefixDisk
+from dflash_jax.engine.prefix.disk import PrefixDisk
 from dflash_jax.errors import PlanError
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_target
 
@@ -186,7 +186,7 @@ def test_a_full_disk_costs_the_entry_and_nothing_else(
 FULL = """
 import logging, resource, sys, pathlib
 import numpy as np
-from dflash_jax.engine.prefix_disk import PrefixDisk
+from dflash_jax.engine.prefix.disk import PrefixDisk
 
 logging.basicConfig()
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # writes fail in the middle of a file

@@ -10,10 +10,10 @@ import pytest
 from dflash_jax import CancelCell, Plan
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine import arguments
-from dflash_jax.engine.controller import Cancelled, Finish
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.prefix_cache import Counters, PrefixCache
+from dflash_jax.engine.prefix.cache import Counters, PrefixCache
 from dflash_jax.engine.recovery import OFF, guards
+from dflash_jax.engine.recovery.controller import Cancelled, Finish
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import CheckpointError, PlanError, SnapshotError
 from dflash_jax.testing import (

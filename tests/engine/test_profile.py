@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from dflash_jax.bench.profile import part_of, profile
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.profile import part_of, profile
 from dflash_jax.errors import ComputeError, RequestError
 
 

@@ -22,7 +22,7 @@ from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import RequestError
 from dflash_jax.testing import set_script
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tools import SYNTAXES
+from dflash_jax.tool_parsers import SYNTAXES
 
 PROMPT = [5, 4, 3, 2, 1]
 

@@ -11,7 +11,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.testing import random_engine
-from dflash_jax.tools import SYNTAXES
+from dflash_jax.tool_parsers import SYNTAXES
 
 VOCAB = 251
 

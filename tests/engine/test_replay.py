@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.cli import main
-from dflash_jax.cli.replay import FORMAT, SHIPPED
-from dflash_jax.engine.replay import (
+from dflash_jax.bench.replay import (
     CLASSES,
     FIELDS,
     Played,
@@ -19,10 +17,12 @@ from dflash_jax.engine.replay import (
     read_turns,
     table,
 )
+from dflash_jax.cli import main
+from dflash_jax.cli.replay import FORMAT, SHIPPED
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.errors import RequestError
-from dflash_jax.tools import SYNTAXES
-from dflash_jax.tools.declared import tools_of
+from dflash_jax.tool_parsers import SYNTAXES
+from dflash_jax.tool_parsers.tool_schema import tools_of
 
 TOOL = {
     "type": "function",

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from dflash_jax.engine.text import OutputText
+from dflash_jax.engine.detokenizer import OutputText
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tools import SYNTAXES
-from dflash_jax.tools.declared import Tool
-from dflash_jax.tools.stream import OutputParser
+from dflash_jax.tool_parsers import SYNTAXES
+from dflash_jax.tool_parsers.stream import OutputParser
+from dflash_jax.tool_parsers.tool_schema import Tool
 
 
 def _byte_letters() -> list[str]:

@@ -24,7 +24,6 @@ from dflash_jax.bench.prompts import read_talks
 from dflash_jax.bench.runs import Asking, OverHttp
 from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.cli.bench import report
-from dflash_jax.command import INTERRUPTED
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.result import Piece
@@ -33,6 +32,7 @@ from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
 from dflash_jax.server.run import log_to_stderr, url_of
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.utils.command import INTERRUPTED
 from tests.server.conftest import Live
 
 Run = Callable[..., tuple[int, str, str]]

@@ -17,23 +17,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_jax import interruption
 from dflash_jax.errors import InterruptedRequestError
 from dflash_jax.server import background, gate, protocol
 from dflash_jax.server import conversation as conversations
 from dflash_jax.server.anthropic import decode_messages
-from dflash_jax.server.blocks import messages_of as blocks_of
+from dflash_jax.server.anthropic_content import messages_of as blocks_of
 from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.conversation import MOST_MESSAGES, MOST_TOOLS, conversation
 from dflash_jax.server.fields import MOST_STOP_IDS
 from dflash_jax.server.gate import Gate, Settings
 from dflash_jax.server.items import messages_of as items_of
-from dflash_jax.server.kept import Kept
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.prompt import ToolTurns
 from dflash_jax.server.protocol import Problem, check_entries
+from dflash_jax.server.response_store import Kept
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.utils import interruption
 from tests.server.conftest import CONTEXT, Live
 from tests.server.test_compiling import soon
 

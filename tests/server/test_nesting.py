@@ -15,7 +15,7 @@ from dflash_jax.server.conversation import past_calls
 from dflash_jax.server.information import DetokenizeRequest, TokenizeRequest
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.responses import ResponsesRequest
-from dflash_jax.tools.declared import MOST_DEPTH, parsed
+from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, parsed
 from tests.server.conftest import Live
 
 BODIES = {

@@ -18,18 +18,18 @@ from dflash_jax.server.completions import CompletionRequest, CompletionWriter, d
 from dflash_jax.server.conversation import conversation, offered
 from dflash_jax.server.figures import reused
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.kept import Kept
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
 from dflash_jax.server.models import Defaults
 from dflash_jax.server.prompt import Prompt, ToolTurns, chat_prompt
 from dflash_jax.server.protocol import Ask, Problem, new_id
 from dflash_jax.server.reply import Call, Reply
+from dflash_jax.server.response_store import Kept
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
-from dflash_jax.server.unserved import UNSERVED
+from dflash_jax.server.unsupported_fields import UNSERVED
 from dflash_jax.server.writer import encode
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tools import SYNTAXES, syntax_of
-from dflash_jax.tools.events import joined
+from dflash_jax.tool_parsers import SYNTAXES, syntax_of
+from dflash_jax.tool_parsers.events import joined
 
 TOOLS = [
     {

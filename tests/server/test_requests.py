@@ -15,10 +15,10 @@ from dflash_jax.server.generation import problem_of
 from dflash_jax.server.prompt import check_length
 from dflash_jax.server.protocol import Ask, Problem
 from dflash_jax.server.responses import decode_responses
-from dflash_jax.tools import SYNTAXES
-from dflash_jax.tools.declared import call_beginnings
-from dflash_jax.tools.events import CallBegun
-from dflash_jax.tools.stream import OutputParser
+from dflash_jax.tool_parsers import SYNTAXES
+from dflash_jax.tool_parsers.events import CallBegun
+from dflash_jax.tool_parsers.stream import OutputParser
+from dflash_jax.tool_parsers.tool_schema import call_beginnings
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

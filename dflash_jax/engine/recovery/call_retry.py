@@ -1,7 +1,7 @@
 """Calls that cannot be read: held back while they are written, and decoded once more if broken."""
 
 from dflash_jax.engine.recovery.cut import Cut
-from dflash_jax.engine.request_state import Policy, State
+from dflash_jax.engine.recovery.request_state import Policy, State
 
 LONGEST = 512  # tokens of a call that is held back; a longer one is given as it comes
 

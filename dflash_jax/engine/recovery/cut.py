@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from dflash_jax.engine.recovery.repeated_calls import KIND
-from dflash_jax.engine.request_state import Finish, Ids, Policy, State
+from dflash_jax.engine.recovery.request_state import Finish, Ids, Policy, State
 
 
 @dataclasses.dataclass(slots=True)

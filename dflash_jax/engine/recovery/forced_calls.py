@@ -3,7 +3,7 @@
 from dflash_jax.engine.recovery import call_retry, floor, tool_names
 from dflash_jax.engine.recovery.cut import Cut
 from dflash_jax.engine.recovery.endings import read_ending
-from dflash_jax.engine.request_state import Asked, Finish, Policy, Said
+from dflash_jax.engine.recovery.request_state import Asked, Finish, Policy, Said
 
 
 def begin_call(plan: Cut, policy: Policy) -> None:

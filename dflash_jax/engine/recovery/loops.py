@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dflash_jax.engine.recovery.words import Ids, Words
-from dflash_jax.tools.syntax import CallState
+from dflash_jax.tool_parsers.syntax import CallState
 
 SHORT, LONG = 8, 80  # longest units
 COPIES, LONG_COPIES = 12, 3  # of a short unit, of a longer one

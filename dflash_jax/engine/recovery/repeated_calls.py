@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dflash_jax.engine.recovery.words import Ids, Words
-from dflash_jax.tools import slips
-from dflash_jax.tools.events import Arguments, CallBegun, CallDone
-from dflash_jax.tools.stream import OutputParser
-from dflash_jax.tools.syntax import Syntax
+from dflash_jax.tool_parsers import malformed_calls as slips
+from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone
+from dflash_jax.tool_parsers.stream import OutputParser
+from dflash_jax.tool_parsers.syntax import Syntax
 
 KIND = "repeated_calls"
 MOST_TRIED = 64  # times that a call is parsed before it has to have doubled

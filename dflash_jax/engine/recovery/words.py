@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from dflash_jax.tools.declared import AUTO, Choice, Tool
-from dflash_jax.tools.events import Content
-from dflash_jax.tools.stream import OutputParser
-from dflash_jax.tools.syntax import Syntax
+from dflash_jax.tool_parsers.events import Content
+from dflash_jax.tool_parsers.stream import OutputParser
+from dflash_jax.tool_parsers.syntax import Syntax
+from dflash_jax.tool_parsers.tool_schema import AUTO, Choice, Tool
 
 Ids = tuple[int, ...]
 BLANK = " \t\r\n\v\f\N{NO-BREAK SPACE}\N{ZERO WIDTH SPACE}\N{ZERO WIDTH NO-BREAK SPACE}"

@@ -5,7 +5,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dflash_jax.engine.controller import (
+from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.recovery.controller import (
     CallRetried,
     Effects,
     Finish,
@@ -20,10 +21,9 @@ from dflash_jax.engine.controller import (
     room,
     speculates,
 )
-from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.recovery.words import Words
-from dflash_jax.tools import SYNTAXES
-from dflash_jax.tools.declared import Tool
+from dflash_jax.tool_parsers import SYNTAXES
+from dflash_jax.tool_parsers.tool_schema import Tool
 
 EOS, CHAT_EOS, COLON = 2, 3, 58
 STOPS = frozenset({EOS, CHAT_EOS})

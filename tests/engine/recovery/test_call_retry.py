@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from fake_device import COLON, EOS, STALL, TEXTS, WORDS, Outcome, both, recovery, run, says
 
-from dflash_jax.engine.controller import (
+from dflash_jax.engine.recovery.call_retry import LONGEST
+from dflash_jax.engine.recovery.controller import (
     CallRetried,
     Cancelled,
     Finish,
@@ -17,9 +18,8 @@ from dflash_jax.engine.controller import (
     Stepped,
     advance,
 )
-from dflash_jax.engine.recovery.call_retry import LONGEST
-from dflash_jax.tools import SYNTAXES
-from dflash_jax.tools.declared import Tool
+from dflash_jax.tool_parsers import SYNTAXES
+from dflash_jax.tool_parsers.tool_schema import Tool
 
 OPEN, GOOD, BAD, CLOSE, THINK, END_THINK, OTHER = 81, 82, 83, 84, 60, 61, 85
 MEANING = TEXTS | {

@@ -4,7 +4,8 @@ import copy
 
 from fake_device import EOS, STALL, STOPS, WORDS, recovery
 
-from dflash_jax.engine.controller import (
+from dflash_jax.engine.recovery.cancellation import CancelCell, Compute, Handle, classify
+from dflash_jax.engine.recovery.controller import (
     Cancelled,
     Effects,
     Finish,
@@ -14,7 +15,6 @@ from dflash_jax.engine.controller import (
     Stepped,
     advance,
 )
-from dflash_jax.engine.recovery.cancellation import CancelCell, Compute, Handle, classify
 
 
 def test_C1_nothing_is_given_to_a_caller_who_left() -> None:

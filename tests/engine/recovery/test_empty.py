@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from fake_device import CHAT_EOS, EOS, SPECIAL, STOPS, THINK, WORDS, Device, recovery, run, says
 
-from dflash_jax.engine import live
-from dflash_jax.engine.controller import (
+from dflash_jax.engine import sequence as live
+from dflash_jax.engine.recovery.controller import (
     Cancelled,
     Finish,
     Phase,

@@ -3,7 +3,7 @@
 import pytest
 from fake_device import COLON, EOS, STALL, THINK, WORDS, both, recovery, run
 
-from dflash_jax.engine.controller import Finish
+from dflash_jax.engine.recovery.controller import Finish
 from dflash_jax.engine.recovery.guards import is_periodic, looping, runaway_drop
 from dflash_jax.engine.recovery.settings import OFF, Recovery
 from dflash_jax.errors import ConfigError

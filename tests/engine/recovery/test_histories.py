@@ -18,8 +18,15 @@ from fake_device import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.engine.controller import Cancelled, Effects, Finish, Policy, Stepped, advance
 from dflash_jax.engine.recovery import Recovery
+from dflash_jax.engine.recovery.controller import (
+    Cancelled,
+    Effects,
+    Finish,
+    Policy,
+    Stepped,
+    advance,
+)
 from dflash_jax.engine.recovery.words import Words
 
 TOKENS = [EOS, 3, COLON, THINK, END_THINK, FUNCTION, END_FUNCTION, SPECIAL, 9, 9, 10, 11, 12]

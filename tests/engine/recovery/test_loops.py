@@ -12,8 +12,8 @@ from corpora import SICK, healthy, sick
 from fake_device import WORDS, both, recovery
 
 import dflash_jax
-from dflash_jax.engine.controller import Finish, Policy, Prefilled, State, Stepped, advance
 from dflash_jax.engine.recovery import Recovery, guards, loops
+from dflash_jax.engine.recovery.controller import Finish, Policy, Prefilled, State, Stepped, advance
 from dflash_jax.engine.recovery.loops import Kind, kind_of
 from dflash_jax.engine.recovery.words import SILENT, Words
 from dflash_jax.tokenizer import Tokenizer

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from fake_device import BEST, COLON, EOS, STALL, THINK, WORDS, Outcome, both, recovery, run
 
-from dflash_jax.engine.controller import (
+from dflash_jax.engine.recovery import Recovery
+from dflash_jax.engine.recovery.controller import (
     Cancelled,
     Finish,
     Policy,
@@ -19,7 +20,6 @@ from dflash_jax.engine.controller import (
     room,
     speculates,
 )
-from dflash_jax.engine.recovery import Recovery
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import ConfigError
 

@@ -11,16 +11,17 @@ import pytest
 from fake_device import END_FUNCTION, EOS, FUNCTION, STALL, UNKNOWN, both, recovery
 
 import dflash_jax
-from dflash_jax.engine import live, vocabulary
-from dflash_jax.engine.controller import Finish, Policy, Prefilled, State, Stepped, advance
+from dflash_jax.engine import sequence as live
+from dflash_jax.engine import vocabulary
 from dflash_jax.engine.recovery import Recovery, guards, repeated_calls
+from dflash_jax.engine.recovery.controller import Finish, Policy, Prefilled, State, Stepped, advance
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import ConfigError
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tools import SYNTAXES
-from dflash_jax.tools.declared import tools_of
+from dflash_jax.tool_parsers import SYNTAXES
+from dflash_jax.tool_parsers.tool_schema import tools_of
 
 TOOLS = [
     {

@@ -2,8 +2,8 @@
 
 from fake_device import DEAD, EOS, WORDS, Device, recovery, run, says
 
-from dflash_jax.engine import live
-from dflash_jax.engine.controller import Policy, Prefilled, Stepped
+from dflash_jax.engine import sequence as live
+from dflash_jax.engine.recovery.controller import Policy, Prefilled, Stepped
 from dflash_jax.engine.recovery.speculation import PAUSE, PROBE, TRIAL
 from dflash_jax.engine.request import Request
 

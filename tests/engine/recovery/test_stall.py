@@ -29,7 +29,8 @@ from fake_device import (
     says,
 )
 
-from dflash_jax.engine.controller import (
+from dflash_jax.engine.recovery import OFF, Recovery, tool_names
+from dflash_jax.engine.recovery.controller import (
     Finish,
     Policy,
     Prefilled,
@@ -40,7 +41,6 @@ from dflash_jax.engine.controller import (
     room,
     speculates,
 )
-from dflash_jax.engine.recovery import OFF, Recovery, tool_names
 
 RESCUE = recovery(**STALL)
 REPLACE = recovery(**STALL, below_floor="replace")

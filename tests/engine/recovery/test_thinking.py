@@ -15,7 +15,15 @@ from fake_device import (
     run,
 )
 
-from dflash_jax.engine.controller import Finish, Policy, Prefilled, State, Stepped, advance, room
+from dflash_jax.engine.recovery.controller import (
+    Finish,
+    Policy,
+    Prefilled,
+    State,
+    Stepped,
+    advance,
+    room,
+)
 from dflash_jax.engine.recovery.words import Words
 
 ONE = (END_THINK,)

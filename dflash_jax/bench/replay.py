@@ -1,0 +1,209 @@
+"""Runs captured turns again, with and without drafting, and says what became of each."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery import Recovery
+from dflash_jax.engine.result import Result
+from dflash_jax.errors import RequestError
+from dflash_jax.tool_parsers import CallState, Syntax, syntax_of
+from dflash_jax.tool_parsers.malformed_calls import is_a
+from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of, tools_of
+
+CLASSES = ("empty", "tool call", "prose", "bounded length")
+_HERMES_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn of a trace: a conversation up to the assistant's answer.
+
+    Attributes:
+      id: its name in reports.
+      kind: the row of the table that counts it.
+      messages, prompt_ids: the prompt; one of the two.
+      variables: more variables of the chat template.
+      expected: the class of the answer with recovery on; None where any will do.
+    """
+
+    id: str = "turn"
+    kind: str = "turn"
+    messages: tuple[dict[str, Any], ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: Any = None
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    max_tokens: int = 160
+    expected: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """A turn's answers by both lanes."""
+
+    turn: Turn
+    speculative: Result
+    plain: Result
+    outcome: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether drafting changed nothing."""
+        a, b = self.speculative, self.plain
+        return (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+
+    def to_json(self) -> dict[str, Any]:
+        """One line of a report."""
+        return {
+            "id": self.turn.id,
+            "kind": self.turn.kind,
+            "expected": self.turn.expected,
+            "outcome": self.outcome,
+            "equal_to_plain": self.equal,
+            "finish_reason": self.speculative.finish_reason,
+            "output_tokens": len(self.speculative.token_ids),
+            "recovery": dict(self.speculative.stats.recovery),
+            "token_ids": self.speculative.token_ids,
+        }
+
+
+def _is_list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(type(each) is kind for each in value)
+
+
+# The fields of a line: a test of the value, and what errors say was expected.
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "id": (lambda value: type(value) in (str, int), "a text"),
+    "kind": (lambda value: isinstance(value, str), "a text"),
+    "messages": (_is_list_of(dict), 'a list like [{"role": "user", "content": "..."}]'),
+    "prompt_ids": (_is_list_of(int), "a list of token ids"),
+    "tools": (_is_list_of(dict), "a list of tools as in OpenAI's API"),
+    "tool_choice": (lambda value: isinstance(value, str | dict), "a text or an object"),
+    "variables": (
+        lambda value: isinstance(value, dict) and not value.keys() & {"messages", "tools"},
+        "an object without messages and tools, which are fields of their own",
+    ),
+    "max_tokens": (lambda value: type(value) is int and value > 0, "an integer of at least 1"),
+    "expected": (lambda value: value in CLASSES, f"one of {', '.join(CLASSES)}"),
+}
+
+
+def read_turns(path: Path) -> list[Turn]:
+    """Return the turns of a trace, one JSON object a line.
+
+    A line has `messages` or `prompt_ids`; every other field may be left out or null. A turn
+    without `id` is named by its line.
+
+    Raises:
+      RequestError: the file cannot be read, or a line is no turn; says which.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read: {error}") from error
+    turns = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            turns.append(_turn(json.loads(line), f"line {number}"))
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{path}, line {number}, is no turn: {error}") from error
+    if not turns:
+        raise RequestError(f"{path} holds no turn; write one JSON object a line")
+    return turns
+
+
+def _turn(fields: Any, name: str) -> Turn:
+    """Return a line's turn, called `name` if it does not name itself; ValueError if it is none."""
+    if not isinstance(fields, dict):
+        raise ValueError("expected a JSON object")
+    if unknown := [field for field in fields if field not in FIELDS]:
+        raise ValueError(f"{unknown[0]!r} is not known; a turn has the fields {', '.join(FIELDS)}")
+    found: dict[str, Any] = {"id": name}
+    for field, value in fields.items():
+        if value is None:
+            continue
+        fits, expected = FIELDS[field]
+        if not fits(value):
+            raise ValueError(f"{field} is {json.dumps(value)[:60]}; expected {expected}")
+        found[field] = tuple(value) if isinstance(value, list) else value
+    if bool(found.get("messages")) == bool(found.get("prompt_ids")):
+        raise ValueError("expected either messages or prompt_ids")
+    return Turn(**found | {"id": str(found["id"])})
+
+
+def prompt_of(turn: Turn, engine: Engine) -> list[int]:
+    """The prompt's ids."""
+    if turn.prompt_ids:
+        return list(turn.prompt_ids)
+    return engine.chat_ids(turn.messages, tools=list(turn.tools) or None, **turn.variables)
+
+
+def play(engine: Engine, turn: Turn, recovery: Recovery | None) -> Played:
+    """Answers one turn greedily, with and without drafting."""
+    options: dict[str, Any] = {
+        "max_tokens": turn.max_tokens,
+        "recovery": recovery,
+        "tools": turn.tools,
+        "tool_choice": turn.tool_choice,
+    }
+    prompt = prompt_of(turn, engine)
+    fast = engine.generate(prompt, **options)
+    slow = engine.generate(prompt, **options, speculative=False)
+    return Played(turn, fast, slow, outcome_of(engine, turn, fast))
+
+
+def outcome_of(engine: Engine, turn: Turn, result: Result) -> str:
+    """The class of an answer; a call counts if it is whole and fits its tool's schema."""
+    if not (result.text or "").strip() and engine.tokenizer is not None:
+        return "empty"
+    if engine.tokenizer is None:
+        return "bounded length" if result.finish_reason == "length" else "prose"
+    text, syntax = engine.tokenizer.raw(result.token_ids), syntax_of(engine.tokenizer.teaches)
+    if syntax and is_valid_call(text, syntax, tools_of(turn.tools)):
+        return "tool call"
+    return "bounded length" if result.finish_reason == "length" else "prose"
+
+
+def is_valid_call(text: str, syntax: Syntax, tools: Sequence[Tool]) -> bool:
+    """Whether the text holds calls, all whole, of declared tools with fitting arguments."""
+    if syntax.call_state(text) is not CallState.COMPLETE:
+        return False
+    if syntax.name != "hermes":
+        return any(tool.name in text for tool in tools)
+    try:
+        calls = [json.loads(body) for body in _HERMES_CALL.findall(text)]
+    except json.JSONDecodeError:
+        return False
+    return bool(calls) and all(_fits(call, tools) for call in calls)
+
+
+def _fits(call: dict[str, Any], tools: Sequence[Tool]) -> bool:
+    tool = next((t for t in tools if t.name == call.get("name")), None)
+    arguments = call.get("arguments")
+    if tool is None or not isinstance(arguments, dict):
+        return False
+    if not set(tool.parameters.get("required", ())) <= set(arguments) <= set(tool.properties):
+        return False
+    return all(is_a(value, kinds_of(tool, key)) for key, value in arguments.items())
+
+
+def table(played: Iterable[Played]) -> list[dict[str, Any]]:
+    """How many turns of each kind became what; the last line is the total."""
+    rows: dict[str, dict[str, Any]] = {}
+    columns = ("turns", *CLASSES, "equal to plain", "as expected")
+    for one in played:
+        for kind in (one.turn.kind, "total"):
+            row = rows.setdefault(kind, {"kind": kind} | dict.fromkeys(columns, 0))
+            row["turns"] += 1
+            row[one.outcome] += 1
+            row["equal to plain"] += one.equal
+            row["as expected"] += one.turn.expected in (None, one.outcome)
+    total = rows.pop("total", None)
+    return [*rows.values(), *([total] if total else [])]

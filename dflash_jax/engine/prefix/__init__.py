@@ -1,0 +1,1 @@
+"""The prefix cache: segments of prompts in memory and on disk."""

@@ -1,0 +1,322 @@
+"""Prefixes on disk, behind those in memory: what was evicted there, or fed before a restart.
+
+    FOLDER/prefixes-IDENTITY/KEY/about.json   what the entry is; dtypes, shapes and a checksum
+    FOLDER/prefixes-IDENTITY/KEY/arrays       the segment: the bytes of its arrays, one by one
+
+An entry is one chunk of a prefix. It names the entry it continues, so that one that was written
+anew takes all that continued the old one with it. Entries appear whole or not at all; one that is
+damaged, or another's, is a miss and is removed. Threads do all the work: no step waits for a disk.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+
+from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.processor import processor
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.engine.prefix.files import (
+    Arrays,
+    Kind,
+    is_folder,
+    mode_of,
+    read_about,
+    read_arrays,
+    remove,
+    write_arrays,
+)
+from dflash_jax.errors import CheckpointError, PlanError
+from dflash_jax.utils.atomic import new_path
+from dflash_jax.version import __version__
+
+log = logging.getLogger("dflash_jax.prefixes")
+ABOUT, ARRAYS, FIRST = "about.json", "arrays", "first"
+HOME = re.compile(r"prefixes-[0-9a-f]{32}")
+ENTRY = re.compile(r"[0-9a-f]{32}")
+PARTIAL = re.compile(r"\.[0-9a-f]{32}\.(partial|old)-[0-9a-f-]+")
+ABANDONED = 3600 * 10**9  # nanoseconds: what is half-written for so long will stay so
+BACKLOG = 8  # requests whose prefixes wait to be written; those of more are not
+LEFT = 0.9  # of the budget, once entries had to go
+# What of a plan no bit of a segment hangs on.
+FREE = {"lookahead", "rounds", "prefix_cache", "prefix_folder", "prefix_disk", "queue",
+        "stop_slots", "call_odds", "min_survival", "memory_limit"}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Counters:
+    """What happened so far, in entries."""
+
+    read: int = 0
+    written: int = 0
+    spoiled: int = 0  # damaged or another's, and removed
+    failed: int = 0  # requests of which something could not be written
+    skipped: int = 0  # requests that came while too many waited
+
+
+def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Any) -> str:
+    """A digest of all that decides a segment's bits.
+
+    Models, weights, plan, device, versions, and how XLA was told to compile.
+    """
+    device = jax.local_devices()[0]
+    decided = {k: v for k, v in dataclasses.asdict(plan).items() if k not in FREE}
+    versions = [__version__, jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS")]
+    kind = [device.platform, device.device_kind, device.platform == "cpu" and processor()]
+    made = [type(c).__name__ + repr(c) for c in (target, drafter)]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        weights = list(pool.map(lambda leaf: _digest(leaf[1]), leaves))
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    facts = [versions, kind, made, decided, names, weights]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _digest(leaf: Any) -> str:
+    array = np.ascontiguousarray(leaf)
+    said = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
+    said.update(array.reshape(-1).view(np.uint8).data)
+    return said.hexdigest()
+
+
+class PrefixDisk:
+    """Segments of prompts in a folder, under a budget of bytes.
+
+    Args:
+      folder: made if it is not there. Engines and processes may share it.
+      chunk: tokens of a segment.
+      budget: most bytes of all entries, those of other models included; those longest unused go.
+      identity: entries of another one are never read.
+      kinds: of the arrays of a segment. Entries with others are never read; None takes any.
+
+    Raises:
+      PlanError: the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        chunk: int,
+        budget: int,
+        identity: str,
+        kinds: Sequence[Kind] | None = None,
+    ):
+        self._folder, self._chunk, self._budget, self._kinds = folder, chunk, budget, kinds
+        self._identity, self._home = identity, folder / f"prefixes-{identity}"
+        try:
+            self._home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PlanError(
+                f"prefix_folder {folder} cannot be made ({error.strerror}); give a folder that can"
+                " be written to"
+            ) from error
+        self.counters = Counters()
+        self._bytes = budget + 1  # of all entries once they are counted, which is due, and of
+        self._since = 0  # those of ours since then
+        self._backlog = 0
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "prefixes-out")
+        self._reader = concurrent.futures.ThreadPoolExecutor(1, "prefixes-in")
+        self._forgetting: concurrent.futures.Future[None] | None = None
+
+    def read(
+        self, ids: Sequence[int], start: int, most: int
+    ) -> "concurrent.futures.Future[list[tuple[int, Arrays]]] | None":
+        """Begins to read segments of a prompt from `start` on, at most so many; with positions.
+
+        None where there is nothing to read, so that nobody waits for it.
+        """
+        ids, end = tuple(ids), start + self._chunk
+        if end >= len(ids) or not is_folder(self._place(ids[:end])):
+            return None
+        return self._reader.submit(self._read, ids, start, most)
+
+    def keep(self, ids: Sequence[int], segments: Mapping[int, Any]) -> None:
+        """Has segments of a prompt written, by the position each ends at, where they are not."""
+        if self._backlog >= BACKLOG:
+            self.counters.skipped += 1
+            return
+        self._backlog += 1
+        self._writer.submit(self._write, tuple(ids), dict(segments))
+
+    def forget(self, ids: Sequence[int], *, after: int = 0) -> None:
+        """Drops the entries of a prompt that end past `after`, and with them what continues one."""
+        self._forgetting = self._writer.submit(self._drop, tuple(ids), after)
+
+    def flush(self) -> None:
+        """Waits until everything that was to be written is."""
+        self._writer.submit(lambda: None).result()
+
+    # -- the threads --------------------------------------------------------------------------
+
+    def _read(self, ids: tuple[int, ...], start: int, most: int) -> list[tuple[int, Arrays]]:
+        found: list[tuple[int, Arrays]] = []
+        try:
+            if self._forgetting is not None:
+                self._forgetting.result()
+            self._find(ids, start, most, found)
+        except Exception as error:  # a request is fed what could not be read, whatever the reason
+            reason = str(error).partition("\n")[0][:200]
+            log.warning("a prefix was not read from %s: %s", self._home, reason)
+        return found
+
+    def _find(
+        self, ids: tuple[int, ...], start: int, most: int, found: list[tuple[int, Arrays]]
+    ) -> None:
+        """Add segments and their positions to `found`, one by one."""
+        before, used = FIRST, []
+        for end in range(self._chunk, len(ids), self._chunk):
+            place = self._place(ids[:end])
+            about = self._about(place, ids[end - self._chunk : end], before)
+            arrays = self._arrays(place, about) if about and end > start else []
+            if about is None or arrays is None or len(found) == most:
+                break
+            before = about["token"]
+            used.append(place)
+            found += [(end - self._chunk, arrays)] if end > start else []
+        self.counters.read += len(found)
+        self._touch(used)
+
+    def _write(self, ids: tuple[int, ...], segments: dict[int, Any]) -> None:
+        before, used = FIRST, []
+        try:
+            for end in range(self._chunk, max(segments) + 1, self._chunk):
+                place, chunk = self._place(ids[:end]), ids[end - self._chunk : end]
+                about = self._about(place, chunk, before)
+                if about is None and end not in segments:
+                    break  # nobody would find what continues it
+                before = about["token"] if about else self._add(place, chunk, before, segments[end])
+                used.append(place)
+            self._touch(used)
+            self._make_room()
+        except Exception as error:  # nothing that goes wrong here may end the thread
+            self.counters.failed += 1
+            reason = str(error).partition("\n")[0][:200]
+            log.warning("a prefix was not written to %s: %s", self._home, reason)
+        finally:
+            self._backlog -= 1
+
+    def _add(self, place: Path, chunk: tuple[int, ...], before: str, segment: Any) -> str:
+        arrays = [np.asarray(x) for x in jax.tree.leaves(segment)]
+        size, token = sum(x.nbytes for x in arrays), secrets.token_hex(8)
+        try:
+            with new_path(place, overwrite=False, needed=size, durable=False) as partial:
+                partial.mkdir()
+                written = write_arrays(partial / ARRAYS, arrays)
+                about = {
+                    "identity": self._identity,
+                    "continues": before,
+                    "token": token,
+                    "ids": list(map(int, chunk)),
+                } | written
+                (partial / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        except CheckpointError:
+            about = self._about(place, chunk, before)  # another engine may have been faster
+            if about is None:
+                raise
+            return about["token"]
+        self.counters.written += 1
+        size = _size(place)
+        self._bytes, self._since = self._bytes + size, self._since + size
+        return token
+
+    def _drop(self, ids: tuple[int, ...], after: int) -> None:
+        for end in range(after + self._chunk, len(ids) + 1, self._chunk):
+            remove(self._place(ids[:end]))
+
+    def _place(self, prefix: tuple[int, ...]) -> Path:
+        key = hashlib.sha256(np.asarray(prefix, np.int64).tobytes()).hexdigest()
+        return self._home / key[:32]
+
+    def _about(self, place: Path, chunk: tuple[int, ...], before: str) -> dict[str, Any] | None:
+        """What an entry says of itself; None if there is none that is what it should be."""
+        if not is_folder(place):
+            if mode_of(place):  # a file or a link where an entry belongs
+                self._spoil(place)
+            return None
+        try:
+            about = read_about(place / ABOUT, self._chunk)
+            said = about["identity"], about["continues"], tuple(about["ids"])
+            if said == (self._identity, before, chunk) and isinstance(about["token"], str):
+                return about
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            pass
+        self._spoil(place)
+        return None
+
+    def _arrays(self, place: Path, about: dict[str, Any]) -> Arrays | None:
+        """The arrays of an entry; None if they are not the ones that were written."""
+        try:
+            return read_arrays(place / ARRAYS, about, kinds=self._kinds, max_bytes=self._budget)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            self._spoil(place)
+            return None
+
+    def _spoil(self, place: Path) -> None:
+        self.counters.spoiled += 1
+        remove(place)
+
+    def _touch(self, places: list[Path]) -> None:
+        """Marks entries as used, the last first: it is the first of them to go."""
+        now = time.time_ns()
+        for i, place in enumerate(reversed(places)):
+            try:
+                os.utime(place, ns=(now, now + i))
+            except OSError:
+                continue  # another process evicted it
+
+    def _make_room(self) -> None:
+        """Removes the entries longest unused while they are too many bytes, and old fragments.
+
+        What others wrote is counted whenever we wrote some more. What another engine writes just
+        now is neither counted nor touched.
+        """
+        if self._bytes > self._budget or self._since > self._budget * (1 - LEFT):
+            self._since = 0
+            entries = sorted((_used(place), place) for place in self._inside(ENTRY))
+            sizes = {place: _size(place) for _, place in entries}
+            self._bytes = sum(sizes.values())
+            most = self._budget if self._bytes <= self._budget else int(self._budget * LEFT)
+            for place, size in sizes.items():
+                if self._bytes <= most:
+                    break
+                remove(place)
+                self._bytes -= size
+            for place in self._inside(PARTIAL):
+                if _used(place) < time.time_ns() - ABANDONED:
+                    remove(place)
+
+    def _inside(self, kind: re.Pattern[str]) -> list[Path]:
+        homes = [x for x in self._folder.iterdir() if HOME.fullmatch(x.name) and x.is_dir()]
+        return [x for home in homes for x in home.iterdir() if kind.fullmatch(x.name)]
+
+
+def _used(place: Path) -> int:
+    """The nanosecond an entry was last used; the first if another engine removed it meanwhile."""
+    try:
+        return place.lstat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _size(place: Path) -> int:
+    """Bytes of an entry's files; those that another engine removes meanwhile are none."""
+    found = 0
+    for folder, _, names in os.walk(place):
+        for name in names:
+            with contextlib.suppress(OSError):
+                found += Path(folder, name).lstat().st_size
+    return found

@@ -1,0 +1,1 @@
+"""Structured output: grammars, and the processes in which they are compiled."""

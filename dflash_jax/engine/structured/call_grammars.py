@@ -1,0 +1,41 @@
+"""Grammars of calls that are decoded once more: made in a thread while the row waits."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from dflash_jax.compiler.variants import CompiledPrograms, Variant
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.structured.grammars import Grammar, Grammars
+from dflash_jax.engine.vocabulary import calls_grammar
+from dflash_jax.tokenizer import Tokenizer
+
+
+class HasPrograms(Protocol):
+    """The owner of an engine's compiled programs, which may be replaced."""
+
+    compiled: CompiledPrograms
+
+
+class CallGrammars:
+    """Makes grammars of declared tools, and compiles the programs that follow one if needed."""
+
+    def __init__(self, grammars: Grammars, runner: HasPrograms, tokenizer: Tokenizer | None):
+        self.grammars, self._runner, self._tokenizer = grammars, runner, tokenizer
+        self._thread = ThreadPoolExecutor(1, "call-grammars")  # started when first used
+
+    @property
+    def available(self) -> bool:
+        """Whether grammars can be made here."""
+        return self.grammars.available
+
+    def begin(self, request: Request) -> "Future[Grammar]":
+        """Begin to make the grammar of a request's calls."""
+        return self._thread.submit(self._make, request)
+
+    def _make(self, request: Request) -> Grammar:
+        assert self._tokenizer is not None
+        source = calls_grammar(request.words, self._tokenizer)
+        grammar = self.grammars.make({"grammar": source})
+        needed = (Variant.CONSTRAINED, Variant.FORCED_TOKENS)
+        self._runner.compiled.compile(needed, workers=1)
+        return grammar

@@ -1,0 +1,195 @@
+"""Output that follows a JSON schema, a regular expression, a grammar or a list of choices.
+
+The grammar says which tokens may come at each place, as a bit for every token. After a draft the
+host walks the grammar along the drafted tokens and gives the device one mask for each place, so
+that the verifier says what masked decoding, one token after the other, would have said.
+"""
+
+import importlib.util
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.engine.request import Structure
+from dflash_jax.engine.structured.process import SECONDS, GrammarTrials
+from dflash_jax.engine.structured.worker import compiled, reason
+from dflash_jax.errors import RequestError, install_hint
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tool_parsers.grammar import bounded
+from dflash_jax.tool_parsers.grammar_bounds import check_lark, check_schema, parsed_schema
+
+KINDS = ("json", "regex", "choice", "grammar")
+
+
+class Grammars:
+    """Makes the grammars of requests for one tokenizer; keeps what they share.
+
+    A grammar is compiled in a process of its own first, and in this one only if that went well:
+    llguidance ends the process it runs in where a grammar exhausts its stack.
+
+    Attributes:
+      seconds: time that compiling one grammar may take; may be changed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab: int,
+        eos: Sequence[int],
+        *,
+        seconds: float = SECONDS,
+    ):
+        self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._shared: tuple[Any, GrammarTrials] | None = None  # the first is an LLTokenizer
+
+    @property
+    def available(self) -> bool:
+        """Whether grammars can be made here."""
+        known = bool(self._tokenizer and self._eos)
+        return known and importlib.util.find_spec("llguidance") is not None
+
+    def make(self, structure: Structure) -> "Grammar":
+        """Return a grammar at its beginning.
+
+        Args:
+          structure: one of {"json": a schema}, {"regex": a pattern}, {"choice": texts} or
+            {"grammar": a Lark grammar}; with "around" as well, a Lark grammar of the whole output,
+            which calls it `@answer`.
+
+        Raises:
+          RequestError: no tokenizer, no llguidance, or a structure that is not understood, is too
+            large, or takes too long to compile.
+        """
+        source, tokenizer, trials = self._read(structure)
+        trials.check(source, self.seconds)
+        matcher, error = compiled(tokenizer, source)
+        if error is not None:
+            raise RequestError(error)
+        return Grammar(matcher)
+
+    def decide(self, structure: Structure) -> bool:
+        """Try a structure for a second at most; return whether `make` will take no longer.
+
+        A structure that `make` refuses takes it no time.
+        """
+        try:
+            source, _, trials = self._read(structure)
+            return trials.decide(source, self.seconds)
+        except RequestError:
+            return True
+
+    def close(self) -> None:
+        """End the processes that try grammars; `make` and `decide` start them again."""
+        if self._shared is not None:
+            self._shared[1].close()
+
+    def _read(self, structure: Structure) -> tuple[str, Any, GrammarTrials]:
+        """Return a structure in llguidance's own form, and what `_share` returns."""
+        if self._tokenizer is None:
+            raise RequestError("structured output needs a tokenizer, and this model ships none")
+        if not self._eos:
+            raise RequestError("structured output needs an end token, and this model names none")
+        try:
+            import llguidance
+        except ImportError as error:
+            raise RequestError(
+                f"structured output needs llguidance; {install_hint('structured')}"
+            ) from error
+        around = structure.get("around") if isinstance(structure, Mapping) else None
+        if around is not None:
+            structure = {kind: value for kind, value in structure.items() if kind != "around"}
+        source = _source(structure, llguidance.LLMatcher)
+        if around is not None:
+            check_lark(around)
+            answer = _as_grammar(source) | {"name": "answer"}
+            source = json.dumps({"grammars": [{"lark_grammar": around}, answer]})
+        return source, *self._share(self._tokenizer, llguidance.LLTokenizer)
+
+    def _share(self, tokenizer: Tokenizer, kind: Any) -> tuple[Any, GrammarTrials]:
+        """Return llguidance's view of the tokenizer and the trials, made at the first call."""
+        with self._lock:
+            if self._shared is None:
+                text = tokenizer.core.to_str()
+                view = kind(text, n_vocab=self._vocab, eos_token=self._eos)
+                self._shared = view, GrammarTrials(text, self._vocab, self._eos)
+            return self._shared
+
+
+class Grammar:
+    """Where one request's output stands in its grammar."""
+
+    def __init__(self, matcher: Any):
+        self._matcher = matcher
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return self._matcher.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar can say nothing more, if it gave up; it counts as finished then."""
+        return reason(self._matcher) if self._matcher.is_error() else None
+
+    def accept(self, ids: Sequence[int]) -> None:
+        """Goes on by tokens that were said."""
+        self._matcher.consume_tokens(list(ids))
+
+    def fill(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
+        """Writes a row's masks uint32 [T, W]: place i follows the first i drafts.
+
+        Places behind a draft the grammar forbids are left as they are; nothing reaches them.
+        """
+        walked = 0
+        for place in range(len(masks)):
+            row = masks[place]
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if place >= len(drafts) or not self._matcher.try_consume_tokens([drafts[place]]):
+                break
+            walked += 1
+        if walked:
+            self._matcher.rollback(walked)
+
+
+def _as_grammar(source: str) -> dict[str, Any]:
+    """What `_source` said, as an entry of llguidance's list of grammars."""
+    if source.startswith("{"):
+        return json.loads(source)["grammars"][0]
+    return {"lark_grammar": source}
+
+
+def _source(structure: Any, matcher: Any) -> str:
+    """The structure in llguidance's own words."""
+    if not isinstance(structure, Mapping) or len(structure) != 1 or set(structure) - set(KINDS):
+        raise RequestError(
+            f"structured is {structure!r}; expected a mapping with one of {', '.join(KINDS)}"
+        )
+    ((kind, value),) = structure.items()
+    if kind == "json" and isinstance(value, str | Mapping):
+        try:
+            schema = parsed_schema(value) if isinstance(value, str) else value
+            check_schema(schema)
+            schema = bounded(schema, strict=True) if isinstance(schema, Mapping) else schema
+            return matcher.grammar_from_json_schema(json.dumps(schema))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RequestError(f"the JSON schema is not understood: {error}") from error
+    if kind in ("regex", "grammar") and isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the structure is not understood: {error}") from error
+    if kind == "regex" and isinstance(value, str):
+        return matcher.grammar_from_regex(value)
+    if kind == "grammar" and isinstance(value, str):
+        check_lark(value)
+        return matcher.grammar_from_lark(value)
+    several = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    if kind == "choice" and several and all(isinstance(x, str) for x in value):
+        return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
+    expected = {"json": "a schema", "choice": "a list of texts"}.get(kind, "a text")
+    raise RequestError(f"structured {kind} is {value!r}; expected {expected}")

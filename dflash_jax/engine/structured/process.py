@@ -1,0 +1,252 @@
+"""Tries users' grammars in processes of their own, where neither a crash nor a minute matters.
+
+A process starts with the first grammar and serves one grammar at a time. It is killed when a
+grammar exceeds its time, and the next grammar starts another one.
+"""
+
+import collections
+import contextlib
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.engine.structured import worker as grammar_worker
+from dflash_jax.errors import RequestError
+
+SECONDS = 30.0  # a grammar may take, by default
+SHORT = 1.0  # seconds of a short trial; all but hostile grammars take less
+ALREADY_DEAD = 1.0  # seconds within which a process that something else ended is noticed
+START_SECONDS = 120.0  # the process may take to read the tokenizer
+UNKNOWN = ""  # verdict on a grammar that was not tried
+KEPT = 256  # grammars whose verdict is remembered
+
+
+class GrammarTrials:
+    """Decides which grammars of users may be compiled, for one tokenizer, and remembers it.
+
+    A trial takes place in one of two processes, each started by the first grammar that needs it:
+    short trials in one, so that they never wait for a long one in the other.
+
+    Args:
+      tokenizer: text of a tokenizer.json.
+      vocab: number of token ids.
+      eos: end tokens.
+      memory: bytes that a trial may take.
+    """
+
+    def __init__(
+        self, tokenizer: str, vocab: int, eos: Sequence[int], memory: int = grammar_worker.MEMORY
+    ):
+        self._short = GrammarProcess(tokenizer, vocab, eos, memory)
+        self._long = GrammarProcess(tokenizer, vocab, eos, memory)
+        self._lock = threading.Lock()
+        self._verdicts: collections.OrderedDict[bytes, str | None] = collections.OrderedDict()
+
+    def decide(self, grammar: str, seconds: float) -> bool:
+        """Try a grammar for `SHORT` seconds at most; return whether `check` will take no longer.
+
+        Args:
+          grammar: in llguidance's own form.
+          seconds: time that a grammar may take in all.
+        """
+        key = _key(grammar)
+        if self._known(key) != UNKNOWN:
+            return True
+        try:
+            self._remember(key, self._short.attempt(grammar, min(SHORT, seconds)))
+        except TimeoutError:
+            if seconds > SHORT:
+                return False
+            self._remember(key, _too_slow(seconds))
+        return True
+
+    def check(self, grammar: str, seconds: float) -> None:
+        """Try a grammar unless that was done before.
+
+        Raises:
+          RequestError: it is not understood, takes longer than `seconds`, or ends the process.
+        """
+        key = _key(grammar)
+        if (verdict := self._known(key)) == UNKNOWN:
+            try:
+                verdict = self._long.attempt(grammar, seconds)
+            except TimeoutError:
+                verdict = _too_slow(seconds)
+            self._remember(key, verdict)
+        if verdict is not None:
+            raise RequestError(verdict)
+
+    def close(self) -> None:
+        """End the processes, in the middle of a trial too; the next trial starts them again."""
+        self._short.close()
+        self._long.close()
+
+    def _known(self, key: bytes) -> str | None:
+        """Why a grammar is refused, None if it is not, or UNKNOWN."""
+        with self._lock:
+            if key in self._verdicts:
+                self._verdicts.move_to_end(key)
+            return self._verdicts.get(key, UNKNOWN)
+
+    def _remember(self, key: bytes, verdict: str | None) -> None:
+        with self._lock:
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > KEPT:
+                self._verdicts.popitem(last=False)
+
+
+class GrammarProcess:
+    """A process that compiles grammars for one tokenizer; arguments as for `GrammarTrials`."""
+
+    def __init__(self, tokenizer: str, vocab: int, eos: Sequence[int], memory: int):
+        import llguidance
+
+        path = str(Path(llguidance.__file__).parents[1])
+        self._setup = {"path": path, "tokenizer": tokenizer, "vocab": vocab, "eos": list(eos)}
+        self._setup["memory"] = self._memory = memory
+        self._lock = threading.Lock()  # one grammar at a time
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: Any = None
+        self._closed = 0  # times
+
+    def attempt(self, grammar: str, seconds: float) -> str | None:
+        """Compile a grammar in the process; return why it is refused, or None.
+
+        Raises:
+          TimeoutError: it takes longer.
+          RequestError: the process cannot start, or was closed meanwhile.
+        """
+        with self._lock:
+            return self._attempt(grammar, seconds)
+
+    def close(self) -> None:
+        """End the process, in the middle of a grammar too; another `attempt` starts it again."""
+        self._closed += 1
+        if (process := self._process) is not None:
+            process.kill()  # without the lock, which is held while a grammar is compiled
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._lock.release()
+
+    def _attempt(self, grammar: str, seconds: float) -> str | None:
+        closed = self._closed
+        while True:
+            reused = self._process is not None and self._process.poll() is None
+            if not reused:
+                self._start()
+            begun = time.monotonic()
+            try:
+                return self._exchange(grammar, seconds)
+            except EOFError as error:
+                if closed != self._closed:
+                    raise RequestError(
+                        "the engine was closed while the structure was compiled; send it again"
+                    ) from error
+                if reused and time.monotonic() - begun < ALREADY_DEAD:
+                    continue  # something else may have ended it: once more in a new one
+                return (
+                    f"the structure cannot be compiled: the process that tried to ended ({error}),"
+                    f" by its depth or by more than {self._memory >> 20} MiB of memory;"
+                    " nest fewer rules, references and repetitions in each other"
+                )
+
+    def _start(self) -> None:
+        """Start the process, in place of one that ended, and give it the tokenizer."""
+        self._end()
+        command = [sys.executable, "-P", grammar_worker.__file__]  # -P: imports none of our modules
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is not for it
+            )
+            self._process, self._finalizer = process, weakref.finalize(self, _kill, process)
+            self._exchange(self._setup, START_SECONDS)
+        except (OSError, EOFError, TimeoutError) as error:
+            self._end()
+            raise RequestError(
+                f"the process that compiles structures cannot start ({error}); structured output"
+                f" needs {sys.executable!r} to be a Python that can import llguidance"
+            ) from error
+
+    def _exchange(self, message: Any, seconds: float) -> Any:
+        """Return the answer to a message.
+
+        Raises:
+          TimeoutError: none came in time; the process is killed.
+          EOFError: the process ended; says how.
+        """
+        process, expired = self._process, threading.Event()
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def expire() -> None:
+            expired.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, expire)
+        timer.daemon = True
+        timer.start()
+        answer = b""
+        try:
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            if not answer:
+                process.wait(1)  # for its exit status
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            pass
+        finally:
+            timer.cancel()
+            if not answer.endswith(b"\n") or expired.is_set():
+                self._end()  # also after an interrupt: its answer would be taken for the next one
+        if answer.endswith(b"\n"):
+            return json.loads(answer)
+        if expired.is_set():
+            raise TimeoutError(f"no answer within {seconds:g} s")
+        raise EOFError(_status(process.returncode))
+
+    def _end(self) -> None:
+        """End the process and wait for it."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+
+
+def _key(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
+
+
+def _too_slow(seconds: float) -> str:
+    return (
+        f"the structure took longer than {seconds:g} s to compile; simplify it, such as by fewer"
+        " nested rules, repetitions or alternatives"
+    )
+
+
+def _status(code: int) -> str:
+    """Name an exit status as `subprocess` reports it."""
+    names = {-number: number.name for number in signal.Signals}
+    return names.get(code, f"exit status {code}")
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # a message was not written
+                pipe.close()

@@ -1,0 +1,200 @@
+"""The grammar of an answer that has to call a tool, in llguidance's dialect of Lark.
+
+Special tokens stand in it as `<name>`, everything else as strings, arguments as JSON schemas.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from dflash_jax.tool_parsers.gemma4 import QUOTE
+from dflash_jax.tool_parsers.syntax import Syntax
+from dflash_jax.tool_parsers.tool_schema import Choice, Tool, kinds_of
+
+Quote = Callable[[str], str]
+DEFINITIONS = ("$defs", "definitions")  # where a schema's references point
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid",
+           "uri", "unknown")  # of texts, that a grammar knows; any other says nothing  # fmt: skip
+LITERALS = ("const", "enum", "default", "examples")  # under which no schemas stand
+SPACE = r"( |\n {0,16})?"  # between JSON's symbols: a model may not dwell on it for ever
+
+
+def bounded(schema: Mapping[str, Any], *, strict: bool = False) -> dict[str, Any]:
+    """A JSON schema whose texts have little white space, if it does not say how much itself.
+
+    Args:
+      strict: refuse what no grammar can say, as "uniqueItems", instead of leaving it out.
+    """
+    guidance = {"whitespace_pattern": SPACE, "lenient": not strict}
+    return {"x-guidance": guidance, **(_without_unknown_formats(schema) if strict else schema)}
+
+
+def _without_unknown_formats(schema: Any) -> Any:
+    """The schema without formats that no grammar knows: they are remarks, such as "password"."""
+    if isinstance(schema, list):
+        return [_without_unknown_formats(inner) for inner in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: inner if key in LITERALS else _without_unknown_formats(inner)
+        for key, inner in schema.items()
+        if key != "format" or not isinstance(inner, str) or inner in FORMATS
+    }
+
+
+def call_grammar(
+    syntax: Syntax,
+    tools: Sequence[Tool],
+    choice: Choice,
+    specials: Collection[str],
+    *,
+    thinking: bool = False,
+    thoughts: bool = True,
+    parallel: bool = True,
+    answer: bool = False,
+) -> str:
+    """A Lark grammar of one call or several, behind an optional thought.
+
+    Args:
+      choice: "required" allows every tool, "named" one.
+      specials: texts of the tokenizer's special tokens.
+      thinking: the prompt opened a thought, which has to be closed first.
+      thoughts: the output may begin with a thought.
+      answer: instead of calls, what the grammar `answer` says may come.
+    """
+    allowed = [tool for tool in tools if choice.kind != "named" or tool.name == choice.name]
+
+    def quote(text: str) -> str:
+        """A text as grammar symbols: its special tokens by name, the rest as strings."""
+        return _symbols(text, specials)
+
+    calls = " | ".join(_CALLS[syntax.name](tool, quote) for tool in allowed)
+    several = parallel and syntax.name in ("hermes", "qwen_xml", "gemma4")
+    lines = [f"call: {calls}"]
+    start = "call (/\\n/ call)*" if several else "call"
+    start = f"({start} | @answer)" if answer else start
+    if thought := syntax.thought:
+        body = f"TEXT {quote(thought.closing)} BLANK"
+        opened = body if thinking else f"({quote(thought.opening)} {body})?" if thoughts else ""
+        start = f"{opened} {start}"
+        lines += THOUGHT
+    return "\n".join([f"start: {start}", *lines, *_rules(syntax, quote)])
+
+
+THOUGHT = [r"TEXT: /(.|\n)*/", r"BLANK: /\n*/"]
+
+
+def behind_thought(closing: str, specials: Collection[str]) -> str:
+    """A Lark grammar of the rest of a thought, up to `closing`, and of the grammar `answer`."""
+    return "\n".join([f"start: TEXT {_symbols(closing, specials)} BLANK @answer", *THOUGHT])
+
+
+def _symbols(text: str, specials: Collection[str]) -> str:
+    found = [(text.find(s), s) for s in specials if s and s in text]
+    if not found:
+        return json.dumps(text, ensure_ascii=False) if text else ""
+    at, special = min(found)
+    parts = [_symbols(text[:at], specials), special, _symbols(text[at + len(special) :], specials)]
+    return " ".join(part for part in parts if part)
+
+
+def _schema(tool: Tool) -> str:
+    return f"%json {json.dumps(bounded(tool.parameters or {'type': 'object'}))}"
+
+
+def _hermes(tool: Tool, quote: Quote) -> str:
+    head = f'<tool_call>\n{{"name": {json.dumps(tool.name)}, "arguments": '
+    closing = quote("}\n</tool_call>")
+    return f"{quote(head)} {_schema(tool)} {closing}"
+
+
+def _llama(tool: Tool, quote: Quote) -> str:
+    head = f'{{"name": {json.dumps(tool.name)}, "parameters": '
+    return f"{quote(head)} {_schema(tool)} {quote('}')}"
+
+
+def _harmony(tool: Tool, quote: Quote) -> str:
+    head = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
+    return f"{quote(head)} {_schema(tool)}"
+
+
+def _xml(tool: Tool, quote: Quote) -> str:
+    end = quote("\n</parameter>\n")
+    shared = {key: tool.parameters[key] for key in DEFINITIONS if key in tool.parameters}
+
+    def value(name: str, schema: Any) -> str:
+        if texts := _choices(schema):
+            return "(" + " | ".join(map(quote, texts)) + f") {end}"
+        if "string" in (kinds_of(tool, name) or ("string",)):  # read back as it is written
+            return "parameter"
+        return f"%json {json.dumps(bounded(shared | schema))} {end}"
+
+    blocks = []
+    for name, schema, required in _parameters(tool):
+        block = f"{quote(f'<parameter={name}>' + chr(10))} {value(name, schema)}"
+        blocks.append(block if required else f"({block})?")
+    head = f"<tool_call>\n<function={tool.name}>\n"
+    return " ".join([quote(head), *blocks, quote("</function>\n</tool_call>")])
+
+
+def _gemma4(tool: Tool, quote: Quote) -> str:
+    def value(schema: Any) -> str:
+        if texts := _choices(schema):
+            return "(" + " | ".join(quote(QUOTE + text + QUOTE) for text in texts) + ")"
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        kinds = {"string": "quoted", "integer": "INTEGER", "number": "NUMBER", "boolean": "truth"}
+        return kinds.get(kind, "value") if isinstance(kind, str) else "value"
+
+    pairs = [(f"{quote(name + ':')} {value(x)}", needed) for name, x, needed in _parameters(tool)]
+    needed = ' "," '.join(pair for pair, required in pairs if required)
+    others = [pair for pair, required in pairs if not required]
+    if needed:
+        inner = " ".join([needed, *(f'("," {pair})?' for pair in others)])
+    else:  # one of them, or none: their commas would depend on each other
+        inner = "(" + " | ".join(others) + ")?" if others else ""
+    head = quote(f"<|tool_call>call:{tool.name}{{")
+    return f"{head} {inner} {quote('}<tool_call|>')}"
+
+
+def _parameters(tool: Tool) -> list[tuple[str, Any, bool]]:
+    """Names, schemas and whether they are required, in the order of declaration."""
+    required = tool.parameters.get("required")
+    required = required if isinstance(required, list) else []
+    return [(name, schema, name in required) for name, schema in tool.properties.items()]
+
+
+def _choices(schema: Any) -> list[str]:
+    """The texts a parameter may have, where its schema lists them."""
+    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    return values if isinstance(values, list) and all(isinstance(v, str) for v in values) else []
+
+
+def _rules(syntax: Syntax, quote: Quote) -> list[str]:
+    """What the calls of a family refer to."""
+    if syntax.name == "qwen_xml":
+        return ['parameter[suffix="\\n</parameter>\\n"]: /(.|\\n)*/']
+    if syntax.name != "gemma4":
+        return []
+    mark = quote(QUOTE)
+    return [
+        f"quoted: {mark} TEXT {mark}"
+        if not mark.startswith('"')
+        else f"quoted: {mark} BARE {mark}",
+        'value: quoted | NUMBER | truth | "null" | list | object',
+        'truth: "true" | "false"',
+        'list: "[" (value ("," value)*)? "]"',
+        'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"',
+        "KEY: /[A-Za-z0-9_]+/",
+        "BARE: /[^<]*/",
+        "INTEGER: /-?(0|[1-9][0-9]{0,17})/",
+        "NUMBER: /-?(0|[1-9][0-9]{0,17})([.][0-9]{1,17})?/",
+    ]
+
+
+_CALLS: dict[str, Callable[[Tool, Quote], str]] = {
+    "hermes": _hermes,
+    "llama": _llama,
+    "harmony": _harmony,
+    "qwen_xml": _xml,
+    "gemma4": _gemma4,
+}

@@ -1,0 +1,40 @@
+"""gpt-oss (Harmony): messages in channels; a call is a message to `functions.NAME`.
+
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>
+    {"KEY": value}<|call|>
+
+(in one line).
+
+Thoughts are the analysis channel, answers the final one. A text that was begun is a message of
+its own, so a call appended to it first ends that message.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflash_jax.tool_parsers.syntax import Syntax, Thought, as_json
+
+_CALL = "<|start|>assistant<|channel|>commentary to=functions."
+_ARGUMENTS = " <|constrain|>json<|message|>"
+_ANSWER = "<|start|>assistant<|channel|>final<|message|>"
+
+
+def _begin(name: str, parameter: str | None) -> str:
+    return f"<|end|>{_CALL}{name}{_ARGUMENTS}" + (f'{{"{parameter}":' if parameter else "")
+
+
+def _render(name: str, arguments: Mapping[str, Any]) -> str:
+    return f"{_CALL}{name}{_ARGUMENTS}{as_json(arguments)}<|call|>"
+
+
+HARMONY = Syntax(
+    name="harmony",
+    thought=Thought("<|channel|>analysis<|message|>", "<|end|>", "<|end|>" + _ANSWER),
+    opens=(" to=functions.",),
+    closes=("<|call|>",),
+    opening=f"<|end|>{_CALL}",
+    lead="<|end|><|start|>assistant<|channel|>",
+    marker="commentary",
+    begin=_begin,
+    render=_render,
+)

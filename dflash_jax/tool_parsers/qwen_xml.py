@@ -1,0 +1,42 @@
+"""Qwen3-Coder, Qwen3.5, Qwen3.6: `<function=NAME>` with `<parameter=KEY>` blocks.
+
+    <tool_call>
+    <function=NAME>
+    <parameter=KEY>
+    value
+    </parameter>
+    </function>
+    </tool_call>
+
+One newline on each side of a value is markup. Texts are written as they are, other values as
+JSON; the declared type says how to read them back. The wrapper may be missing: models leave its
+opening out, and so does a beginning that we dictate.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflash_jax.tool_parsers.syntax import QWEN_THOUGHT, Syntax, as_json
+
+
+def _begin(name: str, parameter: str | None) -> str:
+    return f"\n<function={name}>\n" + (f"<parameter={parameter}>\n" if parameter else "")
+
+
+def _render(name: str, arguments: Mapping[str, Any]) -> str:
+    values = {k: v if isinstance(v, str) else as_json(v) for k, v in arguments.items()}
+    blocks = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    return f"<tool_call>\n<function={name}>\n{blocks}</function>\n</tool_call>"
+
+
+QWEN_XML = Syntax(
+    name="qwen_xml",
+    thought=QWEN_THOUGHT,
+    opens=("<tool_call>", "<function="),
+    closes=("</function>", "</tool_call>"),
+    opening="\n<function=",
+    lead="\n",
+    marker="<tool_call>",
+    begin=_begin,
+    render=_render,
+)

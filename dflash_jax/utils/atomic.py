@@ -1,0 +1,113 @@
+"""Files and folders that appear whole or not at all."""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from dflash_jax.errors import CheckpointError
+from dflash_jax.utils import partial
+from dflash_jax.utils.command import uninterrupted
+
+MANIFEST = "checkpoint.json"  # of our own checkpoints
+MODEL_FILES = (MANIFEST, "config.json")  # what a folder with a model holds one of
+
+
+def copy_companions(companions: Mapping[str, str | Path], place: Path) -> None:
+    """Puts files into a folder: paths are copied, texts written."""
+    for name, content in companions.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, place / name)
+        else:
+            (place / name).write_text(content, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_path(
+    path: Path, *, overwrite: bool, needed: int = 0, durable: bool = True
+) -> Iterator[Path]:
+    """Yields a temporary path to write a file or folder at; it becomes `path` at the end.
+
+    A link is followed. Nothing is left behind on failure, and several may write at a time. A
+    process that is killed leaves `path` as it was, or whole, and a hidden folder beside it, which
+    the next writer of the same path removes.
+
+    Args:
+      durable: the content is on the disk before it becomes `path`, so that a power failure leaves
+        it whole as well. False also leaves folders of killed processes to the caller.
+
+    Raises:
+      CheckpointError: `path` exists and may not be overwritten, also if it is a folder that another
+        writer made meanwhile, or one that holds anything but a model; it names nothing; fewer than
+        `needed` bytes are free, or the disk fills up.
+    """
+    try:
+        if durable:
+            with uninterrupted():
+                partial.clear(Path(os.path.realpath(path)))
+        place = _place(path, overwrite)
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise _explained(error, path) from error
+    parent = place.parent
+    if not parent.is_dir():
+        raise CheckpointError(f"{parent} is not a folder; create it first")
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise CheckpointError(
+            f"{path} needs {needed / 1e6:,.1f} MB and {parent} has {free / 1e6:,.1f} MB free;"
+            " free some space or choose another place"
+        )
+    made: list[partial.Partial] = []
+    try:
+        with uninterrupted():
+            made.append(partial.Partial(place))
+        yield made[0].content
+        if durable:
+            partial.flush(made[0].content)
+        with uninterrupted():
+            made[0].publish(replaces=overwrite)
+        if durable:
+            partial.flush_folder(parent)
+    except OSError as error:
+        raise _explained(error, path) from error
+    finally:
+        with uninterrupted():
+            for each in made:
+                _remove(each.folder)
+                each.release()
+
+
+def _place(path: Path, overwrite: bool) -> Path:
+    """Where a path leads; refused if nothing can, or should, be put there."""
+    if path.name in ("", ".."):
+        raise CheckpointError(f"'{path}' does not name what is to be written; give it a name")
+    if os.path.lexists(path) and not overwrite:
+        raise CheckpointError(f"{path} exists; choose another place or give --overwrite")
+    place = Path(os.path.realpath(path))
+    if place.exists() and not (place.is_file() or place.is_dir()):
+        raise CheckpointError(f"{path} is neither a file nor a folder; choose another place")
+    if os.path.ismount(place):
+        raise CheckpointError(f"{path} is where a disk is mounted; choose a place below it")
+    known = any((place / name).is_file() for name in MODEL_FILES)
+    if place.is_dir() and not known and any(place.iterdir()):
+        raise CheckpointError(
+            f"{path} holds files but no {' or '.join(MODEL_FILES)}, so it is no model and is not"
+            " overwritten; remove it yourself or choose another place"
+        )
+    return place
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _explained(error: OSError, path: Path) -> CheckpointError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CheckpointError(f"the disk is full; nothing was left at {path}: free some space")
+    return CheckpointError(f"{path} cannot be written ({error.strerror}); check the place")

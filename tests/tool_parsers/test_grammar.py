@@ -1,0 +1,200 @@
+"""Grammars of demanded calls: a real call matches, prose and undeclared tools do not."""
+
+import json
+
+import pytest
+import tokenizers
+
+from dflash_jax.engine.structured.grammars import Grammar, Grammars
+from dflash_jax.loading import locate
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tool_parsers import SYNTAXES
+from dflash_jax.tool_parsers.events import Arguments
+from dflash_jax.tool_parsers.grammar import behind_thought, call_grammar
+from dflash_jax.tool_parsers.stream import OutputParser
+from dflash_jax.tool_parsers.tool_schema import Choice, Tool
+
+llguidance = pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+TOOLS = [Tool("read", SCHEMA), Tool("stop", {})]
+NAMES = sorted(SYNTAXES)
+SPECIALS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = Tokenizer.from_directory(locate("tiny", "target"))
+    assert found is not None
+    return found
+
+
+def matches(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether the whole text is one that the grammar allows."""
+    known = llguidance.LLTokenizer(tokenizer.core.to_str(), eos_token=[2040])
+    source = llguidance.LLMatcher.grammar_from_lark(grammar)
+    matcher = llguidance.LLMatcher(known, source, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, specials=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_demanded_call_is_all_that_may_be_said(tokenizer: Tokenizer, family: str) -> None:
+    syntax = SYNTAXES[family]
+    any_call = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS)
+    read = syntax.render("read", {"path": "a b"})
+    stop = syntax.render("stop", {})
+    if family == "harmony":
+        read, stop = (
+            t.removeprefix("<|start|>assistant").removesuffix("<|call|>") for t in (read, stop)
+        )
+    assert matches(tokenizer, any_call, read)
+    assert matches(tokenizer, any_call, stop)
+    assert not matches(tokenizer, any_call, "Let me see.")
+    assert not matches(tokenizer, any_call, read.replace("read", "rm"))
+    named = call_grammar(syntax, TOOLS, Choice("named", "stop"), SPECIALS)
+    assert matches(tokenizer, named, stop)
+    assert not matches(tokenizer, named, read)
+
+
+def test_thoughts_may_come_before_and_several_calls_behind(tokenizer: Tokenizer) -> None:
+    syntax = SYNTAXES["hermes"]
+    call = syntax.render("read", {"path": "x"})
+    free = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS)
+    assert matches(tokenizer, free, f"<think>\nHm.\n</think>\n\n{call}\n{call}")
+    inside = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS, thinking=True)
+    assert matches(tokenizer, inside, f"\nHm.\n</think>\n\n{call}")
+    assert not matches(tokenizer, inside, call)
+    silent = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS, thoughts=False)
+    assert matches(tokenizer, silent, call)
+    assert not matches(tokenizer, silent, f"<think>\nHm.\n</think>\n\n{call}")
+    single = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS, parallel=False)
+    assert not matches(tokenizer, single, f"{call}\n{call}")
+    assert json.dumps(SCHEMA)[1:] in free
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen_xml"])
+def test_schemas_of_arguments_may_say_more_than_a_grammar_can(
+    tokenizer: Tokenizer, family: str
+) -> None:
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}}
+    schema = {"type": "object", "properties": {"tags": tags, "more": record}}
+    grammar = call_grammar(SYNTAXES[family], [Tool("f", schema)], Choice("required"), SPECIALS)
+    call = SYNTAXES[family].render("f", {"tags": ["a"], "more": {"b": 1}})
+    assert matches(tokenizer, grammar, call)
+
+
+def test_tags_that_a_tokenizer_does_not_call_special_are_tokens_too(tokenizer: Tokenizer) -> None:
+    """As in Qwen3's files; a grammar that spelt them would never let a thought end."""
+    raw = json.loads(tokenizer.core.to_str())
+    for token in raw["added_tokens"]:
+        token["special"] = token["content"].startswith("<|")
+    plain = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(raw)), None, {})
+    syntax = SYNTAXES["hermes"]
+    call = syntax.render("read", {"path": "x"})
+    inside = call_grammar(syntax, TOOLS, Choice("required"), plain.special_texts, thinking=True)
+    assert matches(plain, inside, f"\nHm.\n</think>\n\n{call}")
+    assert not matches(plain, inside, "\nHm.\n</think>\n\nSo.")
+
+
+SECRET = {
+    "type": "object",
+    "properties": {
+        "format": {"type": "string", "format": "password"},
+        "kind": {"const": {"format": "byte"}},
+    },
+    "required": ["format", "kind"],
+}
+
+
+@pytest.mark.parametrize(
+    ("structure", "text"),
+    [
+        ({"json": SCHEMA}, '{"path": "x"}'),
+        ({"json": SECRET}, '{"format": "x", "kind": {"format": "byte"}}'),
+        ({"regex": "a/b+"}, "a/bb"),
+        ({"choice": ["red", "blue"]}, "blue"),
+        ({"grammar": "start: A A\nA: /x/"}, "xx"),
+    ],
+)
+def test_a_structure_may_stand_behind_a_thought_or_beside_calls(
+    tokenizer: Tokenizer, structure: dict, text: str
+) -> None:
+    def said(whole: str, around: str) -> Grammar:
+        grammar = Grammars(tokenizer, 2048, [2040]).make(structure | {"around": around})
+        grammar.accept(tokenizer.encode(whole, specials=False))
+        if not grammar.finished:
+            grammar.accept([2040])
+        return grammar
+
+    behind = behind_thought("</think>", SPECIALS)
+    assert not said(f"Hm {text} hm.\n</think>\n\n{text}", behind).error
+    assert said("Hm.\n</think>\n\nSo.", behind).error
+    assert said(text, behind).error
+    syntax = SYNTAXES["hermes"]
+    either = call_grammar(syntax, TOOLS, Choice("auto"), SPECIALS, answer=True)
+    for whole in (text, call := syntax.render("stop", {}), f"<think>Hm.</think>{text}"):
+        assert not said(whole, either).error
+    assert said("So.", either).error
+    assert said(call + text, either).error
+
+
+RICH = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "mode": {"enum": ["r", "w"]},
+        "lines": {"type": "integer"},
+        "deep": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["path", "lines"],
+}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_arguments_have_the_declared_types(tokenizer: Tokenizer, family: str) -> None:
+    syntax = SYNTAXES[family]
+    grammar = call_grammar(syntax, [Tool("read", RICH)], Choice("required"), SPECIALS)
+    good = {"path": "a > b\nc", "lines": 12}
+    for more in ({}, {"mode": "w"}, {"deep": True, "tags": ["x", "y"]}):
+        inside = [k for k in RICH["properties"] if k in good | more]
+        arguments = {k: (good | more)[k] for k in inside}
+        if family == "gemma4":  # required ones first
+            arguments = good | {k: v for k, v in arguments.items() if k not in good}
+        text = said(family, arguments)
+        assert matches(tokenizer, grammar, text), text
+    for wrong in ({"lines": 12}, good | {"lines": "x"}, good | {"mode": "q"}):
+        assert not matches(tokenizer, grammar, said(family, wrong)), wrong
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "array", "items": {"$ref": "#/$defs/Item"}}, [{"x": 1}]),
+        ({"$ref": "#/$defs/Item"}, {"x": 1}),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 3),
+        ({"type": ["string", "null"]}, "x"),
+        ({"enum": [1, 2]}, 2),
+    ],
+)
+def test_what_a_grammar_demands_is_what_the_parser_reads(
+    tokenizer: Tokenizer, family: str, schema: dict, value: object
+) -> None:
+    item = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    tool = Tool("read", {"$defs": {"Item": item}, "properties": {"a": schema}, "required": ["a"]})
+    text = said(family, {"a": value})
+    grammar = call_grammar(SYNTAXES[family], [tool], Choice("required"), SPECIALS)
+    assert matches(tokenizer, grammar, text)
+    events = OutputParser(SYNTAXES[family], [tool], slips=False).push(text)
+    written = "".join(event.text for event in events if isinstance(event, Arguments))
+    assert json.loads(written) == {"a": value}
+
+
+def said(family: str, arguments: dict) -> str:
+    text = SYNTAXES[family].render("read", arguments)
+    ends = ("<|start|>assistant", "<|call|>") if family == "harmony" else ("", "")
+    return text.removeprefix(ends[0]).removesuffix(ends[1])
