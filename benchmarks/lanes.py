@@ -38,7 +38,7 @@ def generate(engine: Engine, prompt: list[int], **options: Any) -> Run:
     """
     started = time.perf_counter()
     live = engine.submit(prompt, **options)
-    while live.fed < len(prompt):
+    while live.num_fed < len(prompt):
         engine.advance()
     jax.block_until_ready(engine.runner.state)
     ready, busy = time.perf_counter(), time.process_time()
@@ -85,7 +85,7 @@ class BareLoop:
         As the engine, it makes several steps a call where they are short, and where not, the next
         call is dispatched before the last one is read.
         """
-        each = self._engine.loop.pace.rounds
+        each = self._engine.core.scheduler.pacer.rounds
         count = (jax.device_put(np.int32(each)),) if self._plan.rounds > 1 else ()
         ahead = self._plan.lookahead if each == 1 else 0
         step = self._engine.executables["speculative"]

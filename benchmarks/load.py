@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.sequence import Live
+from dflash_jax.engine.handle import RequestHandle
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -69,7 +69,7 @@ class Traffic:
 
 @dataclasses.dataclass
 class _Running:
-    live: Live
+    live: RequestHandle
     prompt: int
     kind: int
     cancel_at: int | None  # turns from now
@@ -155,7 +155,7 @@ def _judge(one: _Running, truth: dict[Any, list[int]], traffic: Traffic) -> None
     if wanted is None:
         return
     traffic.greedy += 1
-    length = one.live.request.max_tokens
+    length = one.live.sequence.request.max_tokens
     whole = result.finish_reason == "cancelled" or len(result.token_ids) == length
     traffic.different += not whole or result.token_ids != wanted[: len(result.token_ids)]
 

@@ -18,8 +18,8 @@ from benchmarks.paired import interleaved, ratio, spread
 from dflash_jax.bench.replay import Turn, prompt_of, read_turns
 from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.recovery import OFF, controller
-from dflash_jax.engine.sequence import Live
 
 SETTINGS = {
     "off": OFF,
@@ -27,14 +27,14 @@ SETTINGS = {
 }
 
 
-def events_of(engine: Engine, turn: Turn) -> tuple[Live, list[controller.Event]]:
+def events_of(engine: Engine, turn: Turn) -> tuple[RequestHandle, list[controller.Event]]:
     """A request with recovery on, and the device's events in its history."""
     heard: list[controller.Event] = []
     live = engine.submit(
         prompt_of(turn, engine), max_tokens=turn.max_tokens, recovery=SETTINGS["on"]
     )
-    judge = live.take
-    live.take = lambda event: (heard.append(event), judge(event))[1]  # pyrefly: ignore
+    judge = live.sequence.take
+    live.sequence.take = lambda event: (heard.append(event), judge(event))[1]  # pyrefly: ignore
     while not live.done:
         engine.advance()
     return live, heard
@@ -57,7 +57,7 @@ def machine(engine: Engine, turns: list[Turn], repeats: int) -> dict[str, float]
         live, heard = events_of(engine, turn)
         steps_s.append(live.stats.decode_s / max(len(heard) - 1, 1))
         for name, recovery in SETTINGS.items():
-            policy = dataclasses.replace(live.policy, recovery=recovery)
+            policy = dataclasses.replace(live.sequence.policy, recovery=recovery)
             best = min(replay_s(policy, heard) for _ in range(repeats))
             per_step[name].append(best / len(heard))
     off, on = (statistics.median(per_step[name]) for name in ("off", "on"))

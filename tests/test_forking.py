@@ -50,7 +50,7 @@ next(pieces)
 held = threading.Event()
 
 def hold():  # as a thread of a server may, at the moment of a fork
-    with made.loop._lock:
+    with made.core._lock:
         held.set()
         let_go.wait()
 

@@ -14,10 +14,9 @@ import dflash_jax as dj
 from benchmarks.audit.models import AuditedEngine
 from benchmarks.audit.scenario import AuditRequest, Failure, Scenario
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.pace import Pace
+from dflash_jax.engine.handle import RequestHandle, Stream
 from dflash_jax.engine.result import Stats, TokenLogprob
-from dflash_jax.engine.sequence import Live
-from dflash_jax.engine.stream import Stream
+from dflash_jax.engine.scheduler import StepPacer
 from dflash_jax.errors import DFlashError
 from dflash_jax.state import StepOutput
 from dflash_jax.testing import OWN, force_acceptance, set_row_scripts
@@ -76,9 +75,9 @@ def run_scenario(
       StalledError: requests did not end, or something of them was left behind.
     """
     alone = audited.opened()
-    alone.loop.pace = ScriptedPace((alone.plan.rounds,))
+    alone.core.scheduler.pacer = ScriptedPacer((alone.plan.rounds,))
     references = [_reference(alone, request) for request in scenario.requests]
-    lives: dict[int, list[Live]] = {}
+    lives: dict[int, list[RequestHandle]] = {}
     for session in range(scenario.sessions):
         lives |= _Session(audited, scenario, session, folder, references, counts).run()
     return [
@@ -107,24 +106,24 @@ def _options(request: AuditRequest) -> dict[str, Any]:
     return options
 
 
-def _answer(live: Live) -> Answer:
+def _answer(live: RequestHandle) -> Answer:
     result, error = None, None
     try:
         result = live.result()
     except DFlashError as raised:
         error = f"{type(raised).__name__}: {raised}"
     ids = tuple(i for piece in live.pieces for i in piece.token_ids)
-    assert live.finish is not None
+    assert live.finish_reason is not None
     return Answer(
-        token_ids=tuple(live.ids),
+        token_ids=tuple(live.token_ids),
         text=result.text if result else None,
-        finish_reason=live.finish.value,
+        finish_reason=live.finish_reason,
         pieces=(ids, "".join(piece.text for piece in live.pieces)),
         stats=live.stats,
         logprobs=result.logprobs if result else None,
         prompt_logprobs=result.prompt_logprobs if result else None,
         error=error,
-        failures=live.failures,
+        failures=live.sequence.failures,
     )
 
 
@@ -145,7 +144,7 @@ class _Session:
         due = [i for i, request in enumerate(scenario.requests) if request.session == number]
         self._due = collections.deque(sorted(due, key=lambda i: scenario.requests[i].turn))
         self._turn = 0
-        self._lives: dict[int, list[Live]] = {}
+        self._lives: dict[int, list[RequestHandle]] = {}
         self._cells: dict[int, dj.CancelCell] = {}
         self._ends: dict[int, int] = {}  # requests to cancel, with the turn
         self._scripts: dict[int, list[float]] = {}  # by number of the running request
@@ -153,7 +152,7 @@ class _Session:
         self._engines = [self._opened(audited, number, i) for i in range(scenario.engines)]
         self._scripted: list[list[int]] = [[] for _ in self._engines]  # numbers, by row
 
-    def run(self) -> dict[int, list[Live]]:
+    def run(self) -> dict[int, list[RequestHandle]]:
         """The requests, all of them ended."""
         while self._due or not all(live.done for live in self._all()):
             if not self._due and self._turn > MOST_TURNS:
@@ -174,7 +173,7 @@ class _Session:
     def _opened(self, audited: AuditedEngine, session: int, number: int) -> Engine:
         scenario = self._scenario
         engine = audited.opened(segments=scenario.segments, folder=self._folder)
-        engine.loop.pace = ScriptedPace(scenario.rounds)
+        engine.core.scheduler.pacer = ScriptedPacer(scenario.rounds)
         engine.break_even = scenario.break_even if engine.plan.exact else 0.0
         wanted = (session, number)
         failures = [x for x in scenario.failures if (x.session, x.engine) == wanted]
@@ -187,7 +186,7 @@ class _Session:
         return engine
 
     def _advance(self, number: int, engine: Engine) -> None:
-        numbers = [live.number if live else 0 for live in engine.loop.rows.lives]
+        numbers = [live.number if live else 0 for live in engine.core.scheduler.rows]
         if numbers != self._scripted[number] and self._scripts:
             found = {row: self._scripts.get(n) for row, n in enumerate(numbers)}
             set_row_scripts(engine, {row: script for row, script in found.items() if script})
@@ -212,14 +211,14 @@ class _Session:
             self._counts["prefix hits"] += found.hits
             self._counts["prefix tokens restored"] += found.hit_tokens
             self._counts["prefix evictions"] += found.evictions
-        disk = engine.runner.snapshots.disk if engine.runner.snapshots else None
+        disk = engine.runner.prefixes.disk if engine.runner.prefixes else None
         if disk is not None:
             for name in ("read", "written", "spoiled", "failed", "skipped"):
                 self._counts[f"prefix segments {name}, disk"] += getattr(disk.counters, name)
 
     # -- requests -----------------------------------------------------------------------------
 
-    def _all(self) -> list[Live]:
+    def _all(self) -> list[RequestHandle]:
         return [live for lives in self._lives.values() for live in lives]
 
     def _unfinished(self) -> int:
@@ -256,7 +255,7 @@ class _Session:
                 end_request(engine, live, how)
 
 
-def end_request(engine: Engine, live: Live, how: str) -> None:
+def end_request(engine: Engine, live: RequestHandle, how: str) -> None:
     """End a request as its caller would: "cancel", or "close" or "drop" its stream."""
     if how == "cancel":
         engine.cancel(live)
@@ -286,18 +285,18 @@ def _script(request: AuditRequest, reference: Answer | None, vocab: int) -> list
 # -- what is made to happen --------------------------------------------------------------------
 
 
-class ScriptedPace(Pace):
+class ScriptedPacer(StepPacer):
     """Numbers of steps that successive decoding calls make, whatever time they take."""
 
     def __init__(self, rounds: tuple[int, ...]):
         super().__init__(max(rounds))
         self._all, self._calls = rounds, 0
-        self.rounds = rounds[0]
+        self.num_steps = rounds[0]
 
-    def took(self, steps: int, started: float) -> None:
+    def record(self, num_steps: int, dispatched: float) -> None:
         """Go on to the next number; the times are ignored."""
         self._calls += 1
-        self.rounds = self._all[self._calls % len(self._all)]
+        self.num_steps = self._all[self._calls % len(self._all)]
 
 
 class LostAnswer:
@@ -345,9 +344,9 @@ class DelayedReads:
     """Makes reading prefixes from an engine's folder take a number of turns, not of seconds."""
 
     def __init__(self, engine: Engine, turns: int):
-        assert engine.runner.snapshots is not None
-        assert engine.runner.snapshots.disk is not None
-        self._disk, self._turns = engine.runner.snapshots.disk, turns
+        assert engine.runner.prefixes is not None
+        assert engine.runner.prefixes.disk is not None
+        self._disk, self._turns = engine.runner.prefixes.disk, turns
         self._read = self._disk.read
         self._disk.read = self._delayed  # type: ignore[method-assign]
         self._waiting: list[tuple[int, concurrent.futures.Future[Any], Any]] = []

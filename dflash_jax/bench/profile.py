@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.pace import Pace
+from dflash_jax.engine.scheduler import StepPacer
 from dflash_jax.errors import RequestError
 
 STAGES = ("draft", "context", "target", "verify", "commit")
@@ -95,10 +95,11 @@ def profile(
     engine.warm_up()
     options: dict[str, Any] = {"ignore_eos": True, "speculative": speculative}
     name = "speculative" if speculative and engine.drafter else "plain" if plan.exact else "plain1"
-    pace, engine.loop.pace = engine.loop.pace, Pace(most=1)
+    scheduler = engine.core.scheduler
+    pacer, scheduler.pacer = scheduler.pacer, StepPacer(max_steps=1)
     live = engine.submit(list(prompt), max_tokens=longest, **options)
     try:
-        while live.fed < len(prompt) and not live.done:
+        while live.num_fed < len(prompt) and not live.done:
             engine.advance()
         for _ in range(2):
             engine.advance()
@@ -107,7 +108,7 @@ def profile(
             live.result()
     finally:
         engine.cancel(live)
-        engine.loop.pace = pace
+        scheduler.pacer = pacer
     found = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
     return Profile(name, steps, wall / steps, _parts(found), found)
 

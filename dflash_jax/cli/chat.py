@@ -157,14 +157,14 @@ class Conversation:
 
     def _answer(self) -> Iterator[str]:
         """Decode and print the answer to the conversation; yields what belongs to it."""
-        from dflash_jax.engine.detokenizer import OutputText
+        from dflash_jax.engine.detokenizer import Detokenizer
         from dflash_jax.engine.vocabulary import opens_thought
         from dflash_jax.tool_parsers.stream import OutputParser
 
         options, tokenizer = self._options, self.engine.tokenizer
         prompt = self._prompt()
         marks = self._syntax.markers(calls=False) if self._syntax else ()
-        output = OutputText(tokenizer.showing(marks) if marks else tokenizer)
+        output = Detokenizer(tokenizer.showing(marks) if marks else tokenizer)
         parser = OutputParser(self._syntax, thinking=opens_thought(tokenizer, prompt))
         room = self.engine.plan.max_length - len(prompt)
         self._stream = self.engine.stream(

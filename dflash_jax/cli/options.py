@@ -54,14 +54,14 @@ def check_values(options: argparse.Namespace) -> None:
 
 def check_request(options: argparse.Namespace) -> None:
     """Do the same for the options that say what to generate; RequestError names a wrong one."""
-    from dflash_jax.engine.request import Request
+    from dflash_jax.engine.sampling_params import SamplingParams
 
     check_values(options)
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
     given = {name: getattr(options, name, None) for name in names}
     stop = tuple(getattr(options, "stop", ()))
     fields = {name: value for name, value in given.items() if value is not None}
-    Request(prompt=(0,), stop=stop, **fields)
+    SamplingParams(stop=stop, **fields)
 
 
 def model_options(verb: argparse.ArgumentParser) -> None:

@@ -1,8 +1,12 @@
-"""Text of a growing output, cut before the first stop string."""
+"""Turn the output of a request into text, and cut it at stop strings."""
 
 import collections
 from collections.abc import Sequence
 
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.result import Piece, TokenLogprob
+from dflash_jax.engine.structured.grammars import Grammar
+from dflash_jax.engine.vocabulary import opens_thought
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import syntax_of
 from dflash_jax.tool_parsers.stops import Stops
@@ -10,12 +14,14 @@ from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import Tool
 
 
-class OutputText:
-    """Turns ids into text; holds back what may become a stop string (C3: nothing retracted).
+class Detokenizer:
+    """Turns output ids into text, incrementally, and looks for stop strings.
+
+    Text that may become part of a stop string is held back, so that nothing is ever retracted.
 
     Args:
-      tools: declared tools; in their calls, and in markup, no stop string is looked for.
-      thinking, slips: as `OutputParser` has them; asked for with tools only.
+      tools: declared tools; stop strings do not apply inside their calls and in markup.
+      thinking, slips: see `OutputParser`; used with tools only.
     """
 
     def __init__(
@@ -41,7 +47,7 @@ class OutputText:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that was completed."""
+        """The stop string that was completed; None before."""
         return self._parser.stopped_by if self._parser else self._stops.found
 
     @property
@@ -50,7 +56,7 @@ class OutputText:
         return self.stopped_by is not None
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is now certain; sets `stopped` when a stop string is complete."""
+        """Add ids; return the text that is now final."""
         if self._decoder is None or self.stopped:
             return ""
         if self._parser is None:
@@ -64,7 +70,7 @@ class OutputText:
         return given
 
     def finish(self) -> str:
-        """What was held back, once no more ids come."""
+        """Return the text that was held back, at the end of the output."""
         if self._decoder is None or self.stopped:
             return ""
         new = self._decoder.flush()
@@ -77,7 +83,7 @@ class OutputText:
         return self._outside(marked, new, self._parser)
 
     def _outside(self, marked: str, new: str, parser: OutputParser) -> str:
-        """The text of which the parser knows that it stands before any stop string."""
+        """Return the text that certainly precedes any stop string."""
         self._lengths.append((len(marked), len(new)))  # of a token's text, with marks and without
         self._marks, self._shown = self._marks + len(marked), self._shown + len(new)
         left, keep = parser.waiting, 0
@@ -96,3 +102,89 @@ class OutputText:
     def _give(self, text: str) -> str:
         self.text += text
         return text
+
+
+class OutputBuffer:
+    """Everything a request's caller was given so far. Nothing in it is ever taken back.
+
+    Attributes:
+      ids: emitted tokens; they exclude a stop string and what follows it.
+      pieces: the same with their text, in the portions in which they were emitted.
+      logprobs: of the emitted tokens, where the request asks for them.
+      grammar: what the output must follow; it advances with the emitted tokens.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, grammar: Grammar | None):
+        self.ids: list[int] = []
+        self.pieces: list[Piece] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.grammar = grammar
+        self._stops = bool(request.params.stop)
+        self._has_text = tokenizer is not None
+        self._detokenizer = _detokenizer(request, tokenizer)
+        self._pending: list[TokenLogprob] = []  # log-probabilities of tokens not emitted yet
+        self._of_end: list[TokenLogprob] = []  # of the end token in whose place a call is probed
+
+    @property
+    def ended(self) -> bool:
+        """Whether a stop string was completed, or the grammar allows nothing more."""
+        return self._detokenizer.stopped or (self.grammar is not None and self.grammar.finished)
+
+    @property
+    def text(self) -> str | None:
+        """The text so far; None without a tokenizer."""
+        return self._detokenizer.text if self._has_text else None
+
+    def emit(self, ids: tuple[int, ...]) -> None:
+        """Give ids to the caller, up to where the output ends."""
+        text, used = "", 0
+        if not self._stops and self.grammar is None:  # nothing can end the output in between
+            text, used = self._detokenizer.push(ids), len(ids)
+        while used < len(ids) and not self.ended:
+            text += self._detokenizer.push(ids[used : used + 1])
+            if self.grammar:
+                self.grammar.accept(ids[used : used + 1])
+            used += 1
+        logprobs, self._pending = tuple(self._pending[:used]), self._pending[len(ids) :]
+        self.pieces.append(Piece(ids[:used], text, logprobs))
+        self.logprobs += logprobs
+        self.ids += ids[:used]  # last: an interrupted call is recognised by missing ids
+
+    def finish(self) -> None:
+        """Give the caller the text that was held back."""
+        if rest := self._detokenizer.finish():
+            self.pieces.append(Piece((), rest))
+
+    def add_logprobs(self, ids: tuple[int, ...], logprobs: list[TokenLogprob]) -> None:
+        """Keep log-probabilities of newly decided ids; forced ids have none."""
+        known = [*logprobs, *[None] * len(ids)]
+        self._pending += [
+            found if found and found.token_id == i else TokenLogprob(i, None, ())
+            for i, found in zip(ids, known, strict=False)
+        ]
+
+    def keep_end_logprob(self, logprobs: list[TokenLogprob]) -> None:
+        """Keep the log-probability of an end token that may come back, see `restore_end`."""
+        self._of_end = logprobs[-1:]
+
+    def restore_end(self, retracted: int, ids: tuple[int, ...]) -> None:
+        """Drop the last log-probabilities; the kept end token is decided after all."""
+        del self._pending[-retracted:]
+        self.add_logprobs(ids, self._of_end)
+
+    def discard_pending(self) -> None:
+        """Drop log-probabilities of tokens that will be decoded again."""
+        self._pending.clear()
+
+
+def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer:
+    stop = request.params.stop or ()
+    if tokenizer is None or not (stop and request.tools):
+        return Detokenizer(tokenizer, stop)
+    return Detokenizer(
+        tokenizer,
+        stop,
+        request.tools,
+        thinking=opens_thought(tokenizer, request.prompt),
+        slips=request.params.structured is None,
+    )

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from dflash_jax.decode.logits_processing import Shaping, neutral_shaping
+from dflash_jax.engine.prefix.cursor import PromptCursor
+from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import TokenLogprob
-from dflash_jax.engine.sequence import Live
 from dflash_jax.state import COLUMNS, Logprobs, StepOutput
 
 
@@ -40,41 +41,43 @@ class Shaper:
         self._shaping = None
         self._marked.clear()
 
-    def set_row(self, program: Callable[..., Any], row: int, live: Live) -> None:
-        """Makes a row's shaping that of a request as far as it has come."""
-        request = live.request
-        if not request.shaped and row not in self._marked:
+    def set_row(
+        self, program: Callable[..., Any], row: int, request: Request, output: Sequence[int]
+    ) -> None:
+        """Set a row's penalties and biases to those of a request with this output so far."""
+        params = request.params
+        if not params.penalized and row not in self._marked:
             return
-        self._marked.add(row) if request.shaped else self._marked.discard(row)
+        self._marked.add(row) if params.penalized else self._marked.discard(row)
         bias, prompted = np.zeros(self._vocab, np.float32), np.zeros(self._vocab, bool)
-        for token, value in request.logit_bias:
+        for token, value in (params.logit_bias or {}).items():
             bias[token] = value
         prompted[list(request.prompt)] = True
-        said = np.bincount(live.state.ids[:], minlength=self._vocab).astype(np.int32)
+        said = np.bincount(output, minlength=self._vocab).astype(np.int32)
         penalties = (
-            request.repetition_penalty,
-            request.frequency_penalty,
-            request.presence_penalty,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
         )
         numbers = np.array(penalties, np.float32)
-        reports = np.bool_(request.logprobs is not None)
+        reports = np.bool_(params.logprobs is not None)
         self.keep(program(self.shaping, np.int32(row), bias, prompted, said, numbers, reports))
 
 
-def likely_tokens(output: StepOutput, row: int, live: Live) -> list[TokenLogprob]:
-    """A row's log-probabilities of a step, as many alternatives as the request wants."""
-    found, most = output.logprobs, live.request.logprobs
+def token_logprobs_of(output: StepOutput, row: int, request: Request) -> list[TokenLogprob]:
+    """Return a row's log-probabilities of a step, with the alternatives the request wants."""
+    found, most = output.logprobs, request.params.logprobs
     if found is None or most is None:
         return []
-    said = np.asarray(output.packed)[row, int(output.reports_odds) : -COLUMNS]
-    return _named(said.tolist(), found, row, most)
+    tokens = np.asarray(output.packed)[row, int(output.reports_odds) : -COLUMNS]
+    return _named(tokens.tolist(), found, row, most)
 
 
-def likely_prompt(live: Live) -> list[TokenLogprob]:
-    """How likely each token of a prompt that was fed is; nothing is said of the first."""
-    (first, *rest), most = live.request.prompt, live.request.prompt_logprobs
+def prompt_logprobs_of(request: Request, cursor: PromptCursor) -> list[TokenLogprob]:
+    """Return the log-probability of each token of a prompt that was fed; the first has none."""
+    (first, *rest), most = request.prompt, request.params.prompt_logprobs
     known, at = [TokenLogprob(first, None, ())], 0
-    for found in live.scores if most is not None else ():
+    for found in cursor.logprobs if most is not None else ():
         part = rest[at : at + found.chosen.shape[1]]
         known += _named(part, found, 0, most or 0)
         at += len(part)

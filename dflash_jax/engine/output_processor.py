@@ -1,148 +1,158 @@
-"""The teller: tells requests what a call says of their rows, and does what they want done."""
+"""Turn the device's results into output: advance sequences, and collect what rows need next."""
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 from dflash_jax.engine.events import EventLog
-from dflash_jax.engine.flight import Flight
 from dflash_jax.engine.forced_tokens import Dictated
-from dflash_jax.engine.logits_processing import likely_prompt, likely_tokens
-from dflash_jax.engine.model_runner import Runner
+from dflash_jax.engine.logits_processing import prompt_logprobs_of, token_logprobs_of
+from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.recovery.controller import Restart
 from dflash_jax.engine.result import TokenLogprob
-from dflash_jax.engine.scheduler import Rows
-from dflash_jax.engine.sequence import Live
+from dflash_jax.engine.sequence import Sequence
 from dflash_jax.state import RowStep
 
 log = logging.getLogger("dflash_jax.engine")
 
 
-class Teller:
-    """Tells requests the answers of calls.
+@dataclasses.dataclass(slots=True)
+class RowUpdates:
+    """What the device, the scheduler and the prefix cache must do after a step, in this order.
+
+    Attributes:
+      finished: requests that ended.
+      refuted: prompts of which nothing in the prefix cache may be used again.
+      cleared: rows that may hold numbers that are not finite.
+      forced: by row, tokens that were decided by recovery.
+    """
+
+    finished: list[Sequence] = dataclasses.field(default_factory=list)
+    refuted: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    cleared: list[int] = dataclasses.field(default_factory=list)
+    forced: dict[int, Dictated] = dataclasses.field(default_factory=dict)
+
+
+class OutputProcessor:
+    """Advances the sequences of a step by what the device decided for their rows.
 
     Args:
       block: tokens of a drafted block.
-      flights: calls that were not read yet; a request that is fed again hears none of them.
+      events: the log of recovery events.
     """
 
-    def __init__(
-        self, block: int, runner: Runner, rows: Rows, flights: Sequence[Flight], events: EventLog
-    ):
-        self._block, self._runner, self._rows = block, runner, rows
-        self._flights, self._events = flights, events
+    def __init__(self, block: int, events: EventLog):
+        self._block, self._events = block, events
 
-    def release(self, live: Live) -> None:
-        """Lets go of a request that ended, wherever it was."""
-        self._rows.release(live)
-        self._runner.settle(live)
+    def process(self, step: InFlightStep, results: Mapping[int, RowStep]) -> RowUpdates:
+        """Process the results of one device step; return what follows for the rows."""
+        updates = RowUpdates()
+        for row, result in results.items():
+            if step.work.waits(row):
+                self._process_row(step, row, result, updates)
+        return updates
 
-    def tell(self, flight: Flight, steps: list[RowStep]) -> None:
-        """Has the readers of a call hear one of its steps."""
-        broken = []
-        dictated: dict[int, Dictated] = {}
-        for row, live in list(flight.readers.items()):
-            if live.done:
-                continue
-            step = steps[flight.place(row)]
-            if live.scores and not flight.decode:
-                live.prompt_logprobs, live.scores = likely_prompt(live), []
-            if live.rebuilding and step.finite:
-                dictated[row] = live.rebuilt()
-                self._rows.changed()
-                continue
-            if not step.finite and not flight.decode and not live.cleaned:
-                live.cleaned = True  # the row may hold what another left: once more in a clean one
-                broken.append(row)
-                self._feed_again(live, Restart.FRESH)
-                continue
-            if row in flight.drafting:
-                live.stats.count_round(len(step.tokens), step.drafts, self._block - 1)
-            elif flight.decode:
-                live.stats.plain_steps += bool(step.tokens)
-            likely = likely_tokens(flight.output, flight.place(row), live)[: len(step.tokens)]
-            if told := self._hear(live, flight.event(row, step), likely):
-                dictated[row] = told
-            if live.done:
-                self.release(live)
-            if not step.finite:
-                broken.append(row)
-                self._runner.forget(live)
-        if broken:
-            self._runner.wipe(broken)
-        if dictated:
-            self._dictate(dictated)
+    def _process_row(
+        self, step: InFlightStep, row: int, result: RowStep, updates: RowUpdates
+    ) -> None:
+        sequence, prefill = step.work.sequences[row], step.work.prefill
+        if prefill and sequence.cursor.logprobs:
+            sequence.prompt_logprobs = prompt_logprobs_of(sequence.request, sequence.cursor)
+        if sequence.rebuilding and result.finite:
+            updates.forced[row] = sequence.rebuilt()
+            return
+        if not result.finite and prefill and not sequence.row_cleared:
+            sequence.row_cleared = True  # it may have held another request's numbers
+            updates.cleared.append(row)
+            self._restart(sequence, Restart.FRESH, updates)
+            return
+        if row in step.work.drafting:
+            sequence.stats.count_round(len(result.tokens), result.drafts, self._block - 1)
+        elif not prefill:
+            sequence.stats.plain_steps += bool(result.tokens)
+        output, place = step.output_of(row)
+        logprobs = token_logprobs_of(output, place, sequence.request)[: len(result.tokens)]
+        event = _event(step, row, result)
+        if forced := self._advance(sequence, event, logprobs, updates):
+            updates.forced[row] = forced
+        if sequence.done:
+            updates.finished.append(sequence)
+        if not result.finite:
+            updates.cleared.append(row)
+            updates.refuted.append(sequence.request.prompt)
 
-    def _hear(
+    def _advance(
         self,
-        live: Live,
+        sequence: Sequence,
         event: controller.Prefilled | controller.Stepped,
-        likely: list[TokenLogprob],
+        logprobs: list[TokenLogprob],
+        updates: RowUpdates,
     ) -> Dictated | None:
-        """Lets a request judge a step; what it dictates in return."""
-        before = live.limit, live.speculates, live.choices, live.opening
-        effects = live.hear(event, likely)
-        self.report(live, effects.notes)
-        if before != (live.limit, live.speculates, live.choices, live.opening):
-            self._rows.changed()
+        """Advance a sequence by a step; return the tokens that recovery forces, if any."""
+        effects = sequence.process(event, logprobs)
+        self.report(sequence, effects.notes)
         if effects.restart is Restart.SAVED and isinstance(event, controller.Prefilled):
-            return self._hear(live, event, likely)  # nothing was fed since: this is the saved state
+            # Nothing was fed since: the row is in the saved state.
+            return self._advance(sequence, event, logprobs, updates)
         if effects.restart is Restart.CALL:
-            live.begin_call_retry()
-            self._discard_unread(live)
+            sequence.begin_call_retry()
         elif effects.restart:
-            self._feed_again(live, effects.restart)
+            self._restart(sequence, effects.restart, updates)
         elif effects.replace is not None or effects.force:
-            ids = live.state.ids
+            ids = sequence.state.ids
             pending = ids[len(ids) - len(effects.force) - 1]
             return Dictated(pending, effects.replace is not None, effects.force)
         return None
 
-    def _feed_again(self, live: Live, restart: Restart) -> None:
-        """Has a prompt fed once more; what its row says meanwhile is heard by nobody."""
-        fresh = restart is Restart.FRESH
-        if fresh:
-            self._runner.forget(live)
-        live.feed_again(uncached=fresh)
-        self._discard_unread(live)
+    def _restart(self, sequence: Sequence, restart: Restart, updates: RowUpdates) -> None:
+        if fresh := restart is Restart.FRESH:
+            updates.refuted.append(sequence.request.prompt)
+        sequence.restart(use_cache=not fresh)
 
-    def _discard_unread(self, live: Live) -> None:
-        """Discard results of calls that are still in flight for a request."""
-        self._rows.changed()
-        for flight in self._flights:
-            for row in [row for row, reader in flight.readers.items() if reader is live]:
-                del flight.readers[row]
-
-    def retry_calls(self) -> None:
-        """Feed rows again whose call grammar is ready; requests without one end as they are."""
-        for live in filter(None, list(self._rows.lives)):
-            made = live.call_grammar
-            if made is None or not made.done() or live.done:
+    def retry_calls(self, running: Seq[Sequence]) -> list[Sequence]:
+        """Restart requests whose call grammar is ready; return those that end without one."""
+        ended = []
+        for sequence in running:
+            compiled = sequence.call_grammar
+            if compiled is None or not compiled.done() or sequence.done:
                 continue
-            live.call_grammar = None
-            if error := made.exception():
-                log.warning("a call is given as it is: %s", error)
-                live.take(controller.Cancelled(controller.Finish.STOP))
-                self.release(live)
-                continue
-            self.report(live, live.retry_call(made.result()).notes)
-            self._rows.changed()
+            sequence.call_grammar = None
+            if error := compiled.exception():
+                log.warning("a call is passed on as it is: %s", error)
+                sequence.take(controller.Cancelled(controller.Finish.STOP))
+                ended.append(sequence)
+            else:
+                self.report(sequence, sequence.retry_call(compiled.result()).notes)
+        return ended
 
-    def _dictate(self, dictated: dict[int, Dictated]) -> None:
-        """Has rows go on behind tokens the host decided, which the device did not count."""
-        self._runner.dictate(dictated)
-        for row in dictated:
-            live = self._rows.lives[row]
-            if live and live.request.shaped:
-                self._runner.shape(row, live)
-
-    def report(self, live: Live, notes: Sequence[str]) -> None:
-        """Reports what recovery did for a request."""
+    def report(self, sequence: Sequence, notes: Seq[str]) -> None:
+        """Log recovery events of a request."""
         for note in notes:
             self._events.report(
                 note,
-                live.number,
-                directory=live.request.recovery.log_directory,
-                prompt_tokens=len(live.request.prompt),
-                output_tokens=live.state.emitted,
+                sequence.number,
+                directory=sequence.request.recovery.log_directory,
+                prompt_tokens=len(sequence.request.prompt),
+                output_tokens=sequence.state.num_decided,
             )
+
+
+def _event(
+    step: InFlightStep, row: int, result: RowStep
+) -> controller.Prefilled | controller.Stepped:
+    """Return what a result means to the recovery state machine."""
+    if step.work.prefill:
+        restored = step.work.sequences[row].cursor.num_cached > 0
+        return controller.Prefilled(
+            result.tokens[0], result.floor, result.finite, restored, result.odds
+        )
+    return controller.Stepped(
+        result.tokens,
+        result.finite,
+        result.draft_finite,
+        result.floor,
+        result.drafts if row in step.work.drafting else 0,
+        result.odds,
+    )

@@ -1,152 +1,128 @@
-"""A request as the engine sees it: what was asked for, checked.
+"""A request as the engine runs it: a prompt and its options, checked against a model and a plan.
 
-Imported without JAX, so that a command can check its values before it loads anything.
+Imported without JAX, so that a command can check options before it loads anything.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
+import operator
+import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.recovery.words import SILENT, Words
+from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
-from dflash_jax.plan import Plan
-from dflash_jax.tool_parsers.tool_schema import Tool
+from dflash_jax.plan import Plan, as_number
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tool_parsers.tool_schema import Tool, tools_of
 
-Structure = Mapping[str, Any]  # what an output must follow, as `structured.Grammars` reads it
-
-HOTTEST = 1e6  # temperature; above it float32 ends sooner or later
-COLDEST = 1e-30  # above 0, likewise below it: nearer to greedy there is nothing
-MAX_STOPS = 64  # stop strings of a request
-MAX_STOP_LENGTH = 256  # characters of a stop string
-MAX_STOP_TOTAL = 4096  # characters of all stop strings of a request
-HARSHEST = 1e6  # repetition_penalty, and one by it the mildest, likewise
+Prompt = str | Sequence[int]
+DEFAULTS = SamplingParams()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. Raises RequestError when it cannot be served by any engine."""
+    """A prompt, its options, and what follows from both for one model.
+
+    Attributes:
+      prompt: token ids, at least one.
+      seed: of the random numbers.
+      stop_ids: end tokens of the model, unless they are ignored, and of the options.
+      speculative: whether drafts are wanted and there is a drafter.
+      recovery: the rules that apply.
+      words: the model's vocabulary as those rules need it.
+      tools: declared tools, in whose calls no stop string counts.
+
+    Raises:
+      RequestError: the prompt is empty.
+    """
 
     prompt: tuple[int, ...]
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    structured: Structure | None = None
+    params: SamplingParams = DEFAULTS
     seed: int = 0
-    stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     speculative: bool = True
-    block_size: int | None = None
     recovery: Recovery = OFF
     words: Words = SILENT
-    tools: tuple[Tool, ...] = ()  # in whose calls no stop string counts
+    tools: tuple[Tool, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise RequestError("the prompt is empty; give at least one token")
-        check(
-            type(self.max_tokens) is int and self.max_tokens >= 1,
-            "max_tokens",
-            self.max_tokens,
-            "an integer of at least 1",
-        )
-        check(
-            _is_number(self.temperature) and 0 <= self.temperature <= HOTTEST,
-            "temperature",
-            self.temperature,
-            f"0 (greedy) or a positive number up to {HOTTEST}",
-        )
-        check(
-            _is_number(self.top_p) and 0 <= self.top_p <= 1,
-            "top_p",
-            self.top_p,
-            "a number from 0 (the likeliest token alone) to 1 (off)",
-        )
-        check(
-            type(self.top_k) is int and 0 <= self.top_k < 2**31,
-            "top_k",
-            self.top_k,
-            "0 (off) or a positive integer below 2**31",
-        )
-        check(
-            _is_number(self.min_p) and 0 <= self.min_p <= 1,
-            "min_p",
-            self.min_p,
-            "a number from 0 (off) to 1",
-        )
-        check(
-            _is_number(self.repetition_penalty)
-            and 1 / HARSHEST <= self.repetition_penalty <= HARSHEST,
-            "repetition_penalty",
-            self.repetition_penalty,
-            f"a positive number from {1 / HARSHEST} to {HARSHEST}; 1 is off",
-        )
-        for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            check(_is_number(value) and -2 <= value <= 2, name, value, "a number from -2 to 2")
-        biases = all(is_id(i) and _is_number(x) and abs(x) <= 100 for i, x in self.logit_bias)
-        expected = "token ids with numbers from -100 to 100"
-        check(biases, "logit_bias", dict(self.logit_bias), expected)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                from dflash_jax.decode.logits_processing import TOP  # which imports JAX
-
-                expected = f"None, or how many alternatives to report, 0 to {TOP}"
-                check(type(value) is int and 0 <= value <= TOP, name, value, expected)
-        check(
-            type(self.seed) is int and 0 <= self.seed < 2**32,
-            "seed",
-            self.seed,
-            "an integer from 0 to 2**32 - 1",
-        )
-        block = self.block_size
-        check(
-            block is None or (type(block) is int and block >= 1),
-            "block_size",
-            block,
-            "None, or an integer of at least 1",
-        )
-        check_stops(self.stop)
 
     @property
-    def shaped(self) -> bool:
-        """Whether the request needs the lane whose steps shape logits and report on them."""
-        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
-        return penalties != (1, 0, 0) or bool(self.logit_bias) or self.logprobs is not None
+    def max_length(self) -> int:
+        """Most tokens of prompt and output together."""
+        return len(self.prompt) + self.params.max_tokens
 
-    @property
-    def scored(self) -> bool:
-        """Whether the request asks how likely its prompt is, which then is fed whole."""
-        return self.prompt_logprobs is not None
 
-    @property
-    def limit(self) -> int:
-        """Most tokens prompt and output may have together."""
-        return len(self.prompt) + self.max_tokens
+def make_requests(
+    prompt: Prompt,
+    params: SamplingParams,
+    n: int,
+    *,
+    plan: Plan,
+    target: TargetConfig,
+    tokenizer: Tokenizer | None,
+    drafts: bool,
+) -> list[Request]:
+    """Return the requests of n answers to a prompt; answer i draws with seed + i.
+
+    Args:
+      drafts: whether the engine has a drafter.
+
+    Raises:
+      RequestError: they cannot be served by this model under this plan.
+    """
+    n = as_number(n)
+    if type(n) is not int or n < 1:
+        raise RequestError(f"n is {n!r}; expected an integer of at least 1")
+    ids = token_ids(prompt, tokenizer, target.vocab_size, plan.max_length)
+    if params.stop and tokenizer is None:
+        raise RequestError(
+            "stop has texts, but this model ships no tokenizer.json; give stop_token_ids"
+        )
+    if outside := [i for i in params.logit_bias or () if not 0 <= i < target.vocab_size]:
+        raise RequestError(
+            f"logit_bias names {outside[:5]}; the target knows 0 to {target.vocab_size - 1}"
+        )
+    recovery = params.recovery or OFF
+    if params.min_tokens:
+        recovery = dataclasses.replace(recovery, min_tokens=params.min_tokens)
+    if params.structured is not None:
+        recovery = recovery.for_structure()
+    first = Request(
+        prompt=ids,
+        params=params,
+        stop_ids=frozenset(
+            (*(() if params.ignore_eos else target.eos_token_ids), *(params.stop_token_ids or ()))
+        ),
+        speculative=drafts and params.speculative and params.block_size != 1,
+        recovery=recovery,
+        words=words_of(tokenizer, ids, recovery, params.tools, params.tool_choice),
+        tools=tools_of(params.tools),
+    )
+    check_fits(first, plan, target)
+    seed = secrets.randbits(32) if params.seed is None else params.seed
+    return [dataclasses.replace(first, seed=(seed + i) % 2**32) for i in range(n)]
 
 
 def check_fits(request: Request, plan: Plan, target: TargetConfig) -> None:
-    """Refuses, by RequestError, what the plan has no room for."""
-    if request.limit > plan.max_length:
+    """Raise RequestError for a request the plan has no room for."""
+    if request.max_length > plan.max_length:
         raise RequestError(
             f"the prompt has {len(request.prompt)} tokens and max_tokens is"
-            f" {request.max_tokens}: together {request.limit}, but the plan holds"
+            f" {request.params.max_tokens}: together {request.max_length}, but the plan holds"
             f" {plan.max_length}. Lower max_tokens, shorten the prompt, or load with a"
             f" larger max_length (the target allows {target.max_length})"
         )
-    if request.block_size is not None and request.block_size > plan.block:
+    block = request.params.block_size
+    if block is not None and block > plan.block:
         raise RequestError(
-            f"block_size is {request.block_size}, but the plan's blocks have {plan.block} tokens;"
+            f"block_size is {block}, but the plan's blocks have {plan.block} tokens;"
             " ask for as many or fewer, or load with a larger block"
         )
     if len(request.stop_ids) > plan.stop_slots:
@@ -156,36 +132,33 @@ def check_fits(request: Request, plan: Plan, target: TargetConfig) -> None:
         )
 
 
-def check_stops(stop: Sequence[str]) -> None:
-    """Refuse, by RequestError, stop strings that are empty, too many or too long."""
-    if len(stop) > MAX_STOPS:
+def token_ids(
+    prompt: Any, tokenizer: Tokenizer | None, vocab_size: int, max_length: int | None = None
+) -> tuple[int, ...]:
+    """Return the ids of a prompt given as text or as ids.
+
+    Args:
+      max_length: tokens the plan holds; a text that certainly has more is refused unencoded.
+
+    Raises:
+      RequestError: neither, no tokenizer for a text, or ids the model has no embedding for.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError(
+                "the prompt is text, but this model ships no tokenizer.json; give token ids, or"
+                " load it with the tokenizer= of another folder"
+            )
+        if max_length is not None:
+            tokenizer.check_fits(prompt, max_length)
+        prompt = tokenizer.encode(prompt)
+    try:
+        items: Any = None if isinstance(prompt, bytes) else prompt  # bytes would pass as ids
+        ids = tuple(operator.index(i) for i in items)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"the prompt is {prompt!r}; expected a text or a list of ids") from error
+    if outside := [i for i in ids if not 0 <= i < vocab_size]:
         raise RequestError(
-            f"stop has {len(stop)} texts; expected at most {MAX_STOPS}: give fewer of them"
+            f"token ids {outside[:5]} are out of range; the target knows 0 to {vocab_size - 1}"
         )
-    texts = all(isinstance(s, str) and s for s in stop)
-    check(texts, "stop", stop, "texts of at least one character")
-    if (longest := max(map(len, stop), default=0)) > MAX_STOP_LENGTH:
-        raise RequestError(
-            f"stop has a text of {longest} characters; expected at most {MAX_STOP_LENGTH} in each:"
-            " give a shorter part of it"
-        )
-    if (total := sum(map(len, stop))) > MAX_STOP_TOTAL:
-        raise RequestError(
-            f"stop has texts of {total} characters together; expected at most {MAX_STOP_TOTAL}:"
-            " give fewer or shorter ones"
-        )
-
-
-def check(good: bool, name: str, value: Any, expected: str) -> None:
-    """Refuses, by RequestError, an argument that is not what was expected."""
-    if not good:
-        raise RequestError(f"{name} is {value!r}; expected {expected}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def is_id(value: Any) -> bool:
-    """Whether it can be a token id of any model."""
-    return isinstance(value, Integral) and 0 <= int(value) < 2**31
+    return ids

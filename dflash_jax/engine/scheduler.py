@@ -1,108 +1,266 @@
-"""Who waits and who has a row, and what follows from it for the next step."""
+"""Decide which rows the next device call serves, and how."""
 
 import collections
 import dataclasses
+import time
+from collections.abc import Container, Mapping
+from collections.abc import Sequence as Seq
 
 import jax
 import numpy as np
 
-from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import ALL_LANES, GREEDY
-from dflash_jax.engine.lanes import lane_of, make_rules
-from dflash_jax.engine.sequence import Live
-from dflash_jax.state import RowRules
+from dflash_jax.compiler.variants import Variant
+from dflash_jax.engine.recovery import OFF
+from dflash_jax.engine.sampling_params import MIN_TEMPERATURE
+from dflash_jax.engine.sequence import RowSettings, Sequence
+from dflash_jax.errors import QueueFullError
+from dflash_jax.plan import Plan
+from dflash_jax.state import CHOICES, RowRules
+
+BURST = 0.1  # seconds between two results that a reader does not notice as a pause (Nielsen)
+# The variant that rows share is the last any of them needs: each can run all requests of those
+# before it.
+VARIANTS = (Variant.GREEDY, Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED)
+MULTI_STEP = (Variant.GREEDY, Variant.SAMPLED)  # whose programs make several decode steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
-    """What the rows can use now, by row.
+class SchedulerOutput:
+    """One turn's work for the model runner: a prefill of some rows, or decode steps of all.
 
     Attributes:
-      feeding: requests whose prompt is not wholly fed.
-      decoding: requests that decode.
-      drafting: those of them that draft.
-      lane: the least lane that serves every row.
+      variant: of the programs.
+      rules: of all rows; rows that do not decode have a limit of 0.
+      sequences: by row, those the work is for.
+      epochs: of these sequences, by row.
+      prefill: whether each row is fed the next chunk of its prompt; else rows decode.
+      drafting: rows that draft.
+      num_steps: most decode steps of the call.
     """
 
-    feeding: dict[int, Live]
-    decoding: dict[int, Live]
-    drafting: frozenset[int]
-    lane: str
+    variant: Variant
+    rules: RowRules
+    sequences: Mapping[int, Sequence]
+    epochs: Mapping[int, int]
+    prefill: bool = False
+    drafting: frozenset[int] = frozenset()
+    num_steps: int = 1
+
+    def waits(self, row: int) -> bool:
+        """Whether the sequence in a row still waits for results of this work."""
+        sequence = self.sequences[row]
+        return not sequence.done and sequence.epoch == self.epochs[row]
+
+    def max_tokens(self, row: int, block: int) -> int:
+        """Return the most tokens the work may commit for a row."""
+        return self.num_steps * (block if row in self.drafting else 1)
 
 
-class Rows:
-    """A fixed number of rows, and the queue for them.
+class StepPacer:
+    """Chooses the number of decode steps of a call: as many as took `BURST` seconds lately.
 
-    `work` and `rules` are worked out once for many steps: who changes what they follow from
-    (who has a row, whether its prompt is fed, how far it may go, whether it drafts) says so by
-    `changed`.
+    Attributes:
+      max_steps: of one call; 1 where programs make no more.
+      num_steps: of the next call.
+    """
+
+    def __init__(self, max_steps: int):
+        self.max_steps, self.num_steps = max_steps, 1
+        self._last_read = 0.0
+
+    def record(self, num_steps: int, dispatched: float) -> None:
+        """Record a call that has just been read.
+
+        Args:
+          num_steps: steps it made.
+          dispatched: when it was dispatched, by `time.perf_counter`.
+        """
+        now = time.perf_counter()
+        if num_steps:
+            each = (
+                now - max(dispatched, self._last_read)
+            ) / num_steps  # the device was idle before
+            self.num_steps = max(1, min(self.max_steps, int(BURST / each)))
+        self._last_read = now
+
+
+class Scheduler:
+    """The queue, the rows, and the order of prefill and decode.
+
+    Prefill and decode alternate: after each call that fed prompts, rows that decode get a call.
+
+    Attributes:
+      waiting: requests without a row, the oldest first.
+      rows: the request of each row.
+      pacer: chooses the number of decode steps of a call.
     """
 
     def __init__(self, plan: Plan):
         self._plan = plan
-        self.waiting: collections.deque[Live] = collections.deque()
-        self.lives: list[Live | None] = [None] * plan.rows
-        self._work: Work | None = None
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.rows: list[Sequence | None] = [None] * plan.rows
+        self.pacer = StepPacer(plan.rounds)
+        self._prefilled_last = False
         self._rules: RowRules | None = None
-        self._there: dict[str, tuple[np.ndarray, jax.Array]] = {}  # columns of rules
+        self._rows_of_rules: list[tuple[RowSettings | None, bool]] = []
+        self._columns: dict[str, tuple[np.ndarray, jax.Array]] = {}
 
     @property
-    def active(self) -> int:
+    def running(self) -> list[Sequence]:
         """Requests that have a row."""
-        return sum(live is not None for live in self.lives)
+        return [sequence for sequence in self.rows if sequence]
 
     @property
-    def work(self) -> Work:
-        """What the rows can use now."""
-        if self._work is None:
-            self._work = self._look()
-        return self._work
+    def unfinished(self) -> bool:
+        """Whether any request waits or has a row."""
+        return bool(self.waiting or any(self.rows))
 
-    @property
-    def rules(self) -> RowRules:
-        """The rules of all rows; those that do not decode are frozen."""
-        if self._rules is None:
-            self._rules = make_rules(self._plan, self.lives, self.work.decoding, self._there)
-        return self._rules
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue requests, all of them or none.
 
-    def changed(self) -> None:
-        """Has work and rules worked out anew."""
-        self._work = self._rules = None
+        Raises:
+          QueueFullError: the plan's queue has no room for all.
+        """
+        if len(self.waiting) + len(sequences) > self._plan.queue:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests wait already and {len(sequences)} more were given,"
+                f" but the plan lets {self._plan.queue} wait; try again later, or load with a"
+                " larger queue"
+            )
+        self.waiting += sequences
 
-    def admit(self) -> list[Live]:
-        """Gives free rows to those who have waited longest, and says who they are."""
-        if not self.waiting:
-            return []
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a request from the queue or from its row."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.rows = [None if x is sequence else x for x in self.rows]
+
+    def admit(self) -> list[Sequence]:
+        """Give free rows to the requests that have waited longest; return those."""
         admitted = []
-        for row, live in enumerate(self.lives):
-            if live is None and self.waiting:
-                self.lives[row] = first = self.waiting.popleft()
+        for row, sequence in enumerate(self.rows):
+            if sequence is None and self.waiting:
+                self.rows[row] = first = self.waiting.popleft()
                 first.start()
                 admitted.append(first)
-                self.changed()
         return admitted
 
-    def release(self, live: Live) -> None:
-        """Lets go of a request, wherever it was."""
-        if live in self.waiting:
-            self.waiting.remove(live)
-        self.lives = [None if x is live else x for x in self.lives]
-        self.changed()
+    def schedule(self, in_flight: Seq[SchedulerOutput] = ()) -> SchedulerOutput | None:
+        """Return the work of the next call; None if no row can use one now.
 
-    def _look(self) -> Work:
-        feeding: dict[int, Live] = {}
-        decoding: dict[int, Live] = {}
-        for row, live in enumerate(self.lives):
-            if live is None or live.call_grammar:
-                continue
-            if live.fed < len(live.request.prompt):
-                feeding[row] = live
-            elif not live.rebuilding:
-                decoding[row] = live
-        needed = [lane_of(live.request) for live in self.lives if live]
-        return Work(
-            feeding,
+        Args:
+          in_flight: work whose results were not processed yet.
+        """
+        if len(in_flight) == 1 and in_flight[0].num_steps > 1:
+            return None  # most requests end in one of the next few steps: wait for the results
+        active = {row: x for row, x in enumerate(self.rows) if x and not x.call_grammar}
+        prompts = {row: x for row, x in active.items() if not x.cursor.done}
+        decoding = {row: x for row, x in active.items() if x.cursor.done and not x.rebuilding}
+        loaded = {row: x for row, x in prompts.items() if x.cursor.loaded}
+        self._prefilled_last = bool(loaded) and not (self._prefilled_last and decoding)
+        variant = max(map(variant_of, self.running), key=VARIANTS.index, default=Variant.GREEDY)
+        rules = self.rules(decoding)
+        if self._prefilled_last:
+            return SchedulerOutput(variant, rules, loaded, _epochs(loaded), prefill=True)
+        if not decoding or self._may_all_end(decoding, in_flight):
+            return None
+        multi_step = variant in MULTI_STEP and not (self.waiting or prompts)
+        return SchedulerOutput(
+            variant,
+            rules,
             decoding,
-            frozenset(row for row, live in decoding.items() if live.speculates),
-            max(needed, key=ALL_LANES.index, default=GREEDY),
+            _epochs(decoding),
+            drafting=frozenset(row for row, x in decoding.items() if x.row.speculates),
+            num_steps=self.pacer.num_steps if multi_step else 1,
         )
+
+    def rules(self, decoding: Container[int] = ()) -> RowRules:
+        """Return the rules of all rows, on the device; rows that do not decode have limit 0."""
+        rows = [(x.row if x else None, row in decoding) for row, x in enumerate(self.rows)]
+        if self._rules is None or rows != self._rows_of_rules:
+            self._rules = make_rules(self._plan, rows, self._columns)
+            self._rows_of_rules = rows
+        return self._rules
+
+    def _may_all_end(
+        self, decoding: Mapping[int, Sequence], in_flight: Seq[SchedulerOutput]
+    ) -> bool:
+        """Whether work in flight may already bring every row to its length limit."""
+
+        def may_end(row: int, sequence: Sequence) -> bool:
+            unread = [x for x in in_flight if x.sequences.get(row) is sequence and x.waits(row)]
+            most = sum(x.max_tokens(row, self._plan.block) for x in unread)
+            length = len(sequence.request.prompt) + sequence.state.num_decided
+            return length + most >= sequence.row.max_length
+
+        return bool(in_flight) and all(may_end(row, x) for row, x in decoding.items())
+
+
+def _epochs(sequences: Mapping[int, Sequence]) -> dict[int, int]:
+    return {row: x.epoch for row, x in sequences.items()}
+
+
+def variant_of(sequence: Sequence) -> Variant:
+    """Return the variant of the decode programs that a request needs."""
+    if sequence.grammar is not None:
+        return Variant.CONSTRAINED
+    params = sequence.request.params
+    if params.penalized:
+        return Variant.PENALIZED
+    return Variant.SAMPLED if params.temperature > 0 else Variant.GREEDY
+
+
+def variants_of(sequence: Sequence) -> list[Variant]:
+    """Return all variants of programs that a request may need."""
+    found = [variant_of(sequence)]
+    found += [Variant.FORCED_TOKENS] if sequence.request.recovery != OFF else []
+    scores = sequence.request.params.prompt_logprobs is not None
+    return found + ([Variant.PROMPT_LOGPROBS] if scores else [])
+
+
+def make_rules(
+    plan: Plan,
+    rows: Seq[tuple[RowSettings | None, bool]],
+    columns: dict[str, tuple[np.ndarray, jax.Array]],
+) -> RowRules:
+    """Return the rules of all rows, on the device.
+
+    Args:
+      rows: settings of each row, and whether it decodes.
+      columns: arrays that are on the device already, by field of `RowRules`; updated in place, so
+        that only fields that changed are transferred.
+    """
+    count = len(rows)
+    host: dict[str, np.ndarray] = {
+        "stop_ids": np.full((count, plan.stop_slots), -1, np.int32),
+        "limit": np.zeros(count, np.int32),
+        "drafts": np.zeros(count, np.int32),
+        "temperature": np.zeros(count, np.float32),
+        "top_k": np.zeros(count, np.int32),
+        "top_p": np.ones(count, np.float32),
+        "min_p": np.zeros(count, np.float32),
+        "seed": np.zeros(count, np.uint32),
+        "choices": np.full((count, CHOICES), -1, np.int32),
+    }
+    if plan.call_odds:
+        host["opening"] = np.full(count, -1, np.int32)
+    for row, (settings, decodes) in enumerate(rows):
+        if settings is None:
+            continue
+        request, params = settings.request, settings.request.params
+        host["stop_ids"][row, : len(request.stop_ids)] = sorted(request.stop_ids)
+        host["limit"][row] = settings.max_length if decodes else 0
+        most = (params.block_size or plan.block) - 1
+        host["drafts"][row] = most if settings.speculates else 0
+        if params.temperature > 0:
+            host["temperature"][row] = max(params.temperature, MIN_TEMPERATURE)
+        for name in ("top_k", "top_p", "min_p"):
+            host[name][row] = getattr(params, name)
+        host["seed"][row] = request.seed
+        host["choices"][row, : len(settings.choices)] = settings.choices
+        if plan.call_odds:
+            host["opening"][row] = settings.opening
+    for name, column in host.items():
+        if name not in columns or not np.array_equal(columns[name][0], column):
+            columns[name] = column, jax.device_put(column)
+    return RowRules(**{name: columns[name][1] for name in host})

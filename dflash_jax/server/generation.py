@@ -209,13 +209,13 @@ class Generation:
     @property
     def progress(self) -> tuple[int, int]:
         """Prompt tokens that were fed so far, and all of them."""
-        lives = [job.live for job in self._jobs if job.live]
-        return sum(live.fed for live in lives), sum(len(job.prompt) for job in self._jobs)
+        fed = sum(job.handle.num_fed for job in self._jobs if job.handle)
+        return fed, sum(len(job.prompt) for job in self._jobs)
 
     @property
     def cached(self) -> int:
         """Tokens of the prompt that were not computed anew, as is known with the first output."""
-        return max((job.live.stats.cached_tokens for job in self._jobs if job.live), default=0)
+        return max((job.handle.num_cached for job in self._jobs if job.handle), default=0)
 
     @property
     def phase(self) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_jax.compiler.variants import CompiledPrograms, Variant
+from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.recovery import CancelCell
 from dflash_jax.engine.result import Piece, Result
-from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import DFlashError
 from dflash_jax.server.protocol import Problem
 
@@ -28,7 +28,7 @@ class Job:
     options: dict[str, Any]
     index: int
     listener: Listener
-    live: Live | None = None
+    handle: RequestHandle | None = None
     given: int = 0  # pieces handed over
     ended: bool = False  # somebody wants its end
     over: bool = False  # its listener was given its end
@@ -38,17 +38,17 @@ class Job:
     @property
     def pending(self) -> bool:
         """Whether its structure is still being compiled, as far as is known."""
-        return self.live is None and not self.over and "structured" in self.options
+        return self.handle is None and not self.over and "structured" in self.options
 
     def news(self) -> "tuple[Job, list[Piece], Result | Exception | None] | None":
         """What the listener has not heard yet."""
-        assert self.live is not None
-        pieces = self.live.pieces[self.given :]
+        assert self.handle is not None
+        pieces = self.handle.pieces[self.given :]
         self.given += len(pieces)
-        if not self.live.done:
+        if not self.handle.done:
             return (self, pieces, None) if pieces else None
         try:
-            return self, pieces, self.live.result()
+            return self, pieces, self.handle.result()
         except DFlashError as error:
             return self, pieces, error
 

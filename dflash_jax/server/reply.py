@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.engine.detokenizer import OutputText
+from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.engine.recovery import repeated_calls
 from dflash_jax.engine.result import Piece, Result, TokenLogprob
 from dflash_jax.server.held_calls import HeldCalls
@@ -86,7 +86,7 @@ class Reply:
         """Nothing was read yet."""
         ask = self._ask
         among_calls = bool(self._syntax and ask.declared)  # in which no stop string counts
-        self._text = OutputText(self._tokenizer, () if among_calls else ask.stop)
+        self._text = Detokenizer(self._tokenizer, () if among_calls else ask.stop)
         self._parser = OutputParser(
             self._syntax,
             ask.declared,

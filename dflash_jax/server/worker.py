@@ -20,9 +20,8 @@ from typing import Any, Literal
 from dflash_jax.compiler.background import BackgroundCompiler
 from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.lanes import variants_of
+from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.recovery.cancellation import Reason
-from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import ComputeError, DFlashError
 from dflash_jax.server.jobs import Job, News, still_compiling
 from dflash_jax.server.structures import StructureThreads, unfinished
@@ -82,8 +81,8 @@ class Worker:
     @property
     def held_tokens(self) -> int:
         """Tokens of prompts and outputs in the caches of running requests."""
-        lives = [job.live for job in list(self._jobs)]
-        return sum(live.fed + len(live.ids) for live in lives if live and not live.done)
+        handles = [job.handle for job in list(self._jobs)]
+        return sum(x.num_fed + len(x.token_ids) for x in handles if x and not x.done)
 
     def submit(self, job: Job) -> None:
         """Queues a job; its listener hears of it even if it is refused."""
@@ -194,22 +193,22 @@ class Worker:
         if job.ended:
             return
         try:
-            [live] = self.engine.prepare(job.prompt, cancel=job.cell, **job.options)
+            [handle] = self.engine.prepare(job.prompt, cancel=job.cell, **job.options)
         except BaseException as error:
             self._refuse(job, _as_exception(error))
             return
         if threading.current_thread() is self._thread:
-            self._accept(job, live)
+            self._accept(job, handle)
         else:
-            self._commands.put(lambda: self._accept(job, live))
+            self._commands.put(lambda: self._accept(job, handle))
 
-    def _accept(self, job: Job, live: Live) -> None:
+    def _accept(self, job: Job, handle: RequestHandle) -> None:
         """Queues a prepared request, or has its programs compiled before."""
         assert self.engine is not None
         if job.ended:  # while its structure was compiled
             return
-        job.live = live
-        compiled, variants = self.engine.compiled, variants_of(live.request)
+        job.handle = handle
+        compiled, variants = self.engine.compiled, self.engine.variants_of(handle)
         missing = tuple(variant for variant in variants if compiled.missing([variant]))
         if not missing:
             self._enqueue(job)
@@ -237,16 +236,16 @@ class Worker:
         elif error := future.exception():
             self._refuse(job, ComputeError(f"the programs it needs cannot be compiled: {error}"))
         else:
-            assert job.live is not None
-            job.live.delay(time.perf_counter() - since)
+            assert job.handle is not None
+            job.handle.delay(time.perf_counter() - since)
             self._enqueue(job)
 
     def _enqueue(self, job: Job) -> None:
         """Queues a request whose programs are there; its job follows it from now on."""
         assert self.engine is not None
-        assert job.live is not None
+        assert job.handle is not None
         try:
-            self.engine.enqueue([job.live])
+            self.engine.enqueue([job.handle])
         except DFlashError as error:
             self._refuse(job, error)
             return
@@ -256,13 +255,13 @@ class Worker:
         job.ended = True
         if waiting := job in self._waiting:
             self._waiting.remove(job)
-        if job.live is None:
+        if job.handle is None:
             self._refuse(job, unfinished())
         elif job.cell and not waiting:
             return  # the engine's next turn ends it
-        elif not job.live.done:
+        elif not job.handle.done:
             assert self.engine is not None
-            self.engine.cancel(job.live)
+            self.engine.cancel(job.handle)
             if news := job.news():
                 self._tell([news])
 
@@ -278,7 +277,9 @@ class Worker:
         failure = error if isinstance(error, DFlashError) else ComputeError(
             f"the computation failed ({type(error).__name__}: {error}); see the server's log"
         )  # fmt: skip
-        self._tell([(job, job.live.pieces[job.given :], failure) for job in self._jobs if job.live])
+        self._tell(
+            [(job, job.handle.pieces[job.given :], failure) for job in self._jobs if job.handle]
+        )
         self._failures += 1
         old = self.engine
         parts = old.target, old.drafter, old.params, old.plan

@@ -22,9 +22,9 @@ from dflash_jax.compiler.programs import ALL_LANES
 from dflash_jax.decode import block
 from dflash_jax.decode.logits_processing import Shaping
 from dflash_jax.engine import forced_tokens as dictation
-from dflash_jax.engine.output_processor import Teller
+from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.output_processor import OutputProcessor
 from dflash_jax.engine.recovery.controller import Finish
-from dflash_jax.engine.sequence import Live
 from dflash_jax.engine.structured.grammars import Grammar
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
@@ -178,10 +178,10 @@ def shifted_segments(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
 
 def stale_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
     """After a cancellation, the row's next request goes on at the position of the last one."""
-    release, stale = Teller.release, set()
+    release, stale = OutputProcessor.release, set()
 
-    def noted(self: Teller, live: Live) -> None:
-        if live.finish is Finish.CANCELLED and live in self._rows.lives:
+    def noted(self: OutputProcessor, live: RequestHandle) -> None:
+        if live.finish_reason is Finish.CANCELLED and live in self._rows.lives:
             stale.add(self._rows.lives.index(live))
         release(self, live)
 
@@ -192,22 +192,26 @@ def stale_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
             fresh = np.zeros_like(fresh)
         return program(*others, first, tokens, count, fresh, rules)
 
-    patch.setattr(Teller, "release", noted)
+    patch.setattr(OutputProcessor, "release", noted)
     changed(patch, engine, "prefill", feed)
 
 
 def wrong_readers(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
     """A row's new request takes answers that were on their way to the one that was cancelled."""
-    tell = Teller.tell
+    tell = OutputProcessor.tell
 
-    def to_the_row(self: Teller, flight: Any, steps: Any) -> None:
+    def to_the_row(self: OutputProcessor, flight: Any, steps: Any) -> None:
         lives = self._rows.lives
         for row in flight.readers:
-            if flight.decode and (live := lives[row]) and live.fed == len(live.request.prompt):
+            if (
+                flight.decode
+                and (live := lives[row])
+                and live.num_fed == len(live.sequence.request.prompt)
+            ):
                 flight.readers[row] = live
         tell(self, flight, steps)
 
-    patch.setattr(Teller, "tell", to_the_row)
+    patch.setattr(OutputProcessor, "tell", to_the_row)
 
 
 def short_rebuild(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:

@@ -272,9 +272,9 @@ def test_the_floor_is_the_best_token_that_does_not_stop(monkeypatch: pytest.Monk
         engine.advance()
     answers = [rows[0] for output in outputs for rows in read_output(output)]
     floors = [answer.floor for answer in answers if answer.tokens]
-    assert live.ids[-1] == stop
+    assert live.token_ids[-1] == stop
     model = TargetModel(target, engine.params["target"], "float32")
-    last = np.asarray(model.forward([[*prompt, *live.ids[:-1]]]).logits)[0, -1].copy()
+    last = np.asarray(model.forward([[*prompt, *live.token_ids[:-1]]]).logits)[0, -1].copy()
     assert int(last.argmax()) == stop
     last[stop] = -np.inf
     assert floors[-1] == int(last.argmax())

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -29,8 +28,10 @@ from dflash_jax.decode.sampling import (
     row_keys,
 )
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.lanes import make_rules
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.engine.scheduler import make_rules
+from dflash_jax.engine.sequence import RowSettings
 from dflash_jax.state import RowRules
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
@@ -208,10 +209,10 @@ def test_seeds_reproduce_and_do_not_depend_on_companions(many: Engine) -> None:
 
 @pytest.mark.parametrize("filters", [{"temperature": 2e-38}, {"temperature": 2.0, "top_p": 0}])
 def test_the_narrowest_filters_leave_the_likeliest_token(filters: dict[str, Any]) -> None:
-    wanted = Request(prompt=(1,), **filters)
+    wanted = Request(prompt=(1,), params=SamplingParams(**filters))
     plan = Plan(rows=1, max_length=8, block=2, chunk=2, stop_slots=1)
-    live: Any = SimpleNamespace(request=wanted, limit=9, speculates=True, choices=(), opening=-1)
-    p = probabilities(jnp.asarray([[[3.0, 30.0, 10.0]]]), make_rules(plan, [live], {0}, {}))
+    row = RowSettings(wanted, max_length=9, speculates=True, choices=(), opening=-1)
+    p = probabilities(jnp.asarray([[[3.0, 30.0, 10.0]]]), make_rules(plan, [(row, True)], {}))
     assert p.tolist() == [[[0, 1, 0]]]  # 30 / 2e-38 is infinite
 
 

@@ -9,8 +9,8 @@ import dflash_jax as dj
 from dflash_jax.bench.replay import prompt_of, read_turns
 from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.request import Request
-from dflash_jax.engine.sequence import Live
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.errors import RequestError
@@ -50,7 +50,7 @@ def raw(engine: Engine, result: dj.Result) -> str:
 
 def waiting(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, prompt: list[int], options: dict[str, Any]
-) -> tuple[Live, threading.Event]:
+) -> tuple[RequestHandle, threading.Event]:
     """A request that waits for the grammar of its call, which is made once the event is set."""
     ready, make = threading.Event(), CallGrammars._make
 
@@ -60,7 +60,7 @@ def waiting(
 
     monkeypatch.setattr(CallGrammars, "_make", late)
     live = engine.submit(prompt, recovery=dj.Recovery(), **options)
-    while live.call_grammar is None:
+    while live.sequence.call_grammar is None:
         engine.advance()
     return live, ready
 

@@ -18,7 +18,7 @@ from dflash_jax.engine.recovery.controller import (
     advance,
     speculates,
 )
-from dflash_jax.engine.recovery.request_state import Said
+from dflash_jax.engine.recovery.request_state import TokenIds
 
 FIRST, STOP = 0, 9
 
@@ -82,7 +82,7 @@ def test_every_history_ends_at_most_once_and_emits_nothing_after(
     assert len(ends) <= 1
     assert (state.phase is Phase.DONE) == bool(ends)
     emitted = [t for effects in seen for t in effects.emit]
-    assert len(emitted) == state.emitted <= policy.max_tokens
+    assert len(emitted) == state.num_decided <= policy.max_tokens
     if not ends:
         assert len(emitted) < policy.max_tokens
         assert STOP not in emitted
@@ -135,20 +135,20 @@ def test_a_stop_string_is_a_cancellation_with_its_own_reason() -> None:
 
 
 def test_what_was_said_is_a_value_whatever_continues_it() -> None:
-    short = Said([1, 2])
-    longer = short.adding([3])
-    other = short.adding([4, 5])
+    short = TokenIds([1, 2])
+    longer = short.extended([3])
+    other = short.extended([4, 5])
     assert (short, longer, other) == ((1, 2), (1, 2, 3), (1, 2, 4, 5))
-    assert short.adding([]) == short != longer
+    assert short.extended([]) == short != longer
     assert (len(longer), longer[-1], longer[1:], other[::-2]) == (3, 3, (2, 3), (5, 2))
-    assert hash(longer) == hash(Said([1, 2, 3]))
+    assert hash(longer) == hash(TokenIds([1, 2, 3]))
     with pytest.raises(IndexError):
         short[2]  # though the list it shares is longer
     assert list(short) == [1, 2]
 
 
 def test_the_state_that_every_request_begins_with_is_never_written_to() -> None:
-    first, second = (State().ids.adding(ids) for ids in ([1], [2]))
+    first, second = (State().ids.extended(ids) for ids in ([1], [2]))
     assert (first, second, State().ids) == ((1,), (2,), ())
     assert not State().ids._ids  # else it would keep the first output for ever
 
@@ -159,7 +159,7 @@ def test_a_step_copies_nothing_of_what_was_said() -> None:
     state, _ = advance(State(), Prefilled(7), policy)
     for i in range(9):
         before = state.ids
-        state, effects = advance(state, Stepped((2 * i, 2 * i + 1), drafts=3), policy)
+        state, effects = advance(state, Stepped((2 * i, 2 * i + 1), num_drafts=3), policy)
         assert state.ids._ids is before._ids
         assert effects.emit == (2 * i, 2 * i + 1)
     assert state.ids == (7, *range(18))

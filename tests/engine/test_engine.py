@@ -19,13 +19,12 @@ from tokenizers import decoders, models
 
 from dflash_jax import Plan, Recovery
 from dflash_jax.compiler.plan import Order
-from dflash_jax.engine.arguments import CancellableOptions, Options, request_of
-from dflash_jax.engine.detokenizer import OutputText
+from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.pace import Pace
+from dflash_jax.engine.handle import RequestHandle, Stream
 from dflash_jax.engine.result import Piece
-from dflash_jax.engine.sequence import Live
-from dflash_jax.engine.stream import Stream
+from dflash_jax.engine.sampling_params import SamplingOptions, SamplingParams
+from dflash_jax.engine.scheduler import StepPacer
 from dflash_jax.errors import (
     CheckpointError,
     ComputeError,
@@ -294,7 +293,7 @@ def test_a_stream_that_nobody_iterates_waits_for_no_row_once_it_is_dropped(
     if iterated:
         next(pieces)
     dropping = threading.Thread(target=drop)
-    with tiny.loop._lock:
+    with tiny.core._lock:
         dropping.start()
         dropping.join(5)
         assert not dropping.is_alive()
@@ -309,7 +308,7 @@ def test_streams_that_were_let_go_of_are_in_nobodys_way(tiny: Engine) -> None:
     engine.params = tiny.params  # nothing runs
     engine.stream(PROMPT, max_tokens=60)
     last = engine.stream(PROMPT, max_tokens=60)  # nothing waits
-    engine.loop.tidy()
+    engine.core.tidy()
     assert engine.queued == 1
     last.close()
     assert engine.queued == 0
@@ -513,12 +512,11 @@ def test_stop_strings_beyond_a_bound_are_refused(
 
 
 def test_arguments_have_the_types_and_the_words_they_are_read_by() -> None:
-    keywords = set(inspect.getfullargspec(request_of).kwonlyargs) - {"max_length"}  # the plan's
-    read = typing.get_type_hints(request_of)
-    assert typing.get_type_hints(Options) == {name: read[name] for name in keywords}
-    explained = re.findall(r"^ {2}(\w[\w, ]*):", inspect.getdoc(Engine.stream) or "", re.MULTILINE)
+    assert typing.get_type_hints(SamplingOptions) == typing.get_type_hints(SamplingParams)
+    doc = inspect.getdoc(SamplingParams) or ""
+    explained = re.findall(r"^ {2}(\w[\w, ]*):", doc, re.MULTILINE)
     names = {name for line in explained for name in line.split(", ")}
-    assert names >= typing.get_type_hints(CancellableOptions).keys()
+    assert names >= typing.get_type_hints(SamplingParams).keys()
 
 
 @pytest.mark.parametrize("verb", ["generate", "stream", "submit", "check"])
@@ -642,7 +640,7 @@ def test_numbers_that_broke_where_nobody_heard_it_do_not_fail_the_next_request(
     live = broken.submit(
         [9] * 20, max_tokens=9, logit_bias={77: 100.0}, stop_token_ids=[] if cancelled else [77]
     )
-    while not (live.ids if cancelled else live.done):
+    while not (live.token_ids if cancelled else live.done):
         broken.advance()
     broken.cancel(live)
     assert broken.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
@@ -742,7 +740,7 @@ class Handed:
 
 def test_a_stream_gives_what_came_while_it_looked_whether_more_comes() -> None:
     live = Handed()
-    stream = Stream(cast(Live, live), lambda: None, lambda live: None)
+    stream = Stream(cast(RequestHandle, live), lambda: None, lambda live: None)
     given = [piece.text for piece in stream]
     assert given == [piece.text for piece in live.pieces[: len(given)]]
     assert "b" in given
@@ -752,14 +750,14 @@ def test_a_request_has_ended_once_its_text_is_whole(
     spoken: Engine, truth: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    finish = OutputText.finish
+    finish = Detokenizer.finish
     live = spoken.submit(PROMPT, max_tokens=6, stop=text(truth[5:6]) + "?")
 
-    def noted(self: OutputText) -> str:
+    def noted(self: Detokenizer) -> str:
         seen.append(live.done)
         return finish(self)
 
-    monkeypatch.setattr(OutputText, "finish", noted)
+    monkeypatch.setattr(Detokenizer, "finish", noted)
     while not live.done:
         spoken.advance()
     assert seen == [False]
@@ -770,15 +768,15 @@ def test_many_prompts_wait_for_a_queue_that_others_fill(
     tiny3: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = []
-    enqueue = tiny3.loop.enqueue
+    add = tiny3.core.add
 
-    def once(lives: list[Live]) -> list[Live]:
+    def once(sequences: list[Sequence]) -> None:
         if not refused:
-            refused.append(lives)
+            refused.append(sequences)
             raise QueueFullError("somebody else was faster")
-        return enqueue(lives)
+        add(sequences)
 
-    monkeypatch.setattr(tiny3.loop, "enqueue", once)
+    monkeypatch.setattr(tiny3.core, "add", once)
     assert len(tiny3.generate_many([PROMPT, PROMPT], max_tokens=3)) == 2
     assert refused
 
@@ -787,7 +785,7 @@ def test_what_a_drafted_round_has_to_decide_is_measured_behind_requests_that_end
     tiny: Engine, truth: list[int]
 ) -> None:
     engine = twin(tiny)
-    engine.loop.pace = Pace(most=1)  # single steps, of which one is ahead
+    engine.core.scheduler.pacer = StepPacer(max_steps=1)  # single steps, of which one is ahead
     engine.generate(PROMPT, max_tokens=30, stop_token_ids=[truth[3]])
     assert engine.busy
     engine.warm_up(measure=True)

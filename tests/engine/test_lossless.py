@@ -143,8 +143,8 @@ def test_switching_lanes_midway_keeps_the_tokens() -> None:
     live = scripted.submit(prompt, max_tokens=60)
     turn = 0
     while not live.done:
-        live.policy = type(live.policy)(
-            max_tokens=60, stop_ids=live.policy.stop_ids, speculative=turn // 3 % 2 == 0
+        live.sequence.policy = type(live.sequence.policy)(
+            max_tokens=60, stop_ids=live.sequence.policy.stop_ids, speculative=turn // 3 % 2 == 0
         )
         scripted.advance()
         turn += 1

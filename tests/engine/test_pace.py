@@ -9,7 +9,7 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.bench.profile import profile
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.pace import BURST, Pace
+from dflash_jax.engine.scheduler import BURST, SchedulerOutput, StepPacer
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
 
@@ -21,29 +21,29 @@ def several() -> Engine:
     return random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
 
 
-class Fixed(Pace):
+class Fixed(StepPacer):
     """So many steps in every call, however long they take."""
 
-    def __init__(self, rounds: int):
-        super().__init__(rounds)
-        self.rounds = rounds
+    def __init__(self, num_steps: int):
+        super().__init__(num_steps)
+        self.num_steps = num_steps
 
-    def took(self, steps: int, started: float) -> None:
+    def record(self, num_steps: int, dispatched: float) -> None:
         """Changes nothing."""
 
 
 def test_a_call_makes_as_many_steps_as_a_burst_has_time_for() -> None:
-    pace = Pace(most=8)
-    assert pace.rounds == 1  # until a step was timed
-    pace.took(1, time.perf_counter() - 0.4 * BURST)
-    assert pace.rounds == 2
-    pace.took(4, time.perf_counter() - BURST)  # it waited for the last call: its time is unknown
-    assert pace.rounds == 8
-    pace = Pace(most=8)
-    pace.took(1, time.perf_counter() - 3 * BURST)
-    assert pace.rounds == 1
-    pace.took(0, time.perf_counter())  # no row could go on: that says nothing
-    assert pace.rounds == 1
+    pace = StepPacer(max_steps=8)
+    assert pace.num_steps == 1  # until a step was timed
+    pace.record(1, time.perf_counter() - 0.4 * BURST)
+    assert pace.num_steps == 2
+    pace.record(4, time.perf_counter() - BURST)  # it waited for the last call: its time is unknown
+    assert pace.num_steps == 8
+    pace = StepPacer(max_steps=8)
+    pace.record(1, time.perf_counter() - 3 * BURST)
+    assert pace.num_steps == 1
+    pace.record(0, time.perf_counter())  # no row could go on: that says nothing
+    assert pace.num_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_rows_say_the_same_however_many_steps_a_call_makes(
     ]
     said, turns = [], []
     for rounds in (1, 3, 8):
-        monkeypatch.setattr(several.loop, "pace", Fixed(rounds))
+        monkeypatch.setattr(several.core.scheduler, "pacer", Fixed(rounds))
         lives = [several.submit(**request) for request in requests]
         turns.append(0)
         while not all(live.done for live in lives):
@@ -84,15 +84,15 @@ def test_nobody_who_waits_for_a_row_waits_for_several_steps(
     asked: list[int] = []
     step = several.runner.step
 
-    def noted(name: str, *rest: object, rounds: int = 1, **options: object) -> object:
+    def noted(name: str, work: SchedulerOutput, *rest: object, **options: object) -> object:
         if name == "speculative":
-            asked.append(rounds)
-        return step(name, *rest, rounds=rounds, **options)  # type: ignore[arg-type]
+            asked.append(work.num_steps)
+        return step(name, work, *rest, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(several.loop, "pace", Fixed(8))
+    monkeypatch.setattr(several.core.scheduler, "pacer", Fixed(8))
     monkeypatch.setattr(several.runner, "step", noted)
     *first, last = (several.submit([1, i], max_tokens=12 + 8 * (i == 3)) for i in range(4))
-    while last in several.loop.rows.waiting:
+    while last.sequence in several.core.scheduler.waiting:
         several.advance()
     assert set(asked) == {1}
     asked.clear()
@@ -110,18 +110,18 @@ def test_no_call_is_made_behind_one_of_several_steps_or_one_that_may_end_every_r
 
     def noted(name: str, *rest: object, **options: object) -> object:
         if name == "speculative":
-            ahead.append(len(several.loop.flights))
+            ahead.append(len(several.core.in_flight))
         return step(name, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(several.runner, "step", noted)
     for rounds, most in ((1, 1), (3, 0)):
-        monkeypatch.setattr(several.loop, "pace", Fixed(rounds))
+        monkeypatch.setattr(several.core.scheduler, "pacer", Fixed(rounds))
         ahead.clear()
         several.generate([2, 7, 1], max_tokens=60)
         assert ahead[0] == 1  # the prompt, which says one token
         assert len(ahead) > 3
         assert max(ahead[1:]) == most
-    monkeypatch.setattr(several.loop, "pace", Fixed(1))
+    monkeypatch.setattr(several.core.scheduler, "pacer", Fixed(1))
     ahead.clear()
     several.generate([2, 7, 1], max_tokens=5)  # a block of 4, behind the prompt's token
     assert ahead[1:] == [0] * (len(ahead) - 1)
@@ -131,7 +131,7 @@ def test_a_call_makes_no_step_that_no_row_can_use(several: Engine) -> None:
     live = several.submit([7, 8, 9], max_tokens=6)
     while not live.done:
         several.advance()
-    idle, run = several.loop.rows.rules, several.executables["speculative"]
+    idle, run = several.core.scheduler.rules(), several.executables["speculative"]
     before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(several.runner.state)]
     several.runner.state, out = run(several.params, several.runner.state, np.int32(8), idle)
     assert (np.asarray(out.packed) == -1).all()
@@ -146,24 +146,24 @@ def test_a_call_makes_no_step_that_no_row_can_use(several: Engine) -> None:
 @pytest.mark.parametrize("speculative", [True, False])
 def test_decoding_sends_nothing_to_the_device(several: Engine, speculative: bool) -> None:
     live = several.submit([3, 1, 4], max_tokens=30, speculative=speculative)
-    while not live.ids:
+    while not live.token_ids:
         several.advance()
     several.advance()
     with jax.transfer_guard_host_to_device("disallow"):
-        while len(live.ids) < 25 and not live.done:
+        while len(live.token_ids) < 25 and not live.done:
             several.advance()
-    assert not live.failures
+    assert not live.sequence.failures
     several.cancel(live)
 
 
 def test_a_first_token_is_given_before_a_call_of_several_steps_is_waited_for(
     several: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(several.loop, "pace", Fixed(8))
+    monkeypatch.setattr(several.core.scheduler, "pacer", Fixed(8))
     live, given = several.submit([3, 1, 4], max_tokens=30), []
     while not live.done:
         several.advance()
-        given.append(len(live.ids))
+        given.append(len(live.token_ids))
     first = next(n for n in given if n)
     assert first == 1
     assert given.count(1) == 1  # nothing was dispatched behind the call that was waited for
@@ -172,6 +172,6 @@ def test_a_first_token_is_given_before_a_call_of_several_steps_is_waited_for(
 def test_a_profile_takes_single_steps_of_an_engine_that_makes_several(
     several: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(several.loop, "pace", Fixed(8))
+    monkeypatch.setattr(several.core.scheduler, "pacer", Fixed(8))
     found = profile(several, [1, 2, 3], steps=2, speculative=False)
     assert {kernel.calls for kernel in found.kernels if kernel.part != "rest"} == {1}

@@ -38,9 +38,9 @@ def opened(engine: Engine, folder: Path, **fields: Any) -> Engine:
 
 
 def disk(engine: Engine) -> PrefixDisk:
-    assert engine.runner.snapshots
-    assert engine.runner.snapshots.disk
-    return engine.runner.snapshots.disk
+    assert engine.runner.prefixes
+    assert engine.runner.prefixes.disk
+    return engine.runner.prefixes.disk
 
 
 def entries(folder: Path) -> list[Path]:
@@ -269,8 +269,8 @@ def test_what_was_doubted_leaves_the_disk_with_all_that_continues_it(
     branch = [*PROMPT[: 2 * CHUNK], *OTHER]
     engine.generate(branch, max_tokens=2)
     engine.close()
-    assert engine.runner.snapshots
-    engine.runner.snapshots.forget(tuple(PROMPT))
+    assert engine.runner.prefixes
+    engine.runner.prefixes.forget(tuple(PROMPT))
     engine.close()
     assert len(entries(folder)) == 3  # the branch's own, which nothing leads to any more
     fed = opened(tiny, folder).generate(PROMPT, **SAMPLED)
@@ -283,8 +283,8 @@ def test_the_branch_of_a_doubted_prefix_is_not_found_through_its_successor(
     engine, branch = opened(tiny, folder), [*PROMPT[: 2 * CHUNK], *OTHER]
     wanted = engine.generate(branch, max_tokens=6).token_ids
     engine.close()
-    assert engine.runner.snapshots
-    engine.runner.snapshots.forget(tuple(PROMPT))
+    assert engine.runner.prefixes
+    engine.runner.prefixes.forget(tuple(PROMPT))
     engine.generate(PROMPT, max_tokens=2)  # its chunks are written anew
     engine.close()
     after = opened(tiny, folder)
@@ -308,12 +308,12 @@ def test_rows_decode_on_while_the_disk_is_read(
     slow, live = engine.submit(PROMPT, max_tokens=8), engine.submit(OTHER[:5], max_tokens=8)
     while not live.done:
         engine.advance()
-    assert (slow.fed, live.ids) == (0, wanted[1].token_ids)
+    assert (slow.num_fed, live.token_ids) == (0, wanted[1].token_ids)
     engine.advance()  # nothing to do but to wait a moment
     held.set()
     while not slow.done:
         engine.advance()
-    assert (slow.ids, slow.stats.cached_tokens) == (wanted[0].token_ids, 3 * CHUNK)
+    assert (slow.token_ids, slow.stats.cached_tokens) == (wanted[0].token_ids, 3 * CHUNK)
 
 
 def test_folders_and_budgets_that_cannot_be_are_refused(tiny: Engine, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax import CancelCell, Plan
 from dflash_jax.config import TargetConfig
-from dflash_jax.engine import arguments
+from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.prefix.cache import Counters, PrefixCache
 from dflash_jax.engine.recovery import OFF, guards
@@ -255,7 +255,7 @@ def test_p4_p29_p37_segments_of_another_make_are_refused_by_name(warm: Engine) -
     prompt = text(CHUNK + 3, seed=13)
     wanted = fresh(warm, prompt).token_ids
     warm.generate(prompt, max_tokens=1)
-    snapshots = warm.runner.snapshots
+    snapshots = warm.runner.prefixes
     assert snapshots
     (node,) = snapshots.cache.root.children.values()
     segment, before = node.segment, snapshots.cache.counters.refused
@@ -279,7 +279,7 @@ def test_p4_p29_p37_segments_of_another_make_are_refused_by_name(warm: Engine) -
 
 
 def test_p35_a_segment_past_the_last_slot_is_refused_not_clamped(warm: Engine) -> None:
-    snapshots = warm.runner.snapshots
+    snapshots = warm.runner.prefixes
     assert snapshots
     segment = snapshots._expected
     snapshots.check(segment, warm.plan.slots - CHUNK)
@@ -309,13 +309,13 @@ def test_C5_C8_what_a_vanished_caller_added_leaves_again(warm: Engine) -> None:
         live = warm.submit(prompt, max_tokens=30, cancel=cell)
         for _ in range(2):
             warm.advance()
-        while answering and not live.ids:
+        while answering and not live.token_ids:
             warm.advance()
         assert warm.prefix_cache.segments > 2
         cell.cancel("disconnect")
         warm.advance()
         assert live.result().finish_reason == "cancelled"
-        assert bool(live.ids) == answering
+        assert bool(live.token_ids) == answering
         assert warm.prefix_cache.segments == 2  # the other's
         got = warm.generate(prompt, max_tokens=16)
         assert (got.token_ids, got.stats.cached_tokens) == (wanted, 0)
@@ -332,10 +332,10 @@ def test_C11_C16_what_a_request_with_visible_output_added_stays(warm: Engine) ->
     assert warm.prefix_cache.segments == 2
     warm.prefix_cache.clear()
     live = warm.submit(prompt, max_tokens=16)
-    while not live.ids:
+    while not live.token_ids:
         warm.advance()
-    live.take(Cancelled(Finish.STOP))  # as a stop string does
-    warm.loop.tidy()
+    live.sequence.take(Cancelled(Finish.STOP))  # as a stop string does
+    warm.core.tidy()
     assert live.result().finish_reason == "stop"
     assert warm.prefix_cache.segments == 2
 
@@ -348,7 +348,7 @@ def test_C17_E14_E19_an_empty_answer_is_doubted_down_to_its_prompt(
     wanted = fresh(warm, prompt).token_ids
     warm.generate(prompt, max_tokens=1)
     words = Words(hidden=frozenset(wanted))
-    monkeypatch.setattr(arguments, "words_of", lambda *_: words)
+    monkeypatch.setattr(requests, "words_of", lambda *_: words)
     settings = dataclasses.replace(OFF, empty_retry=True)
     stream = warm.stream(prompt, max_tokens=16, recovery=settings)
     assert [i for piece in stream for i in piece.token_ids] == wanted
@@ -440,7 +440,7 @@ def test_P11_features_stand_where_keys_stand_whatever_is_accepted(
         for piece in stream:
             assert piece.token_ids
             live = stream._live
-            fed = len(prompt) + live.state.fed
+            fed = len(prompt) + live.sequence.state.fed
             assert int(scripted.runner.state.position[0]) >= fed  # a step ahead of what was read
         assert stream.result.token_ids == truth
         for got, wanted in zip(visible(scripted, 0), plain, strict=True):
@@ -464,7 +464,7 @@ def test_P32_a_restore_that_fails_is_handled_not_ignored(warm: Engine) -> None:
 def test_P34_what_is_left_to_feed_behind_a_kept_prefix(warm: Engine) -> None:
     prompt = text(2 * CHUNK + 1, seed=26)
     assert warm.prefix_cache
-    assert warm.runner.snapshots
+    assert warm.runner.prefixes
     for kept, hit in ((CHUNK, CHUNK), (2 * CHUNK, 2 * CHUNK)):
         warm.prefix_cache.clear()
         warm.generate(prompt[:kept], max_tokens=1)
@@ -474,7 +474,7 @@ def test_P34_what_is_left_to_feed_behind_a_kept_prefix(warm: Engine) -> None:
     assert whole.cached_tokens == CHUNK  # a prefix as long as the prompt would leave nothing
     assert warm.generate(prompt[:5], max_tokens=1).stats.cached_tokens == 0  # a longer one
     with pytest.raises(SnapshotError, match="at position -1 does not fit"):
-        warm.runner.snapshots.check(warm.runner.snapshots._expected, -1)
+        warm.runner.prefixes.check(warm.runner.prefixes._expected, -1)
 
 
 def test_R21_P36_no_output_is_ever_kept(warm: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

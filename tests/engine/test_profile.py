@@ -33,12 +33,12 @@ def test_most_operations_of_a_traced_step_are_of_named_parts(tiny: Engine) -> No
 
 
 def test_a_profile_that_fails_leaves_the_engine_as_it_was(tiny: Engine) -> None:
-    params, pace = tiny.params, tiny.loop.pace
+    params, pace = tiny.params, tiny.core.scheduler.pacer
     tiny.params = jax.tree.map(lambda x: np.full_like(x, np.nan), params)
     try:
         with pytest.raises(ComputeError, match="not finite"):
             profile(tiny, [1, 2, 3], steps=2)
     finally:
         tiny.params = params
-    assert tiny.loop.pace is pace
+    assert tiny.core.scheduler.pacer is pace
     assert not tiny.busy

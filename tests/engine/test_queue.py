@@ -34,7 +34,7 @@ def test_a_full_queue_refuses_by_name_and_serves_on(short: Engine) -> None:
     lives.append(short.submit([9], max_tokens=5))
     while short.busy:
         short.advance()
-    assert all(live.finish is not None for live in lives)
+    assert all(live.finish_reason is not None for live in lives)
 
 
 def test_a_list_of_prompts_may_be_longer_than_the_queue(short: Engine, tiny: Engine) -> None:
@@ -49,7 +49,9 @@ def test_rows_are_given_in_the_order_of_the_queue(tiny3: Engine) -> None:
     while tiny3.busy:
         tiny3.advance()
         fresh = [
-            i for i, live in enumerate(lives) if live in tiny3.loop.rows.lives and i not in started
+            i
+            for i, live in enumerate(lives)
+            if live.sequence in tiny3.core.scheduler.rows and i not in started
         ]
         started += fresh
         gone = [i for i, live in enumerate(lives) if live.done and i not in started]
@@ -60,16 +62,16 @@ def test_rows_are_given_in_the_order_of_the_queue(tiny3: Engine) -> None:
 def test_a_long_prompt_does_not_hold_up_rows_that_decode(tiny3: Engine) -> None:
     """Chunks of a prompt take turns with the others' steps."""
     quick = tiny3.submit(PROMPT, max_tokens=60)
-    while not quick.ids:
+    while not quick.token_ids:
         tiny3.advance()
     slow = tiny3.submit([1] * 100, max_tokens=2)
-    before, waits, wait = len(quick.ids), [], 0
-    while not slow.ids and not quick.done:
+    before, waits, wait = len(quick.token_ids), [], 0
+    while not slow.token_ids and not quick.done:
         tiny3.advance()
-        wait = 0 if len(quick.ids) > before else wait + 1
-        before = len(quick.ids)
+        wait = 0 if len(quick.token_ids) > before else wait + 1
+        before = len(quick.token_ids)
         waits.append(wait)
-    assert slow.fed == 100
+    assert slow.num_fed == 100
     assert max(waits) <= 2  # one chunk, and the answer is one step behind
     while tiny3.busy:
         tiny3.advance()
@@ -117,7 +119,7 @@ def test_an_engine_is_not_busy_once_nobody_waits_for_its_requests(
     pieces = iter(stream)
     next(pieces)
     assert tiny3.busy
-    assert tiny3.loop.flights  # calls that were not read yet
+    assert tiny3.core.in_flight  # calls that were not read yet
     if end == "cancelled":
         cell.cancel("client_abort")
     elif end == "closed":
@@ -129,7 +131,7 @@ def test_an_engine_is_not_busy_once_nobody_waits_for_its_requests(
     if closes:
         tiny3.close()
     assert not tiny3.busy
-    assert (tiny3.active, tiny3.queued, len(tiny3.loop.flights)) == (0, 0, 0)
+    assert (tiny3.active, tiny3.queued, len(tiny3.core.in_flight)) == (0, 0, 0)
     assert len(tiny3.generate([3, 1], max_tokens=5, ignore_eos=True).token_ids) == 5
 
 
@@ -167,7 +169,7 @@ def test_one_thread_may_serve_all_others(short: Engine, tiny: Engine) -> None:
             if live.done:
                 break
             deadline.wait(0.005)
-        assert live.ids == tiny.generate(PROMPT, max_tokens=30).token_ids
+        assert live.token_ids == tiny.generate(PROMPT, max_tokens=30).token_ids
     finally:
         halt.set()
         worker.join()

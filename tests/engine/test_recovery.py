@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 import dflash_jax as dj
-from dflash_jax.engine import arguments
+from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.words import Words
@@ -67,7 +67,7 @@ def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Lets a test say what the tokens mean, as there is no tokenizer."""
 
     def use(**fields: Any) -> None:
-        monkeypatch.setattr(arguments, "words_of", lambda *_: Words(**fields))
+        monkeypatch.setattr(requests, "words_of", lambda *_: Words(**fields))
 
     return use
 
@@ -393,9 +393,9 @@ def test_C5_C7_a_cell_ends_a_request_wherever_it_stands(tiny: Engine, when: int)
     for _ in range(when):
         tiny.advance()
     cell.cancel("disconnect")
-    fed = live.fed
+    fed = live.num_fed
     tiny.advance()
-    assert live.fed == fed <= 16 * when < 100
+    assert live.num_fed == fed <= 16 * when < 100
     assert live.result().finish_reason == "cancelled"
     assert live.result().token_ids == []
     assert live.stats.recovery == {"cancelled_disconnect": 1}
@@ -406,7 +406,7 @@ def test_C5_C7_a_cell_ends_a_request_wherever_it_stands(tiny: Engine, when: int)
 def test_C13_the_next_request_on_the_row_is_not_disturbed(tiny: Engine, truth: list[int]) -> None:
     cell = dj.CancelCell()
     live = tiny.submit([9] * 60, max_tokens=40, cancel=cell)
-    while len(live.ids) < 5:
+    while len(live.token_ids) < 5:
         tiny.advance()
     cell.cancel()
     assert tiny.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
@@ -443,7 +443,7 @@ def test_C19_a_hundred_cancellations_leave_nothing_behind(tiny3: Engine) -> None
     while tiny3.busy:
         tiny3.advance()
     assert {live.result().finish_reason for live in lives} == {"cancelled"}
-    assert (tiny3.active, tiny3.queued, len(tiny3.loop.flights)) == (0, 0, 0)
+    assert (tiny3.active, tiny3.queued, len(tiny3.core.in_flight)) == (0, 0, 0)
     assert tiny3.generate(PROMPT, max_tokens=5).finish_reason == "length"
 
 
@@ -451,12 +451,12 @@ def test_C18_time_that_is_up_ends_with_what_there_is(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = tiny.submit(PROMPT, max_tokens=40, recovery=recovery(deadline_s=5))
-    while len(live.ids) < 5:
+    while len(live.token_ids) < 5:
         tiny.advance()
-    monkeypatch.setattr(live, "deadline", live.deadline - 5)
+    monkeypatch.setattr(live, "deadline", live.sequence.deadline - 5)
     tiny.advance()
     assert live.result().finish_reason == "length"
-    assert 5 <= len(live.ids) < 40
+    assert 5 <= len(live.token_ids) < 40
     assert live.stats.recovery == {"deadline": 1}
 
 
@@ -549,9 +549,9 @@ def test_after_a_caller_was_stopped_in_a_turn_the_engine_goes_on(
     engine = failing(tiny, "speculative", {2} if lost == "state" else set(), KeyboardInterrupt())
     live = engine.submit(PROMPT, max_tokens=20)
     if lost == "output":
-        monkeypatch.setattr(live, "_emit", stop)
+        monkeypatch.setattr(live.sequence, "_emit", stop)
     elif lost == "row":
-        monkeypatch.setattr(engine.loop.rows, "release", stop)
+        monkeypatch.setattr(engine.core.scheduler, "remove", stop)
     with pytest.raises(KeyboardInterrupt):
         run_out(engine, live)
     monkeypatch.undo()
@@ -576,7 +576,7 @@ def test_a_caller_stopped_where_a_turn_begins_or_ends_keeps_nobody_out(
 
         def stop(frame: Any, event: str, _: Any, name: str = name) -> None:
             of, by = frame.f_code, frame.f_back.f_code
-            if of.co_name == name and "contextlib" in of.co_filename and by.co_name == "advance":
+            if of.co_name == name and "contextlib" in of.co_filename and by.co_name == "step":
                 raise KeyboardInterrupt
 
         before = sys.gettrace()
@@ -587,7 +587,7 @@ def test_a_caller_stopped_where_a_turn_begins_or_ends_keeps_nobody_out(
             kept.append(error)
         finally:
             sys.settrace(before)
-        assert not tiny.loop._driving.locked()
+        assert not tiny.core._stepping.locked()
     assert run_out(tiny, live) == truth[:20]
 
 
@@ -600,7 +600,7 @@ def run_out(engine: Engine, live: Any) -> list[int]:
     """A request's output, by turns that are counted: whoever waits for ever fails."""
     for _ in range(300):
         if live.done:
-            return live.ids
+            return live.token_ids
         engine.advance()
     engine.cancel(live)
     raise AssertionError("the request does not end")

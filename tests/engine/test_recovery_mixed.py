@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.engine import arguments
+from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.recovery.words import Words
@@ -89,7 +89,7 @@ def alike_alone_and_in_company(
     for seed in seeds:
         rng = random.Random(seed)
         words = meaning(rng)
-        monkeypatch.setattr(arguments, "words_of", lambda *_, words=words: words)
+        monkeypatch.setattr(requests, "words_of", lambda *_, words=words: words)
         crowd = [asked(rng, engine) for _ in range(5)]
         lives = []
         for options in crowd:
@@ -103,7 +103,7 @@ def alike_alone_and_in_company(
         for live, options in zip(lives, crowd, strict=True):
             alone = engine.generate(**options)
             got = live.result()
-            assert got.token_ids == alone.token_ids == list(live.state.ids), options
+            assert got.token_ids == alone.token_ids == list(live.sequence.state.ids), options
             assert got.finish_reason == alone.finish_reason
             assert got.stats.recovery == alone.stats.recovery
             assert [x.token_id for x in got.logprobs or ()] == (

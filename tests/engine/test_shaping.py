@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax.engine import arguments
+from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.words import Words
@@ -88,7 +88,7 @@ def test_penalties_count_what_recovery_puts_in_the_place_of_an_end(
     end = free[6]
     at = free.index(end)
     words = Words(text=lambda ids: ":", calls=(dictated,) if dictated else ())
-    monkeypatch.setattr(arguments, "words_of", lambda *_: words)
+    monkeypatch.setattr(requests, "words_of", lambda *_: words)
     settings = dataclasses.replace(OFF, floor=40, below_floor="replace", tool_prefix=True)
     options = shape | {"max_tokens": 40, "stop_token_ids": [end], "recovery": settings}
     plain = tiny.generate(PROMPT, speculative=False, logprobs=0, **options)
@@ -121,7 +121,7 @@ def test_neighbours_and_earlier_requests_leave_no_trace(tiny3: Engine) -> None:
     ]
     while not all(live.done for live in lives):
         tiny3.advance()
-    assert [live.ids for live in (lives[1], lives[4])] == [alone, alone]
+    assert [live.token_ids for live in (lives[1], lives[4])] == [alone, alone]
     assert lives[2].ids == drawn
     assert lives[0].ids == shaped
 

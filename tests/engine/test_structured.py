@@ -129,7 +129,7 @@ def test_neighbours_of_structured_rows_say_what_they_say_alone(
     ]
     while speaking.busy:
         speaking.advance()
-    assert [live.ids for live in lives] == [wanted, alone, drawn]
+    assert [live.token_ids for live in lives] == [wanted, alone, drawn]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from dflash_jax.engine.detokenizer import OutputText
+from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
@@ -67,7 +67,7 @@ def test_half_a_character_is_kept_back_until_the_end(tokenizer: Tokenizer) -> No
 def test_output_is_cut_before_the_first_stop_string_and_never_retracted(
     tokenizer: Tokenizer, text: str, where: list[int], stop: list[str]
 ) -> None:
-    output = OutputText(tokenizer, stop)
+    output = Detokenizer(tokenizer, stop)
     pieces = []
     for ids in chunks(text.encode(), where):
         pieces.append(output.push(ids))
@@ -89,7 +89,7 @@ def test_output_is_cut_before_the_first_stop_string_and_never_retracted(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_stop_string_over_chunk_borders(tokenizer: Tokenizer, size: int) -> None:
-    output, data = OutputText(tokenizer, ["</end>"]), b"say </en or </end> and more"
+    output, data = Detokenizer(tokenizer, ["</end>"]), b"say </en or </end> and more"
     said = [output.push(list(data[i : i + size])) for i in range(0, len(data), size)]
     assert "".join(said) == "say </en or "
     assert output.stopped
@@ -97,14 +97,14 @@ def test_a_stop_string_over_chunk_borders(tokenizer: Tokenizer, size: int) -> No
 
 
 def test_what_might_have_become_a_stop_string_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
-    output = OutputText(tokenizer, ["</end>"])
+    output = Detokenizer(tokenizer, ["</end>"])
     assert output.push(list(b"so </en")) == "so "
     assert output.finish() == "</en"
     assert not output.stopped
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
-    output = OutputText(None, ["x"])
+    output = Detokenizer(None, ["x"])
     assert output.push([1, 2]) == output.finish() == output.text == ""
     assert not output.stopped
 
@@ -118,7 +118,7 @@ def test_stop_strings_do_not_act_in_calls_of_declared_tools(width: int) -> None:
     ids = tokenizer.encode(raw, specials=False)
 
     def said(stop: str, tools: list[Tool]) -> tuple[str, bool]:
-        output = OutputText(tokenizer, [stop], tools)
+        output = Detokenizer(tokenizer, [stop], tools)
         pieces = [output.push(ids[i : i + width]) for i in range(0, len(ids), width)]
         pieces.append(output.finish())
         assert "".join(pieces) == output.text
@@ -152,7 +152,7 @@ def test_engine_and_reply_agree_on_stop_strings_in_calls_that_are_text(
     assert tokenizer is not None
     tools = [Tool("read", {})]
     ids = tokenizer.encode(f"Look: {call} Done.", specials=False)
-    output = OutputText(tokenizer, ["STOP"], tools)
+    output = Detokenizer(tokenizer, ["STOP"], tools)
     pieces = [output.push(ids[i : i + width]) for i in range(0, len(ids), width)]
     assert "".join([*pieces, output.finish()]) == output.text
     assert output.stopped == stopped
@@ -171,10 +171,10 @@ def test_a_long_text_that_may_be_a_call_is_held_in_linear_time() -> None:
     assert tokenizer is not None
     read = Tool("read", {"properties": {"path": {"type": "string"}}})
     call = '{"path": "x"}\n'
-    output = OutputText(tokenizer, ["STOP"], [read])
+    output = Detokenizer(tokenizer, ["STOP"], [read])
     assert output.push(tokenizer.encode(call, specials=False)) + output.finish() == call
     text = '{"path": "' + "ab " * 10_000 + "STOP"
-    output, ids = OutputText(tokenizer, ["STOP"], [read]), tokenizer.encode(text, specials=False)
+    output, ids = Detokenizer(tokenizer, ["STOP"], [read]), tokenizer.encode(text, specials=False)
     began = time.process_time()
     shown = [output.push([token]) for token in ids]
     assert time.process_time() - began < 5

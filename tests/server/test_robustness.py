@@ -35,7 +35,6 @@ from benchmarks.soak_serve import (
     send,
 )
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.model_runner import Runner
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.errors import CheckpointError, ComputeError, RequestError
 from dflash_jax.server import app, figures

@@ -8,7 +8,7 @@ from dflash_jax.engine.recovery.request_state import Finish, Ids, Policy, State
 
 
 @dataclasses.dataclass(slots=True)
-class Cut:
+class StepCut:
     """How the tokens of one step are cut: the ids that count, and what follows from them."""
 
     state: State
@@ -56,7 +56,6 @@ class Cut:
         self.finish, guard = finish, self.state.guard
         if guard is not None and (finish is Finish.LENGTH or guard == KIND):
             self.note(guard)
-            self.mark(kind=guard)
 
     def end_at_stop(self, policy: Policy) -> None:
         """End the output at the first end token among forced ones: the row would freeze there."""

@@ -19,20 +19,20 @@ COLONS = (":", "\N{FULLWIDTH COLON}")
 ANNOUNCED, DOUBTFUL = -3.0, 3.0  # what an announcement, or a doubt, adds to `Recovery.call_odds`
 
 
-class Verdict(enum.Enum):
+class EndVerdict(enum.Enum):
     """What to do with an end token."""
 
     HONOUR = "honour"
     REPLACE = "replace"
     INJECT = "inject"
     WAIVE = "waive"  # honour: a stall, but no room is left for a call
-    ASK = "ask"  # force what a family writes before a call, to see whether the call follows
+    PROBE = "probe"  # force what a family writes before a call, to see whether the call follows
     CLOSE = "close"  # close the open thought instead
 
 
 def judge(
     ids: Ids, *, injected: bool, max_tokens: int, recovery: Recovery, words: Words
-) -> Verdict:
+) -> EndVerdict:
     """Decides about an end token that would follow these output ids.
 
     Args:
@@ -40,18 +40,18 @@ def judge(
     """
     floor = min(recovery.floor, max_tokens)
     if len(ids) >= floor:
-        return Verdict.HONOUR
+        return EndVerdict.HONOUR
     if words.thinking(ids) and not recovery.floor_in_thought:
-        return Verdict.HONOUR
+        return EndVerdict.HONOUR
     if recovery.tool_prefix and words.calls and not injected and is_stalled(ids, recovery, words):
-        return Verdict.INJECT if has_room(ids, max_tokens, words) else Verdict.WAIVE
+        return EndVerdict.INJECT if has_room(ids, max_tokens, words) else EndVerdict.WAIVE
     match recovery.below_floor:
         case "replace":
-            return Verdict.REPLACE
+            return EndVerdict.REPLACE
         case "rescue":
-            return Verdict.HONOUR if words.is_visible(ids) else Verdict.REPLACE
+            return EndVerdict.HONOUR if words.is_visible(ids) else EndVerdict.REPLACE
         case _:  # "compat"
-            return Verdict.HONOUR
+            return EndVerdict.HONOUR
 
 
 def judge_by_odds(
@@ -63,7 +63,7 @@ def judge_by_odds(
     max_tokens: int,
     recovery: Recovery,
     words: Words,
-) -> Verdict:
+) -> EndVerdict:
     """Decide about an end token that would follow these output ids, by the target's own odds.
 
     Args:
@@ -72,25 +72,25 @@ def judge_by_odds(
       injected, closed: whether a call was begun, or a thought closed, for this request already.
     """
     if words.thinking(ids) and not recovery.floor_in_thought:
-        return Verdict.CLOSE if words.close and not closed else Verdict.HONOUR
+        return EndVerdict.CLOSE if words.close and not closed else EndVerdict.HONOUR
     below = len(ids) < min(recovery.floor, max_tokens)
     said = words.read(ids)
     if not (said.answered or said.called or said.unfinished):
-        return Verdict.REPLACE if below else Verdict.HONOUR
+        return EndVerdict.REPLACE if below else EndVerdict.HONOUR
     ending = read_ending(words.text(ids))
     if ending.opened_fence and not said.called:
-        return Verdict.REPLACE if len(ids) < max_tokens else Verdict.HONOUR
+        return EndVerdict.REPLACE if len(ids) < max_tokens else EndVerdict.HONOUR
     if said.called or said.unfinished or injected or not (recovery.tool_prefix and words.calls):
-        return Verdict.HONOUR
+        return EndVerdict.HONOUR
     if odds is None:
         stalled = ending.colon and not ending.doubtful
-        verdict = Verdict.INJECT
+        verdict = EndVerdict.INJECT
     else:
         stalled = odds >= wanted_odds(ending, recovery)
-        verdict = Verdict.ASK if len(words.opening) > 1 else Verdict.INJECT
+        verdict = EndVerdict.PROBE if len(words.opening) > 1 else EndVerdict.INJECT
     if not stalled or just_said(ids, words.skip):
-        return Verdict.HONOUR
-    return verdict if has_room(ids, max_tokens, words) else Verdict.WAIVE
+        return EndVerdict.HONOUR
+    return verdict if has_room(ids, max_tokens, words) else EndVerdict.WAIVE
 
 
 def wanted_odds(ending: Ending, recovery: Recovery) -> float:

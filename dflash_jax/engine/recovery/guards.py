@@ -16,19 +16,19 @@ PERIODS = range(12, 81)  # of the watchdog
 LEAST_REPEATED = 48
 
 
-class Memory(NamedTuple):
+class LoopMemory(NamedTuple):
     """The facts about an output that its next token is judged by."""
 
     seen: loops.Seen = loops.UNSEEN
     called: repeated_calls.Called = repeated_calls.UNCALLED
 
-    def shortened(self, count: int) -> "Memory":
+    def shortened(self, count: int) -> "LoopMemory":
         """The facts about the first `count` ids, as far as they are known."""
         known = self.called.read <= count
-        return Memory(called=self.called if known else repeated_calls.UNCALLED)
+        return LoopMemory(called=self.called if known else repeated_calls.UNCALLED)
 
 
-NOTHING = Memory()
+NO_MEMORY = LoopMemory()
 
 
 class Guard:
@@ -42,7 +42,7 @@ class Guard:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: LoopMemory,
         last: Callable[[int], Ids],
         count: int,
         recovery: Recovery,
@@ -64,9 +64,9 @@ class Guard:
             self._seen = loops.letters(last(self._keep))
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> LoopMemory:
         """The facts about the output up to the last token that was taken."""
-        return Memory(loops.Seen(self._seen, self._count), self._called)
+        return LoopMemory(loops.Seen(self._seen, self._count), self._called)
 
     def take(self, token: int, since: Callable[[int], Ids], *, closed: bool) -> str | None:
         """Take one more token; return the kind of loop that the output has just run into.
@@ -95,7 +95,7 @@ class Guard:
 
 
 def guard_of(
-    memory: Memory, last: Callable[[int], Ids], count: int, recovery: Recovery, words: Words
+    memory: LoopMemory, last: Callable[[int], Ids], count: int, recovery: Recovery, words: Words
 ) -> Guard | None:
     """Return what judges a step's tokens; None if no rule against loops is on."""
     on = recovery.repeats or recovery.runaway or recovery.watchdog != "off"

@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
-from dflash_jax.engine.recovery.guards import NOTHING, Memory
+from dflash_jax.engine.recovery.guards import NO_MEMORY, LoopMemory
 from dflash_jax.engine.recovery.settings import OFF, Recovery
-from dflash_jax.engine.recovery.speculation import NOTES, UNTRIED, Lane
+from dflash_jax.engine.recovery.speculation import NOTES, UNTRIED, DraftingState
 from dflash_jax.engine.recovery.words import SILENT, Words
 
 Ids = tuple[int, ...]
 
 
-class Said(Sequence[int]):
+class TokenIds(Sequence[int]):
     """Output ids, a value: slices are tuples, and it equals the tuple of its ids.
 
     What continues it shares its list, so that a step costs what it adds, however much was said.
@@ -26,9 +26,9 @@ class Said(Sequence[int]):
         self._ids = list(ids)
         self._length = len(self._ids)
 
-    def adding(self, ids: Iterable[int]) -> "Said":
+    def extended(self, ids: Iterable[int]) -> "TokenIds":
         """These ids and more behind them; this one stays as it is."""
-        longer = Said()
+        longer = TokenIds()
         last = 0 < self._length == len(self._ids)  # an empty one is everybody's, and lends nothing
         longer._ids = self._ids if last else self._ids[: self._length]
         longer._ids += ids
@@ -58,13 +58,13 @@ class Said(Sequence[int]):
         return itertools.islice(self._ids, self._length)
 
     def __eq__(self, other: Any) -> bool:
-        return self[:] == (other[:] if isinstance(other, Said) else other)
+        return self[:] == (other[:] if isinstance(other, TokenIds) else other)
 
     def __hash__(self) -> int:
         return hash(self[:])
 
     def __repr__(self) -> str:
-        return f"Said({self[:]})"
+        return f"TokenIds({self[:]})"
 
 
 class Phase(enum.Enum):
@@ -115,7 +115,7 @@ class Policy:
         return self.max_tokens - (reserve if reserve < self.max_tokens else self.max_tokens // 2)
 
 
-class Asked(NamedTuple):
+class CallProbe(NamedTuple):
     """A possible stall about which the target is being asked.
 
     What leads to a tool call was forced in the place of the end token, and is held back. The next
@@ -148,36 +148,34 @@ class State(NamedTuple):
         the ids up to its arguments.
       call_at: output place where a call begins that is held back; -1 without one.
       call_retried: a call was decoded once more.
-      asked: the target is being asked whether an end is a stall.
+      probe: the target is being probed for a tool call.
       closed: a thought was closed at its limit.
       past_close: the place where a thought would be closed lies behind.
       ran: drafting was on when tokens were decided.
       retried: decodings so far that showed nothing.
       restored: the prompt's state came from a cache.
-      kind: the loop that ended the output.
     """
 
     phase: Phase = Phase.WAITING
-    ids: Said = Said()
+    ids: TokenIds = TokenIds()
     held: int = 0
     fed: int = 0
-    lane: Lane = UNTRIED
+    drafting: DraftingState = UNTRIED
     guard: str | None = None
-    memory: Memory = NOTHING
+    memory: LoopMemory = NO_MEMORY
     injected: bool = False
     calls: tuple[Ids, ...] = ()
     call_at: int = -1
     call_retried: bool = False
-    asked: Asked | None = None
+    probe: CallProbe | None = None
     closed: bool = False
     past_close: bool = False
     ran: bool = False
     retried: int = 0
     restored: bool = False
-    kind: str | None = None
 
     @property
-    def emitted(self) -> int:
+    def num_decided(self) -> int:
         """Tokens decided so far, held ones included."""
         return len(self.ids)
 
@@ -186,10 +184,10 @@ class Prefilled(NamedTuple):
     """The prompt was fed; its last row decided the first token."""
 
     token: int
-    floor: int = -1
+    next_best: int = -1
     finite: bool = True
     restored: bool = False
-    odds: float | None = None
+    call_odds: float | None = None
 
 
 class Stepped(NamedTuple):
@@ -205,9 +203,9 @@ class Stepped(NamedTuple):
     tokens: Ids
     finite: bool = True
     draft_finite: bool = True
-    floor: int = -1
-    drafts: int = 0
-    odds: float | None = None
+    next_best: int = -1
+    num_drafts: int = 0
+    call_odds: float | None = None
 
 
 class Cancelled(NamedTuple):

@@ -18,7 +18,7 @@ TRIAL, PROBE = 8, 4  # rounds before a verdict: at first, and after a pause
 PAUSE, LONGEST_PAUSE = 64, 1024  # tokens decoded plainly between probes
 
 
-class Lane(NamedTuple):
+class DraftingState(NamedTuple):
     """What a request has learnt about its drafter.
 
     Attributes:
@@ -49,12 +49,12 @@ class Lane(NamedTuple):
         return self.off is None and self.pause == 0
 
 
-UNTRIED = Lane()
+UNTRIED = DraftingState()
 
 
-def heard(
-    lane: Lane, decided: int, drafts: int, *, finite: bool, break_even: float, fixed: bool
-) -> tuple[Lane, str | None]:
+def after_step(
+    state: DraftingState, decided: int, drafts: int, *, finite: bool, break_even: float, fixed: bool
+) -> tuple[DraftingState, str | None]:
     """What a step taught, and why a fallback follows from it, if one does.
 
     Args:
@@ -65,35 +65,35 @@ def heard(
         the clock, and tokens that are drawn hang on whether it does (R11).
     """
     if not finite:
-        lane = lane._replace(bad=lane.bad + 1)
-        if lane.bad >= BAD_DRAFTS:
-            off, dead = None if fixed else "draft_not_finite", lane.dead or not lane.accepted
-            lane = lane._replace(off=off, dead=dead)
-        return lane, "draft_not_finite"
-    if lane.pause:
-        return _paused(lane, decided), None
-    if not decided or not drafts or lane.off:
-        return lane, None
-    first = lane.length == 0
-    lane = lane._replace(
+        state = state._replace(bad=state.bad + 1)
+        if state.bad >= BAD_DRAFTS:
+            off, dead = None if fixed else "draft_not_finite", state.dead or not state.accepted
+            state = state._replace(off=off, dead=dead)
+        return state, "draft_not_finite"
+    if state.pause:
+        return _paused(state, decided), None
+    if not decided or not drafts or state.off:
+        return state, None
+    first = state.length == 0
+    state = state._replace(
         bad=0,
-        drafted=lane.drafted + drafts,
-        accepted=lane.accepted + decided - 1,
-        length=decided if first else lane.length + SMOOTHING * (decided - lane.length),
-        trial=max(lane.trial - 1, 0),
+        drafted=state.drafted + drafts,
+        accepted=state.accepted + decided - 1,
+        length=decided if first else state.length + SMOOTHING * (decided - state.length),
+        trial=max(state.trial - 1, 0),
     )
-    if lane.drafted >= DEAD_AFTER and not lane.accepted and not lane.dead:
+    if state.drafted >= DEAD_AFTER and not state.accepted and not state.dead:
         off = DEAD if break_even else None
-        return lane._replace(dead=True, off=off), off
-    if lane.trial == 0 and lane.length < break_even:
-        pause = min(PAUSE << min(lane.pauses, 8), LONGEST_PAUSE)
-        return lane._replace(pause=pause, pauses=lane.pauses + 1), "below_break_even"
-    return lane, None
+        return state._replace(dead=True, off=off), off
+    if state.trial == 0 and state.length < break_even:
+        pause = min(PAUSE << min(state.pauses, 8), LONGEST_PAUSE)
+        return state._replace(pause=pause, pauses=state.pauses + 1), "below_break_even"
+    return state, None
 
 
-def _paused(lane: Lane, decided: int) -> Lane:
+def _paused(state: DraftingState, decided: int) -> DraftingState:
     """Counts a pause down; at its end a probe begins with a fresh mind."""
-    pause = max(lane.pause - decided, 0)
+    pause = max(state.pause - decided, 0)
     if pause:
-        return lane._replace(pause=pause)
-    return lane._replace(pause=0, trial=PROBE, length=0.0)
+        return state._replace(pause=pause)
+    return state._replace(pause=0, trial=PROBE, length=0.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.engine.request import Structure
+from dflash_jax.engine.sampling_params import Structure
 from dflash_jax.engine.structured.process import SECONDS, GrammarTrials
 from dflash_jax.engine.structured.worker import compiled, reason
 from dflash_jax.errors import RequestError, install_hint

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dflash_jax.engine.recovery import OFF, Recovery
@@ -28,6 +28,7 @@ from dflash_jax.tool_parsers.tool_schema import Tool
 EOS, CHAT_EOS, COLON = 2, 3, 58
 STOPS = frozenset({EOS, CHAT_EOS})
 PREFIX = (900, 901, 902)
+LOOPS = ("repeat", "runaway", "period", "repeated_calls")
 BEST = 77  # what the target says where an end token is masked
 THINK, END_THINK, FUNCTION, END_FUNCTION, SLIP, MENTION, UNKNOWN = 60, 61, 62, 63, 64, 65, 66
 SPECIAL = 70  # hidden from callers
@@ -87,6 +88,16 @@ class Outcome:
     drafted_steps: int = 0
     plain_steps: int = 0
 
+    @property
+    def loop(self) -> str | None:
+        """The kind of loop that ended the output, if one did."""
+        return loop_of(self.notes)
+
+
+def loop_of(notes: Iterable[str]) -> str | None:
+    """The kind of loop among recovery events, if one is."""
+    return next((n for n in notes if n in LOOPS), None)
+
 
 class Device:
     """Runs one request: decides blocks, cuts them as the real device does, obeys the effects."""
@@ -124,7 +135,7 @@ class Device:
         token = self.say(())
         self.ids, self.seen.fed = [token], []
         odds = self.odds_after(())
-        self.hear(Prefilled(token, self.floor(()), restored=self.restored, odds=odds))
+        self.hear(Prefilled(token, self.floor(()), restored=self.restored, call_odds=odds))
 
     def odds_after(self, ids: tuple[int, ...]) -> float | None:
         """What the device reports of the token whose odds the host wants to know."""
@@ -154,9 +165,9 @@ class Device:
             Stepped(
                 tuple(tokens),
                 draft_finite=finite,
-                floor=self.prefer(before, named) if named else self.floor(before),
-                drafts=7 if drafting and finite else 0,
-                odds=self.odds_after(before),
+                next_best=self.prefer(before, named) if named else self.floor(before),
+                num_drafts=7 if drafting and finite else 0,
+                call_odds=self.odds_after(before),
             )
         )
 
@@ -178,9 +189,9 @@ class Device:
     def hear(self, event: Any) -> None:
         """Lets the machine judge an event and does what it says."""
         seen = self.seen
-        before = seen.state.emitted - seen.state.held
+        before = seen.state.num_decided - seen.state.held
         seen.state, effects = advance(seen.state, event, self.policy)
-        assert effects.retract <= seen.state.emitted + effects.retract - before
+        assert effects.retract <= seen.state.num_decided + effects.retract - before
         seen.effects.append(effects)
         seen.emitted += effects.emit
         seen.notes.update(effects.notes)

@@ -1,10 +1,8 @@
 """C: who may end a request, and what outranks it."""
 
-import copy
-
 from fake_device import EOS, STALL, STOPS, WORDS, recovery
 
-from dflash_jax.engine.recovery.cancellation import CancelCell, Compute, Handle, classify
+from dflash_jax.engine.recovery.cancellation import CancelCell
 from dflash_jax.engine.recovery.controller import (
     Cancelled,
     Effects,
@@ -15,55 +13,53 @@ from dflash_jax.engine.recovery.controller import (
     Stepped,
     advance,
 )
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.engine.sequence import Sequence
 
 
-def test_C1_nothing_is_given_to_a_caller_who_left() -> None:
-    given: list[int] = []
-    handle = Handle(asked=lambda: True, callbacks=(given.append,))
-    assert not handle.emit(123)
-    assert handle.cell.reason == "client_abort"
-    assert given == []
+def sequence(cell: CancelCell) -> Sequence:
+    return Sequence(Request(prompt=(1,), params=SamplingParams(max_tokens=9)), None, cancel=cell)
 
 
-def test_C2_callbacks_run_in_turn_until_the_end() -> None:
-    given: list[str] = []
-    handle = Handle(callbacks=(lambda token: given.append(f"a{token}"),))
-    handle = handle.adding(lambda token: given.append(f"b{token}"))
-    assert handle.emit(1)
-    handle.cell.cancel("disconnect")
-    assert not handle.emit(2)
-    assert given == ["a1", "b1"]
-
-
-def test_a_callback_that_refuses_stops_the_chain() -> None:
-    given: list[int] = []
-    handle = Handle(callbacks=(lambda token: False,)).adding(given.append)
-    assert not handle.emit(1)
-    assert handle.cell
-    assert given == []
+def test_C1_C2_nothing_is_given_to_a_caller_who_left() -> None:
+    cell = CancelCell()
+    request = sequence(cell)
+    request.process(Prefilled(7))
+    assert request.output.ids == [7]
+    cell.cancel("disconnect")
+    effects = request.process(Stepped((8, 9)))
+    assert effects.emit == ()
+    assert request.result().token_ids == [7]
+    assert request.result().finish_reason == "cancelled"
+    assert request.stats.recovery == {"cancelled_disconnect": 1}
 
 
 def test_C3_a_failure_is_no_cancellation() -> None:
-    polls: list[int] = []
-    handle = Handle(asked=lambda: bool(polls.append(1)) or True)
-    assert classify(False, handle) is Compute.FAILED
-    assert polls == []
-    assert not handle.cell
+    cell = CancelCell()
+    request = sequence(cell)
+    request.process(Prefilled(7))
+    cell.cancel()
+    request.process(Stepped((), finite=False))
+    assert request.finish is Finish.ERROR
+    assert request.stats.recovery == {}
 
 
 def test_C4_a_finished_step_of_a_caller_who_left_is_a_cancellation() -> None:
-    polls: list[int] = []
-    handle = Handle(asked=lambda: bool(polls.append(1)) or True)
-    assert classify(True, handle) is Compute.CANCELLED
-    assert polls == [1]
-    assert classify(True, Handle()) is Compute.OK
+    cell = CancelCell()
+    cell.cancel()
+    request = sequence(cell)
+    request.process(Prefilled(7))
+    assert request.finish is Finish.CANCELLED
+    assert request.result().token_ids == []
 
 
-def test_C10_copies_share_their_cell() -> None:
-    handle = Handle()
-    copy.copy(handle).adding(print).cell.cancel("shutdown")
-    handle.cell.cancel("disconnect")
-    assert handle.cell.reason == "shutdown"
+def test_C10_the_first_reason_is_kept() -> None:
+    cell = CancelCell()
+    first, second = sequence(cell), sequence(cell)
+    first.cancel.cancel("shutdown")
+    second.cancel.cancel("disconnect")
+    assert cell.reason == "shutdown"
     assert CancelCell().reason is None
 
 

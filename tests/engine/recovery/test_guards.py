@@ -19,7 +19,7 @@ def test_G1_G2_the_last_token_given_is_the_last_of_the_allowed_run() -> None:
     seen = both([10, *[9] * 60], REPEAT)
     assert (seen.emitted, seen.finish) == ([10, *[9] * 32], Finish.LENGTH)
     assert seen.notes == {"repeat": 1}
-    assert seen.state.kind == "repeat"
+    assert seen.loop == "repeat"
 
 
 def test_G3_a_run_is_counted_across_lanes() -> None:
@@ -136,19 +136,19 @@ def test_R16_R19_a_runaway_ends_after_twelve_copies_and_nothing_is_taken_back() 
     seen = both([42] * 400, RUNAWAY, max_tokens=390)
     assert seen.emitted == [42] * 12
     assert seen.finish is Finish.LENGTH
-    assert (seen.state.kind, seen.notes) == ("runaway", {"runaway": 1})
+    assert (seen.loop, seen.notes) == ("runaway", {"runaway": 1})
     assert list(seen.state.ids) == seen.emitted
     assert runaway_drop(seen.state.ids) == 9
 
 
 def test_R17_without_the_guard_it_runs_to_its_limit() -> None:
     seen = both([42] * 400, OFF, max_tokens=120)
-    assert (seen.emitted, seen.state.kind) == ([42] * 120, None)
+    assert (seen.emitted, seen.loop) == ([42] * 120, None)
 
 
 def test_R18_an_end_token_behind_the_twelfth_copy_ends_it_first() -> None:
     seen = both([*[42] * 12, EOS, 1], RUNAWAY)
-    assert (seen.finish, seen.state.kind) == (Finish.STOP, None)
+    assert (seen.finish, seen.loop) == (Finish.STOP, None)
     assert not seen.notes
 
 
@@ -160,7 +160,7 @@ def test_R20_healthy_output_is_the_same_with_the_guards_on() -> None:
 
 def test_a_loop_that_reaches_the_limit_of_the_request_is_named() -> None:
     seen = both([9] * 12, RUNAWAY, max_tokens=12)
-    assert (seen.finish, seen.state.kind) == (Finish.LENGTH, "runaway")
+    assert (seen.finish, seen.loop) == (Finish.LENGTH, "runaway")
 
 
 def test_a_stall_behind_a_loop_is_an_end() -> None:

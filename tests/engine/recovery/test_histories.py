@@ -89,7 +89,7 @@ def test_every_history_ends_once_and_stays_within_its_limits(
     assert not set(emitted[:-1]) & policy.stop_ids  # never a token after an end token
     assert (emitted[-1] in policy.stop_ids) == (seen.finish is Finish.STOP)
     if seen.finish is Finish.LENGTH:
-        assert len(emitted) == policy.max_tokens or seen.state.kind
+        assert len(emitted) == policy.max_tokens or seen.loop
     assert sum(e.finish is not None for e in seen.effects) == 1
     assert sum(PREFIX[0] in e.emit for e in seen.effects) == seen.notes["tool_prefix"] <= 1
     if seen.notes["tool_prefix"]:  # only a declared tool can have been named
@@ -121,7 +121,7 @@ def test_lanes_and_blocks_change_no_token(
     second = outcome(script, changed, others, broken)
     assert first.emitted == second.emitted
     assert first.finish == second.finish
-    assert first.state.kind == second.state.kind
+    assert first.loop == second.loop
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from corpora import SICK, healthy, sick
-from fake_device import WORDS, both, recovery
+from fake_device import WORDS, both, loop_of, recovery
 
 import dflash_jax
 from dflash_jax.engine.recovery import Recovery, guards, loops
@@ -39,7 +39,7 @@ def ended(
 ) -> tuple[int, str] | None:
     """The number of ids at which a loop ends an output, and the kind of loop."""
     said: list[int] = []
-    guard = guards.Guard(guards.NOTHING, lambda count: (), 0, settings, words)
+    guard = guards.Guard(guards.NO_MEMORY, lambda count: (), 0, settings, words)
     for token in ids:
         said.append(token)
         if kind := guard.take(token, lambda place: tuple(said[place:]), closed=closed):
@@ -192,11 +192,11 @@ def outcome(
     emitted, at, step = [*effects.emit], 1, 0
     while not effects.finish and at < len(ids):
         size = sizes[step % len(sizes)]
-        event = Stepped(tuple(ids[at : at + size]), drafts=7)
+        event = Stepped(tuple(ids[at : at + size]), num_drafts=7)
         state, effects = advance(state, event, policy)
         emitted += effects.emit
         at, step = at + size, step + 1
-    return tuple(emitted), effects.finish, state.kind
+    return tuple(emitted), effects.finish, loop_of(effects.notes)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -222,9 +222,9 @@ def test_plain_and_drafted_outputs_end_alike() -> None:
     script = [*range(20, 40), *[*range(100, 124)] * 20]
     seen = both(script, MEASURED, max_tokens=500)
     assert (len(seen.emitted), seen.finish) == (20 + 192, Finish.LENGTH)
-    assert (seen.state.kind, seen.notes) == ("period", {"period": 1})
+    assert (seen.loop, seen.notes) == ("period", {"period": 1})
     seen = both([42] * 400, recovery(runaway="measured", empty_retry=True), max_tokens=300)
-    assert (len(seen.emitted), seen.state.kind) == (192, "runaway")
+    assert (len(seen.emitted), seen.loop) == (192, "runaway")
 
 
 def test_dictated_tokens_are_part_of_the_output() -> None:

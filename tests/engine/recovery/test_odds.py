@@ -168,11 +168,11 @@ def test_O12_a_call_that_was_made_is_an_end() -> None:
 @pytest.mark.parametrize("reason", [Finish.CANCELLED, Finish.LENGTH])
 def test_O13_what_is_asked_is_never_seen_when_the_request_ends_meanwhile(reason: Finish) -> None:
     policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=ODDS, words=ASKING)
-    state, _ = advance(State(), Prefilled(10, BEST, odds=0.0), policy)
-    state, effects = advance(state, Stepped((46, EOS), floor=BEST, odds=LIKELY), policy)
+    state, _ = advance(State(), Prefilled(10, BEST, call_odds=0.0), policy)
+    state, effects = advance(state, Stepped((46, EOS), next_best=BEST, call_odds=LIKELY), policy)
     assert (effects.emit, effects.replace, effects.force) == ((46,), LEAD, ())
     assert opening(state, policy) == CALL
-    assert room(state, policy) == state.emitted + 1
+    assert room(state, policy) == state.num_decided + 1
     assert not speculates(state, policy)
     done, effects = advance(state, Cancelled(reason), policy)
     assert effects.finish is reason

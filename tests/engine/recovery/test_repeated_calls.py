@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_device import END_FUNCTION, EOS, FUNCTION, STALL, UNKNOWN, both, recovery
+from fake_device import END_FUNCTION, EOS, FUNCTION, STALL, UNKNOWN, both, loop_of, recovery
 
 import dflash_jax
-from dflash_jax.engine import sequence as live
+from dflash_jax.engine import sequence as sequences
 from dflash_jax.engine import vocabulary
 from dflash_jax.engine.recovery import Recovery, guards, repeated_calls
 from dflash_jax.engine.recovery.controller import Finish, Policy, Prefilled, State, Stepped, advance
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import ConfigError
 from dflash_jax.tokenizer import Tokenizer
@@ -65,13 +66,13 @@ def outcome(
         size = sizes[step % len(sizes)]
         state, effects = advance(state, Stepped(tuple(ids[at : at + size])), policy)
         at, step = at + size, step + 1
-    return len(state.ids), effects.finish, state.kind, state.memory.called.first
+    return len(state.ids), effects.finish, loop_of(effects.notes), state.memory.called.first
 
 
 def test_a_third_equal_call_ends_the_turn() -> None:
     seen = both(CALL * 12, ON, max_tokens=100)
     assert (seen.emitted, seen.finish) == (CALL * 3, Finish.LENGTH)
-    assert (seen.state.kind, seen.notes) == ("repeated_calls", {"repeated_calls": 1})
+    assert (seen.loop, seen.notes) == ("repeated_calls", {"repeated_calls": 1})
     assert seen.state.memory.called.first == 2
     seen = both([9, *CALL, 9, *CALL, 9, 9, *CALL, 9, 9], ON, max_tokens=100)
     assert (len(seen.emitted), seen.state.memory.called.first) == (10, 3)
@@ -81,7 +82,7 @@ def test_calls_that_the_model_ends_itself_are_told_too() -> None:
     """The turn is complete, and what a caller gets must not depend on one more token."""
     seen = both([*CALL * 3, EOS], ON, max_tokens=100)
     assert (seen.emitted, seen.finish) == ([*CALL * 3, EOS], Finish.STOP)
-    assert (seen.state.kind, seen.notes) == ("repeated_calls", {"repeated_calls": 1})
+    assert (seen.loop, seen.notes) == ("repeated_calls", {"repeated_calls": 1})
 
 
 def test_two_equal_calls_and_others_go_on() -> None:
@@ -90,7 +91,7 @@ def test_two_equal_calls_and_others_go_on() -> None:
         seen = both([*script, EOS], ON, max_tokens=100)
         assert (seen.emitted, seen.finish) == ([*script, EOS], Finish.STOP)
         assert not seen.notes
-    assert both(CALL * 12, recovery(**STALL), max_tokens=30).state.kind is None
+    assert both(CALL * 12, recovery(**STALL), max_tokens=30).loop is None
 
 
 def test_the_number_is_a_setting() -> None:
@@ -215,8 +216,8 @@ def test_each_call_is_read_once(tokenizer: Tokenizer, monkeypatch: pytest.Monkey
 def test_statistics_say_what_follows_the_first_call(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Look." + (called("hermes") + "\n") * 12, specials=False)
     known = words_of(tokenizer, (1,), ON, TOOLS, None)
-    asked = Request(prompt=(1,), max_tokens=500, recovery=ON, words=known)
-    request = live.Live(asked, tokenizer)
+    asked = Request(prompt=(1,), params=SamplingParams(max_tokens=500), recovery=ON, words=known)
+    request = sequences.Sequence(asked, tokenizer)
     request.start()
     request.take(Prefilled(ids[0]))
     for token in ids[1:]:
@@ -236,7 +237,7 @@ def test_what_is_known_of_dropped_tokens_is_forgotten(tokenizer: Tokenizer) -> N
     call = tokenizer.encode(called("hermes") + "\n", specials=False)
     settings, known = Recovery(repeated_calls=3), words(tokenizer)
 
-    def memory(ids: list[int], before: guards.Memory = guards.NOTHING, start: int = 0) -> Any:
+    def memory(ids: list[int], before: guards.LoopMemory = guards.NO_MEMORY, start: int = 0) -> Any:
         last = lambda count: tuple(ids[:start][-count:])  # noqa: E731
         guard = guards.Guard(before, last, start, settings, known)
         for place in range(start, len(ids)):

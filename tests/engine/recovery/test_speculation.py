@@ -2,10 +2,11 @@
 
 from fake_device import DEAD, EOS, WORDS, Device, recovery, run, says
 
-from dflash_jax.engine import sequence as live
 from dflash_jax.engine.recovery.controller import Policy, Prefilled, Stepped
 from dflash_jax.engine.recovery.speculation import PAUSE, PROBE, TRIAL
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.engine.sequence import Sequence
 
 SCRIPT = range(10, 700)
 
@@ -22,7 +23,7 @@ def test_P19_a_drafter_that_always_breaks_is_given_up_after_three() -> None:
     assert seen.fallbacks == {"draft_not_finite": 3}
     assert seen.drafted_steps == 3
     assert seen.emitted == run(SCRIPT, max_tokens=100, speculative=False).emitted
-    assert seen.state.lane.off == "draft_not_finite"
+    assert seen.state.drafting.off == "draft_not_finite"
     assert seen.notes == {"drafter_dead": 1}
 
 
@@ -39,11 +40,11 @@ def test_drafting_goes_on_where_tokens_would_hang_on_when_it_ends() -> None:
 def test_I7_drafts_that_break_now_and_then_do_not_end_drafting() -> None:
     seen = run(SCRIPT, max_tokens=600, draft_finite=lambda step: step % 3 == 0)
     assert seen.plain_steps == 0
-    assert seen.state.lane.off is None
+    assert seen.state.drafting.off is None
     assert not seen.notes
     seen = run(SCRIPT, max_tokens=600, draft_finite=lambda step: step not in (2, 20, 21, 22))
     assert seen.fallbacks == {"draft_not_finite": 4}
-    assert seen.state.lane.off == "draft_not_finite"
+    assert seen.state.drafting.off == "draft_not_finite"
     assert not seen.notes  # it was right before
     assert seen.emitted == list(SCRIPT[:600])
 
@@ -67,15 +68,17 @@ def test_what_is_noted_of_a_drafter_depends_on_the_block_and_nothing_else_does()
     assert ones.notes - DEAD == eights.notes == plain.notes == {"floor": 1, "period": 1}
     assert ones.emitted == eights.emitted == plain.emitted
     assert ones.finish == eights.finish == plain.finish
-    asked = Request(prompt=(1,), max_tokens=600, recovery=settings, words=WORDS)
+    asked = Request(
+        prompt=(1,), params=SamplingParams(max_tokens=600), recovery=settings, words=WORDS
+    )
     counted = []
     for drafts in (7, 0):  # a block of one token drafts nothing
-        request = live.Live(asked, None)
+        request = Sequence(asked, None)
         request.start()
         request.take(Prefilled(10))
         for token in range(11, 60):
-            request.take(Stepped((token,), drafts=drafts))
-        assert request.state.lane.dead is (drafts > 0)
+            request.take(Stepped((token,), num_drafts=drafts))
+        assert request.state.drafting.dead is (drafts > 0)
         counted.append((request.stats.recovery, request.stats.fallbacks))
     assert counted == [({}, {})] * 2
 
@@ -115,4 +118,4 @@ def test_a_drafter_that_recovers_is_used_again() -> None:
     seen = device.run()
     assert seen.fallbacks == {"below_break_even": 1}
     assert seen.plain_steps == PAUSE
-    assert seen.state.lane.drafts
+    assert seen.state.drafting.drafts

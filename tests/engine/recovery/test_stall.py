@@ -171,7 +171,11 @@ def test_S25_S27_an_end_below_the_floor_is_replaced_alike_in_every_lane() -> Non
 
 
 def test_S28_the_floor_knows_no_first_token() -> None:
-    assert both([EOS, 11, EOS], recovery(floor=2, below_floor="replace")).emitted == [BEST, 11, EOS]
+    assert both([EOS, 11, EOS], recovery(floor=2, below_floor="replace")).emitted == [
+        BEST,
+        11,
+        EOS,
+    ]
     assert both([EOS, 11, EOS], COMPAT).emitted == [EOS]
 
 
@@ -294,12 +298,12 @@ def test_a_name_is_decided_one_token_at_a_time_without_drafts() -> None:
     state, effects = advance(state, Stepped((COLON, EOS)), policy)
     assert (effects.replace, effects.force) == (900, ())
     assert choices(state) == (901, 910)
-    assert room(state, policy) == state.emitted + 1
+    assert room(state, policy) == state.num_decided + 1
     assert not speculates(state, policy)
-    state, effects = advance(state, Stepped((77,), floor=910), policy)
+    state, effects = advance(state, Stepped((77,), next_best=910), policy)
     assert (effects.replace, effects.force) == (910, (911,))
     assert choices(state) == (912, 920)
-    state, effects = advance(state, Stepped((920,), floor=920), policy)
+    state, effects = advance(state, Stepped((920,), next_best=920), policy)
     assert (effects.replace, effects.force) == (None, (921,))
     assert (choices(state), room(state, policy)) == ((), 60)
     assert speculates(state, policy)

@@ -1,4 +1,4 @@
-"""Takes segments of prompts that were fed, and puts them into rows that need not feed them."""
+"""Move prompt segments between the rows of the device state and the prefix cache."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,9 +11,9 @@ from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import Program
 from dflash_jax.decode.snapshot import Segment
 from dflash_jax.engine.prefix.cache import Node, PrefixCache
+from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import PrefixDisk
 from dflash_jax.engine.prefix.files import Kind
-from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import PlanError, SnapshotError
 from dflash_jax.state import DecodeState
 
@@ -21,12 +21,12 @@ Ids = tuple[int, ...]
 Programs = Mapping[str, Callable[..., Any]]
 
 
-class Snapshots:
-    """The rows' side of the prefix cache; it dispatches, and waits for nothing.
+class PrefixStore:
+    """Saves and restores the segments of prompts. Dispatches only; never waits for the device.
 
     Args:
-      identity: makes a name for all that decides a segment's bits; asked if the plan keeps
-        prefixes on disk.
+      identity: returns a name for everything that determines a segment's bits; called if the plan
+        keeps prefixes on disk.
 
     Raises:
       PlanError: a budget of the plan does not hold a single segment.
@@ -55,82 +55,92 @@ class Snapshots:
         kinds = [(str(np.dtype(x.dtype)), tuple(x.shape)) for x in leaves]
         self.disk = _open_disk(plan, identity, kinds) if plan.prefix_folder else None
 
-    def recall(self, live: Live) -> None:
-        """Begins to read from the disk what memory lacks of a prompt; its row waits for it."""
-        if self.disk is not None and not live.uncached:
-            known = self._held(live).length
-            live.recall = self.disk.read(live.request.prompt, known, self.cache.capacity)
+    def prefetch(self, cursor: PromptCursor) -> None:
+        """Begin to read from disk what memory lacks of a prompt; its row waits for it."""
+        if self.disk is not None and cursor.use_cache:
+            known = self._last_node(cursor.prompt).length
+            cursor.loading = self.disk.read(cursor.prompt, known, self.cache.capacity)
 
-    def restore(self, run: Programs, state: DecodeState, row: int, live: Live) -> DecodeState:
-        """The state after every kept chunk that continues what the row was fed was put into it."""
-        if live.recall is not None:
-            self._take_in(live, live.recall.result())
-            live.recall = None
-        cache, fresh = self.cache, live.fed == 0
-        live.node = cache.root if fresh else live.node
-        while node := self._next(live):
+    def restore(
+        self, run: Programs, state: DecodeState, row: int, cursor: PromptCursor
+    ) -> DecodeState:
+        """Return the state with every cached chunk that continues the row's prompt put into it."""
+        if cursor.loading is not None:
+            self._add_loaded(cursor.prompt, cursor.loading.result())
+            cursor.loading = None
+        cache, fresh = self.cache, cursor.num_fed == 0
+        cursor.node = cache.root if fresh else cursor.node
+        while node := self._next(cursor):
             try:
-                self.check(node.segment, live.fed)
+                self.check(node.segment, cursor.num_fed)
             except SnapshotError:
                 cache.counters.refused += 1
                 cache.drop(node)
                 break
-            state = run["put_segment"](state, np.int32(row), np.int32(live.fed), node.segment)
-            live.node, live.fed = node, node.length
-            live.stats.cached_tokens += cache.chunk
+            place = np.int32(row), np.int32(cursor.num_fed)
+            state = run["put_segment"](state, *place, node.segment)
+            cursor.node, cursor.num_fed = node, node.length
+            cursor.num_cached += cache.chunk
             cache.counters.hit_tokens += cache.chunk
         if fresh:
-            cache.counters.hits += live.fed > 0
-            cache.counters.misses += live.fed == 0
+            cache.counters.hits += cursor.num_fed > 0
+            cache.counters.misses += cursor.num_fed == 0
         return state
 
-    def keep(self, run: Programs, state: DecodeState, row: int, live: Live, start: int) -> None:
-        """Keeps the chunk that was just fed to a row, if it is a whole one and worth keeping."""
-        chunk = live.request.prompt[start : live.fed]
-        if live.node is None or live.node.length != start or len(chunk) < self.cache.chunk:
+    def keep(
+        self, run: Programs, state: DecodeState, row: int, cursor: PromptCursor, start: int
+    ) -> None:
+        """Add the chunk that was just fed to a row to the cache, if it is a whole one."""
+        chunk = cursor.prompt[start : cursor.num_fed]
+        node = cursor.node
+        if node is None or node.length != start or len(chunk) < self.cache.chunk:
             return
-        known = live.node.children.get(chunk)
+        known = node.children.get(chunk)
         segment = known or run["take_segment"](state, np.int32(row), np.int32(start))
-        live.node = self.cache.add(live.node, chunk, segment, position=live.fed)
-        if live.node and not known:
-            live.added.append(live.node)
+        cursor.node = self.cache.add(node, chunk, segment, position=cursor.num_fed)
+        if cursor.node and not known:
+            cursor.added.append(cursor.node)
 
     def forget(self, prompt: Ids, *, after: int = 0) -> None:
-        """Drops what is kept of a prompt past some position, and all that continues it."""
+        """Remove the chunks of a prompt past a position, and all that continue them."""
         if not after:
             self.cache.forget(prompt)
         if self.disk is not None:
             self.disk.forget(prompt, after=after)
 
-    def settle(self, live: Live) -> None:
-        """A request ended: what it added stays, unless its end makes one doubt its prompt."""
-        added, prompt = [node for node in live.added if node.kept], live.request.prompt
-        live.added.clear()
+    def release(self, cursor: PromptCursor, *, tainted: bool) -> None:
+        """Keep what an ended request added, and write it to disk; or remove it.
+
+        Args:
+          tainted: the way the request ended casts doubt on its prompt's segments.
+        """
+        added = [node for node in cursor.added if node.kept]
+        cursor.added.clear()
         if not added:
             return
-        if not live.doubtful:
+        if not tainted:
             if self.disk is not None:
-                self.disk.keep(prompt, {x.length: x.segment for x in added[-1].path()})
+                self.disk.keep(cursor.prompt, {x.length: x.segment for x in added[-1].path()})
             return
         for node in added:
             if node.kept:
                 self.cache.drop(node)
-        self.forget(prompt, after=added[0].length - self.cache.chunk)
+        self.forget(cursor.prompt, after=added[0].length - self.cache.chunk)
 
-    def _held(self, live: Live) -> Node:
-        """How far memory holds a prompt."""
+    def _last_node(self, prompt: Ids) -> Node:
+        """Return the node of the last chunk of a prompt that memory holds without a gap."""
         node = self.cache.root
-        while found := self.cache.find(node, live.request.prompt, node.length):
+        while found := self.cache.find(node, prompt, node.length):
             node = found
         return node
 
-    def _take_in(self, live: Live, found: list[tuple[int, list[np.ndarray]]]) -> None:
-        """Puts what was read from the disk into memory, behind what is there."""
-        prompt, node, expected = live.request.prompt, self._held(live), self._expected
+    def _add_loaded(self, prompt: Ids, found: list[tuple[int, list[np.ndarray]]]) -> None:
+        """Add segments that were read from disk to memory, continuing what is there."""
+        node, expected = self._last_node(prompt), self._expected
         for start, arrays in found:
-            if start < node.length:  # a neighbour has fed it meanwhile
+            if start < node.length:  # another row has fed it meanwhile
                 continue
-            if start > node.length:  # what it continues was evicted meanwhile
+            if start > node.length:  # the chunk before it was evicted meanwhile
                 return
             try:
                 segment = self._segment(arrays)
@@ -152,12 +162,14 @@ class Snapshots:
             raise SnapshotError("a segment lacks the arrays of a layer, or has others")
         return jax.tree.unflatten(structure, arrays)
 
-    def _next(self, live: Live) -> Node | None:
-        """The kept chunk that goes on where the row stands."""
-        return None if live.uncached else self.cache.find(live.node, live.request.prompt, live.fed)
+    def _next(self, cursor: PromptCursor) -> Node | None:
+        """Return the cached chunk that continues the row's prompt, if any."""
+        if not cursor.use_cache:
+            return None
+        return self.cache.find(cursor.node, cursor.prompt, cursor.num_fed)
 
     def check(self, segment: Any, start: int) -> None:
-        """Refuses a segment that is not made as this engine's are; nothing is ever clamped.
+        """Refuse a segment that does not have the form of this engine's; nothing is ever clamped.
 
         Raises:
           SnapshotError: arrays are missing, of another shape or dtype, or past the last slot.

@@ -1,0 +1,292 @@
+"""The engine's loop: schedule work, execute it, process its results.
+
+The host stays one call ahead: it dispatches the next call before it reads the results of the last.
+That is safe because the device ends every row by itself, at stop tokens and length limits, and a
+row that ended makes no progress until the host assigns a new request to it.
+"""
+
+import collections
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from dflash_jax.compiler.settings import Returned, untraced
+from dflash_jax.compiler.variants import Variant
+from dflash_jax.engine.events import EventLog
+from dflash_jax.engine.model_runner import InFlightStep, ModelRunner
+from dflash_jax.engine.output_processor import OutputProcessor, RowUpdates
+from dflash_jax.engine.recovery import controller
+from dflash_jax.engine.scheduler import Scheduler, SchedulerOutput, variants_of
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.errors import ComputeError, DFlashError, RequestError
+from dflash_jax.plan import Plan
+from dflash_jax.utils.forking import check_not_forked
+
+DISK_WAIT = 0.01  # seconds a turn waits for prefixes on disk if there is nothing else to do
+
+
+class EngineCore:
+    """Runs queued requests in turns.
+
+    Any thread may add and cancel requests. One thread at a time runs turns; others that call `step`
+    wait for it.
+
+    Attributes:
+      scheduler: the queue and the rows.
+      in_flight: dispatched steps whose results were not processed yet, the oldest first.
+      events: the log of recovery events.
+    """
+
+    def __init__(self, runner: ModelRunner, plan: Plan):
+        self._runner, self._plan = runner, plan
+        self.scheduler = Scheduler(plan)
+        self.in_flight: collections.deque[InFlightStep] = collections.deque()
+        self.events = EventLog()
+        self._processor = OutputProcessor(plan.block, self.events)
+        self._lock = threading.RLock()  # for scheduler and sequences; not held while waiting
+        self._stepping = threading.Lock()
+        self._interrupted = False  # a turn began and did not end
+
+    # -- one turn -----------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Run one turn: dispatch work if any row can use it, then process results that are due.
+
+        Raises:
+          ComputeError: parameters were donated to a program outside the engine.
+        """
+        check_not_forked()
+        with self._stepping:
+            self._begin_turn()
+            try:
+                untraced(self._turn)
+            except (ValueError, RuntimeError) as error:  # JAX's own errors are RuntimeErrors
+                if self._runner.params_deleted:
+                    raise ComputeError(
+                        "the engine's parameters are gone: another program was given them and had"
+                        " them donated; let it donate copies, and give the engine others by"
+                        " `engine.params = ...`"
+                    ) from error
+                if not isinstance(error, jax.errors.JaxRuntimeError):
+                    raise
+                with self._lock:
+                    self._rebuild(error)
+            self._interrupted = False
+
+    def _turn(self) -> None:
+        with self._lock:
+            self._end_abandoned()
+            self._retry_calls()
+            for sequence in self.scheduler.admit():
+                self._runner.prefetch(sequence.cursor)
+            work = self.scheduler.schedule([step.work for step in self.in_flight])
+            if work is not None:
+                self.in_flight.append(self._runner.execute(work))
+        if not self.in_flight:
+            self._wait_for_threads()
+        most = self._lookahead(work)
+        while len(self.in_flight) > most:
+            step = self.in_flight[0]
+            self._process(step)
+            if step.work.prefill and len(self.in_flight) == 1 and self._in_multi_step():
+                break  # give out the prompts' first tokens before waiting for several steps
+
+    def _process(self, step: InFlightStep) -> None:
+        """Wait for the oldest step, and process its results."""
+        count = 0
+        for results in step.results():
+            count += 1
+            with self._lock:
+                outputs = self._processor.process(step, results)
+                self._apply(outputs)
+        if not step.work.prefill:
+            self.scheduler.pacer.record(count, step.dispatched)
+        with self._lock:
+            if self.in_flight and self.in_flight[0] is step:
+                self.in_flight.popleft()
+
+    def _apply(self, updates: RowUpdates) -> None:
+        """Update the scheduler, the prefix cache and the device after a step was processed."""
+        for sequence in updates.finished:
+            self._release(sequence)
+        for prompt in updates.refuted:
+            self._runner.refute(prompt)
+        if updates.cleared:
+            self._runner.wipe(updates.cleared)
+        if updates.forced:
+            self._runner.dictate(updates.forced)
+            for row in updates.forced:
+                sequence = self.scheduler.rows[row]
+                if sequence and sequence.request.params.penalized:
+                    self._runner.set_logits_state(row, sequence)
+
+    def _lookahead(self, work: SchedulerOutput | None) -> int:
+        """Return how many steps may stay in flight at the end of a turn that dispatched `work`.
+
+        None stays if the host has to follow each step: grammars are advanced by the last tokens,
+        and a call of several steps is waited for, which takes a small part of its time.
+        """
+        if work is None or work.num_steps > 1 or work.variant is Variant.CONSTRAINED:
+            return 0
+        return self._plan.lookahead
+
+    def _in_multi_step(self) -> bool:
+        return self.in_flight[0].work.num_steps > 1
+
+    def _wait_for_threads(self) -> None:
+        """Wait a little for what threads load or compile for running requests."""
+        work: list[concurrent.futures.Future[Any]] = [
+            future
+            for sequence in self.scheduler.running
+            for future in (sequence.cursor.loading, sequence.call_grammar)
+            if future
+        ]
+        if work:
+            concurrent.futures.wait(work, DISK_WAIT, concurrent.futures.FIRST_COMPLETED)
+
+    def _retry_calls(self) -> None:
+        for sequence in self._processor.retry_calls(self.scheduler.running):
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Free the queue place or the row of a request that ended."""
+        self.scheduler.remove(sequence)
+        self._runner.release(sequence.cursor, tainted=sequence.tainted)
+
+    # -- for callers --------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do; ends dropped and cancelled requests first."""
+        check_not_forked()
+        with self._lock:
+            if any(x.dropped or x.cancel for x in self._unfinished()):
+                self.tidy()
+            return bool(self.in_flight or self.scheduler.unfinished)
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue requests, all of them or none.
+
+        Raises:
+          QueueFullError: the queue has no room for all of them.
+        """
+        check_not_forked()
+        with self._lock:
+            if len(self.scheduler.waiting) + len(sequences) > self._plan.queue:
+                self._end_abandoned()
+            self.scheduler.add(sequences)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a request in the queue or in its row; does nothing if it already ended."""
+        check_not_forked()
+        with self._lock:
+            if not sequence.done:
+                sequence.take(controller.Cancelled())
+                self._release(sequence)
+                self._discard_unread()
+
+    def tidy(self) -> None:
+        """End dropped, cancelled and overdue requests, as the next turn would."""
+        check_not_forked()
+        with self._lock:
+            self._end_abandoned()
+            self._discard_unread()
+
+    def break_even(self) -> float:
+        """Measure how many tokens a drafted round must commit to pay off, while nothing runs.
+
+        Raises:
+          RequestError: requests are running.
+        """
+
+        def measure() -> float:
+            return self._runner.break_even(self.scheduler.rules())
+
+        return self.while_idle(lambda: untraced(measure))
+
+    def while_idle(self, work: Callable[[], Returned]) -> Returned:
+        """Call a function that no request may run next to.
+
+        Raises:
+          RequestError: requests are running.
+        """
+        check_not_forked()
+        with self._stepping:
+            self._begin_turn()
+            with self._lock:
+                self._end_abandoned()
+                idle = not self.scheduler.unfinished
+                while idle and self.in_flight:  # left over from requests that ended
+                    self._process(self.in_flight[0])
+                try:
+                    done = [work()] if idle else []
+                except DFlashError:  # refused, and nothing was changed
+                    self._interrupted = False
+                    raise
+            self._interrupted = False
+        if not done:
+            raise RequestError("requests are running; let them end, or close their streams, first")
+        return done[0]
+
+    # -- ends and failures --------------------------------------------------------------------
+
+    def _unfinished(self) -> Iterable[Sequence]:
+        return [*self.scheduler.waiting, *self.scheduler.running]
+
+    def _end_abandoned(self) -> None:
+        """End requests that were cancelled or dropped, or whose time is up."""
+        now = time.perf_counter()
+        for sequence in self._unfinished():
+            if not sequence.done:
+                if sequence.cancel:
+                    sequence.abandon()
+                elif sequence.dropped:
+                    sequence.take(controller.Cancelled())
+                elif now > sequence.deadline:
+                    sequence.stats.recovery["deadline"] += 1
+                    self._processor.report(sequence, ("deadline",))
+                    sequence.take(controller.Cancelled(controller.Finish.LENGTH))
+            if sequence.done:  # also one whose release was interrupted
+                self._release(sequence)
+
+    def _discard_unread(self) -> None:
+        """Drop steps in flight if no request waits for them, unless a turn may be reading one.
+
+        A turn that begins waits for the lock, which is held here, before it looks at them.
+        """
+        if not self.scheduler.unfinished and not self._stepping.locked():
+            self.in_flight.clear()
+
+    def _begin_turn(self) -> None:
+        """Rebuild all rows if the last turn was interrupted, as by Ctrl-C.
+
+        The device state it was given back, or results it was reading, may be lost then. This is no
+        context manager: one that is interrupted as it begins or ends would keep its lock.
+        """
+        if self._interrupted:
+            with self._lock:
+                self._rebuild()
+        self._interrupted = True
+
+    def _rebuild(self, error: Exception | None = None) -> None:
+        """Start with a new device state: prompts and outputs are fed again (R12).
+
+        A failed step takes the donated state with it.
+
+        Args:
+          error: the device's failure; None if there was none.
+        """
+        self.in_flight.clear()
+        self._runner.reset()
+        for sequence in self.scheduler.running:
+            if not sequence.done:
+                sequence.rebuild(error)
+            if sequence.done:
+                self._release(sequence)
+            elif sequence.rebuilding:
+                needed = {*variants_of(sequence), Variant.FORCED_TOKENS}
+                self._runner.compiled.compile(needed, workers=1)

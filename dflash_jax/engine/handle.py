@@ -1,0 +1,130 @@
+"""A submitted request as its caller holds it."""
+
+from collections.abc import Callable, Iterator
+
+from dflash_jax.engine.result import Piece, Result, Stats
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.errors import RequestError
+
+
+class RequestHandle:
+    """A submitted request. `Engine.advance` runs it; any thread may look at it.
+
+    Handles come from `Engine.submit`, `submit_several` and `prepare`.
+    """
+
+    __slots__ = ("sequence",)
+
+    def __init__(self, sequence: Sequence):
+        self.sequence = sequence  # the engine's own
+
+    @property
+    def number(self) -> int:
+        """The number by which log lines name the request; unique in the process."""
+        return self.sequence.number
+
+    @property
+    def done(self) -> bool:
+        """Whether the request ended; its pieces are complete then."""
+        return self.sequence.done
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the request ended: "stop", "length", "cancelled" or "error"; None while it runs."""
+        return self.sequence.finish.value if self.sequence.finish else None
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Output so far, in the portions in which it was generated. The list only grows."""
+        return self.sequence.output.pieces
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Output tokens so far."""
+        return self.sequence.output.ids
+
+    @property
+    def num_fed(self) -> int:
+        """Prompt tokens computed, or restored from the prefix cache, so far."""
+        return self.sequence.cursor.num_fed
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens restored from the prefix cache so far."""
+        return self.sequence.cursor.num_cached
+
+    @property
+    def stats(self) -> Stats:
+        """Statistics so far."""
+        return self.sequence.stats
+
+    def delay(self, seconds: float) -> None:
+        """Count seconds before the request was queued as `Stats.compile_s`; moves its deadline."""
+        self.sequence.delay(seconds)
+
+    def result(self) -> Result:
+        """Return the result of a finished request.
+
+        Raises:
+          RequestError: the request still runs, or its grammar gave up.
+          ComputeError: the device or the target's numbers broke.
+        """
+        if not self.sequence.done:
+            raise RequestError("the request still runs; call `Engine.advance` until it is done")
+        return self.sequence.result()
+
+
+class Stream:
+    """A running request: iterate over it for pieces, then read `result`.
+
+    A stream that is garbage-collected before its end cancels the request at the engine's next
+    turn. That takes no lock, as collection may happen in any thread at any time.
+    """
+
+    def __init__(
+        self,
+        handle: RequestHandle,
+        advance: Callable[[], None],
+        cancel: Callable[[RequestHandle], None],
+    ):
+        self._handle, self._advance, self._cancel = handle, advance, cancel
+
+    def __iter__(self) -> Iterator[Piece]:
+        handle, given = self._handle, 0
+        try:
+            while True:
+                done = handle.done  # before looking: another thread may drive the engine
+                while given < len(handle.pieces):
+                    given += 1
+                    yield handle.pieces[given - 1]
+                if done:
+                    handle.result()
+                    return
+                self._advance()
+        except GeneratorExit:
+            handle.sequence.dropped = True
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def __del__(self) -> None:
+        self._handle.sequence.dropped = True
+
+    def close(self) -> None:
+        """End the request if it still runs; its output so far stays in `result`."""
+        self._cancel(self._handle)
+
+    @property
+    def result(self) -> Result:
+        """The result, once iteration ended or the stream was closed.
+
+        Raises:
+          RequestError: the stream still runs, or its grammar gave up.
+          ComputeError: the device or the target's numbers broke.
+        """
+        if self._handle.sequence.dropped:
+            self.close()
+        if not self._handle.done:
+            raise RequestError("the stream still runs; iterate it to its end, or close it first")
+        return self._handle.result()
