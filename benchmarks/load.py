@@ -155,7 +155,7 @@ def _judge(one: _Running, truth: dict[Any, list[int]], traffic: Traffic) -> None
     if wanted is None:
         return
     traffic.greedy += 1
-    length = one.live.sequence.request.max_tokens
+    length = one.live.sequence.request.params.max_tokens
     whole = result.finish_reason == "cancelled" or len(result.token_ids) == length
     traffic.different += not whole or result.token_ids != wanted[: len(result.token_ids)]
 

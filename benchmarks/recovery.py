@@ -34,7 +34,7 @@ def events_of(engine: Engine, turn: Turn) -> tuple[RequestHandle, list[controlle
         prompt_of(turn, engine), max_tokens=turn.max_tokens, recovery=SETTINGS["on"]
     )
     judge = live.sequence.take
-    live.sequence.take = lambda event: (heard.append(event), judge(event))[1]  # pyrefly: ignore
+    live.sequence.take = lambda event, logprobs=None: (heard.append(event), judge(event))[1]  # pyrefly: ignore
     while not live.done:
         engine.advance()
     return live, heard

@@ -186,7 +186,7 @@ class _Session:
         return engine
 
     def _advance(self, number: int, engine: Engine) -> None:
-        numbers = [live.number if live else 0 for live in engine.core.scheduler.rows]
+        numbers = [x.number if x else 0 for x in engine.core.scheduler.rows]
         if numbers != self._scripted[number] and self._scripts:
             found = {row: self._scripts.get(n) for row, n in enumerate(numbers)}
             set_row_scripts(engine, {row: script for row, script in found.items() if script})

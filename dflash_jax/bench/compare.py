@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Unpack
 
-from dflash_jax.engine.arguments import Options
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
+from dflash_jax.engine.sampling_params import SamplingOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Comparison:
         return statistics.median(a / b for a, b in zip(self.speculative, slow, strict=True))
 
 
-def check(engine: Engine, prompt: Sequence[int], **options: Unpack[Options]) -> Check:
+def check(engine: Engine, prompt: Sequence[int], **options: Unpack[SamplingOptions]) -> Check:
     """Decodes greedily with and without drafting."""
     fast = engine.generate(prompt, **options, speculative=True)
     slow = engine.generate(prompt, **options, speculative=False)
@@ -75,7 +75,7 @@ def compare(
     *,
     repeats: int = 3,
     seconds: float = 1.0,
-    **options: Unpack[Options],
+    **options: Unpack[SamplingOptions],
 ) -> Comparison:
     """Times the three lanes in turn after one untimed round.
 

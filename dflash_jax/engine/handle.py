@@ -58,6 +58,15 @@ class RequestHandle:
         """Statistics so far."""
         return self.sequence.stats
 
+    @property
+    def dropped(self) -> bool:
+        """Whether the request was given up by `drop`."""
+        return self.sequence.dropped
+
+    def drop(self) -> None:
+        """Have the engine's next turn cancel the request. Takes no lock."""
+        self.sequence.dropped = True
+
     def delay(self, seconds: float) -> None:
         """Count seconds before the request was queued as `Stats.compile_s`; moves its deadline."""
         self.sequence.delay(seconds)
@@ -102,14 +111,14 @@ class Stream:
                     return
                 self._advance()
         except GeneratorExit:
-            handle.sequence.dropped = True
+            handle.drop()
             raise
         except BaseException:
             self.close()
             raise
 
     def __del__(self) -> None:
-        self._handle.sequence.dropped = True
+        self._handle.drop()
 
     def close(self) -> None:
         """End the request if it still runs; its output so far stays in `result`."""
@@ -123,7 +132,7 @@ class Stream:
           RequestError: the stream still runs, or its grammar gave up.
           ComputeError: the device or the target's numbers broke.
         """
-        if self._handle.sequence.dropped:
+        if self._handle.dropped:
             self.close()
         if not self._handle.done:
             raise RequestError("the stream still runs; iterate it to its end, or close it first")

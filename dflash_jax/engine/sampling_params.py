@@ -116,7 +116,7 @@ class SamplingParams:
         for name, (low, high, expected) in _INTEGERS.items():
             value = getattr(self, name)
             fits = type(value) is int and low <= value <= high
-            check(fits or (value is None and "None" in expected), name, value, expected)
+            check(fits or (value is None and name in _OPTIONAL), name, value, expected)
         for name, (low, high, expected) in _NUMBERS.items():
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -125,7 +125,7 @@ class SamplingParams:
             if (value := getattr(self, name)) is not None:
                 from dflash_jax.decode.logits_processing import TOP  # which imports JAX
 
-                expected = f"None, or the number of alternatives to report, 0 to {TOP}"
+                expected = f"None, or how many alternatives to report, 0 to {TOP}"
                 check(type(value) is int and 0 <= value <= TOP, name, value, expected)
         ends = _items("stop_token_ids", self.stop_token_ids, "token ids, integers from 0")
         check(all(map(is_id, ends)), "stop_token_ids", list(ends), "token ids, integers from 0")
@@ -177,9 +177,10 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
     "max_tokens": (1, 2**31 - 1, "an integer of at least 1"),
     "min_tokens": (0, 2**31 - 1, "an integer from 0 to max_tokens"),
     "top_k": (0, 2**31 - 1, "0 (off) or a positive integer below 2**31"),
-    "seed": (0, 2**32 - 1, "None, or an integer from 0 to 2**32 - 1"),
+    "seed": (0, 2**32 - 1, "an integer from 0 to 2**32 - 1"),
     "block_size": (1, 2**31 - 1, "None, or an integer of at least 1"),
 }
+_OPTIONAL = ("seed", "block_size")
 _PENALTY = (-2, 2, "a number from -2 to 2")
 _NUMBERS: dict[str, tuple[float, float, str]] = {
     "temperature": (0, MAX_TEMPERATURE, f"0 (greedy) or a number up to {MAX_TEMPERATURE}"),

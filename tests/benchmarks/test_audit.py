@@ -1,6 +1,7 @@
 """The audit in its short form, and proof that it finds faults: see `benchmarks/audit`."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -22,9 +23,10 @@ from dflash_jax.compiler.programs import ALL_LANES
 from dflash_jax.decode import block
 from dflash_jax.decode.logits_processing import Shaping
 from dflash_jax.engine import forced_tokens as dictation
-from dflash_jax.engine.handle import RequestHandle
-from dflash_jax.engine.output_processor import OutputProcessor
+from dflash_jax.engine.core import EngineCore
+from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery.controller import Finish
+from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.structured.grammars import Grammar
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
@@ -178,12 +180,13 @@ def shifted_segments(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
 
 def stale_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
     """After a cancellation, the row's next request goes on at the position of the last one."""
-    release, stale = OutputProcessor.release, set()
+    release, stale = EngineCore._release, set()
 
-    def noted(self: OutputProcessor, live: RequestHandle) -> None:
-        if live.finish_reason is Finish.CANCELLED and live in self._rows.lives:
-            stale.add(self._rows.lives.index(live))
-        release(self, live)
+    def noted(self: EngineCore, sequence: Sequence) -> None:
+        rows = self.scheduler.rows
+        if sequence.finish is Finish.CANCELLED and sequence in rows:
+            stale.add(rows.index(sequence))
+        release(self, sequence)
 
     def feed(program: Any, *arguments: Any) -> Any:
         *others, first, tokens, count, fresh, rules = arguments
@@ -192,26 +195,27 @@ def stale_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
             fresh = np.zeros_like(fresh)
         return program(*others, first, tokens, count, fresh, rules)
 
-    patch.setattr(OutputProcessor, "release", noted)
+    patch.setattr(EngineCore, "_release", noted)
     changed(patch, engine, "prefill", feed)
 
 
 def wrong_readers(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
     """A row's new request takes answers that were on their way to the one that was cancelled."""
-    tell = OutputProcessor.tell
+    process = EngineCore._process
 
-    def to_the_row(self: OutputProcessor, flight: Any, steps: Any) -> None:
-        lives = self._rows.lives
-        for row in flight.readers:
-            if (
-                flight.decode
-                and (live := lives[row])
-                and live.num_fed == len(live.sequence.request.prompt)
-            ):
-                flight.readers[row] = live
-        tell(self, flight, steps)
+    def to_the_row(self: EngineCore, step: InFlightStep) -> None:
+        rows = self.scheduler.rows
+        for row in () if step.work.prefill else step.work.sequences:
+            if (sequence := rows[row]) and sequence.cursor.done:
+                there = {row: sequence}, {row: sequence.epoch}
+                sequences, epochs = step.work.sequences, step.work.epochs
+                work = dataclasses.replace(
+                    step.work, sequences=sequences | there[0], epochs=epochs | there[1]
+                )
+                object.__setattr__(step, "work", work)
+        process(self, step)
 
-    patch.setattr(OutputProcessor, "tell", to_the_row)
+    patch.setattr(EngineCore, "_process", to_the_row)
 
 
 def short_rebuild(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:

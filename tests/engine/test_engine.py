@@ -316,7 +316,8 @@ def test_streams_that_were_let_go_of_are_in_nobodys_way(tiny: Engine) -> None:
 
 def test_a_stream_left_open_at_exit_needs_nothing_of_the_emptied_modules() -> None:
     emptied: Any = None
-    live: Any = type("Live", (), {"done": False, "pieces": ["a"]})
+    drop = staticmethod(lambda: None)
+    live: Any = type("Handle", (), {"done": False, "pieces": ["a"], "drop": drop})
     pieces: Any = iter(Stream(live, emptied, emptied))
     assert next(pieces) == "a"
     pieces.close()
@@ -379,7 +380,7 @@ def test_a_row_that_does_not_draft_decodes_plainly_beside_one_that_does(tiny3: E
     while not beside.done:
         tiny3.advance()
     assert drafting.stats.rounds > 5
-    assert beside.ids == alone.token_ids
+    assert beside.token_ids == alone.token_ids
     assert (beside.stats.rounds, beside.stats.drafted) == (0, 0)
     assert beside.stats.plain_steps == alone.stats.plain_steps == 23
     tiny3.cancel(drafting)
@@ -390,7 +391,7 @@ def test_cancelling_one_request_does_not_disturb_its_neighbours(tiny3: Engine) -
     keep, drop = tiny3.submit([7, 7], max_tokens=30), tiny3.submit(PROMPT, max_tokens=30)
     late = tiny3.submit(PROMPT, max_tokens=10)
     for _ in range(100):
-        if drop.ids:
+        if drop.token_ids:
             tiny3.cancel(drop)
         if keep.done and late.done:
             break
@@ -737,6 +738,9 @@ class Handed:
     def result(self) -> None:
         """As of an ended request."""
 
+    def drop(self) -> None:
+        """Nothing to do: it ended."""
+
 
 def test_a_stream_gives_what_came_while_it_looked_whether_more_comes() -> None:
     live = Handed()
@@ -770,7 +774,7 @@ def test_many_prompts_wait_for_a_queue_that_others_fill(
     refused = []
     add = tiny3.core.add
 
-    def once(sequences: list[Sequence]) -> None:
+    def once(sequences: list[Any]) -> None:
         if not refused:
             refused.append(sequences)
             raise QueueFullError("somebody else was faster")

@@ -247,7 +247,7 @@ def test_rows_with_the_same_prompt_share_what_another_row_fed(warm: Engine) -> N
     second = warm.submit(prompt, max_tokens=8)
     while not (first.done and second.done):
         warm.advance()
-    assert first.ids == second.ids == wanted
+    assert first.token_ids == second.token_ids == wanted
     assert second.stats.cached_tokens >= CHUNK
 
 
@@ -439,7 +439,7 @@ def test_P11_features_stand_where_keys_stand_whatever_is_accepted(
         stream = scripted.stream(prompt, max_tokens=40)
         for piece in stream:
             assert piece.token_ids
-            live = stream._live
+            live = stream._handle
             fed = len(prompt) + live.sequence.state.fed
             assert int(scripted.runner.state.position[0]) >= fed  # a step ahead of what was read
         assert stream.result.token_ids == truth

@@ -453,7 +453,7 @@ def test_C18_time_that_is_up_ends_with_what_there_is(
     live = tiny.submit(PROMPT, max_tokens=40, recovery=recovery(deadline_s=5))
     while len(live.token_ids) < 5:
         tiny.advance()
-    monkeypatch.setattr(live, "deadline", live.sequence.deadline - 5)
+    monkeypatch.setattr(live.sequence, "deadline", live.sequence.deadline - 5)
     tiny.advance()
     assert live.result().finish_reason == "length"
     assert 5 <= len(live.token_ids) < 40
@@ -490,7 +490,7 @@ def test_lanes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) ->
     assert len(list(seeded)) > 0
     assert not seeded.result.stats.fallbacks
     greedy = engine.submit(PROMPT, max_tokens=1)
-    assert (seeded._live.policy.fixed, greedy.policy.fixed) == (True, False)
+    assert (seeded._handle.sequence.policy.fixed, greedy.sequence.policy.fixed) == (True, False)
     engine.cancel(greedy)
 
 

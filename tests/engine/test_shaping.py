@@ -122,8 +122,8 @@ def test_neighbours_and_earlier_requests_leave_no_trace(tiny3: Engine) -> None:
     while not all(live.done for live in lives):
         tiny3.advance()
     assert [live.token_ids for live in (lives[1], lives[4])] == [alone, alone]
-    assert lives[2].ids == drawn
-    assert lives[0].ids == shaped
+    assert lives[2].token_ids == drawn
+    assert lives[0].token_ids == shaped
 
 
 @pytest.mark.parametrize("speculative", [True, False])
