@@ -1,7 +1,7 @@
-"""Recovery events for logs: never a word of the prompt or the output, silent while all is well.
+"""Log recovery events, without any text of prompts or outputs.
 
-Counters (`Stats.recovery`) come first; the logger `dflash_jax.recovery` and the optional capped
-file are for whoever wants to know when.
+`Stats.recovery` counts the events; the logger `dflash_jax.recovery` and an optional capped file
+record when they happened.
 """
 
 import contextlib
@@ -20,34 +20,34 @@ CAP = 2**20  # bytes of one file; one older file is kept
 
 
 class EventLog:
-    """Reports events of one engine: to the logger, and to a file where a directory is given."""
+    """Reports events of one engine to the logger, and to a file if a directory is given."""
 
     def __init__(self) -> None:
-        self.failures = 0  # events that a file or a handler refused
+        self.failures = 0  # events that a file or a handler failed to take
 
     def report(
         self, kind: str, request: int, *, directory: str | None = None, **figures: int
     ) -> None:
-        """One event. A file or a handler that fails costs a count, never a request."""
+        """Report one event. A file or handler that fails is counted; the request goes on."""
         record = {"event": kind, "request": request} | figures
         try:
             logger.info("%s", kind, extra={"dflash": record})
-        except Exception:  # a handler is anybody's
+        except Exception:  # handlers are user code
             self.failures += 1
         if directory is not None:
             try:
                 append(Path(directory), json.dumps(record) + "\n")
-            except (OSError, ValueError):  # the latter for a name that no file can have
+            except (OSError, ValueError):  # ValueError: an invalid file name
                 self.failures += 1
 
 
 def append(directory: Path, line: str) -> None:
-    """Adds a line to the directory's event file, which stays below its cap.
+    """Append a line to the directory's event file, which stays below its cap.
 
-    The file is judged by its descriptor, so nobody can swap it between look and use.
+    The file is checked by its descriptor, so that it cannot be exchanged in between.
 
     Raises:
-      OSError: the file is a link, a pipe, a folder, somebody else's, or cannot be written.
+      OSError: the file is a link, a pipe, a folder, of another user, or cannot be written.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What a caller gets back: pieces while a request runs, a result and its statistics after."""
+"""Results of requests: pieces while they run, a result and its statistics afterwards."""
 
 import collections
 import dataclasses
@@ -11,45 +11,45 @@ _SHORT.maxstring = 60
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the target found a token, before penalties, biases, temperature and filters."""
+    """A token's log-probability, before penalties, biases, temperature and filters."""
 
     token_id: int
-    logprob: float | None  # None for one that was dictated, not chosen, and a prompt's first
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens at its place, best first
+    logprob: float | None  # None for a forced token, and for the first of a prompt
+    top: tuple[tuple[int, float], ...]  # the most likely tokens at its position, best first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """New output of a stream. Nothing given is ever taken back."""
+    """New output of a request. Nothing in it is ever taken back."""
 
     token_ids: tuple[int, ...]
-    text: str  # empty where the engine has no tokenizer, or a character is unfinished
-    logprobs: tuple[TokenLogprob, ...] = ()  # of every token, where the request asks for them
+    text: str  # empty without a tokenizer, or while a character is incomplete
+    logprobs: tuple[TokenLogprob, ...] = ()  # of every token, if the request asks for them
 
 
 @dataclasses.dataclass(kw_only=True)
 class Stats:
-    """How a request went. Times in seconds.
+    """Statistics of a request. Times in seconds.
 
     Attributes:
-      rounds: speculative steps that decided at least one token.
-      plain_steps: steps without drafting that decided a token.
-      drafted: drafts that were verified; those a low chance to survive cut off are not.
-      acceptance_lengths: tokens decided per round, bonus included.
+      rounds: draft-verify rounds that committed at least one token.
+      plain_steps: steps without drafting that committed a token.
+      drafted: number of drafts that were verified; `Plan.min_survival` leaves some out.
+      acceptance_lengths: tokens committed per round, bonus token included.
       drafts_per_round: drafts verified in each round.
-      accepted_per_position: rounds in which the draft at each place was accepted.
+      accepted_per_position: rounds in which the draft at each position was accepted.
       prefill_s: from the start of the prompt to the first token.
       decode_s: from the first token to the last.
       compile_s: spent compiling programs for this request; 0 once the engine is warm.
-      fallbacks: reasons why rounds were not drafted, with counts; among them "empty_retry", an
-        answer in which nothing was visible and that was decoded once more without drafts, and how
-        that ended: "empty_retry_recovered" or "empty_retry_confirmed_eos".
-      recovery: recovery events, with counts: what happened to the answer that was given. They are
-        the same with and without drafts, and for every block size.
+      fallbacks: reasons for rounds without drafts, with counts; among them "empty_retry", an answer
+        without visible output that was decoded again without drafts, and the outcome of that:
+        "empty_retry_recovered" or "empty_retry_confirmed_eos".
+      recovery: recovery events of the answer, with counts. They are the same with and without
+        drafts, and for every block size.
     """
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache and not fed
+    cached_tokens: int = 0  # of the prompt, restored from the prefix cache
     output_tokens: int = 0
     rounds: int = 0
     plain_steps: int = 0
@@ -67,7 +67,7 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens per round, bonus included (tau); None without a round."""
+        """Mean tokens per round, bonus token included (τ); None without a round."""
         return sum(self.acceptance_lengths) / self.rounds if self.rounds else None
 
     @property
@@ -76,11 +76,12 @@ class Stats:
         return (self.output_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
     def count_round(self, decided: int, drafted: int, places: int) -> None:
-        """Books one speculative round that decided tokens, of which all but one were drafts.
+        """Count a draft-verify round.
 
         Args:
-          drafted: drafts that were verified.
-          places: drafts of a whole block.
+          decided: number of tokens it committed; all but the last were drafts.
+          drafted: number of drafts that were verified.
+          places: number of drafts in a whole block.
         """
         if not decided:
             return
@@ -94,11 +95,11 @@ class Stats:
             self.accepted_per_position[place] += 1
 
     def to_json(self) -> dict[str, Any]:
-        """All figures as JSON values."""
+        """Return all figures as JSON values."""
         derived = {
             "acceptance_length": self.acceptance_length,
             "tokens_per_s": self.tokens_per_s,
-            "fallbacks": dict(self.fallbacks),  # asdict counts a Counter's items anew
+            "fallbacks": dict(self.fallbacks),  # asdict would count a Counter's items
             "recovery": dict(self.recovery),
         }
         return dataclasses.asdict(self) | derived
@@ -109,22 +110,24 @@ class Result:
     """A finished request. `finish_reason` is "stop", "length" or "cancelled"."""
 
     token_ids: list[int]
-    text: str | None  # None where the engine has no tokenizer
+    text: str | None  # None without a tokenizer
     finish_reason: str
     stats: Stats
-    logprobs: list[TokenLogprob] | None = None  # None where the request did not ask
-    prompt_logprobs: list[TokenLogprob] | None = None  # likewise; of every token of the prompt
+    logprobs: list[TokenLogprob] | None = None  # None if not requested
+    prompt_logprobs: list[TokenLogprob] | None = (
+        None  # of every token of the prompt; None if not requested
+    )
 
     def __repr__(self) -> str:
-        said = "" if self.text is None else f": {_SHORT.repr(self.text)}"
+        text = "" if self.text is None else f": {_SHORT.repr(self.text)}"
         tau = self.stats.acceptance_length
         drafted = "" if tau is None else f", acceptance length {tau:.2f}"
         count = len(self.token_ids)
         tokens = f"{count} token{'s' * (count != 1)}"
-        return f"<Result: {tokens} ({self.finish_reason}){drafted}{said}>"
+        return f"<Result: {tokens} ({self.finish_reason}){drafted}{text}>"
 
     def to_json(self) -> dict[str, Any]:
-        """The object `dflash-jax generate --json` prints."""
+        """Return the object that `dflash-jax generate --json` prints."""
         fields: dict[str, Any] = {
             "token_ids": self.token_ids,
             "text": self.text,

@@ -11,7 +11,13 @@ from typing import NamedTuple
 from dflash_jax.engine.detokenizer import OutputBuffer
 from dflash_jax.engine.forced_tokens import Dictated
 from dflash_jax.engine.prefix.cursor import PromptCursor
-from dflash_jax.engine.recovery import CancelCell, controller, repeated_calls, speculation
+from dflash_jax.engine.recovery import (
+    CancelCell,
+    controller,
+    repeated_calls,
+    request_state,
+    speculation,
+)
 from dflash_jax.engine.recovery.guards import runaway_drop
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import Result, Stats, TokenLogprob
@@ -118,20 +124,20 @@ class Sequence:
     def tainted(self) -> bool:
         """Whether what the ended request added to the prefix cache should serve no other one."""
         failed = self.finish is controller.Finish.ERROR or bool(self.cancel)
-        return failed or not controller.is_visible(self.state, self.policy)
+        return failed or not request_state.is_visible(self.state.ids, self.policy)
 
     @property
     def _scores_prompt(self) -> bool:
         return self.request.params.prompt_logprobs is not None
 
     def _settings(self) -> RowSettings:
-        room = controller.room(self.state, self.policy)
+        room = request_state.room(self.state, self.policy)
         return RowSettings(
             self.request,
             len(self.request.prompt) + room,
-            controller.speculates(self.state, self.policy),
-            controller.choices(self.state)[:CHOICES],
-            controller.opening(self.state, self.policy),
+            request_state.speculates(self.state, self.policy),
+            request_state.choices(self.state)[:CHOICES],
+            request_state.opening(self.state, self.policy),
         )
 
     def delay(self, seconds: float) -> None:

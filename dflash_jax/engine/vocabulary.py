@@ -1,4 +1,4 @@
-"""What a tokenizer's vocabulary means to the recovery rules of one request."""
+"""Look up a tokenizer's vocabulary for the recovery rules of one request."""
 
 import functools
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from dflash_jax.tool_parsers import Syntax, syntax_of
 from dflash_jax.tool_parsers.grammar import call_grammar
 from dflash_jax.tool_parsers.tool_schema import call_beginnings, choice_of, tools_of
 
-PROMPT_END = 64  # ids of the prompt that show whether it opened a thought
+PROMPT_END = 64  # ids at the end of a prompt that show whether it opens a thought
 AFTER_CALLS = ("", "\n", "\n\n", " ", "<")  # a closing marker may end in one token with these
-COLON_ENDS = (":", "`:", "):", '":')  # a colon may be one token with what stands before it
+COLON_ENDS = (":", "`:", "):", '":')  # a token may join a colon and the characters before it
 
 
 def words_of(
@@ -23,7 +23,7 @@ def words_of(
     tools: Sequence[Any] | None,
     tool_choice: Any,
 ) -> Words:
-    """The words of a request.
+    """Return the vocabulary for the rules of a request.
 
     Raises:
       RequestError: `tool_choice` names a tool that was not declared.
@@ -70,7 +70,7 @@ def calls_grammar(words: Words, tokenizer: Tokenizer) -> str:
 
 
 def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Whether a prompt ends inside a thought."""
+    """Return whether a prompt ends inside a thought."""
     syntax = syntax_of(tokenizer.teaches)
     if syntax is None or syntax.thought is None:
         return False
@@ -80,12 +80,12 @@ def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _ids(tokenizer: Tokenizer, text: str) -> Ids:
-    """Ids of a text that continues another: nothing is put in front."""
+    """Return the ids of a text that continues another, without a start token."""
     return tuple(tokenizer.encode(text, specials=False)) if text else ()
 
 
 def _special(tokenizer: Tokenizer, text: str) -> int:
-    """The id of a special token; -1 where the text is none."""
+    """Return the id of a special token; -1 if the text is none."""
     ids = _ids(tokenizer, text)
     return ids[0] if len(ids) == 1 and text in tokenizer.special_texts else -1
 
@@ -98,7 +98,7 @@ def _all_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[Ids, ...]:
 
 @functools.lru_cache(maxsize=16)
 def _hidden(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
-    """Special tokens, which texts leave out, but for those around a thought."""
+    """Return the special tokens, which texts leave out, except those around a thought."""
     thought = syntax.thought if syntax else None
     shown = thought.opening + thought.closing if thought else ""
     added = tokenizer.core.get_added_tokens_decoder()
@@ -107,7 +107,7 @@ def _hidden(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=16)
 def _call_ends(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
-    """Ids with which the closing marker of a tool call can end."""
+    """Return ids with which the closing marker of a tool call can end."""
     closes = repeated_calls.closes(syntax) if syntax else ()
     found = (_ids(tokenizer, close + after) for close in closes for after in AFTER_CALLS)
     ends = {i for ids in found for i in ids[-2:]}
@@ -117,6 +117,6 @@ def _call_ends(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=16)
 def _colons(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids on which a text that ends in a colon can end, newlines behind it included."""
+    """Return ids with which a text that ends in a colon, and newlines, can end."""
     ends = {_ids(tokenizer, end + lines)[-1] for end in COLON_ENDS for lines in ("", "\n", "\n\n")}
     return frozenset(i for i in ends if ":" in tokenizer.raw((i,)))

@@ -16,9 +16,8 @@ from dflash_jax.engine.recovery.controller import (
     State,
     Stepped,
     advance,
-    speculates,
 )
-from dflash_jax.engine.recovery.request_state import TokenIds
+from dflash_jax.engine.recovery.request_state import TokenIds, speculates
 
 FIRST, STOP = 0, 9
 

@@ -1,13 +1,11 @@
-"""Prompt prefixes that need not be fed again: a tree of chunks, compared by their ids.
+"""The prefix cache in memory: a tree of prompt chunks, compared by token ids.
 
-A node stands for one chunk of token ids after those of its parents, so a path from the root is
-a prefix that ends on the chunk grid. It holds the chunk's segment (`decode.snapshot`): target
-keys and values, recurrent states, the drafter's context. No logits are kept: the last chunk of
-a prompt is always fed, so the first token comes from where it would come from anyway, and
-nothing is ever fed twice.
+A node is one chunk of token ids, and a path from the root a prefix that ends on the chunk grid. A
+node holds the chunk's segment (`decode.snapshot`): target keys and values, recurrent states, the
+drafter's context. Logits are not kept: the last chunk of a prompt is always fed, and decides the
+first token.
 
-The node evicted is the one longest unused that no other node continues. Standard library only;
-segments are opaque here.
+The least recently used leaf is evicted. Standard library only; segments are opaque here.
 """
 
 import collections
@@ -20,7 +18,7 @@ from dflash_jax.errors import SnapshotError
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A chunk of a prefix."""
+    """One chunk of a prefix."""
 
     ids: tuple[int, ...]
     parent: "Node | None"
@@ -30,7 +28,7 @@ class Node:
     kept: bool = True  # False once dropped
 
     def path(self) -> "Iterator[Node]":
-        """The chunks of the prefix that ends here, the last first."""
+        """Return the nodes of the prefix that ends here, the last first."""
         node: Node | None = self
         while node is not None and node.parent is not None:
             yield node
@@ -38,8 +36,8 @@ class Node:
 
 
 @dataclasses.dataclass
-class Counters:
-    """What happened so far."""
+class CacheCounters:
+    """Events of a prefix cache so far."""
 
     hits: int = 0  # requests that found a part of their prompt
     misses: int = 0
@@ -50,7 +48,7 @@ class Counters:
 
 
 class PrefixCache:
-    """Segments under a budget of bytes.
+    """Segments of prompt prefixes, under a budget of bytes.
 
     Args:
       chunk: tokens of a segment.
@@ -61,7 +59,7 @@ class PrefixCache:
     def __init__(self, *, chunk: int, budget: int, segment_bytes: int):
         self.chunk, self.segment_bytes = chunk, segment_bytes
         self.capacity = budget // segment_bytes
-        self.counters = Counters()
+        self.counters = CacheCounters()
         self.root = Node((), None)
         self._recent: collections.OrderedDict[Node, None] = collections.OrderedDict()
 
@@ -76,9 +74,9 @@ class PrefixCache:
         return len(self._recent)
 
     def find(self, node: Node | None, prompt: Sequence[int], fed: int) -> Node | None:
-        """The node that continues `node` by the prompt's next chunk, and marks it as used.
+        """Return the node of the prompt's next chunk after `node`, and mark it as used.
 
-        None if it is not held, or if it would leave nothing of the prompt to feed.
+        None if it is not cached, or if it would leave nothing of the prompt to feed.
         """
         end = fed + self.chunk
         if node is None or not node.kept or end >= len(prompt) or fed != node.length:
@@ -89,10 +87,10 @@ class PrefixCache:
         return found
 
     def add(self, node: Node, ids: Sequence[int], segment: Any, *, position: int) -> Node | None:
-        """Keeps the segment of the chunk `ids` after `node`; None if there is no room for it.
+        """Add the segment of the chunk `ids` after `node`; return its node, or None without room.
 
         Args:
-          position: where the row stood when the segment was taken.
+          position: of the row when the segment was taken.
 
         Raises:
           SnapshotError: the position is not the end of the prefix (I9).
@@ -119,14 +117,16 @@ class PrefixCache:
         return made
 
     def forget(self, prompt: Sequence[int]) -> None:
-        """Drops every prefix of a prompt and all that continues one of them."""
+        """Remove all prefixes of a prompt, and everything that continues them."""
         if found := self.root.children.get(tuple(prompt[: self.chunk])):
             self.drop(found)
 
     def drop(self, node: Node) -> None:
-        """Drops a node and all that continues it."""
+        """Remove a node and everything that continues it."""
         if node.parent is not None:
-            node.parent.children.pop(node.ids, None)  # gone if whoever dropped it was stopped
+            node.parent.children.pop(
+                node.ids, None
+            )  # already gone if an earlier drop was interrupted
         left = [node]
         while left:
             last = left.pop()
@@ -135,19 +135,19 @@ class PrefixCache:
             del self._recent[last]
 
     def clear(self) -> None:
-        """Drops everything, also what somebody who was stopped, as by Ctrl-C, left half done."""
+        """Remove everything, including the remains of an interrupted call."""
         for node in self._recent:
             node.kept, node.segment = False, None
         self._recent.clear()
         self.root.children.clear()
 
     def _touch(self, node: Node) -> None:
-        """Marks a prefix as used, its end first: it is the first of them to go."""
+        """Mark a prefix as used; its end is evicted first."""
         for part in node.path():
             self._recent.move_to_end(part)
 
     def _evict(self, *, but: Node) -> bool:
-        """Drops the node longest unused that nothing continues; False if there is none."""
+        """Remove the least recently used leaf; return False if there is none."""
         for node in self._recent:
             if not node.children and node is not but:
                 self.drop(node)

@@ -1,11 +1,11 @@
-"""Prefixes on disk, behind those in memory: what was evicted there, or fed before a restart.
+"""The prefix cache on disk, for prefixes that were evicted from memory or fed before a restart.
 
     FOLDER/prefixes-IDENTITY/KEY/about.json   what the entry is; dtypes, shapes and a checksum
     FOLDER/prefixes-IDENTITY/KEY/arrays       the segment: the bytes of its arrays, one by one
 
-An entry is one chunk of a prefix. It names the entry it continues, so that one that was written
-anew takes all that continued the old one with it. Entries appear whole or not at all; one that is
-damaged, or another's, is a miss and is removed. Threads do all the work: no step waits for a disk.
+An entry is one chunk of a prefix. It names the entry it continues, so replacing an entry
+invalidates everything that continued the old one. Entries appear atomically; one that is damaged,
+or foreign, is a miss and is removed. Threads do all the work: no step waits for a disk.
 """
 
 import concurrent.futures
@@ -48,29 +48,29 @@ ABOUT, ARRAYS, FIRST = "about.json", "arrays", "first"
 HOME = re.compile(r"prefixes-[0-9a-f]{32}")
 ENTRY = re.compile(r"[0-9a-f]{32}")
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.(partial|old)-[0-9a-f-]+")
-ABANDONED = 3600 * 10**9  # nanoseconds: what is half-written for so long will stay so
-BACKLOG = 8  # requests whose prefixes wait to be written; those of more are not
-LEFT = 0.9  # of the budget, once entries had to go
-# What of a plan no bit of a segment hangs on.
+ABANDONED = 3600 * 10**9  # nanoseconds after which a partial entry is not being written any more
+BACKLOG = 8  # requests whose prefixes may wait to be written; those of others are skipped
+LEFT = 0.9  # share of the budget that eviction leaves
+# Plan fields that do not affect segment contents.
 FREE = {"lookahead", "rounds", "prefix_cache", "prefix_folder", "prefix_disk", "queue",
         "stop_slots", "call_odds", "min_survival", "memory_limit"}  # fmt: skip
 
 
 @dataclasses.dataclass
-class Counters:
-    """What happened so far, in entries."""
+class DiskCounters:
+    """Events of a prefix folder so far, in entries."""
 
     read: int = 0
     written: int = 0
-    spoiled: int = 0  # damaged or another's, and removed
-    failed: int = 0  # requests of which something could not be written
-    skipped: int = 0  # requests that came while too many waited
+    spoiled: int = 0  # damaged or foreign, and removed
+    failed: int = 0  # requests whose prefix could not be written
+    skipped: int = 0  # requests that ended while too many waited
 
 
 def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Any) -> str:
-    """A digest of all that decides a segment's bits.
+    """Return a digest of everything that determines a segment's bits.
 
-    Models, weights, plan, device, versions, and how XLA was told to compile.
+    That is models, weights, plan, device, versions and `XLA_FLAGS`.
     """
     device = jax.local_devices()[0]
     decided = {k: v for k, v in dataclasses.asdict(plan).items() if k not in FREE}
@@ -87,23 +87,25 @@ def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, pa
 
 def _digest(leaf: Any) -> str:
     array = np.ascontiguousarray(leaf)
-    said = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
-    said.update(array.reshape(-1).view(np.uint8).data)
-    return said.hexdigest()
+    digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
+    digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 class PrefixDisk:
-    """Segments of prompts in a folder, under a budget of bytes.
+    """Segments of prompt prefixes in a folder, under a budget of bytes.
 
     Args:
-      folder: made if it is not there. Engines and processes may share it.
+      folder: created if missing. Engines and processes may share it.
       chunk: tokens of a segment.
-      budget: most bytes of all entries, those of other models included; those longest unused go.
-      identity: entries of another one are never read.
-      kinds: of the arrays of a segment. Entries with others are never read; None takes any.
+      budget: most bytes of all entries, those of other models included; the least recently used
+        are evicted.
+      identity: entries of other identities are never read.
+      kinds: dtype and shape of a segment's arrays; entries with others are never read. None accepts
+        any.
 
     Raises:
-      PlanError: the folder cannot be made.
+      PlanError: the folder cannot be created.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class PrefixDisk:
                 f"prefix_folder {folder} cannot be made ({error.strerror}); give a folder that can"
                 " be written to"
             ) from error
-        self.counters = Counters()
+        self.counters = DiskCounters()
         self._bytes = budget + 1  # of all entries once they are counted, which is due, and of
         self._since = 0  # those of ours since then
         self._backlog = 0
@@ -135,9 +137,13 @@ class PrefixDisk:
     def read(
         self, ids: Sequence[int], start: int, most: int
     ) -> "concurrent.futures.Future[list[tuple[int, Arrays]]] | None":
-        """Begins to read segments of a prompt from `start` on, at most so many; with positions.
+        """Begin to read segments of a prompt from `start` on, with their positions.
 
-        None where there is nothing to read, so that nobody waits for it.
+        Args:
+          most: most segments to read.
+
+        Returns:
+          None if there is nothing to read, so that no row waits for it.
         """
         ids, end = tuple(ids), start + self._chunk
         if end >= len(ids) or not is_folder(self._place(ids[:end])):
@@ -145,7 +151,7 @@ class PrefixDisk:
         return self._reader.submit(self._read, ids, start, most)
 
     def keep(self, ids: Sequence[int], segments: Mapping[int, Any]) -> None:
-        """Has segments of a prompt written, by the position each ends at, where they are not."""
+        """Begin to write the missing segments of a prompt, by the position each ends at."""
         if self._backlog >= BACKLOG:
             self.counters.skipped += 1
             return
@@ -153,11 +159,11 @@ class PrefixDisk:
         self._writer.submit(self._write, tuple(ids), dict(segments))
 
     def forget(self, ids: Sequence[int], *, after: int = 0) -> None:
-        """Drops the entries of a prompt that end past `after`, and with them what continues one."""
+        """Begin to remove the entries of a prompt that end past `after`."""
         self._forgetting = self._writer.submit(self._drop, tuple(ids), after)
 
     def flush(self) -> None:
-        """Waits until everything that was to be written is."""
+        """Wait until everything is written."""
         self._writer.submit(lambda: None).result()
 
     # -- the threads --------------------------------------------------------------------------
@@ -168,7 +174,7 @@ class PrefixDisk:
             if self._forgetting is not None:
                 self._forgetting.result()
             self._find(ids, start, most, found)
-        except Exception as error:  # a request is fed what could not be read, whatever the reason
+        except Exception as error:  # the prompt is fed instead, whatever the reason
             reason = str(error).partition("\n")[0][:200]
             log.warning("a prefix was not read from %s: %s", self._home, reason)
         return found
@@ -197,12 +203,12 @@ class PrefixDisk:
                 place, chunk = self._place(ids[:end]), ids[end - self._chunk : end]
                 about = self._about(place, chunk, before)
                 if about is None and end not in segments:
-                    break  # nobody would find what continues it
+                    break  # entries after a gap would never be found
                 before = about["token"] if about else self._add(place, chunk, before, segments[end])
                 used.append(place)
             self._touch(used)
             self._make_room()
-        except Exception as error:  # nothing that goes wrong here may end the thread
+        except Exception as error:  # no failure may end the thread
             self.counters.failed += 1
             reason = str(error).partition("\n")[0][:200]
             log.warning("a prefix was not written to %s: %s", self._home, reason)
@@ -242,15 +248,15 @@ class PrefixDisk:
         return self._home / key[:32]
 
     def _about(self, place: Path, chunk: tuple[int, ...], before: str) -> dict[str, Any] | None:
-        """What an entry says of itself; None if there is none that is what it should be."""
+        """Return the description of an entry; None if it is not valid, and remove it then."""
         if not is_folder(place):
             if mode_of(place):  # a file or a link where an entry belongs
                 self._spoil(place)
             return None
         try:
             about = read_about(place / ABOUT, self._chunk)
-            said = about["identity"], about["continues"], tuple(about["ids"])
-            if said == (self._identity, before, chunk) and isinstance(about["token"], str):
+            found = about["identity"], about["continues"], tuple(about["ids"])
+            if found == (self._identity, before, chunk) and isinstance(about["token"], str):
                 return about
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass
@@ -258,7 +264,7 @@ class PrefixDisk:
         return None
 
     def _arrays(self, place: Path, about: dict[str, Any]) -> Arrays | None:
-        """The arrays of an entry; None if they are not the ones that were written."""
+        """Return the arrays of an entry; None if they are not those that were written."""
         try:
             return read_arrays(place / ARRAYS, about, kinds=self._kinds, max_bytes=self._budget)
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
@@ -270,7 +276,7 @@ class PrefixDisk:
         remove(place)
 
     def _touch(self, places: list[Path]) -> None:
-        """Marks entries as used, the last first: it is the first of them to go."""
+        """Mark entries as used; the last is evicted first."""
         now = time.time_ns()
         for i, place in enumerate(reversed(places)):
             try:
@@ -279,10 +285,10 @@ class PrefixDisk:
                 continue  # another process evicted it
 
     def _make_room(self) -> None:
-        """Removes the entries longest unused while they are too many bytes, and old fragments.
+        """Evict the least recently used entries while they exceed the budget, and old fragments.
 
-        What others wrote is counted whenever we wrote some more. What another engine writes just
-        now is neither counted nor touched.
+        Entries of other engines are counted whenever this one has written enough. Entries that are
+        being written are neither counted nor removed.
         """
         if self._bytes > self._budget or self._since > self._budget * (1 - LEFT):
             self._since = 0
@@ -305,7 +311,7 @@ class PrefixDisk:
 
 
 def _used(place: Path) -> int:
-    """The nanosecond an entry was last used; the first if another engine removed it meanwhile."""
+    """Return when an entry was last used, in nanoseconds; 0 if it was removed meanwhile."""
     try:
         return place.lstat().st_mtime_ns
     except OSError:
@@ -313,7 +319,7 @@ def _used(place: Path) -> int:
 
 
 def _size(place: Path) -> int:
-    """Bytes of an entry's files; those that another engine removes meanwhile are none."""
+    """Return the bytes of an entry's files, without those removed meanwhile."""
     found = 0
     for folder, _, names in os.walk(place):
         for name in names:

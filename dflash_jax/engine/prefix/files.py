@@ -1,4 +1,4 @@
-"""The files of a prefix on disk: written once, and read without trusting anything about them."""
+"""Files of the prefix cache: written once, and read without trusting their contents."""
 
 import contextlib
 import itertools

@@ -1,6 +1,7 @@
-"""The rules that keep agents alive, one concern a file; `engine.controller` applies them.
+"""The state machine of a request, and the rules that keep agents from stalling or looping.
 
-Pure: standard library, and the equally pure `dflash_jax.tool_parsers` and `dflash_jax.errors`.
+`controller` is the machine, and `request_state` its states, events and effects. The other modules
+are rules, one concern each. Only the standard library, `tool_parsers` and `errors` are imported.
 """
 
 from dflash_jax.engine.recovery.cancellation import CancelCell

@@ -1,20 +1,20 @@
-"""Calls that cannot be read: held back while they are written, and decoded once more if broken."""
+"""Hold tool calls until they are complete, and decode those that cannot be parsed again."""
 
 from dflash_jax.engine.recovery.cut import StepCut
 from dflash_jax.engine.recovery.request_state import Policy, State
 
-LONGEST = 512  # tokens of a call that is held back; a longer one is given as it comes
+LONGEST = 512  # tokens of a held call; a longer one is emitted as it comes
 
 
 def watches(state: State, policy: Policy) -> bool:
-    """Whether calls of this output are held back until they are complete."""
+    """Return whether calls of this output are held until they are complete."""
     settings, words = policy.recovery, policy.words
     asked = settings.call_retry and settings.floor > 0 and settings.below_floor == "odds"
     return asked and bool(words.calls) and words.marker >= 0 and not state.call_retried
 
 
 def watch(cut: StepCut, policy: Policy) -> None:
-    """Note what the last token of the cut means to the call it begins, belongs to or ends."""
+    """Track the call that the last token of the cut begins, continues or ends."""
     state, words, last = cut.state, policy.words, cut.new[-1]
     if not watches(state, policy):
         return
@@ -28,13 +28,13 @@ def watch(cut: StepCut, policy: Policy) -> None:
 
 
 def watch_forced(cut: StepCut, policy: Policy) -> None:
-    """Hold a call back that was begun by forced tokens."""
+    """Hold a call that was begun by forced tokens."""
     if watches(cut.state, policy) and policy.words.marker in cut.new:
         cut.mark(call_at=cut.before + cut.new.index(policy.words.marker))
 
 
 def close(cut: StepCut, policy: Policy) -> None:
-    """A call that is held back ends here: release it, or have it decoded once more."""
+    """End the held call: release it, or have it decoded again if it cannot be parsed."""
     if policy.words.read(cut.ids[cut.state.call_at :]).broken:
         cut.retry_call = True
     else:

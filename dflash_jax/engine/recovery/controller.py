@@ -1,21 +1,36 @@
-"""What one request does next: a pure function of its state and of what the device said.
+"""The state machine of one request: what its next tokens are, and when and why it ends.
 
     advance(state, event, policy) -> (state, effects)
 
-No clock, no arrays, no I/O: time, disconnects and failures arrive as events, and a whole history
-can be replayed in microseconds. The device has already cut every step at stop tokens and at the
-row's limit (`room`), and a row that reached either is frozen until the host speaks. This machine
-plans which of the decided tokens count, then says what to emit, to dictate or to end:
+`advance` is a pure function. Time, cancellation and failures arrive as events, so a whole history
+can be replayed in microseconds, without a device.
 
-    WAITING --Prefilled--> SPECULATIVE <-> PLAIN --> DONE
-                              |  RETRY: everything once more, without drafting
-                              `- dictated tokens (a call's beginning, a thought's end) go on
+**Who decides.** The device decides tokens. It stops a row at stop tokens and at the row's length
+limit (`room`), and a row that stopped makes no progress until the host acts on it. This machine
+reads the decided tokens one by one, keeps those that count, and returns effects: emit tokens,
+replace the pending token, force tokens after it, start over, or finish. Each token is judged by the
+output before it alone, so that all decode modes and block sizes cut at the same place.
 
-Exactly one `Finish` leaves every request, after its last `emit`; nothing follows it. A token that
-was emitted stays emitted. Between events exactly one decided token, the last, is not yet fed.
+**Invariants.** Exactly one decided token, the last, is pending: in the output, but in no cache yet.
+An emitted token stays emitted. Exactly one `Finish` leaves every request, after its last tokens.
+
+**Tokens that are held.** Three kinds of decided tokens are not emitted at once: an output without
+anything visible, while it may be decoded again without drafts (`empty_retry`); a tool call that is
+not complete, as it is decoded again under its grammar if it cannot be parsed (`call_retry`); and
+the text before a tool call that was forced to see whether the target wants one (`CallProbe`).
+
+**At an end token**, the rules in `floor.py` return a verdict: end the output, take the next best
+token instead, probe for or begin a tool call, or close an open thought. The rules in `guards.py`
+end outputs that loop. `speculation.py` decides whether the next step drafts, which changes no
+token.
+
+A request moves between phases as `TRANSITIONS` says:
+
+    WAITING --Prefilled--> SPECULATIVE <--> PLAIN --> DONE
+                               |
+                               `--> RETRY (the whole answer again, without drafts) --> DONE
 """
 
-from collections.abc import Sequence
 from typing import assert_never
 
 from dflash_jax.engine.recovery import (
@@ -24,7 +39,6 @@ from dflash_jax.engine.recovery import (
     forced_calls,
     guards,
     speculation,
-    tool_names,
 )
 from dflash_jax.engine.recovery.cut import StepCut
 from dflash_jax.engine.recovery.floor import EndVerdict
@@ -34,7 +48,6 @@ from dflash_jax.engine.recovery.request_state import (
     Effects,
     Event,
     Finish,
-    Ids,
     Phase,
     Policy,
     Prefilled,
@@ -42,13 +55,47 @@ from dflash_jax.engine.recovery.request_state import (
     State,
     Stepped,
     TokenIds,
+    is_visible,
+    speculates,
 )
+
+_DECODING = {Phase.SPECULATIVE, Phase.PLAIN, Phase.RETRY, Phase.DONE}
+TRANSITIONS: dict[Phase, dict[type, set[Phase]]] = {
+    Phase.WAITING: {Prefilled: _DECODING, Cancelled: {Phase.DONE}},
+    Phase.SPECULATIVE: {
+        Stepped: _DECODING,
+        Prefilled: _DECODING,  # the output was dropped with a call at its beginning
+        CallRetried: {Phase.SPECULATIVE},
+        Cancelled: {Phase.DONE},
+    },
+    Phase.PLAIN: {
+        Stepped: _DECODING,
+        Prefilled: _DECODING,
+        CallRetried: {Phase.PLAIN},
+        Cancelled: {Phase.DONE},
+    },
+    Phase.RETRY: {
+        Prefilled: {Phase.RETRY, Phase.DONE},
+        Stepped: {Phase.RETRY, Phase.DONE},
+        CallRetried: {Phase.RETRY},
+        Cancelled: {Phase.DONE},
+    },
+}
 
 
 def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]:
-    """The next state of a request, and what to do about it."""
+    """Return the next state of a request, and the effects of an event.
+
+    A finished request ignores all events.
+    """
     if state.phase is Phase.DONE:
         return state, Effects()
+    after, effects = _advance(state, event, policy)
+    assert after.phase in TRANSITIONS[state.phase][type(event)]
+    return after, effects
+
+
+def _advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]:
     match event:
         case Cancelled(reason):
             dropped = _never_shown(state, reason)
@@ -78,53 +125,16 @@ def advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects]
 
 
 def _never_shown(state: State, reason: Finish) -> int:
-    """Return how many of the last ids no caller gets if the request ends from outside.
+    """Return how many of the last ids are dropped if the request is ended from outside.
 
-    A call that is held back may yet be decoded once more, so a cancelled output ends before it:
-    whatever the caller got is the beginning of the whole output.
+    A call that is held may yet be decoded again, so a cancelled output ends before it: a cancelled
+    output is always a prefix of the whole one.
     """
     if state.probe:
         return state.probe.lead
     if state.call_at >= 0 and reason is Finish.CANCELLED:
         return len(state.ids) - state.call_at
     return 0
-
-
-def speculates(state: State, policy: Policy) -> bool:
-    """Whether the next step of this request should draft; one that chooses a name need not."""
-    return policy.speculative and not state.retried and state.drafting.drafts and not state.calls
-
-
-def is_visible(state: State, policy: Policy) -> bool:
-    """Whether a caller sees anything of the output."""
-    return _is_visible(state.ids, policy)
-
-
-def _is_visible(ids: Sequence[int], policy: Policy) -> bool:
-    ended = bool(ids) and ids[-1] in policy.stop_ids
-    return policy.words.is_visible(ids[:-1] if ended else ids)
-
-
-def room(state: State, policy: Policy) -> int:
-    """Output tokens the device may decide in all before the host has to speak."""
-    if state.calls:
-        return min(state.num_decided + 1, policy.max_tokens)
-    if policy.close_at is None or state.past_close:
-        return policy.max_tokens
-    return min(max(policy.close_at, state.num_decided) + 1, policy.max_tokens)
-
-
-def choices(state: State) -> Ids:
-    """Return the tokens of which the next step must report the best; most steps have none."""
-    return tool_names.choices(state.calls)
-
-
-def opening(state: State, policy: Policy) -> int:
-    """Return the token whose odds the next step must report; -1 for none."""
-    if state.probe:
-        return policy.words.opening[-1]
-    judges = policy.recovery.floor and policy.recovery.below_floor == "odds"
-    return policy.words.opening[0] if judges and policy.words.opening else -1
 
 
 def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effects]:
@@ -157,16 +167,13 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
             break
     if guard is not None:
         cut.mark(memory=guard.memory)
-    return _settle(cut, policy, fallback)
+    return _finish_step(cut, policy, fallback)
 
 
 def _judge(
     cut: StepCut, token: int, event: Stepped, guard: guards.Guard | None, policy: Policy
 ) -> bool:
-    """Takes one decided token into the cut, or what stands in its place; True at the cut.
-
-    Tokens are judged one by one, by the output so far alone: then every lane cuts alike (S6).
-    """
+    """Add a decided token, or its replacement, to the cut; return whether the step ends there."""
     if cut.state.probe and not forced_calls.accepts_call(cut, event.call_odds):
         return True
     if cut.state.calls:
@@ -219,39 +226,21 @@ def _judge(
 def _at_end_token(cut: StepCut, odds: float | None, policy: Policy) -> EndVerdict:
     if cut.state.guard is not None:
         return EndVerdict.HONOUR
-    verdict = EndVerdict.HONOUR
-    if policy.recovery.floor and policy.recovery.below_floor == "odds":
-        verdict = floor.judge_by_odds(
-            cut.ids,
-            odds,
-            injected=cut.state.injected,
-            closed=cut.state.closed,
-            max_tokens=policy.max_tokens,
-            recovery=policy.recovery,
-            words=policy.words,
-        )
-    elif policy.recovery.floor:
-        verdict = floor.judge(
-            cut.ids,
-            injected=cut.state.injected,
-            max_tokens=policy.max_tokens,
-            recovery=policy.recovery,
-            words=policy.words,
-        )
+    verdict = floor.judge(cut.ids, odds, cut.state, policy)
     if verdict is EndVerdict.PROBE and not policy.stop_ids.isdisjoint(policy.words.opening[:-1]):
-        verdict = EndVerdict.HONOUR  # the device would stop at what leads to a call
+        verdict = EndVerdict.HONOUR  # the device would stop inside the lead
     if _too_few(cut, policy) and verdict in (EndVerdict.HONOUR, EndVerdict.WAIVE):
         return EndVerdict.REPLACE
     return verdict
 
 
 def _too_few(cut: StepCut, policy: Policy) -> bool:
-    """Whether the output may not end yet, whatever it says."""
+    """Return whether the output is shorter than `min_tokens`."""
     return cut.length < policy.recovery.min_tokens
 
 
 def _close(cut: StepCut, token: int, policy: Policy) -> None:
-    """Ends an open thought in the place of the token, with the whole closing sequence."""
+    """Replace a token by the sequence that closes the open thought."""
     close = policy.words.close[: policy.max_tokens - cut.length]
     cut.mark(closed=True)
     cut.force_tokens(close, "thought_closed" if token == close[0] else "thought_closed_by_force")
@@ -260,13 +249,13 @@ def _close(cut: StepCut, token: int, policy: Policy) -> None:
         cut.end(Finish.LENGTH)
 
 
-def _settle(cut: StepCut, policy: Policy, fallback: str | None) -> tuple[State, Effects]:
-    """Turns the cut into the new state and its effects: hold, retry, emit, finish."""
+def _finish_step(cut: StepCut, policy: Policy, fallback: str | None) -> tuple[State, Effects]:
+    """Return the state and the effects after a step: hold, retry, emit, finish."""
     state, finish = cut.state, cut.finish
     ids = state.ids.extended(cut.new)
     may_retry = policy.recovery.empty_retry and _may_retry(state, policy)
-    looks = may_retry or (finish is not None and state.retried)  # else nobody asks
-    nothing = looks and not _is_visible(ids, policy)
+    looks = may_retry or (finish is not None and state.retried)
+    nothing = looks and not is_visible(ids, policy)
     if finish and nothing and may_retry:
         return _retry(cut, fallback)
     if cut.retry_call:
@@ -304,7 +293,7 @@ def _settle(cut: StepCut, policy: Policy, fallback: str | None) -> tuple[State, 
 
 
 def _retry(cut: StepCut, fallback: str | None) -> tuple[State, Effects]:
-    """Nothing visible came out, nothing was emitted: decode once more without drafting."""
+    """Decode an answer without visible output, none of which was emitted, again without drafts."""
     state = cut.state
     again = Restart.FRESH if state.retried else Restart.SAVED
     fresh = State(
@@ -320,7 +309,7 @@ def _retry(cut: StepCut, fallback: str | None) -> tuple[State, Effects]:
 
 
 def _retry_call(cut: StepCut, fallback: str | None) -> tuple[State, Effects]:
-    """Have the held call decoded once more, once the host has a grammar for it."""
+    """Decode the held call again, once the host has a grammar for it."""
     state, shown = cut.state, cut.before - cut.state.held
     ids = state.ids.extended(cut.new)
     emit = ids[shown : state.call_at]
@@ -330,6 +319,9 @@ def _retry_call(cut: StepCut, fallback: str | None) -> tuple[State, Effects]:
 
 
 def _may_retry(state: State, policy: Policy) -> bool:
-    """Once, where drafting was on; once more where the prompt's state came from a cache."""
+    """Return whether an empty answer may be decoded again.
+
+    Once if drafting was on, and a second time if the prompt's state came from the prefix cache.
+    """
     left = state.retried == 0 or (state.retried == 1 and state.restored)
     return left and state.ran and policy.max_tokens > 0

@@ -1,6 +1,6 @@
-"""How an output ends, by its text: what announces more, and what speaks against it.
+"""Read from the end of an output's text whether it announces an action.
 
-These cues only move the odds that the target has to give for a tool call, see `floor.py`.
+These cues only move the odds that the target must give a tool call, see `floor.py`.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ COLONS = (":", "\N{FULLWIDTH COLON}")
 ELLIPSES = ("...", "\N{HORIZONTAL ELLIPSIS}")
 DASHES = ("-", "\N{EN DASH}", "\N{EM DASH}")
 QUESTIONS = ("?", "\N{FULLWIDTH QUESTION MARK}")
-# A last sentence of the speaker's own next step; English only, other languages go by the odds.
+# A last sentence about the speaker's own next step; English only: elsewhere the odds decide.
 INTENT = re.compile(
     r"((now|next|first|then|so|ok|okay|alright),?\s+)*"
     r"(let me (?!know\b)|let's |i'll |i will |i'm going to |i am going to )",
@@ -29,30 +29,30 @@ QUOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """What the last characters of an output suggest.
+    """Cues at the end of an output.
 
     Attributes:
-      colon: its last punctuation holds a colon that is no part of code, a quotation or a smiley.
+      colon: its last punctuation has a colon that is not in code, a quotation or a smiley.
       trails_off: it ends in an ellipsis or a dash.
-      intends: its last sentence says what the speaker is about to do.
-      doubtful: its last paragraph asks something, or it ends inside code: likely no announcement.
-      opened_fence: a code fence was just opened, and nothing was written into it.
+      intends: its last sentence announces the speaker's next step.
+      ambiguous: its last paragraph asks a question, or it ends inside code.
+      opened_fence: it ends with an opening code fence.
     """
 
     colon: bool = False
     trails_off: bool = False
     intends: bool = False
-    doubtful: bool = False
+    ambiguous: bool = False
     opened_fence: bool = False
 
     @property
     def announces(self) -> bool:
-        """Whether the text says that more was to come."""
+        """Whether the text announces that more follows."""
         return self.colon or self.trails_off or self.intends
 
 
 def read_ending(text: str) -> Ending:
-    """Return what the end of an output's text suggests."""
+    """Return the cues at the end of an output's text."""
     fences = list(FENCE.finditer(text))
     in_fence = len(fences) % 2 == 1
     opened = in_fence and not text[fences[-1].end() :].strip()
@@ -64,7 +64,7 @@ def read_ending(text: str) -> Ending:
         start -= 1
     said, trailing = line[:start], line[start:]
     in_code = in_fence or (not FENCE.match(line) and line.count("`") % 2 == 1)
-    doubtful = in_code or any(mark in paragraph for mark in QUESTIONS)
+    ambiguous = in_code or any(mark in paragraph for mark in QUESTIONS)
     colon = max(trailing.rfind(mark) for mark in COLONS)
     quoted = colon >= 0 and _is_quoted(said + trailing[:colon])
     is_colon = colon >= 0 and not quoted and not in_fence and not SMILEY.search(line)
@@ -74,7 +74,7 @@ def read_ending(text: str) -> Ending:
     trails_off = trails and not rule and not in_code
     trails_off |= line in ELLIPSES + DASHES
     intends = not in_code and bool(INTENT.match(_last_sentence(paragraph)))
-    return Ending(is_colon, trails_off, intends, doubtful, opened)
+    return Ending(is_colon, trails_off, intends, ambiguous, opened)
 
 
 def _last_sentence(paragraph: str) -> str:
@@ -82,7 +82,7 @@ def _last_sentence(paragraph: str) -> str:
 
 
 def _is_quoted(before: str) -> bool:
-    """Whether a code span or quotation that was opened in a line is still open at its end."""
+    """Return whether a code span or quotation is still open at the end of a line."""
     return any(
         before.count(left) % 2 == 1 if left == right else before.count(left) > before.count(right)
         for left, right in QUOTES

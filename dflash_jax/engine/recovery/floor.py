@@ -1,49 +1,62 @@
-"""What an end token becomes: itself, the next best token, or the beginning of a tool call.
+"""What becomes of an end token: it ends the output, or recovery replaces it.
 
-`judge` follows the original engines: their rules look at end tokens below a floor, and at text
-alone. `judge_by_odds` lets the target decide, by the odds it gives a tool call at the place of the
-end token.
+`judge_by_text` follows the original engines, whose rules consider end tokens below a minimum length
+and the text only. `judge_by_odds` lets the target decide, by the odds it gives a tool call in place
+of the end token.
 """
 
 import enum
 
 from dflash_jax.engine.recovery.endings import Ending, read_ending
+from dflash_jax.engine.recovery.request_state import Policy, State
 from dflash_jax.engine.recovery.settings import ROOM_FOR_CALL, Recovery
 from dflash_jax.engine.recovery.words import Ids, Words
 
-LOOK_BACK = 32  # ids whose text shows whether a preamble was the last thing said
+LOOK_BACK = 32  # ids whose text shows whether the output ends in a preamble
 ID_LOOK_BACK = 17
 SKIP_LOOK_BACK = 64
 MARKDOWN = "*_` \t\r\n"
 COLONS = (":", "\N{FULLWIDTH COLON}")
-ANNOUNCED, DOUBTFUL = -3.0, 3.0  # what an announcement, or a doubt, adds to `Recovery.call_odds`
+ANNOUNCED, AMBIGUOUS = (
+    -3.0,
+    3.0,
+)  # added to `Recovery.call_odds` after an announcement, and in doubt
 
 
 class EndVerdict(enum.Enum):
-    """What to do with an end token."""
+    """What becomes of an end token."""
 
     HONOUR = "honour"
     REPLACE = "replace"
     INJECT = "inject"
-    WAIVE = "waive"  # honour: a stall, but no room is left for a call
-    PROBE = "probe"  # force what a family writes before a call, to see whether the call follows
+    WAIVE = "waive"  # honour a stall, as there is no room for a call
+    PROBE = "probe"  # force the text before a call, to see whether the target wants the call
     CLOSE = "close"  # close the open thought instead
 
 
-def judge(
-    ids: Ids, *, injected: bool, max_tokens: int, recovery: Recovery, words: Words
-) -> EndVerdict:
-    """Decides about an end token that would follow these output ids.
+def judge(ids: Ids, odds: float | None, state: State, policy: Policy) -> EndVerdict:
+    """Return what becomes of an end token that would follow these output ids.
 
     Args:
-      injected: whether a call was already begun for this request; one is enough.
+      odds: see `judge_by_odds`.
     """
+    if not policy.recovery.floor:
+        return EndVerdict.HONOUR
+    if policy.recovery.below_floor == "odds":
+        return judge_by_odds(ids, odds, state, policy)
+    return judge_by_text(ids, state, policy)
+
+
+def judge_by_text(ids: Ids, state: State, policy: Policy) -> EndVerdict:
+    """Return the verdict of the original engines' rules."""
+    recovery, words, max_tokens = policy.recovery, policy.words, policy.max_tokens
     floor = min(recovery.floor, max_tokens)
     if len(ids) >= floor:
         return EndVerdict.HONOUR
     if words.thinking(ids) and not recovery.floor_in_thought:
         return EndVerdict.HONOUR
-    if recovery.tool_prefix and words.calls and not injected and is_stalled(ids, recovery, words):
+    may_inject = recovery.tool_prefix and words.calls and not state.injected
+    if may_inject and is_stalled(ids, recovery, words):
         return EndVerdict.INJECT if has_room(ids, max_tokens, words) else EndVerdict.WAIVE
     match recovery.below_floor:
         case "replace":
@@ -54,79 +67,75 @@ def judge(
             return EndVerdict.HONOUR
 
 
-def judge_by_odds(
-    ids: Ids,
-    odds: float | None,
-    *,
-    injected: bool,
-    closed: bool,
-    max_tokens: int,
-    recovery: Recovery,
-    words: Words,
-) -> EndVerdict:
-    """Decide about an end token that would follow these output ids, by the target's own odds.
+def judge_by_odds(ids: Ids, odds: float | None, state: State, policy: Policy) -> EndVerdict:
+    """Return the verdict by the target's own odds of a tool call.
 
     Args:
-      odds: logit of the token that leads to a call minus that of the end token; None where the
-        device does not report it: then a colon alone tells a stall.
-      injected, closed: whether a call was begun, or a thought closed, for this request already.
+      odds: logit of the token that leads to a call minus that of the end token; None if the device
+        does not report it: then only a colon makes a stall.
     """
+    recovery, words, max_tokens = policy.recovery, policy.words, policy.max_tokens
     if words.thinking(ids) and not recovery.floor_in_thought:
-        return EndVerdict.CLOSE if words.close and not closed else EndVerdict.HONOUR
+        return EndVerdict.CLOSE if words.close and not state.closed else EndVerdict.HONOUR
     below = len(ids) < min(recovery.floor, max_tokens)
-    said = words.read(ids)
-    if not (said.answered or said.called or said.unfinished):
+    reading = words.read(ids)
+    if not (reading.answered or reading.called or reading.unfinished):
         return EndVerdict.REPLACE if below else EndVerdict.HONOUR
     ending = read_ending(words.text(ids))
-    if ending.opened_fence and not said.called:
+    if ending.opened_fence and not reading.called:
         return EndVerdict.REPLACE if len(ids) < max_tokens else EndVerdict.HONOUR
-    if said.called or said.unfinished or injected or not (recovery.tool_prefix and words.calls):
+    if (
+        reading.called
+        or reading.unfinished
+        or state.injected
+        or not (recovery.tool_prefix and words.calls)
+    ):
         return EndVerdict.HONOUR
     if odds is None:
-        stalled = ending.colon and not ending.doubtful
+        stalled = ending.colon and not ending.ambiguous
         verdict = EndVerdict.INJECT
     else:
         stalled = odds >= wanted_odds(ending, recovery)
         verdict = EndVerdict.PROBE if len(words.opening) > 1 else EndVerdict.INJECT
-    if not stalled or just_said(ids, words.skip):
+    if not stalled or just_wrote(ids, words.skip):
         return EndVerdict.HONOUR
     return verdict if has_room(ids, max_tokens, words) else EndVerdict.WAIVE
 
 
 def wanted_odds(ending: Ending, recovery: Recovery) -> float:
     """Return the least odds of a call, as a log-ratio, at which an end counts as a stall."""
-    moved = ANNOUNCED * ending.announces + DOUBTFUL * ending.doubtful
+    moved = ANNOUNCED * ending.announces + AMBIGUOUS * ending.ambiguous
     return recovery.call_odds + moved
 
 
 def has_room(ids: Ids, max_tokens: int, words: Words) -> bool:
-    """Whether a forced call of any declared tool, and some arguments, still fit."""
+    """Return whether a call of any declared tool, with some arguments, still fits."""
     return max_tokens - len(ids) >= max(map(len, words.calls)) + ROOM_FOR_CALL
 
 
 def is_stalled(ids: Ids, recovery: Recovery, words: Words) -> bool:
-    """Whether an output that ends here announces an action and takes none."""
+    """Return whether an output that ends here announces an action without taking it."""
     by_ids = recovery.below_floor == "compat"
     ends = (
         ends_on_colon_id(ids, words.colons)
         if by_ids
         else ends_on_colon(words.text(ids[-LOOK_BACK:]))
     )
-    return ends and not just_said(ids, words.skip) and not words.has_called(ids)
+    return ends and not just_wrote(ids, words.skip) and not words.has_called(ids)
 
 
 def ends_on_colon(text: str) -> bool:
-    """Whether the last thing said, markdown aside, is a colon."""
+    """Return whether a text ends in a colon, apart from markdown."""
     return text.rstrip(MARKDOWN).endswith(COLONS)
 
 
 def ends_on_colon_id(ids: Ids, colons: frozenset[int]) -> bool:
-    """The original engines' test: a colon's id among the last 17."""
+    """Return whether a colon's id is among the last 17, as the original engines test."""
     return any(i in colons for i in ids[-ID_LOOK_BACK:])
 
 
-def just_said(ids: Ids, phrase: Ids) -> bool:
-    """Whether the phrase ends within the last 64 ids."""
+def just_wrote(ids: Ids, phrase: Ids) -> bool:
+    """Return whether a phrase ends within the last 64 ids."""
     if not phrase:
         return False
     first = max(len(phrase), len(ids) - SKIP_LOOK_BACK)

@@ -1,4 +1,4 @@
-"""Tool calls begun for a stalled output: whether the target wants one, and of which tool."""
+"""Begin a tool call for a stalled output: whether the target wants one, and of which tool."""
 
 from dflash_jax.engine.recovery import call_retry, floor, tool_names
 from dflash_jax.engine.recovery.cut import StepCut
@@ -17,7 +17,7 @@ def begin_call(cut: StepCut, policy: Policy) -> None:
 
 
 def probe(cut: StepCut, end: int, odds: float | None, policy: Policy) -> None:
-    """Force what leads to a tool call in place of an end token, to see whether a call follows."""
+    """Force the text that leads to a tool call, to read the odds of a call after it."""
     words = policy.words
     lead = words.opening[:-1]
     wanted = floor.wanted_odds(read_ending(words.text(cut.ids)), policy.recovery)
@@ -28,7 +28,7 @@ def probe(cut: StepCut, end: int, odds: float | None, policy: Policy) -> None:
 
 
 def accepts_call(cut: StepCut, odds: float | None) -> bool:
-    """Take the target's answer to what it was asked: go on with a call, or end as it wanted to."""
+    """Evaluate a probe: continue with a call, or restore the end token. Return which."""
     probed = cut.state.probe
     assert probed is not None
     if odds is not None and probed.odds + odds >= probed.wanted:
@@ -45,11 +45,11 @@ def accepts_call(cut: StepCut, odds: float | None) -> bool:
 
 
 def name_tool(cut: StepCut, token: int, best: int, policy: Policy) -> None:
-    """Take the token that chooses the tool of a forced call, and force what follows from it.
+    """Choose the tool of a forced call, and force the ids that follow from the choice.
 
     Args:
-      token: the target's own choice; taken if it continues a declared name.
-      best: the target's best token of those that continue a declared name.
+      token: the target's own choice; used if it continues a declared name.
+      best: the target's best token among those that continue a declared name.
     """
     calls = cut.state.calls
     known = {ids[0] for ids in calls}

@@ -1,7 +1,7 @@
-"""Rules against outputs that loop: the measured rule, repeated calls, and the original rules.
+"""Rules that end outputs that loop.
 
-The measured rule is in `loops.py`, that of equal tool calls in `repeated_calls.py`. The functions
-of this file are the rules of the original engines, exactly; settings select them.
+The default rule is in `loops.py`, the rule for equal tool calls in `repeated_calls.py`. The
+functions of this file are the rules of the original engines, which settings can select.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ LEAST_REPEATED = 48
 
 
 class LoopMemory(NamedTuple):
-    """The facts about an output that its next token is judged by."""
+    """Facts about an output that the loop rules need for its next token."""
 
     seen: loops.Seen = loops.UNSEEN
     called: repeated_calls.Called = repeated_calls.UNCALLED
 
     def shortened(self, count: int) -> "LoopMemory":
-        """The facts about the first `count` ids, as far as they are known."""
+        """Return the facts about the first `count` ids, as far as they are known."""
         known = self.called.read <= count
         return LoopMemory(called=self.called if known else repeated_calls.UNCALLED)
 
@@ -32,11 +32,11 @@ NO_MEMORY = LoopMemory()
 
 
 class Guard:
-    """Judges the tokens of a step one by one, by the output up to each alone.
+    """Applies the loop rules to the tokens of a step, one by one.
 
     Args:
       memory: of the output before the step.
-      last: gives the last ids of the output before the step, at most this many.
+      last: returns the last ids of the output before the step, at most a given number.
       count: the number of ids of that output.
     """
 
@@ -65,14 +65,14 @@ class Guard:
 
     @property
     def memory(self) -> LoopMemory:
-        """The facts about the output up to the last token that was taken."""
+        """Facts about the output up to the last token that was taken."""
         return LoopMemory(loops.Seen(self._seen, self._count), self._called)
 
     def take(self, token: int, since: Callable[[int], Ids], *, closed: bool) -> str | None:
-        """Take one more token; return the kind of loop that the output has just run into.
+        """Take one more token; return the kind of loop it completes, or None.
 
         Args:
-          since: gives the output, this token included, from an id on.
+          since: returns the output, this token included, from an index on.
           closed: whether a thought had to be closed.
         """
         recovery, words = self._recovery, self._words
@@ -97,7 +97,7 @@ class Guard:
 def guard_of(
     memory: LoopMemory, last: Callable[[int], Ids], count: int, recovery: Recovery, words: Words
 ) -> Guard | None:
-    """Return what judges a step's tokens; None if no rule against loops is on."""
+    """Return a guard for a step's tokens; None if no loop rule is on."""
     on = recovery.repeats or recovery.runaway or recovery.watchdog != "off"
     if not (on or recovery.repeated_calls):
         return None
@@ -105,10 +105,10 @@ def guard_of(
 
 
 def looping(ids: Sequence[int], recovery: Recovery, *, closed: bool) -> str | None:
-    """The kind of loop, by the original rules: "repeat", "runaway", "period" or None.
+    """Return the kind of loop by the original rules: "repeat", "runaway", "period" or None.
 
     Args:
-      closed: whether a thought had to be closed; only then the watchdog looks.
+      closed: whether a thought had to be closed; the watchdog looks only then.
     """
     if recovery.repeats and len(ids) >= recovery.repeats:
         last = ids[-recovery.repeats :]
@@ -123,7 +123,7 @@ def looping(ids: Sequence[int], recovery: Recovery, *, closed: bool) -> str | No
 
 
 def runaway_drop(ids: Sequence[int]) -> int:
-    """Ids at the end that are one loop too many: all but three copies of its unit; 0 if none.
+    """Return how many ids at the end exceed three copies of a loop's unit; 0 without a loop.
 
     A loop is at least twelve copies of a unit of one to eight ids; the shortest unit counts.
     """
@@ -142,7 +142,7 @@ def runaway_drop(ids: Sequence[int]) -> int:
 
 
 def is_periodic(ids: Sequence[int], *, copies: int, least: int) -> bool:
-    """Whether the end is `copies` or more of a unit of 12 to 80 ids, `least` ids in all."""
+    """Return whether ids end in `copies` of a unit of 12 to 80 ids, `least` ids or more."""
     for period in PERIODS:
         wanted = period * max(copies, -(-least // period))
         if len(ids) < copies * period:

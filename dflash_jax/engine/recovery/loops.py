@@ -1,9 +1,9 @@
-"""The measured rule for loops: how long an output may repeat itself depends on the repeated text.
+"""The default loop rule: how long an output may repeat itself depends on the kind of text.
 
-A loop is a unit of tokens that follows itself. Most healthy repetition is short, or it is data: the
-rule of a wide table, a row of zeros, a dot leader. So a loop has to reach a length, in tokens, and
-the length depends on the kind of text. Token ids find the loop; its text is only read when a loop
-has just reached one of the lengths, so healthy output costs one search among the last tokens.
+A loop is a unit of tokens that is repeated. Most healthy repetition is short, or it is data: the
+rule of a wide table, a row of zeros, a dot leader. So a loop must reach a number of tokens that
+depends on the kind of its text. Loops are found by token ids. Their text is decoded only when they
+just reached such a length, so healthy output costs one search among the last tokens.
 """
 
 import enum
@@ -21,12 +21,12 @@ LEAST_READ = 24  # tokens whose text shows what is repeated
 
 
 class Kind(enum.Enum):
-    """What a repeated text is, with the lengths that end it, in multiples of `loop_tokens`.
+    """The kind of a repeated text, with the lengths that end it in multiples of `loop_tokens`.
 
     The first number is for units of 1 to 8 tokens, the second for units of 9 to 80.
     """
 
-    TEXT = (1, 2)  # sentences, and whatever is none of the others
+    TEXT = (1, 2)  # sentences, and everything that is none of the others
     WORD = (2, 2)  # letters without a space, such as one letter again and again
     CODE = (2, 3)  # statements, markup, cells of tables, anything in a code fence or a call
     RULE = (2, 8)  # table rules, separators, dot leaders, boards
@@ -37,7 +37,7 @@ KINDS = list(Kind)
 
 
 class Seen(NamedTuple):
-    """The end of an output, one character a token, and the number of tokens in all of it."""
+    """The end of an output as one character per token, and the length of the whole output."""
 
     ids: str = ""
     count: int = 0
@@ -47,7 +47,7 @@ UNSEEN = Seen()
 
 
 def letters(ids: Ids) -> str:
-    """Return ids as text, one character a token."""
+    """Return ids as a string, one character per token."""
     return "".join(map(_letter, ids))
 
 
@@ -62,12 +62,12 @@ class Lengths:
     Attributes:
       of: by a unit's length, the lengths of the kinds.
       least: by a unit's length, the smallest of them.
-      keep: tokens of the end that have to be known: the longest loop that may run, and one more.
-      key: tokens at the end of an output that every loop that is too long repeats.
+      keep: number of tokens at the end that must be known: the longest allowed loop, and one more.
+      key: number of tokens at the end that every loop of any of these lengths repeats.
 
     Args:
       loop_tokens: the length for short units of text.
-      closed: a thought had to be closed before: longer units may cover half as much.
+      closed: whether a thought had to be closed: the lengths of longer units are halved then.
     """
 
     def __init__(self, loop_tokens: int, *, closed: bool):
@@ -93,10 +93,10 @@ def lengths_of(loop_tokens: int, *, closed: bool) -> Lengths:
 def reached(ids: str, lengths: Lengths) -> tuple[int, int]:
     """Return the unit of a loop that has just reached a length, and that length; (0, 0) if none.
 
-    Each loop reaches each length once, at one token, however the tokens arrive.
+    Each loop reaches each length once, at one token, regardless of how tokens are batched.
 
     Args:
-      ids: the end of the output, a character a token.
+      ids: the end of the output, one character per token.
     """
     size = len(ids)
     at = size - lengths.key
@@ -115,12 +115,12 @@ def reached(ids: str, lengths: Lengths) -> tuple[int, int]:
 
 
 def _repeats(ids: str, unit: int, length: int) -> bool:
-    """Whether the last `length` tokens repeat a unit."""
+    """Return whether the last `length` tokens repeat a unit."""
     return len(ids) >= length and ids[unit - length :] == ids[-length:-unit]
 
 
 def _covers(ids: str, unit: int, length: int) -> bool:
-    """Whether the loop at the end covers exactly this many tokens."""
+    """Return whether the loop at the end covers exactly `length` tokens."""
     if len(ids) > length and ids[-length - 1] == ids[unit - length - 1]:
         return False
     return _repeats(ids, unit, length)
@@ -157,12 +157,12 @@ FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
 
 
 def kind_of(text: str, *, in_code: Callable[[], bool]) -> Kind:
-    """The kind of a repeated text.
+    """Return the kind of a repeated text.
 
     Args:
-      text: some copies of the unit; it may begin within a word.
-      in_code: whether a code fence, a tool call or a quotation is open where it stands; asked for
-        words.
+      text: copies of the unit; it may begin within a word.
+      in_code: returns whether the text is in a code fence, a tool call or a quotation; called only
+        for words.
     """
     text = text.strip("\N{REPLACEMENT CHARACTER}")
     if not text.strip():
@@ -194,7 +194,7 @@ def _is_prose(text: str) -> bool:
 
 
 def in_code(text: str, words: Words) -> bool:
-    """Whether an output ends in a code fence, a tool call, or quotes opened in the same line."""
+    """Return whether an output ends in a code fence, a tool call, or quotes of the last line."""
     line = text[text.rfind("\n") + 1 :]
     if len(FENCE.findall(text)) % 2 or any(len(q.findall(line)) % 2 for q in QUOTES):
         return True
@@ -206,12 +206,12 @@ def in_code(text: str, words: Words) -> bool:
 def too_long(
     seen: str, since: Callable[[int], Ids], words: Words, loop_tokens: int, *, closed: bool
 ) -> str | None:
-    """Return "runaway" or "period" if a loop has just become too long for its text.
+    """Return "runaway" or "period" if a loop just became too long for its kind of text.
 
     Args:
       seen: the end of the output, one character a token.
-      since: gives the output from an id on; called only when a loop has reached a length.
-      closed: a thought had to be closed before: longer units may cover half as much.
+      since: returns the output from an index on; called only if a loop reached a length.
+      closed: whether a thought had to be closed: the lengths of longer units are halved then.
     """
     lengths = lengths_of(loop_tokens, closed=closed)
     unit, length = reached(seen, lengths)

@@ -1,4 +1,4 @@
-"""Equal tool calls in a row. A loop: no result of a call is known before the turn ends."""
+"""Find equal tool calls in a row: a loop, as results are known only after the turn."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.syntax import Syntax
 
 KIND = "repeated_calls"
-MOST_TRIED = 64  # times that a call is parsed before it has to have doubled
+MOST_TRIED = 64  # failed attempts to parse a call, after which it must double first
 LOOK_BACK = 24  # ids whose text shows whether a call has just ended
 
 
@@ -19,13 +19,13 @@ class Called(NamedTuple):
     """The calls of an output so far.
 
     Attributes:
-      read: output ids that were read; what follows them begins outside of calls.
-      thinking: whether it begins inside a thought; None before the first call.
+      read: number of output ids that were parsed; the rest begins outside calls.
+      thinking: whether the rest begins inside a thought; None before the first call.
       last: name and arguments of the last call.
-      times: how many equal calls in a row the last one completes.
-      first: output ids up to the end of the first of those.
-      tried: how often a marker since `read` turned out to end no call, as within its arguments.
-      length: ids since `read` when that happened last.
+      times: number of equal calls in a row that end with the last one.
+      first: number of output ids up to the end of the first of those.
+      tried: number of markers after `read` that ended no call, such as those within arguments.
+      length: number of ids after `read` at the last of those.
     """
 
     read: int = 0
@@ -41,12 +41,12 @@ UNCALLED = Called()
 
 
 def closes(syntax: Syntax) -> tuple[str, ...]:
-    """Return the texts that end a call, in a family's form or in another's that is read as well."""
+    """Return the texts that end a call, in all syntaxes that are parsed for a family."""
     return tuple(dict.fromkeys((*syntax.closes, *slips.CLOSES)))
 
 
 def may_end(token: int, words: Words) -> bool:
-    """Whether a token can be the last of a call."""
+    """Return whether a token can be the last of a call."""
     if not (words.syntax and words.tools):
         return False
     if words.call_ends is not None:
@@ -58,11 +58,11 @@ def may_end(token: int, words: Words) -> bool:
 def after(before: Called, since: Callable[[int], Ids], words: Words) -> Called:
     """Return the calls of an output whose last token may have ended one.
 
-    Each call is parsed once, when it has ended, so the cost grows with the output alone. Where its
-    arguments are full of closing markers, it is parsed again only when it has doubled.
+    Each call is parsed once, at its end, so the cost is linear in the output. A call whose
+    arguments are full of closing markers is parsed again only when its length has doubled.
 
     Args:
-      since: gives the output from an id on.
+      since: returns the output from an index on.
     """
     assert words.syntax is not None
     ids = since(before.read)
@@ -74,7 +74,7 @@ def after(before: Called, since: Callable[[int], Ids], words: Words) -> Called:
     thinking = words.inside_thought if before.thinking is None else before.thinking
     parser = OutputParser(words.syntax, words.tools, thinking=thinking)
     events = parser.push(words.text(ids))
-    if parser.calling or parser.waiting:  # the end belongs to an argument, or is no end yet
+    if parser.calling or parser.waiting:  # the marker is part of an argument, or incomplete
         return before._replace(tried=before.tried + 1, length=len(ids))
     place = before.read + len(ids)
     names: dict[int, str] = {}
@@ -96,7 +96,7 @@ def after(before: Called, since: Callable[[int], Ids], words: Words) -> Called:
 
 
 def _canonical(arguments: str) -> str:
-    """Arguments as JSON text that equal ones share."""
+    """Return arguments in a canonical form."""
     try:
         value: Any = json.loads(arguments or "{}")
         return json.dumps(value, sort_keys=True)

@@ -1,4 +1,4 @@
-"""What the controller knows of a request, what it hears, and what it answers."""
+"""States, events and effects of the recovery state machine."""
 
 import dataclasses
 import enum
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
+from dflash_jax.engine.recovery import tool_names
 from dflash_jax.engine.recovery.guards import NO_MEMORY, LoopMemory
 from dflash_jax.engine.recovery.settings import OFF, Recovery
 from dflash_jax.engine.recovery.speculation import NOTES, UNTRIED, DraftingState
@@ -15,9 +16,9 @@ Ids = tuple[int, ...]
 
 
 class TokenIds(Sequence[int]):
-    """Output ids, a value: slices are tuples, and it equals the tuple of its ids.
+    """Immutable output ids: slices are tuples, and it equals the tuple of its ids.
 
-    What continues it shares its list, so that a step costs what it adds, however much was said.
+    Extended values share one list, so that a step costs the tokens it adds, not the whole output.
     """
 
     __slots__ = ("_ids", "_length")
@@ -27,16 +28,16 @@ class TokenIds(Sequence[int]):
         self._length = len(self._ids)
 
     def extended(self, ids: Iterable[int]) -> "TokenIds":
-        """These ids and more behind them; this one stays as it is."""
+        """Return these ids followed by more."""
         longer = TokenIds()
-        last = 0 < self._length == len(self._ids)  # an empty one is everybody's, and lends nothing
+        last = 0 < self._length == len(self._ids)  # the list of an empty value is never shared
         longer._ids = self._ids if last else self._ids[: self._length]
         longer._ids += ids
         longer._length = len(longer._ids)
         return longer
 
     def last(self, count: int) -> Ids:
-        """The last ids, at most this many."""
+        """Return the last ids, at most `count`."""
         return self[max(self._length - count, 0) :]
 
     def __len__(self) -> int:
@@ -68,7 +69,7 @@ class TokenIds(Sequence[int]):
 
 
 class Phase(enum.Enum):
-    """Where a request stands."""
+    """The phase of a request."""
 
     WAITING = "waiting"
     SPECULATIVE = "speculative"
@@ -87,28 +88,30 @@ class Finish(enum.Enum):
 
 
 class Restart(enum.Enum):
-    """From where a request is decoded once more."""
+    """From where a request is decoded again."""
 
-    SAVED = "saved"  # the state behind its prompt
-    CALL = "call"  # the opening of a call that was not readable; the host makes a grammar first
-    FRESH = "fresh"  # its prompt, without any cache; a snapshot it came from is to be dropped
+    SAVED = "saved"  # the state after its prompt
+    CALL = (
+        "call"  # the opening of a call that could not be parsed; the host compiles a grammar first
+    )
+    FRESH = "fresh"  # its prompt, without the prefix cache, which drops the prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """What the caller asked for, and what the engine knows of the model."""
+    """Options of the request and facts about the engine that the state machine depends on."""
 
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     speculative: bool = True
-    break_even: float = 0.0  # tokens a drafted round must decide to pay; 0 if not known
-    fixed: bool = False  # drafting is never left: seeded and inexact tokens would hang on when
+    break_even: float = 0.0  # tokens a drafted round must commit to pay off; 0 if unknown
+    fixed: bool = False  # never stop drafting: sampled or inexact tokens would depend on timing
     recovery: Recovery = OFF
     words: Words = SILENT
 
     @property
     def close_at(self) -> int | None:
-        """Output place where a thought that is still open gets closed."""
+        """Output length at which an open thought is closed; None for never."""
         reserve = self.recovery.answer_reserve
         if not reserve or not self.words.close:
             return None
@@ -116,16 +119,16 @@ class Policy:
 
 
 class CallProbe(NamedTuple):
-    """A possible stall about which the target is being asked.
+    """A possible stall at which the target is probed for a tool call.
 
-    What leads to a tool call was forced in the place of the end token, and is held back. The next
-    decided token shows how likely the target finds a call there.
+    The text that leads to a call (the lead) was forced in place of the end token, and is held. The
+    next decided token reports the odds of a call there.
 
     Attributes:
-      end: the end token, which comes back if a call is not likely enough.
-      lead: how many ids at the output's end lead to a call.
-      odds: log-ratio of the first of them and the end token.
-      wanted: least log-ratio of a call and the end token at which a call is forced.
+      end: the end token, which is restored if a call is not likely enough.
+      lead: number of ids at the output's end that lead to a call.
+      odds: logit of the first of them minus that of the end token.
+      wanted: least sum of the odds at which a call is forced.
     """
 
     end: int
@@ -135,25 +138,26 @@ class CallProbe(NamedTuple):
 
 
 class State(NamedTuple):
-    """What is remembered of a request.
+    """The state of a request.
 
     Attributes:
-      ids: decided output, append-only but for a retry of what nobody saw.
-      held: how many of them were not emitted yet.
-      fed: how many of them are in the caches.
-      guard: the loop the last token ran into; the next token ends the output.
-      memory: the facts by which the rules against loops judge the next token.
+      ids: decided output; only held tokens are ever dropped from it.
+      held: number of them that were not emitted yet.
+      fed: number of them in the caches.
+      drafting: what is known about the drafter's use.
+      guard: the loop the last token completed; the next token ends the output.
+      memory: facts about the output that the loop rules need.
       injected: a tool call was begun.
-      calls: how that call may go on, while several declared tools are possible: for each of them
-        the ids up to its arguments.
-      call_at: output place where a call begins that is held back; -1 without one.
-      call_retried: a call was decoded once more.
+      calls: possible continuations of that call, for each declared tool the ids up to its
+        arguments; empty once the tool is chosen.
+      call_at: output index at which a held call begins; -1 without one.
+      call_retried: a call was decoded again.
       probe: the target is being probed for a tool call.
       closed: a thought was closed at its limit.
-      past_close: the place where a thought would be closed lies behind.
+      past_close: the output is longer than `Policy.close_at`.
       ran: drafting was on when tokens were decided.
-      retried: decodings so far that showed nothing.
-      restored: the prompt's state came from a cache.
+      retried: number of decodings without visible output so far.
+      restored: the prompt's state came from the prefix cache.
     """
 
     phase: Phase = Phase.WAITING
@@ -176,12 +180,12 @@ class State(NamedTuple):
 
     @property
     def num_decided(self) -> int:
-        """Tokens decided so far, held ones included."""
+        """Number of tokens decided so far, held ones included."""
         return len(self.ids)
 
 
 class Prefilled(NamedTuple):
-    """The prompt was fed; its last row decided the first token."""
+    """The prompt was fed, and decided the first token; see `Stepped` for the fields."""
 
     token: int
     next_best: int = -1
@@ -191,13 +195,13 @@ class Prefilled(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """The device decided tokens for this row; none if the row was frozen.
+    """The device decided tokens for the row; none if the row had stopped.
 
     Attributes:
-      floor: what the last place says with the stop tokens masked.
-      drafts: tokens that were drafted for the row; 0 in a plain step.
-      odds: of the token that leads to a tool call at the last place, see `StepOutput`; None where
-        the device does not report them.
+      next_best: best token at the last position that is no stop token.
+      num_drafts: tokens that were drafted for the row; 0 in a plain step.
+      call_odds: odds of the token that leads to a tool call at the last position, see `StepOutput`;
+        None if the device does not report them.
     """
 
     tokens: Ids
@@ -209,31 +213,31 @@ class Stepped(NamedTuple):
 
 
 class Cancelled(NamedTuple):
-    """The caller went away, time ran out, or a stop string was completed."""
+    """The caller cancelled, the deadline passed, or a stop string was completed."""
 
     reason: Finish = Finish.CANCELLED
 
 
 class CallRetried(NamedTuple):
-    """A call that could not be read goes: what follows is decoded under a grammar."""
+    """A call that could not be parsed is dropped; decoding continues under a grammar."""
 
 
 Event = Prefilled | Stepped | Cancelled | CallRetried
 
 
 class Effects(NamedTuple):
-    """What the engine must do now, in this order.
+    """What the engine has to do, in this order.
 
     Attributes:
       emit: give these tokens to the caller.
-      replace: the pending token becomes this one.
-      force: then feed the pending token and these but the last, which is pending afterwards.
-      restart: decode once more from there.
+      replace: the new pending token.
+      force: tokens to feed after it; the last of them is pending afterwards.
+      restart: decode again from there.
       finish: the request ended.
-      fallback: why this round was, or later ones will be, plain.
+      fallback: why this round was plain, or later ones will be.
       notes: recovery events, to be counted and logged.
-      places: output place of each event; the token there may be one that was not decided yet.
-      retract: before that, this many of the last ids, which were never emitted, are dropped.
+      places: output index of each event, at most the output's length.
+      retract: number of held ids at the end that were dropped before anything else.
     """
 
     emit: Ids = ()
@@ -247,6 +251,42 @@ class Effects(NamedTuple):
     retract: int = 0
 
     def notes_before(self, place: int) -> tuple[str, ...]:
-        """The events of an answer that ends before an output place, and those of drafting."""
+        """Return the events before an output index, and those of drafting."""
         pairs = zip(self.notes, self.places, strict=True)
         return tuple(note for note, at in pairs if at < place or note in NOTES)
+
+
+# -- what the next step needs ------------------------------------------------------------------
+
+
+def speculates(state: State, policy: Policy) -> bool:
+    """Return whether the next step should draft; a step that chooses a tool need not."""
+    return policy.speculative and not state.retried and state.drafting.drafts and not state.calls
+
+
+def is_visible(ids: Sequence[int], policy: Policy) -> bool:
+    """Return whether anything of an output is visible to the caller."""
+    ended = bool(ids) and ids[-1] in policy.stop_ids
+    return policy.words.is_visible(ids[:-1] if ended else ids)
+
+
+def room(state: State, policy: Policy) -> int:
+    """Return the number of output tokens at which the device has to wait for the host."""
+    if state.calls:
+        return min(state.num_decided + 1, policy.max_tokens)
+    if policy.close_at is None or state.past_close:
+        return policy.max_tokens
+    return min(max(policy.close_at, state.num_decided) + 1, policy.max_tokens)
+
+
+def choices(state: State) -> Ids:
+    """Return the tokens among which the next step reports the best; usually none."""
+    return tool_names.choices(state.calls)
+
+
+def opening(state: State, policy: Policy) -> int:
+    """Return the token whose odds the next step reports; -1 for none."""
+    if state.probe:
+        return policy.words.opening[-1]
+    judges = policy.recovery.floor and policy.recovery.below_floor == "odds"
+    return policy.words.opening[0] if judges and policy.words.opening else -1

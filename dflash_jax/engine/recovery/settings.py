@@ -1,4 +1,4 @@
-"""What recovery may do, as a user says it; and the strict parsers for environment variables."""
+"""The settings of recovery, and strict parsers for environment variables."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ BelowFloor = Literal["odds", "rescue", "replace", "compat"]
 Watchdog = Literal["off", "on", "compat"]
 Runaway = bool | Literal["measured", "compat", "off"]
 REPEATS = 32  # of one token, once the floor is on
-ROOM_FOR_CALL = 16  # tokens a dictated call needs behind its beginning
+ROOM_FOR_CALL = 16  # tokens a forced call needs after its beginning
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,43 +21,42 @@ class Recovery:
     Without this object (`recovery=None`) every rule is off and nothing changes.
 
     Attributes:
-      floor: output tokens below which an end token is looked at twice; 0 turns the floor off.
-      below_floor: what happens to an end token. "odds", the default: at any length, one where the
-        target itself finds a call of a declared tool likely enough becomes the beginning of one;
-        below the floor, one before any text that is no thought becomes the next best token; one
-        inside a thought closes it. The others look at those below the floor only, and at text
-        alone. "rescue": one behind a stalled preamble
-        becomes the beginning of a call, one before anything visible the next best token, others
-        are honoured. "replace": all that are no stall become the next best token. "compat": stalls
-        are recognised by token ids, all others are honoured.
-      tool_prefix: force the beginning of a tool call after a preamble that ends in a colon. It
-        names a tool of the request's `tools`; of several, the target chooses. Needs a floor.
+      floor: minimum of output tokens below which end tokens are examined; 0 turns all rules about
+        end tokens off.
+      below_floor: what becomes of an end token. "odds", the default: at any length, it becomes the
+        beginning of a tool call if the target itself finds a call of a declared tool likely enough,
+        and it closes the thought it would end in; below the floor, it is replaced by the next best
+        token while the output has no text but thoughts. The other rules examine end tokens below
+        the floor only, by the text alone. "rescue": after a stalled preamble it becomes the
+        beginning of a call, and before anything visible the next best token. "replace": it becomes
+        the next best token, unless the output stalled. "compat": stalls are detected by token ids.
+      tool_prefix: force the beginning of a tool call at a stall. The target chooses among the tools
+        of the request's `tools`. Needs a floor.
       call_odds: for "odds", the least log-ratio of the probabilities of a call and of the end at
         which an end counts as a stall. A colon, a dash or an ellipsis at the end, or a last
         sentence such as "Let me look at it.", lowers it by 3; a question in the last paragraph or
         unfinished code raises it by 3.
-      call_retry: decode a call that cannot be read, or is not finished, once more from its opening
-        under the grammar of the declared tools. For that, a call is held back until it is complete
-        or longer than 512 tokens. Needs "odds", and the extra `structured`.
-      skip_phrase: an output that has just said this is not stalled.
-      empty_retry: decode once more, plainly, when drafting yields nothing visible.
+      call_retry: decode a call that cannot be parsed, or is not finished, again from its opening
+        under the grammar of the declared tools. A call is held until it is complete, or longer than
+        512 tokens. Needs "odds", and the extra `structured`.
+      skip_phrase: an output that ends in this phrase is not stalled.
+      empty_retry: decode again without drafts if nothing visible was generated.
       runaway: how loops end the output. "measured": a unit of 1 to 8 tokens ends it at 12 copies
         and `loop_tokens` tokens, one of 9 to 80 at three copies and twice as many; in code, table
         rules, numbers and literals later (`engine/recovery/loops.py` has the table). "compat", or
         True: 12 copies of a unit of 1 to 8 tokens end it, however short. "off", or False: none do.
       loop_tokens: tokens of text that a measured loop may not reach, at least 2.
       repeat_limit: end the output at this many equal tokens; 0 is off. None leaves it to the
-        measured rule, or, where that one is off, is 32 with a floor and 0 without.
+        measured rule or, if that is off, is 32 with a floor and 0 without.
       watchdog: after a thought that had to be closed, end the output when it becomes periodic:
-        "on" halves what the measured rule allows longer units, or, where that one is off, needs
-        three copies and 48 tokens; "compat" needs two copies.
-      repeated_calls: end the output at this many equal tool calls in a row; 0 is off. All of them
-        are among the tokens; over HTTP the caller gets the first.
-      min_tokens: output tokens below which every end token becomes the next best one, whatever was
-        said; the minimum that a request asks for.
-      answer_reserve: a thought still open when only this many of `max_tokens` are left is closed;
-        0 lets it run. Where that is all of `max_tokens`, half is reserved.
-      close_text: what closes it; by default what the model's family writes.
+        "on" halves what the measured rule allows longer units or, if that is off, needs three
+        copies and 48 tokens; "compat" needs two copies.
+      repeated_calls: end the output at this many equal tool calls in a row; 0 is off. The tokens
+        include all of them; over HTTP the caller receives the first.
+      min_tokens: below this many output tokens, every end token is replaced by the next best token.
+      answer_reserve: close a thought that is still open when only this many of `max_tokens` remain;
+        0 never does. Half of `max_tokens` is reserved if this is all of them or more.
+      close_text: text that closes a thought; by default the text of the model's family.
       floor_in_thought: let the floor act inside an open thought too.
       deadline_s: seconds from submission after which the output ends.
       log_directory: write recovery events to a capped file in this directory.
@@ -148,9 +147,9 @@ class Recovery:
         return self.repeat_limit
 
     def for_structure(self) -> "Recovery":
-        """What is left where output follows a structure, which says itself how it may end.
+        """Return the rules that apply to structured output, whose grammar decides how it ends.
 
-        Nothing is dictated into it and no end is overruled; loops, time and failures still count.
+        No token is forced and no end token replaced; loops, deadlines and failures still count.
         """
         return dataclasses.replace(
             self,
@@ -165,7 +164,7 @@ class Recovery:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Recovery":
-        """The settings that the names of the original engines ask for; all off without them.
+        """Return the settings of the original engines' environment variables; off without them.
 
         The library never reads the process's environment; a serving command passes it here.
 
@@ -201,7 +200,11 @@ YES = {"1", "true", "yes", "on", "y", "t", "enable", "enabled"}
 
 
 def flag(environment: Mapping[str, str], name: str) -> bool:
-    """A yes or no; unset is no. Raises ConfigError for anything doubtful."""
+    """Return a yes or no; unset is no.
+
+    Raises:
+      ConfigError: anything else.
+    """
     word = environment.get(name, "").strip().lower()
     if word not in NO | YES:
         raise ConfigError(f"{name} is {word!r}; expected 1 or 0, true or false, yes or no, on, off")
@@ -209,7 +212,11 @@ def flag(environment: Mapping[str, str], name: str) -> bool:
 
 
 def integer(environment: Mapping[str, str], name: str, default: int) -> int:
-    """A whole number; unset or empty is the default. Raises ConfigError for anything else."""
+    """Return a whole number; unset or empty is the default.
+
+    Raises:
+      ConfigError: anything else.
+    """
     text: Any = environment.get(name, "").strip()
     if not text:
         return default

@@ -1,8 +1,8 @@
-"""Whether drafting pays: speculate, decode plainly, or probe. Counts tokens, never seconds."""
+"""Decide whether the next step drafts. Counts tokens, never seconds."""
 
 from typing import NamedTuple
 
-# Notes about drafting: plain decoding has none of them, and they say nothing about the answer.
+# Notes about drafting. Plain decoding has none of them, and no token depends on them.
 # Whether "drafter_dead" is noted depends on the block size: a block of one token drafts nothing,
 # and in larger ones the drafts differ, so one size may see 256 rejected drafts where another
 # accepted some. Tokens, finish reasons and `stats.recovery` do not depend on it: these notes go to
@@ -19,18 +19,18 @@ PAUSE, LONGEST_PAUSE = 64, 1024  # tokens decoded plainly between probes
 
 
 class DraftingState(NamedTuple):
-    """What a request has learnt about its drafter.
+    """What is known about the use of drafting for one request.
 
     Attributes:
-      drafted, accepted: drafts so far.
-      bad: the last drafts in a row whose numbers were not finite.
+      drafted, accepted: number of drafts so far.
+      bad: number of steps in a row whose draft was not finite.
       length: smoothed tokens per round; 0 before the first.
-      trial: rounds to go before the next verdict.
-      pause: plain tokens to go before the next probe; 0 while drafting.
-      pauses: pauses so far; each is twice as long as the one before.
-      dead: whether it was never right, for long or until its numbers broke for good; known even
-        where drafting has to go on.
-      off: why this request drafts no more.
+      trial: rounds until the next decision.
+      pause: plain tokens until drafting is tried again; 0 while drafting.
+      pauses: number of pauses; each is twice as long as the last.
+      dead: no draft was accepted, in many rounds or before drafts stopped being finite; recorded
+        even if drafting must continue.
+      off: why this request no longer drafts.
     """
 
     drafted: int = 0
@@ -55,14 +55,14 @@ UNTRIED = DraftingState()
 def after_step(
     state: DraftingState, decided: int, drafts: int, *, finite: bool, break_even: float, fixed: bool
 ) -> tuple[DraftingState, str | None]:
-    """What a step taught, and why a fallback follows from it, if one does.
+    """Return the state after a step, and the reason if drafting stops or pauses.
 
     Args:
-      decided: tokens the step decided; 0 if the row was frozen.
-      drafts: tokens drafted for the row; 0 in a plain step.
-      break_even: tokens a round must decide to be worth its time; 0 if not known.
-      fixed: drafting goes on whatever happens. Whether the step in the air drafts, too, hangs on
-        the clock, and tokens that are drawn hang on whether it does (R11).
+      decided: number of tokens the step committed; 0 if the row had stopped.
+      drafts: number of tokens drafted for the row; 0 in a plain step.
+      break_even: tokens a round must commit to pay off; 0 if unknown.
+      fixed: never stop drafting. Whether the in-flight step drafts depends on timing, and sampled
+        tokens would depend on that (R11).
     """
     if not finite:
         state = state._replace(bad=state.bad + 1)
@@ -92,7 +92,7 @@ def after_step(
 
 
 def _paused(state: DraftingState, decided: int) -> DraftingState:
-    """Counts a pause down; at its end a probe begins with a fresh mind."""
+    """Count a pause down; at its end, drafting is tried again without memory of the past."""
     pause = max(state.pause - decided, 0)
     if pause:
         return state._replace(pause=pause)

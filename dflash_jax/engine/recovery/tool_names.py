@@ -1,9 +1,9 @@
-"""Which tool a forced call names: one of the declared, chosen by the target.
+"""Let the target choose the tool of a forced call among the declared ones.
 
-A call of a declared tool begins with ids that are known beforehand (`Words.calls`, one sequence a
-tool). What all of them share is forced. Where they differ, the device decides one token and stops:
-the row's limit says so, and `RowRules.choices` has it report the best token with which any of them
-goes on. So neither drafting nor the block size decides a name, and no other tool can be named.
+The beginning of a call is known for each declared tool (`Words.calls`). The ids that all of them
+share are forced. Where they differ, the device decides one token and stops, by the row's limit, and
+`RowRules.choices` makes it report the best token that continues any of them. So the name depends
+neither on drafting nor on the block size, and is always a declared one.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,9 @@ Ids = tuple[int, ...]
 
 
 def split(calls: Sequence[Ids]) -> tuple[Ids, tuple[Ids, ...]]:
-    """Return the ids that all of some call beginnings share, and what follows them in each.
+    """Return the ids that all call beginnings share, and the rest of each.
 
-    The second part is empty once nothing remains to be chosen: one beginning is left, or one of
-    them is complete.
+    The rest is empty if nothing remains to be chosen: one beginning is left, or one is complete.
     """
     calls = list(dict.fromkeys(calls))
     if len(calls) < 2:
@@ -28,10 +27,10 @@ def split(calls: Sequence[Ids]) -> tuple[Ids, tuple[Ids, ...]]:
 
 
 def choices(calls: Sequence[Ids]) -> Ids:
-    """Return the tokens with which any of these beginnings goes on, in ascending order."""
+    """Return the tokens that continue any of these beginnings, in ascending order."""
     return tuple(sorted({ids[0] for ids in calls}))
 
 
 def following(calls: Sequence[Ids], token: int) -> tuple[Ids, ...]:
-    """Return what follows the token in the beginnings that go on with it."""
+    """Return the rest of the beginnings that continue with a token, after it."""
     return tuple(ids[1:] for ids in calls if ids[0] == token)

@@ -1,4 +1,4 @@
-"""What the rules have to know of a model's words, settled once per request."""
+"""The vocabulary of a model as the recovery rules of one request need it."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -15,23 +15,23 @@ BLANK = " \t\r\n\v\f\N{NO-BREAK SPACE}\N{ZERO WIDTH SPACE}\N{ZERO WIDTH NO-BREAK
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """The vocabulary as the rules see it; without a tokenizer all texts are empty.
+    """Token ids and texts that the recovery rules look for; all empty without a tokenizer.
 
     Attributes:
-      text: raw text of ids, special tokens written out.
-      tools: the declared ones.
-      hidden: ids a caller never sees: special tokens but for those around thoughts.
-      calls: how a forced tool call may begin, for each tool that may be called: the ids up to its
-        arguments. Empty where no call may be forced.
-      opening: ids that lead to a call as the family writes it, up to the first that only a call
-        has. All of `calls` begin with them; empty where that is not known.
+      text: returns the text of ids, special tokens included.
+      tools: declared tools.
+      hidden: ids that callers never see: special tokens other than those around thoughts.
+      calls: for each tool that may be called, the ids with which a forced call begins, up to its
+        arguments. Empty if no call may be forced.
+      opening: ids with which all of `calls` begin: the lead that the family writes before a call,
+        and the first id that only calls have. Empty if unknown.
       marker, closer: the special tokens around a call; -1 where they are no single tokens.
       choice: which tools may be called.
-      close: what ends a thought that has to end.
-      skip: ids of the phrase behind which an output is not stalled.
+      close: ids that close a thought.
+      skip: ids of the phrase after which an output is not stalled.
       colons: ids that end a preamble, for the detector by ids.
       inside_thought: whether the prompt ended inside an open thought.
-      call_ends: ids with which a tool call's closing marker can end; None if that is not known.
+      call_ends: ids with which a tool call's closing marker can end; None if unknown.
     """
 
     text: Callable[[Ids], str] = lambda ids: ""
@@ -50,18 +50,18 @@ class Words:
     call_ends: frozenset[int] | None = None
 
     def is_visible(self, ids: Iterable[int]) -> bool:
-        """Whether a caller sees anything of these ids; end tokens are for others to leave out."""
+        """Return whether any of these ids is visible to a caller; pass them without end tokens."""
         return any(i not in self.hidden for i in ids)
 
     def thinking(self, ids: Ids) -> bool:
-        """Whether the output so far ends inside a thought."""
+        """Return whether the output so far ends inside a thought."""
         thought = self.syntax.thought if self.syntax else None
         if thought is None:
             return False
         return thought.is_open(self.text(ids), inside=self.inside_thought)
 
-    def read(self, ids: Ids) -> "Reading":
-        """Return what a caller makes of the output so far, if it ends here."""
+    def read(self, ids: Ids) -> "ParsedOutput":
+        """Parse the output so far as its caller would if it ended here."""
         parser = OutputParser(self.syntax, self.tools, thinking=self.inside_thought)
         events = [*parser.push(text := self.text(ids)), *parser.finish()]
         content = "".join(event.text for event in events if isinstance(event, Content))
@@ -69,24 +69,24 @@ class Words:
             content = "?" if self.is_visible(ids) and self.syntax is None else ""
         answered = bool(content.strip(BLANK)) and self.is_visible(ids)
         broken = parser.unfinished or parser.unreadable > 0 or parser.empty_calls > 0
-        return Reading(parser.calls > 0, parser.unfinished, broken, answered)
+        return ParsedOutput(parser.calls > 0, parser.unfinished, broken, answered)
 
     def has_called(self, ids: Ids) -> bool:
-        """Whether the output so far began a tool call, in its family's form or another's.
+        """Return whether the output so far began a tool call, in any supported syntax.
 
-        A call of an undeclared tool counts: the caller receives it and answers it.
+        A call to an undeclared tool counts, as the caller receives it and can answer it.
         """
         reading = self.read(ids)
         return reading.called or reading.unfinished
 
 
-class Reading(NamedTuple):
-    """What a caller makes of an output.
+class ParsedOutput(NamedTuple):
+    """An output as its caller parses it.
 
     Attributes:
       called: it calls a tool.
       unfinished: it ends inside a call.
-      broken: it does, or holds a call that cannot be read or says nothing.
+      broken: it ends inside a call, or contains a call that is empty or cannot be parsed.
       answered: it has content that is neither a thought nor blank.
     """
 

@@ -1,4 +1,4 @@
-"""Grammars of calls that are decoded once more: made in a thread while the row waits."""
+"""Compile grammars of calls that are decoded again, in a thread while the row waits."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -17,7 +17,7 @@ class HasPrograms(Protocol):
 
 
 class CallGrammars:
-    """Makes grammars of declared tools, and compiles the programs that follow one if needed."""
+    """Compiles grammars of declared tools, and the programs of constrained decoding if missing."""
 
     def __init__(self, grammars: Grammars, runner: HasPrograms, tokenizer: Tokenizer | None):
         self.grammars, self._runner, self._tokenizer = grammars, runner, tokenizer
@@ -25,11 +25,11 @@ class CallGrammars:
 
     @property
     def available(self) -> bool:
-        """Whether grammars can be made here."""
+        """Whether grammars can be compiled here."""
         return self.grammars.available
 
     def begin(self, request: Request) -> "Future[Grammar]":
-        """Begin to make the grammar of a request's calls."""
+        """Begin to compile the grammar of a request's calls."""
         return self._thread.submit(self._make, request)
 
     def _make(self, request: Request) -> Grammar:

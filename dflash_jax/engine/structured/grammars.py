@@ -1,8 +1,8 @@
-"""Output that follows a JSON schema, a regular expression, a grammar or a list of choices.
+"""Structured output: a JSON schema, a regular expression, a grammar or a list of choices.
 
-The grammar says which tokens may come at each place, as a bit for every token. After a draft the
-host walks the grammar along the drafted tokens and gives the device one mask for each place, so
-that the verifier says what masked decoding, one token after the other, would have said.
+A grammar gives a mask of allowed tokens for each position, one bit per token. After drafting, the
+host advances the grammar along the drafted tokens and passes one mask per position to the verifier,
+so that speculative output equals the output of constrained decoding token by token.
 """
 
 import importlib.util
@@ -25,10 +25,10 @@ KINDS = ("json", "regex", "choice", "grammar")
 
 
 class Grammars:
-    """Makes the grammars of requests for one tokenizer; keeps what they share.
+    """Compiles the grammars of requests for one tokenizer.
 
-    A grammar is compiled in a process of its own first, and in this one only if that went well:
-    llguidance ends the process it runs in where a grammar exhausts its stack.
+    A grammar is compiled in a separate process first, and here only if that succeeded, because
+    llguidance crashes its process if a grammar exhausts the stack.
 
     Attributes:
       seconds: time that compiling one grammar may take; may be changed.
@@ -49,7 +49,7 @@ class Grammars:
 
     @property
     def available(self) -> bool:
-        """Whether grammars can be made here."""
+        """Whether grammars can be compiled here."""
         known = bool(self._tokenizer and self._eos)
         return known and importlib.util.find_spec("llguidance") is not None
 
@@ -73,9 +73,9 @@ class Grammars:
         return Grammar(matcher)
 
     def decide(self, structure: Structure) -> bool:
-        """Try a structure for a second at most; return whether `make` will take no longer.
+        """Try a structure for at most a second; return whether `make` will take no longer.
 
-        A structure that `make` refuses takes it no time.
+        A structure that `make` refuses takes no time.
         """
         try:
             source, _, trials = self._read(structure)
@@ -121,29 +121,29 @@ class Grammars:
 
 
 class Grammar:
-    """Where one request's output stands in its grammar."""
+    """The state of one request's grammar."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Whether only an end token may follow."""
         return self._matcher.is_stopped()
 
     @property
     def error(self) -> str | None:
-        """Why the grammar can say nothing more, if it gave up; it counts as finished then."""
+        """Why the grammar gave up, if it did; it is `finished` then."""
         return reason(self._matcher) if self._matcher.is_error() else None
 
     def accept(self, ids: Sequence[int]) -> None:
-        """Goes on by tokens that were said."""
+        """Advance by emitted tokens."""
         self._matcher.consume_tokens(list(ids))
 
     def fill(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """Writes a row's masks uint32 [T, W]: place i follows the first i drafts.
+        """Write a row's masks, uint32 [T, W]: position i follows the first i drafts.
 
-        Places behind a draft the grammar forbids are left as they are; nothing reaches them.
+        Positions after a draft the grammar forbids are not written, as they cannot be reached.
         """
         walked = 0
         for place in range(len(masks)):
@@ -188,8 +188,8 @@ def _source(structure: Any, matcher: Any) -> str:
     if kind == "grammar" and isinstance(value, str):
         check_lark(value)
         return matcher.grammar_from_lark(value)
-    several = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    if kind == "choice" and several and all(isinstance(x, str) for x in value):
+    choices = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    if kind == "choice" and choices and all(isinstance(x, str) for x in value):
         return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
     expected = {"json": "a schema", "choice": "a list of texts"}.get(kind, "a text")
     raise RequestError(f"structured {kind} is {value!r}; expected {expected}")

@@ -1,4 +1,4 @@
-"""Tries users' grammars in processes of their own, where neither a crash nor a minute matters.
+"""Compile users' grammars in separate processes first, where crashes and delays do no harm.
 
 A process starts with the first grammar and serves one grammar at a time. It is killed when a
 grammar exceeds its time, and the next grammar starts another one.
@@ -22,7 +22,7 @@ from dflash_jax.engine.structured import worker as grammar_worker
 from dflash_jax.errors import RequestError
 
 SECONDS = 30.0  # a grammar may take, by default
-SHORT = 1.0  # seconds of a short trial; all but hostile grammars take less
+SHORT = 1.0  # seconds of a short trial; only hostile grammars take longer
 ALREADY_DEAD = 1.0  # seconds within which a process that something else ended is noticed
 START_SECONDS = 120.0  # the process may take to read the tokenizer
 UNKNOWN = ""  # verdict on a grammar that was not tried

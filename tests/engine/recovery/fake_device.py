@@ -16,11 +16,8 @@ from dflash_jax.engine.recovery.controller import (
     State,
     Stepped,
     advance,
-    choices,
-    opening,
-    room,
-    speculates,
 )
+from dflash_jax.engine.recovery.request_state import choices, opening, room, speculates
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.tool_schema import Tool

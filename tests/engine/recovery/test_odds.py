@@ -16,10 +16,8 @@ from dflash_jax.engine.recovery.controller import (
     State,
     Stepped,
     advance,
-    opening,
-    room,
-    speculates,
 )
+from dflash_jax.engine.recovery.request_state import opening, room, speculates
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import ConfigError
 

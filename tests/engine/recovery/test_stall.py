@@ -30,17 +30,8 @@ from fake_device import (
 )
 
 from dflash_jax.engine.recovery import OFF, Recovery, tool_names
-from dflash_jax.engine.recovery.controller import (
-    Finish,
-    Policy,
-    Prefilled,
-    State,
-    Stepped,
-    advance,
-    choices,
-    room,
-    speculates,
-)
+from dflash_jax.engine.recovery.controller import Finish, Policy, Prefilled, State, Stepped, advance
+from dflash_jax.engine.recovery.request_state import choices, room, speculates
 
 RESCUE = recovery(**STALL)
 REPLACE = recovery(**STALL, below_floor="replace")

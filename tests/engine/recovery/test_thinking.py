@@ -15,15 +15,8 @@ from fake_device import (
     run,
 )
 
-from dflash_jax.engine.recovery.controller import (
-    Finish,
-    Policy,
-    Prefilled,
-    State,
-    Stepped,
-    advance,
-    room,
-)
+from dflash_jax.engine.recovery.controller import Finish, Policy, Prefilled, State, Stepped, advance
+from dflash_jax.engine.recovery.request_state import room
 from dflash_jax.engine.recovery.words import Words
 
 ONE = (END_THINK,)
