@@ -11,9 +11,11 @@ from dflash_jax.version import __version__
 
 TYPE_CHECKING = False  # as `typing` has it, whose import takes longer than the rest of this file
 if TYPE_CHECKING:
-    from dflash_jax.engine.engine import Engine, Stream
+    from dflash_jax.engine.engine import Engine
+    from dflash_jax.engine.handle import RequestHandle, Stream
     from dflash_jax.engine.recovery import CancelCell, Recovery
     from dflash_jax.engine.result import Piece, Result, Stats
+    from dflash_jax.engine.sampling_params import SamplingParams
     from dflash_jax.errors import (
         CheckpointError,
         ComputeError,
@@ -41,7 +43,9 @@ __all__ = [
     "QueueFullError",
     "Recovery",
     "RequestError",
+    "RequestHandle",
     "Result",
+    "SamplingParams",
     "Stats",
     "Stream",
     "TargetModel",
@@ -53,9 +57,11 @@ __all__ = [
 # Names are imported on first use, so that `dflash-jax --help` does not wait for JAX.
 _MODULES = {
     "plan": ("Plan",),
-    "engine.engine": ("Engine", "Stream"),
+    "engine.engine": ("Engine",),
+    "engine.handle": ("RequestHandle", "Stream"),
     "engine.recovery": ("CancelCell", "Recovery"),
     "engine.result": ("Piece", "Result", "Stats"),
+    "engine.sampling_params": ("SamplingParams",),
     "errors": (
         "CheckpointError",
         "ComputeError",

@@ -233,9 +233,9 @@ class _Session:
             request = requests[number]
             engine = self._engines[request.engine]
             cell = self._cells[number] = dj.CancelCell()
-            lives = engine.submit_several(
-                request.prompt, request.answers, cancel=cell, **cast(Any, _options(request))
-            )
+            options = cast(Any, _options(request))
+            lives = engine.prepare(request.prompt, n=request.answers, cancel=cell, **options)
+            engine.enqueue(lives)
             self._lives[number] = lives
             if request.cancellation:
                 self._ends[number] = self._turn + request.cancellation.turns

@@ -22,7 +22,7 @@ from dflash_jax.engine.output_processor import OutputProcessor, RowUpdates
 from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.scheduler import Scheduler, SchedulerOutput, variants_of
 from dflash_jax.engine.sequence import Sequence
-from dflash_jax.errors import ComputeError, DFlashError, RequestError
+from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
 from dflash_jax.plan import Plan
 from dflash_jax.utils.forking import check_not_forked
 
@@ -174,11 +174,22 @@ class EngineCore:
         Raises:
           QueueFullError: the queue has no room for all of them.
         """
+        if not self.try_add(sequences):
+            waiting, new = len(self.scheduler.waiting), len(sequences)
+            raise QueueFullError(
+                f"{waiting} requests wait already and {new} more were given, but the plan lets"
+                f" {self._plan.queue} wait; try again later, or load with a larger queue"
+            )
+
+    def try_add(self, sequences: list[Sequence]) -> bool:
+        """Queue requests, all of them or none; return whether the queue had room."""
         check_not_forked()
         with self._lock:
-            if len(self.scheduler.waiting) + len(sequences) > self._plan.queue:
+            if not self.scheduler.has_room(len(sequences)):
                 self._end_abandoned()
-            self.scheduler.add(sequences)
+            if room := self.scheduler.has_room(len(sequences)):
+                self.scheduler.waiting += sequences
+        return room
 
     def cancel(self, sequence: Sequence) -> None:
         """End a request in the queue or in its row; does nothing if it already ended."""

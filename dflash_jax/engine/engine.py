@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 from dflash_jax.compiler.build import Executable
-from dflash_jax.compiler.programs import Params, Program
+from dflash_jax.compiler.programs import Params
 from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.compiler.variants import WORKERS, CompiledPrograms, Variant
 from dflash_jax.config import DrafterConfig, TargetConfig
@@ -26,7 +26,7 @@ from dflash_jax.engine.scheduler import variants_of
 from dflash_jax.engine.sequence import Sequence as RunningSequence
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammars
-from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.errors import RequestError
 from dflash_jax.plan import Plan
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.forking import check_not_forked
@@ -118,8 +118,8 @@ class Engine:
         try:
             for request in [r for p in prompts for r in self._requests(p, params, n)]:
                 sequences.append(sequence := self._sequence(request, cancel))
-                self._compile_for(sequence)
-                while not self._added(sequence):
+                sequence.delay(self.compile(variants_of(sequence)))
+                while not self.core.try_add([sequence]):
                     self.advance()
             while not all(sequence.done for sequence in sequences):
                 self.advance()
@@ -220,51 +220,34 @@ class Engine:
     ) -> RequestHandle:
         """Queue a request, for `advance` to run. Arguments and errors as for `stream`."""
         params = SamplingParams.of(params, options)
-        return self.submit_several(prompt, 1, params, cancel=cancel)[0]
-
-    def submit_several(
-        self,
-        prompt: Prompt,
-        n: int,
-        params: SamplingParams | None = None,
-        *,
-        cancel: CancelCell | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> list[RequestHandle]:
-        """Queue n requests for one prompt, all of them or none; answer i draws with seed + i."""
-        handles = self.prepare(prompt, n, params, cancel=cancel, **options)
-        for handle in handles:
-            self._compile_for(handle.sequence)
-        return self.enqueue(handles)
+        return self.enqueue(self.prepare(prompt, params, cancel=cancel))[0]
 
     def prepare(
         self,
         prompt: Prompt,
-        n: int = 1,
         params: SamplingParams | None = None,
         *,
+        n: int = 1,
         cancel: CancelCell | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[RequestHandle]:
         """Check n requests for one prompt and compile their grammars; queue nothing.
 
-        Arguments and errors as for `submit_several`. Call `enqueue` once `compiled` has the
-        programs of `variants_of` each handle.
+        Arguments and errors as for `stream`. Answer i draws with seed + i. `enqueue` compiles
+        missing programs of `RequestHandle.variants`, unless another thread did before.
         """
         params = SamplingParams.of(params, options)
         requests = self._requests(prompt, params, n)
         return [RequestHandle(self._sequence(request, cancel)) for request in requests]
 
-    def variants_of(self, handle: RequestHandle) -> list[Variant]:
-        """Return the variants of programs that a prepared request may need."""
-        return variants_of(handle.sequence)
-
     def enqueue(self, handles: list[RequestHandle]) -> list[RequestHandle]:
-        """Queue prepared requests whose programs are compiled, all of them or none.
+        """Queue prepared requests, all of them or none.
 
         Raises:
           QueueFullError: the queue has no room for all of them.
         """
+        for handle in handles:
+            handle.delay(self.compile(handle.variants))
         self.core.add([handle.sequence for handle in handles])
         return handles
 
@@ -320,11 +303,6 @@ class Engine:
         return self.runner.compiled
 
     @property
-    def programs(self) -> dict[str, Program]:
-        """All programs the plan may need."""
-        return self.compiled.programs
-
-    @property
     def executables(self) -> dict[str, Executable]:
         """Programs compiled so far; an engine of the same plan and models may share them."""
         return self.compiled.executables
@@ -349,23 +327,8 @@ class Engine:
 
     def _requests(self, prompt: Prompt, params: SamplingParams, n: int) -> list[Request]:
         check_not_forked()
-        return make_requests(
-            prompt,
-            params,
-            n,
-            plan=self.plan,
-            target=self.target,
-            tokenizer=self.tokenizer,
-            drafts=self.drafter is not None,
-        )
-
-    def _added(self, sequence: RunningSequence) -> bool:
-        """Queue a request, unless the queue is full."""
-        try:
-            self.core.add([sequence])
-        except QueueFullError:
-            return False
-        return True
+        parts = self.plan, self.target, self.tokenizer
+        return make_requests(prompt, params, n, *parts, drafts=self.drafter is not None)
 
     def _sequence(self, request: Request, cancel: CancelCell | None) -> RunningSequence:
         if not isinstance(cancel, CancelCell | None):
@@ -383,7 +346,3 @@ class Engine:
             break_even=self.break_even if free else 0.0,
             fixed=not free,
         )
-
-    def _compile_for(self, sequence: RunningSequence) -> None:
-        """Compile the programs a request needs, in this thread."""
-        sequence.delay(self.compile(variants_of(sequence)))

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
+from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine.result import Piece, Result, Stats
+from dflash_jax.engine.scheduler import variants_of
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.errors import RequestError
 
@@ -10,7 +12,7 @@ from dflash_jax.errors import RequestError
 class RequestHandle:
     """A submitted request. `Engine.advance` runs it; any thread may look at it.
 
-    Handles come from `Engine.submit`, `submit_several` and `prepare`.
+    Handles come from `Engine.submit` and `Engine.prepare`.
     """
 
     __slots__ = ("sequence",)
@@ -22,6 +24,11 @@ class RequestHandle:
     def number(self) -> int:
         """The number by which log lines name the request; unique in the process."""
         return self.sequence.number
+
+    @property
+    def variants(self) -> list[Variant]:
+        """Variants of programs that the request may need."""
+        return variants_of(self.sequence)
 
     @property
     def done(self) -> bool:

@@ -63,10 +63,10 @@ def make_requests(
     prompt: Prompt,
     params: SamplingParams,
     n: int,
-    *,
     plan: Plan,
     target: TargetConfig,
     tokenizer: Tokenizer | None,
+    *,
     drafts: bool,
 ) -> list[Request]:
     """Return the requests of n answers to a prompt; answer i draws with seed + i.

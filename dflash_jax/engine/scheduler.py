@@ -13,7 +13,6 @@ from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.sampling_params import MIN_TEMPERATURE
 from dflash_jax.engine.sequence import RowSettings, Sequence
-from dflash_jax.errors import QueueFullError
 from dflash_jax.plan import Plan
 from dflash_jax.state import CHOICES, RowRules
 
@@ -115,19 +114,9 @@ class Scheduler:
         """Whether any request waits or has a row."""
         return bool(self.waiting or any(self.rows))
 
-    def add(self, sequences: list[Sequence]) -> None:
-        """Queue requests, all of them or none.
-
-        Raises:
-          QueueFullError: the plan's queue has no room for all.
-        """
-        if len(self.waiting) + len(sequences) > self._plan.queue:
-            raise QueueFullError(
-                f"{len(self.waiting)} requests wait already and {len(sequences)} more were given,"
-                f" but the plan lets {self._plan.queue} wait; try again later, or load with a"
-                " larger queue"
-            )
-        self.waiting += sequences
+    def has_room(self, count: int) -> bool:
+        """Return whether the queue has room for more requests."""
+        return len(self.waiting) + count <= self._plan.queue
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a request from the queue or from its row."""

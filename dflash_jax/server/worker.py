@@ -208,7 +208,7 @@ class Worker:
         if job.ended:  # while its structure was compiled
             return
         job.handle = handle
-        compiled, variants = self.engine.compiled, self.engine.variants_of(handle)
+        compiled, variants = self.engine.compiled, handle.variants
         missing = tuple(variant for variant in variants if compiled.missing([variant]))
         if not missing:
             self._enqueue(job)

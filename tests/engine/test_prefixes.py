@@ -206,7 +206,9 @@ def test_p20_keeping_prefixes_changes_no_bit_of_a_first_run(warm: Engine) -> Non
     without = Engine(
         warm.target, warm.drafter, warm.params, dataclasses.replace(warm.plan, prefix_cache=0)
     )
-    without.executables = {n: p for n, p in warm.executables.items() if n in without.programs}
+    without.executables = {
+        n: p for n, p in warm.executables.items() if n in without.compiled.programs
+    }
     assert "put_segment" not in without.executables
     without.generate(prompt, max_tokens=1)
     for got, wanted in zip(visible(without, 0), kept, strict=True):

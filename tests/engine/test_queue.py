@@ -29,7 +29,7 @@ def test_a_full_queue_refuses_by_name_and_serves_on(short: Engine) -> None:
     short.advance()
     assert (short.active, short.queued) == (3, 1)
     with pytest.raises(QueueFullError, match="1 requests wait already and 4 more"):
-        short.submit_several([9], 4, max_tokens=5)
+        short.enqueue(short.prepare([9], n=4, max_tokens=5))
     assert short.queued == 1  # all of them or none
     lives.append(short.submit([9], max_tokens=5))
     while short.busy:

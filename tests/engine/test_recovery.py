@@ -366,7 +366,7 @@ def test_answers_of_one_prompt_are_recovered_one_by_one(tiny3: Engine) -> None:
     assert [r.token_ids for r in both] == [r.token_ids for r in alone]
     assert both[0].stats.recovery["floor"]
     cell = dj.CancelCell()
-    lives = tiny3.submit_several(PROMPT, 3, max_tokens=30, cancel=cell)
+    lives = tiny3.enqueue(tiny3.prepare(PROMPT, n=3, max_tokens=30, cancel=cell))
     tiny3.advance()
     cell.cancel("shutdown")
     tiny3.advance()

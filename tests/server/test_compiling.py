@@ -42,7 +42,7 @@ class Gate:
 
     def __init__(self, engine: Engine):
         self.open = threading.Event()
-        self.held = set(engine.programs) - set(engine.compiled.names(LIKELY))
+        self.held = set(engine.compiled.programs) - set(engine.compiled.names(LIKELY))
         self.broken: set[str] = set()  # programs that cannot be compiled
         self._compile = build._compile
 
