@@ -13,7 +13,8 @@ TYPE_CHECKING = False  # as `typing` has it, whose import takes longer than the 
 if TYPE_CHECKING:
     from dflash_jax.engine.engine import Engine
     from dflash_jax.engine.handle import RequestHandle, Stream
-    from dflash_jax.engine.recovery import CancelCell, Recovery
+    from dflash_jax.engine.recovery import Recovery
+    from dflash_jax.engine.request import CancelCell
     from dflash_jax.engine.result import Piece, Result, Stats
     from dflash_jax.engine.sampling_params import SamplingParams
     from dflash_jax.errors import (
@@ -59,7 +60,8 @@ _MODULES = {
     "plan": ("Plan",),
     "engine.engine": ("Engine",),
     "engine.handle": ("RequestHandle", "Stream"),
-    "engine.recovery": ("CancelCell", "Recovery"),
+    "engine.recovery": ("Recovery",),
+    "engine.request": ("CancelCell",),
     "engine.result": ("Piece", "Result", "Stats"),
     "engine.sampling_params": ("SamplingParams",),
     "errors": (

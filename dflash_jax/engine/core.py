@@ -24,7 +24,7 @@ from dflash_jax.engine.scheduler import Scheduler, SchedulerOutput, variants_of
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
 from dflash_jax.plan import Plan
-from dflash_jax.utils.forking import check_not_forked
+from dflash_jax.utils import forking
 
 DISK_WAIT = 0.01  # seconds a turn waits for prefixes on disk if there is nothing else to do
 
@@ -59,7 +59,8 @@ class EngineCore:
         Raises:
           ComputeError: parameters were donated to a program outside the engine.
         """
-        check_not_forked()
+        if forking.parent:
+            forking.check_not_forked()
         with self._stepping:
             self._begin_turn()
             try:
@@ -155,14 +156,16 @@ class EngineCore:
     def _release(self, sequence: Sequence) -> None:
         """Free the queue place or the row of a request that ended."""
         self.scheduler.remove(sequence)
-        self._runner.release(sequence.cursor, tainted=sequence.tainted)
+        if sequence.cursor.added:
+            self._runner.release(sequence.cursor, tainted=sequence.tainted)
 
     # -- for callers --------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do; ends dropped and cancelled requests first."""
-        check_not_forked()
+        if forking.parent:
+            forking.check_not_forked()
         with self._lock:
             if any(x.dropped or x.cancel for x in self._unfinished()):
                 self.tidy()
@@ -183,7 +186,8 @@ class EngineCore:
 
     def try_add(self, sequences: list[Sequence]) -> bool:
         """Queue requests, all of them or none; return whether the queue had room."""
-        check_not_forked()
+        if forking.parent:
+            forking.check_not_forked()
         with self._lock:
             if not self.scheduler.has_room(len(sequences)):
                 self._end_abandoned()
@@ -193,7 +197,8 @@ class EngineCore:
 
     def cancel(self, sequence: Sequence) -> None:
         """End a request in the queue or in its row; does nothing if it already ended."""
-        check_not_forked()
+        if forking.parent:
+            forking.check_not_forked()
         with self._lock:
             if not sequence.done:
                 sequence.take(controller.Cancelled())
@@ -202,7 +207,8 @@ class EngineCore:
 
     def tidy(self) -> None:
         """End dropped, cancelled and overdue requests, as the next turn would."""
-        check_not_forked()
+        if forking.parent:
+            forking.check_not_forked()
         with self._lock:
             self._end_abandoned()
             self._discard_unread()
@@ -225,7 +231,8 @@ class EngineCore:
         Raises:
           RequestError: requests are running.
         """
-        check_not_forked()
+        if forking.parent:
+            forking.check_not_forked()
         with self._stepping:
             self._begin_turn()
             with self._lock:

@@ -34,7 +34,7 @@ class Detokenizer:
         slips: bool = True,
     ):
         self._decoder = tokenizer.stream() if tokenizer else None
-        self._stops = Stops(stop)
+        self._stops = Stops(stop) if stop else None
         self._held = ""
         self._parser: OutputParser | None = None
         self._lengths: collections.deque[tuple[int, int]] = collections.deque()  # see `_outside`
@@ -48,7 +48,9 @@ class Detokenizer:
     @property
     def stopped_by(self) -> str | None:
         """The stop string that was completed; None before."""
-        return self._parser.stopped_by if self._parser else self._stops.found
+        if self._parser:
+            return self._parser.stopped_by
+        return self._stops.found if self._stops else None
 
     @property
     def stopped(self) -> bool:
@@ -60,7 +62,8 @@ class Detokenizer:
         if self._decoder is None or self.stopped:
             return ""
         if self._parser is None:
-            return self._give(self._stops.push(self._decoder.push(ids)))
+            new = self._decoder.push(ids)
+            return self._give(self._stops.push(new) if self._stops else new)
         given = ""
         for token in ids:  # one by one: the parser's text has marks that this one lacks
             if not self.stopped:
@@ -75,8 +78,9 @@ class Detokenizer:
             return ""
         new = self._decoder.flush()
         if self._parser is None:
-            given = self._stops.push(new)
-            return self._give(given + self._stops.flush())
+            if self._stops:
+                new = self._stops.push(new) + self._stops.flush()
+            return self._give(new)
         marked = self._marked.flush()
         self._parser.push(marked)
         self._parser.finish()

@@ -18,8 +18,7 @@ from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.handle import RequestHandle, Stream
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefix.cache import PrefixCache
-from dflash_jax.engine.recovery import CancelCell
-from dflash_jax.engine.request import Prompt, Request, make_requests
+from dflash_jax.engine.request import CancelCell, Prompt, Request, make_requests
 from dflash_jax.engine.result import Result
 from dflash_jax.engine.sampling_params import SamplingOptions, SamplingParams
 from dflash_jax.engine.scheduler import variants_of
@@ -29,7 +28,7 @@ from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import Plan
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.utils.forking import check_not_forked
+from dflash_jax.utils import forking
 from dflash_jax.utils.progress import announced
 
 COMPILING = "dflash_jax: compiling"  # or loading compiled programs
@@ -60,7 +59,7 @@ class Engine:
           PlanError: the plan does not fit the models or the memory.
           ForkedProcessError: JAX runs in the parent of this process. Other methods raise it, too.
         """
-        check_not_forked()
+        forking.check_not_forked()
         plan = plan if plan and plan.resolved else resolve_here(plan or Plan(), target, drafter)
         self.target, self.drafter, self.plan = target, drafter, plan
         self.tokenizer, self.progress = tokenizer, progress
@@ -326,7 +325,8 @@ class Engine:
         return None if self.runner.prefixes is None else self.runner.prefixes.cache
 
     def _requests(self, prompt: Prompt, params: SamplingParams, n: int) -> list[Request]:
-        check_not_forked()
+        if forking.parent:
+            forking.check_not_forked()
         parts = self.plan, self.target, self.tokenizer
         return make_requests(prompt, params, n, *parts, drafts=self.drafter is not None)
 
@@ -337,12 +337,14 @@ class Engine:
         # Whether the in-flight step drafts depends on timing. Only tokens of greedy requests under
         # an exact plan do not depend on that, so only these may stop drafting (R11).
         free = self.plan.exact and request.params.temperature == 0
+        retries = request.recovery.call_retry and self.call_grammars.available
+        calls = self.call_grammars if retries else None
         return RunningSequence(
             request,
             self.tokenizer,
             None if structure is None else self.grammars.make(structure),
             cancel=cancel,
-            call_grammars=self.call_grammars if self.call_grammars.available else None,
+            call_grammars=calls,
             break_even=self.break_even if free else 0.0,
             fixed=not free,
         )

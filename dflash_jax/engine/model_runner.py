@@ -90,6 +90,7 @@ class ModelRunner:
     ):
         self.target, self.drafter, self.plan = target, drafter, plan
         self.compiled = CompiledPrograms(declare(plan, target, drafter, lanes=ALL_LANES))
+        self._fed_rows = plan.fed_rows
         self._copies = jax.default_backend() != "cpu"  # there answers are on the host already
         self._apart = plan.apart and drafter is not None
         self._mesh = device_mesh(plan)
@@ -140,7 +141,7 @@ class ModelRunner:
         copy its row. Last chunks are fed to each row, as they decide a token, and so are prompts
         whose log-probabilities are wanted.
         """
-        if self.plan.fed_rows == self.plan.rows:
+        if self._fed_rows == self.plan.rows:
             for row, sequence in work.sequences.items():
                 self._restore(row, sequence.cursor)
             yield from self._feed(work, work.sequences, first=0)
@@ -164,7 +165,7 @@ class ModelRunner:
         self, work: SchedulerOutput, sequences: Mapping[int, Sequence], *, first: int
     ) -> Iterator[tuple[int, tuple[int, ...], StepOutput]]:
         """Dispatch one prefill call for rows from `first` on."""
-        rows, chunk = self.plan.fed_rows, self.plan.chunk
+        rows, chunk = self._fed_rows, self.plan.chunk
         tokens, num_fed = np.zeros((rows, chunk), np.int32), np.zeros(rows, np.int32)
         fresh = np.zeros(rows, bool)
         starts = {row: sequence.cursor.num_fed for row, sequence in sequences.items()}
@@ -176,7 +177,7 @@ class ModelRunner:
             if sequence.request.params.prompt_logprobs is not None:
                 self._score_chunk(row, cursor)
             cursor.num_fed += len(part)
-            if cursor.done:
+            if sequence.prefilled:
                 last.append(row)
                 self.set_logits_state(row, sequence)
         output = self.step("prefill", work, tokens, num_fed, fresh, readers=last, first=first)
@@ -203,7 +204,7 @@ class ModelRunner:
         carried: tuple[Any, ...] = ()
         if name in DECODING and repeats(self.plan, lane):
             arguments = (self._counts[work.num_steps], *arguments)
-        elif name == "prefill" and self.plan.fed_rows < self.plan.rows:
+        elif name == "prefill" and self._fed_rows < self.plan.rows:
             arguments = (np.int32(first), *arguments)
         if lane == MASKED:
             name, arguments, masks = self._make_masks(name, work, arguments, readers, first)
@@ -375,7 +376,7 @@ class ModelRunner:
             self.state, drafted = draft(self.params, self.state, work.rules)
             name, arguments, drafts = "verify", (drafted,), np.asarray(drafted[0])[:, 1:]
         places = 1 if name in ("prefill", "plain1") else self.plan.block
-        rows = self.plan.fed_rows if name == "prefill" else self.plan.rows
+        rows = self._fed_rows if name == "prefill" else self.plan.rows
         shape = (rows, places, words(self.target))
         masks = np.full(shape, 2**32 - 1, np.uint32)
         for row in work.sequences if readers is None else readers:

@@ -11,7 +11,7 @@ from dflash_jax.engine.logits_processing import prompt_logprobs_of, token_logpro
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.recovery.controller import Restart
-from dflash_jax.engine.result import TokenLogprob
+from dflash_jax.engine.result import Stats, TokenLogprob
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.state import RowStep
 
@@ -69,11 +69,13 @@ class OutputProcessor:
             self._restart(sequence, Restart.FRESH, updates)
             return
         if row in step.work.drafting:
-            sequence.stats.count_round(len(result.tokens), result.drafts, self._block - 1)
+            count_round(sequence.stats, len(result.tokens), result.drafts, self._block - 1)
         elif not prefill:
             sequence.stats.plain_steps += bool(result.tokens)
-        output, place = step.output_of(row)
-        logprobs = token_logprobs_of(output, place, sequence.request)[: len(result.tokens)]
+        logprobs = []
+        if sequence.request.params.logprobs is not None:
+            output, place = step.output_of(row)
+            logprobs = token_logprobs_of(output, place, sequence.request)[: len(result.tokens)]
         event = _event(step, row, result)
         if forced := self._advance(sequence, event, logprobs, updates):
             updates.forced[row] = forced
@@ -137,6 +139,26 @@ class OutputProcessor:
                 prompt_tokens=len(sequence.request.prompt),
                 output_tokens=sequence.state.num_decided,
             )
+
+
+def count_round(stats: Stats, num_committed: int, num_drafts: int, max_drafts: int) -> None:
+    """Count a draft-verify round.
+
+    Args:
+      num_committed: tokens it committed; all but the last were drafts.
+      num_drafts: drafts that were verified.
+      max_drafts: drafts of a whole block.
+    """
+    if not num_committed:
+        return
+    stats.rounds += 1
+    stats.drafted += num_drafts
+    stats.accepted += num_committed - 1
+    stats.acceptance_lengths.append(num_committed)
+    stats.drafts_per_round.append(num_drafts)
+    stats.accepted_per_position = stats.accepted_per_position or [0] * max_drafts
+    for position in range(num_committed - 1):
+        stats.accepted_per_position[position] += 1
 
 
 def _event(

@@ -7,7 +7,7 @@ import dataclasses
 import operator
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.recovery import OFF, Recovery
@@ -15,12 +15,30 @@ from dflash_jax.engine.recovery.words import SILENT, Words
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
-from dflash_jax.plan import Plan, as_number
+from dflash_jax.plan import Plan
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.tool_schema import Tool, tools_of
 
 Prompt = str | Sequence[int]
+CancelReason = Literal["client_abort", "disconnect", "deadline", "shutdown"]
 DEFAULTS = SamplingParams()
+
+
+class CancelCell:
+    """A flag that ends a request, with the reason. Any thread may set it; it is never cleared."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self) -> None:
+        self.reason: CancelReason | None = None
+
+    def cancel(self, reason: CancelReason = "client_abort") -> None:
+        """Request the end; the first reason is kept."""
+        self.reason = self.reason or reason
+
+    def __bool__(self) -> bool:
+        """Whether the flag is set."""
+        return self.reason is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +95,6 @@ def make_requests(
     Raises:
       RequestError: they cannot be served by this model under this plan.
     """
-    n = as_number(n)
     if type(n) is not int or n < 1:
         raise RequestError(f"n is {n!r}; expected an integer of at least 1")
     ids = token_ids(prompt, tokenizer, target.vocab_size, plan.max_length)
@@ -94,6 +111,10 @@ def make_requests(
         recovery = dataclasses.replace(recovery, min_tokens=params.min_tokens)
     if params.structured is not None:
         recovery = recovery.for_structure()
+    words, tools = SILENT, ()
+    if recovery != OFF or params.tools or params.tool_choice:
+        words = words_of(tokenizer, ids, recovery, params.tools, params.tool_choice)
+        tools = tools_of(params.tools)
     first = Request(
         prompt=ids,
         params=params,
@@ -102,8 +123,8 @@ def make_requests(
         ),
         speculative=drafts and params.speculative and params.block_size != 1,
         recovery=recovery,
-        words=words_of(tokenizer, ids, recovery, params.tools, params.tool_choice),
-        tools=tools_of(params.tools),
+        words=words,
+        tools=tools,
     )
     check_fits(first, plan, target)
     seed = secrets.randbits(32) if params.seed is None else params.seed

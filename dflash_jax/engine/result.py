@@ -75,25 +75,6 @@ class Stats:
         """Decoding speed: tokens after the first over `decode_s`."""
         return (self.output_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
-    def count_round(self, decided: int, drafted: int, places: int) -> None:
-        """Count a draft-verify round.
-
-        Args:
-          decided: number of tokens it committed; all but the last were drafts.
-          drafted: number of drafts that were verified.
-          places: number of drafts in a whole block.
-        """
-        if not decided:
-            return
-        self.rounds += 1
-        self.drafted += drafted
-        self.accepted += decided - 1
-        self.acceptance_lengths.append(decided)
-        self.drafts_per_round.append(drafted)
-        self.accepted_per_position = self.accepted_per_position or [0] * places
-        for place in range(decided - 1):
-            self.accepted_per_position[place] += 1
-
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON values."""
         derived = {

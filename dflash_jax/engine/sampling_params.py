@@ -112,7 +112,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in (*_INTEGERS, *_NUMBERS):
-            object.__setattr__(self, name, as_number(getattr(self, name)))
+            if type(value := getattr(self, name)) not in _PLAIN:
+                object.__setattr__(self, name, as_number(value))
         for name, (low, high, expected) in _INTEGERS.items():
             value = getattr(self, name)
             fits = type(value) is int and low <= value <= high
@@ -181,6 +182,7 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
     "block_size": (1, 2**31 - 1, "None, or an integer of at least 1"),
 }
 _OPTIONAL = ("seed", "block_size")
+_PLAIN = (int, float, type(None))  # other numbers are NumPy's
 _PENALTY = (-2, 2, "a number from -2 to 2")
 _NUMBERS: dict[str, tuple[float, float, str]] = {
     "temperature": (0, MAX_TEMPERATURE, f"0 (greedy) or a number up to {MAX_TEMPERATURE}"),

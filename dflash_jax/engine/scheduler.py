@@ -143,9 +143,9 @@ class Scheduler:
         if len(in_flight) == 1 and in_flight[0].num_steps > 1:
             return None  # most requests end in one of the next few steps: wait for the results
         active = {row: x for row, x in enumerate(self.rows) if x and not x.call_grammar}
-        prompts = {row: x for row, x in active.items() if not x.cursor.done}
-        decoding = {row: x for row, x in active.items() if x.cursor.done and not x.rebuilding}
-        loaded = {row: x for row, x in prompts.items() if x.cursor.loaded}
+        prompts = {row: x for row, x in active.items() if not x.prefilled}
+        decoding = {row: x for row, x in active.items() if x.prefilled and not x.rebuilding}
+        loaded = {row: x for row, x in prompts.items() if x.loaded}
         self._prefilled_last = bool(loaded) and not (self._prefilled_last and decoding)
         variant = max(map(variant_of, self.running), key=VARIANTS.index, default=Variant.GREEDY)
         rules = self.rules(decoding)

@@ -12,14 +12,13 @@ from dflash_jax.engine.detokenizer import OutputBuffer
 from dflash_jax.engine.forced_tokens import Dictated
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.recovery import (
-    CancelCell,
     controller,
     repeated_calls,
     request_state,
     speculation,
 )
 from dflash_jax.engine.recovery.guards import runaway_drop
-from dflash_jax.engine.request import Request
+from dflash_jax.engine.request import CancelCell, Request
 from dflash_jax.engine.result import Result, Stats, TokenLogprob
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammar
@@ -114,6 +113,16 @@ class Sequence:
     def done(self) -> bool:
         """Whether the request ended."""
         return self.finish is not None
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether the whole prompt was fed."""
+        return self.cursor.num_fed == len(self.request.prompt)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether no part of the prompt is still being read from disk."""
+        return self.cursor.loading is None or self.cursor.loading.done()
 
     @property
     def grammar(self) -> Grammar | None:

@@ -12,7 +12,7 @@ from typing import Any
 from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
-from dflash_jax.engine.recovery.cancellation import Reason
+from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.errors import QueueFullError, RequestError
 from dflash_jax.server.background import LONG_PROMPT, in_thread

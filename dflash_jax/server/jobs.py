@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_jax.compiler.variants import CompiledPrograms, Variant
 from dflash_jax.engine.handle import RequestHandle
-from dflash_jax.engine.recovery import CancelCell
+from dflash_jax.engine.request import CancelCell
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.errors import DFlashError
 from dflash_jax.server.protocol import Problem

@@ -21,7 +21,7 @@ from dflash_jax.compiler.background import BackgroundCompiler
 from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import RequestHandle
-from dflash_jax.engine.recovery.cancellation import Reason
+from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.errors import ComputeError, DFlashError
 from dflash_jax.server.jobs import Job, News, still_compiling
 from dflash_jax.server.structures import StructureThreads, unfinished

@@ -206,7 +206,7 @@ def wrong_readers(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
     def to_the_row(self: EngineCore, step: InFlightStep) -> None:
         rows = self.scheduler.rows
         for row in () if step.work.prefill else step.work.sequences:
-            if (sequence := rows[row]) and sequence.cursor.done:
+            if (sequence := rows[row]) and sequence.prefilled:
                 there = {row: sequence}, {row: sequence.epoch}
                 sequences, epochs = step.work.sequences, step.work.epochs
                 work = dataclasses.replace(

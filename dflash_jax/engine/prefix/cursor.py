@@ -33,16 +33,6 @@ class PromptCursor:
     loading: Future[list[Any]] | None = None
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
 
-    @property
-    def done(self) -> bool:
-        """Whether the whole prompt was fed."""
-        return self.num_fed == len(self.prompt)
-
-    @property
-    def loaded(self) -> bool:
-        """Whether nothing is being read from disk for it."""
-        return self.loading is None or self.loading.done()
-
     def restarted(self, *, use_cache: bool) -> "PromptCursor":
         """Return a cursor at the beginning of the same prompt."""
         return PromptCursor(

@@ -4,7 +4,6 @@
 are rules, one concern each. Only the standard library, `tool_parsers` and `errors` are imported.
 """
 
-from dflash_jax.engine.recovery.cancellation import CancelCell
 from dflash_jax.engine.recovery.settings import OFF, Recovery
 
-__all__ = ["OFF", "CancelCell", "Recovery"]
+__all__ = ["OFF", "Recovery"]

@@ -1,7 +1,6 @@
 """Hold tool calls until they are complete, and decode those that cannot be parsed again."""
 
-from dflash_jax.engine.recovery.cut import StepCut
-from dflash_jax.engine.recovery.request_state import Policy, State
+from dflash_jax.engine.recovery.request_state import Policy, State, StepCut
 
 LONGEST = 512  # tokens of a held call; a longer one is emitted as it comes
 

@@ -40,7 +40,6 @@ from dflash_jax.engine.recovery import (
     guards,
     speculation,
 )
-from dflash_jax.engine.recovery.cut import StepCut
 from dflash_jax.engine.recovery.floor import EndVerdict
 from dflash_jax.engine.recovery.request_state import (
     CallRetried,
@@ -53,11 +52,13 @@ from dflash_jax.engine.recovery.request_state import (
     Prefilled,
     Restart,
     State,
+    StepCut,
     Stepped,
     TokenIds,
     is_visible,
     speculates,
 )
+from dflash_jax.engine.recovery.settings import OFF
 
 _DECODING = {Phase.SPECULATIVE, Phase.PLAIN, Phase.RETRY, Phase.DONE}
 TRANSITIONS: dict[Phase, dict[type, set[Phase]]] = {
@@ -155,9 +156,10 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
     if not decided:
         return state, Effects(fallback=fallback)
     cut = StepCut(state, before=len(state.ids))
-    guard = guards.guard_of(
-        state.memory, state.ids.last, len(state.ids), policy.recovery, policy.words
-    )
+    guard = None
+    if policy.recovery is not OFF:
+        memory, last = state.memory, state.ids.last
+        guard = guards.guard_of(memory, last, len(state.ids), policy.recovery, policy.words)
     if policy.max_tokens <= 0:
         cut.finish = Finish.LENGTH
     elif died:
@@ -213,9 +215,10 @@ def _judge(
         token = cut.replace = event.next_best
         cut.note("min_tokens" if _too_few(cut, policy) else "floor")
     cut.new.append(token)
-    call_retry.watch(cut, policy)
-    if cut.retry_call:
-        return True
+    if policy.recovery.call_retry:
+        call_retry.watch(cut, policy)
+        if cut.retry_call:
+            return True
     if guard is not None and (kind := guard.take(token, cut.since, closed=cut.state.closed)):
         cut.mark(guard=kind)
     if cut.length >= policy.max_tokens:

@@ -1,9 +1,8 @@
 """Begin a tool call for a stalled output: whether the target wants one, and of which tool."""
 
 from dflash_jax.engine.recovery import call_retry, floor, tool_names
-from dflash_jax.engine.recovery.cut import StepCut
 from dflash_jax.engine.recovery.endings import read_ending
-from dflash_jax.engine.recovery.request_state import CallProbe, Finish, Policy, TokenIds
+from dflash_jax.engine.recovery.request_state import CallProbe, Finish, Policy, StepCut, TokenIds
 
 
 def begin_call(cut: StepCut, policy: Policy) -> None:

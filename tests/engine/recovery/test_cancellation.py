@@ -2,7 +2,6 @@
 
 from fake_device import EOS, STALL, STOPS, WORDS, recovery
 
-from dflash_jax.engine.recovery.cancellation import CancelCell
 from dflash_jax.engine.recovery.controller import (
     Cancelled,
     Effects,
@@ -13,7 +12,7 @@ from dflash_jax.engine.recovery.controller import (
     Stepped,
     advance,
 )
-from dflash_jax.engine.request import Request
+from dflash_jax.engine.request import CancelCell, Request
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.sequence import Sequence
 
