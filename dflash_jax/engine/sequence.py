@@ -50,13 +50,11 @@ class Sequence:
       state, policy: of the recovery state machine.
       row: settings of the request's row.
       output: what the caller was given.
-      grammar: what the output must follow.
-      call_grammar: the grammar of a call that is decoded once more, while it is compiled; the row
-        idles meanwhile.
+      call_grammar: the grammar of a call that is decoded again, while it is compiled.
       rebuilding: the output so far is to be fed again after the prompt.
       row_cleared: the row was cleared because the prompt's numbers were not finite in it.
-      failures: of the device, while the request ran.
-      dropped: its stream was garbage-collected or closed; any thread may set it.
+      failures: number of device failures while the request ran.
+      dropped: the stream was given up; any thread may set it.
       error: why there is no result.
       finish: why the request ended; None while it runs.
 
@@ -94,7 +92,7 @@ class Sequence:
         )
         self.state = controller.State()
         self.epoch = 0
-        self.cursor = PromptCursor(request.prompt, use_cache=not self._scores_prompt)
+        self.cursor = PromptCursor(request.prompt, use_cache=request.params.prompt_logprobs is None)
         self.output = OutputBuffer(request, tokenizer, grammar)
         self.prompt_logprobs: list[TokenLogprob] = []
         self.call_grammar: Future[Grammar] | None = None
@@ -134,10 +132,6 @@ class Sequence:
         """Whether what the ended request added to the prefix cache should serve no other one."""
         failed = self.finish is controller.Finish.ERROR or bool(self.cancel)
         return failed or not request_state.is_visible(self.state.ids, self.policy)
-
-    @property
-    def _scores_prompt(self) -> bool:
-        return self.request.params.prompt_logprobs is not None
 
     def _settings(self) -> RowSettings:
         room = request_state.room(self.state, self.policy)
@@ -277,7 +271,7 @@ class Sequence:
           use_cache: whether chunks of the prompt may come from the prefix cache.
         """
         self.epoch += 1
-        use_cache &= not self._scores_prompt
+        use_cache &= self.request.params.prompt_logprobs is None
         self.cursor = self.cursor.restarted(use_cache=use_cache)
 
     def begin_call_retry(self) -> None:
@@ -347,11 +341,8 @@ class Sequence:
                 " `dflash-jax probe`, or load with dtype='float32'"
             )
         assert self.finish is not None
-        return Result(
-            self.output.ids,
-            self.output.text,
-            self.finish.value,
-            self.stats,
-            None if self.request.params.logprobs is None else self.output.logprobs,
-            self.prompt_logprobs if self._scores_prompt else None,
-        )
+        output, params = self.output, self.request.params
+        logprobs = None if params.logprobs is None else output.logprobs
+        of_prompt = None if params.prompt_logprobs is None else self.prompt_logprobs
+        reason = self.finish.value
+        return Result(output.ids, output.text, reason, self.stats, logprobs, of_prompt)

@@ -11,7 +11,7 @@ from dflash_jax import CancelCell, Plan
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.prefix.cache import Counters, PrefixCache
+from dflash_jax.engine.prefix.cache import CacheCounters, PrefixCache
 from dflash_jax.engine.recovery import OFF, guards
 from dflash_jax.engine.recovery.controller import Cancelled, Finish
 from dflash_jax.engine.recovery.words import Words
@@ -138,7 +138,7 @@ def test_p2_five_identical_prompts_in_a_row(scripted: Engine) -> None:
     set_script(scripted, [*prompt, *truth])
     assert scripted.prefix_cache
     scripted.prefix_cache.clear()
-    scripted.prefix_cache.counters = Counters()
+    scripted.prefix_cache.counters = CacheCounters()
     results = [scripted.generate(prompt, max_tokens=17) for _ in range(5)]
     assert all(r.token_ids == truth for r in results)
     assert all(r.stats.acceptance_lengths == [4, 4, 4, 4] for r in results)
