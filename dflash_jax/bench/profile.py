@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.pace import Pace
 from dflash_jax.errors import RequestError
@@ -94,7 +95,7 @@ def profile(
         )
     engine.warm_up()
     options: dict[str, Any] = {"ignore_eos": True, "speculative": speculative}
-    name = "speculative" if speculative and engine.drafter else "plain" if plan.exact else "plain1"
+    name = Step.SPECULATIVE if speculative and engine.drafter else Step.PLAIN
     pace, engine.loop.pace = engine.loop.pace, Pace(most=1)
     live = engine.submit(list(prompt), max_tokens=longest, **options)
     try:
@@ -108,7 +109,9 @@ def profile(
     finally:
         engine.cancel(live)
         engine.loop.pace = pace
-    found = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
+    found = _kernels(
+        trace, engine.executables[ProgramKey(name, Variant.GREEDY)].compiled.as_text() or "", steps
+    )
     return Profile(name, steps, wall / steps, _parts(found), found)
 
 

@@ -7,13 +7,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from dflash_jax.compiler.plan import Plan, as_number
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.recovery import OFF, CancelCell, Recovery
 from dflash_jax.engine.request import Request, check, check_fits, is_id
 from dflash_jax.engine.structured.grammars import Structure
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
+from dflash_jax.plan import Plan, as_number
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.tool_schema import tools_of
 

@@ -9,16 +9,16 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
-from dflash_jax.compiler.build import Executable
-from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import Params, Program
+from dflash_jax.compiler.build import WORKERS, CompiledPrograms, Executable
+from dflash_jax.compiler.keys import ProgramKey, Variant
+from dflash_jax.compiler.programs import Program
 from dflash_jax.compiler.resolve import resolve_here
-from dflash_jax.compiler.variants import WORKERS, CompiledPrograms, Variant
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.decode.pair import Params
 from dflash_jax.engine.arguments import CancellableOptions, Options, check_names, requests_of
 from dflash_jax.engine.lanes import variants_of
 from dflash_jax.engine.loop import Loop
-from dflash_jax.engine.model_runner import Runner
+from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefix.cache import PrefixCache
 from dflash_jax.engine.recovery import CancelCell
 from dflash_jax.engine.request import Request
@@ -28,6 +28,7 @@ from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.plan import Plan
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced
@@ -65,7 +66,7 @@ class Engine:
         plan = plan if plan and plan.resolved else resolve_here(plan or Plan(), target, drafter)
         self.target, self.drafter, self.plan = target, drafter, plan
         self.tokenizer, self.progress = tokenizer, progress
-        self.runner = Runner(target, drafter, params, plan)
+        self.runner = ModelRunner(target, drafter, params, plan)
         self.loop = Loop(self.runner, plan)
         self.events = self.loop.events
         self.break_even = 0.0  # tokens a drafted round must decide to pay; 0 until measured
@@ -293,17 +294,17 @@ class Engine:
         return self.runner.compiled
 
     @property
-    def programs(self) -> dict[str, Program]:
-        """Everything the plan may need, by name."""
+    def programs(self) -> dict[ProgramKey, Program]:
+        """All programs of the plan."""
         return self.compiled.programs
 
     @property
-    def executables(self) -> dict[str, Executable]:
+    def executables(self) -> dict[ProgramKey, Executable]:
         """What was compiled so far; an engine of the same plan and models may share it."""
         return self.compiled.executables
 
     @executables.setter
-    def executables(self, executables: dict[str, Executable]) -> None:
+    def executables(self, executables: dict[ProgramKey, Executable]) -> None:
         self.compiled.executables = executables
 
     @property

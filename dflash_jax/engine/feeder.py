@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dflash_jax.compiler.plan import Plan
-from dflash_jax.engine.model_runner import Runner
+from dflash_jax.compiler.keys import Step
+from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.scheduler import Rows
 from dflash_jax.engine.sequence import Live
+from dflash_jax.plan import Plan
 
 Dispatch = Callable[..., None]
 
@@ -15,7 +16,7 @@ Dispatch = Callable[..., None]
 class Feeder:
     """Feeds the prompts of the rows."""
 
-    def __init__(self, plan: Plan, runner: Runner, rows: Rows):
+    def __init__(self, plan: Plan, runner: ModelRunner, rows: Rows):
         self._plan, self._runner, self._rows = plan, runner, rows
         self._fed_last = False  # the last step fed prompts
 
@@ -72,12 +73,12 @@ class Feeder:
             part = live.request.prompt[live.fed : live.fed + chunk]
             tokens[at, : len(part)], count[at], fresh[at] = part, len(part), live.fed == 0
             if live.request.scored:
-                self._runner.score(row, live)
+                self._runner.prompt_logprobs(row, live)
             live.fed += len(part)
             if live.fed == len(live.request.prompt):
                 finished[row] = live
                 self._rows.changed()
-                self._runner.shape(row, live)
-        dispatch("prefill", tokens, count, fresh, readers=finished, first=first)
+                self._runner.set_logits_state(row, live)
+        dispatch(Step.PREFILL, tokens, count, fresh, readers=finished, first=first)
         for row, live in feeding.items():
             self._runner.keep(row, live, starts[row])

@@ -31,6 +31,8 @@ class Flight:
         """What a step's answer means to the request in a row."""
         if not self.decode:
             restored = self.readers[row].stats.cached_tokens > 0
-            return Prefilled(step.tokens[0], step.floor, step.finite, restored, step.odds)
-        drafts = step.drafts if row in self.drafting else 0
-        return Stepped(step.tokens, step.finite, step.draft_finite, step.floor, drafts, step.odds)
+            return Prefilled(step.tokens[0], step.next_best, step.finite, restored, step.call_odds)
+        drafts = step.num_drafts if row in self.drafting else 0
+        return Stepped(
+            step.tokens, step.finite, step.draft_finite, step.next_best, drafts, step.call_odds
+        )

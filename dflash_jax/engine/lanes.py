@@ -8,25 +8,27 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import GREEDY, MASKED, SAMPLED, SHAPED
-from dflash_jax.compiler.variants import OF_LANE, Variant
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.decode.inputs import DecodeInputs
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.request import COLDEST, Request
 from dflash_jax.engine.sequence import Live
+from dflash_jax.plan import Plan
 from dflash_jax.state import CHOICES, DecodeState, RowRules, read_output
 
 
-def lane_of(request: Request) -> str:
+def lane_of(request: Request) -> Variant:
     """The lane a request needs; rows share the last of theirs, in which all can run."""
     if request.structured is not None:
-        return MASKED
-    return SHAPED if request.shaped else SAMPLED if request.temperature > 0 else GREEDY
+        return Variant.CONSTRAINED
+    if request.shaped:
+        return Variant.PENALIZED
+    return Variant.SAMPLED if request.temperature > 0 else Variant.GREEDY
 
 
 def variants_of(request: Request) -> list[Variant]:
     """The variants whose programs a request needs."""
-    found = [OF_LANE[lane_of(request)]]
+    found = [lane_of(request)]
     found += [Variant.FORCED_TOKENS] if request.recovery != OFF else []
     return found + ([Variant.PROMPT_LOGPROBS] if request.scored else [])
 
@@ -65,7 +67,7 @@ def make_rules(
     columns: dict[str, Any] = {
         "stop_ids": stop,
         "limit": limit,
-        "drafts": drafts,
+        "max_drafts": drafts,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -82,7 +84,7 @@ def make_rules(
 
 
 def break_even(
-    run: Mapping[str, Callable[..., Any]],
+    run: Mapping[ProgramKey, Callable[..., Any]],
     params: Any,
     state: DecodeState,
     rules: RowRules,
@@ -97,12 +99,12 @@ def break_even(
     Args:
       repeats: whether the programs make several steps in a call; they are told to make one.
     """
-    once = (np.int32(0),) if repeats else ()
-    times: dict[str, list[float]] = {"speculative": [], "plain": []}
+    inputs = DecodeInputs(rules, num_steps=np.int32(0) if repeats else None)
+    times: dict[Step, list[float]] = {Step.SPECULATIVE: [], Step.PLAIN: []}
     for _ in range(samples + 1):
         for name, found in times.items():
             started = time.perf_counter()
-            state, output = run[name](params, state, *once, rules)
+            state, _, output = run[ProgramKey(name, Variant.GREEDY)](params, state, None, inputs)
             read_output(output)
             found.append(time.perf_counter() - started)
     medians = [statistics.median(found[1:]) for found in times.values()]

@@ -1,4 +1,4 @@
-"""The rows' penalties, biases and log-probabilities, between requests and the shaped lane."""
+"""The logits state of all rows, and log-probabilities as results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,72 +6,81 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.decode.logits_processing import Shaping, neutral_shaping
+from dflash_jax.decode.inputs import SetLogitsStateInputs
+from dflash_jax.decode.logits_processing import LogitsState, neutral_logits_state
 from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.engine.sequence import Live
-from dflash_jax.state import COLUMNS, Logprobs, StepOutput
+from dflash_jax.state import Logprobs, StepOutput
 
 
-class Shaper:
-    """Holds what the shaped lane carries from step to step; takes no memory until it is used.
+class LogitsProcessor:
+    """Holds the logits state between steps; uses no memory until it is needed.
 
-    A row is set when the last chunk of its prompt is about to be fed, as what the device counted
-    before that was not said; and when tokens were dictated to it, which the device did not count.
+    A row is set before the last chunk of its prompt is fed, because earlier counts of the device
+    belong to other requests, and after forced tokens, which the device does not count.
     """
 
     def __init__(self, rows: int, vocab: int):
         self._rows, self._vocab = rows, vocab
-        self._shaping: Shaping | None = None
-        self._marked: set[int] = set()  # rows that are not neutral
+        self._state: LogitsState | None = None
+        self._changed: set[int] = set()  # rows that are not neutral
 
     @property
-    def shaping(self) -> Shaping:
-        """The rows' shaping, to be donated to a step; give it back with `keep`."""
-        if self._shaping is None:
-            self._shaping = jax.device_put(neutral_shaping(self._rows, self._vocab))
-        return self._shaping
+    def state(self) -> LogitsState:
+        """The state of all rows. A step that it is donated to must `keep` the next one."""
+        if self._state is None:
+            self._state = jax.device_put(neutral_logits_state(self._rows, self._vocab))
+        return self._state
 
-    def keep(self, shaping: Shaping) -> None:
-        """Takes back what a step made of the shaping."""
-        self._shaping = shaping
+    def keep(self, state: LogitsState) -> None:
+        """Keep the state that a step returned."""
+        self._state = state
 
     def reset(self) -> None:
-        """Forgets what a failed step took with it; rows are set anew as their prompts are fed."""
-        self._shaping = None
-        self._marked.clear()
+        """Drop the state, which a failed step may have consumed."""
+        self._state = None
+        self._changed.clear()
 
     def set_row(self, program: Callable[..., Any], row: int, live: Live) -> None:
-        """Makes a row's shaping that of a request as far as it has come."""
+        """Set a row to the options and the tokens so far of a request."""
         request = live.request
-        if not request.shaped and row not in self._marked:
+        if not request.shaped and row not in self._changed:
             return
-        self._marked.add(row) if request.shaped else self._marked.discard(row)
-        bias, prompted = np.zeros(self._vocab, np.float32), np.zeros(self._vocab, bool)
+        self._changed.add(row) if request.shaped else self._changed.discard(row)
+        bias, prompt = np.zeros(self._vocab, np.float32), np.zeros(self._vocab, bool)
         for token, value in request.logit_bias:
             bias[token] = value
-        prompted[list(request.prompt)] = True
-        said = np.bincount(live.state.ids[:], minlength=self._vocab).astype(np.int32)
+        prompt[list(request.prompt)] = True
+        counts = np.bincount(live.state.ids[:], minlength=self._vocab).astype(np.int32)
         penalties = (
             request.repetition_penalty,
             request.frequency_penalty,
             request.presence_penalty,
         )
-        numbers = np.array(penalties, np.float32)
-        reports = np.bool_(request.logprobs is not None)
-        self.keep(program(self.shaping, np.int32(row), bias, prompted, said, numbers, reports))
+        inputs = SetLogitsStateInputs(
+            row=np.int32(row),
+            bias=bias,
+            prompt=prompt,
+            counts=counts,
+            penalties=np.array(penalties, np.float32),
+            reports=np.bool_(request.logprobs is not None),
+        )
+        _, state, _ = program(None, None, self.state, inputs)
+        self.keep(state)
 
 
-def likely_tokens(output: StepOutput, row: int, live: Live) -> list[TokenLogprob]:
-    """A row's log-probabilities of a step, as many alternatives as the request wants."""
+def token_logprobs(output: StepOutput, row: int, live: Live) -> list[TokenLogprob]:
+    """Return a row's log-probabilities of a step, with the alternatives the request asks for."""
     found, most = output.logprobs, live.request.logprobs
     if found is None or most is None:
         return []
-    said = np.asarray(output.packed)[row, int(output.reports_odds) : -COLUMNS]
-    return _named(said.tolist(), found, row, most)
+    packed: Any = np.asarray(output.packed)
+    tokens = StepOutput(packed, reports_odds=output.reports_odds).tokens[row]
+    return _named(tokens.tolist(), found, row, most)
 
 
-def likely_prompt(live: Live) -> list[TokenLogprob]:
-    """How likely each token of a prompt that was fed is; nothing is said of the first."""
+def prompt_logprobs(live: Live) -> list[TokenLogprob]:
+    """Return the log-probabilities of a prompt that was fed; its first token has none."""
     (first, *rest), most = live.request.prompt, live.request.prompt_logprobs
     known, at = [TokenLogprob(first, None, ())], 0
     for found in live.scores if most is not None else ():
@@ -82,7 +91,7 @@ def likely_prompt(live: Live) -> list[TokenLogprob]:
 
 
 def _named(tokens: Sequence[int], found: Logprobs, row: int, most: int) -> list[TokenLogprob]:
-    """The log-probabilities of a row's first places, with the tokens they are of."""
+    """Return the log-probabilities of a row's first places, with their tokens."""
     chosen = np.asarray(found.chosen)[row].tolist()
     ids = np.asarray(found.top_ids)[row, :, :most].tolist()
     values = np.asarray(found.top)[row, :, :most].tolist()

@@ -17,21 +17,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import MASKED, repeats
+from dflash_jax.compiler.keys import Step, Variant
+from dflash_jax.compiler.programs import is_multi_step
 from dflash_jax.compiler.settings import Returned, untraced
-from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.feeder import Feeder
 from dflash_jax.engine.flight import Flight
 from dflash_jax.engine.lanes import variants_of
-from dflash_jax.engine.model_runner import Runner
+from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.output_processor import Teller
 from dflash_jax.engine.pace import Pace
 from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.scheduler import Rows
 from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
+from dflash_jax.plan import Plan
 from dflash_jax.state import read_output
 from dflash_jax.utils.forking import check_not_forked
 
@@ -45,7 +45,7 @@ class Loop:
     `advance` while another does waits for its turn.
     """
 
-    def __init__(self, runner: Runner, plan: Plan):
+    def __init__(self, runner: ModelRunner, plan: Plan):
         self._runner, self._plan = runner, plan
         self.rows = Rows(plan)
         self.events = EventLog()
@@ -141,7 +141,7 @@ class Loop:
             try:
                 untraced(self._turn)
             except (ValueError, RuntimeError) as error:  # jax's own are runtime errors
-                if self._runner.bereft:
+                if self._runner.params_deleted:
                     raise ComputeError(
                         "the engine's parameters are gone: another program was given them and had"
                         " them donated; let it donate copies, and give the engine others by"
@@ -169,13 +169,13 @@ class Loop:
             self._end_what_nobody_waits_for()
             self._teller.retry_calls()
             for live in self.rows.admit():
-                self._runner.recall(live)
+                self._runner.prefetch(live)
             waits = self._waits_for_several()
             dispatched = not waits and (
                 self._feeder.turn(self._dispatch) or self._dispatch_decode()
             )
             single = dispatched and self.flights[-1].rounds == 1
-            lookahead = single and self.rows.work.lane != MASKED
+            lookahead = single and self.rows.work.lane != Variant.CONSTRAINED
         if not dispatched and not self.flights:
             self._wait_for_others()
         ahead = self._plan.lookahead if lookahead else 0
@@ -238,7 +238,7 @@ class Loop:
         work = self.rows.work
         if not work.decoding or self._may_all_end(work.decoding):
             return False
-        name = "speculative" if work.drafting else "plain" if self._plan.exact else "plain1"
+        name = Step.SPECULATIVE if work.drafting else Step.PLAIN
         self._dispatch(name, readers=work.decoding, drafting=work.drafting, decode=True)
         return True
 
@@ -254,7 +254,7 @@ class Loop:
 
     def _dispatch(
         self,
-        name: str,
+        name: Step,
         *arguments: np.ndarray,
         readers: dict[int, Live],
         drafting: frozenset[int] = frozenset(),
@@ -263,7 +263,7 @@ class Loop:
     ) -> None:
         """Dispatches a step; its answer is read later."""
         rows, started = self.rows, time.perf_counter()
-        several = decode and repeats(self._plan, rows.work.lane)
+        several = decode and is_multi_step(self._plan, rows.work.lane)
         waited_for = rows.waiting or rows.work.feeding
         rounds = self.pace.rounds if several and not waited_for else 1
         output = self._runner.step(

@@ -1,8 +1,9 @@
-"""Runs an engine's compiled programs on the one state they share; knows nothing of queues.
+"""Runs the compiled programs of an engine on the one state they share.
 
-Everything here dispatches and waits for nothing, but for the drafts that masks are made from.
+It dispatches and waits for nothing, except for drafts of constrained rows.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,73 +11,73 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler import two_devices as apart
-from dflash_jax.compiler.build import Executable
+from dflash_jax.compiler import two_devices
+from dflash_jax.compiler.build import CompiledPrograms, Executable
+from dflash_jax.compiler.keys import LOGITS_VARIANTS, ProgramKey, Step, Variant
 from dflash_jax.compiler.memory import tree_bytes
-from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import (
-    ALL_LANES,
-    DECODING,
-    GREEDY,
-    MASKED,
-    SHAPED,
-    Params,
-    declare,
-    empty_state,
-    repeats,
-    words,
-)
-from dflash_jax.compiler.settings import undisturbed
+from dflash_jax.compiler.models import empty_state
+from dflash_jax.compiler.programs import declare, is_multi_step
+from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
-from dflash_jax.compiler.variants import CompiledPrograms
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.engine import lanes
-from dflash_jax.engine.forced_tokens import Dictated, dictate
-from dflash_jax.engine.logits_processing import Shaper
+from dflash_jax.decode.inputs import (
+    ClearRowsInputs,
+    CopyRowInputs,
+    DecodeInputs,
+    PrefillInputs,
+    PromptLogprobsInputs,
+    VerifyInputs,
+)
+from dflash_jax.decode.logits_processing import mask_words
+from dflash_jax.decode.pair import Params
+from dflash_jax.engine import forced_tokens, lanes
+from dflash_jax.engine.forced_tokens import ForcedTokens
+from dflash_jax.engine.logits_processing import LogitsProcessor
 from dflash_jax.engine.prefix.disk import identity
 from dflash_jax.engine.prefix.snapshots import Snapshots
 from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import CheckpointError
+from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import KEPT
 from dflash_jax.quant.products import put_in_order
 from dflash_jax.state import RowRules, StepOutput
 
 
-class Runner:
+class ModelRunner:
     """Parameters, compiled programs, and the state of all rows.
 
     Attributes:
-      compiled: the programs of the plan, and the executables made of them so far.
-      state: of all rows; donated to every step, which gives it back.
-      snapshots: the way to the prefix cache; None where the plan keeps none.
+      compiled: the programs of the plan, and those of them that are compiled.
+      state: of all rows; every step consumes it and returns the next one.
+      snapshots: the prefix cache; None if the plan has none.
     """
 
     def __init__(
         self, target: TargetConfig, drafter: DrafterConfig | None, params: Params, plan: Plan
     ):
         self.target, self.drafter, self.plan = target, drafter, plan
-        self.compiled = CompiledPrograms(declare(plan, target, drafter, lanes=ALL_LANES))
-        self._copies = jax.default_backend() != "cpu"  # there answers are on the host already
-        self._apart = plan.apart and drafter is not None
+        self.compiled = CompiledPrograms(declare(plan, target, drafter))
+        self._copies = jax.default_backend() != "cpu"  # on a CPU, outputs are on the host already
+        self._two_devices = plan.two_devices and drafter is not None
         self._mesh = device_mesh(plan)
         self.params = self._place(params)
         self.state: Any = self._empty_state()
         self.snapshots = self._make_snapshots(self.params)
-        self._shaper = Shaper(plan.rows, target.vocab_size)
-        # Kept there, as to send a number in every call takes 0.1 ms.
-        self._counts = jax.device_put([np.int32(n) for n in range(plan.rounds + 1)])
+        self._logits = LogitsProcessor(plan.rows, target.vocab_size)
+        # Kept on the device, because sending a number in every call takes 0.1 ms.
+        self._num_steps = jax.device_put([np.int32(n) for n in range(plan.rounds + 1)])
 
     @property
-    def bereft(self) -> bool:
-        """Whether somebody else's program took parameters away."""
+    def params_deleted(self) -> bool:
+        """Whether parameters were donated to another program."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params))
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of each part that stays in memory; any thread may ask.
+        """Bytes of each part that stays in memory; may be read by any thread.
 
         Parts are "weights", "caches" (keys, values and recurrent states of all rows),
-        "prefix_cache", and "programs" (machine code; 0 where XLA does not say, as on a CPU).
+        "prefix_cache", and "programs" (machine code; 0 where XLA does not report it, as on a CPU).
         """
         return {
             "weights": tree_bytes(self.params),
@@ -86,53 +87,50 @@ class Runner:
         }
 
     @property
-    def executables(self) -> dict[str, Executable]:
-        """What was compiled so far, by name."""
+    def executables(self) -> dict[ProgramKey, Executable]:
+        """The compiled programs."""
         return self.compiled.executables
 
     def step(
         self,
-        name: str,
-        lane: str,
+        step: Step,
+        variant: Variant,
         rules: RowRules,
-        *arguments: Any,
+        *chunk: np.ndarray,
         readers: Mapping[int, Live],
         rounds: int = 1,
         first: int = 0,
     ) -> StepOutput:
-        """Dispatches a step in a lane; its answer is on its way to the host.
+        """Dispatch a prefill or decode step and start copying its output to the host.
 
         Args:
-          readers: by row, those whose grammars the masked lane has to ask.
-          rounds: most steps to make of those that can be made in one call.
-          first: of the rows that are fed.
+          chunk: of a prefill, tokens [B, C], their number [B] and which rows are fresh [B].
+          readers: requests by row; their grammars constrain the constrained variant.
+          rounds: maximum number of steps, in programs of several steps.
+          first: first row of a prefill.
         """
-        carried: tuple[Any, ...] = ()
-        if name in DECODING and repeats(self.plan, lane):
-            arguments = (self._counts[rounds], *arguments)
-        elif name == "prefill" and self.plan.fed_rows < self.plan.rows:
-            arguments = (np.int32(first), *arguments)
-        if lane == MASKED:
-            name, arguments, masks = self._make_masks(name, rules, arguments, readers, first)
-            carried = (self._shaper.shaping, masks)
-        elif lane == SHAPED:
-            carried = (self._shaper.shaping,)
-        program = self.executables[name + lane]
-        made = program(self.params, self.state, *carried, *arguments, rules)
-        self.state, output = made[0], made[-1]
-        if carried:
-            self._shaper.keep(made[1])
+        inputs: Any
+        if step == Step.PREFILL:
+            row = np.int32(first) if self.plan.fed_rows < self.plan.rows else None
+            tokens, num_fed, fresh = chunk
+            inputs = PrefillInputs(tokens, num_fed, fresh, rules, row=row)
+        else:
+            multi = is_multi_step(self.plan, variant)
+            inputs = DecodeInputs(rules, num_steps=self._num_steps[rounds] if multi else None)
+        if variant == Variant.CONSTRAINED:
+            step, inputs = self._constrain(step, inputs, readers, first)
+        output = self._run(ProgramKey(step, variant), inputs)
         if self._copies:
             output.packed.copy_to_host_async()
         return output
 
     def exchange(self, params: Params) -> None:
-        """Goes on with other parameters of the same shapes; what is kept of prompts is not theirs.
+        """Replace the parameters by others of the same shapes, and drop all cached prefixes.
 
         Nothing may run meanwhile.
 
         Raises:
-          CheckpointError: they are made otherwise; the engine keeps those it has.
+          CheckpointError: they have other names, shapes or dtypes; the engine keeps its own.
         """
         try:
             placed = self._place(params)
@@ -145,87 +143,121 @@ class Runner:
             name = wrong[0][0]
             raise CheckpointError(
                 f"the parameter {name} is {given.get(name, 'missing')}, but the engine's is"
-                f" {wanted.get(name, 'none')}; give a tree like `engine.params`, or load anew"
+                f" {wanted.get(name, 'none')}; give a tree like `engine.params`, or load again"
             )
         where = jax.tree.map(lambda leaf: leaf.sharding, self.params)
         placed = jax.device_put(placed, where)
         self.params, self.snapshots = placed, self._make_snapshots(placed)
 
-    def recall(self, live: Live) -> None:
-        """Begins to read what the disk keeps of a prompt, where the plan keeps any."""
+    def prefetch(self, live: Live) -> None:
+        """Start reading a prompt's prefix from disk."""
         if self.snapshots:
-            self.snapshots.recall(live)
+            self.snapshots.prefetch(live)
 
     def restore(self, row: int, live: Live) -> None:
-        """Gives a row what is kept of its prompt, as far as it goes on where the row stands."""
+        """Copy cached prompt chunks into a row, continuing at its position."""
         if self.snapshots:
             self.state = self.snapshots.restore(self.executables, self.state, row, live)
 
     def keep(self, row: int, live: Live, start: int) -> None:
-        """Keeps the prompt chunk that was just fed to a row from `start` on."""
+        """Cache the prompt chunk that was just fed to a row from `start` on."""
         if self.snapshots:
             self.snapshots.keep(self.executables, self.state, row, live, start)
 
     def forget(self, live: Live) -> None:
-        """Drops what is kept of a request's prompt."""
+        """Drop the cached prefixes of a request's prompt."""
         if self.snapshots:
             self.snapshots.forget(live.request.prompt)
 
-    def settle(self, live: Live) -> None:
-        """A request ended: what it added to the prefix cache stays, or leaves."""
+    def release(self, live: Live) -> None:
+        """Keep or drop the prefixes that a finished request added."""
         if self.snapshots:
-            self.snapshots.settle(live)
+            self.snapshots.release(live)
 
-    def shape(self, row: int, live: Live) -> None:
-        """Makes a row's penalties and biases those of a request as far as it has come."""
-        if "shape" in self.executables:
-            self._shaper.set_row(self.executables["shape"], row, live)
+    def set_logits_state(self, row: int, live: Live) -> None:
+        """Set a row's penalties, biases and counts to those of a request so far."""
+        if program := self.executables.get(ProgramKey(Step.SET_LOGITS_STATE)):
+            self._logits.set_row(program, row, live)
 
-    def dictate(self, dictated: Mapping[int, Dictated]) -> None:
-        """Has rows go on behind tokens the host decided."""
-        size = {"rows": self.plan.rows, "block": self.plan.block}
-        self.state = dictate(self.executables, self.params, self.state, dictated, **size)
+    def force_tokens(self, forced: Mapping[int, ForcedTokens]) -> None:
+        """Append tokens to rows, all of which must be frozen (R6, R7)."""
+        rows, block = self.plan.rows, self.plan.block
+        self._change_rows(Step.REPLACE_ANCHOR, forced_tokens.replacements(rows, forced))
+        for inputs in forced_tokens.blocks(rows, block, forced):
+            self._run(ProgramKey(Step.FORCED_TOKENS), inputs)
 
-    def score(self, row: int, live: Live) -> None:
-        """Asks how likely the next chunk of a prompt is; the request has the answers."""
+    def prompt_logprobs(self, row: int, live: Live) -> None:
+        """Dispatch the log-probabilities of the next prompt chunk, to be read by the request."""
         start, prompt = live.fed, live.request.prompt
         places = np.zeros(self.plan.chunk + 1, np.int32)
         part = prompt[start : start + len(places)]
         places[: len(part)] = part
-        chunk = places[None, :-1], places[None, 1:], np.array([start == 0])
-        self.state, found = self.executables["score"](
-            self.params, self.state, np.int32(row), *chunk
-        )
+        fresh = np.array([start == 0])
+        inputs = PromptLogprobsInputs(np.int32(row), places[None, :-1], places[None, 1:], fresh)
+        found = self._run(ProgramKey(Step.PROMPT_LOGPROBS), inputs)
         live.scores = [*(live.scores if start else ()), found]
 
-    def copy_row(self, of: int, to: int) -> None:
-        """Has a row know what another does."""
-        self.state = self.executables["copy_row"](self.state, np.int32(of), np.int32(to))
+    def copy_row(self, source: int, destination: int) -> None:
+        """Copy the state of one row to another."""
+        self._change_rows(Step.COPY_ROW, CopyRowInputs(np.int32(source), np.int32(destination)))
 
-    def wipe(self, rows: Iterable[int]) -> None:
-        """Clears rows whose caches may hold non-finite numbers, before anyone else gets them."""
+    def clear_rows(self, rows: Iterable[int]) -> None:
+        """Clear rows that may hold non-finite numbers, before other requests get them."""
         mask = np.isin(np.arange(self.plan.rows), list(rows))
-        self.state = self.executables["wipe"](self.state, mask)
+        self._change_rows(Step.CLEAR_ROWS, ClearRowsInputs(mask))
 
     def reset(self) -> None:
-        """Makes a new state after a failed step, which took the donated one with it."""
+        """Make a new state, after a failed step consumed the old one."""
         self.drop()
         self.state = self._empty_state()
 
     def drop(self) -> None:
-        """Lets go of what is left of the state, and of what is kept of prompts."""
+        """Free the state and all cached prefixes."""
         self.state = None
-        self._shaper.reset()
+        self._logits.reset()
         if self.snapshots:
-            self.snapshots.cache.clear()  # segments may have been cut from what is lost
+            self.snapshots.cache.clear()  # segments may have been cut from the lost state
 
     def break_even(self, rules: RowRules) -> float:
-        """Tokens a drafted round must decide to pay, measured; every row stands still."""
-        measured = lanes.break_even(
-            self.executables, self.params, self.state, rules, repeats=repeats(self.plan, GREEDY)
+        """Return the measured tokens per round from which drafting pays; all rows are frozen."""
+        multi = is_multi_step(self.plan, Variant.GREEDY)
+        self.state, tokens = lanes.break_even(
+            self.executables, self.params, self.state, rules, repeats=multi
         )
-        self.state, tokens = measured
         return tokens
+
+    def _run(self, key: ProgramKey, inputs: Any) -> Any:
+        """Dispatch a program that runs a model; return its output."""
+        logits_state = self._logits.state if key.variant in LOGITS_VARIANTS else None
+        self.state, logits_state, output = self.executables[key](
+            self.params, self.state, logits_state, inputs
+        )
+        if logits_state is not None:
+            self._logits.keep(logits_state)
+        return output
+
+    def _change_rows(self, step: Step, inputs: Any) -> None:
+        self.state, _, _ = self.executables[ProgramKey(step)](None, self.state, None, inputs)
+
+    def _constrain(
+        self, step: Step, inputs: Any, readers: Mapping[int, Live], first: int
+    ) -> tuple[Step, Any]:
+        """Return a step with masks in its inputs; a speculative one is drafted and waited for."""
+        drafts = np.zeros((self.plan.rows, 0), np.int32)
+        if step == Step.SPECULATIVE:
+            program = self.executables[ProgramKey(Step.DRAFT, Variant.CONSTRAINED)]
+            self.state, _, draft = program(self.params, self.state, None, inputs)
+            step, inputs = Step.VERIFY, VerifyInputs(draft, inputs.rules)
+            drafts = np.asarray(draft.block)[:, 1:]
+        prefill = step == Step.PREFILL
+        rows = self.plan.fed_rows if prefill else self.plan.rows
+        one = prefill or (step == Step.PLAIN and not self.plan.exact)
+        shape = (rows, 1 if one else self.plan.block, mask_words(self.target.vocab_size))
+        masks = np.full(shape, 2**32 - 1, np.uint32)
+        for row, live in readers.items():
+            if live.grammar:
+                live.grammar.fill(masks[row - first], drafts[row].tolist())
+        return step, dataclasses.replace(inputs, masks=masks)
 
     def _make_snapshots(self, params: Params) -> Snapshots | None:
         if not self.plan.prefix_cache:
@@ -233,51 +265,28 @@ class Runner:
         made = (self.plan, self.target, self.drafter, params)
         return Snapshots(self.plan, self.compiled.programs, functools.partial(identity, *made))
 
-    @undisturbed()
+    @isolated_jax_config()
     def _place(self, params: Params) -> Params:
-        """Parameters where the plan wants them, as it wants them."""
+        """Return the parameters in the layout and on the devices of the plan."""
         params = jax.tree.map(lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, KEPT))
         put_in_order(params, self.plan.order)  # in the copy of the tree
-        if self._apart:
-            return apart.place_params(self.plan, params)
+        if self._two_devices:
+            return two_devices.place_params(self.plan, params)
         if self._mesh is not None:
             return jax.device_put(params, param_shardings(self._mesh, params))
         return jax.device_put(params)
 
     def _empty_state(self) -> Any:
-        """A `DecodeState`, or its two `Halves` where target and drafter have a device each."""
+        """Return a `DecodeState`, or a `TwoDeviceState` where each model has its device."""
         shapes = jax.eval_shape(lambda: empty_state(self.plan, self.target, self.drafter))
         empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        if self._apart:
-            return apart.place_state(self.plan, empty)
+        if self._two_devices:
+            return two_devices.place_state(self.plan, empty)
         return jax.device_put(empty, self._mesh and row_shardings(self._mesh, empty))
-
-    def _make_masks(
-        self,
-        name: str,
-        rules: RowRules,
-        arguments: tuple[Any, ...],
-        readers: Mapping[int, Live],
-        first: int,
-    ) -> tuple[str, tuple[Any, ...], np.ndarray]:
-        """A step's masks [B, T, W]; of a speculative one the drafts are made, and waited for."""
-        drafts = np.zeros((self.plan.rows, 0), np.int32)
-        if name == "speculative":
-            draft = self.executables["draft" + MASKED]
-            self.state, drafted = draft(self.params, self.state, rules)
-            name, arguments, drafts = "verify", (drafted,), np.asarray(drafted[0])[:, 1:]
-        places = 1 if name in ("prefill", "plain1") else self.plan.block
-        rows = self.plan.fed_rows if name == "prefill" else self.plan.rows
-        shape = (rows, places, words(self.target))
-        masks = np.full(shape, 2**32 - 1, np.uint32)
-        for row, live in readers.items():
-            if live.grammar:
-                live.grammar.fill(masks[row - first], drafts[row].tolist())
-        return name, arguments, masks
 
 
 def _leaves(params: Params) -> dict[str, str]:
-    """Type and shape of every parameter, by its path."""
+    """Return dtype and shape of every parameter, by its path."""
     found = jax.tree_util.tree_leaves_with_path(params)
     named = ((jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in found)
     return {name: f"{x.dtype}{list(x.shape)}" for name, x in named}

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.flight import Flight
-from dflash_jax.engine.forced_tokens import Dictated
-from dflash_jax.engine.logits_processing import likely_prompt, likely_tokens
-from dflash_jax.engine.model_runner import Runner
+from dflash_jax.engine.forced_tokens import ForcedTokens
+from dflash_jax.engine.logits_processing import prompt_logprobs, token_logprobs
+from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.recovery.controller import Restart
 from dflash_jax.engine.result import TokenLogprob
@@ -27,7 +27,12 @@ class Teller:
     """
 
     def __init__(
-        self, block: int, runner: Runner, rows: Rows, flights: Sequence[Flight], events: EventLog
+        self,
+        block: int,
+        runner: ModelRunner,
+        rows: Rows,
+        flights: Sequence[Flight],
+        events: EventLog,
     ):
         self._block, self._runner, self._rows = block, runner, rows
         self._flights, self._events = flights, events
@@ -35,18 +40,18 @@ class Teller:
     def release(self, live: Live) -> None:
         """Lets go of a request that ended, wherever it was."""
         self._rows.release(live)
-        self._runner.settle(live)
+        self._runner.release(live)
 
     def tell(self, flight: Flight, steps: list[RowStep]) -> None:
         """Has the readers of a call hear one of its steps."""
         broken = []
-        dictated: dict[int, Dictated] = {}
+        dictated: dict[int, ForcedTokens] = {}
         for row, live in list(flight.readers.items()):
             if live.done:
                 continue
             step = steps[flight.place(row)]
             if live.scores and not flight.decode:
-                live.prompt_logprobs, live.scores = likely_prompt(live), []
+                live.prompt_logprobs, live.scores = prompt_logprobs(live), []
             if live.rebuilding and step.finite:
                 dictated[row] = live.rebuilt()
                 self._rows.changed()
@@ -57,10 +62,10 @@ class Teller:
                 self._feed_again(live, Restart.FRESH)
                 continue
             if row in flight.drafting:
-                live.stats.count_round(len(step.tokens), step.drafts, self._block - 1)
+                live.stats.count_round(len(step.tokens), step.num_drafts, self._block - 1)
             elif flight.decode:
                 live.stats.plain_steps += bool(step.tokens)
-            likely = likely_tokens(flight.output, flight.place(row), live)[: len(step.tokens)]
+            likely = token_logprobs(flight.output, flight.place(row), live)[: len(step.tokens)]
             if told := self._hear(live, flight.event(row, step), likely):
                 dictated[row] = told
             if live.done:
@@ -69,7 +74,7 @@ class Teller:
                 broken.append(row)
                 self._runner.forget(live)
         if broken:
-            self._runner.wipe(broken)
+            self._runner.clear_rows(broken)
         if dictated:
             self._dictate(dictated)
 
@@ -78,7 +83,7 @@ class Teller:
         live: Live,
         event: controller.Prefilled | controller.Stepped,
         likely: list[TokenLogprob],
-    ) -> Dictated | None:
+    ) -> ForcedTokens | None:
         """Lets a request judge a step; what it dictates in return."""
         before = live.limit, live.speculates, live.choices, live.opening
         effects = live.hear(event, likely)
@@ -95,7 +100,7 @@ class Teller:
         elif effects.replace is not None or effects.force:
             ids = live.state.ids
             pending = ids[len(ids) - len(effects.force) - 1]
-            return Dictated(pending, effects.replace is not None, effects.force)
+            return ForcedTokens(pending, effects.replace is not None, effects.force)
         return None
 
     def _feed_again(self, live: Live, restart: Restart) -> None:
@@ -128,13 +133,13 @@ class Teller:
             self.report(live, live.retry_call(made.result()).notes)
             self._rows.changed()
 
-    def _dictate(self, dictated: dict[int, Dictated]) -> None:
+    def _dictate(self, dictated: dict[int, ForcedTokens]) -> None:
         """Has rows go on behind tokens the host decided, which the device did not count."""
-        self._runner.dictate(dictated)
+        self._runner.force_tokens(dictated)
         for row in dictated:
             live = self._rows.lives[row]
             if live and live.request.shaped:
-                self._runner.shape(row, live)
+                self._runner.set_logits_state(row, live)
 
     def report(self, live: Live, notes: Sequence[str]) -> None:
         """Reports what recovery did for a request."""

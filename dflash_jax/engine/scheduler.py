@@ -6,10 +6,10 @@ import dataclasses
 import jax
 import numpy as np
 
-from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import ALL_LANES, GREEDY
+from dflash_jax.compiler.keys import STEP_VARIANTS, Variant
 from dflash_jax.engine.lanes import lane_of, make_rules
 from dflash_jax.engine.sequence import Live
+from dflash_jax.plan import Plan
 from dflash_jax.state import RowRules
 
 
@@ -27,7 +27,7 @@ class Work:
     feeding: dict[int, Live]
     decoding: dict[int, Live]
     drafting: frozenset[int]
-    lane: str
+    lane: Variant
 
 
 class Rows:
@@ -104,5 +104,5 @@ class Rows:
             feeding,
             decoding,
             frozenset(row for row, live in decoding.items() if live.speculates),
-            max(needed, key=ALL_LANES.index, default=GREEDY),
+            max(needed, key=STEP_VARIANTS.index, default=Variant.GREEDY),
         )

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from dflash_jax.engine.detokenizer import OutputText
-from dflash_jax.engine.forced_tokens import Dictated
+from dflash_jax.engine.forced_tokens import ForcedTokens
 from dflash_jax.engine.prefix.cache import Node
 from dflash_jax.engine.recovery import CancelCell, controller, repeated_calls, speculation
 from dflash_jax.engine.recovery.cancellation import Compute, Handle, classify
@@ -268,10 +268,10 @@ class Live:
         self.fed, self.rebuilding = 0, bool(self.state.ids)
         return False
 
-    def rebuilt(self) -> Dictated:
+    def rebuilt(self) -> ForcedTokens:
         """The prompt was fed anew; what goes behind it now."""
         self.rebuilding = False
-        return Dictated(self.state.ids[0], True, self.state.ids[1:])
+        return ForcedTokens(self.state.ids[0], True, self.state.ids[1:])
 
     def result(self) -> Result:
         """The finished request.

@@ -1,7 +1,7 @@
 """Prompt prefixes that need not be fed again: a tree of chunks, compared by their ids.
 
 A node stands for one chunk of token ids after those of its parents, so a path from the root is
-a prefix that ends on the chunk grid. It holds the chunk's segment (`decode.snapshot`): target
+a prefix that ends on the chunk grid. It holds the chunk's segment (`decode.rows`): target
 keys and values, recurrent states, the drafter's context. No logits are kept: the last chunk of
 a prompt is always fed, so the first token comes from where it would come from anyway, and
 nothing is ever fed twice.

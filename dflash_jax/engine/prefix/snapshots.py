@@ -7,18 +7,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.keys import ProgramKey, Step
 from dflash_jax.compiler.programs import Program
-from dflash_jax.decode.snapshot import Segment
+from dflash_jax.decode.inputs import PutSegmentInputs, TakeSegmentInputs
+from dflash_jax.decode.rows import Segment
 from dflash_jax.engine.prefix.cache import Node, PrefixCache
 from dflash_jax.engine.prefix.disk import PrefixDisk
 from dflash_jax.engine.prefix.files import Kind
 from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import PlanError, SnapshotError
+from dflash_jax.plan import Plan
 from dflash_jax.state import DecodeState
 
 Ids = tuple[int, ...]
-Programs = Mapping[str, Callable[..., Any]]
+TAKE, PUT = ProgramKey(Step.TAKE_SEGMENT), ProgramKey(Step.PUT_SEGMENT)
+Programs = Mapping[ProgramKey, Callable[..., Any]]
 
 
 class Snapshots:
@@ -32,8 +35,10 @@ class Snapshots:
       PlanError: a budget of the plan does not hold a single segment.
     """
 
-    def __init__(self, plan: Plan, programs: Mapping[str, Program], identity: Callable[[], str]):
-        self._expected: Segment = programs["put_segment"].arguments[3]
+    def __init__(
+        self, plan: Plan, programs: Mapping[ProgramKey, Program], identity: Callable[[], str]
+    ):
+        self._expected: Segment = programs[PUT].arguments[3].segment
         sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(self._expected)]
         self.cache = PrefixCache(
             chunk=plan.chunk,
@@ -55,7 +60,7 @@ class Snapshots:
         kinds = [(str(np.dtype(x.dtype)), tuple(x.shape)) for x in leaves]
         self.disk = _open_disk(plan, identity, kinds) if plan.prefix_folder else None
 
-    def recall(self, live: Live) -> None:
+    def prefetch(self, live: Live) -> None:
         """Begins to read from the disk what memory lacks of a prompt; its row waits for it."""
         if self.disk is not None and not live.uncached:
             known = self._held(live).length
@@ -75,7 +80,8 @@ class Snapshots:
                 cache.counters.refused += 1
                 cache.drop(node)
                 break
-            state = run["put_segment"](state, np.int32(row), np.int32(live.fed), node.segment)
+            inputs = PutSegmentInputs(np.int32(row), np.int32(live.fed), node.segment)
+            state, _, _ = run[PUT](None, state, None, inputs)
             live.node, live.fed = node, node.length
             live.stats.cached_tokens += cache.chunk
             cache.counters.hit_tokens += cache.chunk
@@ -90,7 +96,8 @@ class Snapshots:
         if live.node is None or live.node.length != start or len(chunk) < self.cache.chunk:
             return
         known = live.node.children.get(chunk)
-        segment = known or run["take_segment"](state, np.int32(row), np.int32(start))
+        inputs = TakeSegmentInputs(np.int32(row), np.int32(start))
+        segment = known or run[TAKE](None, state, None, inputs)[-1]
         live.node = self.cache.add(live.node, chunk, segment, position=live.fed)
         if live.node and not known:
             live.added.append(live.node)
@@ -102,7 +109,7 @@ class Snapshots:
         if self.disk is not None:
             self.disk.forget(prompt, after=after)
 
-    def settle(self, live: Live) -> None:
+    def release(self, live: Live) -> None:
         """A request ended: what it added stays, unless its end makes one doubt its prompt."""
         added, prompt = [node for node in live.added if node.kept], live.request.prompt
         live.added.clear()
