@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 import dflash_jax as dj
-from dflash_jax.compiler import Plan
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.loading import resolve_here
+from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import KEPT
 from dflash_jax.testing import force_acceptance, random_params, scripted_engine, set_script
 

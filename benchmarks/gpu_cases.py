@@ -11,14 +11,19 @@ import jax.numpy as jnp
 
 from dflash_jax import Plan
 from dflash_jax.compiler import Program, compile_programs, declare, jit, resolve
-from dflash_jax.compiler.programs import abstract_params, build_pair, empty_state, idle_rules
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.compiler.models import abstract_params, build_pair, empty_state, idle_rules
 from dflash_jax.config import (
     DrafterConfig,
     TargetConfig,
     read_drafter_config,
     read_target_config,
 )
-from dflash_jax.decode.block import Draft, Pair, draft_block, verify_block
+from dflash_jax.decode.drafting import draft_block
+from dflash_jax.decode.inputs import DecodeInputs, VerifyInputs
+from dflash_jax.decode.pair import Pair
+from dflash_jax.decode.steps import verify_block
+from dflash_jax.nn.draft import Draft
 from dflash_jax.state import DecodeState, RowRules
 from dflash_jax.testing import tiny_drafter, tiny_gemma, tiny_gpt_oss, tiny_hybrid, tiny_target
 
@@ -92,18 +97,21 @@ def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> d
     """plain and plain1, verify, draft, and the whole fused step, of an exact plan."""
     pair = build_pair(target, drafter)
     declared = declare(plan, target, drafter)
-    ahead = declare(dataclasses.replace(plan, exact=False), target, drafter)["plain1"]
-    params, state, rules = declared["plain"].arguments
+    plain, fused = (ProgramKey(s, Variant.GREEDY) for s in (Step.PLAIN, Step.SPECULATIVE))
+    narrow = declare(dataclasses.replace(plan, exact=False), target, drafter)[plain]
+    params, state, _, inputs = declared[plain].arguments
     block = jax.ShapeDtypeStruct((plan.rows, plan.block), jnp.int32)
     verify = functools.partial(verify_step, pair)
     draft = functools.partial(draft_step, pair, width=plan.block)
-    return {
-        "plain1": ahead,
-        "plain": declared["plain"],
-        "verify": Program("verify", verify, (params, state, rules, block), (1,)),
-        "draft": Program("draft", draft, (params, state, rules), (1,)),
-        "fused": dataclasses.replace(declared["speculative"], name="fused"),
+    arguments = (params, state, None, inputs)
+    parts = {
+        "plain1": narrow,
+        "plain": declared[plain],
+        "verify": Program(plain, verify, (*arguments, block), (1,)),
+        "draft": Program(plain, draft, arguments, (1,)),
+        "fused": declared[fused],
     }
+    return {name: dataclasses.replace(p, key=ProgramKey(name)) for name, p in parts.items()}
 
 
 @dataclasses.dataclass
@@ -125,12 +133,14 @@ class Bench:
     def compile(self, *names: str) -> dict[str, Any]:
         """Some of the programs."""
         programs = part_programs(self.plan, self.target, self.drafter)
-        return compile_programs(programs[name] for name in names)
+        built = compile_programs(programs[name] for name in names)
+        return {key.step: executable for key, executable in built.items()}
 
     def run(self, executable: Any) -> Any:
         """Dispatches one step and keeps its state."""
-        extra = (self.block,) if executable.name == "verify" else ()
-        self.state, out = executable(self.params, self.state, self.rules, *extra)
+        extra = (self.block,) if executable.key.step == "verify" else ()
+        inputs = DecodeInputs(self.rules)
+        self.state, _, out = executable(self.params, self.state, None, inputs, *extra)
         return out
 
     @property
@@ -159,31 +169,41 @@ def _cached(shape: tuple[int, ...], dtype: str) -> Callable[[jax.Array], jax.Arr
 
 
 def verify_step(
-    pair: Pair, params: Any, state: DecodeState, rules: RowRules, block: jax.Array
-) -> tuple[DecodeState, Any]:
-    """The target's pass over a dictated block, the cut, the commit: a step without its draft."""
-    draft = _dictated(state, block, drafted=True)
-    _, state, out = verify_block(pair, params, state, draft, rules, sampled=False)
-    return state, out
+    pair: Pair,
+    params: Any,
+    state: DecodeState,
+    logits_state: None,
+    inputs: DecodeInputs,
+    block: jax.Array,
+) -> tuple[DecodeState, None, Any]:
+    """The target's pass over a given block, the cut, the commit: a step without its draft."""
+    _, state, out = logits_step(pair, params, state, inputs.rules, block, True)
+    return state, None, out
 
 
 def logits_step(
     pair: Pair, params: Any, state: DecodeState, rules: RowRules, block: jax.Array, drafted: bool
 ) -> Any:
     """As `verify_step` over a block, or as a plain step with its rest for junk; with logits."""
-    draft = _dictated(state, block, drafted=drafted)
-    return verify_block(pair, params, state, draft, rules, sampled=False)
-
-
-def _dictated(state: DecodeState, block: jax.Array, *, drafted: bool) -> Draft:
     block = block.at[:, 0].set(state.anchor)
-    alive = jnp.ones_like(state.anchor, bool)
-    return Draft(block=block, q=None, finite=alive, caches=state.draft, drafted=drafted)
+    draft = Draft(block)
+    if drafted:
+        alive = jnp.ones_like(state.anchor, bool)
+        draft = Draft(block, None, alive, jnp.full_like(state.anchor, block.shape[1] - 1))
+    inputs = VerifyInputs(draft, rules)
+    logits, state, _, out = verify_block(pair, params, state, None, inputs, sampled=False)
+    return logits, state, out
 
 
 def draft_step(
-    pair: Pair, params: Any, state: DecodeState, rules: RowRules, *, width: int
-) -> tuple[DecodeState, Any]:
+    pair: Pair,
+    params: Any,
+    state: DecodeState,
+    logits_state: None,
+    inputs: DecodeInputs,
+    *,
+    width: int,
+) -> tuple[DecodeState, None, Any]:
     """The drafter's part of a step."""
-    drafted = draft_block(pair, params, state, rules, width=width, sampled=False)
-    return dataclasses.replace(state, draft=drafted.caches), drafted.block
+    state, draft = draft_block(pair, params, state, inputs.rules, width=width, sampled=False)
+    return state, None, draft.block

@@ -109,7 +109,7 @@ def parts() -> Iterator[Any]:
     import jax
     import jax.numpy as jnp
 
-    from dflash_jax.compiler import Program
+    from dflash_jax.compiler import Program, ProgramKey
     from dflash_jax.nn.attention import attend_whole
     from dflash_jax.nn.attention_kernel import attend_kernel
     from dflash_jax.quant.layouts import KINDS
@@ -123,7 +123,8 @@ def parts() -> Iterator[Any]:
         for kernel in (True, False) if kind != "int8" else (False,):
             w = abstract((depth, columns), (1, ((kind, columns),)), half, kernel=kernel)
             how = "pallas" if kernel else "xla"
-            yield Program(f"product 16 x {depth} x {columns}, {kind} by {how}", contract, (x, w))
+            name = f"product 16 x {depth} x {columns}, {kind} by {how}"
+            yield Program(ProgramKey(name), contract, (x, w))
     for dtype in (half, jnp.dtype("int8")):
         for slots in (1280, 8448, 33024):
             q = jax.ShapeDtypeStruct((1, 16, 8, 4, 128), half)
@@ -132,14 +133,13 @@ def parts() -> Iterator[Any]:
             for how, form in (("pallas", attend_kernel), ("xla", attend_whole)):
                 run = functools.partial(form, sinks=None, scale=0.1)
                 name = f"attention over {slots} slots, {dtype.name} by {how}"
-                yield Program(name, run, (q, cache, seen))
+                yield Program(ProgramKey(name), run, (q, cache, seen))
 
 
 def lanes() -> Iterator[tuple[str, dict[str, Any]]]:
-    """A small model of each family: what decodes and what feeds prompts, in every lane."""
+    """A small model of each family: what decodes and what feeds prompts, in every variant."""
     from dflash_jax import Plan
-    from dflash_jax.compiler import declare, resolve
-    from dflash_jax.compiler.programs import ALL_LANES
+    from dflash_jax.compiler import Step, declare, resolve
     from dflash_jax.config import TargetConfig
     from dflash_jax.testing import (
         AMPLE,
@@ -171,9 +171,9 @@ def lanes() -> Iterator[tuple[str, dict[str, Any]]]:
         fields = {"rows": 2, "dtype": "bfloat16"} | fields
         plan = Plan(max_length=512, block=8, chunk=64, **fields)
         plan = resolve(plan, target, drafter, platform="gpu", memory=AMPLE)
-        programs = declare(plan, target, drafter, lanes=ALL_LANES)
-        kinds = ("prefill", "plain", "speculative", "verify", "forced")
-        yield name, {key: p for key, p in programs.items() if key.split("_")[0] in kinds}
+        kinds = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE, Step.VERIFY, Step.FORCED_TOKENS)
+        programs = declare(plan, target, drafter)
+        yield name, {key: p for key, p in programs.items() if key.step in kinds}
 
 
 def report(executable: Any) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def report(executable: Any) -> dict[str, Any]:
     found = list(launched(executable.compiled.as_text()))
     largest = sorted(found, key=lambda k: -k[2])[:6]
     return {
-        "program": executable.name,
+        "program": str(executable.key),
         "argument_bytes": executable.argument_bytes,
         "donated_bytes": executable.donated_bytes,
         "aliased_bytes": executable.aliased_bytes,
@@ -219,7 +219,7 @@ def main(given: list[str] | None = None) -> int:
     from benchmarks.environment import environment
     from benchmarks.gpu_cases import full, part_programs
     from dflash_jax import Plan
-    from dflash_jax.compiler import compile_programs, resolve
+    from dflash_jax.compiler import ProgramKey, Step, Variant, compile_programs, resolve
 
     where = SingleDeviceSharding(h200(options.plugin))
 
@@ -231,7 +231,7 @@ def main(given: list[str] | None = None) -> int:
     def compiled(program: Any) -> Any:
         arguments = jax.tree.map(placed, program.arguments)
         program = dataclasses.replace(program, arguments=arguments)
-        return compile_programs([program])[program.name]
+        return compile_programs([program])[program.key]
 
     def add(row: dict[str, Any]) -> None:
         print(json.dumps(row), flush=True)
@@ -247,10 +247,11 @@ def main(given: list[str] | None = None) -> int:
     for name, programs in lanes() if options.lanes else ():
         kernels = {k: target_kernels(compiled(p).compiled.as_text()) for k, p in programs.items()}
         for key, there in kernels.items():
-            like = "prefill" if key.startswith("prefill") else "plain"
-            row = {"model": name, "program": key, "kernels": sum(there.values())}
-            alike = there <= kernels[like] if key == "forced" else there == kernels[like]
-            add(row | {f"target_as_in_{like}": alike})  # forced steps have no head
+            like = Step.PREFILL if key.step == Step.PREFILL else Step.PLAIN
+            row = {"model": name, "program": str(key), "kernels": sum(there.values())}
+            least, forced = kernels[ProgramKey(like, Variant.GREEDY)], Step.FORCED_TOKENS
+            alike = there <= least if key.step == forced else there == least
+            add(row | {f"target_as_in_{like}": alike})  # forced tokens need no head
     for name in filter(None, options.models.split(",")):
         target, drafter = full(name)
         for weights in options.weights.split(","):

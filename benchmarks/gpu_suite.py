@@ -35,7 +35,8 @@ from benchmarks.lanes import BareLoop, generate
 from dflash_jax import Plan
 from dflash_jax.bench.compare import one_token_lane
 from dflash_jax.compiler import jit
-from dflash_jax.compiler.memory import Work, work
+from dflash_jax.compiler.keys import Step
+from dflash_jax.compiler.memory import StepWork, work
 from dflash_jax.compiler.roofline import Device, find_device, roofline
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.device import free_memory
@@ -188,7 +189,7 @@ def lanes(suite: Suite, name: str, params: Any, plan: Plan, context: int) -> Non
             block = np.stack(text[at : at + width], axis=1)
             block[:, 1 + accepted :] = (block[:, 1 + accepted :] + 1) % target.vocab_size
             logits, state, out = verify(params, state, bench.rules, block)
-            kept = int(np.asarray(out.packed)[0, -4])
+            kept = int(out.num_tokens[0])
             for i in range(min(kept, accepted + 1)):
                 equal += int((np.asarray(logits[:, i]) == truth[at + i]).all())
                 compared += 1
@@ -237,15 +238,15 @@ def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields
         )
 
 
-def _least_work(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Work]:
+def _least_work(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, StepWork]:
     """Least bytes and operations of each part; a draft is a fused step less its plain one."""
     single = dataclasses.replace(plan, exact=False)
-    fused, plain = (work(plan, target, drafter, n) for n in ("speculative", "plain"))
+    fused, plain = (work(plan, target, drafter, s) for s in (Step.SPECULATIVE, Step.PLAIN))
     return {
-        "plain1": work(single, target, drafter, "plain1"),
+        "plain1": work(single, target, drafter, Step.PLAIN),
         "plain": plain,
         "verify": plain,
-        "draft": Work(fused.bytes - plain.bytes, fused.flops - plain.flops),
+        "draft": StepWork(fused.bytes - plain.bytes, fused.flops - plain.flops),
         "fused": fused,
     }
 

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.compiler import jit
-from dflash_jax.compiler.programs import build_pair, empty_state, idle_rules
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.compiler.models import build_pair, empty_state, idle_rules
 from dflash_jax.decode import steps
-from dflash_jax.decode.block import Params
+from dflash_jax.decode.inputs import DecodeInputs, PrefillInputs
+from dflash_jax.decode.pair import Params
 from dflash_jax.engine.engine import Engine
 from dflash_jax.state import DecodeState, RowRules, StepOutput, output_columns, read_output
 
@@ -86,15 +88,16 @@ class BareLoop:
         call is dispatched before the last one is read.
         """
         each = self._engine.core.scheduler.pacer.rounds
-        count = (jax.device_put(np.int32(each)),) if self._plan.rounds > 1 else ()
+        count = jax.device_put(np.int32(each)) if self._plan.rounds > 1 else None
         ahead = self._plan.lookahead if each == 1 else 0
-        step = self._engine.executables["speculative"]
+        step = self._engine.executables[ProgramKey(Step.SPECULATIVE, Variant.GREEDY)]
         params = self._engine.params
 
         def decode(rules: RowRules) -> list[list[int]]:
             said, unread = [], collections.deque()
             for _ in range(0, rounds, each):
-                self._state, out = step(params, self._state, *count, rules)
+                inputs = DecodeInputs(rules, num_steps=count)
+                self._state, _, out = step(params, self._state, None, inputs)
                 unread.append(out)
                 if len(unread) > ahead:
                     said += read_output(unread.popleft())
@@ -133,8 +136,8 @@ class BareLoop:
         def body(i: jax.Array, carry: tuple[DecodeState, jax.Array]) -> Any:
             state, answers = carry
             width = self._plan.block
-            state, out = steps.speculative(
-                self._pair, params, state, rules, width=width, sampled=False
+            state, _, out = steps.speculative(
+                self._pair, params, state, None, DecodeInputs(rules), width=width, sampled=False
             )
             return state, jax.lax.dynamic_update_slice(answers, out.packed, (i, 0))
 
@@ -155,7 +158,7 @@ class BareLoop:
             tokens = np.zeros((1, chunk), np.int32)
             tokens[0, : len(part)] = part
             count, fresh = np.array([len(part)], np.int32), np.array([at == 0])
-            self._state, out = self._engine.executables["prefill"](
-                self._engine.params, self._state, tokens, count, fresh, rules
-            )
+            program = self._engine.executables[ProgramKey(Step.PREFILL, Variant.GREEDY)]
+            inputs = PrefillInputs(tokens, count, fresh, rules)
+            self._state, _, out = program(self._engine.params, self._state, None, inputs)
         return int(out.tokens[0, 0])

@@ -116,7 +116,7 @@ def timed(function: Any, arguments: tuple[Any, ...]) -> Callable[[], float]:
 def _rules(**columns: Any) -> RowRules:
     """Rules of sampled rows with filters."""
     values = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0} | {"top_k": 0} | columns
-    whole = {"limit": 99, "drafts": 99, "top_k": values.pop("top_k")}
+    whole = {"limit": 99, "max_drafts": 99, "top_k": values.pop("top_k")}
     return RowRules(
         stop_ids=jnp.full((PLACES, 1), -1, jnp.int32),
         seed=jnp.zeros((PLACES,), jnp.uint32),

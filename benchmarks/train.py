@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.environment import environment
 from benchmarks.paired import interleaved, ratio, spread
-from dflash_jax.compiler.programs import build_pair
+from dflash_jax.compiler.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import drafter, optimizer
 from dflash_jax.train.attention import HIDDEN, before_anchor, inside_block, split_attention

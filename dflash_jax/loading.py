@@ -12,12 +12,10 @@ from typing import Any, Protocol, TypeVar
 import jax
 
 from dflash_jax.checkpoint import is_checkpoint
-from dflash_jax.compiler import Plan
 from dflash_jax.compiler.cache import CompilationCache, use_compilation_cache
-from dflash_jax.compiler.plan import Dtype
-from dflash_jax.compiler.programs import weight_specs
+from dflash_jax.compiler.models import weight_specs
 from dflash_jax.compiler.resolve import resolve_here, wide_block
-from dflash_jax.compiler.settings import undisturbed
+from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.compiler.sharding import device_mesh, param_shardings
 from dflash_jax.config import (
     DrafterConfig,
@@ -36,6 +34,7 @@ from dflash_jax.errors import (
     TokenizerError,
     install_hint,
 )
+from dflash_jax.plan import Dtype, Plan
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import put_in_order, with_kernel
 from dflash_jax.target_model import TargetModel
@@ -138,7 +137,7 @@ class OpenPair:
         drafter = _as(DrafterConfig, self.drafter.config) if self.drafter else None
         return _as(TargetConfig, self.target.config), drafter
 
-    @undisturbed()
+    @isolated_jax_config()
     @fewer_collections()
     def engine(self, plan: Plan | None = None, *, progress: bool = False) -> Engine:
         """Complete the plan, read the weights, and return a ready engine.
@@ -166,7 +165,7 @@ class OpenPair:
         params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
         where = None if mesh is None else param_shardings(mesh, params)
-        params = params if plan.apart else jax.device_put(params, where)
+        params = params if plan.two_devices else jax.device_put(params, where)
         return Engine(target, drafter, params, plan, tokenizer=self.tokenizer, progress=progress)
 
     def with_stored(self, plan: Plan) -> Plan:

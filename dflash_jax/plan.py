@@ -153,7 +153,8 @@ class Plan:
         if not isinstance(places, tuple | list) or [type(n) for n in places] != [int, int]:
             raise PlanError(f"devices is {places!r}; expected two integers, (target, drafter)")
         object.__setattr__(self, "devices", tuple(places))
-        if min(places) < 0 or (max(places) and not self.apart) or (self.apart and max(mesh) > 1):
+        apart = self.two_devices
+        if min(places) < 0 or (max(places) and not apart) or (apart and max(mesh) > 1):
             raise PlanError(
                 f"devices is {places!r} and mesh {mesh!r}; expected (0, 0), or two different"
                 " devices and mesh (1, 1). The environment chooses which device is the first"
@@ -191,7 +192,7 @@ class Plan:
         return 0 not in chosen and "auto" not in (self.dtype, self.order)
 
     @property
-    def apart(self) -> bool:
+    def two_devices(self) -> bool:
         """Whether target and drafter have a device each."""
         return self.devices[0] != self.devices[1]
 
@@ -206,7 +207,7 @@ class Plan:
 
         All of them where rows are split over devices, or the drafter has a device of its own.
         """
-        return self.rows if self.apart or self.mesh[0] > 1 else 1
+        return self.rows if self.two_devices or self.mesh[0] > 1 else 1
 
     @property
     def slots(self) -> int:

@@ -1,4 +1,4 @@
-"""What lives on the device between steps, and what the host reads after each.
+"""Device state between steps, and the step output that the host reads.
 
 Letters: B rows, T tokens in a call, S cache slots, K kv heads, G query heads per kv head,
 H head dim, D width, F MLP width, V vocabulary, E stop tokens per row. Recurrent layers: N value
@@ -6,7 +6,8 @@ heads, P key width, Q value width, C convolved channels, W convolution inputs ke
 """
 
 import dataclasses
-from collections.abc import Sequence
+import enum
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import jax
@@ -24,8 +25,8 @@ class LayerCache:
     A plain cache holds position p in slot p. A ring holds it in slot p mod S; S must be at
     least the window plus the widest call, so that rejected rows never hide visible keys.
     Slots at or past the row's position are garbage: always masked, later overwritten.
-    Keys and values in int8 have a scale for every slot and head. `kernel`: GPUs attend to it by
-    the Pallas kernels.
+    Keys and values in int8 have a scale for every slot and head. With `kernel`, GPUs attend to it
+    by the Pallas kernels.
     """
 
     k: Num[Array, "B K S H"]
@@ -40,38 +41,38 @@ class LayerCache:
         return self.k.shape[2]
 
     def restart(self, rows: Bool[Array, " B"]) -> "LayerCache":
-        """Itself: at position 0 every slot is garbage already."""
+        """Return the cache itself: at position 0 every slot is garbage already."""
         return self
 
-    def commit(self, n: Int[Array, " B"]) -> "LayerCache":
-        """Itself: rows were written where they stay, and the position says which count."""
+    def commit(self, num_committed: Int[Array, " B"]) -> "LayerCache":
+        """Return the cache itself: tokens are already in place, and the position masks the rest."""
         return self
 
 
 @struct.dataclass
 class RecurrentCache:
-    """What one recurrent layer knows of all tokens before the row's position.
+    """State of one recurrent layer after all tokens before the row's position.
 
-    It has no slots to mask, so a forward pass leaves it alone and returns an update; only the
-    update's `commit(n)` makes the next cache.
+    It has no slots to mask, so a forward pass leaves it unchanged and returns an update; only the
+    update's `commit` makes the next cache.
     """
 
     state: Float[Array, "B N P Q"]  # float32
     inputs: Float[Array, "B W C"]  # of the convolution, oldest first
 
     def restart(self, rows: Bool[Array, " B"]) -> "RecurrentCache":
-        """The cache with some rows as they are before any token."""
-        return clear_rows(self, rows)
+        """Return the cache with some rows as before any token."""
+        return zero_rows(self, rows)
 
 
 Cache = LayerCache | RecurrentCache
 
 
 class Update(Protocol):
-    """What a forward pass over T tokens makes of a layer's cache, before n is known."""
+    """Result of a layer's forward pass over T tokens, before it is known how many are kept."""
 
-    def commit(self, n: Int[Array, " B"]) -> Cache:
-        """The cache after the first n tokens; rows with n = 0 keep theirs bit for bit."""
+    def commit(self, num_committed: Int[Array, " B"], /) -> Cache:
+        """Return the cache after the first tokens; rows with 0 keep theirs bit for bit."""
         ...
 
 
@@ -82,129 +83,137 @@ class DecodeState:
     target: tuple[Cache, ...]
     draft: tuple[LayerCache, ...]  # context keys made from the target's taps; empty if no drafter
     position: Int[Array, " B"]  # committed tokens
-    anchor: Int[Array, " B"]  # chosen, not yet in any cache
+    anchor: Int[Array, " B"]  # decided, not yet in any cache
 
 
 @struct.dataclass
 class RowRules:
-    """Where the device must cut a row by itself (R5), and how it chooses. Small, host-made."""
+    """Stop and sampling rules of each row. Small arrays made by the host.
+
+    They let the device end a row on its own (R5), so that the host may dispatch steps ahead.
+    """
 
     stop_ids: Int[Array, "B E"]  # padded with -1
-    limit: Int[Array, " B"]  # most tokens prompt and output may have together; 0 idles a row
-    drafts: Int[Array, " B"]  # most drafts to verify; with 0 a row decodes plainly in any step
+    limit: Int[Array, " B"]  # maximum length of prompt and output together; 0 freezes a row
+    max_drafts: Int[Array, " B"]  # drafts to verify; a row with 0 decodes plainly in any step
     temperature: Float[Array, " B"]  # 0 is greedy
     top_k: Int[Array, " B"]  # 0 is off
     top_p: Float[Array, " B"]  # 1 is off
-    min_p: Float[Array, " B"]  # least share of the likeliest token's probability; 0 is off
+    min_p: Float[Array, " B"]  # minimum probability relative to the most probable token; 0 is off
     seed: UInt32[Array, " B"]
-    # Tokens among which a row's `RowStep.floor` is chosen, padded with -1; a row that begins with
-    # -1 has the whole vocabulary.
+    # Tokens among which `RowStep.next_best` is chosen, padded with -1; a row that begins with -1
+    # has the whole vocabulary.
     choices: Int[Array, "B N"] | None = None
-    # Token whose odds every step reports, see `StepOutput`; -1 in rows that need none. None leaves
-    # the odds out of the program.
+    # First token of a tool call, whose odds every step reports (see `StepOutput`); -1 in rows that
+    # need none. None leaves the odds out of the program.
     opening: Int[Array, " B"] | None = None
 
 
-# Most choices of a row: tokens that may continue the name of a declared tool. Of more, the first by
-# id count.
+# Maximum number of choices of a row: tokens that may continue the name of a declared tool. Of more,
+# the first by id count.
 CHOICES = 256
 
 
 @struct.dataclass
 class Logprobs:
-    """Log-probabilities by the target's own logits, before anything a request adds to them."""
+    """Log-probabilities under the target's own logits, before any logits processing."""
 
     chosen: Float[Array, "B T"]
-    top_ids: Int[Array, "B T N"]  # likeliest first
+    top_ids: Int[Array, "B T N"]  # most probable first
     top: Float[Array, "B T N"]
 
 
-COLUMNS = 4  # of a step's answer, behind its tokens
+class OutputColumn(enum.IntEnum):
+    """Columns of a packed output after its tokens, counted from the end."""
+
+    NUM_TOKENS = -4  # decided tokens; the first ones of a row are valid
+    NEXT_BEST = -3  # see `RowStep`
+    FINITE = -2  # whether the target's logits are finite
+    NUM_DRAFTS = -1  # drafts verified; -1 if the drafter's numbers are not finite
 
 
 @struct.dataclass
 class StepOutput:
-    """One small integer array, so that the host pays for one copy per step.
+    """Output of one step, or of R steps made by one call, packed for a single copy to the host.
 
-    Columns: T tokens | count of valid ones | floor token | target finite | drafts verified,
-    -1 where the drafter's numbers were not finite. Where R steps may be made by one call, their
-    answers in order; -1 all over for those that were not made.
+    Columns are T tokens, then those of `OutputColumn`. All columns of a step that was not made are
+    -1.
 
-    With `reports_odds`, a column in front of the tokens holds the bits of a float32: the logit of
+    With `reports_odds`, a first column holds the bits of a float32: the logit of
     `RowRules.opening` minus that of the last decided token, or, in a row with `RowRules.choices`,
     minus the largest logit.
     """
 
     packed: Int[Array, "*R B T+4"]
-    logprobs: Logprobs | None = None  # of the T tokens; from the shaped lanes only
+    logprobs: Logprobs | None = None  # of the T tokens, if there is a logits state
     reports_odds: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def tokens(self) -> Int[Array, "*R B T"]:
-        """Decided tokens; the first `count` of each row are valid."""
-        return self.packed[..., int(self.reports_odds) : -COLUMNS]
+        """Decided tokens; the first `num_tokens` of each row are valid."""
+        return self.packed[..., int(self.reports_odds) : OutputColumn.NUM_TOKENS]
 
     @property
-    def count(self) -> Int[Array, "*R B"]:
-        """How many tokens were decided for each row."""
-        return self.packed[..., -COLUMNS]
+    def num_tokens(self) -> Int[Array, "*R B"]:
+        """Number of tokens decided for each row."""
+        return self.packed[..., OutputColumn.NUM_TOKENS]
+
+    @property
+    def all_finite(self) -> Bool[Array, ""]:
+        """Whether all numbers of target and drafter are finite, in all rows."""
+        target, drafts = (
+            self.packed[..., column] for column in (OutputColumn.FINITE, OutputColumn.NUM_DRAFTS)
+        )
+        return (target > 0).all() & (drafts >= 0).all()
 
 
 def pack_output(
     tokens: Int[Array, "B T"],
-    count: Int[Array, " B"],
-    floor: Int[Array, " B"],
-    finite: Bool[Array, " B"],
-    drafts: Int[Array, " B"],
+    columns: Mapping[OutputColumn, Num[Array, " B"]],
+    *,
     logprobs: Logprobs | None = None,
-    odds: Float[Array, " B"] | None = None,
+    call_odds: Float[Array, " B"] | None = None,
 ) -> StepOutput:
-    """The step's answer in one array; `read_output` takes it apart on the host."""
-    columns = (count, floor, finite.astype(jnp.int32), drafts)
-    parts = [tokens, jnp.stack(columns, axis=1)]
-    if odds is not None:
-        parts.insert(0, jax.lax.bitcast_convert_type(odds, jnp.int32)[:, None])
-    return StepOutput(jnp.concatenate(parts, axis=1), logprobs, odds is not None)
+    """Return the output of a step; `read_output` unpacks it on the host."""
+    parts = [tokens, jnp.stack([columns[name].astype(jnp.int32) for name in OutputColumn], axis=1)]
+    if call_odds is not None:
+        parts.insert(0, jax.lax.bitcast_convert_type(call_odds, jnp.int32)[:, None])
+    return StepOutput(jnp.concatenate(parts, axis=1), logprobs, call_odds is not None)
 
 
 def output_columns(rules: RowRules) -> int:
-    """Columns of a step's answer besides its tokens, in programs that are given such rules."""
-    return COLUMNS + (rules.opening is not None)
-
-
-def all_finite(out: StepOutput) -> Bool[Array, ""]:
-    """Whether a step's numbers are finite, in all rows, the drafter's included."""
-    target, drafts = out.packed[..., -2], out.packed[..., -1]
-    return (target > 0).all() & (drafts >= 0).all()
+    """Return the number of columns besides the tokens, in programs with such rules."""
+    return len(OutputColumn) + (rules.opening is not None)
 
 
 class RowStep(NamedTuple):
-    """What one step said about one row."""
+    """Output of one step for one row, on the host."""
 
-    tokens: tuple[int, ...]  # newly decided tokens, the next anchor last
-    # Best token at the last decided place with stop tokens masked (R6), or best of the choices.
-    floor: int
-    finite: bool  # target logits
+    tokens: tuple[int, ...]  # newly decided, the next anchor last
+    # Best token at the last decided place except stop tokens (R6), or the best of the choices.
+    next_best: int
+    finite: bool  # the target's logits
     draft_finite: bool
-    drafts: int  # that were put to the target
-    odds: float | None = None  # of `RowRules.opening`, where the program reports them
+    num_drafts: int  # verified by the target
+    call_odds: float | None = None  # of `RowRules.opening`, if the program reports them
 
 
 def read_output(out: StepOutput) -> list[list[RowStep]]:
-    """Waits for what was dispatched and takes its answers apart: by step, then by row."""
+    """Wait for a dispatched call and return its output, by step, then by row."""
     packed = np.asarray(out.packed)
     packed = packed.reshape(-1, *packed.shape[-2:])
+    packed = packed[packed[:, 0, OutputColumn.NUM_TOKENS] >= 0]  # steps that were made
     if not out.reports_odds:
-        steps = packed.tolist()
-        return [list(map(_row_step, rows)) for rows in steps if rows[0][-4] >= 0]
+        return [list(map(_row_step, rows)) for rows in packed.tolist()]
     odds = np.ascontiguousarray(packed[:, :, 0]).view(np.float32).tolist()
     steps = zip(packed[:, :, 1:].tolist(), odds, strict=True)
-    return [list(map(_row_step, rows, found)) for rows, found in steps if rows[0][-4] >= 0]
+    return [list(map(_row_step, rows, row_odds)) for rows, row_odds in steps]
 
 
-def _row_step(said: list[int], odds: float | None = None) -> RowStep:
-    *tokens, count, floor, finite, drafts = said
-    return RowStep(tuple(tokens[:count]), floor, bool(finite), drafts >= 0, max(drafts, 0), odds)
+def _row_step(row: list[int], call_odds: float | None = None) -> RowStep:
+    num_tokens, next_best, finite, num_drafts = row[OutputColumn.NUM_TOKENS :]
+    tokens, draft_finite = tuple(row[:num_tokens]), num_drafts >= 0
+    return RowStep(tokens, next_best, bool(finite), draft_finite, max(num_drafts, 0), call_odds)
 
 
 def empty_cache(
@@ -217,7 +226,7 @@ def empty_cache(
     ring: bool = False,
     kernel: bool = False,
 ) -> LayerCache:
-    """A zeroed cache. Zeros, not noise: masked probabilities times non-finite values is NaN."""
+    """Return a zeroed cache. Not noise: zero probability times a non-finite value is NaN."""
     shape = (rows, kv_heads, slots, head_dim)
     k, v = (jnp.zeros(shape, dtype) for _ in range(2))
     cache = LayerCache(k, v, ring=ring, kernel=kernel)
@@ -230,7 +239,7 @@ def empty_cache(
 def empty_recurrent(
     rows: int, state: tuple[int, int, int], inputs: tuple[int, int], *, dtype: DTypeLike
 ) -> RecurrentCache:
-    """The cache before any token; the state [N, P, Q] is float32 whatever the dtype."""
+    """Return the cache before any token; the state [N, P, Q] is float32 whatever the dtype."""
     return RecurrentCache(
         state=jnp.zeros((rows, *state), jnp.float32), inputs=jnp.zeros((rows, *inputs), dtype)
     )
@@ -240,12 +249,12 @@ Arrays = TypeVar("Arrays")
 
 
 def take_row(arrays: Arrays, row: Int[Array, ""]) -> Arrays:
-    """One row of a tree of arrays [B, ...], as [1, ...]."""
+    """Return one row of a tree of arrays [B, ...], as [1, ...]."""
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0), arrays)
 
 
 def put_row(arrays: Arrays, one: Arrays, row: Int[Array, ""]) -> Arrays:
-    """A tree of arrays [B, ...], in one row what another tree [1, ...] holds."""
+    """Return a tree of arrays [B, ...] with one row replaced by another tree [1, ...]."""
 
     def put(whole: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(whole, new, row, axis=0)
@@ -253,8 +262,8 @@ def put_row(arrays: Arrays, one: Arrays, row: Int[Array, ""]) -> Arrays:
     return jax.tree.map(put, arrays, one)
 
 
-def clear_rows(arrays: Arrays, rows: Bool[Array, " B"]) -> Arrays:
-    """A tree of arrays [B, ...] with zeros in some rows."""
+def zero_rows(arrays: Arrays, rows: Bool[Array, " B"]) -> Arrays:
+    """Return a tree of arrays [B, ...] with zeros in some rows."""
 
     def clear(x: Array) -> Array:
         chosen = rows.reshape(-1, *(1,) * (x.ndim - 1))
@@ -263,23 +272,32 @@ def clear_rows(arrays: Arrays, rows: Bool[Array, " B"]) -> Arrays:
     return jax.tree.map(clear, arrays)
 
 
+def restart_rows(state: DecodeState, rows: Bool[Array, " B"]) -> DecodeState:
+    """Return a state in which some rows start at position 0, whatever they held before."""
+    return dataclasses.replace(
+        state,
+        target=tuple(cache.restart(rows) for cache in state.target),
+        position=jnp.where(rows, 0, state.position),
+    )
+
+
 def commit(
     state: DecodeState,
     target: Sequence[Update],
     draft: tuple[LayerCache, ...],
-    n: Int[Array, " B"],
+    num_committed: Int[Array, " B"],
     anchor: Int[Array, " B"],
 ) -> DecodeState:
-    """Keeps the first n of the rows a forward pass wrote; the only way a position moves (C2).
+    """Keep the first tokens that a forward pass wrote; the only way a position moves (C2).
 
     Args:
-      target, draft: updates, or caches in which rows position .. position+T-1 were written.
-      n: rows to keep, 0..T. With n = 0 the row stays as it was, anchor included.
-      anchor: the next anchor of rows with n > 0.
+      target, draft: updates, or caches in which slots position .. position+T-1 were written.
+      num_committed: tokens to keep, 0..T. With 0 the row stays as it was, anchor included.
+      anchor: the next anchor of rows with num_committed > 0.
     """
     return DecodeState(
-        target=tuple(update.commit(n) for update in target),
+        target=tuple(update.commit(num_committed) for update in target),
         draft=draft,
-        position=state.position + n,
-        anchor=jnp.where(n > 0, anchor, state.anchor),
+        position=state.position + num_committed,
+        anchor=jnp.where(num_committed > 0, anchor, state.anchor),
     )

@@ -41,7 +41,7 @@ models/test_drafter_oracle server/test_commands server/test_agents models/test_d
 test_notebooks engine/test_engine train/test_drafter engine/test_structured engine/test_prefixes
 train/test_fitting engine/test_lossless_drafters engine/test_shaping models/test_mixtures
 models/test_dspark compiler/test_sharding contracts/test_programs quant/test_products
-train/test_regenerate engine/test_load nn/test_attention compiler/test_apart
+train/test_regenerate engine/test_load nn/test_attention compiler/test_two_devices
 converters/test_packed nn/test_moe engine/test_recovery_mixed compiler/test_explain
 contracts/test_imports train/test_loop
 """

@@ -25,7 +25,7 @@ from dflash_jax.bench import compare
 from dflash_jax.cli import main, parser, probe, terminal, verify
 from dflash_jax.cli.generate import statistics
 from dflash_jax.cli.options import chosen_plan, open_pair
-from dflash_jax.compiler.variants import CompiledPrograms
+from dflash_jax.compiler.build import CompiledPrograms
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
@@ -335,10 +335,19 @@ def test_explain_json_is_one_object(run: Run, pair: list[object]) -> None:
     assert code == 0
     assert (found["plan"]["block"], found["plan"]["rows"], found["plan"]["exact"]) == (4, 2, True)
     assert found["plan"]["dtype"] == "float32"
-    assert {p["name"] for p in found["programs"]} >= {"prefill", "plain", "speculative"}
+    assert {p["name"] for p in found["programs"]} >= {
+        "prefill[greedy]",
+        "plain[greedy]",
+        "speculative[greedy]",
+        "clear_rows",
+    }
     _, out, _ = run("explain", *pair, "--no-compile", "--json", "--inexact", "--rounds", 3)
     assert json.loads(out)["plan"]["rounds"] == 3
-    assert "plain1" in {p["name"] for p in json.loads(out)["programs"]}
+    single, wide = (
+        next(p["work"] for p in report["programs"] if p["name"] == "plain[greedy]")
+        for report in (json.loads(out), found)
+    )
+    assert single["flops"] < wide["flops"]
 
 
 def test_explain_prints_a_program(
@@ -346,8 +355,8 @@ def test_explain_prints_a_program(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.delattr("dflash_jax.compiler.build._compile")
-        assert "func.func public @main" in run("explain", *pair, "--stablehlo", "wipe")[1]
-    assert run("explain", *pair, "--hlo", "wipe")[1].startswith("HloModule")
+        assert "func.func public @main" in run("explain", *pair, "--stablehlo", "clear_rows")[1]
+    assert run("explain", *pair, "--hlo", "clear_rows")[1].startswith("HloModule")
 
 
 def test_explain_compiles_when_it_is_told_to(run: Run, small: list[object]) -> None:
@@ -640,7 +649,7 @@ def test_compiled_programs_are_kept_privately_in_the_cache_folder_of_the_user(
     run: Run, small: list[object], cache_inside_the_test: Path
 ) -> None:
     jax.config.update("jax_compilation_cache_dir", None)
-    assert run("explain", *small, "--hlo", "wipe")[0] == 0
+    assert run("explain", *small, "--hlo", "clear_rows")[0] == 0
     kept = cache_inside_the_test / "dflash_jax" / "xla"
     assert jax.config.values["jax_compilation_cache_dir"] == str(kept)
     assert kept.stat().st_mode & 0o777 == 0o700

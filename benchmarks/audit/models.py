@@ -18,11 +18,12 @@ import dflash_jax as dj
 from benchmarks.audit.scenario import Limits
 from benchmarks.audit.setups import DRAFTERS, GIVEN, SHIPPED, Setup
 from benchmarks.soak_families import FAMILIES
-from dflash_jax.compiler import Plan, resolve
-from dflash_jax.compiler.programs import abstract_params, weight_specs
-from dflash_jax.compiler.variants import Variant
+from dflash_jax.compiler import resolve
+from dflash_jax.compiler.keys import Variant
+from dflash_jax.compiler.models import abstract_params, weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
+from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import KINDS, STORED, Packed, Spec, fits, pack_tree, spec
 from dflash_jax.quant.products import with_kernel
 from dflash_jax.testing import AMPLE, random_params, scripted_engine, tiny_drafter

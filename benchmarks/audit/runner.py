@@ -179,7 +179,8 @@ class _Session:
         failures = [x for x in scenario.failures if (x.session, x.engine) == wanted]
         calls = InterceptedCalls(failures, self._counts)
         engine.executables = {
-            name: calls.intercepting(name, program) for name, program in engine.executables.items()
+            key: calls.intercepting(str(key), program)
+            for key, program in engine.executables.items()
         }
         if self._folder is not None:
             self._reads.append(DelayedReads(engine, scenario.disk_turns))

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.scheduler import StepPacer
 from dflash_jax.errors import RequestError
@@ -94,7 +95,7 @@ def profile(
         )
     engine.warm_up()
     options: dict[str, Any] = {"ignore_eos": True, "speculative": speculative}
-    name = "speculative" if speculative and engine.drafter else "plain" if plan.exact else "plain1"
+    name = Step.SPECULATIVE if speculative and engine.drafter else Step.PLAIN
     scheduler = engine.core.scheduler
     pacer, scheduler.pacer = scheduler.pacer, StepPacer(max_steps=1)
     live = engine.submit(list(prompt), max_tokens=longest, **options)
@@ -109,7 +110,8 @@ def profile(
     finally:
         engine.cancel(live)
         scheduler.pacer = pacer
-    found = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
+    program = engine.executables[ProgramKey(name, Variant.GREEDY)]
+    found = _kernels(trace, program.compiled.as_text() or "", steps)
     return Profile(name, steps, wall / steps, _parts(found), found)
 
 

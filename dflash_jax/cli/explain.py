@@ -38,12 +38,14 @@ def add_verb(verbs: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """`dflash-jax explain`."""
     from dflash_jax.compiler import declare
+    from dflash_jax.compiler.explain import EXPLAINED
     from dflash_jax.compiler.explain import explain as report
 
     with announced("planning", shown=is_shown()):
         target, drafter, plan, device = _planned(options)
-        programs = declare(plan, target, drafter)
+        programs = declare(plan, target, drafter, variants=EXPLAINED)
     if name := options.stablehlo or options.hlo:
+        programs = {str(key): program for key, program in programs.items()}
         if name not in programs:
             raise RequestError(f"no program {name!r}; this plan has {', '.join(programs)}")
         print(_text(programs[name], optimised=not options.stablehlo))
@@ -94,4 +96,4 @@ def _text(program: Any, *, optimised: bool) -> str:
         return stablehlo(program)
     use_compilation_cache()
     with announced("compiling", shown=is_shown(), patience=0):
-        return compile_programs([program])[program.name].compiled.as_text() or ""
+        return compile_programs([program])[program.key].compiled.as_text() or ""

@@ -9,7 +9,8 @@ import sys
 import threading
 from collections.abc import Iterable
 
-from dflash_jax.compiler.variants import CompiledPrograms, Variant
+from dflash_jax.compiler.build import CompiledPrograms
+from dflash_jax.compiler.keys import Variant
 
 log = logging.getLogger("dflash_jax.compiler")
 # Added to the nice value of the thread. XLA's own threads keep theirs; this one traces and lowers,

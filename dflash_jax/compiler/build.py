@@ -2,25 +2,30 @@
 
 import concurrent.futures
 import dataclasses
+import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.compiler.programs import Program
-from dflash_jax.compiler.settings import undisturbed
-from dflash_jax.errors import PlanError
-from dflash_jax.utils.allocator import fewer_collections
+from dflash_jax.compiler.settings import isolated_jax_config
+from dflash_jax.errors import DFlashError, PlanError
+from dflash_jax.utils.allocator import fewer_collections, give_back
 
-# On a GPU XLA joins products that share an input by copying their weights into one, every call.
+log = logging.getLogger("dflash_jax.compiler")
+# On a GPU XLA joins products that share an input by copying their weights into one, in every call.
 OPTIONS: dict[str, bool | str] = {"xla_gpu_dot_merger_threshold_mb": "0"}
-TIMED = ("plain", "prefill")  # programs of these kinds have every kernel of the target
+TIMED = (Step.PLAIN, Step.PREFILL)  # these steps have every kernel of the target
 # XLA compiles one program with several threads; half as many programs as cores keep all busy.
 WORKERS = max(1, (os.cpu_count() or 1) // 2)
+LONG = 5.0  # seconds of compiling, after which free memory is returned to the system
+GUESS = 5.0  # seconds that the first program is assumed to take
 _compiling = threading.Lock()  # the process compiles for one caller at a time
 
 
@@ -28,7 +33,7 @@ _compiling = threading.Lock()  # the process compiles for one caller at a time
 class Executable:
     """A compiled program; calling it only dispatches. Other shapes raise JAX's own TypeError."""
 
-    name: str
+    key: ProgramKey
     compiled: jax.stages.Compiled
     lowered: jax.stages.Lowered
     donated_bytes: int
@@ -39,7 +44,7 @@ class Executable:
 
     @property
     def stablehlo(self) -> str:
-        """What was given to XLA."""
+        """Return the program as XLA was given it."""
         return self.lowered.as_text()
 
     @property
@@ -70,7 +75,10 @@ class Executable:
 
 @dataclasses.dataclass(frozen=True)
 class JoinedExecutable(Executable):
-    """A program that runs on two devices; `compiled` is its first part, texts and bytes of all."""
+    """A program that runs on two devices.
+
+    `compiled` and `lowered` are those of its first part, sizes and text those of all parts.
+    """
 
     parts: tuple[Executable, ...]
     call: Callable[..., Any]
@@ -100,7 +108,7 @@ class JoinedExecutable(Executable):
 
 
 def jit(function: Callable[..., Any], *, donate: tuple[int, ...] = (), **options: Any) -> Any:
-    """`jax.jit` for code outside this package, so that compilation happens in one place."""
+    """Apply `jax.jit`, for code outside this package: compilation happens in one place."""
     return jax.jit(function, donate_argnums=donate, **options)
 
 
@@ -110,16 +118,21 @@ def compile_programs(
     *,
     workers: int = WORKERS,
     begun: Callable[[Program], object] = lambda program: None,
-) -> dict[str, Executable]:
-    """Compiles programs; raises PlanError if donated state would be copied.
+) -> dict[ProgramKey, Executable]:
+    """Compile programs.
 
-    On a GPU XLA times the kernels it could take for a product and remembers the fastest. Two
-    programs compiled at once would each time their own and might take different ones: the lanes
-    would round differently. So what runs the target at a width comes before what shares it.
+    On a GPU, XLA times the kernels it could use for a product and remembers the fastest. Two
+    programs compiled at once could choose different ones, so that variants would round
+    differently. Programs that run the target at some width therefore come before those that share
+    it, one by one.
 
     Args:
-      workers: programs to compile at the same time; one is compiled in the caller's thread.
-      begun: called with each program as its turn comes.
+      workers: number of programs to compile at the same time; one is compiled in the caller's
+        thread.
+      begun: called with each program before it is compiled.
+
+    Raises:
+      PlanError: a program would copy its donated state.
     """
 
     def build(program: Program) -> Executable:
@@ -128,7 +141,7 @@ def compile_programs(
 
     rest, first = list(programs), []
     if jax.default_backend() != "cpu":
-        first = [program for program in rest if program.name.split("_")[0] in TIMED]
+        first = [program for program in rest if program.key.step in TIMED]
         rest = [program for program in rest if program not in first]
     with _compiling:
         built = list(map(build, first))
@@ -137,15 +150,26 @@ def compile_programs(
         else:
             with concurrent.futures.ThreadPoolExecutor(workers) as pool:
                 built += pool.map(build, rest)
-    return {executable.name: executable for executable in built}
+    return {executable.key: executable for executable in built}
 
 
-@undisturbed()
+def lower(program: Program) -> jax.stages.Lowered:
+    """Trace and lower a program that runs on one device or mesh."""
+    options = {} if program.placement is None else {"out_shardings": program.placement}
+
+    def run(*arguments: Any) -> Any:  # JAX keeps a trace for as long as the function lives
+        return program.function(*arguments)
+
+    run.__name__ = "_".join(filter(None, program.key))  # seen in compilation cache and profiles
+    return jax.jit(run, donate_argnums=program.donated, **options).lower(*program.arguments)
+
+
+@isolated_jax_config()
 def _compile(program: Program) -> Executable:
     if program.call is not None:
         parts = tuple(map(_compile, program.parts))
         return JoinedExecutable(
-            program.name,
+            program.key,
             parts[0].compiled,
             parts[0].lowered,
             sum(part.donated_bytes for part in parts),
@@ -154,14 +178,7 @@ def _compile(program: Program) -> Executable:
             program.call,
         )
     started = time.perf_counter()
-    options = {} if program.placement is None else {"out_shardings": program.placement}
-
-    def run(*arguments: Any) -> Any:  # JAX keeps what it traced for as long as the function lives
-        return program.function(*arguments)
-
-    run.__name__ = program.name  # in the compilation cache and in profiles, too
-    jitted = jax.jit(run, donate_argnums=program.donated, **options)
-    lowered = jitted.lower(*program.arguments)
+    lowered = lower(program)
     compiled = lowered.compile(compiler_options=OPTIONS)
     donated = sum(
         _bytes_per_device(leaf)
@@ -169,10 +186,10 @@ def _compile(program: Program) -> Executable:
         for leaf in jax.tree.leaves(program.arguments[i])
     )
     seconds = time.perf_counter() - started
-    built = Executable(program.name, compiled, lowered, donated, seconds)
+    built = Executable(program.key, compiled, lowered, donated, seconds)
     if built.aliased_bytes < donated:
         raise PlanError(
-            f"program {program.name} would copy {donated - built.aliased_bytes} of {donated}"
+            f"program {program.key} would copy {donated - built.aliased_bytes} of {donated}"
             " bytes of its state in every call; this is a defect, please report it with the plan"
         )
     return built
@@ -181,3 +198,134 @@ def _compile(program: Program) -> Executable:
 def _bytes_per_device(leaf: Any) -> int:
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
+
+
+def keys_by_variant(keys: Iterable[ProgramKey]) -> dict[Variant, tuple[ProgramKey, ...]]:
+    """Return the programs that each variant needs, in the order to compile them in.
+
+    A program may belong to several variants.
+    """
+    # Programs that decide on a GPU which kernels others use come first, see `compile_programs`.
+    ordered = sorted(keys, key=lambda key: (key.step not in TIMED, str(key)))
+    return {v: tuple(key for key in ordered if v in key.needed_by) for v in Variant}
+
+
+class CompiledPrograms:
+    """The programs of a plan, and those of them that are compiled.
+
+    Any thread may compile and read. The executables may be shared with other engines of the same
+    plan and models.
+
+    Attributes:
+      programs: all programs of the plan.
+      executables: those that are compiled.
+      seconds: time spent compiling.
+      label: the model's name, for log lines.
+    """
+
+    def __init__(self, programs: Mapping[ProgramKey, Program]):
+        self.programs = dict(programs)
+        self.executables: dict[ProgramKey, Executable] = {}
+        self.seconds = 0.0
+        self.label = ""
+        self._wanted: dict[ProgramKey, None] = {}  # requested programs, compiled or not
+        self._current: set[ProgramKey] = set()  # programs that are being compiled
+        self._errors: dict[ProgramKey, str] = {}
+        self._compiled = 0
+        self._lock = threading.Lock()
+
+    @property
+    def variants(self) -> dict[Variant, tuple[ProgramKey, ...]]:
+        """The programs of each variant."""
+        return keys_by_variant(self.programs)
+
+    def missing(self, variants: Iterable[Variant]) -> list[ProgramKey]:
+        """Return the programs of the variants that are not compiled."""
+        return [key for key in self.keys(variants) if key not in self.executables]
+
+    def keys(self, variants: Iterable[Variant]) -> list[ProgramKey]:
+        """Return the programs of the variants, each once."""
+        known = self.variants
+        return list(dict.fromkeys(key for variant in variants for key in known[variant]))
+
+    def want(self, variants: Iterable[Variant]) -> None:
+        """Count the variants' programs among those that will be compiled."""
+        self._wanted |= dict.fromkeys(self.keys(variants))
+
+    def compile(self, variants: Iterable[Variant], *, workers: int = WORKERS) -> float:
+        """Compile the missing programs of the variants, in this thread.
+
+        Args:
+          workers: number of programs to compile at the same time.
+
+        Returns:
+          The seconds it took.
+
+        Raises:
+          PlanError: a program would copy its donated state.
+        """
+        variants = list(variants)
+        if not self.missing(variants):
+            return 0.0
+        self.want(variants)
+        with self._lock:
+            return self._compile(self.missing(variants), workers)
+
+    def compile_next(self, keys: Iterable[ProgramKey]) -> None:
+        """Compile the first of these programs that is not compiled yet, in this thread."""
+        with self._lock:
+            missing = [key for key in keys if key not in self.executables]
+            self._compile(missing[:1], 1)
+
+    def estimate_s(self, variants: Iterable[Variant]) -> float:
+        """Return the seconds that compiling the variants may take, from the average so far."""
+        each = self.seconds / self._compiled if self._compiled else GUESS
+        return each * len(self.missing(variants))
+
+    @property
+    def progress(self) -> dict[str, dict[str, Any]]:
+        """For each variant, its state and the numbers of its compiled and of all its programs."""
+        return {variant.value: self._progress_of(variant) for variant in Variant}
+
+    def _progress_of(self, variant: Variant) -> dict[str, Any]:
+        keys, missing = self.keys([variant]), self.missing([variant])
+        found: dict[str, Any] = {"compiled": len(keys) - len(missing), "of": len(keys)}
+        errors = [self._errors[key] for key in missing if key in self._errors]
+        if not missing:
+            state = "ready"
+        elif not self._current.isdisjoint(missing):
+            state = "compiling"
+        elif errors:
+            state, found["error"] = "failed", errors[0]
+        else:
+            state = "waiting" if all(key in self._wanted for key in missing) else "on demand"
+        return {"state": state} | found
+
+    def _compile(self, keys: list[ProgramKey], workers: int) -> float:
+        started = time.perf_counter()
+        try:
+            made = compile_programs(
+                (self.programs[key] for key in keys), workers=workers, begun=self._begin
+            )
+            self.executables |= made
+            self._compiled += len(made)
+        except Exception as error:
+            kind = "" if isinstance(error, DFlashError) else f"{type(error).__name__}: "
+            self._errors |= dict.fromkeys(keys, f"{kind}{error}")
+            raise
+        finally:
+            self._current.clear()
+            seconds = time.perf_counter() - started
+            self.seconds += seconds
+        if seconds > LONG:
+            give_back()
+        return seconds
+
+    def _begin(self, program: Program) -> None:
+        """Note that a program is about to be compiled."""
+        self._current.add(program.key)
+        wanted = list(self._wanted)
+        done = sum(key in self.executables for key in wanted)
+        label = f"{self.label}: " if self.label else ""
+        place = done + len(self._current)
+        log.info("%scompiling program %d of %d: %s", label, place, len(wanted), program.key)

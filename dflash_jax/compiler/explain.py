@@ -10,14 +10,16 @@ from typing import Any
 
 import jax
 
-from dflash_jax.compiler.build import Executable, compile_programs, jit
-from dflash_jax.compiler.memory import Budget, Work, budget, gibi, work
-from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import DECODING, SAMPLED, Program, abstract_params, declare
+from dflash_jax.compiler.build import Executable, compile_programs, lower
+from dflash_jax.compiler.keys import Step, Variant
+from dflash_jax.compiler.memory import Budget, StepWork, budget, gibi, work
+from dflash_jax.compiler.models import abstract_params
+from dflash_jax.compiler.programs import Program, declare
 from dflash_jax.compiler.resolve import wide_block
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
-from dflash_jax.compiler.settings import undisturbed
+from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
+from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import KEPT, ORDERED, Joined, Packed
 
 MOST_RUNS = 8
@@ -29,7 +31,8 @@ _FORM: dict[str, Any] = {
     "break_long_words": False,
     "break_on_hyphens": False,
 }
-_TIMED = ("prefill", *DECODING)  # programs with a roofline: an output's time is theirs
+EXPLAINED = (Variant.GREEDY, Variant.SAMPLED)  # variants that are reported
+_TIMED = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)  # steps with a roofline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,7 @@ class ProgramReport:
     name: str
     arguments: int
     donated: int
-    work: Work | None
+    work: StepWork | None
     roofline: Roofline | None
     argument_bytes: int | None = None
     aliased_bytes: int | None = None
@@ -151,10 +154,10 @@ def explain(
     compile: bool = False,
 ) -> Explanation:
     """Report a resolved plan; with `compile`, what only the compiled programs know as well."""
-    programs = declare(plan, target, drafter)
+    programs = declare(plan, target, drafter, variants=EXPLAINED)
     built = compile_programs(programs.values()) if compile else {}
     reports = tuple(
-        _report(p, built.get(p.name), plan, target, drafter, device) for p in programs.values()
+        _report(p, built.get(p.key), plan, target, drafter, device) for p in programs.values()
     )
     params = jax.tree_util.tree_leaves_with_path(
         abstract_params(plan, target, drafter), is_leaf=lambda x: isinstance(x, KEPT)
@@ -175,14 +178,12 @@ def explain(
     )
 
 
-@undisturbed()
+@isolated_jax_config()
 def stablehlo(program: Program) -> str:
     """Return what XLA is given of a program, without compiling it."""
     if program.call is not None:
         return "\n".join(map(stablehlo, program.parts))
-    placed = {} if program.placement is None else {"out_shardings": program.placement}
-    jitted = jit(program.function, donate=program.donated, **placed)
-    return jitted.lower(*program.arguments).as_text() or ""
+    return lower(program).as_text() or ""
 
 
 def _report(
@@ -193,10 +194,10 @@ def _report(
     drafter: DrafterConfig | None,
     device: Device,
 ) -> ProgramReport:
-    timed = program.name.removesuffix(SAMPLED) in _TIMED
-    counted = work(plan, target, drafter, program.name) if timed else None
+    step = program.key.step
+    counted = work(plan, target, drafter, step) if step in _TIMED else None
     report = ProgramReport(
-        name=program.name,
+        name=str(program.key),
         arguments=len(jax.tree.leaves(program.arguments)),
         donated=sum(len(jax.tree.leaves(program.arguments[i])) for i in program.donated),
         work=counted,

@@ -1,4 +1,4 @@
-"""Byte and operation counts of a plan, from abstract shapes: nothing is allocated to know them."""
+"""Byte and operation counts of a plan, from abstract shapes; nothing is allocated."""
 
 import dataclasses
 import functools
@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import abstract_params, empty_state
+from dflash_jax.compiler.keys import Step
+from dflash_jax.compiler.models import abstract_params, empty_state
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import KEPT
 from dflash_jax.state import LayerCache, RecurrentCache
 
@@ -22,7 +23,7 @@ class Budget:
     weights: int
     caches: int
     temporaries: int  # an upper estimate for the widest program
-    prefixes: int = 0  # kept prefixes of prompts, at most
+    prefixes: int = 0  # maximum size of the prefix cache
 
     @property
     def total(self) -> int:
@@ -36,8 +37,8 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What one call must at least move and multiply."""
+class StepWork:
+    """Minimum bytes and operations of one call."""
 
     bytes: int  # weights once, the caches it reads, the recurrent states it writes
     flops: int
@@ -45,7 +46,7 @@ class Work:
 
 @functools.lru_cache(maxsize=64)
 def parameters(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, dict[str, int]]:
-    """Element counts of every parameter, by role and by path; no memory is used."""
+    """Return the element count of every parameter, by role and by path; no memory is used."""
     plan = Plan(max_length=2, block=2, chunk=1, dtype="float32")
     tree = abstract_params(plan, target, drafter)
     return {
@@ -60,7 +61,7 @@ def parameters(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str,
 def weight_bytes(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
 ) -> dict[str, dict[str, int]]:
-    """Bytes of every parameter as the plan keeps it, by role and by path."""
+    """Return the bytes of every parameter as the plan stores it, by role and by path."""
     tree = abstract_params(plan, target, drafter)
     return {
         role: {
@@ -73,32 +74,27 @@ def weight_bytes(
     }
 
 
-def target_weights(c: TargetConfig) -> int:
-    """Parameters of a target."""
-    return sum(parameters(c, None)["target"].values())
-
-
-def drafter_weights(target: TargetConfig, c: DrafterConfig) -> int:
-    """Parameters of a drafter (published totals: Qwen3-8B-b16 has 1,048,626,432)."""
-    return sum(parameters(target, c)["drafter"].values())
-
-
 def budget(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Budget:
-    """What a resolved plan needs for these models."""
+    """Return the memory that a resolved plan needs."""
     weights = sum(sum(sizes.values()) for sizes in weight_bytes(plan, target, drafter).values())
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
     temporaries = _temporary_bytes(plan, target, drafter)
     return Budget(weights, tree_bytes(state), temporaries, plan.prefix_cache)
 
 
-def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, program: str) -> Work:
-    """Least bytes and operations of a program of `declare`, caches counted at full capacity."""
+def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, step: Step) -> StepWork:
+    """Return the minimum bytes and operations of a step, caches counted at full capacity.
+
+    Args:
+      step: prefill, plain or speculative.
+    """
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
-    name = program.removesuffix("_sampled")
-    width = {"prefill": plan.chunk, "plain1": 1}.get(name, plan.block)
-    rows = plan.fed_rows if name == "prefill" else plan.rows
-    tokens, head_rows = rows * width, rows * (1 if name == "prefill" else width)
-    once = dataclasses.replace(plan, order="rows")  # a call reads one form of what is kept in two
+    prefill, drafting = step == Step.PREFILL, step == Step.SPECULATIVE
+    narrow = step == Step.PLAIN and not plan.exact
+    width = plan.chunk if prefill else 1 if narrow else plan.block
+    rows = plan.fed_rows if prefill else plan.rows
+    tokens, head_rows = rows * width, rows * (1 if prefill else width)
+    once = dataclasses.replace(plan, order="rows")  # a call reads one of two stored layouts
     counts, sizes = parameters(target, drafter), weight_bytes(once, target, drafter)
     head, table = target.vocab_size * target.hidden_size, sizes["target"]["head"]
     body = _multiplied(counts["target"])
@@ -112,10 +108,9 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
     states = sum(c.state.size for c in recurrent) * rows // plan.rows
     flops += 7 * width * states  # decay, read, correct, read out
     if drafter is not None:
-        drafting = name == "speculative"
 
         def used_of(of: dict[str, int], head: int) -> tuple[int, int]:
-            """What the program uses of the drafter, and what the context alone does."""
+            """Return the parameters that the step uses, and those that the context alone uses."""
             context = sum(n for path, n in of.items() if path.endswith(("fc", "kv")))
             return _multiplied(of) + of.get("head", head) if drafting else context, context
 
@@ -123,11 +118,11 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
         moved += used_of(sizes["drafter"], table)[0] + drafting * tree_bytes(state.draft)
         flops += 2 * tokens * (used + drafting * context)
         flops += drafting * _attention_flops(state.draft, tokens, drafter)
-    return Work(moved, flops)
+    return StepWork(moved, flops)
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree."""
+    """Return the bytes of all arrays of a tree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -136,16 +131,19 @@ def _item(plan: Plan) -> int:
 
 
 def _multiplied(counts: dict[str, int]) -> int:
-    """Weights every token is multiplied with: all matrices but the head and gathered tables."""
+    """Return the number of weights that every token is multiplied with.
+
+    All matrices except the head and gathered tables.
+    """
     tables = ("embed", "head", "layer_embed", "predecessor", "successor", "markov_w1", "d2t")
     return sum(n for path, n in counts.items() if path not in tables)
 
 
 def _idle_experts(c: TargetConfig, counts: dict[str, int], tokens: int) -> tuple[int, int]:
-    """Weights of experts that one token does not use, and that at least `tokens` together don't.
+    """Return the expert weights that one token does not use, and those that all tokens do not use.
 
-    The least bytes are not known before the routing is; counted is the routing in which no two
-    tokens share an expert while there are others left.
+    The second depends on the routing; it is counted for tokens that share as few experts as
+    possible.
     """
     if not c.num_experts:
         return 0, 0
@@ -155,14 +153,16 @@ def _idle_experts(c: TargetConfig, counts: dict[str, int], tokens: int) -> tuple
 
 
 def _attention_flops(caches: Any, tokens: int, c: TargetConfig | DrafterConfig) -> int:
-    """Scores and sums of every cache once; its width is its layer's own."""
+    """Count attention scores and weighted sums over every cache."""
     sizes = sum(x.slots * x.k.shape[3] for x in caches if isinstance(x, LayerCache))
     return 4 * tokens * c.num_heads * sizes
 
 
 def _temporary_bytes(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> int:
-    """Upper estimate: a layer's scores, activations, experts; logits, taps, what commits need;
-    the caches of a row that is fed apart from the others.
+    """Return an upper estimate of scratch memory.
+
+    It holds one layer's scores, activations and experts, logits, taps, recurrent updates, and the
+    caches of a row that is prefilled by itself.
     """
     wide = max(plan.rows * plan.block, plan.fed_rows * plan.chunk)
     scores = 3 * 4 * wide * target.num_heads * plan.slots
@@ -177,9 +177,9 @@ def _temporary_bytes(plan: Plan, target: TargetConfig, drafter: DrafterConfig | 
 
 
 def _recurrent_bytes(plan: Plan, target: TargetConfig) -> int:
-    """What all recurrent layers keep of a call, and what one of them needs while it runs.
+    """Return the bytes of all recurrent updates and of the scratch memory of one layer.
 
-    Kept until the commit: convolution inputs, keys, corrections, decays.
+    Updates hold convolution inputs, keys, corrections and decays until the commit.
     """
     state = jax.eval_shape(lambda: empty_state(plan, target, None))
     recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
@@ -190,6 +190,6 @@ def _recurrent_bytes(plan: Plan, target: TargetConfig) -> int:
 
 
 def gibi(n: float) -> str:
-    """A byte count for people."""
+    """Return a byte count in binary units, as text."""
     power = min(int(math.log(max(n, 1), 1024)), 4)
     return f"{n / 1024**power:.1f} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"

@@ -1,17 +1,18 @@
-"""Which programs a plan needs: name, pure function, abstract arguments, what is donated."""
+"""Declares the programs of a plan: key, pure function, abstract arguments, donated arguments."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dflash_jax.compiler import two_devices as apart
-from dflash_jax.compiler.plan import CacheMaker, Plan
-from dflash_jax.compiler.settings import undisturbed
+from dflash_jax.compiler import two_devices
+from dflash_jax.compiler.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
+from dflash_jax.compiler.models import abstract_params, build_pair, empty_state, idle_rules
+from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.compiler.sharding import (
     device_mesh,
     param_shardings,
@@ -19,306 +20,301 @@ from dflash_jax.compiler.sharding import (
     row_shardings,
     whole,
 )
-from dflash_jax.config import (
-    ALWAYS_FLOAT32,
-    AUTO,
-    LATE,
-    DrafterConfig,
-    TargetConfig,
-    paired,
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.decode import rows, steps
+from dflash_jax.decode.inputs import (
+    ClearRowsInputs,
+    CopyRowInputs,
+    DecodeInputs,
+    ForcedTokensInputs,
+    PrefillInputs,
+    PromptLogprobsInputs,
+    PutSegmentInputs,
+    ReplaceAnchorInputs,
+    SetLogitsStateInputs,
+    TakeSegmentInputs,
+    UpdateDrafterInputs,
+    VerifyInputs,
 )
-from dflash_jax.decode import prompt_logprobs as scoring
-from dflash_jax.decode import steps
-from dflash_jax.decode.block import Pair, Params
-from dflash_jax.decode.logits_processing import neutral_shaping, set_row
-from dflash_jax.decode.snapshot import put_segment, take_segment
-from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
+from dflash_jax.decode.logits_processing import mask_words, neutral_logits_state
+from dflash_jax.decode.pair import Pair
+from dflash_jax.decode.prompt_logprobs import prompt_logprobs
 from dflash_jax.nn.decoder import Decoder
-from dflash_jax.quant.layouts import Spec, is_matrix, spec
-from dflash_jax.quant.products import abstract, in_order
-from dflash_jax.state import CHOICES, DecodeState, RowRules
+from dflash_jax.nn.draft import Draft
+from dflash_jax.plan import Plan
+from dflash_jax.state import DecodeState
 
-# Lanes, the suffixes of their programs' names: greedy; drawn; either, from logits the request
-# shapes; likewise, and from masks the host makes. Each serves the requests of those before it.
-GREEDY, SAMPLED, SHAPED, MASKED = "", "_sampled", "_shaped", "_masked"
-LANES = (GREEDY, SAMPLED)
-DECODING = ("speculative", "plain", "plain1")  # programs of one decode step, or several
-ALL_LANES = (*LANES, SHAPED, MASKED)  # the last two are compiled when first asked for
+STATES = (1, 2)  # arguments that are donated: state and logits state
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A pure function with everything that is needed to compile it."""
+    """A pure function with all that is needed to compile it.
 
-    name: str
+    `function(params, state, logits_state, inputs)` returns `(state, logits_state, output)`.
+    Arguments and results that a program does not use are None.
+    """
+
+    key: ProgramKey
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct
     donated: tuple[int, ...] = ()
-    lanes: tuple[str, ...] = ALL_LANES  # that need it
-    placement: Any = None  # shardings of the results, where there are several devices
+    placement: Any = None  # shardings of the results, on several devices
     parts: tuple["Program", ...] = ()  # of a program that runs on two devices
-    call: Callable[..., Any] | None = None  # given the parts, compiled, and the arguments
+    call: Callable[..., Any] | None = None  # called with the compiled parts and the arguments
 
 
-def build_pair(
-    target: TargetConfig,
-    drafter: DrafterConfig | None,
-    *,
-    exact: bool = True,
-    taps_at: str = AUTO,
-) -> Pair:
-    """The modules of both configs; what the drafter's leaves open is the target's."""
-    drafting = build_drafter(paired(target, drafter)) if drafter else None
-    return Pair(build_target(target), drafting, exact, LATE if taps_at == AUTO else taps_at)
+def is_multi_step(plan: Plan, variant: Variant) -> bool:
+    """Return whether a variant's decode programs run several steps per call."""
+    return plan.rounds > 1 and variant not in LOGITS_VARIANTS
 
 
-def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> DecodeState:
-    """A state in which every row stands at position 0."""
-
-    return DecodeState(
-        target=target_caches(target, CacheMaker(plan)),
-        draft=drafter_caches(drafter, CacheMaker(plan)) if drafter else (),
-        position=jnp.zeros((plan.rows,), jnp.int32),
-        anchor=jnp.zeros((plan.rows,), jnp.int32),
-    )
-
-
-def abstract_params(
-    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
-) -> dict[str, Any]:
-    """Shapes and dtypes of all parameters; no memory is used.
-
-    Token ids stay integers, and what `ALWAYS_FLOAT32` names stays float32.
-    """
-    dtype, kernel = jnp.dtype(plan.dtype), plan.kernels != "xla"
-    specs = weight_specs(plan, target, drafter)
-
-    def planned(path: Any, x: jax.ShapeDtypeStruct) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name in specs:
-            return abstract(x.shape, specs[name], dtype, kernel=kernel)
-        kept = jnp.issubdtype(x.dtype, jnp.integer) or path[-1].key in ALWAYS_FLOAT32
-        stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else dtype)
-        return in_order(stored, plan.order) if is_matrix(path[-1].key) else stored
-
-    return jax.tree_util.tree_map_with_path(planned, _shapes(target, drafter))
-
-
-def weight_specs(
-    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
-) -> dict[str, Spec]:
-    """How each packed parameter is packed, by its path with the role in front."""
-    if plan.weights == "packed":
-        return dict(plan.stored)
-    if plan.weights == "float":
-        return {}
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(target, drafter)):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if chosen := spec(plan.weights, name, leaf.shape):
-            found[name] = chosen
-    return found
-
-
-def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Any]:
-    found = {"target": _target_shapes(target)}
-    return found | ({"drafter": _drafter_shapes(target, drafter)} if drafter else {})
-
-
-@functools.lru_cache(maxsize=16)
-@undisturbed()
-def _target_shapes(target: TargetConfig) -> dict[str, Any]:
-    """Shapes of a target's parameters, as float32; tracing a large model takes seconds."""
-    return jax.eval_shape(lambda: _init_target(target, jax.random.key(0)))
-
-
-@functools.lru_cache(maxsize=16)
-@undisturbed()
-def _drafter_shapes(target: TargetConfig, drafter: DrafterConfig) -> dict[str, Any]:
-    return jax.eval_shape(lambda: _init_drafter(target, drafter, jax.random.key(0)))
-
-
-def init_params(target: TargetConfig, drafter: DrafterConfig | None, *, seed: int) -> Params:
-    """Random float32 parameters, for tests, benchmarks and training."""
-    keys = jax.random.split(jax.random.key(seed))
-    params = {"target": _init_target(target, keys[0])}
-    if drafter is not None:
-        params["drafter"] = _init_drafter(target, drafter, keys[1])
-    return params
-
-
-_LEAST = Plan(max_length=2, block=2, chunk=1, dtype="float32", rings=False)
-
-
-def _init_target(target: TargetConfig, key: jax.Array) -> Params:
-    caches, start = target_caches(target, CacheMaker(_LEAST)), jnp.zeros((1,), jnp.int32)
-    module: Any = build_target(target)
-    return module.init(key, jnp.zeros((1, 1), jnp.int32), caches, start)["params"]
-
-
-def _init_drafter(target: TargetConfig, drafter: DrafterConfig, key: jax.Array) -> Params:
-    x, start = jnp.zeros((1, 1, target.hidden_size), jnp.float32), jnp.zeros((1,), jnp.int32)
-    caches = drafter_caches(drafter, CacheMaker(_LEAST))
-    return build_drafter(paired(target, drafter)).init(key, x, caches, start)["params"]
-
-
-def idle_rules(plan: Plan) -> RowRules:
-    """Rules under which every row is frozen."""
-    b = plan.rows
-    return RowRules(
-        stop_ids=jnp.full((b, plan.stop_slots), -1, jnp.int32),
-        limit=jnp.zeros((b,), jnp.int32),
-        drafts=jnp.full((b,), plan.block - 1, jnp.int32),
-        temperature=jnp.zeros((b,), jnp.float32),
-        top_k=jnp.zeros((b,), jnp.int32),
-        top_p=jnp.ones((b,), jnp.float32),
-        min_p=jnp.zeros((b,), jnp.float32),
-        seed=jnp.zeros((b,), jnp.uint32),
-        choices=jnp.full((b, CHOICES), -1, jnp.int32),
-        opening=jnp.full((b,), -1, jnp.int32) if plan.call_odds else None,
-    )
-
-
-def words(target: TargetConfig) -> int:
-    """Words of 32 bits that hold a bit for every token."""
-    return -(-target.vocab_size // 32)
-
-
-def shaping_row(vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Arguments of `set_row` after the shaping: row, biases, tokens of the prompt, counts of
-    output tokens, penalties, whether log-probabilities are reported."""
-    shapes = (((), "int32"), ((vocab,), "float32"), ((vocab,), "bool"), ((vocab,), "int32"))
-    return tuple(jax.ShapeDtypeStruct(*kind) for kind in (*shapes, ((3,), "float32"), ((), "bool")))
-
-
-def repeats(plan: Plan, lane: str) -> bool:
-    """Whether a lane's decode programs make several steps in a call, and are told how many."""
-    return plan.rounds > 1 and lane in LANES
-
-
-@undisturbed()
+@isolated_jax_config()
 def declare(
     plan: Plan,
     target: TargetConfig,
     drafter: DrafterConfig | None,
     *,
-    lanes: Sequence[str] = LANES,
-) -> dict[str, Program]:
-    """Every program of a resolved plan, by name. The state is donated to each."""
+    variants: Sequence[Variant] = STEP_VARIANTS,
+) -> dict[ProgramKey, Program]:
+    """Return the programs of a resolved plan.
+
+    Args:
+      variants: those of `STEP_VARIANTS` to declare.
+    """
     pair = build_pair(target, drafter, exact=plan.exact, taps_at=plan.taps_at)
     params = abstract_params(plan, target, drafter)
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
-    drafting = pair, params, state
-    split = plan.apart and drafter is not None
-    if split:
-        lent = dataclasses.replace(pair, target=Decoder(target))
-        borrowing = {"target": apart.borrowed(params["target"]), "drafter": params["drafter"]}
-        state, there = apart.halves(state)
-        drafting = lent, borrowing, there
-        pair, params = dataclasses.replace(pair, apart=True), {"target": params["target"]}
-    rules = jax.eval_shape(lambda: idle_rules(plan))
-    count, flag = rules.limit, jax.ShapeDtypeStruct((plan.rows,), jnp.bool_)
-    shaping = jax.eval_shape(lambda: neutral_shaping(plan.rows, target.vocab_size))
-
-    def tokens(width: int, rows: int = plan.rows) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, width), jnp.int32)
-
-    def few(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((plan.fed_rows,), x.dtype)
-
-    def program(
-        name: str, step: Callable[..., Any], *rest: Any, lane: str = GREEDY, **static: Any
-    ) -> Program:
-        arguments, donated = (params, state, *rest), (1,)
-        if name in DECODING and repeats(plan, lane):
-            step = functools.partial(steps.several, step, most=plan.rounds)
-            arguments = (params, state, jax.ShapeDtypeStruct((), jnp.int32), *rest)
-        elif lane == MASKED:
-            step = functools.partial(steps.masked, step)
-            places = {"prefill": 1, "verify": plan.block}.get(name, width)
-            rows = plan.fed_rows if name == "prefill" else plan.rows
-            mask = jax.ShapeDtypeStruct((rows, places, words(target)), jnp.uint32)
-            arguments, donated = (params, state, shaping, mask, *rest), (1, 2)
-        elif lane == SHAPED:
-            step = functools.partial(steps.shaped, step)
-            arguments, donated = (params, state, shaping, *rest), (1, 2)
-        run = functools.partial(step, pair, **static)
-        if name == "prefill" and plan.fed_rows < plan.rows:
-            before = len(arguments) - len(rest)
-            run = functools.partial(steps.in_row, run, carried=before - 2)
-            row = jax.ShapeDtypeStruct((), jnp.int32)
-            arguments = (*arguments[:before], row, *rest)
-        return Program(name + lane, run, arguments, donated, (lane,))
-
-    dictated = (params, state, tokens(plan.block), count, count)
-    chunk, one = tokens(plan.chunk, 1), jax.ShapeDtypeStruct((), jnp.int32)
-    scored = (params, state, one, chunk, chunk, jax.ShapeDtypeStruct((1,), jnp.bool_))
-    score = functools.partial(scoring.score, pair, width=plan.block)
-    width = plan.block if plan.exact else 1
-    plain = "plain" if plan.exact else "plain1"
-    programs = [
-        Program("forced", functools.partial(steps.forced, pair), dictated, (1,)),
-        Program("score", score, scored, (1,)),
-        *_row_programs(plan, state),
-    ]
-    others: list[Program] = []  # of the drafter's device
-    if not {SHAPED, MASKED}.isdisjoint(lanes):
-        row = shaping_row(target.vocab_size)
-        programs.append(Program("shape", set_row, (shaping, *row), (0,), (SHAPED, MASKED)))
-    for lane in lanes:
-        static: dict[str, Any] = {"sampled": lane != GREEDY, "lane": lane}
-        fed = tokens(plan.chunk, plan.fed_rows), *(few(x) for x in (count, flag))
-        programs += [
-            program("prefill", steps.prefill, *fed, rules, **static),
-            program(plain, steps.plain, rules, width=width, **static),
-        ]
-        if drafter is None:
-            continue
-        wide: dict[str, Any] = {"width": plan.block, "min_survival": plan.min_survival}
-        if lane != MASKED and not split:
-            programs.append(program("speculative", steps.speculative, rules, **static, **wide))
-            continue
-        module, *rest = drafting
-        run = functools.partial(steps.draft, module, sampled=lane != GREEDY, **wide)
-        draft = Program("draft" + lane, run, (*rest, rules), (1,), (lane,))
-        q = jax.ShapeDtypeStruct((plan.rows, plan.block - 1, target.vocab_size), jnp.float32)
-        drafted = (tokens(plan.block), q if lane != GREEDY else None, flag, count)
-        (others if split else programs).append(draft)
-        programs.append(program("verify", steps.verify, drafted, rules, **static))
-    if split:
-        module, borrowing, there = drafting
-        for fed in sorted({plan.chunk, plan.block, width}):
-            tap = jax.ShapeDtypeStruct((plan.rows, fed, target.hidden_size), plan.dtype)
-            news = ((tap,) * len(pair.taps), flag, count, count)
-            run = functools.partial(steps.follow, module)
-            others.append(Program(f"follow_{fed}", run, (borrowing, there, *news), (1,)))
-        others += _row_programs(plan, there)
-        named = ({p.name: p for p in half} for half in (programs, others))
-        return apart.join(plan, *named, between=MASKED)
+    if drafter is not None and plan.two_devices:
+        shared = {"target": two_devices.shared_params(params["target"])}
+        state, drafter_state = two_devices.split(state)
+        drafter_side = _Declaration(
+            plan,
+            dataclasses.replace(pair, target=Decoder(target)),
+            shared | {"drafter": params["drafter"]},
+            drafter_state,
+        )
+        params = {"target": params["target"]}
+        pair = dataclasses.replace(pair, two_devices=True)
+        target_side = _Declaration(plan, pair, params, state)
+        return two_devices.join(
+            plan,
+            _by_key([*target_side.halves(variants), *target_side.row_programs()]),
+            _by_key([*drafter_side.drafts(variants), *drafter_side.row_programs()]),
+            drafter_side.updates(),
+        )
+    side = _Declaration(plan, pair, params, state)
+    programs = [*side.whole_steps(variants), *side.row_programs()]
     mesh = device_mesh(plan)
-    return {p.name: p if mesh is None else over_devices(p, mesh) for p in programs}
+    return _by_key(programs if mesh is None else (_over_devices(p, mesh) for p in programs))
 
 
-def _row_programs(plan: Plan, state: DecodeState) -> list[Program]:
-    """What changes rows without a model: pending tokens, broken rows, prefixes."""
-    flag, one = jax.ShapeDtypeStruct((plan.rows,), jnp.bool_), jax.ShapeDtypeStruct((), jnp.int32)
-    programs = [
-        Program("replace", steps.replace, (state, flag, state.anchor), (0,)),
-        Program("wipe", steps.wipe, (state, flag), (0,)),
-    ]
-    if plan.fed_rows < plan.rows:
-        programs.append(Program("copy_row", steps.copy_row, (state, one, one), (0,)))
-    if plan.prefix_cache:
-        take = functools.partial(take_segment, chunk=plan.chunk)
-        put = functools.partial(put_segment, chunk=plan.chunk)
-        segment = jax.eval_shape(take, state, one, one)
-        programs.append(Program("take_segment", take, (state, one, one)))
-        programs.append(Program("put_segment", put, (state, one, one, segment), (0,)))
-    return programs
+def _by_key(programs: Iterable[Program]) -> dict[ProgramKey, Program]:
+    return {program.key: program for program in programs}
 
 
-def over_devices(program: Program, mesh: Mesh) -> Program:
-    """The program with every argument and result placed on a mesh."""
+def _int32(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _float32(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _flags(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.bool_)
+
+
+_SCALAR = _int32()
+
+
+class _Declaration:
+    """Programs of one device, or of one mesh."""
+
+    def __init__(self, plan: Plan, pair: Pair, params: Any, state: DecodeState):
+        self.plan, self.pair, self.params, self.state = plan, pair, params, state
+        self.config = pair.target.config
+        self.rules = jax.eval_shape(lambda: idle_rules(plan))
+        self.logits_state = jax.eval_shape(
+            lambda: neutral_logits_state(plan.rows, self.config.vocab_size)
+        )
+
+    def whole_steps(self, variants: Sequence[Variant]) -> Iterator[Program]:
+        """Every step of a plan whose models share a device."""
+        yield from self._shared_steps(variants)
+        for variant in variants if self.pair.drafter else ():
+            if variant == Variant.CONSTRAINED:
+                yield self._draft(variant)
+                yield self._verify(variant)
+            else:
+                yield self._decode(
+                    Step.SPECULATIVE, variant, steps.speculative, **self._draft_options
+                )
+
+    def halves(self, variants: Sequence[Variant]) -> Iterator[Program]:
+        """The steps of a target whose drafter is on another device."""
+        yield from self._shared_steps(variants)
+        yield from map(self._verify, variants)
+
+    def drafts(self, variants: Sequence[Variant]) -> Iterator[Program]:
+        """The drafting half of speculative steps."""
+        return map(self._draft, variants)
+
+    def updates(self) -> dict[int, Program]:
+        """Programs that update a drafter on its own device, by the tokens the target was fed."""
+        plan, b = self.plan, self.plan.rows
+        found = {}
+        for width in sorted({plan.chunk, plan.block, _plain_width(plan)}):
+            tap = jax.ShapeDtypeStruct((b, width, self.config.hidden_size), plan.dtype)
+            taps = (tap,) * len(self.pair.taps)
+            inputs = UpdateDrafterInputs(taps, _flags(b), position=_int32(b), anchor=_int32(b))
+            found[width] = self._model(Step.UPDATE_DRAFTER, None, steps.update_drafter, inputs)
+        return found
+
+    def row_programs(self) -> Iterator[Program]:
+        """Programs that change rows without a model: pending tokens, broken rows, prefixes."""
+        plan, b = self.plan, self.plan.rows
+        anchor = ReplaceAnchorInputs(rows=_flags(b), anchor=_int32(b))
+        yield self._rows(Step.REPLACE_ANCHOR, rows.replace_anchor, anchor)
+        yield self._rows(Step.CLEAR_ROWS, rows.clear_rows, ClearRowsInputs(rows=_flags(b)))
+        if plan.fed_rows < plan.rows:
+            yield self._rows(Step.COPY_ROW, rows.copy_row, CopyRowInputs(_SCALAR, _SCALAR))
+        if plan.prefix_cache:
+            take = functools.partial(rows.take_segment, chunk=plan.chunk)
+            put = functools.partial(rows.put_segment, chunk=plan.chunk)
+            where = TakeSegmentInputs(row=_SCALAR, start=_SCALAR)
+            segment = jax.eval_shape(take, self.state, where)
+            arguments, read = (None, self.state, None, where), functools.partial(_read_rows, take)
+            yield Program(ProgramKey(Step.TAKE_SEGMENT), read, arguments)
+            yield self._rows(Step.PUT_SEGMENT, put, PutSegmentInputs(_SCALAR, _SCALAR, segment))
+
+    def _shared_steps(self, variants: Sequence[Variant]) -> Iterator[Program]:
+        """The steps that draft nothing."""
+        plan, b = self.plan, self.plan.rows
+        forced = ForcedTokensInputs(_int32(b, plan.block), num_fed=_int32(b), anchor=_int32(b))
+        yield self._model(Step.FORCED_TOKENS, None, steps.forced_tokens, forced)
+        chunk = _int32(1, plan.chunk)
+        prompt = PromptLogprobsInputs(_SCALAR, tokens=chunk, following=chunk, fresh=_flags(1))
+        yield self._model(Step.PROMPT_LOGPROBS, None, prompt_logprobs, prompt, width=plan.block)
+        if not set(LOGITS_VARIANTS).isdisjoint(variants):
+            yield self._set_logits_state()
+        for variant in variants:
+            yield self._prefill(variant)
+            yield self._decode(Step.PLAIN, variant, steps.plain, width=_plain_width(plan))
+
+    def _prefill(self, variant: Variant) -> Program:
+        plan, fed = self.plan, self.plan.fed_rows
+        inputs = PrefillInputs(
+            tokens=_int32(fed, plan.chunk),
+            num_fed=_int32(fed),
+            fresh=_flags(fed),
+            rules=self.rules,
+            row=_SCALAR if fed < plan.rows else None,
+            masks=self._masks(variant, fed, 1),
+        )
+        program = self._model(Step.PREFILL, variant, steps.prefill, inputs)
+        if fed == plan.rows:
+            return program
+        single = functools.partial(steps.single_row, program.function)
+        return dataclasses.replace(program, function=single)
+
+    def _decode(
+        self, step: Step, variant: Variant, function: Callable[..., Any], width: int, **static: Any
+    ) -> Program:
+        multi = is_multi_step(self.plan, variant)
+        inputs = DecodeInputs(
+            self.rules,
+            num_steps=_SCALAR if multi else None,
+            masks=self._masks(variant, self.plan.rows, width),
+        )
+        program = self._model(step, variant, function, inputs, width=width, **static)
+        if not multi:
+            return program
+        run = functools.partial(
+            steps.multi_step, program.function, max_steps=self.plan.rounds, width=width
+        )
+        return dataclasses.replace(program, function=run)
+
+    def _draft(self, variant: Variant) -> Program:
+        inputs = DecodeInputs(self.rules)
+        return self._model(Step.DRAFT, variant, steps.draft, inputs, **self._draft_options)
+
+    @property
+    def _draft_options(self) -> dict[str, Any]:
+        return {"width": self.plan.block, "min_survival": self.plan.min_survival}
+
+    def _verify(self, variant: Variant) -> Program:
+        b, t = self.plan.rows, self.plan.block
+        greedy = variant == Variant.GREEDY
+        q = None if greedy else _float32(b, t - 1, self.config.vocab_size)
+        draft = Draft(_int32(b, t), q=q, finite=_flags(b), num_drafts=_int32(b))
+        inputs = VerifyInputs(draft, self.rules, masks=self._masks(variant, b, t))
+        return self._model(Step.VERIFY, variant, steps.verify, inputs)
+
+    def _set_logits_state(self) -> Program:
+        vocab = self.config.vocab_size
+        inputs = SetLogitsStateInputs(
+            row=_SCALAR,
+            bias=_float32(vocab),
+            prompt=_flags(vocab),
+            counts=_int32(vocab),
+            penalties=_float32(3),
+            reports=_flags(),
+        )
+        arguments = (None, None, self.logits_state, inputs)
+        return Program(ProgramKey(Step.SET_LOGITS_STATE), _set_row, arguments, STATES)
+
+    def _masks(self, variant: Variant, rows: int, places: int) -> jax.ShapeDtypeStruct | None:
+        if variant != Variant.CONSTRAINED:
+            return None
+        shape = (rows, places, mask_words(self.config.vocab_size))
+        return jax.ShapeDtypeStruct(shape, jnp.uint32)
+
+    def _model(
+        self,
+        step: Step,
+        variant: Variant | None,
+        function: Callable[..., Any],
+        inputs: Any,
+        **static: Any,
+    ) -> Program:
+        """Return a program that runs a model."""
+        if variant:
+            static["sampled"] = variant != Variant.GREEDY
+        has_logits_state = variant in LOGITS_VARIANTS and step != Step.DRAFT
+        logits_state = self.logits_state if has_logits_state else None
+        run = functools.partial(function, self.pair, **static)
+        arguments = (self.params, self.state, logits_state, inputs)
+        return Program(ProgramKey(step, variant), run, arguments, STATES)
+
+    def _rows(self, step: Step, function: Callable[..., Any], inputs: Any) -> Program:
+        """Return a program that changes rows without a model."""
+        run = functools.partial(_change_rows, function)
+        return Program(ProgramKey(step), run, (None, self.state, None, inputs), STATES)
+
+
+def _plain_width(plan: Plan) -> int:
+    return plan.block if plan.exact else 1
+
+
+def _change_rows(
+    function: Callable[..., Any], params: None, state: Any, logits_state: None, inputs: Any
+) -> Any:
+    return function(state, inputs), None, None
+
+
+def _read_rows(
+    function: Callable[..., Any], params: None, state: Any, logits_state: None, inputs: Any
+) -> Any:
+    return None, None, function(state, inputs)
+
+
+def _set_row(params: None, state: None, logits_state: Any, inputs: SetLogitsStateInputs) -> Any:
+    return None, logits_state.set_row(inputs), None
+
+
+def _over_devices(program: Program, mesh: Mesh) -> Program:
+    """Return the program with every argument and result placed on a mesh."""
 
     def shardings(tree: Any) -> Any:
         if isinstance(tree, dict):
@@ -327,10 +323,9 @@ def over_devices(program: Program, mesh: Mesh) -> Program:
             return row_shardings(mesh, tree)
         return whole(mesh, tree)
 
-    made = jax.eval_shape(program.function, *program.arguments)
-    several = isinstance(made, tuple)
+    results = jax.eval_shape(program.function, *program.arguments)
     return dataclasses.replace(
         program,
         arguments=tuple(placed(x, shardings(x)) for x in program.arguments),
-        placement=tuple(map(shardings, made)) if several else shardings(made),
+        placement=tuple(map(shardings, results)),
     )

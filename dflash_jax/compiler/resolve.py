@@ -3,12 +3,12 @@
 import dataclasses
 
 from dflash_jax.compiler.memory import Budget, budget, gibi
-from dflash_jax.compiler.plan import Dtype, Order, Plan
 from dflash_jax.compiler.processor import widest_vectors
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.device import default_device, free_memory
 from dflash_jax.errors import PlanError
+from dflash_jax.plan import Dtype, Order, Plan
 from dflash_jax.quant.layouts import FEW
 
 NARROW, WIDE = 128, 512  # widths from which blocks gain by panels, and by columns
@@ -30,7 +30,7 @@ def resolve(
     """
     small = platform == "cpu"
     default_dtype: Dtype = "float32" if small else "bfloat16"
-    alone = not plan.apart and plan.mesh == (1, 1)
+    alone = not plan.two_devices and plan.mesh == (1, 1)
     may_order = alone and plan.weights == "float"
     default_block = _trained_block(drafter) if drafter else 8
     plan = dataclasses.replace(
@@ -59,7 +59,7 @@ def resolve(
             f"rounds is {plan.rounds} for mesh {plan.mesh} and devices {plan.devices}; one call"
             " makes several steps on one device only: leave rounds at 0"
         )
-    if plan.apart and drafter is None:
+    if plan.two_devices and drafter is None:
         raise PlanError(
             f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
         )
@@ -82,7 +82,7 @@ def resolve(
             f"weights={plan.weights!r} cannot be split over a mesh of {plan.mesh}; use one device,"
             " or weights='float'"
         )
-    beside = None if plan.apart else drafter  # what shares the target's device
+    beside = None if plan.two_devices else drafter  # what shares the target's device
     need = budget(plan, target, beside)
     if need.total > plan.memory_limit:
         raise PlanError(_does_not_fit(plan, target, beside, need))

@@ -5,7 +5,7 @@ The table holds what devices sustain, not what their data sheets say, where we k
 
 import dataclasses
 
-from dflash_jax.compiler.memory import Work
+from dflash_jax.compiler.memory import StepWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Roofline:
     bound: str  # "memory" or "compute"
 
 
-def roofline(work: Work, device: Device, dtype: str) -> Roofline:
+def roofline(work: StepWork, device: Device, dtype: str) -> Roofline:
     """max(bytes / bandwidth, operations / peak)."""
     moving, computing = work.bytes / device.bytes_per_s, work.flops / device.flops_per_s[dtype]
     return Roofline(max(moving, computing), "memory" if moving >= computing else "compute")

@@ -1,4 +1,4 @@
-"""What users set in JAX for work of their own: engines hang on none of it."""
+"""Global JAX settings that the engine must not depend on."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,8 +8,8 @@ import jax
 
 Returned = TypeVar("Returned")
 
-# Programs are typed in 32 bits, give their state back in place, and are compiled ahead of time;
-# numbers that are not finite are judged by the engine.
+# Programs are typed in 32 bits, update their state in place, and are compiled ahead of time;
+# non-finite numbers are handled by the engine.
 OFF = {
     "jax_enable_x64": jax.enable_x64,
     "jax_debug_nans": jax.debug_nans,
@@ -17,15 +17,16 @@ OFF = {
     "jax_disable_jit": jax.disable_jit,
 }
 TRACELESS = "jax_no_tracing"
-# Steps are given arguments from the host, and their answers are read there.
+# Inputs come from the host, and outputs are read there.
 GUARDS = ("jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_host")
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """The settings that engines are traced, compiled and run under, in this thread.
+def isolated_jax_config() -> Iterator[None]:
+    """Apply the settings that engines are traced, compiled and run under, in this thread.
 
-    Entered where a user's differ, as every step asks. A mesh that is set for other arrays is left.
+    Only settings that differ are entered, because every step calls this. A mesh that is set for
+    other arrays is left.
     """
     with contextlib.ExitStack() as entered:
         for name, setting in OFF.items():
@@ -39,11 +40,11 @@ def undisturbed() -> Iterator[None]:
 
 
 def untraced(work: Callable[[], Returned]) -> Returned:
-    """Does work that may trace nothing. Also where a Ctrl-C comes, the thread may trace on then."""
+    """Call a function with tracing forbidden, and allow it again even after a Ctrl-C."""
     before = getattr(jax.config, TRACELESS)
     try:
-        with undisturbed(), jax.no_tracing():
+        with isolated_jax_config(), jax.no_tracing():
             return work()
     finally:
-        if getattr(jax.config, TRACELESS) != before:  # it came as jax entered or left the setting
+        if getattr(jax.config, TRACELESS) != before:  # interrupted while entering or leaving
             jax.no_tracing(before).__enter__()

@@ -1,9 +1,9 @@
-"""Where arrays live when a plan spans several devices; XLA inserts the communication.
+"""Placement of arrays when a plan spans several devices; XLA inserts the communication.
 
-A mesh is (data, model). Rows are split over `data`. Over `model` go kv heads with the query heads
-they serve, the width of MLPs and experts, and the vocabulary of the head; an axis the number of
-devices does not divide stays whole, and so does everything without an entry here: results are
-the same either way, only memory and time differ.
+A mesh is (data, model). Rows are split over `data`. Split over `model` are kv heads with their
+query heads, the width of MLPs and experts, and the vocabulary of the head. Axes that the number of
+devices does not divide, and arrays without an entry here, are replicated. Results are the same
+either way; only memory and time differ.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.compiler.plan import Plan
 from dflash_jax.errors import PlanError
+from dflash_jax.plan import Plan
 from dflash_jax.state import DecodeState, LayerCache
 
 # Axis of each parameter that is split over `model`, by the last part of its name.
@@ -35,7 +35,7 @@ MODEL_AXIS = {
 
 
 def device_mesh(plan: Plan) -> Mesh | None:
-    """The plan's mesh over the first devices; None for a plan of one device.
+    """Return the plan's mesh over the first devices; None for a plan of one device.
 
     Raises:
       PlanError: there are fewer devices.
@@ -53,7 +53,7 @@ def device_mesh(plan: Plan) -> Mesh | None:
 
 
 def param_shardings(mesh: Mesh, params: Any) -> Any:
-    """A sharding for every parameter of a tree of arrays or of their shapes."""
+    """Return a sharding for every parameter of a tree of arrays or of their shapes."""
 
     def place(path: Any, leaf: Any) -> NamedSharding:
         axis = MODEL_AXIS.get(path[-1].key)
@@ -66,8 +66,9 @@ def param_shardings(mesh: Mesh, params: Any) -> Any:
 
 
 def row_shardings(mesh: Mesh, tree: Any) -> Any:
-    """A sharding for every array [B, ...] of a state or a part of one: rows over `data`, and kv
-    heads over `model` where it divides them.
+    """Return a sharding for every array [B, ...] of a state or a part of one.
+
+    Rows are split over `data`, and kv heads over `model` where it divides them.
     """
     rows = NamedSharding(mesh, PartitionSpec("data"))
     if isinstance(tree, DecodeState):
@@ -82,12 +83,12 @@ def row_shardings(mesh: Mesh, tree: Any) -> Any:
 
 
 def whole(mesh: Mesh, tree: Any) -> Any:
-    """The sharding of arrays every device holds."""
+    """Return the sharding of arrays that every device holds whole."""
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """Shapes that say where their arrays live."""
+    """Return shapes with the placement of their arrays."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
     )

@@ -1,9 +1,9 @@
-"""Target and drafter on a device each (`Plan.devices`): every program in two parts, joined again.
+"""Target and drafter on a device each (`Plan.devices`): programs of two parts, called as one.
 
-The target's device runs the same steps, but hands out the taps instead of turning them into the
-drafter's context; the drafter's device follows with them. Before that it drafted: block and taps
-are all that travels. Joined programs are called as others are, with `Halves` for the state; no
-part waits for the host. The drafter's device holds copies of what drafters borrow of a target.
+The target's part runs the same steps, but returns the taps instead of updating the drafter's
+context; the drafter's part follows with them, and has drafted before. Only blocks and taps are
+transferred, and no part waits for the host. The drafter's device holds copies of the target's
+embedding and head.
 """
 
 import dataclasses
@@ -14,34 +14,44 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.compiler.sharding import placed
-from dflash_jax.decode.block import Params
-from dflash_jax.decode.snapshot import Segment
+from dflash_jax.decode.inputs import (
+    DecodeInputs,
+    PutSegmentInputs,
+    UpdateDrafterInputs,
+    VerifyInputs,
+)
+from dflash_jax.decode.pair import Params
+from dflash_jax.decode.rows import Segment
 from dflash_jax.errors import PlanError
+from dflash_jax.plan import Plan
 from dflash_jax.state import DecodeState, RowRules
 
-BORROWED = ("embed", "head", "norm")  # of the target: its table and head, and what goes with them
+SHARED = ("embed", "head", "norm")  # parameters of the target that drafters use, and their scales
 Call = Callable[..., Any]
+Programs = Mapping[ProgramKey, Any]
 
 
-class Halves(NamedTuple):
-    """The state of both devices; each half has every row's position and anchor."""
+class TwoDeviceState(NamedTuple):
+    """The state on both devices; each part has every row's position and anchor."""
 
-    target: DecodeState
-    draft: DecodeState
+    target_state: DecodeState
+    drafter_state: DecodeState
 
 
-def halves(state: DecodeState) -> Halves:
-    """A state parted by whose caches they are."""
-    return Halves(dataclasses.replace(state, draft=()), dataclasses.replace(state, target=()))
+def split(state: DecodeState) -> TwoDeviceState:
+    """Return the state split by the model its caches belong to."""
+    return TwoDeviceState(
+        dataclasses.replace(state, draft=()), dataclasses.replace(state, target=())
+    )
 
 
 def devices(plan: Plan) -> tuple[jax.Device, jax.Device]:
-    """The target's and the drafter's device.
+    """Return the target's and the drafter's device.
 
     Raises:
-      PlanError: there are fewer, or they belong to several processes.
+      PlanError: there are fewer devices, or they belong to several processes.
     """
     found, last = jax.devices(), max(plan.devices)
     if last >= len(found):
@@ -54,75 +64,79 @@ def devices(plan: Plan) -> tuple[jax.Device, jax.Device]:
     return found[plan.devices[0]], found[plan.devices[1]]
 
 
-def place_state(plan: Plan, state: DecodeState) -> Halves:
-    """The state, on its devices."""
-    return Halves(*map(jax.device_put, halves(state), devices(plan)))
+def place_state(plan: Plan, state: DecodeState) -> TwoDeviceState:
+    """Return the state on its devices."""
+    return TwoDeviceState(*map(jax.device_put, split(state), devices(plan)))
 
 
 def place_params(plan: Plan, params: Params) -> Params:
-    """Each model's parameters on its device, and beside the drafter's what it borrows."""
-    here, there = devices(plan)
+    """Return each model's parameters on its device, and copies of those the drafter shares."""
+    target_device, drafter_device = devices(plan)
     return {
-        "target": jax.device_put(params["target"], here),
-        "drafter": jax.device_put(params["drafter"], there),
-        "lent": jax.device_put(borrowed(params["target"]), there),
+        "target": jax.device_put(params["target"], target_device),
+        "drafter": jax.device_put(params["drafter"], drafter_device),
+        "shared": jax.device_put(shared_params(params["target"]), drafter_device),
     }
 
 
-def borrowed(target: Params) -> Params:
-    """What a drafter needs of the target's parameters."""
-    return {name: target[name] for name in BORROWED if name in target}
+def shared_params(target: Params) -> Params:
+    """Return the parameters of the target that a drafter uses."""
+    return {name: target[name] for name in SHARED if name in target}
 
 
 def join(
-    plan: Plan, target: Mapping[str, Any], draft: Mapping[str, Any], *, between: str
-) -> dict[str, Any]:
-    """The programs of a plan, out of those of its two devices, by their names.
+    plan: Plan, target: Programs, drafter: Programs, updates: Mapping[int, Any]
+) -> dict[ProgramKey, Any]:
+    """Return the programs of a plan, made of those of its two devices.
 
     Args:
-      target: programs of the target's device; `verify` there is half of `speculative`.
-      draft: `draft` for every lane, `follow_<width>`, and what changes rows without a model.
-      between: the lane in which the host comes between draft and verify.
+      target: programs of the target's device, with `verify` in place of `speculative`.
+      drafter: `draft` in every variant, and the programs that change rows without a model.
+      updates: programs that update the drafter, by the number of tokens the target was fed.
     """
-    here, there = devices(plan)
-    wires, found = _Wires(here, there, plan.rows), {}
+    target_device, drafter_device = devices(plan)
+    transfers = _Transfers(target_device, drafter_device, plan.rows)
+    drafter = {key: _on(drafter_device, program) for key, program in drafter.items()}
+    updates = {width: _on(drafter_device, program) for width, program in updates.items()}
+    plain = plan.block if plan.exact else 1
+    widths = {Step.PREFILL: plan.chunk, Step.PLAIN: plain, Step.FORCED_TOKENS: plan.block}
+    joined = {}
 
-    def add(name: str, call: Call, *parts: Any) -> None:
-        named = [dataclasses.replace(p, name=f"{name}:{i}") for i, p in enumerate(parts)]
-        joined = {"name": name, "parts": tuple(named), "call": call}
-        found[name] = dataclasses.replace(parts[0], **joined)
+    def add(step: Step, variant: Variant | None, call: Call, *parts: Any) -> None:
+        key = ProgramKey(step, variant)
+        joined[key] = dataclasses.replace(parts[0], key=key, parts=parts, call=call)
 
-    yours = {name: _on(there, program) for name, program in draft.items()}
-    for name, program in target.items():
-        mine, lane = _on(here, program), program.lanes[0] if len(program.lanes) == 1 else ""
-        match step := name.removesuffix(lane):
-            case "shape":
-                found[name] = mine
-            case "replace" | "wipe":
-                add(name, wires.both, mine, yours[name])
-            case "score":
-                add(name, wires.score, mine)
-            case "take_segment":
-                add(name, wires.take, mine, yours[name])
-            case "put_segment":
-                add(name, wires.put, mine, yours[name])
-                segment = Segment(mine.arguments[3].target, yours[name].arguments[3].draft)
-                arguments = (*mine.arguments[:3], segment)
-                found[name] = dataclasses.replace(found[name], arguments=arguments)
-            case "verify" if lane != between:
-                follow = yours[f"follow_{plan.block}"]
-                add("speculative" + lane, wires.speculative, mine, yours["draft" + lane], follow)
-            case _:
-                width = {"prefill": plan.chunk, "plain1": 1}.get(step, plan.block)
-                call = getattr(wires, {"plain1": "plain", "forced": "plain"}.get(step, step))
-                add(name, call, mine, yours[f"follow_{width}"])
-    if "draft" + between in yours:
-        add("draft" + between, wires.draft, yours["draft" + between])
-    return found
+    for key, program in target.items():
+        step, variant = key
+        part = _on(target_device, program)
+        if step == Step.SET_LOGITS_STATE:
+            joined[key] = part
+        elif step == Step.PROMPT_LOGPROBS:
+            add(step, None, transfers.prompt_logprobs, part)
+        elif step in widths:
+            add(step, variant, transfers.target_step, part, updates[widths[step]])
+        elif step == Step.VERIFY and variant == Variant.CONSTRAINED:
+            draft_key = ProgramKey(Step.DRAFT, variant)
+            add(step, variant, transfers.verify, part, updates[plan.block])
+            add(Step.DRAFT, variant, transfers.draft, drafter[draft_key])
+        elif step == Step.VERIFY:
+            draft = drafter[ProgramKey(Step.DRAFT, variant)]
+            add(Step.SPECULATIVE, variant, transfers.speculative, part, draft, updates[plan.block])
+        elif step == Step.TAKE_SEGMENT:
+            add(step, None, transfers.take_segment, part, drafter[key])
+        elif step == Step.PUT_SEGMENT:
+            inputs, other = part.arguments[3], drafter[key].arguments[3]
+            segment = Segment(inputs.segment.target, other.segment.draft)
+            add(step, None, transfers.put_segment, part, drafter[key])
+            arguments = (*part.arguments[:3], dataclasses.replace(inputs, segment=segment))
+            joined[key] = dataclasses.replace(joined[key], arguments=arguments)
+        else:
+            add(step, None, transfers.change_rows, part, drafter[key])
+    return joined
 
 
 def _on(device: jax.Device, program: Any) -> Any:
-    """A program all of whose arrays live on one device."""
+    """Return a program with all arrays on one device."""
     where = SingleDeviceSharding(device)
     arguments = jax.tree.map(lambda _: where, program.arguments)
     return dataclasses.replace(
@@ -130,84 +144,106 @@ def _on(device: jax.Device, program: Any) -> Any:
     )
 
 
-class _Wires:
-    """How the parts of a program follow each other, and what goes from device to device."""
+class _Transfers:
+    """Calls of the parts of a program, with the transfers between them."""
 
-    def __init__(self, here: jax.Device, there: jax.Device, rows: int):
-        self._here, self._there = here, there
-        self._never = np.zeros((rows,), bool)
+    def __init__(self, target_device: jax.Device, drafter_device: jax.Device, rows: int):
+        self._target_device, self._drafter_device = target_device, drafter_device
+        self._not_fresh = np.zeros((rows,), bool)
         self._rules: tuple[RowRules | None, Any] = (None, None)
 
-    def prefill(self, target: Call, follow: Call, params: Params, state: Halves, *rest: Any) -> Any:
-        """A prompt chunk; the last argument but one says which rows begin anew."""
-        made = target(_own(params), state.target, *rest)
-        return self._follow(follow, params, state, made, rest[-2])
-
-    def plain(self, target: Call, follow: Call, params: Params, state: Halves, *rest: Any) -> Any:
-        """A step without drafts: the target's choice, or the host's."""
-        made = target(_own(params), state.target, *rest)
-        return self._follow(follow, params, state, made)
+    def target_step(
+        self, target: Call, update: Call, params: Params, state: Any, logits_state: Any, inputs: Any
+    ) -> Any:
+        """Run a step that drafts nothing, then update the drafter."""
+        result = target(_target_params(params), state.target_state, logits_state, inputs)
+        fresh = getattr(inputs, "fresh", self._not_fresh)
+        return self._updated(update, params, state, result, fresh)
 
     def speculative(
-        self, target: Call, draft: Call, follow: Call, params: Params, state: Halves, *rest: Any
+        self, target: Call, draft: Call, update: Call, params: Params, state: Any, *rest: Any
     ) -> Any:
-        """Draft there, verify here, follow there."""
-        state, drafted = self.draft(draft, params, state, rest[-1])
-        return self.verify(target, follow, params, state, *rest[:-1], drafted, rest[-1])
+        """Draft on the drafter's device, verify on the target's, then update the drafter."""
+        logits_state, inputs = rest
+        state, _, drafted = self.draft(draft, params, state, None, inputs)
+        to_verify = VerifyInputs(drafted, inputs.rules, inputs.masks)
+        return self.verify(target, update, params, state, logits_state, to_verify)
 
-    def draft(self, draft: Call, params: Params, state: Halves, rules: RowRules) -> Any:
-        """The drafter's half of a speculative step."""
+    def draft(
+        self, draft: Call, params: Params, state: Any, logits_state: None, inputs: DecodeInputs
+    ) -> Any:
+        """Run the drafting half of a speculative step."""
+        rules = inputs.rules
         if self._rules[0] is not rules:
-            self._rules = (rules, jax.device_put(rules, self._there))
-        half, drafted = draft(_borrowing(params), state.draft, self._rules[1])
-        return Halves(state.target, half), drafted
+            self._rules = (rules, jax.device_put(rules, self._drafter_device))
+        inputs = DecodeInputs(self._rules[1])
+        drafter_state, _, drafted = draft(
+            _drafter_params(params), state.drafter_state, None, inputs
+        )
+        return TwoDeviceState(state.target_state, drafter_state), None, drafted
 
-    def verify(self, target: Call, follow: Call, params: Params, state: Halves, *rest: Any) -> Any:
-        """The target's half, and what the drafter learns from it."""
-        drafted = jax.device_put(rest[-2], self._here)
-        made = target(_own(params), state.target, *rest[:-2], drafted, rest[-1])
-        return self._follow(follow, params, state, made)
+    def verify(self, target: Call, update: Call, params: Params, state: Any, *rest: Any) -> Any:
+        """Run the verifying half of a speculative step, then update the drafter."""
+        logits_state, inputs = rest
+        inputs = dataclasses.replace(
+            inputs, draft=jax.device_put(inputs.draft, self._target_device)
+        )
+        result = target(_target_params(params), state.target_state, logits_state, inputs)
+        return self._updated(update, params, state, result, self._not_fresh)
 
-    def score(self, target: Call, params: Params, state: Halves, *rest: Any) -> Any:
-        """What the target alone says of a prompt."""
-        half, *made = target(_own(params), state.target, *rest)
-        return Halves(half, state.draft), *made
+    def prompt_logprobs(self, target: Call, params: Params, state: Any, *rest: Any) -> Any:
+        """Run the target only."""
+        target_state, *result = target(_target_params(params), state.target_state, *rest)
+        return TwoDeviceState(target_state, state.drafter_state), *result
 
-    def both(self, target: Call, draft: Call, state: Halves, *rest: Any) -> Halves:
-        """The same to both halves."""
-        return Halves(target(state.target, *rest), draft(state.draft, *rest))
-
-    def take(self, target: Call, draft: Call, state: Halves, *rest: Any) -> Segment:
-        """A segment, out of both halves."""
-        return Segment(target(state.target, *rest).target, draft(state.draft, *rest).draft)
-
-    def put(
-        self, target: Call, draft: Call, state: Halves, row: Any, start: Any, segment: Segment
-    ) -> Halves:
-        """A segment, put into both halves."""
-        mine, yours = Segment(segment.target, ()), Segment((), segment.draft)
-        return Halves(target(state.target, row, start, mine), draft(state.draft, row, start, yours))
-
-    def _follow(
-        self,
-        follow: Call,
-        params: Params,
-        state: Halves,
-        made: Any,
-        fresh: np.ndarray | None = None,
+    def change_rows(
+        self, target: Call, drafter: Call, params: None, state: Any, logits_state: None, inputs: Any
     ) -> Any:
-        """What the target's device made, once the drafter's has gone as far."""
-        after = made[0]
-        news = (after.draft, after.position, after.anchor)  # the taps are where caches would be
-        taps, position, anchor = jax.device_put(news, self._there)
-        fresh = self._never if fresh is None else fresh
-        half = follow(_borrowing(params), state.draft, taps, fresh, position, anchor)
-        return Halves(dataclasses.replace(after, draft=()), half), *made[1:]
+        """Change the rows of both models."""
+        return self._changed(target, drafter, state, inputs, inputs)
+
+    def take_segment(
+        self, target: Call, drafter: Call, params: None, state: Any, logits_state: None, inputs: Any
+    ) -> Any:
+        """Return a segment of both models."""
+        _, _, first = target(None, state.target_state, None, inputs)
+        _, _, second = drafter(None, state.drafter_state, None, inputs)
+        return None, None, Segment(first.target, second.draft)
+
+    def put_segment(
+        self,
+        target: Call,
+        drafter: Call,
+        params: None,
+        state: Any,
+        logits_state: None,
+        inputs: PutSegmentInputs,
+    ) -> Any:
+        """Put a segment into the rows of both models."""
+        own = dataclasses.replace(inputs, segment=Segment(inputs.segment.target, ()))
+        other = dataclasses.replace(inputs, segment=Segment((), inputs.segment.draft))
+        return self._changed(target, drafter, state, own, other)
+
+    def _changed(self, target: Call, drafter: Call, state: Any, own: Any, other: Any) -> Any:
+        target_state, *_ = target(None, state.target_state, None, own)
+        drafter_state, *_ = drafter(None, state.drafter_state, None, other)
+        return TwoDeviceState(target_state, drafter_state), None, None
+
+    def _updated(
+        self, update: Call, params: Params, state: Any, result: Any, fresh: np.ndarray
+    ) -> Any:
+        """Return the result of a target's step after updating the drafter with its taps."""
+        after, *rest = result  # its `draft` are the taps
+        moved = jax.device_put((after.draft, after.position, after.anchor), self._drafter_device)
+        taps, position, anchor = moved
+        inputs = UpdateDrafterInputs(taps, fresh, position, anchor)
+        drafter_state, *_ = update(_drafter_params(params), state.drafter_state, None, inputs)
+        return TwoDeviceState(dataclasses.replace(after, draft=()), drafter_state), *rest
 
 
-def _own(params: Params) -> Params:
+def _target_params(params: Params) -> Params:
     return {"target": params["target"]}
 
 
-def _borrowing(params: Params) -> Params:
-    return {"target": params["lent"], "drafter": params["drafter"]}
+def _drafter_params(params: Params) -> Params:
+    return {"target": params["shared"], "drafter": params["drafter"]}

@@ -1,7 +1,7 @@
-"""What a request adds to the target's logits: biases, penalties on what was said, and masks.
+"""Logits processing: biases, penalties on earlier tokens, and masks.
 
-Applied to every verified place with exactly the tokens that stand before it, drafts included,
-so that a block says what one token after the other would have said.
+Applied to every place of a block with exactly the tokens before it, drafts included, so that a
+block decides what single tokens would have decided.
 """
 
 import dataclasses
@@ -14,101 +14,104 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.decode.filters import leading
+from dflash_jax.decode.inputs import SetLogitsStateInputs
 from dflash_jax.state import Logprobs, StepOutput
 
-TOP = 20  # most alternatives reported beside a token
+TOP = 20  # maximum number of alternatives reported for a token
 
 
 @struct.dataclass
-class Shaping:
-    """Per row, what changes the logits; lives on the device beside the state."""
+class LogitsState:
+    """Per row, how logits are processed. Lives on the device and is donated to every step."""
 
     bias: Float[Array, "B V"]
-    prompted: Bool[Array, "B V"]  # tokens of the prompt
-    said: Int[Array, "B V"]  # how often each token was said, the pending anchor included
+    prompt: Bool[Array, "B V"]  # tokens of the prompt
+    counts: Int[Array, "B V"]  # occurrences in the output, the pending anchor included
     repetition: Float[Array, " B"]  # 1 is off
     frequency: Float[Array, " B"]
     presence: Float[Array, " B"]
     reports: Bool[Array, " B"]  # whether the request asks for log-probabilities
-    masks: UInt32[Array, "B T W"] | None = None  # a bit for every token a place may say
 
-    def applied(
-        self, logits: Float[Array, "B T V"], drafts: Int[Array, "B R"]
+    def process(
+        self,
+        logits: Float[Array, "B T V"],
+        drafts: Int[Array, "B R"],
+        masks: UInt32[Array, "B T W"] | None,
     ) -> Float[Array, "B T V"]:
-        """Logits of R + 1 places, of which place i follows the first i drafts.
+        """Return processed logits of R + 1 places, of which place i follows the first i drafts.
 
-        Bias first; then tokens seen anywhere lose by `repetition` (positive logits are divided
-        by it, others multiplied), then said ones `frequency` for each time and `presence` once;
-        masks last.
+        In this order: the bias is added; for tokens of prompt or output, positive logits are
+        divided by `repetition` and others multiplied; tokens of the output lose `frequency` per
+        occurrence and `presence` once; tokens outside a mask get minus infinity.
+
+        Args:
+          masks: a bit for every token, set where it is allowed; None allows all.
         """
         vocab = logits.shape[-1]
         new = jax.nn.one_hot(drafts, vocab, dtype=jnp.int32)  # [B, R, V]
-        said = self.said[:, None] + jnp.pad(jnp.cumsum(new, axis=1), ((0, 0), (1, 0), (0, 0)))
+        counts = self.counts[:, None] + jnp.pad(jnp.cumsum(new, axis=1), ((0, 0), (1, 0), (0, 0)))
         repetition, frequency, presence = (
             x[:, None, None] for x in (self.repetition, self.frequency, self.presence)
         )
         logits = logits + self.bias[:, None]
         scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
-        logits = jnp.where(self.prompted[:, None] | (said > 0), scaled, logits)
-        logits = logits - frequency * said.astype(logits.dtype)
-        logits = logits - presence * (said > 0).astype(logits.dtype)
-        if self.masks is None:
+        logits = jnp.where(self.prompt[:, None] | (counts > 0), scaled, logits)
+        logits = logits - frequency * counts.astype(logits.dtype)
+        logits = logits - presence * (counts > 0).astype(logits.dtype)
+        if masks is None:
             return logits
         bits = jnp.arange(32, dtype=jnp.uint32)[None, None, None]
-        allowed = jnp.right_shift(self.masks[..., None], bits) & jnp.uint32(1)  # [B, T, W, 32]
+        allowed = jnp.right_shift(masks[..., None], bits) & jnp.uint32(1)  # [B, T, W, 32]
         allowed = allowed.reshape(*allowed.shape[:2], -1)[:, :, :vocab]
         return jnp.where(allowed > 0, logits, -jnp.inf)
 
     def logprobs(self, logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logprobs:
-        """Log-probabilities of the tokens; zeros, at no cost, where no request asks for any."""
+        """Return log-probabilities of the tokens; zeros, at no cost, if no request asks for any."""
         return jax.lax.cond(
             self.reports.any(), logprobs, lambda *_: no_logprobs(*logits.shape), logits, tokens
         )
 
-    def after(self, out: StepOutput) -> "Shaping":
-        """The same once a step's tokens are said."""
-        tokens, count = out.tokens, out.count
-        kept = (jnp.arange(tokens.shape[1])[None, :] < count[:, None]).astype(jnp.int32)
-        add = jax.vmap(lambda said, ids, n: said.at[ids].add(n))
-        return dataclasses.replace(self, said=add(self.said, tokens, kept))
+    def count(self, out: StepOutput) -> "LogitsState":
+        """Return the state after the tokens of a step."""
+        tokens, num_tokens = out.tokens, out.num_tokens
+        decided = jnp.arange(tokens.shape[1])[None, :] < num_tokens[:, None]
+        add = jax.vmap(lambda counts, ids, n: counts.at[ids].add(n))
+        counts = add(self.counts, tokens, decided.astype(jnp.int32))
+        return dataclasses.replace(self, counts=counts)
+
+    def set_row(self, inputs: SetLogitsStateInputs) -> "LogitsState":
+        """Return the state with one row replaced."""
+        values = (inputs.bias, inputs.prompt, inputs.counts, *inputs.penalties, inputs.reports)
+        fields = [field.name for field in dataclasses.fields(self)]
+        return LogitsState(
+            **{
+                name: getattr(self, name).at[inputs.row].set(value)
+                for name, value in zip(fields, values, strict=True)
+            }
+        )
 
 
-def set_row(
-    shaping: Shaping,
-    row: Int[Array, ""],
-    bias: Float[Array, " V"],
-    prompted: Bool[Array, " V"],
-    said: Int[Array, " V"],
-    penalties: Float[Array, " 3"],
-    reports: Bool[Array, ""],
-) -> Shaping:
-    """The shaping with one row replaced; penalties are repetition, frequency, presence."""
-    values = (bias, prompted, said, *penalties, reports)
-    fields = [field.name for field in dataclasses.fields(Shaping)][: len(values)]
-    return Shaping(
-        **{
-            name: getattr(shaping, name).at[row].set(value)
-            for name, value in zip(fields, values, strict=True)
-        }
-    )
-
-
-def neutral_shaping(rows: int, vocab: int) -> Shaping:
-    """Shaping that leaves all logits as they are, on the host."""
+def neutral_logits_state(rows: int, vocab: int) -> LogitsState:
+    """Return a state that leaves all logits unchanged, on the host."""
     tables: dict[str, Any] = {
         "bias": np.zeros((rows, vocab), np.float32),
-        "prompted": np.zeros((rows, vocab), np.bool_),
-        "said": np.zeros((rows, vocab), np.int32),
+        "prompt": np.zeros((rows, vocab), np.bool_),
+        "counts": np.zeros((rows, vocab), np.int32),
         "repetition": np.ones((rows,), np.float32),
         "frequency": np.zeros((rows,), np.float32),
         "presence": np.zeros((rows,), np.float32),
         "reports": np.zeros((rows,), np.bool_),
     }
-    return Shaping(**tables)
+    return LogitsState(**tables)
+
+
+def mask_words(vocab: int) -> int:
+    """Return the number of 32-bit words that hold a bit for every token."""
+    return -(-vocab // 32)
 
 
 def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logprobs:
-    """Log-probabilities of one token at each place, and of the `TOP` most probable ones there."""
+    """Return log-probabilities of one token at each place, and of the `TOP` most probable ones."""
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2) - total
     top, ids = leading(logits, TOP)
@@ -116,6 +119,6 @@ def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logpro
 
 
 def no_logprobs(rows: int, places: int, vocab: int) -> Logprobs:
-    """In the shapes of `logprobs`, zeros."""
+    """Return zeros in the shapes of `logprobs`."""
     one, top = (rows, places), (rows, places, min(TOP, vocab))
     return Logprobs(jnp.zeros(one), jnp.zeros(top, jnp.int32), jnp.zeros(top))

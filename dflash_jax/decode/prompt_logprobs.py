@@ -1,53 +1,48 @@
-"""How likely a prompt is: a pass over each of its chunks that moves no row."""
+"""Log-probabilities of a prompt, by an extra pass over each of its chunks."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
 
-from dflash_jax.decode.block import Pair, Params, forward, logits_of
+from dflash_jax.decode.inputs import PromptLogprobsInputs
 from dflash_jax.decode.logits_processing import logprobs
-from dflash_jax.state import DecodeState, Logprobs, commit, take_row
+from dflash_jax.decode.pair import Pair, Params, forward, logits_of
+from dflash_jax.state import DecodeState, Logprobs, commit, restart_rows, take_row
 
 
-def score(
+def prompt_logprobs(
     pair: Pair,
     params: Params,
     state: DecodeState,
-    row: Int[Array, ""],
-    tokens: Int[Array, "1 C"],
-    following: Int[Array, "1 C"],
-    fresh: Bool[Array, " 1"],
+    logits_state: None,
+    inputs: PromptLogprobsInputs,
     *,
     width: int,
-) -> tuple[DecodeState, Logprobs]:
-    """How likely the target finds a row's prompt chunk that is about to be fed.
+) -> tuple[DecodeState, None, Logprobs]:
+    """Return the log-probability of the token after each token of a prompt chunk.
 
     Args:
-      following: the token behind each of them; what stands behind the prompt means nothing.
-      fresh: whether the chunk begins the prompt, whatever the row holds.
-      width: places of which the head makes logits at once.
+      width: places whose logits are computed at once.
 
     Returns:
-      The state, where no row has moved, and the log-probabilities [1, C] of `following`.
+      The state, in which no row has moved, and log-probabilities [1, C]. Those after the prompt's
+      last token are undefined.
     """
     alone = state.position.shape[0] == 1
-    one = state if alone else take_row(state, row)
-    one = dataclasses.replace(
-        one,
-        target=tuple(cache.restart(fresh) for cache in one.target),
-        position=jnp.where(fresh, 0, one.position),
-    )
+    one = restart_rows(state if alone else take_row(state, inputs.row), inputs.fresh)
     pair = dataclasses.replace(pair, drafter=None)
-    target, _, hidden = forward(pair, params, one, tokens, chunked=True)
-    parts = -(-tokens.shape[1] // width)
-    ends = ((0, 0), (0, parts * width - tokens.shape[1]))
+    target, _, hidden = forward(pair, params, one, inputs.tokens, chunked=True)
+    chunk = inputs.tokens.shape[1]
+    parts = -(-chunk // width)
+    ends = ((0, 0), (0, parts * width - chunk))
     places = jnp.pad(hidden, (*ends, (0, 0))).reshape(parts, 1, width, -1)
-    said = jnp.pad(following, ends).reshape(parts, 1, width)
-    found = jax.lax.map(lambda x: logprobs(logits_of(pair, params, x[0]), x[1]), (places, said))
+    following = jnp.pad(inputs.following, ends).reshape(parts, 1, width)
+    found = jax.lax.map(
+        lambda x: logprobs(logits_of(pair, params, x[0]), x[1]), (places, following)
+    )
     found = jax.tree.map(lambda x: x.reshape(1, parts * width, *x.shape[3:]), found)
-    found = jax.tree.map(lambda x: x[:, : tokens.shape[1]], found)
-    if alone:  # its caches were written, behind the row's position
+    found = jax.tree.map(lambda x: x[:, :chunk], found)
+    if alone:  # the donated caches were written past the row's position
         state = commit(state, target, state.draft, jnp.zeros_like(state.position), state.anchor)
-    return state, found
+    return state, None, found

@@ -1,28 +1,119 @@
-"""Distributions, draws, and random keys that depend on nothing but the request.
+"""Choosing tokens: distributions, draws, and random keys that depend on the request only.
 
-Where no row of a step is sampled, nothing is drawn, even in programs that could.
+Steps without a sampled row draw nothing, even in programs that can.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from dflash_jax.decode.acceptance import is_stop, stops_masked
 from dflash_jax.decode.filters import filtered, is_filtered
-from dflash_jax.nn.proposal import Choice
 from dflash_jax.state import RowRules
 
-DRAFT, ACCEPT, TOKEN, FLOOR = range(4)  # purposes of a random number
+DRAFT, ACCEPT, TOKEN, NEXT_BEST = range(4)  # purposes of a random number
 
 
-def likeliest(scores: Float[Array, "*places N"]) -> Int[Array, "*places"]:
-    """The first of the largest scores of each place.
+def choose_token(
+    logits: Float[Array, "B T V"],
+    at: Int[Array, " B"],
+    position: Int[Array, " B"],
+    rules: RowRules,
+    *,
+    sampled: bool,
+) -> Int[Array, " B"]:
+    """Return the token that place `at` of the logits chooses, for the given position."""
+    row = _place(logits, at)[:, 0]
+    best = argmax(row)
+    if not sampled:
+        return best
+    return _draw_where(rules.temperature > 0, row, best, position, rules, TOKEN)
 
-    As two reductions: the one of values and places together that `jnp.argmax` makes is 3 to 7
-    times slower on a CPU. A place with NaN gets an index within range that means nothing. The
-    barrier has both reductions read the same numbers: fused into each of them, what computes the
-    scores might round differently, and no score would equal the largest.
+
+def next_best(
+    logits: Float[Array, "B T V"],
+    token: Int[Array, " B"],
+    at: Int[Array, " B"],
+    position: Int[Array, " B"],
+    rules: RowRules,
+    *,
+    sampled: bool,
+) -> Int[Array, " B"]:
+    """Return the token to use instead of `token` where that is a stop token (R6).
+
+    Chosen as by `choose_token`, among tokens that are no stop tokens. It has a random key of its
+    own: given that the key of `token` drew a stop token, the others would not have their
+    probabilities under that key. A row with `RowRules.choices` gets the best of those, sampled or
+    not. Rows whose token is no stop token get the best one, which is unused.
+    """
+    row = _place(logits, at)
+    free = stops_masked(row, rules)[:, 0]
+    best = argmax(free)
+    if sampled:
+        needed = is_stop(token[:, None], rules)[:, 0] & (rules.temperature > 0)
+        best = _draw_where(needed, free, best, position, rules, NEXT_BEST)
+    if rules.choices is None:
+        return best
+    return jnp.where(rules.choices[:, 0] >= 0, _best_choice(row[:, 0], rules.choices), best)
+
+
+def call_odds(
+    logits: Float[Array, "B T V"], token: Int[Array, " B"], at: Int[Array, " B"], rules: RowRules
+) -> Float[Array, " B"] | None:
+    """Return the log-ratio of the probabilities of `RowRules.opening` and of the decided token.
+
+    Args:
+      token: the decided tokens; a row with `RowRules.choices` uses its best token instead.
+      at: the place in `logits` that decided them.
+
+    Returns:
+      None if the rules have no `opening`; undefined in rows whose `opening` is -1.
+    """
+    if rules.opening is None:
+        return None
+    row = _place(logits, at)[:, 0].astype(jnp.float32)
+    pair = jnp.maximum(jnp.stack([rules.opening, token], axis=1), 0)
+    opening, other = jnp.moveaxis(jnp.take_along_axis(row, pair, axis=1), 1, 0)
+    if rules.choices is not None:
+        other = jnp.where(rules.choices[:, 0] >= 0, row.max(axis=1), other)
+    return opening - other
+
+
+def _place(logits: Float[Array, "B T V"], at: Int[Array, " B"]) -> Float[Array, "B 1 V"]:
+    return jnp.take_along_axis(logits, at[:, None, None], axis=1)
+
+
+def _draw_where(
+    rows: Bool[Array, " B"],
+    logits: Float[Array, "B V"],
+    best: Int[Array, " B"],
+    position: Int[Array, " B"],
+    rules: RowRules,
+    purpose: int,
+) -> Int[Array, " B"]:
+    """Return drawn tokens for some rows and the best ones for others."""
+
+    def drawn() -> Int[Array, " B"]:
+        p = probabilities(logits[:, None], rules)[:, 0]
+        return jnp.where(rows, draw(row_keys(rules, position, purpose), p), best)
+
+    return jax.lax.cond(rows.any(), drawn, lambda: best)
+
+
+def _best_choice(logits: Float[Array, "B V"], choices: Int[Array, "B N"]) -> Int[Array, " B"]:
+    """Return each row's choice with the largest logit, the first of equal ones."""
+    scores = jnp.take_along_axis(logits, jnp.maximum(choices, 0), axis=1)
+    scores = jnp.where(choices >= 0, scores, -jnp.inf)
+    return jnp.take_along_axis(choices, jnp.argmax(scores, axis=1)[:, None], axis=1)[:, 0]
+
+
+def argmax(scores: Float[Array, "*places N"]) -> Int[Array, "*places"]:
+    """Return the index of the largest score of each place, the first of equal ones.
+
+    As two reductions: that of `jnp.argmax`, of values and places together, is 3 to 7 times slower
+    on a CPU. A place with NaN gets an undefined index within range. The barrier makes both
+    reductions read the same numbers: fused into each of them, the computation of the scores might
+    round differently, and no score would equal the largest.
     """
     scores = jax.lax.optimization_barrier(scores)
     last = scores.shape[-1] - 1
@@ -31,22 +122,23 @@ def likeliest(scores: Float[Array, "*places N"]) -> Int[Array, "*places"]:
 
 
 def any_sampled(rules: RowRules) -> Bool[Array, ""]:
-    """Whether any row draws its tokens."""
+    """Return whether any row draws its tokens."""
     return (rules.temperature > 0).any()
 
 
 def row_keys(rules: RowRules, position: Int[Array, " B"], purpose: int) -> Key[Array, " B"]:
-    """One key per row from (request seed, position, purpose): no neighbour can change it (R11)."""
+    """Return a key per row from (request seed, position, purpose), whatever other rows do (R11)."""
 
     def key(seed: Array, at: Array) -> Array:
-        start = jax.random.key(seed, impl="threefry2x32")  # others draw by neighbours, too
+        # Other implementations draw depending on neighbouring rows.
+        start = jax.random.key(seed, impl="threefry2x32")
         return jax.random.fold_in(jax.random.fold_in(start, at), purpose)
 
     return jax.vmap(key)(rules.seed, position)
 
 
 def probabilities(logits: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B T V"]:
-    """The filtered distribution of each place, float32; temperature 0 gives a one-hot.
+    """Return the filtered distribution of each place, float32; one-hot at temperature 0.
 
     A row without filters has the same bits whether or not others filter.
     """
@@ -56,82 +148,21 @@ def probabilities(logits: Float[Array, "B T V"], rules: RowRules) -> Float[Array
         is_filtered(rules).any(), filtered, lambda scaled, _: scaled, scaled, rules
     )
     p = jax.nn.softmax(scaled, axis=-1)
-    return jnp.where(greedy, one_hot(likeliest(logits), logits.shape[-1]), p)
+    return jnp.where(greedy, one_hot(argmax(logits), logits.shape[-1]), p)
 
 
 def one_hot(tokens: Int[Array, "*places"], vocab: int) -> Float[Array, "*places V"]:
-    """The distribution that is sure of a token."""
+    """Return distributions with all probability on one token."""
     return jax.nn.one_hot(tokens, vocab, dtype=jnp.float32)
 
 
 def draw(keys: Key[Array, " B"], p: Float[Array, "B *places V"]) -> Int[Array, "B *places"]:
-    """One token per place from its distribution, each row by its own key (Gumbel's maximum)."""
+    """Draw one token per place by the Gumbel-max trick, each row by its own key."""
     tiny = jnp.finfo(p.dtype).tiny
     log_p = jnp.where(p > 0, jnp.log(jnp.maximum(p, tiny)), -jnp.inf)
-    return likeliest(log_p + gumbel(keys, p.shape[1:]))
+    return argmax(log_p + gumbel(keys, p.shape[1:]))
 
 
 def gumbel(keys: Key[Array, " B"], shape: tuple[int, ...]) -> Float[Array, "B *shape"]:
-    """Gumbel noise, float32, each row by its own key."""
+    """Return Gumbel noise, float32, each row by its own key."""
     return jax.vmap(lambda key: jax.random.gumbel(key, shape, jnp.float32))(keys)
-
-
-@dataclasses.dataclass(frozen=True)
-class Drafting:
-    """How drafts are chosen: the best, or drawn with keys of the block's own (`nn.proposal`).
-
-    Scores that are not finite are never compared (C7): their row chooses as if all were zero, and
-    says so. Whoever drafts, q is exactly what was drawn from; acceptance rests on it.
-    """
-
-    rules: RowRules
-    position: Int[Array, " B"]  # of the anchor
-    sampled: bool
-
-    def every(self, logits: Float[Array, "B R N"]) -> Choice:
-        """All places at once, q filtered as the target's p is."""
-        finite = jnp.isfinite(logits).all(axis=(1, 2))
-        if not self.sampled:  # one pass over the vocabulary less than to compare zeros
-            return Choice(jnp.where(finite[:, None], likeliest(logits), 0), None, finite)
-        logits = jnp.where(finite[:, None, None], logits, 0.0)
-
-        def drawn() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
-            q = probabilities(logits, self.rules)
-            return draw(row_keys(self.rules, self.position, DRAFT), q), q
-
-        def best() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
-            tokens = likeliest(logits)
-            return tokens, one_hot(tokens, logits.shape[-1])
-
-        index, q = jax.lax.cond(any_sampled(self.rules), drawn, best)
-        return Choice(index, q, finite)
-
-    def noise(self, places: int, size: int) -> Float[Array, "B R N"] | None:
-        """Gumbel noise for a walk, one key for each row."""
-        if not self.sampled:
-            return None
-
-        def drawn() -> Float[Array, "B R N"]:
-            return gumbel(row_keys(self.rules, self.position, DRAFT), (places, size))
-
-        rows = len(self.rules.temperature)
-        return jax.lax.cond(
-            any_sampled(self.rules), drawn, lambda: jnp.zeros((rows, places, size), jnp.float32)
-        )
-
-    def one(self, scores: Float[Array, "B N"], noise: Float[Array, "B N"] | None) -> Choice:
-        """One place: the largest score, or the largest of scores / temperature + noise."""
-        finite = jnp.isfinite(scores).all(axis=-1)
-        scores = jnp.where(finite[:, None], scores, 0.0)
-        best = likeliest(scores)
-        if noise is None:
-            return Choice(best, None, finite)
-        greedy, sure = self.rules.temperature <= 0, one_hot(best, scores.shape[-1])
-
-        def drawn() -> tuple[Int[Array, " B"], Float[Array, "B N"]]:
-            scaled = scores / jnp.where(greedy, 1.0, self.rules.temperature)[:, None]
-            q = jnp.where(greedy[:, None], sure, jax.nn.softmax(scaled, axis=-1))
-            return jnp.where(greedy, best, likeliest(scaled + noise)), q
-
-        index, q = jax.lax.cond(any_sampled(self.rules), drawn, lambda: (best, sure))
-        return Choice(index, q, finite)

@@ -1,15 +1,17 @@
-"""Every program the engine runs: forward, decide n, commit(n).
+"""The steps that run a model: forward pass, decision, commit.
 
-| program       | forward over                | n                                       |
-| ------------- | --------------------------- | --------------------------------------- |
-| `prefill`     | a prompt chunk              | its real tokens                         |
-| `score`       | a prompt chunk (scoring.py) | 0: it only says how likely each was     |
-| `forced`      | tokens the host dictates    | their number                            |
-| `plain`       | anchor (and junk)           | 1                                       |
-| `speculative` | anchor and drafted tokens   | the verified prefix, the anchor counted |
+| step            | forward pass over          | tokens committed                      |
+| --------------- | -------------------------- | ------------------------------------- |
+| `prefill`       | a prompt chunk             | its `num_fed` tokens                  |
+| `plain`         | anchor and padding         | 1                                     |
+| `speculative`   | anchor and drafts          | the anchor and the accepted drafts    |
+| `forced_tokens` | tokens given by the host   | `num_fed`                             |
 
-A forward pass writes all its rows into the caches; `commit` moves the row's one position past
-the first n. What lies behind the position is garbage, masked, and overwritten by the next call.
+`prompt_logprobs` has a module of its own. Every step is a pure function
+`(pair, params, state, logits_state, inputs) -> (state, logits_state, output)`, where the logits
+state is None unless logits are processed. A forward pass writes all its tokens into the caches;
+`commit` then moves the row's one position past those that are kept. Slots after the position are
+garbage: masked, and overwritten by the next call.
 """
 
 import dataclasses
@@ -19,324 +21,358 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.decode.block import (
-    Draft,
-    Pair,
-    Params,
-    choose,
-    draft_block,
-    finite_places,
-    floor,
-    forward,
-    logits_of,
-    opening_odds,
-    undrafted,
-    verify_block,
+from dflash_jax.decode.acceptance import accept_greedy, accept_sampled, cut, finite_places, frozen
+from dflash_jax.decode.drafting import draft_block
+from dflash_jax.decode.inputs import (
+    DecodeInputs,
+    ForcedTokensInputs,
+    PrefillInputs,
+    UpdateDrafterInputs,
+    VerifyInputs,
 )
-from dflash_jax.decode.logits_processing import Shaping, no_logprobs
-from dflash_jax.decode.verify import frozen
+from dflash_jax.decode.logits_processing import LogitsState, no_logprobs
+from dflash_jax.decode.pair import Pair, Params, forward, logits_of
+from dflash_jax.decode.sampling import (
+    ACCEPT,
+    TOKEN,
+    any_sampled,
+    argmax,
+    call_odds,
+    choose_token,
+    draw,
+    next_best,
+    probabilities,
+    row_keys,
+)
+from dflash_jax.nn.draft import Draft
 from dflash_jax.state import (
     DecodeState,
+    OutputColumn,
     RowRules,
     StepOutput,
-    all_finite,
-    clear_rows,
     commit,
     output_columns,
     pack_output,
     put_row,
+    restart_rows,
     take_row,
 )
+
+Stepped = tuple[DecodeState, LogitsState | None, StepOutput]
 
 
 def prefill(
     pair: Pair,
     params: Params,
     state: DecodeState,
-    tokens: Int[Array, "B C"],
-    count: Int[Array, " B"],
-    fresh: Bool[Array, " B"],
-    rules: RowRules,
+    logits_state: LogitsState | None,
+    inputs: PrefillInputs,
     *,
     sampled: bool,
-    shaping: Shaping | None = None,
-) -> tuple[DecodeState, StepOutput]:
-    """Feeds a prompt chunk; the first generated token means something after the last chunk.
-
-    Args:
-      count: real tokens of each row's chunk; 0 leaves a row untouched.
-      fresh: rows that begin a new request, at position 0 whatever they held before.
-    """
-    state = dataclasses.replace(
-        state,
-        target=tuple(cache.restart(fresh) for cache in state.target),
-        position=jnp.where(fresh, 0, state.position),
-    )
-    target, draft, hidden = forward(pair, params, state, tokens, chunked=True)
-    last = jnp.maximum(count - 1, 0)
+) -> Stepped:
+    """Feed a prompt chunk; the token it decides is meaningful after the last chunk only."""
+    num_fed, rules = inputs.num_fed, inputs.rules
+    state = restart_rows(state, inputs.fresh)
+    target, context, hidden = forward(pair, params, state, inputs.tokens, chunked=True)
+    last = jnp.maximum(num_fed - 1, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
-    raw = logits_of(pair, params, hidden)  # [B, 1, V]
-    logits = shaping.applied(raw, tokens[:, :0]) if shaping else raw
-    n, zero = jnp.minimum(count, 1), jnp.zeros_like(count)
-    token = choose(logits, zero, state.position + count, rules, sampled=sampled)
-    least = floor(logits, token, zero, state.position + count, rules, sampled=sampled)
-    likely = shaping.logprobs(raw, token[:, None]) if shaping else None
-    finite = (finite_places(raw) > 0) | (n == 0)
-    odds = opening_odds(raw, token, zero, rules)
-    out = pack_output(token[:, None], n, least, finite, zero, likely, odds)
-    return commit(state, target, draft, count, token), out
-
-
-def forced(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    tokens: Int[Array, "B T"],
-    count: Int[Array, " B"],
-    anchor: Int[Array, " B"],
-) -> tuple[DecodeState, Bool[Array, " B"]]:
-    """Feeds tokens the host dictates, taps included, and sets the next anchor (R7).
-
-    Args:
-      tokens: the pending anchor and the dictated tokens but the last.
-      anchor: the last dictated token, pending for the next step.
-
-    Returns:
-      The state, and whose hidden states are finite: asking for all of them keeps the target's
-      pass whole, so that its last layer is that of other steps, not only what its caches need.
-    """
-    target, draft, hidden = forward(pair, params, state, tokens, chunked=not pair.exact)
-    finite = jnp.isfinite(hidden).all(axis=(1, 2))
-    return commit(state, target, draft, count, anchor), finite
-
-
-def replace(state: DecodeState, rows: Bool[Array, " B"], anchor: Int[Array, " B"]) -> DecodeState:
-    """Puts another token in the place of some rows' pending ones; no cache holds those (R6)."""
-    return dataclasses.replace(state, anchor=jnp.where(rows, anchor, state.anchor))
-
-
-def wipe(state: DecodeState, rows: Bool[Array, " B"]) -> DecodeState:
-    """Zeroes rows whose caches may hold non-finite numbers; no mask stops recurrent states."""
-    return clear_rows(state, rows)
+    raw = logits = logits_of(pair, params, hidden)  # [B, 1, V]
+    if logits_state:
+        logits = logits_state.process(raw, inputs.tokens[:, :0], inputs.masks)
+    num_tokens, zero = jnp.minimum(num_fed, 1), jnp.zeros_like(num_fed)
+    token = choose_token(logits, zero, state.position + num_fed, rules, sampled=sampled)
+    best = next_best(logits, token, zero, state.position + num_fed, rules, sampled=sampled)
+    logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
+    finite = (finite_places(raw) > 0) | (num_tokens == 0)
+    odds = call_odds(raw, token, zero, rules)
+    columns = {
+        OutputColumn.NUM_TOKENS: num_tokens,
+        OutputColumn.NEXT_BEST: best,
+        OutputColumn.FINITE: finite,
+        OutputColumn.NUM_DRAFTS: zero,
+    }
+    out = pack_output(token[:, None], columns, logprobs=logprobs, call_odds=odds)
+    state = commit(state, target, context, num_fed, token)
+    return state, logits_state and logits_state.count(out), out
 
 
 def plain(
     pair: Pair,
     params: Params,
     state: DecodeState,
-    rules: RowRules,
+    logits_state: LogitsState | None,
+    inputs: DecodeInputs,
     *,
     width: int,
     sampled: bool,
-    shaping: Shaping | None = None,
-) -> tuple[DecodeState, StepOutput]:
-    """One token per row by a block-wide forward whose other rows are junk (R1)."""
-    junk = ((0, 0), (0, width - 1))
-    block = jnp.pad(state.anchor[:, None], junk)
-    draft, choice = undrafted(block, state), {"sampled": sampled, "shaping": shaping}
-    _, state, out = verify_block(pair, params, state, draft, rules, **choice)
-    return state, out
+) -> Stepped:
+    """Decode one token per row, in a block padded to the width of drafted ones (R1)."""
+    draft = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, width - 1))))
+    to_verify = VerifyInputs(draft, inputs.rules, inputs.masks)
+    return verify(pair, params, state, logits_state, to_verify, sampled=sampled)
 
 
 def speculative(
     pair: Pair,
     params: Params,
     state: DecodeState,
-    rules: RowRules,
+    logits_state: LogitsState | None,
+    inputs: DecodeInputs,
     *,
     width: int,
     sampled: bool,
     min_survival: float = 0.0,
-    shaping: Shaping | None = None,
-) -> tuple[DecodeState, StepOutput]:
-    """Drafts a block, verifies it, keeps what the target would have said itself.
-
-    Args:
-      min_survival: drafts whose chance to be kept the drafter puts lower are not verified.
-    """
-    drafted = draft_block(
-        pair, params, state, rules, width=width, sampled=sampled, min_survival=min_survival
+) -> Stepped:
+    """Draft a block, verify it, and commit the tokens the target would have decided itself."""
+    state, draft = draft_block(
+        pair, params, state, inputs.rules, width=width, sampled=sampled, min_survival=min_survival
     )
-    choice = {"sampled": sampled, "shaping": shaping}
-    _, state, out = verify_block(pair, params, state, drafted, rules, **choice)
-    return state, out
-
-
-Drafted = tuple[
-    Int[Array, "B T"], Float[Array, "B R V"] | None, Bool[Array, " B"], Int[Array, " B"]
-]
+    to_verify = VerifyInputs(draft, inputs.rules, inputs.masks)
+    return verify(pair, params, state, logits_state, to_verify, sampled=sampled)
 
 
 def draft(
     pair: Pair,
     params: Params,
     state: DecodeState,
-    rules: RowRules,
+    logits_state: None,
+    inputs: DecodeInputs,
     *,
     width: int,
     sampled: bool,
     min_survival: float = 0.0,
-) -> tuple[DecodeState, Drafted]:
-    """The first half of a speculative step that another program verifies."""
-    static: dict[str, Any] = {"width": width, "sampled": sampled, "min_survival": min_survival}
-    found = draft_block(pair, params, state, rules, **static)
-    assert found.count is not None
-    state = dataclasses.replace(state, draft=found.caches)
-    return state, (found.block, found.q, found.finite, found.count)
+) -> tuple[DecodeState, None, Draft]:
+    """Run the first half of a speculative step, where another program verifies."""
+    state, drafted = draft_block(
+        pair, params, state, inputs.rules, width=width, sampled=sampled, min_survival=min_survival
+    )
+    return state, None, drafted
 
 
 def verify(
     pair: Pair,
     params: Params,
     state: DecodeState,
-    drafted: Drafted,
+    logits_state: LogitsState | None,
+    inputs: VerifyInputs,
+    *,
+    sampled: bool,
+) -> Stepped:
+    """Verify a block and commit what is accepted: the second half of a speculative step."""
+    _, state, logits_state, out = verify_block(
+        pair, params, state, logits_state, inputs, sampled=sampled
+    )
+    return state, logits_state, out
+
+
+def verify_block(
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    logits_state: LogitsState | None,
+    inputs: VerifyInputs,
+    *,
+    sampled: bool,
+) -> tuple[Float[Array, "B T V"], DecodeState, LogitsState | None, StepOutput]:
+    """Run the target over a block, decide how much of it to keep, and commit that.
+
+    Returns:
+      The target's processed logits, then as every step.
+    """
+    draft, rules, block = inputs.draft, inputs.rules, inputs.draft.block
+    target, context, hidden = forward(pair, params, state, block, chunked=not pair.exact)
+    raw = logits = logits_of(pair, params, hidden)
+    if logits_state:
+        logits = logits_state.process(raw, block[:, 1:], inputs.masks)
+    with jax.named_scope("verify"):
+        tokens, num_decided = _decided(draft, logits, state.position, rules, sampled=sampled)
+        good = finite_places(raw)
+        num_committed = cut(
+            jnp.minimum(num_decided, good), tokens, state.anchor, state.position, rules
+        )
+        idle = frozen(state.anchor, state.position, rules)  # its numbers are not reported
+        last = jnp.maximum(num_committed - 1, 0)
+        anchor = jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0]
+        end = state.position + num_committed
+        best = next_best(logits, anchor, last, end, rules, sampled=sampled)
+        num_drafts = jnp.zeros_like(num_committed)
+        if draft.num_drafts is not None and draft.finite is not None:
+            reported = draft.finite | (rules.max_drafts == 0) | idle
+            num_drafts = jnp.where(reported, draft.num_drafts, -1)
+        logprobs = logits_state.logprobs(raw, tokens) if logits_state else None
+        odds = call_odds(raw, anchor, last, rules)
+        columns = {
+            OutputColumn.NUM_TOKENS: num_committed,
+            OutputColumn.NEXT_BEST: best,
+            OutputColumn.FINITE: (good > 0) | idle,
+            OutputColumn.NUM_DRAFTS: num_drafts,
+        }
+        out = pack_output(tokens, columns, logprobs=logprobs, call_odds=odds)
+    with jax.named_scope("commit"):
+        state = commit(state, target, context, num_committed, anchor)
+    return logits, state, logits_state and logits_state.count(out), out
+
+
+def _decided(
+    draft: Draft,
+    logits: Float[Array, "B T V"],
+    position: Int[Array, " B"],
     rules: RowRules,
     *,
     sampled: bool,
-    shaping: Shaping | None = None,
-) -> tuple[DecodeState, StepOutput]:
-    """The second half of a speculative step."""
-    block, q, finite, count = drafted
-    found = Draft(block=block, q=q, finite=finite, caches=state.draft, count=count)
-    _, state, out = verify_block(
-        pair, params, state, found, rules, sampled=sampled, shaping=shaping
-    )
-    return state, out
+) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    """Return the decided tokens, accepted drafts first, and how many of them are valid."""
+    best, block = argmax(logits), draft.block
+    num_decided = jnp.ones_like(position)
+    if draft.num_drafts is not None:
+        num_decided = accept_greedy(block, best, draft.num_drafts)
+    token = jnp.take_along_axis(best, num_decided[:, None] - 1, axis=1)[:, 0]
+    if sampled:
+        num_decided, token = jax.lax.cond(
+            any_sampled(rules),
+            functools.partial(_sampled, draft, logits, position, rules),
+            lambda *greedy: greedy,
+            num_decided,
+            token,
+        )
+    place = jnp.arange(block.shape[1])[None, :]
+    following = jnp.roll(block, -1, axis=1)
+    return jnp.where(place == num_decided[:, None] - 1, token[:, None], following), num_decided
 
 
-def follow(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    taps: tuple[Float[Array, "B T D"], ...],
-    fresh: Bool[Array, " B"],
+def _sampled(
+    draft: Draft,
+    logits: Float[Array, "B T V"],
     position: Int[Array, " B"],
-    anchor: Int[Array, " B"],
-) -> DecodeState:
-    """The drafter's half of a state, once the target has fed T tokens on another device.
-
-    Args:
-      fresh: rows that the target began anew, at position 0.
-      position, anchor: where the target stands now.
-    """
-    start = jnp.where(fresh, 0, state.position)
-    draft = pair.drafter_call(params, taps, state.draft, start, method="context")
-    state = dataclasses.replace(state, position=start)
-    return commit(state, (), draft, position - start, anchor)
-
-
-def masked(
-    step: Callable[..., tuple[DecodeState, StepOutput]],
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    shaping: Shaping,
-    masks: UInt32[Array, "B T W"],
-    *rest: Any,
-    **static: Any,
-) -> tuple[DecodeState, Shaping, StepOutput]:
-    """As `shaped`, and every place says only what its mask allows."""
-    masking = dataclasses.replace(shaping, masks=masks)
-    state, out = step(pair, params, state, *rest, shaping=masking, **static)
-    return state, shaping.after(out), out
-
-
-def shaped(
-    step: Callable[..., tuple[DecodeState, StepOutput]],
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    shaping: Shaping,
-    *rest: Any,
-    **static: Any,
-) -> tuple[DecodeState, Shaping, StepOutput]:
-    """One of the steps above over shaped logits, the shaping brought up to date."""
-    state, out = step(pair, params, state, *rest, shaping=shaping, **static)
-    return state, shaping.after(out), out
-
-
-def copy_row(state: DecodeState, of: Int[Array, ""], to: Int[Array, ""]) -> DecodeState:
-    """Has a row know what another does: both were to be fed the same."""
-    return put_row(state, take_row(state, of), to)
-
-
-def in_row(
-    step: Callable[..., tuple[Any, ...]],
-    params: Params,
-    state: DecodeState,
-    *rest: Any,
-    carried: int,
-) -> tuple[Any, ...]:
-    """A `prefill` of one row, taken out and put back: the others cost nothing, stay as they are.
-
-    Args:
-      step: a prefill in its lane, of all rows, which here are one.
-      rest: what the lane carries, of which `shaping` comes first; the row; the step's own
-        arguments, of one row but for the rules.
-      carried: how many a lane carries.
-    """
-    changed, masks = (state, *rest[: min(carried, 1)]), rest[1:carried]
-    row, *own, rules = rest[carried:]
-    mine = take_row(rules, row)
-
-    def made(part: Any) -> tuple[Any, StepOutput]:
-        *after, out = step(params, *part, *masks, *own, mine)
-        return tuple(after), out
-
-    # Once round a loop: otherwise XLA would read the row out of all rows where it is used, and
-    # copy all of them to write it back.
-    part = take_row(changed, row)
-    likely = no_logprobs(1, 1, rest[0].bias.shape[-1]) if carried else None
-    packed = jnp.zeros((1, 1 + output_columns(rules)), jnp.int32)
-    none = StepOutput(packed, likely, rules.opening is not None)
-    first = row >= 0
-    _, part, out = jax.lax.while_loop(
-        lambda carry: carry[0], lambda carry: (~carry[0], *made(carry[1])), (first, part, none)
-    )
-    return *put_row(changed, part, row), out
-
-
-def several(
-    step: Callable[..., tuple[DecodeState, StepOutput]],
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    rounds: Int[Array, ""],
     rules: RowRules,
-    *,
-    most: int,
-    width: int,
-    **static: Any,
-) -> tuple[DecodeState, StepOutput]:
-    """Decode steps one after another without the host.
+    num_greedy: Int[Array, " B"],
+    greedy_token: Int[Array, " B"],
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Return the number of decided tokens and the last of them, drawn in rows that sample."""
+    if draft.q is None:
+        num_decided = jnp.ones_like(num_greedy)
+        last = num_decided - 1
+        token = choose_token(logits, last, position + num_decided, rules, sampled=True)
+    else:
+        uniforms = jax.vmap(lambda k: jax.random.uniform(k, (draft.block.shape[1] - 1,)))(
+            row_keys(rules, position, ACCEPT)
+        )
+        p = probabilities(logits, rules)
+        num_decided, residual = accept_sampled(
+            draft.block[:, 1:], draft.q, p, uniforms, draft.num_drafts
+        )
+        token = draw(row_keys(rules, position + num_decided, TOKEN), residual)
+    greedy = rules.temperature <= 0
+    return jnp.where(greedy, num_greedy, num_decided), jnp.where(greedy, greedy_token, token)
 
-    They end when every row is frozen, or once a row's numbers are not finite.
 
-    Args:
-      rounds: steps to make, up to `most`; 0 makes one that no row may need, to be timed.
-      width: tokens that one step feeds to a row.
+def forced_tokens(
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    logits_state: None,
+    inputs: ForcedTokensInputs,
+) -> tuple[DecodeState, None, Bool[Array, " B"]]:
+    """Feed tokens given by the host, taps included, and set the next anchor (R7).
 
     Returns:
-      The state, and the answers [most, B, T+4]; those of steps that were not made are -1.
+      The state, and which rows' hidden states are finite. Requiring all hidden states keeps the
+      target's pass whole: with the caches alone, its last layer would compile differently.
     """
-    made = functools.partial(step, pair, params, rules=rules, width=width, **static)
+    target, context, hidden = forward(pair, params, state, inputs.tokens, chunked=not pair.exact)
+    finite = jnp.isfinite(hidden).all(axis=(1, 2))
+    return commit(state, target, context, inputs.num_fed, inputs.anchor), None, finite
+
+
+def update_drafter(
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    logits_state: None,
+    inputs: UpdateDrafterInputs,
+) -> tuple[DecodeState, None, None]:
+    """Update a drafter on a device of its own after a step of the target."""
+    start = jnp.where(inputs.fresh, 0, state.position)
+    draft = pair.drafter_call(params, inputs.taps, state.draft, start, method="context")
+    state = dataclasses.replace(state, position=start)
+    return commit(state, (), draft, inputs.position - start, inputs.anchor), None, None
+
+
+def single_row(
+    step: Callable[..., Stepped],
+    params: Params,
+    state: DecodeState,
+    logits_state: LogitsState | None,
+    inputs: PrefillInputs,
+) -> Stepped:
+    """Run a prefill on one row only; the others cost nothing and keep their bits.
+
+    Args:
+      step: a prefill of all rows of the state that it is given.
+      inputs: arrays of one row, except for the rules, which are those of all rows.
+    """
+    row, rules = inputs.row, inputs.rules
+    assert row is not None
+    one = dataclasses.replace(inputs, rules=take_row(rules, row), row=None)
+    part = take_row((state, logits_state), row)
+    # A loop of one iteration: otherwise XLA reads the row where it is used, and copies all rows to
+    # write it back.
+    logprobs = no_logprobs(1, 1, logits_state.bias.shape[-1]) if logits_state else None
+    packed = jnp.zeros((1, 1 + output_columns(rules)), jnp.int32)
+    empty = StepOutput(packed, logprobs, rules.opening is not None)
+
+    def cond(carry: Any) -> Bool[Array, ""]:
+        return carry[0]
+
+    def body(carry: Any) -> Any:
+        done = ~carry[0]
+        *part, out = step(params, *carry[1], one)
+        return done, tuple(part), out
+
+    _, part, out = jax.lax.while_loop(cond, body, (row >= 0, part, empty))
+    return *put_row((state, logits_state), part, row), out
+
+
+def multi_step(
+    step: Callable[..., Stepped],
+    params: Params,
+    state: DecodeState,
+    logits_state: None,
+    inputs: DecodeInputs,
+    *,
+    max_steps: int,
+    width: int,
+) -> Stepped:
+    """Run up to `inputs.num_steps` decode steps without the host in between.
+
+    They end early when every row is frozen, or when numbers of any row are not finite.
+
+    Args:
+      width: tokens of a block.
+
+    Returns:
+      The state and the outputs [max_steps, B, ...], those of steps that were not made all -1.
+    """
+    rules, num_steps = inputs.rules, inputs.num_steps
+    assert num_steps is not None
+    inputs = DecodeInputs(rules)
     Carry = tuple[Int[Array, ""], Bool[Array, ""], DecodeState, Int[Array, "R B A"]]
 
-    def goes_on(carry: Carry) -> Bool[Array, ""]:
+    def cond(carry: Carry) -> Bool[Array, ""]:
         done, finite, state, _ = carry
-        live = finite & (done < rounds) & ~frozen(state.anchor, state.position, rules).all()
-        return live | (done + rounds == 0)
+        live = finite & (done < num_steps) & ~frozen(state.anchor, state.position, rules).all()
+        return live | (done + num_steps == 0)
 
-    def go_on(carry: Carry) -> Carry:
-        done, _, state, answers = carry
-        state, out = made(state)
-        answers = jax.lax.dynamic_update_slice(answers, out.packed[None], (done, 0, 0))
-        return done + 1, all_finite(out), state, answers
+    def body(carry: Carry) -> Carry:
+        done, _, state, outputs = carry
+        state, _, out = step(params, state, None, inputs)
+        outputs = jax.lax.dynamic_update_slice(outputs, out.packed[None], (done, 0, 0))
+        return done + 1, out.all_finite, state, outputs
 
     columns = width + output_columns(rules)
-    none = jnp.full((most, len(state.anchor), columns), -1, jnp.int32)
-    start = jnp.int32(0), jnp.bool_(True), state, none
-    _, _, state, answers = jax.lax.while_loop(goes_on, go_on, start)
-    return state, StepOutput(answers, reports_odds=rules.opening is not None)
+    empty = jnp.full((max_steps, len(state.anchor), columns), -1, jnp.int32)
+    start = jnp.int32(0), jnp.bool_(True), state, empty
+    _, _, state, outputs = jax.lax.while_loop(cond, body, start)
+    return state, None, StepOutput(outputs, reports_odds=rules.opening is not None)

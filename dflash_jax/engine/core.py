@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
+from dflash_jax.compiler.keys import Variant
 from dflash_jax.compiler.settings import Returned, untraced
-from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.model_runner import InFlightStep, ModelRunner
 from dflash_jax.engine.output_processor import OutputProcessor, RowUpdates
@@ -115,11 +115,11 @@ class EngineCore:
         for sequence in updates.finished:
             self._release(sequence)
         for prompt in updates.refuted:
-            self._runner.refute(prompt)
+            self._runner.forget(prompt)
         if updates.cleared:
-            self._runner.wipe(updates.cleared)
+            self._runner.clear_rows(updates.cleared)
         if updates.forced:
-            self._runner.dictate(updates.forced)
+            self._runner.force_tokens(updates.forced)
             for row in updates.forced:
                 sequence = self.scheduler.rows[row]
                 if sequence and sequence.request.params.penalized:

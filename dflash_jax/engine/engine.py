@@ -9,11 +9,11 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
-from dflash_jax.compiler.build import Executable
-from dflash_jax.compiler.programs import Params
+from dflash_jax.compiler.build import WORKERS, CompiledPrograms, Executable
+from dflash_jax.compiler.keys import ProgramKey, Variant
 from dflash_jax.compiler.resolve import resolve_here
-from dflash_jax.compiler.variants import WORKERS, CompiledPrograms, Variant
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.decode.pair import Params
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.handle import RequestHandle, Stream
 from dflash_jax.engine.model_runner import ModelRunner
@@ -302,12 +302,12 @@ class Engine:
         return self.runner.compiled
 
     @property
-    def executables(self) -> dict[str, Executable]:
+    def executables(self) -> dict[ProgramKey, Executable]:
         """Programs compiled so far; an engine of the same plan and models may share them."""
         return self.compiled.executables
 
     @executables.setter
-    def executables(self, executables: dict[str, Executable]) -> None:
+    def executables(self, executables: dict[ProgramKey, Executable]) -> None:
         self.compiled.executables = executables
 
     @property

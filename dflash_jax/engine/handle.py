@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from dflash_jax.compiler.variants import Variant
+from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.result import Piece, Result, Stats
 from dflash_jax.engine.scheduler import variants_of
 from dflash_jax.engine.sequence import Sequence

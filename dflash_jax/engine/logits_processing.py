@@ -1,4 +1,4 @@
-"""The rows' penalties, biases and log-probabilities, between requests and the shaped lane."""
+"""The logits state of all rows, and log-probabilities as results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,75 +6,84 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.decode.logits_processing import Shaping, neutral_shaping
+from dflash_jax.decode.inputs import SetLogitsStateInputs
+from dflash_jax.decode.logits_processing import LogitsState, neutral_logits_state
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import TokenLogprob
-from dflash_jax.state import COLUMNS, Logprobs, StepOutput
+from dflash_jax.state import Logprobs, StepOutput
 
 
-class Shaper:
-    """Holds what the shaped lane carries from step to step; takes no memory until it is used.
+class LogitsProcessor:
+    """Holds the logits state between steps; uses no memory until it is needed.
 
-    A row is set when the last chunk of its prompt is about to be fed, as what the device counted
-    before that was not said; and when tokens were dictated to it, which the device did not count.
+    A row is set before the last chunk of its prompt is fed, because earlier counts of the device
+    belong to other requests, and after forced tokens, which the device does not count.
     """
 
     def __init__(self, rows: int, vocab: int):
         self._rows, self._vocab = rows, vocab
-        self._shaping: Shaping | None = None
-        self._marked: set[int] = set()  # rows that are not neutral
+        self._state: LogitsState | None = None
+        self._changed: set[int] = set()  # rows that are not neutral
 
     @property
-    def shaping(self) -> Shaping:
-        """The rows' shaping, to be donated to a step; give it back with `keep`."""
-        if self._shaping is None:
-            self._shaping = jax.device_put(neutral_shaping(self._rows, self._vocab))
-        return self._shaping
+    def state(self) -> LogitsState:
+        """The state of all rows. A step that it is donated to must `keep` the next one."""
+        if self._state is None:
+            self._state = jax.device_put(neutral_logits_state(self._rows, self._vocab))
+        return self._state
 
-    def keep(self, shaping: Shaping) -> None:
-        """Takes back what a step made of the shaping."""
-        self._shaping = shaping
+    def keep(self, state: LogitsState) -> None:
+        """Keep the state that a step returned."""
+        self._state = state
 
     def reset(self) -> None:
-        """Forgets what a failed step took with it; rows are set anew as their prompts are fed."""
-        self._shaping = None
-        self._marked.clear()
+        """Drop the state, which a failed step may have consumed."""
+        self._state = None
+        self._changed.clear()
 
     def set_row(
         self, program: Callable[..., Any], row: int, request: Request, output: Sequence[int]
     ) -> None:
-        """Set a row's penalties and biases to those of a request with this output so far."""
+        """Set a row to the options of a request and its output so far."""
         params = request.params
-        if not params.penalized and row not in self._marked:
+        if not params.penalized and row not in self._changed:
             return
-        self._marked.add(row) if params.penalized else self._marked.discard(row)
-        bias, prompted = np.zeros(self._vocab, np.float32), np.zeros(self._vocab, bool)
+        self._changed.add(row) if params.penalized else self._changed.discard(row)
+        bias, prompt = np.zeros(self._vocab, np.float32), np.zeros(self._vocab, bool)
         for token, value in (params.logit_bias or {}).items():
             bias[token] = value
-        prompted[list(request.prompt)] = True
-        said = np.bincount(output, minlength=self._vocab).astype(np.int32)
+        prompt[list(request.prompt)] = True
+        counts = np.bincount(output[:], minlength=self._vocab).astype(np.int32)
         penalties = (
             params.repetition_penalty,
             params.frequency_penalty,
             params.presence_penalty,
         )
-        numbers = np.array(penalties, np.float32)
-        reports = np.bool_(params.logprobs is not None)
-        self.keep(program(self.shaping, np.int32(row), bias, prompted, said, numbers, reports))
+        inputs = SetLogitsStateInputs(
+            row=np.int32(row),
+            bias=bias,
+            prompt=prompt,
+            counts=counts,
+            penalties=np.array(penalties, np.float32),
+            reports=np.bool_(params.logprobs is not None),
+        )
+        _, state, _ = program(None, None, self.state, inputs)
+        self.keep(state)
 
 
-def token_logprobs_of(output: StepOutput, row: int, request: Request) -> list[TokenLogprob]:
-    """Return a row's log-probabilities of a step, with the alternatives the request wants."""
+def token_logprobs(output: StepOutput, row: int, request: Request) -> list[TokenLogprob]:
+    """Return a row's log-probabilities of a step, with the alternatives the request asks for."""
     found, most = output.logprobs, request.params.logprobs
     if found is None or most is None:
         return []
-    tokens = np.asarray(output.packed)[row, int(output.reports_odds) : -COLUMNS]
+    packed: Any = np.asarray(output.packed)
+    tokens = StepOutput(packed, reports_odds=output.reports_odds).tokens[row]
     return _named(tokens.tolist(), found, row, most)
 
 
-def prompt_logprobs_of(request: Request, cursor: PromptCursor) -> list[TokenLogprob]:
-    """Return the log-probability of each token of a prompt that was fed; the first has none."""
+def prompt_logprobs(request: Request, cursor: PromptCursor) -> list[TokenLogprob]:
+    """Return the log-probabilities of a prompt that was fed; its first token has none."""
     (first, *rest), most = request.prompt, request.params.prompt_logprobs
     known, at = [TokenLogprob(first, None, ())], 0
     for found in cursor.logprobs if most is not None else ():
@@ -85,7 +94,7 @@ def prompt_logprobs_of(request: Request, cursor: PromptCursor) -> list[TokenLogp
 
 
 def _named(tokens: Sequence[int], found: Logprobs, row: int, most: int) -> list[TokenLogprob]:
-    """The log-probabilities of a row's first places, with the tokens they are of."""
+    """Return the log-probabilities of a row's first places, with their tokens."""
     chosen = np.asarray(found.chosen)[row].tolist()
     ids = np.asarray(found.top_ids)[row, :, :most].tolist()
     values = np.asarray(found.top)[row, :, :most].tolist()

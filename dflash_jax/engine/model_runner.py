@@ -13,39 +13,35 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler import two_devices as apart
-from dflash_jax.compiler.build import Executable
+from dflash_jax.compiler.build import CompiledPrograms, Executable
+from dflash_jax.compiler.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
 from dflash_jax.compiler.memory import tree_bytes
-from dflash_jax.compiler.plan import Plan
-from dflash_jax.compiler.programs import (
-    ALL_LANES,
-    DECODING,
-    GREEDY,
-    MASKED,
-    SHAPED,
-    Params,
-    declare,
-    empty_state,
-    repeats,
-    words,
-)
-from dflash_jax.compiler.settings import undisturbed
-from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
-from dflash_jax.compiler.variants import OF_LANE, CompiledPrograms
+from dflash_jax.compiler.placement import place_empty_state, place_params, place_params_like
+from dflash_jax.compiler.programs import declare, is_multi_step
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.engine.forced_tokens import Dictated, dictate
-from dflash_jax.engine.logits_processing import Shaper
+from dflash_jax.decode.inputs import (
+    ClearRowsInputs,
+    CopyRowInputs,
+    DecodeInputs,
+    PrefillInputs,
+    PromptLogprobsInputs,
+    VerifyInputs,
+)
+from dflash_jax.decode.logits_processing import mask_words
+from dflash_jax.decode.pair import Params
+from dflash_jax.engine import forced_tokens
+from dflash_jax.engine.forced_tokens import ForcedTokens
+from dflash_jax.engine.logits_processing import LogitsProcessor
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import identity
 from dflash_jax.engine.prefix.store import PrefixStore
 from dflash_jax.engine.scheduler import SchedulerOutput
 from dflash_jax.engine.sequence import Sequence
-from dflash_jax.errors import CheckpointError
-from dflash_jax.quant.layouts import KEPT
-from dflash_jax.quant.products import put_in_order
+from dflash_jax.engine.structured.grammars import Grammar
+from dflash_jax.plan import Plan
 from dflash_jax.state import RowRules, RowStep, StepOutput, read_output
 
-LANE_OF = {variant: lane for lane, variant in OF_LANE.items()}
+Output = tuple[int, tuple[int, ...], StepOutput]  # first row, rows that wait, and the output
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,12 +55,12 @@ class InFlightStep:
 
     work: SchedulerOutput
     dispatched: float
-    outputs: tuple[tuple[int, tuple[int, ...], StepOutput], ...]
+    outputs: tuple[Output, ...]
 
     def results(self) -> Iterator[dict[int, RowStep]]:
         """Wait for each output; yield the results of each device step, by row.
 
-        Outputs that no sequence waits for any more are not waited for.
+        Outputs that no sequence waits for any more are skipped.
         """
         for first, rows, output in self.outputs:
             if any(map(self.work.waits, rows)):
@@ -80,8 +76,8 @@ class ModelRunner:
     """Parameters, compiled programs, and the state of all rows.
 
     Attributes:
-      compiled: the programs of the plan, and the executables made of them so far.
-      state: of all rows; donated to every step, which gives it back.
+      compiled: the programs of the plan, and those of them that are compiled.
+      state: of all rows; every step consumes it and returns the next one.
       prefixes: moves prompt segments between rows and the prefix cache; None without one.
     """
 
@@ -89,29 +85,27 @@ class ModelRunner:
         self, target: TargetConfig, drafter: DrafterConfig | None, params: Params, plan: Plan
     ):
         self.target, self.drafter, self.plan = target, drafter, plan
-        self.compiled = CompiledPrograms(declare(plan, target, drafter, lanes=ALL_LANES))
-        self._fed_rows = plan.fed_rows
-        self._copies = jax.default_backend() != "cpu"  # there answers are on the host already
-        self._apart = plan.apart and drafter is not None
-        self._mesh = device_mesh(plan)
-        self.params = self._place(params)
-        self.state: Any = self._empty_state()
+        self.compiled = CompiledPrograms(declare(plan, target, drafter))
+        self._fed_rows, self._exact = plan.fed_rows, plan.exact
+        self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
+        self._copies = jax.default_backend() != "cpu"  # on a CPU, outputs are on the host already
+        self.params = place_params(plan, params)
+        self.state: Any = place_empty_state(plan, target, drafter)
         self.prefixes = self._make_prefixes(self.params)
-        self._shaper = Shaper(plan.rows, target.vocab_size)
-        # Kept there, as to send a number in every call takes 0.1 ms.
-        self._counts = jax.device_put([np.int32(n) for n in range(plan.rounds + 1)])
+        self._logits = LogitsProcessor(plan.rows, target.vocab_size)
+        # Kept on the device, because sending a number in every call takes 0.1 ms.
+        self._num_steps = jax.device_put([np.int32(n) for n in range(plan.rounds + 1)])
 
     @property
     def params_deleted(self) -> bool:
-        """Whether parameters were donated to a program outside the engine."""
+        """Whether parameters were donated to another program."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params))
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of each part that stays in memory; any thread may ask.
+        """Bytes of each part that stays in memory; may be read by any thread.
 
-        Parts are "weights", "caches" (keys, values and recurrent states of all rows),
-        "prefix_cache", and "programs" (machine code; 0 where XLA does not say, as on a CPU).
+        "programs" is machine code, and 0 where XLA does not report it, as on a CPU.
         """
         return {
             "weights": tree_bytes(self.params),
@@ -121,20 +115,24 @@ class ModelRunner:
         }
 
     @property
-    def executables(self) -> dict[str, Executable]:
-        """What was compiled so far, by name."""
+    def executables(self) -> dict[ProgramKey, Executable]:
+        """The compiled programs."""
         return self.compiled.executables
+
+    # -- steps --------------------------------------------------------------------------------
 
     def execute(self, work: SchedulerOutput) -> InFlightStep:
         """Dispatch a turn's work; its results are read later."""
         started = time.perf_counter()
         if work.prefill:
             return InFlightStep(work, started, tuple(self._prefill(work)))
-        name = "plain" if self.plan.exact else "plain1"
-        output = self.step("speculative" if work.drafting else name, work)
-        return InFlightStep(work, started, ((0, tuple(work.sequences), output),))
+        steps = self._num_steps[work.num_steps] if self._multi_step[work.variant] else None
+        step = Step.SPECULATIVE if work.drafting else Step.PLAIN
+        rows = tuple(work.sequences)
+        output = self.step(step, work, DecodeInputs(work.rules, num_steps=steps), rows)
+        return InFlightStep(work, started, ((0, rows, output),))
 
-    def _prefill(self, work: SchedulerOutput) -> Iterator[tuple[int, tuple[int, ...], StepOutput]]:
+    def _prefill(self, work: SchedulerOutput) -> Iterator[Output]:
         """Feed one chunk of each prompt; yield the outputs of last chunks.
 
         Rows with the same prompt at the same position share a chunk: the first is fed, the others
@@ -163,7 +161,7 @@ class ModelRunner:
 
     def _feed(
         self, work: SchedulerOutput, sequences: Mapping[int, Sequence], *, first: int
-    ) -> Iterator[tuple[int, tuple[int, ...], StepOutput]]:
+    ) -> Iterator[Output]:
         """Dispatch one prefill call for rows from `first` on."""
         rows, chunk = self._fed_rows, self.plan.chunk
         tokens, num_fed = np.zeros((rows, chunk), np.int32), np.zeros(rows, np.int32)
@@ -175,12 +173,14 @@ class ModelRunner:
             part = cursor.prompt[starts[row] : starts[row] + chunk]
             tokens[at, : len(part)], num_fed[at], fresh[at] = part, len(part), starts[row] == 0
             if sequence.request.params.prompt_logprobs is not None:
-                self._score_chunk(row, cursor)
+                self._prompt_logprobs(row, cursor)
             cursor.num_fed += len(part)
             if sequence.prefilled:
                 last.append(row)
                 self.set_logits_state(row, sequence)
-        output = self.step("prefill", work, tokens, num_fed, fresh, readers=last, first=first)
+        row = np.int32(first) if rows < self.plan.rows else None
+        inputs = PrefillInputs(tokens, num_fed, fresh, work.rules, row=row)
+        output = self.step(Step.PREFILL, work, inputs, last, first=first)
         for row, sequence in sequences.items():
             self._keep(row, sequence.cursor, starts[row])
         if last:
@@ -188,104 +188,74 @@ class ModelRunner:
 
     def step(
         self,
-        name: str,
+        step: Step,
         work: SchedulerOutput,
-        *arguments: Any,
-        readers: Iterable[int] | None = None,
+        inputs: PrefillInputs | DecodeInputs,
+        rows: Iterable[int],
         first: int = 0,
     ) -> StepOutput:
-        """Dispatch one program; its output is copied to the host in the background.
+        """Dispatch a prefill or decode step, and start copying its output to the host.
 
         Args:
-          readers: rows whose grammars masks are made of; by default those of the work.
-          first: the first of the rows that are fed.
+          rows: rows that wait for the output; their grammars constrain the constrained variant.
+          first: first row of a prefill.
         """
-        lane, rules = LANE_OF[work.variant], work.rules
-        carried: tuple[Any, ...] = ()
-        if name in DECODING and repeats(self.plan, lane):
-            arguments = (self._counts[work.num_steps], *arguments)
-        elif name == "prefill" and self._fed_rows < self.plan.rows:
-            arguments = (np.int32(first), *arguments)
-        if lane == MASKED:
-            name, arguments, masks = self._make_masks(name, work, arguments, readers, first)
-            carried = (self._shaper.shaping, masks)
-        elif lane == SHAPED:
-            carried = (self._shaper.shaping,)
-        program = self.executables[name + lane]
-        made = program(self.params, self.state, *carried, *arguments, rules)
-        self.state, output = made[0], made[-1]
-        if carried:
-            self._shaper.keep(made[1])
+        program = step
+        if work.variant == Variant.CONSTRAINED:
+            grammars = {row - first: (row, work.sequences[row].grammar) for row in rows}
+            program, inputs = self._constrain(step, inputs, grammars)
+        output = self._run(ProgramKey(program, work.variant), inputs)
         if self._copies:
             output.packed.copy_to_host_async()
         return output
 
     def exchange(self, params: Params) -> None:
-        """Goes on with other parameters of the same shapes; what is kept of prompts is not theirs.
+        """Replace the parameters by others of the same shapes, and drop all cached prefixes.
 
         Nothing may run meanwhile.
 
         Raises:
-          CheckpointError: they are made otherwise; the engine keeps those it has.
+          CheckpointError: they have other names, shapes or dtypes; the engine keeps its own.
         """
-        try:
-            placed = self._place(params)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"what was given is no tree of parameters ({error}); give one like `engine.params`"
-            ) from error
-        given, wanted = _leaves(placed), _leaves(self.params)
-        if wrong := sorted(given.items() ^ wanted.items()):
-            name = wrong[0][0]
-            raise CheckpointError(
-                f"the parameter {name} is {given.get(name, 'missing')}, but the engine's is"
-                f" {wanted.get(name, 'none')}; give a tree like `engine.params`, or load anew"
-            )
-        where = jax.tree.map(lambda leaf: leaf.sharding, self.params)
-        placed = jax.device_put(placed, where)
+        placed = place_params_like(self.plan, params, self.params)
         self.params, self.prefixes = placed, self._make_prefixes(placed)
 
     def prefetch(self, cursor: PromptCursor) -> None:
-        """Begin to read cached chunks of a prompt from disk, if the plan keeps any there."""
+        """Begin to read cached chunks of a prompt from disk, if there are any."""
         if self.prefixes:
             self.prefixes.prefetch(cursor)
 
-    def refute(self, prompt: tuple[int, ...]) -> None:
+    def forget(self, prompt: tuple[int, ...]) -> None:
         """Remove a prompt from the prefix cache."""
         if self.prefixes:
             self.prefixes.forget(prompt)
 
     def release(self, cursor: PromptCursor, *, tainted: bool) -> None:
-        """Keep what an ended request added to the prefix cache, or remove it.
-
-        Args:
-          tainted: no other request should use it.
-        """
+        """Keep what an ended request added to the prefix cache; remove it if it is tainted."""
         if self.prefixes:
             self.prefixes.release(cursor, tainted=tainted)
 
     def set_logits_state(self, row: int, sequence: Sequence) -> None:
-        """Set a row's penalties and biases to those of a request at its present length."""
-        if "shape" in self.executables:
-            self._shaper.set_row(
-                self.executables["shape"], row, sequence.request, sequence.state.ids[:]
-            )
+        """Set a row's penalties, biases and counts to those of a request so far."""
+        if program := self.executables.get(ProgramKey(Step.SET_LOGITS_STATE)):
+            self._logits.set_row(program, row, sequence.request, sequence.state.ids)
 
-    def dictate(self, dictated: Mapping[int, Dictated]) -> None:
-        """Has rows go on behind tokens the host decided."""
-        size = {"rows": self.plan.rows, "block": self.plan.block}
-        self.state = dictate(self.executables, self.params, self.state, dictated, **size)
+    def force_tokens(self, forced: Mapping[int, ForcedTokens]) -> None:
+        """Append tokens to rows, all of which must be frozen (R6, R7)."""
+        rows, block = self.plan.rows, self.plan.block
+        self._change_rows(Step.REPLACE_ANCHOR, forced_tokens.replacements(rows, forced))
+        for inputs in forced_tokens.blocks(rows, block, forced):
+            self._run(ProgramKey(Step.FORCED_TOKENS), inputs)
 
-    def _score_chunk(self, row: int, cursor: PromptCursor) -> None:
+    def _prompt_logprobs(self, row: int, cursor: PromptCursor) -> None:
         """Dispatch the log-probabilities of the next chunk of a prompt."""
         start = cursor.num_fed
         places = np.zeros(self.plan.chunk + 1, np.int32)
         part = cursor.prompt[start : start + len(places)]
         places[: len(part)] = part
-        chunk = places[None, :-1], places[None, 1:], np.array([start == 0])
-        self.state, logprobs = self.executables["score"](
-            self.params, self.state, np.int32(row), *chunk
-        )
+        fresh = np.array([start == 0])
+        inputs = PromptLogprobsInputs(np.int32(row), places[None, :-1], places[None, 1:], fresh)
+        logprobs = self._run(ProgramKey(Step.PROMPT_LOGPROBS), inputs)
         cursor.logprobs = [*(cursor.logprobs if start else ()), logprobs]
 
     def _restore(self, row: int, cursor: PromptCursor) -> None:
@@ -298,95 +268,82 @@ class ModelRunner:
         if self.prefixes:
             self.prefixes.keep(self.executables, self.state, row, cursor, start)
 
-    def copy_row(self, of: int, to: int) -> None:
-        """Has a row know what another does."""
-        self.state = self.executables["copy_row"](self.state, np.int32(of), np.int32(to))
+    def copy_row(self, source: int, destination: int) -> None:
+        """Copy the state of one row to another."""
+        self._change_rows(Step.COPY_ROW, CopyRowInputs(np.int32(source), np.int32(destination)))
 
-    def wipe(self, rows: Iterable[int]) -> None:
-        """Clears rows whose caches may hold non-finite numbers, before anyone else gets them."""
+    def clear_rows(self, rows: Iterable[int]) -> None:
+        """Clear rows that may hold non-finite numbers, before other requests get them."""
         mask = np.isin(np.arange(self.plan.rows), list(rows))
-        self.state = self.executables["wipe"](self.state, mask)
+        self._change_rows(Step.CLEAR_ROWS, ClearRowsInputs(mask))
 
     def reset(self) -> None:
-        """Makes a new state after a failed step, which took the donated one with it."""
+        """Make a new state, after a failed step consumed the old one."""
         self.drop()
-        self.state = self._empty_state()
+        self.state = place_empty_state(self.plan, self.target, self.drafter)
 
     def drop(self) -> None:
-        """Lets go of what is left of the state, and of what is kept of prompts."""
+        """Free the state and all cached prefixes."""
         self.state = None
-        self._shaper.reset()
+        self._logits.reset()
         if self.prefixes:
-            self.prefixes.cache.clear()  # segments may have been cut from what is lost
+            self.prefixes.cache.clear()  # segments may have been cut from the lost state
 
     def break_even(self, rules: RowRules, samples: int = 5) -> float:
         """Measure the time of a drafted step over that of a plain one; no row makes progress.
 
         A drafted round pays off if it commits more tokens than this.
         """
-        repeated = repeats(self.plan, GREEDY)
-        times: dict[str, list[float]] = {"speculative": [], "plain": []}
+        once = self._num_steps[0] if self._multi_step[Variant.GREEDY] else None
+        times: dict[Step, list[float]] = {Step.SPECULATIVE: [], Step.PLAIN: []}
         for _ in range(samples + 1):  # the first is not counted
-            for name, found in times.items():
+            for step, found in times.items():
                 started = time.perf_counter()
-                count = (np.int32(0),) if repeated else ()
-                self.state, output = self.executables[name](self.params, self.state, *count, rules)
-                read_output(output)
+                inputs = DecodeInputs(rules, num_steps=once)
+                read_output(self._run(ProgramKey(step, Variant.GREEDY), inputs))
                 found.append(time.perf_counter() - started)
         medians = [statistics.median(found[1:]) for found in times.values()]
         return medians[0] / medians[1]
+
+    def _run(self, key: ProgramKey, inputs: Any) -> Any:
+        """Dispatch a program that runs a model; return its output."""
+        logits_state = self._logits.state if key.variant in LOGITS_VARIANTS else None
+        self.state, logits_state, output = self.executables[key](
+            self.params, self.state, logits_state, inputs
+        )
+        if logits_state is not None:
+            self._logits.keep(logits_state)
+        return output
+
+    def _change_rows(self, step: Step, inputs: Any) -> None:
+        self.state, _, _ = self.executables[ProgramKey(step)](None, self.state, None, inputs)
+
+    def _constrain(
+        self, step: Step, inputs: Any, grammars: Mapping[int, tuple[int, Grammar | None]]
+    ) -> tuple[Step, Any]:
+        """Return a step with masks in its inputs; a speculative one is drafted and waited for.
+
+        Args:
+          grammars: by place in the step's inputs, the row and its grammar.
+        """
+        drafts = np.zeros((self.plan.rows, 0), np.int32)
+        if step == Step.SPECULATIVE:
+            program = self.executables[ProgramKey(Step.DRAFT, Variant.CONSTRAINED)]
+            self.state, _, draft = program(self.params, self.state, None, inputs)
+            step, inputs = Step.VERIFY, VerifyInputs(draft, inputs.rules)
+            drafts = np.asarray(draft.block)[:, 1:]
+        prefill = step == Step.PREFILL
+        rows = self._fed_rows if prefill else self.plan.rows
+        one = prefill or (step == Step.PLAIN and not self._exact)
+        shape = (rows, 1 if one else self.plan.block, mask_words(self.target.vocab_size))
+        masks = np.full(shape, 2**32 - 1, np.uint32)
+        for place, (row, grammar) in grammars.items():
+            if grammar:
+                grammar.fill(masks[place], drafts[row].tolist())
+        return step, dataclasses.replace(inputs, masks=masks)
 
     def _make_prefixes(self, params: Params) -> PrefixStore | None:
         if not self.plan.prefix_cache:
             return None
         made = (self.plan, self.target, self.drafter, params)
         return PrefixStore(self.plan, self.compiled.programs, functools.partial(identity, *made))
-
-    @undisturbed()
-    def _place(self, params: Params) -> Params:
-        """Parameters where the plan wants them, as it wants them."""
-        params = jax.tree.map(lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, KEPT))
-        put_in_order(params, self.plan.order)  # in the copy of the tree
-        if self._apart:
-            return apart.place_params(self.plan, params)
-        if self._mesh is not None:
-            return jax.device_put(params, param_shardings(self._mesh, params))
-        return jax.device_put(params)
-
-    def _empty_state(self) -> Any:
-        """A `DecodeState`, or its two `Halves` where target and drafter have a device each."""
-        shapes = jax.eval_shape(lambda: empty_state(self.plan, self.target, self.drafter))
-        empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        if self._apart:
-            return apart.place_state(self.plan, empty)
-        return jax.device_put(empty, self._mesh and row_shardings(self._mesh, empty))
-
-    def _make_masks(
-        self,
-        name: str,
-        work: SchedulerOutput,
-        arguments: tuple[Any, ...],
-        readers: Iterable[int] | None,
-        first: int,
-    ) -> tuple[str, tuple[Any, ...], np.ndarray]:
-        """A step's masks [B, T, W]; of a speculative one the drafts are made, and waited for."""
-        drafts = np.zeros((self.plan.rows, 0), np.int32)
-        if name == "speculative":
-            draft = self.executables["draft" + MASKED]
-            self.state, drafted = draft(self.params, self.state, work.rules)
-            name, arguments, drafts = "verify", (drafted,), np.asarray(drafted[0])[:, 1:]
-        places = 1 if name in ("prefill", "plain1") else self.plan.block
-        rows = self._fed_rows if name == "prefill" else self.plan.rows
-        shape = (rows, places, words(self.target))
-        masks = np.full(shape, 2**32 - 1, np.uint32)
-        for row in work.sequences if readers is None else readers:
-            if grammar := work.sequences[row].grammar:
-                grammar.fill(masks[row - first], drafts[row].tolist())
-        return name, arguments, masks
-
-
-def _leaves(params: Params) -> dict[str, str]:
-    """Type and shape of every parameter, by its path."""
-    found = jax.tree_util.tree_leaves_with_path(params)
-    named = ((jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in found)
-    return {name: f"{x.dtype}{list(x.shape)}" for name, x in named}

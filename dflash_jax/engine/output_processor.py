@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from dflash_jax.engine.events import EventLog
-from dflash_jax.engine.forced_tokens import Dictated
-from dflash_jax.engine.logits_processing import prompt_logprobs_of, token_logprobs_of
+from dflash_jax.engine.forced_tokens import ForcedTokens
+from dflash_jax.engine.logits_processing import prompt_logprobs, token_logprobs
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.recovery.controller import Restart
@@ -32,7 +32,7 @@ class RowUpdates:
     finished: list[Sequence] = dataclasses.field(default_factory=list)
     refuted: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     cleared: list[int] = dataclasses.field(default_factory=list)
-    forced: dict[int, Dictated] = dataclasses.field(default_factory=dict)
+    forced: dict[int, ForcedTokens] = dataclasses.field(default_factory=dict)
 
 
 class OutputProcessor:
@@ -59,7 +59,7 @@ class OutputProcessor:
     ) -> None:
         sequence, prefill = step.work.sequences[row], step.work.prefill
         if prefill and sequence.cursor.logprobs:
-            sequence.prompt_logprobs = prompt_logprobs_of(sequence.request, sequence.cursor)
+            sequence.prompt_logprobs = prompt_logprobs(sequence.request, sequence.cursor)
         if sequence.rebuilding and result.finite:
             updates.forced[row] = sequence.rebuilt()
             return
@@ -69,13 +69,13 @@ class OutputProcessor:
             self._restart(sequence, Restart.FRESH, updates)
             return
         if row in step.work.drafting:
-            count_round(sequence.stats, len(result.tokens), result.drafts, self._block - 1)
+            count_round(sequence.stats, len(result.tokens), result.num_drafts, self._block - 1)
         elif not prefill:
             sequence.stats.plain_steps += bool(result.tokens)
         logprobs = []
         if sequence.request.params.logprobs is not None:
             output, place = step.output_of(row)
-            logprobs = token_logprobs_of(output, place, sequence.request)[: len(result.tokens)]
+            logprobs = token_logprobs(output, place, sequence.request)[: len(result.tokens)]
         event = _event(step, row, result)
         if forced := self._advance(sequence, event, logprobs, updates):
             updates.forced[row] = forced
@@ -91,7 +91,7 @@ class OutputProcessor:
         event: controller.Prefilled | controller.Stepped,
         logprobs: list[TokenLogprob],
         updates: RowUpdates,
-    ) -> Dictated | None:
+    ) -> ForcedTokens | None:
         """Advance a sequence by a step; return the tokens that recovery forces, if any."""
         effects = sequence.process(event, logprobs)
         self.report(sequence, effects.notes)
@@ -105,7 +105,7 @@ class OutputProcessor:
         elif effects.replace is not None or effects.force:
             ids = sequence.state.ids
             pending = ids[len(ids) - len(effects.force) - 1]
-            return Dictated(pending, effects.replace is not None, effects.force)
+            return ForcedTokens(pending, effects.replace is not None, effects.force)
         return None
 
     def _restart(self, sequence: Sequence, restart: Restart, updates: RowUpdates) -> None:
@@ -168,13 +168,13 @@ def _event(
     if step.work.prefill:
         restored = step.work.sequences[row].cursor.num_cached > 0
         return controller.Prefilled(
-            result.tokens[0], result.floor, result.finite, restored, result.odds
+            result.tokens[0], result.next_best, result.finite, restored, result.call_odds
         )
     return controller.Stepped(
         result.tokens,
         result.finite,
         result.draft_finite,
-        result.floor,
-        result.drafts if row in step.work.drafting else 0,
-        result.odds,
+        result.next_best,
+        result.num_drafts if row in step.work.drafting else 0,
+        result.call_odds,
     )

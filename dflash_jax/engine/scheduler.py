@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 import jax
 import numpy as np
 
-from dflash_jax.compiler.variants import Variant
+from dflash_jax.compiler.keys import LOGITS_VARIANTS, STEP_VARIANTS, Variant
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.sampling_params import MIN_TEMPERATURE
 from dflash_jax.engine.sequence import RowSettings, Sequence
@@ -17,10 +17,6 @@ from dflash_jax.plan import Plan
 from dflash_jax.state import CHOICES, RowRules
 
 BURST = 0.1  # seconds between two results that a reader does not notice as a pause (Nielsen)
-# The variant that rows share is the last any of them needs: each can run all requests of those
-# before it.
-VARIANTS = (Variant.GREEDY, Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED)
-MULTI_STEP = (Variant.GREEDY, Variant.SAMPLED)  # whose programs make several decode steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,13 +143,15 @@ class Scheduler:
         decoding = {row: x for row, x in active.items() if x.prefilled and not x.rebuilding}
         loaded = {row: x for row, x in prompts.items() if x.loaded}
         self._prefilled_last = bool(loaded) and not (self._prefilled_last and decoding)
-        variant = max(map(variant_of, self.running), key=VARIANTS.index, default=Variant.GREEDY)
+        variant = max(
+            map(variant_of, self.running), key=STEP_VARIANTS.index, default=Variant.GREEDY
+        )
         rules = self.rules(decoding)
         if self._prefilled_last:
             return SchedulerOutput(variant, rules, loaded, _epochs(loaded), prefill=True)
         if not decoding or self._may_all_end(decoding, in_flight):
             return None
-        multi_step = variant in MULTI_STEP and not (self.waiting or prompts)
+        multi_step = variant not in LOGITS_VARIANTS and not (self.waiting or prompts)
         return SchedulerOutput(
             variant,
             rules,
@@ -223,7 +221,7 @@ def make_rules(
     host: dict[str, np.ndarray] = {
         "stop_ids": np.full((count, plan.stop_slots), -1, np.int32),
         "limit": np.zeros(count, np.int32),
-        "drafts": np.zeros(count, np.int32),
+        "max_drafts": np.zeros(count, np.int32),
         "temperature": np.zeros(count, np.float32),
         "top_k": np.zeros(count, np.int32),
         "top_p": np.ones(count, np.float32),
@@ -240,7 +238,7 @@ def make_rules(
         host["stop_ids"][row, : len(request.stop_ids)] = sorted(request.stop_ids)
         host["limit"][row] = settings.max_length if decodes else 0
         most = (params.block_size or plan.block) - 1
-        host["drafts"][row] = most if settings.speculates else 0
+        host["max_drafts"][row] = most if settings.speculates else 0
         if params.temperature > 0:
             host["temperature"][row] = max(params.temperature, MIN_TEMPERATURE)
         for name in ("top_k", "top_p", "min_p"):

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from dflash_jax.engine.detokenizer import OutputBuffer
-from dflash_jax.engine.forced_tokens import Dictated
+from dflash_jax.engine.forced_tokens import ForcedTokens
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.recovery import (
     controller,
@@ -320,10 +320,10 @@ class Sequence:
         self.cursor.num_cached = cursor.num_cached
         self.rebuilding = bool(self.state.ids)
 
-    def rebuilt(self) -> Dictated:
+    def rebuilt(self) -> ForcedTokens:
         """Return the output so far, to be fed after the prompt, which was fed again."""
         self.rebuilding = False
-        return Dictated(self.state.ids[0], True, self.state.ids[1:])
+        return ForcedTokens(self.state.ids[0], True, self.state.ids[1:])
 
     def result(self) -> Result:
         """Return the finished request.

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DrafterConfig
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import (
     GatedMLP,
     columns_of,
@@ -28,7 +29,6 @@ from dflash_jax.nn.layers import (
     times,
     weight,
 )
-from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.nn.rope import rope_tables, rotate
 from dflash_jax.state import LayerCache
 
@@ -211,7 +211,7 @@ class DFlash(nn.Module):
         block: Int[Array, "B T"],
         caches: Sequence[LayerCache],
         start: Int[Array, " B"],
-        lender: Lender,
+        layers: SharedLayers,
     ) -> tuple[Float[Array, "B R D"], Float[Array, "B R N"], tuple[LayerCache, ...]]:
         """Hidden states and logits of the T-1 drafted places, and the caches after the call.
 
@@ -221,9 +221,9 @@ class DFlash(nn.Module):
         """
         c = self.config
         block = block[:, :-1] if c.sample_from_anchor else block
-        embed = self.embed if c.own_embedding else lender.embed
+        embed = self.embed if c.own_embedding else layers.embed
         hidden, caches = self(embed(block), caches, start)
-        said = project(hidden, self.head) if c.own_head else self.lent(hidden, lender)
+        said = project(hidden, self.head) if c.own_head else self.lent(hidden, layers)
         logits = self.adjust(said)
         if c.sample_from_anchor:
             return hidden, logits, caches
@@ -234,18 +234,18 @@ class DFlash(nn.Module):
         block: Int[Array, "B T"],
         caches: Sequence[LayerCache],
         start: Int[Array, " B"],
-        lender: Lender,
-        choose: Chooser,
-    ) -> Proposal:
+        layers: SharedLayers,
+        sampler: DraftSampler,
+    ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """Drafts after the anchor, each place for itself. Arguments as of `predict`."""
-        _, logits, caches = self.predict(block, caches, start, lender)
-        choice = choose.every(logits)
+        _, logits, caches = self.predict(block, caches, start, layers)
+        choice = sampler.sample_all(logits)
         tokens = self.token(choice.index)
-        return Proposal(tokens, choice.q, self.tokens(), choice.finite, caches)
+        return sampler.draft(tokens, choice.q, choice.finite, ids=self.tokens()), caches
 
-    def lent(self, hidden: Float[Array, "B T D"], lender: Lender) -> Float[Array, "B T N"]:
+    def lent(self, hidden: Float[Array, "B T D"], layers: SharedLayers) -> Float[Array, "B T N"]:
         """What the target's head says of the tokens that the drafter knows."""
-        logits, ids = lender.head(hidden), self.tokens()
+        logits, ids = layers.head(hidden), self.tokens()
         return logits if ids is None else jnp.take(logits, ids, axis=-1)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

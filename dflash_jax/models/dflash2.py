@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.models.dflash import Attend, DFlash, DrafterAttention, Kept
+from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import GatedMLP, declare, dot, norm_weight, product, rms_norm, weight
-from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.state import LayerCache
 
 
@@ -128,29 +128,29 @@ class DFlash2(nn.Module):
         block: Int[Array, "B T"],
         caches: Sequence[LayerCache],
         start: Int[Array, " B"],
-        lender: Lender,
-        choose: Chooser,
-    ) -> Proposal:
+        layers: SharedLayers,
+        sampler: DraftSampler,
+    ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """Drafts after the anchor along the selector's path; q is over the candidates."""
-        hidden, logits, caches = self.backbone.predict(block, caches, start, lender)
+        hidden, logits, caches = self.backbone.predict(block, caches, start, layers)
         finite = jnp.isfinite(logits).all(axis=(1, 2))
         with jax.named_scope("selector"):
             unary, index = jax.lax.top_k(logits, self.config.selector_top_k)
             ids = self.backbone.token(index)
             pairs = self.pair_scores(hidden, unary, ids, block[:, 0])
             places, size = ids.shape[1:]
-            noise = choose.noise(places, size)
+            noise = sampler.noise(places, size)
             at, path, q = jnp.zeros_like(start), [], []
             for i in range(places):
                 scores = jnp.take_along_axis(pairs[:, i], at[:, None, None], axis=1)[:, 0]
-                choice = choose.one(scores, None if noise is None else noise[:, i])
+                choice = sampler.sample_one(scores, None if noise is None else noise[:, i])
                 at, finite = choice.index, finite & choice.finite
                 path.append(at)
                 q.append(choice.q)
             chosen = jnp.stack(path, axis=1)[:, :, None]
             tokens = jnp.take_along_axis(ids, chosen, axis=2)[:, :, 0]
         drawn = None if noise is None else jnp.stack(q, axis=1)
-        return Proposal(tokens, drawn, ids, finite, caches)
+        return sampler.draft(tokens, drawn, finite, ids=ids), caches
 
     def pair_scores(
         self,

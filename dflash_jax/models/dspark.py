@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.models.dflash import DFlash
+from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import dot, project, weight
-from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.state import LayerCache
 
 
@@ -63,18 +63,19 @@ class DSpark(nn.Module):
         block: Int[Array, "B T"],
         caches: Sequence[LayerCache],
         start: Int[Array, " B"],
-        lender: Lender,
-        choose: Chooser,
-    ) -> Proposal:
+        layers: SharedLayers,
+        sampler: DraftSampler,
+    ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """Drafts after the anchor, each place knowing the token chosen before it."""
-        hidden, logits, caches = self.backbone.predict(block, caches, start, lender)
+        hidden, logits, caches = self.backbone.predict(block, caches, start, layers)
         if self.config.markov_rank:
             with jax.named_scope("markov"):
-                return self._walk(block[:, 0], hidden, logits, caches, choose)
-        choice = choose.every(logits)
+                return self._walk(block[:, 0], hidden, logits, caches, sampler)
+        choice = sampler.sample_all(logits)
         ids, tokens = self.backbone.tokens(), self.backbone.token(choice.index)
         survival = self._survival([hidden[:, i] for i in range(hidden.shape[1])])
-        return Proposal(tokens, choice.q, ids, choice.finite, caches, survival)
+        draft = sampler.draft(tokens, choice.q, choice.finite, ids=ids, survival=survival)
+        return draft, caches
 
     def _walk(
         self,
@@ -82,10 +83,10 @@ class DSpark(nn.Module):
         hidden: Float[Array, "B R D"],
         logits: Float[Array, "B R N"],
         caches: tuple[LayerCache, ...],
-        choose: Chooser,
-    ) -> Proposal:
+        sampler: DraftSampler,
+    ) -> tuple[Draft, tuple[LayerCache, ...]]:
         places, size = logits.shape[1:]
-        noise = choose.noise(places, size)
+        noise = sampler.noise(places, size)
         token, finite = anchor, jnp.isfinite(logits).all(axis=(1, 2))
         state = jnp.zeros((anchor.shape[0], self.config.markov_rank), hidden.dtype)
         path, q, read = [], [], []
@@ -93,13 +94,14 @@ class DSpark(nn.Module):
             previous = self.w1[token]  # [B, r]
             bias, state = self.bias(hidden[:, i], previous, state)
             read.append(jnp.concatenate([hidden[:, i], previous], axis=-1))
-            choice = choose.one(logits[:, i] + bias, None if noise is None else noise[:, i])
+            choice = sampler.sample_one(logits[:, i] + bias, None if noise is None else noise[:, i])
             token, finite = self.backbone.token(choice.index), finite & choice.finite
             path.append(token)
             q.append(choice.q)
         tokens, ids = jnp.stack(path, axis=1), self.backbone.tokens()
         drawn = None if noise is None else jnp.stack(q, axis=1)
-        return Proposal(tokens, drawn, ids, finite, caches, self._survival(read))
+        draft = sampler.draft(tokens, drawn, finite, ids=ids, survival=self._survival(read))
+        return draft, caches
 
     def bias(
         self,

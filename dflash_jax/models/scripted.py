@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import PAIRED, DrafterConfig
 from dflash_jax.models import build_drafter
+from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import declare
-from dflash_jax.nn.proposal import Chooser, Lender, Proposal
 from dflash_jax.state import LayerCache
 
 
@@ -73,11 +73,13 @@ class Scripted(nn.Module):
         block: Int[Array, "B T"],
         caches: Sequence[LayerCache],
         start: Int[Array, " B"],
-        lender: Lender,
-        choose: Chooser,
-    ) -> Proposal:
+        layers: SharedLayers,
+        sampler: DraftSampler,
+    ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """The drafter's proposal; each scripted token replaces its own, with probability 1."""
-        found: Proposal = self.overruled.propose(block, caches, start, lender, choose)
+        found, caches = self.overruled.propose(block, caches, start, layers, sampler)
+        assert found.finite is not None
+        assert found.num_drafts is not None
         at = start[:, None] + jnp.arange(1, block.shape[1])[None, :]
         digits = self.script.astype(jnp.float32)
         script = digits[:, :, 0] * 256 + digits[:, :, 1]
@@ -85,12 +87,14 @@ class Scripted(nn.Module):
         clear = jnp.isfinite(said)
         scripted = clear & (said >= 0)
         # Taking the drafter's own token elsewhere keeps all of its work alive in the program.
-        tokens = jnp.where(scripted, jnp.nan_to_num(said).astype(jnp.int32), found.tokens)
-        finite, q = found.finite & clear.all(axis=1), found.q_over(self.config.vocab_size)
+        tokens = jnp.where(scripted, jnp.nan_to_num(said).astype(jnp.int32), found.block[:, 1:])
+        finite, q = found.finite & clear.all(axis=1), found.q
         if q is not None:
             sure = jax.nn.one_hot(tokens, q.shape[-1], dtype=q.dtype)
             q = jnp.where(scripted[:, :, None], sure, q)
-        return Proposal(tokens, q, None, finite, found.caches, found.survival)
+        draft = sampler.draft(tokens, q, finite)
+        num_drafts = jnp.where(finite, found.num_drafts, 0)
+        return dataclasses.replace(draft, num_drafts=num_drafts), caches
 
 
 def build(config: ScriptedConfig) -> Scripted:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from dflash_jax.compiler.variants import Variant
+from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.request import CancelReason as Reason
@@ -202,7 +202,7 @@ class Generation:
             fed, prompts = self.progress
             return f"keepalive {fed}/{prompts}"
         compiled = self.model.engine.compiled
-        missing, needed = compiled.missing(waits_for), compiled.names(waits_for)
+        missing, needed = compiled.missing(waits_for), compiled.keys(waits_for)
         done = len(needed) - len(missing)
         return f"compiling {', '.join(waits_for)}: {done} of {len(needed)} programs"
 

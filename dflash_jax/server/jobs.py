@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dflash_jax.compiler.variants import CompiledPrograms, Variant
+from dflash_jax.compiler.build import CompiledPrograms
+from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.request import CancelCell
 from dflash_jax.engine.result import Piece, Result

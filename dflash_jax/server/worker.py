@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from dflash_jax.compiler.background import BackgroundCompiler
-from dflash_jax.compiler.variants import Variant
+from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.request import CancelReason as Reason

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.compiler import jit
 from dflash_jax.config import ALWAYS_FLOAT32
-from dflash_jax.decode.block import Pair
+from dflash_jax.decode.pair import Pair
 from dflash_jax.nn.layers import rms_norm
 from dflash_jax.train import anchors as anchoring
 from dflash_jax.train import objective

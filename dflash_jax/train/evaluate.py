@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.compiler import Plan
-from dflash_jax.compiler.plan import Dtype
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
 from dflash_jax.errors import RequestError
+from dflash_jax.plan import Dtype, Plan
 
 CHAT, CODE, IDS = KINDS = ("chat", "code", "ids")
 LENGTH = 2048  # of prompt and answer together

@@ -17,12 +17,13 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.compiler import Plan, jit
-from dflash_jax.compiler.plan import CacheMaker
-from dflash_jax.decode.block import Pair
-from dflash_jax.decode.sampling import likeliest
+from dflash_jax.compiler import jit
+from dflash_jax.compiler.models import CacheMaker
+from dflash_jax.decode.pair import Pair
+from dflash_jax.decode.sampling import argmax
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import target_caches
+from dflash_jax.plan import Plan
 from dflash_jax.train.files import remove, saved_as, sound
 from dflash_jax.train.rows import Rows
 from dflash_jax.train.threads import side_by_side
@@ -88,7 +89,7 @@ def _best(pair: Pair, params: dict[str, Any], hidden: Float[Array, "B S D"]) -> 
 
     def best(x: Array) -> Array:
         logits = pair.target_call({"target": params}, x, method="logits")
-        return likeliest(logits)
+        return argmax(logits)
 
     found = best(parts[0])[None] if count == 1 else jax.lax.map(best, parts)
     return jnp.moveaxis(found, 0, 1).reshape(rows, -1)[:, :length]

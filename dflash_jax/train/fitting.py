@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.compiler import jit
-from dflash_jax.compiler.programs import build_pair
+from dflash_jax.compiler.models import build_pair
 from dflash_jax.config import DrafterConfig, check_pair
 from dflash_jax.errors import ConfigError
 from dflash_jax.target_model import TargetModel

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_jax.compiler import Plan
+from dflash_jax.compiler.keys import Variant
 from dflash_jax.compiler.memory import budget
-from dflash_jax.compiler.programs import GREEDY, SAMPLED
-from dflash_jax.compiler.variants import OF_LANE
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import resolve_here
+from dflash_jax.plan import Plan
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train.files import sound
 from dflash_jax.train.loop import Stopped, stop_flag
@@ -73,7 +72,7 @@ def answer(
             f" {max(b.length for b in buckets)} tokens, the longest of answer_buckets"
         )
     done = stored(path, [len(members) for _, members in groups])
-    writers = Writers(model, SAMPLED if temperature else GREEDY)
+    writers = Writers(model, Variant.SAMPLED if temperature else Variant.GREEDY)
 
     def write(i: int) -> list[list[int]]:
         bucket, members = groups[i]
@@ -114,8 +113,8 @@ class Writers:
     They share their programs.
     """
 
-    def __init__(self, model: TargetModel, lane: str):
-        self._model, self._lane = model, lane
+    def __init__(self, model: TargetModel, variant: Variant):
+        self._model, self._variant = model, variant
         self._lock = threading.Lock()
         self._free: dict[Bucket, queue.SimpleQueue[Engine]] = {}
 
@@ -145,7 +144,7 @@ class Writers:
         for _ in range(self.count(bucket)):
             engine = Engine(model.config, None, {"target": model.params}, plan)
             if programs is None:
-                engine.compile([OF_LANE[self._lane]])
+                engine.compile([self._variant])
                 programs = engine.executables
             engine.executables = programs
             free.put(engine)

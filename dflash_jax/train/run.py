@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler import Plan
-from dflash_jax.compiler.programs import weight_specs
+from dflash_jax.compiler.models import weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ComputeError, ConfigError
+from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import data, evaluate, given, regenerate

@@ -19,15 +19,16 @@ from benchmarks.audit.scenario import Scenario, draw_scenario
 from benchmarks.audit.setups import DRAFTERS, SHORT, WEIGHTS, draw_setup
 from benchmarks.soak_families import FAMILIES
 from dflash_jax.compiler import compile_programs, declare
-from dflash_jax.compiler.programs import ALL_LANES
-from dflash_jax.decode import block
-from dflash_jax.decode.logits_processing import Shaping
-from dflash_jax.engine import forced_tokens as dictation
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.decode import steps
+from dflash_jax.decode.logits_processing import LogitsState
+from dflash_jax.engine import forced_tokens
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery.controller import Finish
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.structured.grammars import Grammar
+from dflash_jax.state import OutputColumn
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -153,29 +154,33 @@ def first_difference(number: int) -> str | None:
     return None
 
 
-def changed(patch: pytest.MonkeyPatch, engine: AuditedEngine, name: str, change: Any) -> None:
+def changed(patch: pytest.MonkeyPatch, engine: AuditedEngine, step: Step, change: Any) -> None:
     """Has a program called by `change`, which gets the program first, in every variant."""
     programs = engine.engine.executables
-    for variant in [x for x in programs if x.split("_")[0] == name or x == name]:
-        patch.setitem(programs, variant, functools.partial(change, programs[variant]))
+    for key in [key for key in programs if key.step == step]:
+        patch.setitem(programs, key, functools.partial(change, programs[key]))
 
 
-def recompiled(patch: pytest.MonkeyPatch, engine: AuditedEngine, *names: str) -> None:
-    """Compiles some programs again, from functions that were patched."""
-    made = engine.engine
-    declared = declare(made.plan, made.target, made.drafter, lanes=ALL_LANES)
-    for name, program in compile_programs(declared[name] for name in names).items():
-        patch.setitem(made.executables, name, program)
+def recompiled(
+    patch: pytest.MonkeyPatch, engine: AuditedEngine, variant: Variant = Variant.GREEDY
+) -> None:
+    """Compiles the speculative step again, from functions that were patched."""
+    made, wanted = engine.engine, ProgramKey(Step.SPECULATIVE, variant)
+    declared = declare(made.plan, made.target, made.drafter)
+    for key, program in compile_programs([declared[wanted]]).items():
+        patch.setitem(made.executables, key, program)
 
 
 def shifted_segments(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
     """Keeps the chunk before the one that was fed."""
     chunk = engine.limits.chunk
 
-    def take(program: Any, state: Any, row: Any, start: Any) -> Any:
-        return program(state, row, np.int32(max(start - chunk, 0)))
+    def take(program: Any, *arguments: Any) -> Any:
+        *others, inputs = arguments
+        start = np.int32(max(inputs.start - chunk, 0))
+        return program(*others, inputs.replace(start=start))
 
-    changed(patch, engine, "take_segment", take)
+    changed(patch, engine, Step.TAKE_SEGMENT, take)
 
 
 def stale_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
@@ -189,14 +194,14 @@ def stale_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
         release(self, sequence)
 
     def feed(program: Any, *arguments: Any) -> Any:
-        *others, first, tokens, count, fresh, rules = arguments
-        if fresh.any() and int(first) in stale:
-            stale.discard(int(first))
-            fresh = np.zeros_like(fresh)
-        return program(*others, first, tokens, count, fresh, rules)
+        *others, inputs = arguments
+        if inputs.fresh.any() and int(inputs.row) in stale:
+            stale.discard(int(inputs.row))
+            inputs = inputs.replace(fresh=np.zeros_like(inputs.fresh))
+        return program(*others, inputs)
 
     patch.setattr(EngineCore, "_release", noted)
-    changed(patch, engine, "prefill", feed)
+    changed(patch, engine, Step.PREFILL, feed)
 
 
 def wrong_readers(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
@@ -220,13 +225,14 @@ def wrong_readers(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
 
 def short_rebuild(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
     """Of tokens that the host feeds, the position passes one too few."""
-    calls = dictation.forced_calls
+    blocks = forced_tokens.blocks
 
     def one_less(*arguments: Any) -> Any:
-        for tokens, count, anchor in calls(*arguments):
-            yield tokens, np.maximum(count - 1, np.minimum(count, 1)), anchor
+        for inputs in blocks(*arguments):
+            count = inputs.num_fed
+            yield inputs.replace(num_fed=np.maximum(count - 1, np.minimum(count, 1)))
 
-    patch.setattr(dictation, "forced_calls", one_less)
+    patch.setattr(forced_tokens, "blocks", one_less)
 
 
 def late_masks(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
@@ -242,50 +248,57 @@ def late_masks(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
 
 def mixed_up_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
     """Of two rows that start together, the first gets what the second holds."""
-    changed(patch, engine, "copy_row", lambda program, state, of, to: program(state, to, of))
+
+    def swapped(program: Any, *arguments: Any) -> Any:
+        *others, inputs = arguments
+        return program(
+            *others, inputs.replace(source=inputs.destination, destination=inputs.source)
+        )
+
+    changed(patch, engine, Step.COPY_ROW, swapped)
 
 
 def one_draft_too_many(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
-    accept = block.accept_greedy
+    accept = steps.accept_greedy
 
     def more(tokens: Any, best: Any, count: Any = None) -> Any:
         return jnp.minimum(accept(tokens, best, count) + 1, tokens.shape[1])
 
-    patch.setattr(block, "accept_greedy", more)
-    recompiled(patch, engine, "speculative")
+    patch.setattr(steps, "accept_greedy", more)
+    recompiled(patch, engine)
 
 
 def one_position_more(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
-    commit = block.commit
+    commit = steps.commit
 
     def further(state: Any, target: Any, draft: Any, n: Any, anchor: Any) -> Any:
         return commit(state, target, draft, n + (n > 1).astype(n.dtype), anchor)
 
-    patch.setattr(block, "commit", further)
-    recompiled(patch, engine, "speculative")
+    patch.setattr(steps, "commit", further)
+    recompiled(patch, engine)
 
 
 def whole_block_in_the_state(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
     """Recurrent states go past rejected drafts."""
-    commit, width = block.commit, engine.limits.block
+    commit, width = steps.commit, engine.limits.block
 
     def whole(state: Any, target: Any, draft: Any, n: Any, anchor: Any) -> Any:
         after = commit(state, target, draft, jnp.where(n > 0, width, 0), anchor)
         return after.replace(position=state.position + n)
 
-    patch.setattr(block, "commit", whole)
-    recompiled(patch, engine, "speculative")
+    patch.setattr(steps, "commit", whole)
+    recompiled(patch, engine)
 
 
 def rejected_drafts_are_penalised(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
-    after = Shaping.after
+    count = LogitsState.count
 
-    def all_drafts(self: Shaping, out: Any) -> Shaping:
-        packed = out.packed.at[:, -4].set(out.tokens.shape[1])
-        return after(self, out.replace(packed=packed))
+    def all_drafts(self: LogitsState, out: Any) -> LogitsState:
+        packed = out.packed.at[:, OutputColumn.NUM_TOKENS].set(out.tokens.shape[1])
+        return count(self, out.replace(packed=packed))
 
-    patch.setattr(Shaping, "after", all_drafts)
-    recompiled(patch, engine, "speculative_shaped")
+    patch.setattr(LogitsState, "count", all_drafts)
+    recompiled(patch, engine, Variant.PENALIZED)
 
 
 SOAK = pytest.mark.soak

@@ -15,21 +15,19 @@ import pytest
 
 from dflash_jax.compiler import Program, build, compile_programs
 from dflash_jax.compiler.background import NICENESS, BackgroundCompiler
-from dflash_jax.compiler.variants import OF_LANE, CompiledPrograms, Variant
+from dflash_jax.compiler.build import CompiledPrograms
+from dflash_jax.compiler.keys import STEP_VARIANTS, ProgramKey, Step, Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
+SHARED = Step.CLEAR_ROWS  # needed by all of `STEP_VARIANTS`
 
 
 def programs(*variants: Variant) -> CompiledPrograms:
     """A program of each of these variants, and one that all of them share."""
-    lanes = {variant: lane for lane, variant in OF_LANE.items()}
-    made = [Program("shared", jnp.sin, (NUMBER,), lanes=tuple(lanes[v] for v in variants))]
-    for variant in variants:
-        name = f"plain{lanes[variant]}"
-        made.append(Program(name, jnp.sin, (NUMBER,), lanes=(lanes[variant],)))
-    return CompiledPrograms({program.name: program for program in made})
+    keys = [ProgramKey(SHARED), *(ProgramKey(Step.PLAIN, variant) for variant in variants)]
+    return CompiledPrograms({key: Program(key, jnp.sin, (NUMBER,)) for key in keys})
 
 
 def until_begun(compiled: CompiledPrograms) -> None:
@@ -56,35 +54,40 @@ def test_every_program_is_of_a_variant_and_a_variant_has_all_that_its_requests_u
 ) -> None:
     found = tiny.compiled.variants
     assert set().union(*found.values()) == set(tiny.programs)
-    for lane, variant in OF_LANE.items():
-        needed = {name for name, program in tiny.programs.items() if lane in program.lanes}
-        assert set(found[variant]) == needed - {"forced", "replace", "score"}
-        assert found[variant][0].startswith("plain")  # decides on a GPU which kernels others take
-    assert set(found[Variant.FORCED_TOKENS]) == {"forced", "replace"}
-    assert found[Variant.PROMPT_LOGPROBS] == ("score",)
+    forced = {ProgramKey(Step.FORCED_TOKENS), ProgramKey(Step.REPLACE_ANCHOR)}
+    scored, logits = ProgramKey(Step.PROMPT_LOGPROBS), ProgramKey(Step.SET_LOGITS_STATE)
+    for variant in STEP_VARIANTS:
+        needed = {key for key in tiny.programs if key.variant in (variant, None)}
+        others = forced | {scored}
+        if variant not in (Variant.PENALIZED, Variant.CONSTRAINED):
+            others |= {logits}
+        assert set(found[variant]) == needed - others
+        assert found[variant][0].step == Step.PLAIN  # decides on a GPU which kernels others take
+    assert set(found[Variant.FORCED_TOKENS]) == forced
+    assert found[Variant.PROMPT_LOGPROBS] == (scored,)
 
 
 def test_what_a_request_waits_for_comes_before_what_nobody_asked_for(
     gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="dflash_jax")
-    compiled, compiler = programs(*OF_LANE.values()), BackgroundCompiler()
+    compiled, compiler = programs(*STEP_VARIANTS), BackgroundCompiler()
     compiled.label = "tiny"
-    compiled.want(OF_LANE.values())  # for the count
-    wanted = [compiler.want(compiled, [variant]) for variant in OF_LANE.values()]
+    compiled.want(STEP_VARIANTS)  # for the count
+    wanted = [compiler.want(compiled, [variant]) for variant in STEP_VARIANTS]
     until_begun(compiled)
     urgent = compiler.want(compiled, [Variant.CONSTRAINED], urgent=True)
     gate.set()
     assert not concurrent.futures.wait([*wanted, urgent], 60).not_done
     said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "tiny: compiling program 1 of 5: plain"  # it had begun
-    assert said[1] == "tiny: compiling program 2 of 5: plain_masked"
+    assert said[0] == "tiny: compiling program 1 of 5: plain[greedy]"  # it had begun
+    assert said[1] == "tiny: compiling program 2 of 5: plain[constrained]"
     assert said[2:] == [
-        "tiny: compiling program 3 of 5: shared",
-        "tiny: compiling program 4 of 5: plain_sampled",
-        "tiny: compiling program 5 of 5: plain_shaped",
+        "tiny: compiling program 3 of 5: clear_rows",
+        "tiny: compiling program 4 of 5: plain[sampled]",
+        "tiny: compiling program 5 of 5: plain[penalized]",
     ]
-    assert compiled.executables["plain_masked"](0.0) == 0.0
+    assert compiled.executables[ProgramKey(Step.PLAIN, Variant.CONSTRAINED)](0.0) == 0.0
 
 
 def test_progress_says_what_is_ready_compiled_wanted_and_broken(
@@ -147,9 +150,9 @@ def test_a_process_compiles_for_one_caller_at_a_time(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(build, "_compile", counted)
     compiler = BackgroundCompiler()
-    several = [programs(*OF_LANE.values()) for _ in range(2)]
-    futures = [compiler.want(several[0], [variant]) for variant in OF_LANE.values()]
-    several[1].compile(OF_LANE.values(), workers=1)
+    several = [programs(*STEP_VARIANTS) for _ in range(2)]
+    futures = [compiler.want(several[0], [variant]) for variant in STEP_VARIANTS]
+    several[1].compile(STEP_VARIANTS, workers=1)
     assert not concurrent.futures.wait(futures, 60).not_done
     assert beside == [8] * 10
 
@@ -178,7 +181,7 @@ def test_traces_are_dropped_once_a_program_is_compiled(tiny: Engine) -> None:
         gc.collect()
         return sum(type(x).__name__ == "JaxprEqn" for x in gc.get_objects())
 
-    made = [compile_programs([tiny.programs["plain_sampled"]])]
+    made = [compile_programs([tiny.programs[ProgramKey(Step.PLAIN, Variant.SAMPLED)]])]
     before = operations()  # those of functions that programs share are kept, and few
-    made.append(compile_programs([tiny.programs["prefill_sampled"]]))
+    made.append(compile_programs([tiny.programs[ProgramKey(Step.PREFILL, Variant.SAMPLED)]]))
     assert operations() - before < 200

@@ -162,8 +162,8 @@ def test_a_second_process_reads_what_the_first_one_compiled(tmp_path: Path, orac
     kept = {path.name for path in (tmp_path / "dflash_jax" / "xla").glob("*-cache")}
     assert any(name.startswith("jit_prefill") for name in kept)
     second = python(TWICE, *models, **logged)
-    for name in ("jit_prefill", "jit_speculative"):
+    for name in ("jit_prefill_greedy", "jit_speculative_greedy"):
         assert f"Persistent compilation cache hit for '{name}'" in second.stderr
-    assert "MISS for 'jit_prefill'" in first.stderr
-    assert "MISS for 'jit_prefill'" not in second.stderr
+    assert "MISS for 'jit_prefill_greedy'" in first.stderr
+    assert "MISS for 'jit_prefill_greedy'" not in second.stderr
     assert kept == {path.name for path in (tmp_path / "dflash_jax" / "xla").glob("*-cache")}

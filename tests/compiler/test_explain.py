@@ -9,11 +9,12 @@ import pytest
 from dflash_jax import Plan, loading
 from dflash_jax.compiler import resolve
 from dflash_jax.compiler.explain import Explanation, explain
-from dflash_jax.compiler.memory import Work, budget, work
-from dflash_jax.compiler.plan import Order
+from dflash_jax.compiler.keys import Step
+from dflash_jax.compiler.memory import StepWork, budget, work
 from dflash_jax.compiler.resolve import wide_block
 from dflash_jax.compiler.roofline import DEVICES, find_device, roofline
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.plan import Order
 from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
 
 H200 = DEVICES["H200"]
@@ -56,9 +57,9 @@ def dflash(target: TargetConfig, inner: int, **changes: object) -> DrafterConfig
 
 QWEN3_8B = qwen3(4096, 36, 32, 12288)
 DFLASH_8B = dflash(QWEN3_8B, 12288)
-LANES = ("prefill", "plain", "speculative")
-HELPERS = {"forced", "score", "replace", "wipe", "copy_row"}
-NAMES = {*LANES, *(f"{name}_sampled" for name in LANES), *HELPERS}
+STEPS = ("prefill", "plain", "speculative")
+HELPERS = {"forced_tokens", "prompt_logprobs", "replace_anchor", "clear_rows", "copy_row"}
+NAMES = {f"{step}[{variant}]" for step in STEPS for variant in ("greedy", "sampled")} | HELPERS
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +84,8 @@ def test_the_text_says_models_plan_memory_device_and_programs(large: Explanation
     assert lines[4].startswith("device   H200: 4,300 GB/s, 790.0 TFLOP/s bfloat16")
     table = {line.split()[0]: line for line in lines if line and line.split()[0] in NAMES}
     assert table.keys() == NAMES
-    assert table["speculative"].split()[-2:] == ["ms", "m"]  # bound by memory
-    assert table["forced"].split()[-3:] == ["-"] * 3
+    assert table["speculative[greedy]"].split()[-2:] == ["ms", "m"]  # bound by memory
+    assert table["forced_tokens"].split()[-3:] == ["-"] * 3
     assert not large.compiled
     assert "aliased" not in str(large)
 
@@ -99,7 +100,7 @@ def test_json_holds_the_same(large: Explanation) -> None:
     assert {p["name"] for p in found["programs"]} == NAMES
     assert all(p["aliased_bytes"] is None for p in found["programs"])
     counted = {p["name"]: p["work"]["bytes"] for p in found["programs"] if p["work"]}
-    assert counted["plain"] < counted["speculative"]
+    assert counted["plain[greedy]"] < counted["speculative[greedy]"]
     shape, dtype = found["parameters"]["target/embed"]
     assert (shape, dtype) == ([4096, 151936], "bfloat16")
     assert "jax" in found["versions"]
@@ -174,10 +175,10 @@ def test_work_counts_every_weight_once() -> None:
     plan = resolve(Plan(), QWEN3_8B, DFLASH_8B, platform="gpu", memory=H200.memory)
     layers = 8_190_735_360 - 151936 * 4096  # of the embeddings only rows are read
     caches = 2 * 36 * 8 * 128 * plan.slots * 2
-    counted = work(plan, QWEN3_8B, None, "plain")
+    counted = work(plan, QWEN3_8B, None, Step.PLAIN)
     assert counted.bytes == 2 * layers + caches
     assert counted.flops > 2 * layers * plan.block
-    narrow = work(plan, QWEN3_8B, None, "plain1")
+    narrow = work(dataclasses.replace(plan, exact=False), QWEN3_8B, None, Step.PLAIN)
     assert counted.bytes == narrow.bytes
     assert counted.flops == plan.block * narrow.flops
 
@@ -189,15 +190,15 @@ def test_what_panels_keep_twice_is_in_memory_twice_and_read_once() -> None:
     target = tiny_target()
     rows, panels = plan("rows"), plan("panels")
     assert budget(panels, target, None).weights > 1.8 * budget(rows, target, None).weights
-    assert work(panels, target, None, "plain") == work(rows, target, None, "plain")
+    assert work(panels, target, None, Step.PLAIN) == work(rows, target, None, Step.PLAIN)
     plan_line = unbroken(explain(target, None, panels, DEVICES["CPU"]))[1]
     assert "float32  matrices in panels  exact" in plan_line
 
 
 def test_a_roofline_is_the_slower_of_memory_and_compute() -> None:
-    moving = roofline(Work(bytes=int(4.3e12), flops=1), H200, "bfloat16")
+    moving = roofline(StepWork(bytes=int(4.3e12), flops=1), H200, "bfloat16")
     assert (moving.seconds, moving.bound) == (1.0, "memory")
-    computing = roofline(Work(bytes=1, flops=int(790e12)), H200, "bfloat16")
+    computing = roofline(StepWork(bytes=1, flops=int(790e12)), H200, "bfloat16")
     assert (computing.seconds, computing.bound) == (1.0, "compute")
 
 

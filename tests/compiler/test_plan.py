@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from dflash_jax import Plan
 from dflash_jax.compiler import resolve
 from dflash_jax.compiler.memory import budget
-from dflash_jax.compiler.plan import Order
-from dflash_jax.compiler.programs import empty_state
+from dflash_jax.compiler.models import empty_state
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.errors import PlanError
+from dflash_jax.plan import Order
 from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target
 
 TARGET = tiny_target(num_layers=2)

@@ -15,8 +15,9 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.cli import main
 from dflash_jax.compiler import resolve
-from dflash_jax.compiler.memory import drafter_weights, parameters, work
-from dflash_jax.compiler.programs import empty_state
+from dflash_jax.compiler.keys import Step
+from dflash_jax.compiler.memory import parameters, work
+from dflash_jax.compiler.models import empty_state
 from dflash_jax.compiler.roofline import DEVICES
 from dflash_jax.config import (
     check_pair,
@@ -118,10 +119,10 @@ def test_explain_says_what_a_pair_needs_without_allocating(
     assert found["budget"]["weights"] == 2 * (target_weights + drafting + wide * heads)
     assert sum(found["budget"].values()) < H200.memory
     rooflines = {p["name"]: p["roofline"] for p in found["programs"] if p["roofline"]}
-    assert {"prefill", "plain"} <= rooflines.keys()
-    assert ("speculative" in rooflines) == bool(drafting)
+    assert {"prefill[greedy]", "plain[greedy]"} <= rooflines.keys()
+    assert ("speculative[greedy]" in rooflines) == bool(drafting)
     assert all(0 < r["seconds"] < 0.1 for r in rooflines.values())
-    assert rooflines["plain"]["bound"] == "memory"
+    assert rooflines["plain[greedy]"]["bound"] == "memory"
     for program in rooflines:
         assert f"\n{program} " in text
 
@@ -141,7 +142,7 @@ def test_totals_of_drafters_are_the_published_ones(name: str, total: int) -> Non
     target = tiny_target(hidden_size=width, vocab_size=vocab, num_layers=layers, windows=())
     check_pair(target, drafter)
     one_layer = tiny_target(hidden_size=width, vocab_size=vocab, num_layers=1)
-    assert drafter_weights(one_layer, drafter) == total
+    assert sum(parameters(one_layer, drafter)["drafter"].values()) == total
 
 
 def test_biases_of_a_drafter_are_counted() -> None:
@@ -164,14 +165,15 @@ def test_recurrent_states_are_as_large_as_published_and_are_moved_twice() -> Non
     read = 2 * (PAIRS["Qwen3.6-27B"][1] - target.vocab_size * target.hidden_size)
     arrays = jax.tree.leaves(state.target), jax.tree.leaves(recurrent)
     moved = read + sum(x.size * x.dtype.itemsize for part in arrays for x in part)
-    assert work(plan, target, None, "plain").bytes == pytest.approx(moved, rel=1e-3)
+    assert work(plan, target, None, Step.PLAIN).bytes == pytest.approx(moved, rel=1e-3)
 
 
 def test_work_counts_only_the_experts_that_are_used() -> None:
     """Qwen3-Coder-30B-A3B: 3.3 billion weights act on a token; the embedding is only looked up."""
     target = read_target_config(FOLDER / CODER)
     plan = resolve(Plan(block=8), target, None, platform="gpu", memory=H200.memory)
-    one, block, chunk = (work(plan, target, None, p) for p in ("plain1", "plain", "prefill"))
+    one = work(dataclasses.replace(plan, exact=False), target, None, Step.PLAIN)
+    block, chunk = (work(plan, target, None, step) for step in (Step.PLAIN, Step.PREFILL))
     expert = 3 * 2048 * 768 * 48  # of one number, in all layers
     assert sum(parameters(target, None)["target"].values()) == 30_532_122_624
     rest = 30_532_122_624 - 151936 * 2048 - 128 * expert

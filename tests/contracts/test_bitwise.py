@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler import compile_programs, jit
-from dflash_jax.compiler.programs import build_pair, idle_rules
+from dflash_jax.compiler import ProgramKey, Step, Variant, compile_programs, jit
+from dflash_jax.compiler.models import build_pair, idle_rules
 from dflash_jax.config import TargetConfig
 from dflash_jax.decode import steps
-from dflash_jax.decode.block import Draft, draft_block, undrafted, verify_block
+from dflash_jax.decode.drafting import draft_block
+from dflash_jax.decode.inputs import DecodeInputs, ForcedTokensInputs, VerifyInputs
+from dflash_jax.decode.steps import verify_block
 from dflash_jax.engine.engine import Engine
+from dflash_jax.nn.draft import Draft
 from dflash_jax.state import DecodeState, RowRules, read_output
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
@@ -29,25 +32,33 @@ from dflash_jax.testing import (
 )
 
 BLOCK, CHUNK, NEW, VOCAB = 6, 16, 36, 97
+FORCED = ProgramKey(Step.FORCED_TOKENS)
 
 
 def verify(pair: Any, params: Any, state: DecodeState, rules: RowRules, block: jax.Array) -> Any:
-    """A verify step over a dictated block, logits included."""
-    draft = Draft(block, None, jnp.ones_like(state.anchor, bool), tuple(list(state.draft)))
-    return verify_block(pair, params, state, draft, rules, sampled=False)
+    """A verify step over a given block, logits included."""
+    drafts = jnp.full_like(state.anchor, BLOCK - 1)
+    draft = Draft(block, None, jnp.ones_like(state.anchor, bool), drafts)
+    return verified(pair, params, state, rules, draft)
 
 
 def plain(pair: Any, params: Any, state: DecodeState, rules: RowRules, junk: jax.Array) -> Any:
-    """A plain step with chosen junk behind the anchor, logits included."""
-    block = jnp.concatenate([state.anchor[:, None], junk], axis=1)
-    draft = undrafted(block, state)
-    return verify_block(pair, params, state, draft, rules, sampled=False)
+    """A plain step with chosen junk after the anchor, logits included."""
+    draft = Draft(jnp.concatenate([state.anchor[:, None], junk], axis=1))
+    return verified(pair, params, state, rules, draft)
 
 
 def draft_and_verify(pair: Any, params: Any, state: DecodeState, rules: RowRules) -> Any:
     """The fused speculative step, logits included."""
-    draft = draft_block(pair, params, state, rules, width=BLOCK, sampled=False)
-    return verify_block(pair, params, state, draft, rules, sampled=False)
+    state, draft = draft_block(pair, params, state, rules, width=BLOCK, sampled=False)
+    return verified(pair, params, state, rules, draft)
+
+
+def verified(pair: Any, params: Any, state: DecodeState, rules: RowRules, draft: Draft) -> Any:
+    """Logits, state and output."""
+    inputs = VerifyInputs(draft, rules)
+    logits, state, _, out = verify_block(pair, params, state, None, inputs, sampled=False)
+    return logits, state, out
 
 
 class Lanes:
@@ -56,8 +67,8 @@ class Lanes:
     def __init__(self, engine: Engine):
         pair = build_pair(engine.target, engine.drafter)
         self.engine = engine
-        for name in ("plain", "speculative"):  # run below, and compiling takes the time
-            del engine.programs[name]
+        for step in (Step.PLAIN, Step.SPECULATIVE):  # run below, and compiling takes the time
+            del engine.compiled.programs[ProgramKey(step, Variant.GREEDY)]
         self.plain = jit(functools.partial(plain, pair))
         self.verify = jit(functools.partial(verify, pair))
         self.fused = jit(functools.partial(draft_and_verify, pair))
@@ -161,12 +172,12 @@ def test_verify_rows_equal_plain_rows_bit_for_bit(
         for i in range(right + 1):
             np.testing.assert_array_equal(np.asarray(logits)[:, i], truth[at + i])
         at += right + 1
-        assert int(np.asarray(out.packed)[0, -4]) == right + 1
+        assert int(out.num_tokens[0]) == right + 1
 
     state, at = lanes.prefilled(prompt), 0
     while at + BLOCK < NEW:  # and the fused step with its own drafts
         logits, state, out = lanes.fused(lanes.engine.params, state, lanes.rules)
-        kept = int(np.asarray(out.packed)[0, -4])
+        kept = int(out.num_tokens[0])
         for i in range(kept):
             np.testing.assert_array_equal(np.asarray(logits)[:, i], truth[at + i])
         at += kept
@@ -198,13 +209,15 @@ def test_steps_of_one_call_have_the_bits_of_single_steps(
     prompt = np.random.default_rng(4).integers(0, VOCAB, 19).tolist()
     pair, own = build_pair(engine.target, engine.drafter), {"width": BLOCK, "sampled": False}
     single = jit(functools.partial(lane, pair, **own))
-    several = jit(functools.partial(steps.several, lane, pair, most=6, **own))
+    step, size = functools.partial(lane, pair, **own), {"max_steps": 6, "width": BLOCK}
+    several = jit(functools.partial(steps.multi_step, step, **size))
     start = lanes.prefilled(prompt)
     wanted, said = start, []
     for _ in range(rounds):
-        wanted, out = single(engine.params, wanted, lanes.rules)
+        wanted, _, out = single(engine.params, wanted, None, DecodeInputs(lanes.rules))
         said.append(np.asarray(out.packed))
-    found, out = several(engine.params, start, np.int32(rounds), lanes.rules)
+    inputs = DecodeInputs(lanes.rules, num_steps=np.int32(rounds))
+    found, _, out = several(engine.params, start, None, inputs)
     np.testing.assert_array_equal(np.asarray(out.packed)[:rounds], said)
     assert (np.asarray(out.packed)[rounds:] == -1).all()
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -212,41 +225,41 @@ def test_steps_of_one_call_have_the_bits_of_single_steps(
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
-def test_dictated_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> None:
-    """R7: forced steps at block width, their taps captured, the next anchor dictated."""
+def test_forced_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> None:
+    """R7: forced steps at block width, their taps captured, the next anchor forced."""
     target = tiny_target(num_layers=2)
     plan = Plan(max_length=128, chunk=CHUNK, block=BLOCK, dtype=dtype)
     engine = random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
     engine.warm_up()
-    run = engine.executables | compile_programs([engine.programs["forced"]])
+    run = engine.executables | compile_programs([engine.compiled.programs[FORCED]])
     prompt = np.random.default_rng(5).integers(0, VOCAB, 21).tolist()
-    dictated = np.random.default_rng(6).integers(0, VOCAB, 9).tolist()
+    forced = np.random.default_rng(6).integers(0, VOCAB, 9).tolist()
     free = idle_rules(engine.plan)
     rules = RowRules(**vars(free) | {"limit": jnp.full_like(free.limit, 100)})
     texts, contexts = [], []
-    for lane in ("speculative", "plain"):
+    for step in (Step.SPECULATIVE, Step.PLAIN):
         first = engine.generate(prompt, max_tokens=1).token_ids[0]
-        state, feed = engine.runner.state, [first, *dictated]
-        for at in range(0, len(dictated), BLOCK):
-            part = feed[at : min(at + BLOCK, len(dictated))]
+        state, feed = engine.runner.state, [first, *forced]
+        for at in range(0, len(forced), BLOCK):
+            part = feed[at : min(at + BLOCK, len(forced))]
             tokens = np.zeros((1, BLOCK), np.int32)
             tokens[0, : len(part)] = part
-            count, anchor = np.array([len(part)], np.int32), np.array([feed[at + len(part)]])
-            state, finite = run["forced"](
-                engine.params, state, tokens, count, anchor.astype(np.int32)
-            )
+            count, anchor = np.array([[len(part)], [feed[at + len(part)]]], np.int32)
+            inputs = ForcedTokensInputs(tokens, num_fed=count, anchor=anchor)
+            state, _, finite = run[FORCED](engine.params, state, None, inputs)
             assert finite.all()
-        assert int(state.position[0]) == len(prompt) + len(dictated)
+        assert int(state.position[0]) == len(prompt) + len(forced)
         contexts.append(np.asarray(state.draft[1].k[0, :, : int(state.position[0])], np.float32))
         text: list[int] = []
         while len(text) < 30:
-            state, out = run[lane](engine.params, state, np.int32(1), rules)
+            key, inputs = ProgramKey(step, Variant.GREEDY), DecodeInputs(rules, np.int32(1))
+            state, _, out = run[key](engine.params, state, None, inputs)
             text += read_output(out)[0][0].tokens
         texts.append(text[:30])
         engine.runner.state = state
     assert texts[0] == texts[1]
     if dtype == "float32":
-        whole = engine.generate([*prompt, first, *dictated], max_tokens=30).token_ids
+        whole = engine.generate([*prompt, first, *forced], max_tokens=30).token_ids
         assert texts[0] == whole
         reference = np.asarray(engine.runner.state.draft[1].k[0, :, : contexts[0].shape[1]])
         np.testing.assert_allclose(contexts[0], reference, atol=1e-4)
@@ -271,7 +284,7 @@ def test_the_floor_is_the_best_token_that_does_not_stop(monkeypatch: pytest.Monk
     while not live.done:
         engine.advance()
     answers = [rows[0] for output in outputs for rows in read_output(output)]
-    floors = [answer.floor for answer in answers if answer.tokens]
+    floors = [answer.next_best for answer in answers if answer.tokens]
     assert live.token_ids[-1] == stop
     model = TargetModel(target, engine.params["target"], "float32")
     last = np.asarray(model.forward([[*prompt, *live.token_ids[:-1]]]).logits)[0, -1].copy()

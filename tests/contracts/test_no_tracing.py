@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from dflash_jax.compiler import Variant
 from dflash_jax.engine.engine import Engine
 
 
@@ -12,10 +13,9 @@ def warm(tiny3: Engine) -> Engine:
     return tiny3
 
 
-def test_warm_up_compiles_every_lane_once(warm: Engine) -> None:
+def test_warm_up_compiles_both_variants_once(warm: Engine) -> None:
     missing = set(warm.programs) - set(warm.executables)
-    on_demand = {name for name in warm.programs if name.endswith(("_shaped", "_masked"))}
-    assert missing - on_demand - {"shape"} <= {"forced", "replace", "score"}
+    assert not [key for key in missing if {Variant.GREEDY, Variant.SAMPLED} & {*key.needed_by}]
     before = dict(warm.executables)
     assert warm.warm_up(sampled=True) < 0.05
     assert warm.executables == before
@@ -47,9 +47,9 @@ def test_a_whole_generation_traces_nothing(
 
 
 def test_a_broken_number_traces_nothing_either(warm: Engine) -> None:
-    """Wiping a row is a program of its own, compiled with the rest."""
+    """Clearing a row is a program of its own, compiled with the rest."""
     with jax.no_tracing():
-        warm.runner.wipe([1])
+        warm.runner.clear_rows([1])
     assert warm.generate([5], max_tokens=5).stats.compile_s == 0.0
 
 

@@ -13,17 +13,33 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler import Executable, Program, compile_programs, declare, resolve
+from dflash_jax.compiler import (
+    Executable,
+    Program,
+    ProgramKey,
+    Step,
+    Variant,
+    compile_programs,
+    declare,
+    resolve,
+)
 from dflash_jax.compiler import build as build_module
 from dflash_jax.compiler.memory import budget
-from dflash_jax.compiler.programs import ALL_LANES, empty_state, idle_rules
-from dflash_jax.decode import block, steps
-from dflash_jax.decode.block import forward
+from dflash_jax.compiler.models import empty_state, idle_rules
+from dflash_jax.decode import steps
+from dflash_jax.decode.inputs import ForcedTokensInputs, PrefillInputs
+from dflash_jax.decode.pair import forward
 from dflash_jax.state import DecodeState, read_output
 from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target
 
 BLOCK, CHUNK = 8, 16
-GREEDY = {"prefill", "plain", "speculative"}
+PREFILL, PLAIN, SPECULATIVE = (
+    ProgramKey(step, Variant.GREEDY) for step in (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)
+)
+FEW = (Variant.GREEDY, Variant.SAMPLED)
+FORCED, SCORED = ProgramKey(Step.FORCED_TOKENS), ProgramKey(Step.PROMPT_LOGPROBS)
+REPLACED, CLEARED = ProgramKey(Step.REPLACE_ANCHOR), ProgramKey(Step.CLEAR_ROWS)
+COPIED = ProgramKey(Step.COPY_ROW)
 # Wide heads and few of them: caches are large beside anything a step computes.
 TARGET = tiny_target(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=64, vocab_size=61)
 DRAFTER = tiny_drafter(
@@ -43,56 +59,52 @@ def plan(rows: int, *, exact: bool = True) -> Plan:
     return resolve(made, TARGET, DRAFTER, platform="cpu", memory=AMPLE)
 
 
-def build(rows: int, *names: str, exact: bool = True) -> dict[str, Executable]:
+def build(rows: int, *keys: ProgramKey, exact: bool = True) -> dict[ProgramKey, Executable]:
     programs = declare(plan(rows, exact=exact), TARGET, DRAFTER)
-    return compile_programs(programs[name] for name in names)
+    return compile_programs(programs[key] for key in keys)
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[tuple[int, str], Executable]:
-    """Every kind of program over three rows; over one row a block and the one-token lane."""
-    steps = ("prefill", "plain", "speculative", "speculative_sampled", "forced")
-    three = build(3, *steps, "score", "replace", "wipe", "copy_row")
-    one = build(1, "speculative", "score") | build(1, "plain1", exact=False)
-    found = {(3, name): program for name, program in three.items()}
-    return found | {(1, name): program for name, program in one.items()}
+def built() -> dict[tuple[int, ProgramKey], Executable]:
+    """Every kind of program over three rows; over one row a block and a one-token step."""
+    sampled = ProgramKey(Step.SPECULATIVE, Variant.SAMPLED)
+    three = build(
+        3, PREFILL, PLAIN, SPECULATIVE, sampled, FORCED, SCORED, REPLACED, CLEARED, COPIED
+    )
+    one = build(1, SPECULATIVE, SCORED) | build(1, PLAIN, exact=False)
+    found = {(3, key): program for key, program in three.items()}
+    return found | {(1, key): program for key, program in one.items()}
 
 
 def test_the_programs_are_few_and_known_from_the_plan() -> None:
-    both = {*GREEDY, *(f"{name}_sampled" for name in GREEDY)}
-    assert declare(plan(3), TARGET, DRAFTER).keys() == both | {
-        "forced",
-        "score",
-        "replace",
-        "wipe",
-        "copy_row",
+    steps = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)
+    both = {ProgramKey(step, variant) for step in steps for variant in FEW}
+    helpers = {FORCED, SCORED, REPLACED, CLEARED}
+    for exact in (True, False):
+        found = declare(plan(3, exact=exact), TARGET, DRAFTER, variants=FEW)
+        assert found.keys() == both | helpers | {COPIED}
+    alone = declare(plan(1), TARGET, None, variants=FEW).keys()
+    assert alone == {key for key in both if key.step != Step.SPECULATIVE} | helpers
+    every = declare(plan(3), TARGET, DRAFTER).keys()
+    assert every - both - helpers - {COPIED} == {
+        ProgramKey(Step.SET_LOGITS_STATE),
+        *(ProgramKey(step, Variant.PENALIZED) for step in steps),
+        *(
+            ProgramKey(step, Variant.CONSTRAINED)
+            for step in (Step.PREFILL, Step.PLAIN, Step.DRAFT, Step.VERIFY)
+        ),
     }
-    single = declare(plan(3, exact=False), TARGET, DRAFTER).keys()
-    assert single - both == {
-        "plain1",
-        "plain1_sampled",
-        "forced",
-        "score",
-        "replace",
-        "wipe",
-        "copy_row",
-    }
-    assert "plain" not in single
-    alone = declare(plan(1), TARGET, None).keys()
-    assert alone == {
-        "prefill",
-        "plain",
-        "prefill_sampled",
-        "plain_sampled",
-        "forced",
-        "score",
-        "replace",
-        "wipe",
-    }
+
+
+def test_the_width_of_plain_steps_follows_from_the_plan() -> None:
+    for exact in (True, False):
+        program = declare(plan(3, exact=exact), TARGET, DRAFTER)[PLAIN]
+        _, _, out = jax.eval_shape(program.function, *program.arguments)
+        assert out.packed.shape[-1] == (BLOCK if exact else 1) + 5
 
 
 def test_all_of_the_donated_state_is_updated_in_place(
-    built: dict[tuple[int, str], Executable],
+    built: dict[tuple[int, ProgramKey], Executable],
 ) -> None:
     for (rows, name), program in built.items():
         slot = 2 * 2 * 64 * 4  # key and value, two heads, float32
@@ -101,19 +113,21 @@ def test_all_of_the_donated_state_is_updated_in_place(
         assert program.aliased_bytes == program.donated_bytes, name
 
 
-def test_no_program_has_room_to_copy_a_cache(built: dict[tuple[int, str], Executable]) -> None:
+def test_no_program_has_room_to_copy_a_cache(
+    built: dict[tuple[int, ProgramKey], Executable],
+) -> None:
     """But for the one row that is fed or scored apart from the others."""
     for (rows, name), program in built.items():
         keys = rows * plan(rows).slots * 2 * 64 * 4  # of one layer: half a cache
-        apart = rows > 1 and name in ("prefill", "score", "copy_row")
+        apart = rows > 1 and name in (PREFILL, SCORED, COPIED)
         own = program.donated_bytes / rows if apart else 0
         assert program.temporary_bytes < keys + own, (rows, name)
-    assert built[3, "wipe"].temporary_bytes < 1000
-    assert built[3, "replace"].temporary_bytes < 1000
+    assert built[3, CLEARED].temporary_bytes < 1000
+    assert built[3, REPLACED].temporary_bytes < 1000
 
 
 def test_temporaries_stay_under_the_budget_of_the_plan(
-    built: dict[tuple[int, str], Executable],
+    built: dict[tuple[int, ProgramKey], Executable],
 ) -> None:
     for (rows, name), program in built.items():
         allowed = budget(plan(rows), TARGET, DRAFTER).temporaries
@@ -124,35 +138,39 @@ def test_prefixes_are_copied_a_chunk_at_a_time() -> None:
     """Taking and putting back a chunk of one row moves neither rows nor caches."""
     kept = dataclasses.replace(plan(3), prefix_cache=1 << 30)
     programs = declare(kept, TARGET, DRAFTER)
-    built = compile_programs(programs[name] for name in ("take_segment", "put_segment"))
+    take, put = ProgramKey(Step.TAKE_SEGMENT), ProgramKey(Step.PUT_SEGMENT)
+    built = compile_programs(programs[key] for key in (take, put))
     chunk = 2 * CHUNK * 2 * 64 * 4  # keys and values of a layer
     for program in built.values():
-        assert program.temporary_bytes <= 3 * 2 * chunk, program.name
-        assert program.temporary_bytes < kept.slots * 2 * 64 * 4 / 10, program.name
-    assert built["put_segment"].aliased_bytes == built["put_segment"].donated_bytes > 0
-    assert built["take_segment"].donated_bytes == 0
+        assert program.temporary_bytes <= 3 * 2 * chunk, program.key
+        assert program.temporary_bytes < kept.slots * 2 * 64 * 4 / 10, program.key
+    assert built[put].aliased_bytes == built[put].donated_bytes > 0
+    assert built[take].donated_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["prefill", "prefill_shaped", "speculative", "forced"])
+@pytest.mark.parametrize(
+    "key",
+    [PREFILL, ProgramKey(Step.PREFILL, Variant.PENALIZED), SPECULATIVE, FORCED],
+    ids=str,
+)
 def test_a_program_looks_once_at_its_models_and_never_at_how_weights_begin(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    key: ProgramKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tracing a deep model takes seconds."""
-    program = declare(plan(3), TARGET, DRAFTER, lanes=ALL_LANES)[name]
+    program = declare(plan(3), TARGET, DRAFTER)[key]
     passes = []
 
     def noted(*arguments: Any, **options: Any) -> Any:
-        passes.append(name)
+        passes.append(key)
         return forward(*arguments, **options)
 
     monkeypatch.setattr(steps, "forward", noted)
-    monkeypatch.setattr(block, "forward", noted)
     monkeypatch.setattr(nn.initializers, "ones", None)
     jax.make_jaxpr(program.function)(*program.arguments)
-    assert passes == [name]
+    assert passes == [key]
 
 
-def test_no_program_calls_back_to_the_host(built: dict[tuple[int, str], Executable]) -> None:
+def test_no_program_calls_back_to_the_host(built: dict[tuple[int, ProgramKey], Executable]) -> None:
     for key, program in built.items():
         hlo = program.compiled.as_text()
         assert "HloModule" in hlo
@@ -160,9 +178,9 @@ def test_no_program_calls_back_to_the_host(built: dict[tuple[int, str], Executab
             assert not re.search(r"callback|outfeed|infeed|\bsend\b|\brecv\b", text), key
 
 
-def test_programs_read_their_parts_by_name(built: dict[tuple[int, str], Executable]) -> None:
+def test_programs_read_their_parts_by_name(built: dict[tuple[int, ProgramKey], Executable]) -> None:
     """Profiles show the parts by these scopes."""
-    hlo = built[3, "speculative"].compiled.as_text()
+    hlo = built[3, SPECULATIVE].compiled.as_text()
     for scope in ("draft", "target", "verify", "attention", "mlp", "head", "context"):
         assert re.search(rf'op_name="[^"]*/{scope}/', hlo), scope
 
@@ -174,7 +192,7 @@ def test_no_step_has_room_for_an_unpacked_matrix(weights: str) -> None:
     made = resolve(made, target, None, platform="cpu", memory=AMPLE)
     programs = declare(made, target, None)
     largest = 256 * 2 * 4096 * 2  # bytes of gate and up in bfloat16
-    program = compile_programs([programs["plain"]])["plain"]
+    program = compile_programs([programs[PLAIN]])[PLAIN]
     assert program.temporary_bytes < largest * 0.75
     assert program.argument_bytes < 1.2 * budget(made, target, None).weights
 
@@ -184,49 +202,63 @@ def test_kernels_of_the_target_are_chosen_before_others_share_them(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two programs compiled at once on a GPU could take different kernels for one product."""
-    names = ["draft", "speculative", "plain_sampled", "prefill", "plain"]
-    begun: list[str] = []
-    beside: dict[str, int] = {}
+    keys = [
+        ProgramKey(Step.DRAFT, Variant.CONSTRAINED),
+        SPECULATIVE,
+        ProgramKey(Step.PLAIN, Variant.SAMPLED),
+        PREFILL,
+        PLAIN,
+    ]
+    begun: list[ProgramKey] = []
+    beside: dict[ProgramKey, int] = {}
 
     def compiled(program: Program) -> Any:
-        begun.append(program.name)
+        begun.append(program.key)
         before = len(begun)
         time.sleep(0.05)  # others begin meanwhile, if they may
-        beside[program.name] = len(begun) - before
-        return types.SimpleNamespace(name=program.name)
+        beside[program.key] = len(begun) - before
+        return types.SimpleNamespace(key=program.key)
 
     monkeypatch.setattr(build_module, "_compile", compiled)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    made = compile_programs((Program(name, jnp.sin, ()) for name in names), workers=2)
-    assert made.keys() == set(names)
-    alone = names[2:] if backend == "gpu" else []
+    made = compile_programs((Program(key, jnp.sin, ()) for key in keys), workers=2)
+    assert made.keys() == set(keys)
+    alone = keys[2:] if backend == "gpu" else []
     assert begun[: len(alone)] == alone
-    assert [beside[name] for name in alone] == [0] * len(alone)
+    assert [beside[key] for key in alone] == [0] * len(alone)
     assert sum(beside.values()) > 0  # the others are compiled together
 
 
-@pytest.mark.parametrize("name", ["plain_sampled", "plain_shaped", "prefill_sampled"])
-def test_no_lane_joins_what_it_does_with_the_sums_that_make_logits(name: str) -> None:
-    """On a GPU a product may end with a sum of parts, which XLA would join with its only reader."""
-    program = declare(plan(3), TARGET, DRAFTER, lanes=ALL_LANES)[name]
+@pytest.mark.parametrize(
+    "key",
+    [
+        ProgramKey(Step.PLAIN, Variant.SAMPLED),
+        ProgramKey(Step.PLAIN, Variant.PENALIZED),
+        ProgramKey(Step.PREFILL, Variant.SAMPLED),
+    ],
+    ids=str,
+)
+def test_no_variant_fuses_the_sums_of_its_logits_with_their_readers(key: ProgramKey) -> None:
+    """On a GPU a product may end with a sum of parts, which XLA would fuse with its only reader."""
+    program = declare(plan(3), TARGET, DRAFTER)[key]
     text = jax.jit(program.function).lower(*program.arguments).as_text()
-    shape = "1x1" if name.startswith("prefill") else f"3x{BLOCK}"
+    shape = "1x1" if key.step == Step.PREFILL else f"3x{BLOCK}"
     assert re.search(rf"optimization_barrier .*: tensor<{shape}x{TARGET.vocab_size}xf32>", text)
 
 
-@pytest.mark.parametrize("name", ["plain", "speculative", "prefill", "forced"])
-def test_the_target_is_given_tokens_and_positions_that_share_nothing(name: str) -> None:
+@pytest.mark.parametrize("key", [PLAIN, SPECULATIVE, PREFILL, FORCED], ids=str)
+def test_the_target_is_given_tokens_and_positions_that_share_nothing(key: ProgramKey) -> None:
     """Else a drafted step would read the drafter's rotary table where a plain one makes its own."""
-    program = declare(plan(3), TARGET, DRAFTER)[name]
+    program = declare(plan(3), TARGET, DRAFTER)[key]
     text = jax.jit(program.function).lower(*program.arguments).as_text()
-    width, rows = (CHUNK, 1) if name == "prefill" else (BLOCK, 3)
+    width, rows = (CHUNK, 1) if key == PREFILL else (BLOCK, 3)
     assert re.search(
         rf"optimization_barrier .*: tensor<{rows}x{width}xi32>, tensor<{rows}xi32>", text
     )
 
 
 def test_a_forced_step_makes_the_whole_pass_of_a_plain_one(
-    built: dict[tuple[int, str], Executable],
+    built: dict[tuple[int, ProgramKey], Executable],
 ) -> None:
     """What only the caches need of the last layer could be other kernels than a plain step's."""
     params = random_params(TARGET, DRAFTER, seed=1)
@@ -234,13 +266,14 @@ def test_a_forced_step_makes_the_whole_pass_of_a_plain_one(
     last["down"] = np.full_like(last["down"], np.nan)  # in no cache
     state = empty_state(plan(3), TARGET, DRAFTER)
     tokens, count = np.ones((3, BLOCK), np.int32), np.array([2, 0, BLOCK], np.int32)
-    state, finite = built[3, "forced"](jax.device_put(params), state, tokens, count, count)
+    inputs = ForcedTokensInputs(tokens, num_fed=count, anchor=count)
+    state, _, finite = built[3, FORCED](jax.device_put(params), state, None, inputs)
     assert not finite.any()
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
 
 
 def test_a_prompt_is_fed_to_its_row_and_to_no_other(
-    built: dict[tuple[int, str], Executable],
+    built: dict[tuple[int, ProgramKey], Executable],
 ) -> None:
     """Its row becomes what the only row of a smaller plan becomes; all others keep their bits."""
     rng, row = np.random.default_rng(0), 1
@@ -260,13 +293,14 @@ def test_a_prompt_is_fed_to_its_row_and_to_no_other(
         state: DecodeState, program: Executable, *where: np.int32
     ) -> tuple[DecodeState, list]:
         rules = idle_rules(plan(len(state.position)))
-        state, out = program(params, state, *where, *fed, rules)
+        inputs = PrefillInputs(*fed, rules, *where)
+        state, _, out = program(params, state, None, inputs)
         return jax.device_get(state), read_output(out)
 
     before = noise(3)
     held = jax.device_get(before)
-    three, said = after(before, built[3, "prefill"], np.int32(row))
-    one, alone = after(noise(1), build(1, "prefill")["prefill"])
+    three, said = after(before, built[3, PREFILL], np.int32(row))
+    one, alone = after(noise(1), build(1, PREFILL)[PREFILL])
     assert said == alone
     assert three.position[row] == one.position[0] == 11
     for old, new, wanted in zip(*map(jax.tree.leaves, (held, three, one)), strict=True):

@@ -8,8 +8,14 @@ import jax
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler import compile_programs, declare, resolve
-from dflash_jax.compiler.programs import ALL_LANES, MASKED, SAMPLED, SHAPED
+from dflash_jax.compiler import (
+    ProgramKey,
+    Step,
+    Variant,
+    compile_programs,
+    declare,
+    resolve,
+)
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
 
@@ -23,10 +29,10 @@ DRAFTERS = {
 OPTIONAL = {"random_bits", "threefry2x32", "top_k", "sort", "random_seed"}
 
 
-def programs_of(drafter: DrafterConfig, target: TargetConfig = TARGET) -> dict[str, Any]:
+def programs_of(drafter: DrafterConfig, target: TargetConfig = TARGET) -> dict[ProgramKey, Any]:
     made = Plan(rows=2, max_length=64, block=4, chunk=8, dtype="float32")
     plan = resolve(made, target, drafter, platform="cpu", memory=AMPLE)
-    return declare(plan, target, drafter, lanes=ALL_LANES)
+    return declare(plan, target, drafter)
 
 
 def unconditional(jaxpr: Any) -> Iterator[str]:
@@ -44,22 +50,22 @@ def unconditional(jaxpr: Any) -> Iterator[str]:
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_rows_draw_filter_and_report_nothing_in_any_program(kind: str) -> None:
     programs = programs_of(DRAFTERS[kind])
-    free = {  # the tokens a DFlash 2 selector chooses from are its own affair
-        name: {"top_k"} if kind == "dflash2" and name.startswith(("spec", "draft")) else set()
-        for name in programs
+    drafting = (Step.SPECULATIVE, Step.DRAFT)
+    free = {  # a DFlash 2 selector chooses among the best tokens in every program
+        key: {"top_k"} if kind == "dflash2" and key.step in drafting else set() for key in programs
     }
-    for name, program in programs.items():
-        if name == "score":
-            continue  # which reports, and is only run for who asks
+    for key, program in programs.items():
+        if key.step == Step.PROMPT_LOGPROBS:
+            continue  # it reports, and runs only for requests that ask for it
         jaxpr = jax.make_jaxpr(program.function)(*program.arguments)
-        assert not set(unconditional(jaxpr.jaxpr)) & OPTIONAL - free[name], name
+        assert not set(unconditional(jaxpr.jaxpr)) & OPTIONAL - free[key], key
 
 
-@pytest.mark.parametrize("lane", [SAMPLED, SHAPED, MASKED])
-def test_no_program_sorts_the_vocabulary(lane: str) -> None:
+@pytest.mark.parametrize("variant", [Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED])
+def test_no_program_sorts_the_vocabulary(variant: Variant) -> None:
     programs = programs_of(DRAFTERS["v1"])
-    step = programs["speculative" + lane] if lane != MASKED else programs["verify" + lane]
-    (built,) = compile_programs([step]).values()
+    step = Step.VERIFY if variant == Variant.CONSTRAINED else Step.SPECULATIVE
+    (built,) = compile_programs([programs[ProgramKey(step, variant)]]).values()
     text = built.compiled.as_text()
     sorts = re.findall(r"= (\(?\w+\[[\d,]*\]).* sort\(", text)
     assert not [shape for shape in sorts if str(VOCAB) in shape], sorts

@@ -232,7 +232,7 @@ def test_explain_counts_packed_weights(mixed: Path, capsys: pytest.CaptureFixtur
 def test_floats_are_quantised_while_they_are_read(
     mixed: Path, weights: str, tmp_path: Path
 ) -> None:
-    from dflash_jax.compiler.programs import weight_specs
+    from dflash_jax.compiler.models import weight_specs
 
     model = open_model(mixed)
     plan = dj.Plan(weights=weights)

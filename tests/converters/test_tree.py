@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from converters import names
-from dflash_jax.compiler.programs import init_params
+from dflash_jax.compiler.models import init_params
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.testing import (
     tiny_drafter,

@@ -9,10 +9,9 @@ import pytest
 from laws import PROMPT, ROWS, SAID, VOCAB, all_logits, chisquare, law, likelihood, said
 
 from dflash_jax import Plan
-from dflash_jax.compiler.programs import idle_rules
-from dflash_jax.decode.sampling import Drafting
-from dflash_jax.decode.verify import accept_greedy, accept_sampled
-from dflash_jax.nn.proposal import Proposal
+from dflash_jax.compiler.models import idle_rules
+from dflash_jax.decode.acceptance import accept_greedy, accept_sampled
+from dflash_jax.decode.drafting import RowDraftSampler, over_vocabulary
 from dflash_jax.state import RowRules
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
@@ -30,6 +29,11 @@ def rules(rows: int, **columns: Any) -> RowRules:
         for name, value in columns.items()
     }
     return RowRules(**vars(free) | arrays)
+
+
+def sampler(rules: RowRules, *, sampled: bool) -> RowDraftSampler:
+    zeros = jnp.zeros((len(rules.limit),), jnp.int32)
+    return RowDraftSampler(rules, zeros, zeros, zeros[:, None], sampled, VOCAB)
 
 
 @pytest.mark.soak
@@ -64,10 +68,10 @@ def test_a_place_of_a_walk_is_drawn_from_its_q() -> None:
     scores = jnp.broadcast_to(jnp.asarray([0.0, 1.0, -1.0, 2.0, 0.5]), (rows, size))
     temperature = np.where(np.arange(rows) < rows - 1, 1.3, 0.0)
     columns = rules(rows, temperature=temperature, seed=np.arange(rows))
-    choose = Drafting(columns, jnp.zeros((rows,), jnp.int32), True)
+    choose = sampler(columns, sampled=True)
     noise = choose.noise(2, size)
     assert noise is not None
-    first, second = choose.one(scores, noise[:, 0]), choose.one(scores, noise[:, 1])
+    first, second = choose.sample_one(scores, noise[:, 0]), choose.sample_one(scores, noise[:, 1])
     assert first.q is not None
     q = np.asarray(first.q[0], np.float64)
     np.testing.assert_allclose(q, jax.nn.softmax(scores[0] / 1.3), atol=1e-6)
@@ -82,11 +86,11 @@ def test_a_place_of_a_walk_is_drawn_from_its_q() -> None:
 def test_scores_that_are_not_finite_are_told_and_never_compared() -> None:
     scores = jnp.asarray([[0.0, jnp.nan], [0.0, 1.0], [jnp.inf, 1.0]])
     for sampled in (False, True):
-        choose = Drafting(rules(3, temperature=1.0), jnp.zeros((3,), jnp.int32), sampled)
+        choose = sampler(rules(3, temperature=1.0), sampled=sampled)
         noise = choose.noise(1, 2)
         for choice in (
-            choose.one(scores, None if noise is None else noise[:, 0]),
-            choose.every(scores[:, None]),
+            choose.sample_one(scores, None if noise is None else noise[:, 0]),
+            choose.sample_all(scores[:, None]),
         ):
             assert choice.finite.tolist() == [False, True, False]
             assert sampled == (choice.q is not None)
@@ -96,11 +100,22 @@ def test_scores_that_are_not_finite_are_told_and_never_compared() -> None:
 def test_q_over_candidates_is_spread_over_the_vocabulary() -> None:
     q = jnp.asarray([[[0.25, 0.75], [0.5, 0.5]]])
     ids = jnp.asarray([[[3, 1], [0, 4]]])
-    tokens, finite = jnp.zeros((1, 2), jnp.int32), jnp.ones((1,), bool)
-    by_place = Proposal(tokens, q, ids, finite, ()).q_over(5)
+    by_place = over_vocabulary(q, ids, 5)
     assert by_place.tolist() == [[[0, 0.75, 0, 0.25, 0], [0.5, 0, 0, 0, 0.5]]]
-    everywhere = Proposal(tokens, q, jnp.asarray([4, 2]), finite, ()).q_over(5)
+    everywhere = over_vocabulary(q, jnp.asarray([4, 2]), 5)
     assert everywhere.tolist() == [[[0, 0, 0.75, 0, 0.25], [0, 0, 0.5, 0, 0.5]]]
+
+
+def test_a_draft_that_is_not_finite_has_mask_tokens_and_none_is_verified() -> None:
+    zeros, masks = jnp.zeros((2,), jnp.int32), jnp.full((2, 3), 9, jnp.int32)
+    columns = rules(2, max_drafts=np.array([3, 3]))
+    tokens, finite = jnp.asarray([[1, 2, 3], [4, 5, 6]]), jnp.asarray([True, False])
+    sampler = RowDraftSampler(columns, zeros, zeros, masks, False, VOCAB, min_survival=0.5)
+    survival = jnp.asarray([[0.9, 0.6, 0.4]] * 2)
+    draft = sampler.draft(tokens, None, finite, survival=survival)
+    assert draft.block.tolist() == [[0, 1, 2, 3], [0, 9, 9, 9]]
+    assert draft.num_drafts is not None
+    assert draft.num_drafts.tolist() == [2, 0]
 
 
 def test_drafts_that_do_not_count_are_as_if_never_drawn() -> None:

@@ -33,7 +33,7 @@ KINDS = ("normal", "sharp", "flat", "few values", "bfloat16", "zeros of both sig
 
 def rules(rows: int, **columns: Any) -> RowRules:
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-    values |= {"limit": 99, "drafts": 99} | columns
+    values |= {"limit": 99, "max_drafts": 99} | columns
     kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint32}
     arrays = {
         name: jnp.asarray(np.broadcast_to(np.asarray(value, kinds.get(name, np.int32)), (rows,)))

@@ -17,14 +17,14 @@ from safetensors.numpy import load_file
 
 from dflash_jax import Plan
 from dflash_jax.decode import sampling
-from dflash_jax.decode.block import floor
 from dflash_jax.decode.sampling import (
     ACCEPT,
     DRAFT,
-    FLOOR,
+    NEXT_BEST,
     TOKEN,
+    argmax,
     draw,
-    likeliest,
+    next_best,
     row_keys,
 )
 from dflash_jax.engine.engine import Engine
@@ -40,7 +40,7 @@ probabilities = jax.jit(sampling.probabilities)  # run eagerly, its loops compil
 
 def rules(rows: int = 1, **columns: Any) -> RowRules:
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    values |= {"seed": 0, "limit": 99, "drafts": 99} | columns
+    values |= {"seed": 0, "limit": 99, "max_drafts": 99} | columns
     kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint32}
     arrays = {
         k: jnp.asarray(np.broadcast_to(np.asarray(v, kinds.get(k, np.int32)), (rows,)))
@@ -95,7 +95,7 @@ def test_keys_depend_on_seed_position_and_purpose_alone() -> None:
     rows = list(itertools.product((0, 1, 2**32 - 1), (0, 1, 77)))
     keys = {
         (row, purpose): tuple(key)
-        for purpose in (DRAFT, ACCEPT, TOKEN, FLOOR)
+        for purpose in (DRAFT, ACCEPT, TOKEN, NEXT_BEST)
         for row, key in zip(rows, data(rows, purpose), strict=True)
     }
     assert len(set(keys.values())) == len(rows) * 4
@@ -124,7 +124,7 @@ def test_what_replaces_a_stop_token_has_its_law_behind_a_residual_too() -> None:
     )
     said = draw(row_keys(by_seed, place, TOKEN), jnp.broadcast_to(rest, (rows, 3)))
     logits = jnp.broadcast_to(jnp.log(p), (rows, 1, 3))
-    instead = floor(logits, said, jnp.zeros_like(place), place, by_seed, sampled=True)
+    instead = next_best(logits, said, jnp.zeros_like(place), place, by_seed, sampled=True)
     counts = np.bincount(np.asarray(instead)[np.asarray(said) == 0], minlength=3)
     assert counts[0] == 0
     assert chisquare(counts[1:], np.full(2, counts.sum() / 2)) > 1e-3
@@ -221,12 +221,12 @@ def test_the_likeliest_is_the_first_of_the_largest(dtype) -> None:
     scores = jax.random.normal(jax.random.key(7), (3, 5, 97)).astype(dtype)
     scores = scores.at[0, 0].set(0.0).at[0, 1, jnp.array([40, 60])].set(9.0)
     scores = scores.at[1, 0].set(-jnp.inf).at[1, 1, 5].set(jnp.inf)
-    np.testing.assert_array_equal(likeliest(scores), jnp.argmax(scores, axis=-1))
-    broken = likeliest(scores.at[2, 3, 8].set(jnp.nan))
+    np.testing.assert_array_equal(argmax(scores), jnp.argmax(scores, axis=-1))
+    broken = argmax(scores.at[2, 3, 8].set(jnp.nan))
     assert 0 <= broken[2, 3] < 97
 
 
 def test_what_computes_scores_is_not_repeated_in_each_reduction() -> None:
     """Rounded otherwise in one of the two, no score would equal the largest."""
-    lowered = jax.jit(lambda x: likeliest(30.0 * jnp.tanh(x / 30.0))).lower(jnp.zeros((2, 8, 97)))
+    lowered = jax.jit(lambda x: argmax(30.0 * jnp.tanh(x / 30.0))).lower(jnp.zeros((2, 8, 97)))
     assert lowered.as_text().count("optimization_barrier") == 1

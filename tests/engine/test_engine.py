@@ -18,7 +18,6 @@ import tokenizers
 from tokenizers import decoders, models
 
 from dflash_jax import Plan, Recovery
-from dflash_jax.compiler.plan import Order
 from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import RequestHandle, Stream
@@ -31,6 +30,7 @@ from dflash_jax.errors import (
     PlanError,
     RequestError,
 )
+from dflash_jax.plan import Order
 from dflash_jax.quant.layouts import Panels, Transposed
 from dflash_jax.testing import force_acceptance, set_script
 from dflash_jax.tokenizer import Tokenizer

@@ -2,11 +2,14 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
 from dflash_jax import Plan
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine.engine import Engine
+from dflash_jax.state import output_columns
 from dflash_jax.testing import (
     force_acceptance,
     random_engine,
@@ -96,7 +99,7 @@ def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
     target = tiny_target(**changes)
     plan = Plan(max_length=256, chunk=CHUNK, block=4, dtype=dtype, rings=False)
     whole = random_engine(target, tiny_drafter(target), plan)
-    del whole.compiled.programs["plain"]
+    del whole.compiled.programs[ProgramKey(Step.PLAIN, Variant.GREEDY)]
     for prompt in prompts(ringed, (1, 9, 17, 130)):
         plain = ringed.generate(prompt, max_tokens=100, speculative=False).token_ids
         assert ringed.generate(prompt, max_tokens=100).token_ids == plain
@@ -124,8 +127,9 @@ def test_one_token_lane_agrees_in_float32() -> None:
         random_engine(target, drafter, Plan(max_length=256, chunk=CHUNK, block=8, exact=exact))
         for exact in (True, False)
     )
-    assert "plain1" in single.compiled.programs
-    assert "plain" not in single.compiled.programs
+    program = single.compiled.programs[ProgramKey(Step.PLAIN, Variant.GREEDY)]
+    _, _, out = jax.eval_shape(program.function, *program.arguments)
+    assert out.packed.shape[-1] == 1 + output_columns(single.core.scheduler.rules())
     for prompt in prompts(exact, (1, 16, 33)):
         tokens = exact.generate(prompt, max_tokens=NEW).token_ids
         assert single.generate(prompt, max_tokens=NEW, speculative=False).token_ids == tokens

@@ -8,9 +8,14 @@ import pytest
 
 from dflash_jax import Plan
 from dflash_jax.bench.profile import profile
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.decode.inputs import DecodeInputs
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.scheduler import BURST, SchedulerOutput, StepPacer
+from dflash_jax.state import OutputColumn
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
+
+SPECULATIVE = ProgramKey(Step.SPECULATIVE, Variant.GREEDY)
 
 
 @pytest.fixture(scope="module")
@@ -131,16 +136,18 @@ def test_a_call_makes_no_step_that_no_row_can_use(several: Engine) -> None:
     live = several.submit([7, 8, 9], max_tokens=6)
     while not live.done:
         several.advance()
-    idle, run = several.core.scheduler.rules(), several.executables["speculative"]
+    idle, run = several.core.scheduler.rules(), several.executables[SPECULATIVE]
     before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(several.runner.state)]
-    several.runner.state, out = run(several.params, several.runner.state, np.int32(8), idle)
+    inputs = DecodeInputs(idle, num_steps=np.int32(8))
+    several.runner.state, _, out = run(several.params, several.runner.state, None, inputs)
     assert (np.asarray(out.packed) == -1).all()
     after = map(np.asarray, jax.tree.leaves(several.runner.state))
     assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
-    several.runner.state, out = run(several.params, several.runner.state, np.int32(0), idle)
+    inputs = DecodeInputs(idle, num_steps=np.int32(0))
+    several.runner.state, _, out = run(several.params, several.runner.state, None, inputs)
     answers = np.asarray(out.packed)
     assert (answers[1:] == -1).all()
-    assert answers[0, 0, -4] == 0  # one was made to be timed; no row decided anything
+    assert answers[0, 0, OutputColumn.NUM_TOKENS] == 0  # one step, to be timed
 
 
 @pytest.mark.parametrize("speculative", [True, False])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import CancelCell, Plan
+from dflash_jax.compiler.keys import ProgramKey, Step
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
@@ -209,7 +210,7 @@ def test_p20_keeping_prefixes_changes_no_bit_of_a_first_run(warm: Engine) -> Non
     without.executables = {
         n: p for n, p in warm.executables.items() if n in without.compiled.programs
     }
-    assert "put_segment" not in without.executables
+    assert ProgramKey(Step.PUT_SEGMENT) not in without.executables
     without.generate(prompt, max_tokens=1)
     for got, wanted in zip(visible(without, 0), kept, strict=True):
         np.testing.assert_array_equal(got, wanted)

@@ -1,6 +1,7 @@
 """Recovery on the real engine: the device does what the machine asks for, bit for bit."""
 
 import dataclasses
+import functools
 import random
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 import dflash_jax as dj
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
@@ -214,7 +216,7 @@ def test_R12_a_step_that_fails_while_a_tool_is_chosen_changes_no_name(
     }
     wanted = tiny.generate(PROMPT, **options)
     assert wanted.stats.plain_steps > step  # they choose: all others draft
-    found = failing(tiny, "plain", {step}).generate(PROMPT, **options)
+    found = failing(tiny, Step.PLAIN, {step}).generate(PROMPT, **options)
     assert found.token_ids == wanted.token_ids
     assert found.stats.recovery == wanted.stats.recovery + Counter(rebuilt=1)
 
@@ -497,39 +499,40 @@ def test_lanes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) ->
 FAILURE = jax.errors.JaxRuntimeError("INTERNAL: made to fail")
 
 
-def failing(engine: Engine, name: str, calls: set[int], error: BaseException = FAILURE) -> Engine:
+def failing(engine: Engine, step: Step, calls: set[int], error: BaseException = FAILURE) -> Engine:
     """The same engine; some calls of one of its programs fail and take their state with them."""
     made = Engine(engine.target, engine.drafter, engine.params, engine.plan)
     number = iter(range(10_000))
+    keys = [key for key in engine.executables if key.step == step]
 
-    def call(params: Any, state: Any, *rest: Any) -> Any:
+    def call(key: ProgramKey, *arguments: Any) -> Any:
+        found = engine.executables[key](*arguments)
         if next(number) in calls:
-            engine.executables[name](params, state, *rest)  # the donated state is gone
-            raise error
-        return engine.executables[name](params, state, *rest)
+            raise error  # the donated state is gone
+        return found
 
-    made.executables = engine.executables | {name: call}
+    failing = {key: functools.partial(call, key) for key in keys}
+    made.executables = engine.executables | failing
     return made
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("speculative", {0}), ("speculative", {4}), ("prefill", {1})]
+    ("step", "calls"), [(Step.SPECULATIVE, {0}), (Step.SPECULATIVE, {4}), (Step.PREFILL, {1})]
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_R12_after_a_failed_step_every_row_goes_on_where_it_was(
-    tiny3: Engine, name: str, calls: set[int], temperature: float
+    tiny3: Engine, step: Step, calls: set[int], temperature: float
 ) -> None:
     prompts = [PROMPT, [7] * 30, list(range(20)), [9, 9]]
     options = {"max_tokens": 25, "temperature": temperature, "seed": 4}
     wanted = [r.token_ids for r in tiny3.generate_many(prompts, **options)]
-    lane = name + ("_sampled" if temperature else "")
-    found = failing(tiny3, lane, calls).generate_many(prompts, **options)
+    found = failing(tiny3, step, calls).generate_many(prompts, **options)
     assert [r.token_ids for r in found] == wanted
     assert sum(r.stats.recovery["rebuilt"] for r in found) == 3
 
 
 def test_a_device_that_keeps_failing_ends_requests_by_name(tiny: Engine) -> None:
-    engine = failing(tiny, "speculative", set(range(2, 100)))
+    engine = failing(tiny, Step.SPECULATIVE, set(range(2, 100)))
     with pytest.raises(dj.ComputeError, match=r"failed twice .*INTERNAL: made to fail"):
         engine.generate(PROMPT, max_tokens=40)
     assert not engine.active
@@ -546,7 +549,7 @@ def test_after_a_caller_was_stopped_in_a_turn_the_engine_goes_on(
         for error in stops:
             raise error
 
-    engine = failing(tiny, "speculative", {2} if lost == "state" else set(), KeyboardInterrupt())
+    engine = failing(tiny, Step.SPECULATIVE, {2} if lost == "state" else set(), KeyboardInterrupt())
     live = engine.submit(PROMPT, max_tokens=20)
     if lost == "output":
         monkeypatch.setattr(live.sequence, "_emit", stop)
@@ -719,8 +722,11 @@ def test_a_plan_without_odds_has_the_programs_without_them(tiny: Engine, words: 
     wanted = tiny.generate(PROMPT, max_tokens=20)
     found = without.generate(PROMPT, max_tokens=20)
     assert found.token_ids == wanted.token_ids
-    assert "bitcast_convert" in tiny.executables["plain"].stablehlo
-    assert "bitcast_convert" not in without.executables["plain"].stablehlo
+    assert "bitcast_convert" in tiny.executables[ProgramKey(Step.PLAIN, Variant.GREEDY)].stablehlo
+    assert (
+        "bitcast_convert"
+        not in without.executables[ProgramKey(Step.PLAIN, Variant.GREEDY)].stablehlo
+    )
     stop = wanted.token_ids[6]
     words(text=lambda ids: "w:", calls=(OPENED,), opening=(LEAD, CALL))
     settings = recovery(floor=50, below_floor="odds", tool_prefix=True)

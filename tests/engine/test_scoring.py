@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
+from dflash_jax.compiler.keys import ProgramKey, Step
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
 from dflash_jax.errors import RequestError
@@ -114,7 +115,7 @@ def test_a_kept_prefix_is_fed_again_to_be_scored(tiny: Engine) -> None:
 def test_a_failed_step_is_made_good(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, runner = prompt_of(41), tiny.runner
     tiny.generate(prompt, max_tokens=4, prompt_logprobs=1)  # compiles what is to fail
-    score, calls = tiny.executables["score"], []
+    score, calls = tiny.executables[ProgramKey(Step.PROMPT_LOGPROBS)], []
 
     def failing(*arguments: Any) -> Any:
         calls.append(len(calls))
@@ -122,7 +123,7 @@ def test_a_failed_step_is_made_good(tiny: Engine, monkeypatch: pytest.MonkeyPatc
             raise jax.errors.JaxRuntimeError("the device is gone")
         return score(*arguments)
 
-    monkeypatch.setitem(runner.executables, "score", failing)
+    monkeypatch.setitem(runner.executables, ProgramKey(Step.PROMPT_LOGPROBS), failing)
     result = tiny.generate(prompt, max_tokens=4, prompt_logprobs=1)
     assert len(calls) == 5
     assert result.stats.recovery["rebuilt"] == 1

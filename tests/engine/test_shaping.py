@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
@@ -156,14 +157,15 @@ def test_several_answers_share_one_prefill(tiny3: Engine) -> None:
     """Only the last chunk, which says the first token, is fed for each of them."""
     prompt = list(range(40))
     options = {"max_tokens": 8, "temperature": 1.0, "seed": 7}
-    tiny3.generate(prompt, **options)  # has the lane compiled
+    tiny3.generate(prompt, **options)  # compiles the variant
     calls = []
-    run = tiny3.executables["prefill_sampled"]
-    tiny3.executables["prefill_sampled"] = lambda *a: (calls.append(1), run(*a))[1]  # type: ignore[assignment]
+    key = ProgramKey(Step.PREFILL, Variant.SAMPLED)
+    run = tiny3.executables[key]
+    tiny3.executables[key] = lambda *a: (calls.append(1), run(*a))[1]  # type: ignore[assignment]
     try:
         results = tiny3.generate_many([prompt], n=3, **options)
     finally:
-        tiny3.executables["prefill_sampled"] = run
+        tiny3.executables[key] = run
     assert len(calls) == 2 + 3  # chunks of 16
     assert len({tuple(r.token_ids) for r in results}) == 3
     for i, result in enumerate(results):  # answer i is what seed + i says alone

@@ -15,15 +15,17 @@ from converters import export
 from converters.models import open_model
 from dflash_jax import Plan
 from dflash_jax.compiler import jit, resolve
-from dflash_jax.compiler.programs import empty_state, idle_rules
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.compiler.models import empty_state, idle_rules
 from dflash_jax.config import TargetConfig, drafter_config
 from dflash_jax.config.dflash2 import DFlash2Config
-from dflash_jax.decode.sampling import Drafting
+from dflash_jax.decode.drafting import RowDraftSampler
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.models import build_drafter, build_target
 from dflash_jax.models.dflash2 import DynamicConvolution
-from dflash_jax.nn.proposal import Lender
+from dflash_jax.nn.draft import SharedLayers
+from dflash_jax.state import RowRules
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 
 KINDS = [
@@ -53,12 +55,23 @@ class Case:
         variables = {"params": self.params["drafter"]}
         return build_drafter(self.drafter).apply(variables, *args, **kwargs)
 
-    def lender(self) -> Lender:
+    def layers(self) -> SharedLayers:
         variables, module = {"params": self.params["target"]}, build_target(self.target)
-        return Lender(
+        return SharedLayers(
             lambda tokens: module.apply(variables, tokens, method="embed"),
             lambda hidden: module.apply(variables, hidden, method="logits"),
         )
+
+
+class Recorder(RowDraftSampler):
+    """Returns the arguments of the draft, which no other class keeps."""
+
+    def draft(self, tokens: Any, q: Any, finite: Any, **more: Any) -> Any:
+        return {"tokens": tokens, "q": q, "finite": finite} | more
+
+
+def recorder(rules: RowRules, block: Any, start: Any) -> Recorder:
+    return Recorder(rules, block[:, 0], start, block[:, 1:], False, 97)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -68,18 +81,18 @@ def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> No
     v, prompt = case.vectors, case.meta["rounds"]["prompt"]
     plan = Plan(max_length=64, block=8, chunk=prompt, dtype="float32")
     caches = empty_state(plan, case.target, case.drafter).draft
-    rules, lender = idle_rules(plan), case.lender()
+    rules, layers = idle_rules(plan), case.layers()
 
     def draft(
         taps: jax.Array, block: jax.Array, caches: Any, begin: jax.Array, start: jax.Array
     ) -> Any:
         parts = jnp.split(taps, len(case.drafter.target_layer_ids), axis=-1)
         caches = case.drafter_apply(parts, caches, begin, method="context")
-        x = lender.embed(block) * jnp.float32(case.drafter.input_embedding_scale or 1.0)
-        hidden, _ = case.drafter_apply(lender.embed(block), caches, start)
-        choose = Drafting(rules, start, False)
-        args = (block, caches, start, lender, choose)
-        return x, hidden, case.drafter_apply(*args, method="propose"), caches
+        x = layers.embed(block) * jnp.float32(case.drafter.input_embedding_scale or 1.0)
+        hidden, _ = case.drafter_apply(layers.embed(block), caches, start)
+        args = (block, caches, start, layers, recorder(rules, block, start))
+        draft, _ = case.drafter_apply(*args, method="propose")
+        return x, hidden, draft, caches
 
     begin, run = 0, jit(draft)
     scores = _scores(case)
@@ -89,13 +102,13 @@ def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> No
         at = (np.array([begin], np.int32), np.array([start], np.int32))
         junk = ((0, 0), (0, prompt - taps.shape[1]), (0, 0))  # past the kept rows, as engines do
         taps = np.pad(taps, junk, constant_values=7.0)
-        x, hidden, proposal, caches = run(taps, block, caches, *at)
+        x, hidden, draft, caches = run(taps, block, caches, *at)
         np.testing.assert_allclose(x, v[f"{turn}.noise_embedding"], atol=1e-6)
         np.testing.assert_allclose(hidden, v[f"{turn}.hidden"], atol=TOLERANCE)
-        np.testing.assert_array_equal(proposal.tokens, v[f"{turn}.greedy_path"])
-        assert bool(proposal.finite[0])
+        np.testing.assert_array_equal(draft["tokens"], v[f"{turn}.greedy_path"])
+        assert bool(draft["finite"][0])
         if f"{turn}.candidates_sorted" in v:
-            found = np.sort(np.asarray(proposal.ids), axis=-1)
+            found = np.sort(np.asarray(draft["ids"]), axis=-1)
             np.testing.assert_array_equal(found, v[f"{turn}.candidates_sorted"])
             _check_q_along_the_sampled_path(case, turn, scores(hidden, block[:, 0]))
         begin = start
@@ -105,7 +118,7 @@ def _scores(case: Case) -> Any:
     """Compiled: logits, candidates, and the scores of every pair of them."""
 
     def scores(hidden: jax.Array, anchor: jax.Array) -> tuple[jax.Array, ...]:
-        head = case.lender().head(hidden)
+        head = case.layers().head(hidden)
         logits = case.drafter_apply(head, method=lambda m, x: m.backbone.adjust(x))[:, 1:]
         unary, ids = jax.lax.top_k(logits, case.drafter.selector_top_k)
         args = (hidden[:, 1:], unary, ids, anchor)
@@ -155,7 +168,9 @@ def test_speculative_generation_is_the_reference(oracle: Path, name: str) -> Non
     plan = Plan(max_length=128, block=8, chunk=24)
     plan = resolve(plan, case.target, case.drafter, platform="cpu", memory=memory)
     engine = Engine(case.target, case.drafter, case.params, plan)
-    del engine.programs["plain"]  # not needed here, and compiling takes the time
+    del engine.compiled.programs[
+        ProgramKey(Step.PLAIN, Variant.GREEDY)
+    ]  # not needed here, and compiling takes the time
     prompt = case.vectors["prompt_ids"][0].tolist()
     truth = case.vectors["ar.output_ids"][0].tolist()[len(prompt) :]
     result = engine.generate(prompt, max_tokens=len(truth), ignore_eos=True)
@@ -181,7 +196,7 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
             layer[conv] = {"base": base, "kernel": layer[conv]["kernel"] * 0}
     params["successor"] = params["successor"] * 0
     table = np.random.default_rng(1).standard_normal((97, 32)).astype(np.float32)
-    lender = Lender(
+    layers = SharedLayers(
         lambda ids: jnp.asarray(table)[ids], lambda h: jnp.einsum("btd,vd->btv", h, table)
     )
     plan = Plan(max_length=32, block=8, chunk=8, dtype="float32")
@@ -189,10 +204,10 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
     said = []
     for config, tree in ((v1, plain), (v2, params)):
         caches = empty_state(plan, target, config).draft
-        model, greedy = build_drafter(config), Drafting(idle_rules(plan), start, False)
-        args, variables = (block, caches, start, lender, greedy), {"params": jax.device_put(tree)}
+        model, greedy = build_drafter(config), recorder(idle_rules(plan), block, start)
+        args, variables = (block, caches, start, layers, greedy), {"params": jax.device_put(tree)}
         propose = functools.partial(model.apply, variables, *args, method="propose")
-        said.append(jit(propose)().tokens)
+        said.append(jit(propose)()[0]["tokens"])
     np.testing.assert_array_equal(*said)
 
 

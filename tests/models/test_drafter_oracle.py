@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 import dflash_jax as dj
 from converters.load import load_drafter, load_target
 from dflash_jax.compiler import jit
-from dflash_jax.compiler.programs import build_pair, empty_state
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.compiler.models import build_pair, empty_state
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
@@ -98,7 +99,9 @@ def engine(case: SimpleNamespace) -> Engine:
     shapes = (engine.plan, engine.target, engine.drafter)
     shapes = (dataclasses.replace(engine.plan, memory_limit=0), *shapes[1:])
     engine.executables = _built.setdefault(shapes, engine.executables)
-    del engine.programs["plain"]  # not needed here, and compiling is most of this file's time
+    del engine.compiled.programs[
+        ProgramKey(Step.PLAIN, Variant.GREEDY)
+    ]  # not needed here, and compiling is most of this file's time
     engine.warm_up()
     _built[shapes] = engine.executables
     return engine

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from converters.models import open_model
 from converters.names import speculators
 from converters.tree_source import TreeSource
 from dflash_jax import Plan
-from dflash_jax.compiler.programs import empty_state, idle_rules
+from dflash_jax.compiler.models import empty_state, idle_rules
 from dflash_jax.config import DrafterConfig, drafter_config
 from dflash_jax.config.dspark import DSparkConfig
-from dflash_jax.decode.sampling import Drafting
+from dflash_jax.decode.drafting import RowDraftSampler
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import build_drafter
-from dflash_jax.nn.proposal import Lender
+from dflash_jax.nn.draft import SharedLayers
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 
 TARGET = tiny_target(num_layers=2)
@@ -31,7 +32,7 @@ PLAN = Plan(max_length=32, block=6, chunk=8, dtype="float32")
 BLOCK = jnp.asarray([[5, *[96] * 5]])
 START = jnp.asarray([0])
 TABLE = jax.random.normal(jax.random.key(1), (97, 32))
-LENDER = Lender(lambda ids: TABLE[ids], lambda h: jnp.einsum("btd,vd->btv", h, TABLE))
+LAYERS = SharedLayers(lambda ids: TABLE[ids], lambda h: jnp.einsum("btd,vd->btv", h, TABLE))
 
 
 def make(**changes: Any) -> tuple[DrafterConfig, dict[str, Any]]:
@@ -42,11 +43,20 @@ def make(**changes: Any) -> tuple[DrafterConfig, dict[str, Any]]:
 def run(config: DrafterConfig, params: dict[str, Any], method: Any, *args: Any) -> Any:
     caches = empty_state(PLAN, TARGET, config).draft
     module: Any = build_drafter(config)
-    return module.apply({"params": params}, BLOCK, caches, START, LENDER, *args, method=method)
+    return module.apply({"params": params}, BLOCK, caches, START, LAYERS, *args, method=method)
+
+
+class Recorder(RowDraftSampler):
+    """Returns the arguments of the draft, which no other class keeps."""
+
+    def draft(self, tokens: Any, q: Any, finite: Any, **more: Any) -> Any:
+        return types.SimpleNamespace(tokens=tokens, q=q, finite=finite, **more)
 
 
 def propose(config: DrafterConfig, params: dict[str, Any]) -> Any:
-    return run(config, params, "propose", Drafting(idle_rules(PLAN), START, False))
+    masks = BLOCK[:, 1:]
+    sampler = Recorder(idle_rules(PLAN), BLOCK[:, 0], START, masks, False, config.vocab_size)
+    return run(config, params, "propose", sampler)[0]
 
 
 def backbone(config: DrafterConfig, params: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -92,8 +102,8 @@ def test_place_k_predicts_the_token_after_it() -> None:
     v1 = tiny_drafter(TARGET, target_layer_ids=(0,))
     kept = {k: v for k, v in params.items() if not k.startswith("markov")}
     caches = empty_state(PLAN, TARGET, v1).draft
-    hidden, _ = build_drafter(v1).apply({"params": kept}, LENDER.embed(BLOCK[:, :5]), caches, START)
-    expected = np.argmax(LENDER.head(hidden), axis=-1)
+    hidden, _ = build_drafter(v1).apply({"params": kept}, LAYERS.embed(BLOCK[:, :5]), caches, START)
+    expected = np.argmax(LAYERS.head(hidden), axis=-1)
     np.testing.assert_array_equal(propose(config, params).tokens, expected)
     bare, _ = make(markov_rank=0, confidence_head=False)
     np.testing.assert_array_equal(propose(bare, kept).tokens, expected)

@@ -18,7 +18,9 @@ from safetensors.numpy import load_file, save_file
 import dflash_jax as dj
 from converters.load import load_target as load_params
 from dflash_jax.compiler import jit
-from dflash_jax.compiler.programs import build_pair, declare, empty_state
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.compiler.models import build_pair, empty_state
+from dflash_jax.compiler.programs import declare
 from dflash_jax.config import (
     check_pair,
     paired,
@@ -289,8 +291,10 @@ def test_programs_follow_taps_at() -> None:
     for at, used in (("auto", "late"), ("late", "late"), ("early", "early")):
         plan = dj.Plan(max_length=32, chunk=8, block=2, dtype="float32", taps_at=at)
         programs = declare(plan, config, drafter)
-        for name in ("prefill", "forced", "plain", "speculative"):
-            step: Any = programs[name].function
+        greedy = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)
+        keys = [ProgramKey(step, Variant.GREEDY) for step in greedy]
+        for key in [ProgramKey(Step.FORCED_TOKENS), *keys]:
+            step: Any = programs[key].function
             assert step.args[0].taps_at == used
         assert dj.Plan.from_json(plan.to_json()) == plan
 

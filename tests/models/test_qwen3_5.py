@@ -18,10 +18,12 @@ from converters.load import load_target as load_params
 from converters.models import open_model
 from converters.names.published import fields
 from dflash_jax.compiler import compile_programs, jit
+from dflash_jax.compiler.keys import ProgramKey, Step
 from dflash_jax.compiler.memory import budget
-from dflash_jax.compiler.programs import build_pair, empty_state
+from dflash_jax.compiler.models import build_pair, empty_state
 from dflash_jax.config import read_target_config, target_config
 from dflash_jax.config.qwen3_5 import HybridConfig
+from dflash_jax.decode.inputs import ForcedTokensInputs
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.state import DecodeState, RecurrentCache, commit
@@ -254,19 +256,20 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> 
     engine.generate(given[2], max_tokens=NEW)  # in row 0; prefill and steps pass over row 1
     for ours, theirs in zip(recurrent(engine, row=1), idle, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    engine.runner.state = engine.executables["wipe"](engine.runner.state, np.array([True, False]))
+    engine.runner.clear_rows([0])
     assert not any(x.any() for x in recurrent(engine, row=0))
     for ours, theirs in zip(recurrent(engine, row=1), idle, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.optimised
-def test_dictated_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
+def test_forced_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
     """R7: the same tokens, fed by forced steps in any cuts."""
     prompt = prompt_of(21)
     plain = engine.generate(prompt, max_tokens=NEW, speculative=False).token_ids
     states = recurrent(engine)
-    forced = compile_programs([engine.programs["forced"]])["forced"]
+    key = ProgramKey(Step.FORCED_TOKENS)
+    forced = compile_programs([engine.compiled.programs[key]])[key]
     for cuts in ([BLOCK] * (NEW // BLOCK), [1, 3, 2] * NEW):
         engine.generate(prompt, max_tokens=1)
         state, at = engine.runner.state, 0
@@ -275,7 +278,8 @@ def test_dictated_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None
             tokens = np.zeros((2, BLOCK), np.int32)
             tokens[0, :n] = plain[at : at + n]
             count, anchor = np.array([n, 0], np.int32), np.array([plain[at + n], 0], np.int32)
-            state, _ = forced(engine.params, state, tokens, count, anchor)
+            inputs = ForcedTokensInputs(tokens, num_fed=count, anchor=anchor)
+            state, _, _ = forced(engine.params, state, None, inputs)
             at += n
         engine.runner.state = state
         for ours, theirs in zip(recurrent(engine), states, strict=True):
@@ -290,7 +294,7 @@ def test_states_are_updated_in_place(engine: Engine) -> None:
         allowed = budget(engine.plan, engine.target, engine.drafter).temporaries
         if engine.plan.dtype != "float32":  # a CPU widens the weights it multiplies with
             allowed += 2 * budget(engine.plan, engine.target, engine.drafter).weights
-        assert executable.temporary_bytes <= allowed, executable.name
+        assert executable.temporary_bytes <= allowed, executable.key
 
 
 def test_chunks_of_any_size_prefill_the_same_state() -> None:

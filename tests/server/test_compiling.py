@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.soak_serve import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error, send
 from dflash_jax.compiler import Program, build
-from dflash_jax.compiler.variants import Variant
+from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
 from dflash_jax.server.gate import Settings
@@ -42,7 +42,7 @@ class Gate:
 
     def __init__(self, engine: Engine):
         self.open = threading.Event()
-        self.held = set(engine.compiled.programs) - set(engine.compiled.names(LIKELY))
+        self.held = set(engine.compiled.programs) - set(engine.compiled.keys(LIKELY))
         self.broken: set[str] = set()  # programs that cannot be compiled
         self._compile = build._compile
 
@@ -67,7 +67,7 @@ def cold(engine: Engine) -> Engine:
     made = Engine(
         engine.target, engine.drafter, engine.params, engine.plan, tokenizer=engine.tokenizer
     )
-    early = engine.compiled.names(LIKELY)
+    early = engine.compiled.keys(LIKELY)
     made.executables = {name: engine.executables[name] for name in early}
     return made
 
@@ -326,7 +326,7 @@ def test_all_programs_may_be_compiled_before_it_is_ready(start: Start, gate: Gat
 
 def test_nothing_but_greedy_programs_need_be_compiled(random_tiny: Engine) -> None:
     engine = cold(random_tiny)
-    for name in set(engine.executables) - set(engine.compiled.names([Variant.GREEDY])):
+    for name in set(engine.executables) - set(engine.compiled.keys([Variant.GREEDY])):
         del engine.executables[name]
     live = run_server(lambda: engine, Listening(port=0, warm="none"))
     found = states(live)
@@ -363,7 +363,7 @@ def test_phases_refusals_and_the_end_are_logged(
         assert chunks(lines)
     live.thread.join(60)
     said = [record.getMessage() for record in logged.records]
-    known = len(live.engine.compiled.names([Variant.GREEDY, Variant.PENALIZED]))
+    known = len(live.engine.compiled.keys([Variant.GREEDY, Variant.PENALIZED]))
     number = refused.headers["x-request-id"]
     message = refused.json()["error"]["message"]
     for line in (

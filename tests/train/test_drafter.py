@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler.programs import build_pair, empty_state, idle_rules
+from dflash_jax.compiler.models import build_pair, empty_state, idle_rules
 from dflash_jax.decode import steps
-from dflash_jax.decode.block import draft_block
-from dflash_jax.nn.proposal import Lender
+from dflash_jax.decode.drafting import draft_block
+from dflash_jax.decode.inputs import PrefillInputs
+from dflash_jax.nn.draft import SharedLayers
 from dflash_jax.testing import random_params, tiny_drafter, tiny_gemma, tiny_hybrid, tiny_target
 from dflash_jax.train import drafter, features, objective
 from dflash_jax.train.recipes import SMOKE
@@ -55,11 +56,12 @@ def programs(kind: str, family: str = "qwen3") -> Any:
         """The engine's way: its prefill, then the draft of its fused step."""
         state, rules = empty_state(plan, target, config), idle_rules(plan)
         fresh = jnp.ones(1, bool)
-        state, _ = steps.prefill(pair, params, state, prefix, count, fresh, rules, sampled=False)
+        inputs = PrefillInputs(prefix, count, fresh, rules)
+        state, _, _ = steps.prefill(pair, params, state, None, inputs, sampled=False)
         state = dataclasses.replace(state, anchor=first)
-        draft = draft_block(pair, params, state, rules, width=width, sampled=False)
+        _, draft = draft_block(pair, params, state, rules, width=width, sampled=False)
         masks = jnp.full((1, width - 1), config.mask_token_id)
-        lender = Lender(
+        lender = SharedLayers(
             functools.partial(pair.target_call, params, method="embed"),
             functools.partial(pair.target_call, params, method=pair.head),
         )

@@ -15,7 +15,7 @@ import pytest
 
 from converters.load import load_drafter
 from dflash_jax import Plan, load_target
-from dflash_jax.compiler.programs import build_pair, weight_specs
+from dflash_jax.compiler.models import build_pair, weight_specs
 from dflash_jax.config import read_drafter_config
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ComputeError, ConfigError, DFlashError
@@ -322,7 +322,7 @@ def test_a_command_killed_again_and_again_ends_with_the_same_bytes(tmp_path):
 
 DEVICES = """
 import dataclasses, functools, jax, numpy as np
-from dflash_jax.compiler.programs import build_pair
+from dflash_jax.compiler.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import drafter
 from dflash_jax.train.fitting import Placement

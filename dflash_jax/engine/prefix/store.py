@@ -7,18 +7,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler.plan import Plan
+from dflash_jax.compiler.keys import ProgramKey, Step
 from dflash_jax.compiler.programs import Program
-from dflash_jax.decode.snapshot import Segment
+from dflash_jax.decode.inputs import PutSegmentInputs, TakeSegmentInputs
+from dflash_jax.decode.rows import Segment
 from dflash_jax.engine.prefix.cache import Node, PrefixCache
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import PrefixDisk
 from dflash_jax.engine.prefix.files import Kind
 from dflash_jax.errors import PlanError, SnapshotError
+from dflash_jax.plan import Plan
 from dflash_jax.state import DecodeState
 
 Ids = tuple[int, ...]
-Programs = Mapping[str, Callable[..., Any]]
+TAKE, PUT = ProgramKey(Step.TAKE_SEGMENT), ProgramKey(Step.PUT_SEGMENT)
+Programs = Mapping[ProgramKey, Callable[..., Any]]
 
 
 class PrefixStore:
@@ -32,8 +35,10 @@ class PrefixStore:
       PlanError: a budget of the plan does not hold a single segment.
     """
 
-    def __init__(self, plan: Plan, programs: Mapping[str, Program], identity: Callable[[], str]):
-        self._expected: Segment = programs["put_segment"].arguments[3]
+    def __init__(
+        self, plan: Plan, programs: Mapping[ProgramKey, Program], identity: Callable[[], str]
+    ):
+        self._expected: Segment = programs[PUT].arguments[3].segment
         sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(self._expected)]
         self.cache = PrefixCache(
             chunk=plan.chunk,
@@ -77,8 +82,8 @@ class PrefixStore:
                 cache.counters.refused += 1
                 cache.drop(node)
                 break
-            place = np.int32(row), np.int32(cursor.num_fed)
-            state = run["put_segment"](state, *place, node.segment)
+            inputs = PutSegmentInputs(np.int32(row), np.int32(cursor.num_fed), node.segment)
+            state, _, _ = run[PUT](None, state, None, inputs)
             cursor.node, cursor.num_fed = node, node.length
             cursor.num_cached += cache.chunk
             cache.counters.hit_tokens += cache.chunk
@@ -96,7 +101,10 @@ class PrefixStore:
         if node is None or node.length != start or len(chunk) < self.cache.chunk:
             return
         known = node.children.get(chunk)
-        segment = known or run["take_segment"](state, np.int32(row), np.int32(start))
+        segment = known
+        if known is None:
+            inputs = TakeSegmentInputs(np.int32(row), np.int32(start))
+            _, _, segment = run[TAKE](None, state, None, inputs)
         cursor.node = self.cache.add(node, chunk, segment, position=cursor.num_fed)
         if cursor.node and not known:
             cursor.added.append(cursor.node)

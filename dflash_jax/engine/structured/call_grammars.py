@@ -3,7 +3,8 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from dflash_jax.compiler.variants import CompiledPrograms, Variant
+from dflash_jax.compiler.build import CompiledPrograms
+from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.structured.grammars import Grammar, Grammars
 from dflash_jax.engine.vocabulary import calls_grammar

@@ -15,7 +15,7 @@ from dflash_jax.compiler.two_devices import devices
 from dflash_jax.errors import PlanError
 from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
 
-CASE = Path(__file__).with_name("apart_case.py")
+CASE = Path(__file__).with_name("two_devices_case.py")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ CASE = Path(__file__).with_name("apart_case.py")
     ],
 )
 def test_two_devices_say_what_one_says(family: str, names: list[str]) -> None:
-    """In every lane, round by round, with prefixes found again on both devices."""
+    """In every variant, round by round, with prefixes found again on both devices."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     run = subprocess.run(
         [sys.executable, str(CASE), family, "together", *names],

@@ -1,4 +1,4 @@
-"""Run by test_apart in a process of its own, with two virtual devices: prints JSON."""
+"""Run by test_two_devices in a process of its own, with two virtual devices: prints JSON."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import numpy as np
 
 import dflash_jax as dj
 from dflash_jax import Plan, Recovery
-from dflash_jax.compiler.two_devices import Halves
+from dflash_jax.compiler.two_devices import TwoDeviceState
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_gemma, tiny_hybrid, tiny_target
 
@@ -34,8 +34,8 @@ def main() -> None:
         vocab = min(96, engine.target.vocab_size)
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, vocab, 5 + 11 * i).tolist() for i in range(3)]
-        lanes = {"shipped": shipped, "quick": quick}.get(family, every)
-        found[name] = lanes(engine, prompts)
+        cases = {"shipped": shipped, "quick": quick}.get(family, every)
+        found[name] = cases(engine, prompts)
         if name != "together":
             places(engine, *PLACES[name])
     print(json.dumps(found))
@@ -55,7 +55,7 @@ def run(engine: Engine, prompts: Sequence[Any], **options: Any) -> list[Any]:
 
 
 def quick(engine: Engine, prompts: list[list[int]]) -> dict[str, list[Any]]:
-    """The greedy lane, drafted and plain, and a prefix found again."""
+    """The greedy variant, drafted and plain, and a prefix found again."""
     greedy = run(engine, prompts)
     assert engine.generate(prompts[-1], max_tokens=2).stats.cached_tokens == 16
     plain = run(engine, prompts, speculative=False)
@@ -63,7 +63,7 @@ def quick(engine: Engine, prompts: list[list[int]]) -> dict[str, list[Any]]:
 
 
 def every(engine: Engine, prompts: list[list[int]]) -> dict[str, list[Any]]:
-    """Every lane but that of structured output, and tokens dictated below a floor."""
+    """Every variant but that of structured output, and forced tokens."""
     found = quick(engine, prompts)
     stop = found["greedy"][0][3]
     return found | {
@@ -96,13 +96,13 @@ def places(engine: Engine, target: int, drafter: int) -> None:
         return {d.id for x in jax.tree.leaves(tree) for d in x.devices()}
 
     state = engine.runner.state
-    assert isinstance(state, Halves)
-    assert on((engine.params["target"], state.target)) == {target}
-    assert on((engine.params["drafter"], engine.params["lent"], state.draft)) == {drafter}
-    assert not state.target.draft
-    assert not state.draft.target
-    np.testing.assert_array_equal(state.target.position, state.draft.position)
-    np.testing.assert_array_equal(state.target.anchor, state.draft.anchor)
+    assert isinstance(state, TwoDeviceState)
+    assert on((engine.params["target"], state.target_state)) == {target}
+    assert on((engine.params["drafter"], engine.params["shared"], state.drafter_state)) == {drafter}
+    assert not state.target_state.draft
+    assert not state.drafter_state.target
+    np.testing.assert_array_equal(state.target_state.position, state.drafter_state.position)
+    np.testing.assert_array_equal(state.target_state.anchor, state.drafter_state.anchor)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from dflash_jax.compiler import jit
-from dflash_jax.decode.verify import accept_greedy, accept_sampled, cut, is_stop, without_stops
+from dflash_jax.decode.acceptance import accept_greedy, accept_sampled, cut, is_stop, stops_masked
 from dflash_jax.state import RowRules
 
 B, T, E, V = 4, 5, 3, 7
@@ -28,7 +28,7 @@ def rules(stops: list[set[int]], limit: Any = 1000) -> RowRules:
     return RowRules(
         stop_ids=jnp.asarray(ids),
         limit=jnp.asarray(np.broadcast_to(np.array(limit, np.int32), (B,))),
-        drafts=jnp.asarray(np.full((B,), T - 1, np.int32)),
+        max_drafts=jnp.asarray(np.full((B,), T - 1, np.int32)),
         temperature=jnp.asarray(np.zeros((B,), np.float32)),
         top_k=jnp.asarray(np.zeros((B,), np.int32)),
         top_p=jnp.asarray(np.ones((B,), np.float32)),
@@ -110,7 +110,7 @@ def test_padding_of_the_stop_set_matches_no_token() -> None:
 @given(stop_sets, st.integers(0, 2**32 - 1))
 def test_masking_the_stop_set_touches_nothing_else(stops: list[set[int]], seed: int) -> None:
     logits = np.random.default_rng(seed).standard_normal((B, 2, V)).astype(np.float32)
-    masked = np.asarray(without_stops(jnp.asarray(logits), rules(stops)))
+    masked = np.asarray(stops_masked(jnp.asarray(logits), rules(stops)))
     for b, t, v in np.ndindex(B, 2, V):
         assert masked[b, t, v] == (-np.inf if v in stops[b] else logits[b, t, v])
 

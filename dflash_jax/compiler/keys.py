@@ -1,0 +1,60 @@
+"""Identity of programs: which step, in which variant."""
+
+import enum
+from typing import NamedTuple
+
+
+class Step(enum.StrEnum):
+    """What a program does."""
+
+    PREFILL = "prefill"  # feed a prompt chunk
+    PLAIN = "plain"  # decode one token per row
+    SPECULATIVE = "speculative"  # draft, verify and commit a block
+    DRAFT = "draft"  # its two halves, where the host or another device comes between
+    VERIFY = "verify"
+    FORCED_TOKENS = "forced_tokens"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    UPDATE_DRAFTER = "update_drafter"  # part of other programs, on the drafter's own device
+    SET_LOGITS_STATE = "set_logits_state"
+    REPLACE_ANCHOR = "replace_anchor"  # these change rows without parameters
+    CLEAR_ROWS = "clear_rows"
+    COPY_ROW = "copy_row"
+    TAKE_SEGMENT = "take_segment"
+    PUT_SEGMENT = "put_segment"
+
+
+class Variant(enum.StrEnum):
+    """Kinds of requests by the programs they need, the most common kind first."""
+
+    GREEDY = "greedy"
+    SAMPLED = "sampled"
+    FORCED_TOKENS = "forced_tokens"  # recovery
+    CONSTRAINED = "constrained"  # structured output
+    PENALIZED = "penalized"  # penalties, biases, log-probabilities of the output
+    PROMPT_LOGPROBS = "prompt_logprobs"
+
+
+# Variants that prefill and decode steps exist in. Each also serves the requests of those before it.
+STEP_VARIANTS = (Variant.GREEDY, Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED)
+LOGITS_VARIANTS = (Variant.PENALIZED, Variant.CONSTRAINED)  # steps that carry a logits state
+_NEEDED_BY = {
+    Step.FORCED_TOKENS: (Variant.FORCED_TOKENS,),
+    Step.REPLACE_ANCHOR: (Variant.FORCED_TOKENS,),
+    Step.PROMPT_LOGPROBS: (Variant.PROMPT_LOGPROBS,),
+    Step.SET_LOGITS_STATE: LOGITS_VARIANTS,
+}
+
+
+class ProgramKey(NamedTuple):
+    """Identity of a program. `str` of it is what logs and `explain` print."""
+
+    step: Step
+    variant: Variant | None = None  # None for steps without variants
+
+    def __str__(self) -> str:
+        return f"{self.step}[{self.variant}]" if self.variant else str(self.step)
+
+    @property
+    def needed_by(self) -> tuple[Variant, ...]:
+        """Variants whose requests need the program."""
+        return (self.variant,) if self.variant else _NEEDED_BY.get(self.step, STEP_VARIANTS)

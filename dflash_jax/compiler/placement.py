@@ -1,0 +1,67 @@
+"""Place parameters and states on the devices of a plan."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.compiler import two_devices
+from dflash_jax.compiler.models import empty_state
+from dflash_jax.compiler.settings import isolated_jax_config
+from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.decode.pair import Params
+from dflash_jax.errors import CheckpointError
+from dflash_jax.plan import Plan
+from dflash_jax.quant.layouts import KEPT
+from dflash_jax.quant.products import put_in_order
+
+
+@isolated_jax_config()
+def place_params(plan: Plan, params: Params) -> Params:
+    """Return the parameters in the layout and on the devices of the plan."""
+    params = jax.tree.map(lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, KEPT))
+    put_in_order(params, plan.order)  # in the copy of the tree
+    if plan.two_devices and "drafter" in params:
+        return two_devices.place_params(plan, params)
+    mesh = device_mesh(plan)
+    return jax.device_put(params, None if mesh is None else param_shardings(mesh, params))
+
+
+def place_params_like(plan: Plan, params: Any, present: Params) -> Params:
+    """Return parameters that can replace those present, on the same devices.
+
+    Raises:
+      CheckpointError: they have other names, shapes or dtypes.
+    """
+    try:
+        placed = place_params(plan, params)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"what was given is no tree of parameters ({error}); give one like `engine.params`"
+        ) from error
+    given, wanted = _leaves(placed), _leaves(present)
+    if wrong := sorted(given.items() ^ wanted.items()):
+        name = wrong[0][0]
+        raise CheckpointError(
+            f"the parameter {name} is {given.get(name, 'missing')}, but the engine's is"
+            f" {wanted.get(name, 'none')}; give a tree like `engine.params`, or load again"
+        )
+    return jax.device_put(placed, jax.tree.map(lambda leaf: leaf.sharding, present))
+
+
+def place_empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Any:
+    """Return a `DecodeState`, or a `TwoDeviceState` if each model has its own device."""
+    shapes = jax.eval_shape(lambda: empty_state(plan, target, drafter))
+    empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    if plan.two_devices and drafter is not None:
+        return two_devices.place_state(plan, empty)
+    mesh = device_mesh(plan)
+    return jax.device_put(empty, None if mesh is None else row_shardings(mesh, empty))
+
+
+def _leaves(params: Params) -> dict[str, str]:
+    """Return dtype and shape of every parameter, by its path."""
+    found = jax.tree_util.tree_leaves_with_path(params)
+    named = ((jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in found)
+    return {name: f"{x.dtype}{list(x.shape)}" for name, x in named}

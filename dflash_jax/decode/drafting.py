@@ -1,0 +1,155 @@
+"""Drafting one block: the drafter's forward pass, and the choice of tokens by each row's rules."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.decode.pair import Pair, Params
+from dflash_jax.decode.sampling import (
+    DRAFT,
+    any_sampled,
+    argmax,
+    draw,
+    gumbel,
+    one_hot,
+    probabilities,
+    row_keys,
+)
+from dflash_jax.nn.draft import Draft, DraftChoice, SharedLayers
+from dflash_jax.state import DecodeState, RowRules
+
+
+def draft_block(
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    rules: RowRules,
+    *,
+    width: int,
+    sampled: bool,
+    min_survival: float = 0.0,
+) -> tuple[DecodeState, Draft]:
+    """Draft a block of `width` tokens after each row's anchor.
+
+    Args:
+      min_survival: drafts with a lower probability of being accepted are not verified, if the
+        drafter estimates one.
+
+    Returns:
+      The state with the drafter's caches, in which no row has moved, and the draft.
+    """
+    assert pair.drafter is not None
+    config = pair.drafter.config
+    masks = jnp.full((state.anchor.shape[0], width - 1), config.mask_token_id, state.anchor.dtype)
+    layers = SharedLayers(
+        functools.partial(pair.target_call, params, method="embed"),
+        functools.partial(pair.target_call, params, method=pair.head),
+    )
+    sampler = RowDraftSampler(
+        rules, state.anchor, state.position, masks, sampled, config.vocab_size, min_survival
+    )
+    with jax.named_scope("draft"):
+        block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
+        draft, caches = pair.drafter_call(
+            params, block, state.draft, state.position, layers, sampler, method="propose"
+        )
+    return dataclasses.replace(state, draft=caches), draft
+
+
+@dataclasses.dataclass(frozen=True)
+class RowDraftSampler:
+    """Chooses drafts by each row's sampling rules (a `nn.draft.DraftSampler`).
+
+    Non-finite logits are never compared (C7): their row chooses as if all logits were zero, and
+    is reported as not finite. q is exactly what a draft was drawn from; acceptance relies on it.
+    """
+
+    rules: RowRules
+    anchor: Int[Array, " B"]
+    position: Int[Array, " B"]  # of the anchor
+    masks: Int[Array, "B R"]  # tokens in place of drafts that are not finite
+    sampled: bool
+    vocab_size: int
+    min_survival: float = 0.0
+
+    def sample_all(self, logits: Float[Array, "B R N"]) -> DraftChoice:
+        """Choose all places at once; q is filtered as the target's p is."""
+        finite = jnp.isfinite(logits).all(axis=(1, 2))
+        if not self.sampled:  # one pass over the vocabulary less than comparing zeros
+            return DraftChoice(jnp.where(finite[:, None], argmax(logits), 0), None, finite)
+        logits = jnp.where(finite[:, None, None], logits, 0.0)
+
+        def drawn() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
+            q = probabilities(logits, self.rules)
+            return draw(row_keys(self.rules, self.position, DRAFT), q), q
+
+        def best() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
+            tokens = argmax(logits)
+            return tokens, one_hot(tokens, logits.shape[-1])
+
+        index, q = jax.lax.cond(any_sampled(self.rules), drawn, best)
+        return DraftChoice(index, q, finite)
+
+    def noise(self, places: int, size: int) -> Float[Array, "B R N"] | None:
+        """Return Gumbel noise for choosing place by place, from one key for each row."""
+        if not self.sampled:
+            return None
+
+        def drawn() -> Float[Array, "B R N"]:
+            return gumbel(row_keys(self.rules, self.position, DRAFT), (places, size))
+
+        rows = len(self.rules.temperature)
+        return jax.lax.cond(
+            any_sampled(self.rules), drawn, lambda: jnp.zeros((rows, places, size), jnp.float32)
+        )
+
+    def sample_one(
+        self, logits: Float[Array, "B N"], noise: Float[Array, "B N"] | None
+    ) -> DraftChoice:
+        """Choose one place: the largest logit, or the largest of logits / temperature + noise."""
+        finite = jnp.isfinite(logits).all(axis=-1)
+        logits = jnp.where(finite[:, None], logits, 0.0)
+        best = argmax(logits)
+        if noise is None:
+            return DraftChoice(best, None, finite)
+        greedy, sure = self.rules.temperature <= 0, one_hot(best, logits.shape[-1])
+
+        def drawn() -> tuple[Int[Array, " B"], Float[Array, "B N"]]:
+            scaled = logits / jnp.where(greedy, 1.0, self.rules.temperature)[:, None]
+            q = jnp.where(greedy[:, None], sure, jax.nn.softmax(scaled, axis=-1))
+            return jnp.where(greedy, best, argmax(scaled + noise)), q
+
+        index, q = jax.lax.cond(any_sampled(self.rules), drawn, lambda: (best, sure))
+        return DraftChoice(index, q, finite)
+
+    def draft(
+        self,
+        tokens: Int[Array, "B R"],
+        q: Float[Array, "B R N"] | None,
+        finite: Bool[Array, " B"],
+        *,
+        ids: Int[Array, "*places N"] | None = None,
+        survival: Float[Array, "B R"] | None = None,
+    ) -> Draft:
+        """Assemble the chosen tokens into a draft; rows that are not finite get none."""
+        drafts = jnp.where(finite[:, None], tokens, self.masks)
+        if q is not None and ids is not None:
+            q = over_vocabulary(q, ids, self.vocab_size)
+        num_drafts = jnp.where(finite, self.rules.max_drafts, 0)
+        if survival is not None and self.min_survival > 0:
+            likely = (survival >= self.min_survival).sum(axis=1, dtype=jnp.int32)
+            num_drafts = jnp.minimum(num_drafts, likely)
+        block = jnp.concatenate([self.anchor[:, None], drafts], axis=1)
+        return Draft(block, q, finite, num_drafts)
+
+
+def over_vocabulary(
+    q: Float[Array, "B R N"], ids: Int[Array, "*places N"], vocab: int
+) -> Float[Array, "B R V"]:
+    """Return distributions over the given tokens as distributions over the whole vocabulary."""
+    ids = ids.reshape((1,) * (3 - ids.ndim) + ids.shape)
+    spread = jax.vmap(jax.vmap(lambda q, at: jnp.zeros((vocab,), q.dtype).at[at].add(q)))
+    return spread(q, jnp.broadcast_to(ids, q.shape))
