@@ -86,7 +86,7 @@ class BareLoop:
         call is dispatched before the last one is read.
         """
         each = self._engine.loop.pace.rounds
-        count = (jax.device_put(np.int32(each)),) if self._plan.rounds > 1 else ()
+        count = (jax.device_put(np.int32(each)),) if self._plan.steps_per_call > 1 else ()
         ahead = self._plan.lookahead if each == 1 else 0
         step = self._engine.executables["speculative"]
         params = self._engine.params

@@ -130,7 +130,7 @@ def save(
     """Writes a checkpoint at `path`, whole or not at all.
 
     Args:
-      params: the parameter tree of `config`, an engine's included whatever its plan's `order`.
+      params: the parameter tree of `config`, an engine's included in any `Plan.weight_layout`.
       companions: files to keep beside the weights by name, as texts or as paths to copy.
 
     Raises:

@@ -37,7 +37,7 @@ from dflash_jax.errors import (
     install_hint,
 )
 from dflash_jax.quant.layouts import Spec
-from dflash_jax.quant.products import put_in_order, with_kernel
+from dflash_jax.quant.products import set_weight_layout, with_kernel
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.allocator import fewer_collections, tune_allocator
@@ -71,8 +71,8 @@ def load(
       drafter: likewise; "auto" is the shipped drafter for "tiny" and none otherwise, None
         decodes without one.
       plan: what to decide differently from the defaults.
-      taps: how a drafter file numbers the target layers it reads, "raw" or "plus1", where the
-        file leaves doubt.
+      taps: how a drafter file numbers the target layers it reads, "zero-based" or "one-based",
+        where the file leaves doubt.
       tokenizer: a folder with tokenizer.json, in place of the target's own. Where a file's
         tokenizer cannot be rebuilt a warning says so, and only token ids can be given.
       compilation_cache: the folder of compiled programs; False keeps none. By default what the
@@ -162,7 +162,7 @@ class OpenPair:
                 if path.startswith(start)
             }
             params[role] = model.load(plan.dtype, specs=own)
-        put_in_order(params, plan.order)
+        set_weight_layout(params, plan.weight_layout)
         params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
         where = None if mesh is None else param_shardings(mesh, params)

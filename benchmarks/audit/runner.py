@@ -76,7 +76,7 @@ def run_scenario(
       StalledError: requests did not end, or something of them was left behind.
     """
     alone = audited.opened()
-    alone.loop.pace = ScriptedPace((alone.plan.rounds,))
+    alone.loop.pace = ScriptedPace((alone.plan.steps_per_call,))
     references = [_reference(alone, request) for request in scenario.requests]
     lives: dict[int, list[Live]] = {}
     for session in range(scenario.sessions):

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         plot(found, options.plot)
     compared = [pair for pair in found["pairs"] if pair["equal_outputs"] is not None]
     unequal = [pair for pair in compared if pair["equal_outputs"] < pair["outputs"]]
-    if unequal and not options.inexact:
+    if unequal and options.exact:
         print("speculative and plain outputs DIFFER", file=sys.stderr)
         return 1
     return 0

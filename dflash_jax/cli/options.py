@@ -5,14 +5,26 @@ import contextlib
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from dflash_jax.errors import RequestError
+from dflash_jax.plan import FIELDS, Plan
+from dflash_jax.utils.deprecation import add_deprecated_flag
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.sources import find_local
 
 LONGEST = 4096  # default capacity of conversations; a longer one costs time on a CPU
+SWITCHES = {"exact": "--inexact"}  # flags that turn a field off; --no-NAME for others
+# Fields of a plan that the verbs' common options do not set.
+WITHOUT_FLAG = {
+    "stored": "read from the weight files",
+    "lookahead": "0 only serves to debug",
+    "stop_slots": "requests choose among stop tokens, not commands",
+    "queue": "an option of `serve`, which counts running requests too",
+    "prefix_folder": "an option of `serve`",
+    "prefix_disk": "an option of `serve`",
+}
 
 
 def new_verb(
@@ -65,120 +77,60 @@ def check_request(options: argparse.Namespace) -> None:
 
 
 def model_options(verb: argparse.ArgumentParser) -> None:
+    """Add the options that choose the models and the plan."""
     models = verb.add_argument_group("models and plan")
     models.add_argument(
         "--target", default="tiny", help="directory, .gguf file, hub id, or 'tiny' (default)"
     )
     models.add_argument(
-        "--drafter", default="auto", help="likewise; 'none' for no drafter (default: tiny's own)"
-    )
-    models.add_argument(
-        "--taps",
-        choices=("auto", "raw", "plus1"),
+        "--drafter",
         default="auto",
-        help="how a drafter file numbers target layers: raw or plus1, where it leaves doubt",
+        help="directory, .gguf file or hub id; 'none' for no drafter (default: tiny's own)",
     )
+    numbering = models.add_argument(
+        "--layer-ids",
+        choices=("auto", "zero-based", "one-based"),
+        default="auto",
+        help="how the drafter's file numbers target layers, where that is ambiguous",
+    )
+    add_deprecated_flag(models, numbering)
     models.add_argument(
         "--tokenizer",
         metavar="DIR",
         help="folder with tokenizer.json, where the target's own cannot be used",
     )
-    models.add_argument(
-        "--dtype",
-        default="auto",
-        help="float32 (default on a CPU), bfloat16 (default elsewhere) or float16",
-    )
-    models.add_argument(
-        "--weights",
-        default="float",
-        help="float (default), int8 or int4 quantised on loading, or packed as in a .gguf file",
-    )
-    models.add_argument(
-        "--order",
-        default="auto",
-        help="how float matrices lie: rows, columns or panels; what suits the processor by default",
-    )
-    models.add_argument(
-        "--kv-dtype", default="auto", help="of cached keys and values: int8, or that of --dtype"
-    )
-    models.add_argument(
-        "--kernels",
-        default="auto",
-        help="on a GPU: xla alone, pallas for packed weights (auto), or for attention too (pallas)",
-    )
-    models.add_argument(
-        "--block",
-        type=int,
-        default=0,
-        help="tokens per step, anchor included; the drafter's size by default, past which drafts"
-        " are hardly ever accepted",
-    )
-    models.add_argument(
-        "--max-length",
-        type=int,
-        default=0,
-        help="most tokens of prompt and output; by default what the verb needs",
-    )
-    models.add_argument(
-        "--chunk",
-        type=int,
-        default=0,
-        help="prompt tokens per prefill call; 64 by default on a CPU, else 256",
-    )
-    models.add_argument("--rows", type=int, default=1, help="requests side by side (default 1)")
-    models.add_argument(
-        "--rounds", type=int, default=0, metavar="N",
-        help="up to so many steps in one call, where steps are short (faster, heard in bursts);"
-        " 4 by default on a CPU",
-    )  # fmt: skip
-    models.add_argument("--inexact", action="store_true", help="let plain steps run one token wide")
-    for flag, text in (
-        ("--no-rings", "sliding layers keep whole caches, not rings"),
-        ("--no-call-odds", "recovery tells stalls by punctuation alone"),
-    ):
-        models.add_argument(flag, action="store_true", help=text)
-    models.add_argument(
-        "--min-survival",
-        type=float,
-        default=0.0,
-        metavar="CHANCE",
-        help="do not verify drafts that a drafter with a confidence head gives less than this",
-    )
-    models.add_argument(
-        "--taps-at",
-        default="auto",
-        help="where the drafter's taps are taken: early, late (default) or upstream (see Plan)",
-    )
-    models.add_argument(
-        "--memory-limit",
-        type=int,
-        default=0,
-        metavar="BYTES",
-        help="most that the engine may use; what is free by default",
-    )
-    models.add_argument(
-        "--prefix-cache",
-        type=int,
-        default=0,
-        metavar="BYTES",
-        help="keep prefixes of prompts, so that they need not be fed again; 256 MiB by default in"
-        " serve, else none",
-    )
-    models.add_argument(
-        "--mesh",
-        type=mesh,
-        default=(1, 1),
-        metavar="DATAxMODEL",
-        help="devices: rows split over the first number, heads and widths over the second",
-    )
-    for model in ("target", "drafter"):
-        models.add_argument(
-            f"--{model}-device",
-            type=int,
-            default=0,
-            metavar="I",
-            help=f"place of the {model}'s device, counted from 0; the two may differ",
+    add_plan_options(models, [name for name in FIELDS if name not in WITHOUT_FLAG])
+
+
+def add_plan_options(group: Any, names: Iterable[str]) -> None:
+    """Add the flags of fields of a plan, with the fields' defaults and help texts."""
+    for name in names:
+        info, default = FIELDS[name], getattr(Plan, name)
+        flag = "--" + name.replace("_", "-")
+        if default is True:
+            flag = SWITCHES.get(name, flag.replace("--", "--no-"))
+            group.add_argument(
+                flag, dest=name, action="store_false", help=f"disable this default: {info.help}"
+            )
+            continue
+        if name == "devices":
+            for role in ("target", "drafter"):
+                text = f"{info.help}; for the {role} (default: 0)"
+                group.add_argument(
+                    f"--{role}-device", type=int, default=0, metavar=info.metavar, help=text
+                )
+            continue
+        if name == "mesh":
+            default = "x".join(map(str, default))
+        said = info.automatic or default in ("", "auto")
+        action = group.add_argument(
+            flag,
+            type=mesh if name == "mesh" else type(default),
+            default=default,
+            metavar=info.metavar,
+            help=info.help if said else f"{info.help} (default: %(default)s)",
         )
+        add_deprecated_flag(group, action)
 
 
 def mesh(text: str) -> tuple[int, int]:
@@ -199,30 +151,15 @@ def prompt_options(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_plan(options: argparse.Namespace) -> Any:
-    from dflash_jax.plan import Plan
+def chosen_plan(options: argparse.Namespace) -> Plan:
+    """Return the plan that the options describe.
 
-    return Plan(
-        rows=options.rows,
-        rounds=options.rounds,
-        max_length=options.max_length,
-        block=options.block,
-        chunk=options.chunk,
-        dtype=options.dtype,
-        weights=options.weights,
-        order=options.order,
-        kv_dtype=options.kv_dtype,
-        kernels=options.kernels,
-        exact=not options.inexact,
-        rings=not options.no_rings,
-        call_odds=not options.no_call_odds,
-        taps_at=options.taps_at,
-        min_survival=options.min_survival,
-        memory_limit=options.memory_limit,
-        prefix_cache=options.prefix_cache,
-        mesh=options.mesh,
-        devices=(options.target_device, options.drafter_device),
-    )
+    Raises:
+      PlanError: a value is wrong, or options contradict each other.
+    """
+    names = FIELDS.keys() - {"queue"}  # `--queue` of `serve` counts running requests as well
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    return Plan(**given, devices=(options.target_device, options.drafter_device))
 
 
 def conversation_plan(options: argparse.Namespace, pair: Any) -> Any:
@@ -246,7 +183,7 @@ def open_pair(options: argparse.Namespace) -> Any:
         pair = loading.open_pair(
             options.target,
             chosen_drafter(options),
-            taps=options.taps,
+            taps=options.layer_ids,
             taps_at=options.taps_at,
             tokenizer=options.tokenizer,
         )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.programs import abstract_params, empty_state
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.quant.layouts import KEPT
+from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.state import LayerCache, RecurrentCache
 
 
@@ -66,7 +66,7 @@ def weight_bytes(
         role: {
             jax.tree_util.keystr(path, simple=True, separator="/"): tree_bytes(leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(
-                tree[role], is_leaf=lambda x: isinstance(x, KEPT)
+                tree[role], is_leaf=lambda x: isinstance(x, StructuredWeight)
             )
         }
         for role in tree
@@ -98,7 +98,7 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, progra
     width = {"prefill": plan.chunk, "plain1": 1}.get(name, plan.block)
     rows = plan.fed_rows if name == "prefill" else plan.rows
     tokens, head_rows = rows * width, rows * (1 if name == "prefill" else width)
-    once = dataclasses.replace(plan, order="rows")  # a call reads one form of what is kept in two
+    once = dataclasses.replace(plan, weight_layout="row_major")  # a call reads one of two copies
     counts, sizes = parameters(target, drafter), weight_bytes(once, target, drafter)
     head, table = target.vocab_size * target.hidden_size, sizes["target"]["head"]
     body = _multiplied(counts["target"])

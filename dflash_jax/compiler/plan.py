@@ -4,10 +4,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from dflash_jax.plan import Dtype, Order, Plan, as_number
+from dflash_jax.plan import Dtype, Plan, WeightLayout, as_number
 from dflash_jax.state import LayerCache, RecurrentCache, empty_cache, empty_recurrent
 
-__all__ = ["CacheMaker", "Dtype", "Order", "Plan", "as_number"]
+__all__ = ["CacheMaker", "Dtype", "Plan", "WeightLayout", "as_number"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from dflash_jax.decode.snapshot import put_segment, take_segment
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.quant.layouts import Spec, is_matrix, spec
-from dflash_jax.quant.products import abstract, in_order
+from dflash_jax.quant.products import abstract, abstract_layout
 from dflash_jax.state import CHOICES, DecodeState, RowRules
 
 # Lanes, the suffixes of their programs' names: greedy; drawn; either, from logits the request
@@ -99,7 +99,7 @@ def abstract_params(
             return abstract(x.shape, specs[name], dtype, kernel=kernel)
         kept = jnp.issubdtype(x.dtype, jnp.integer) or path[-1].key in ALWAYS_FLOAT32
         stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else dtype)
-        return in_order(stored, plan.order) if is_matrix(path[-1].key) else stored
+        return abstract_layout(stored, plan.weight_layout) if is_matrix(path[-1].key) else stored
 
     return jax.tree_util.tree_map_with_path(planned, _shapes(target, drafter))
 
@@ -193,7 +193,7 @@ def shaping_row(vocab: int) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def repeats(plan: Plan, lane: str) -> bool:
     """Whether a lane's decode programs make several steps in a call, and are told how many."""
-    return plan.rounds > 1 and lane in LANES
+    return plan.steps_per_call > 1 and lane in LANES
 
 
 @undisturbed()
@@ -231,7 +231,7 @@ def declare(
     ) -> Program:
         arguments, donated = (params, state, *rest), (1,)
         if name in DECODING and repeats(plan, lane):
-            step = functools.partial(steps.several, step, most=plan.rounds)
+            step = functools.partial(steps.several, step, most=plan.steps_per_call)
             arguments = (params, state, jax.ShapeDtypeStruct((), jnp.int32), *rest)
         elif lane == MASKED:
             step = functools.partial(steps.masked, step)

@@ -3,17 +3,18 @@
 import dataclasses
 
 from dflash_jax.compiler.memory import Budget, budget, gibi
-from dflash_jax.compiler.plan import Dtype, Order, Plan
+from dflash_jax.compiler.plan import Dtype, Plan, WeightLayout
 from dflash_jax.compiler.processor import widest_vectors
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.device import default_device, free_memory
 from dflash_jax.errors import PlanError
-from dflash_jax.quant.layouts import FEW
+from dflash_jax.quant.layouts import MAX_TILED_TOKENS
 
-NARROW, WIDE = 128, 512  # widths from which blocks gain by panels, and by columns
-MANY = 64  # tokens of a step above which columns gain no more
-ROUNDS = 4  # of a call on a CPU, where calling costs about a millisecond
+# Widths from which decode steps are faster with tiled, and with column-major matrices.
+MIN_TILED_WIDTH, MIN_COLUMN_MAJOR_WIDTH = 128, 512
+MAX_COLUMN_MAJOR_TOKENS = 64  # steps with more tokens gain nothing from column-major matrices
+CPU_STEPS_PER_CALL = 4  # dispatching a call costs about a millisecond there
 
 
 def resolve(
@@ -31,14 +32,14 @@ def resolve(
     small = platform == "cpu"
     default_dtype: Dtype = "float32" if small else "bfloat16"
     alone = not plan.apart and plan.mesh == (1, 1)
-    may_order = alone and plan.weights == "float"
+    may_relayout = alone and plan.weights == "float"
     default_block = _trained_block(drafter) if drafter else 8
     plan = dataclasses.replace(
         plan,
         max_length=plan.max_length or min(target.max_length, 1024 if small else 8192),
         block=plan.block or default_block,
         chunk=plan.chunk or (64 if small else 256),
-        rounds=plan.rounds or (ROUNDS if small and alone else 1),
+        steps_per_call=plan.steps_per_call or (CPU_STEPS_PER_CALL if small and alone else 1),
         dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
         memory_limit=plan.memory_limit or memory,
     )
@@ -54,23 +55,26 @@ def resolve(
             f"min_survival is {plan.min_survival}, but the drafter has no confidence head;"
             " leave it at 0"
         )
-    if plan.rounds > 1 and not alone:
+    if plan.steps_per_call > 1 and not alone:
         raise PlanError(
-            f"rounds is {plan.rounds} for mesh {plan.mesh} and devices {plan.devices}; one call"
-            " makes several steps on one device only: leave rounds at 0"
+            f"steps_per_call is {plan.steps_per_call} for mesh {plan.mesh} and devices"
+            f" {plan.devices}; one call makes several steps on one device only: leave"
+            " steps_per_call at 0"
         )
     if plan.apart and drafter is None:
         raise PlanError(
             f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
         )
-    if plan.order == "auto":
+    if plan.weight_layout == "auto":
         tokens = plan.rows * (plan.block if drafter or plan.exact else 1)  # of a step
-        order = _order(plan.dtype, target.hidden_size, tokens) if small and may_order else "rows"
-        plan = dataclasses.replace(plan, order=order)
-    elif plan.order != "rows" and not may_order:
+        free = small and may_relayout
+        layout = _fastest_layout(plan.dtype, target.hidden_size, tokens) if free else "row_major"
+        plan = dataclasses.replace(plan, weight_layout=layout)
+    elif plan.weight_layout != "row_major" and not may_relayout:
         raise PlanError(
-            f"order is {plan.order!r} for weights {plan.weights!r}, mesh {plan.mesh} and devices"
-            f" {plan.devices}; it needs weights='float' and one device: leave it 'auto'"
+            f"weight_layout is {plan.weight_layout!r} for weights {plan.weights!r}, mesh"
+            f" {plan.mesh} and devices {plan.devices}; it needs weights='float' and one"
+            " device: leave it 'auto'"
         )
     if plan.weights == "packed" and not plan.stored:
         raise PlanError(
@@ -117,13 +121,13 @@ def resolve_here(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
     return resolve(plan, target, drafter, platform=device.platform, memory=free_memory(device))
 
 
-def _order(dtype: Dtype, width: int, tokens: int) -> Order:
-    """How matrices lie for steps of so many tokens on this CPU; measured with AVX2 only."""
-    if widest_vectors() != "avx2" or tokens == 1 or width < NARROW:
-        return "rows"
-    if width >= WIDE:
-        return "columns" if tokens <= MANY else "rows"
-    return "panels" if dtype == "float32" and tokens <= FEW else "rows"
+def _fastest_layout(dtype: Dtype, width: int, tokens: int) -> WeightLayout:
+    """Return the fastest layout for steps of `tokens` on this CPU; measured with AVX2 only."""
+    if widest_vectors() != "avx2" or tokens == 1 or width < MIN_TILED_WIDTH:
+        return "row_major"
+    if width >= MIN_COLUMN_MAJOR_WIDTH:
+        return "column_major" if tokens <= MAX_COLUMN_MAJOR_TOKENS else "row_major"
+    return "tiled" if dtype == "float32" and tokens <= MAX_TILED_TOKENS else "row_major"
 
 
 def _does_not_fit(

@@ -27,7 +27,7 @@ from dflash_jax.engine.sequence import Live
 from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammars
-from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.errors import PlanError, QueueFullError, RequestError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced
@@ -312,7 +312,17 @@ class Engine:
         return self.compiled.seconds
 
     def share_programs(self, other: "Engine") -> None:
-        """Take the compiled programs and measurements of an engine of the same plan and models."""
+        """Share the compiled programs and measurements of an engine with the same models.
+
+        Raises:
+          PlanError: the engines' models or `Plan.shape` differ.
+        """
+        ours, theirs = ((e.target, e.drafter, e.plan.shape) for e in (self, other))
+        if ours != theirs:
+            raise PlanError(
+                "the other engine's programs are of another shape; expected the same models and"
+                f" the same plan.shape, {self.plan.shape}"
+            )
         self.runner.compiled, self.break_even = other.compiled, other.break_even
 
     @property

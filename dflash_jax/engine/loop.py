@@ -50,7 +50,7 @@ class Loop:
         self.rows = Rows(plan)
         self.events = EventLog()
         self.flights: collections.deque[Flight] = collections.deque()
-        self.pace = Pace(plan.rounds)
+        self.pace = Pace(plan.steps_per_call)
         self._feeder = Feeder(plan, runner, self.rows)
         self._teller = Teller(plan.block, runner, self.rows, self.flights, self.events)
         self._lock = threading.RLock()  # over queue, rows and requests; never held while waiting

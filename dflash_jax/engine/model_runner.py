@@ -37,8 +37,8 @@ from dflash_jax.engine.prefix.disk import identity
 from dflash_jax.engine.prefix.snapshots import Snapshots
 from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import CheckpointError
-from dflash_jax.quant.layouts import KEPT
-from dflash_jax.quant.products import put_in_order
+from dflash_jax.quant.layouts import StructuredWeight
+from dflash_jax.quant.products import set_weight_layout
 from dflash_jax.state import RowRules, StepOutput
 
 
@@ -64,7 +64,7 @@ class Runner:
         self.snapshots = self._make_snapshots(self.params)
         self._shaper = Shaper(plan.rows, target.vocab_size)
         # Kept there, as to send a number in every call takes 0.1 ms.
-        self._counts = jax.device_put([np.int32(n) for n in range(plan.rounds + 1)])
+        self._counts = jax.device_put([np.int32(n) for n in range(plan.steps_per_call + 1)])
 
     @property
     def bereft(self) -> bool:
@@ -236,8 +236,10 @@ class Runner:
     @undisturbed()
     def _place(self, params: Params) -> Params:
         """Parameters where the plan wants them, as it wants them."""
-        params = jax.tree.map(lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, KEPT))
-        put_in_order(params, self.plan.order)  # in the copy of the tree
+        params = jax.tree.map(
+            lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, StructuredWeight)
+        )
+        set_weight_layout(params, self.plan.weight_layout)  # in the copy of the tree
         if self._apart:
             return apart.place_params(self.plan, params)
         if self._mesh is not None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.quant.layouts import KEPT
+from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.quant.products import Weight, contract, gather
 
 
@@ -45,7 +45,7 @@ def declare(
     """
     if module.has_variable("params", name):
         stored = module.get_variable("params", name)
-        if isinstance(stored, KEPT) or stored.shape == shape:
+        if isinstance(stored, StructuredWeight) or stored.shape == shape:
             return stored
     return module.param(name, initial, shape, dtype)
 
@@ -57,7 +57,7 @@ def dot(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
 
 def project(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
     """As `dot`, in float32: for logits."""
-    if isinstance(w, KEPT):
+    if isinstance(w, StructuredWeight):
         return contract(x, w)
     if w.shape[1:] == (1,):  # a CPU's matrix-vector product would sum rows by where they stand
         both = x.astype(jnp.float32) * w[:, 0].astype(jnp.float32).reshape(

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from dflash_jax.quant.layouts import KINDS, RUN, Arrays, Kind
+from dflash_jax.quant.formats import KINDS, RUN, Kind
+from dflash_jax.quant.layouts import Arrays
 
 COLUMNS = 64  # of a tile
 ROWS = 64  # at most, a power of two from 16

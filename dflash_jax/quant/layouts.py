@@ -1,20 +1,4 @@
-"""How packed weights lie in memory, and how they get there; NumPy alone.
-
-A packed weight [D, N] is multiplied as x · w: D is contracted. Along D it is cut into runs of
-32; `classes` neighbouring runs share bytes, in which each has bits of its own, so that a kernel
-takes whole rows of bytes apart with a mask and a shift. All groups lie along D:
-
-| kind | bits per weight | a weight is | groups along D |
-| --- | --- | --- | --- |
-| int8 | 8 | scale · q | one scale for all |
-| Q8_0 | 8.5 | scale · q | 32 |
-| Q4_0, int4 | 4.5 | scale · (q - 8) | 32 |
-| Q4_K | 4.625 | scale · sub · q - low · sub_low | 32 in 256 |
-| Q6_K | 6.5625 | scale · sub · (q - 32) | 16 in 256 |
-
-The last four hold exactly the numbers of the ggml blocks of that name; only Q4_K's six-bit
-scales take a byte each here.
-"""
+"""How packed weights lie in memory, and how they get there; NumPy alone. See `formats`."""
 
 import dataclasses
 import math
@@ -23,67 +7,14 @@ from typing import Any
 
 import numpy as np
 
-RUN = 32
-PANEL = 16  # columns side by side
-FEW = 32  # tokens at most that are multiplied by panels
-BROAD = 4096  # columns above which panels gain nothing
+from dflash_jax.quant.formats import KINDS, RUN, Spec
+
+TILE_WIDTH = 16  # columns of a tile
+MAX_TILED_TOKENS = 32  # products with more tokens gain nothing from tiles
+MAX_TILED_COLUMNS = 4096  # nor do wider matrices
 Arrays = dict[str, Any]  # of NumPy or JAX
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A packed format.
-
-    Attributes:
-      classes: runs that share bytes.
-      zero: what is subtracted from a code.
-      group: weights along D that share a scale; 0 is all of them.
-      sub: weights along D that share a scale within a group; 0 is no such scales.
-      high: whether two high bits of each code lie in bytes of their own.
-    """
-
-    name: str
-    classes: int
-    zero: int
-    group: int
-    sub: int = 0
-    high: bool = False
-
-    @property
-    def spread(self) -> int:
-        """Rows of D in one row of `codes`."""
-        return min(self.classes, 2)
-
-    @property
-    def unit(self) -> int:
-        """What D must be a multiple of."""
-        return max(self.group, RUN * self.classes)
-
-    def arrays(self, depth: int) -> dict[str, tuple[int, str]]:
-        """Each array's rows along D and its dtype."""
-        found = {
-            "codes": (depth // self.spread, "int8" if self.classes == 1 else "uint8"),
-            "scale": (depth // self.group, "float16") if self.group else (1, "float32"),
-        }
-        if self.high:
-            found["high"] = (depth // 4, "uint8")
-        if self.sub:
-            found["sub"] = (depth // self.sub, "int8" if self.high else "uint8")
-        if self.name == "Q4_K":
-            found |= {"low": found["scale"], "sub_low": found["sub"]}
-        return found
-
-
-KINDS: Mapping[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind("int8", classes=1, zero=0, group=0),
-        Kind("Q8_0", classes=1, zero=0, group=32),
-        Kind("Q4_0", classes=2, zero=8, group=32),
-        Kind("Q4_K", classes=2, zero=0, group=256, sub=32),
-        Kind("Q6_K", classes=4, zero=32, group=256, sub=16, high=True),
-    )
-}
 FLOAT = ""  # the kind of what is not packed
 STORED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")  # those that files hold
 QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # what `Plan.weights` turns weights into
@@ -92,9 +23,6 @@ QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # what `Plan.weights` turns weight
 # Matrices that are multiplied through `nn.layers.dot`; everything else stays as it is.
 MATRICES = frozenset(["qkv", "q", "kv", "o", "gate_up", "down", "in_proj", "out", "fc", "head"])
 TABLE = "embed"  # is gathered from, and packed only where a file keeps it so
-# Of a weight [D, ...]: an axis, and the kind and width of its parts along that axis.
-Spec = tuple[int, tuple[tuple[str, int], ...]]
-Stored = tuple[tuple[str, Spec], ...]  # by path, the role in front
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +45,14 @@ class Joined:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transposed:
-    """A float weight [D, ...] kept as [..., D], so that it can come first in its products."""
+class ColumnMajor:
+    """A float weight [D, ...] stored as [..., D], so that it can come first in its products."""
 
     array: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         *columns, depth = self.array.shape
         return depth, *columns
 
@@ -134,35 +62,35 @@ class Transposed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Panels:
-    """A small float weight [D, ...] kept twice: as it is, and as panels [P, D, PANEL].
+class Tiled:
+    """A small float weight [D, ...] stored twice: row-major, and as tiles [N/16, D, 16].
 
-    Panels have neighbouring columns side by side, as libraries order a weight before they multiply;
-    the last one is filled up with zeros. They are for the few tokens of a block.
+    A tile holds `TILE_WIDTH` neighbouring columns, as BLAS libraries pack a weight before they
+    multiply; the last one is padded with zeros. Tiles are used for the few tokens of a block.
     """
 
-    whole: Any
-    panels: Any
+    row_major: Any
+    tiles: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
-        return self.whole.shape
+        """Shape of the weight."""
+        return self.row_major.shape
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The weight [D, ...]."""
-        return np.array(self.whole, dtype, copy=copy)
+        return np.array(self.row_major, dtype, copy=copy)
 
 
-ORDERED = Transposed | Panels
-KEPT = Packed | Joined | ORDERED  # weights that are more than an array
+FloatLayout = ColumnMajor | Tiled
+StructuredWeight = Packed | Joined | FloatLayout  # weights that are not one array
 
 
-def order_of(order: str, shape: tuple[int, ...]) -> type[ORDERED] | None:
-    """How a plan's `order` keeps a float matrix [D, ...]; None is as it is."""
-    if order == "panels" and math.prod(shape[1:]) <= BROAD:
-        return Panels
-    return Transposed if order in ("columns", "panels") else None
+def layout_of(weight_layout: str, shape: tuple[int, ...]) -> type[FloatLayout] | None:
+    """Return the class that stores a float matrix [D, ...] in a layout; None is a plain array."""
+    if weight_layout == "tiled" and math.prod(shape[1:]) <= MAX_TILED_COLUMNS:
+        return Tiled
+    return ColumnMajor if weight_layout in ("column_major", "tiled") else None
 
 
 def is_matrix(name: str) -> bool:

@@ -54,7 +54,7 @@ def test_weights_are_put_in_order_under_any_settings(
 ) -> None:
     params = jax.tree.map(np.asarray, tiny.params)
     request.getfixturevalue("disturbed")
-    plan = dataclasses.replace(tiny.plan, order="panels")
+    plan = dataclasses.replace(tiny.plan, weight_layout="tiled")
     assert Engine(tiny.target, tiny.drafter, params, plan).params["target"]["embed"].shape
 
 

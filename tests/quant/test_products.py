@@ -13,7 +13,7 @@ from dflash_jax.compiler import jit
 from dflash_jax.nn.layers import project
 from dflash_jax.quant import layouts, products
 from dflash_jax.quant.kernel import COLUMNS, multiply
-from dflash_jax.quant.layouts import KINDS, Joined, Packed, Panels, Transposed
+from dflash_jax.quant.layouts import KINDS, ColumnMajor, Joined, Packed, Tiled
 
 D, N = 512, 2 * COLUMNS
 
@@ -55,15 +55,17 @@ def assert_near(found: jax.Array, wanted: np.ndarray) -> None:
 def test_the_product_is_that_of_the_unpacked_weights(kind: str, dtype: str) -> None:
     w, x = packed(kind), inputs(5, dtype)
     wanted = expected(x, w)
-    assert_near(jit(functools.partial(products.at_once, kind=kind))(x, w.arrays), wanted)
+    assert_near(jit(functools.partial(products.multiply_unpacked, kind=kind))(x, w.arrays), wanted)
     assert_near(jit(products.contract)(x.reshape(1, 5, D), w)[0], wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_column_tiles_give_what_the_whole_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "TILE", 64 * D)
+    monkeypatch.setattr(products, "SLICE_SIZE", 64 * D)
     w, x = packed(kind, columns=64 * 3 - 8), inputs(5, "float32")
-    assert_near(jit(functools.partial(products.by_tile, kind=kind))(x, w.arrays), expected(x, w))
+    assert_near(
+        jit(functools.partial(products.multiply_by_slices, kind=kind))(x, w.arrays), expected(x, w)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -126,16 +128,16 @@ def test_no_unpacked_copy_of_a_weight_is_ever_in_memory(kind: str, rows: int) ->
 def test_a_rows_product_does_not_depend_on_the_rows_beside_it() -> None:
     """R1, R9: what the lanes rest on, at block width."""
     w = packed("Q4_K")
-    product = jit(functools.partial(products.by_tile, kind="Q4_K"))
+    product = jit(functools.partial(products.multiply_by_slices, kind="Q4_K"))
     x = inputs(8, "bfloat16")
     other = x.at[1:].set(jnp.asarray(7, jnp.bfloat16))
     np.testing.assert_array_equal(product(x, w.arrays)[0], product(other, w.arrays)[0])
 
 
-def reordered(order: str, *shape: int, dtype: str = "float32") -> Any:
+def reordered(layout: str, *shape: int, dtype: str = "float32") -> Any:
     drawn = np.random.default_rng(5).standard_normal(shape) / shape[0] ** 0.5
     params = {"down": jnp.asarray(drawn.astype(jnp.dtype(dtype)))}
-    products.put_in_order(params, order)
+    products.set_weight_layout(params, layout)
     return params["down"]
 
 
@@ -155,12 +157,13 @@ def test_a_narrow_weight_gives_a_token_the_same_bits_at_every_place(columns: int
 
 @pytest.mark.optimised
 @pytest.mark.parametrize(
-    ("order", "dtype"), [("columns", "float32"), ("columns", "bfloat16"), ("panels", "float32")]
+    ("layout", "dtype"),
+    [("column_major", "float32"), ("column_major", "bfloat16"), ("tiled", "float32")],
 )
 def test_a_reordered_weight_gives_a_token_the_same_bits_at_every_place(
-    order: str, dtype: str
+    layout: str, dtype: str
 ) -> None:
-    w, rng = reordered(order, 768, 2, 381, dtype=dtype), np.random.default_rng(6)
+    w, rng = reordered(layout, 768, 2, 381, dtype=dtype), np.random.default_rng(6)
     multiply, drawn = jit(products.contract), rng.standard_normal((2, 8, 768))
     token, found = drawn[0, 0].copy(), []
     for place in range(16):
@@ -176,47 +179,47 @@ def test_a_reordered_weight_gives_a_token_the_same_bits_at_every_place(
 
 def test_a_transposed_weight_comes_first_in_its_product() -> None:
     """Nothing is put in another order: the compiler would, if it saw how the result is used."""
-    w, x = reordered("columns", 128, 256), inputs(8, "float32", 128)
+    w, x = reordered("column_major", 128, 256), inputs(8, "float32", 128)
     made = jit(lambda x, w: jax.nn.silu(products.contract(x, w))).lower(x, w).compile()
     assert re.search(r"f32\[256,8\]\{1,0\} dot\(", made.as_text())
 
 
-@pytest.mark.parametrize(("tokens", "panels"), [(1, False), (2, True), (32, True), (33, False)])
-def test_panels_are_for_the_few_tokens_of_a_block(tokens: int, panels: bool) -> None:
-    w, x = reordered("panels", 128, 40), inputs(tokens, "float32", 128)
+@pytest.mark.parametrize(("tokens", "tiled"), [(1, False), (2, True), (32, True), (33, False)])
+def test_tiles_are_for_the_few_tokens_of_a_block(tokens: int, tiled: bool) -> None:
+    w, x = reordered("tiled", 128, 40), inputs(tokens, "float32", 128)
     multiply = jit(products.contract)
-    assert ("f32[3,128,16]" in multiply.lower(x, w).as_text("hlo")) is panels
+    assert ("f32[3,128,16]" in multiply.lower(x, w).as_text("hlo")) is tiled
     assert_near(multiply(x, w), np.asarray(x).astype(float) @ np.asarray(w).astype(float))
 
 
-def test_broad_matrices_are_in_columns_where_others_are_in_panels() -> None:
-    assert isinstance(reordered("panels", 4, 2, 2048), Panels)
-    assert isinstance(reordered("panels", 4, 4097), Transposed)
+def test_broad_matrices_are_column_major_where_others_are_tiled() -> None:
+    assert isinstance(reordered("tiled", 4, 2, 2048), Tiled)
+    assert isinstance(reordered("tiled", 4, 4097), ColumnMajor)
 
 
-@pytest.mark.parametrize(("order", "kept"), [("columns", Transposed), ("panels", Panels)])
-def test_matrices_of_a_tree_are_reordered_in_place_and_back(order: str, kept: type) -> None:
+@pytest.mark.parametrize(("layout", "kept"), [("column_major", ColumnMajor), ("tiled", Tiled)])
+def test_matrices_of_a_tree_are_reordered_in_place_and_back(layout: str, kept: type) -> None:
     table, norm = jnp.arange(6.0).reshape(2, 3), jnp.ones(2)
     packed_one = packed("int8", 32, 8)
     tree = {"mlp": {"down": table, "o": packed_one}, "norm": norm, "embed": table}
-    products.put_in_order(tree, order)
+    products.set_weight_layout(tree, layout)
     down = tree["mlp"]["down"]
     assert isinstance(down, kept)
     assert down.shape == (2, 3)
-    assert jax.tree.leaves(down)[-1].shape == {Transposed: (3, 2), Panels: (1, 2, 16)}[kept]
+    assert jax.tree.leaves(down)[-1].shape == {ColumnMajor: (3, 2), Tiled: (1, 2, 16)}[kept]
     assert tree["norm"] is norm
     assert tree["mlp"]["o"] is packed_one
     np.testing.assert_array_equal(np.asarray(down), table)
     ids = jnp.array([[2, 0]])
     rows = products.gather(tree["embed"], ids, jnp.float32)
     np.testing.assert_array_equal(rows[0], np.asarray(table).T[[2, 0]])
-    products.put_in_order(tree, "rows")
+    products.set_weight_layout(tree, "row_major")
     np.testing.assert_array_equal(tree["mlp"]["down"], table)
 
 
-@pytest.mark.parametrize("order", ["columns", "panels"])
+@pytest.mark.parametrize("layout", ["column_major", "tiled"])
 def test_small_matrices_that_were_just_read_are_reordered_without_compiling_anything(
-    order: str,
+    layout: str,
 ) -> None:
     def tree(module: Any) -> dict[str, Any]:
         rng = np.random.default_rng(0)
@@ -226,8 +229,8 @@ def test_small_matrices_that_were_just_read_are_reordered_without_compiling_anyt
 
     read, placed = tree(np), tree(jnp)
     with jax.no_tracing():
-        products.put_in_order(read, order)
-    products.put_in_order(placed, order)
+        products.set_weight_layout(read, layout)
+    products.set_weight_layout(placed, layout)
     assert jax.tree.structure(read) == jax.tree.structure(placed)
     for ours, theirs in zip(*map(jax.tree.leaves, (read, placed)), strict=True):
         np.testing.assert_array_equal(ours, theirs)

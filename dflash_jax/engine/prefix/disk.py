@@ -51,9 +51,6 @@ PARTIAL = re.compile(r"\.[0-9a-f]{32}\.(partial|old)-[0-9a-f-]+")
 ABANDONED = 3600 * 10**9  # nanoseconds: what is half-written for so long will stay so
 BACKLOG = 8  # requests whose prefixes wait to be written; those of more are not
 LEFT = 0.9  # of the budget, once entries had to go
-# What of a plan no bit of a segment hangs on.
-FREE = {"lookahead", "rounds", "prefix_cache", "prefix_folder", "prefix_disk", "queue",
-        "stop_slots", "call_odds", "min_survival", "memory_limit"}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -68,12 +65,11 @@ class Counters:
 
 
 def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Any) -> str:
-    """A digest of all that decides a segment's bits.
+    """Return a digest of everything that the bits of a segment depend on.
 
-    Models, weights, plan, device, versions, and how XLA was told to compile.
+    These are models, weights, the plan's `cache_key`, the device, versions and XLA's flags.
     """
     device = jax.local_devices()[0]
-    decided = {k: v for k, v in dataclasses.asdict(plan).items() if k not in FREE}
     versions = [__version__, jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS")]
     kind = [device.platform, device.device_kind, device.platform == "cpu" and processor()]
     made = [type(c).__name__ + repr(c) for c in (target, drafter)]
@@ -81,7 +77,7 @@ def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, pa
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = list(pool.map(lambda leaf: _digest(leaf[1]), leaves))
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    facts = [versions, kind, made, decided, names, weights]
+    facts = [versions, kind, made, plan.cache_key, names, weights]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -1,0 +1,81 @@
+"""The formats of packed weights. This module imports neither NumPy nor JAX.
+
+A packed weight [D, N] is multiplied as x · w: D is contracted. Along D it is cut into runs of
+32; `classes` neighbouring runs share bytes, in which each has bits of its own, so that a kernel
+takes whole rows of bytes apart with a mask and a shift. All groups lie along D:
+
+| kind | bits per weight | a weight is | groups along D |
+| --- | --- | --- | --- |
+| int8 | 8 | scale · q | one scale for all |
+| Q8_0 | 8.5 | scale · q | 32 |
+| Q4_0, int4 | 4.5 | scale · (q - 8) | 32 |
+| Q4_K | 4.625 | scale · sub · q - low · sub_low | 32 in 256 |
+| Q6_K | 6.5625 | scale · sub · (q - 32) | 16 in 256 |
+
+The last four hold exactly the numbers of the ggml blocks of that name; only Q4_K's six-bit
+scales take a byte each here.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+RUN = 32
+# Of a weight [D, ...]: an axis, and the kind and width of its parts along that axis.
+Spec = tuple[int, tuple[tuple[str, int], ...]]
+Stored = tuple[tuple[str, Spec], ...]  # by path, the role in front
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A packed format.
+
+    Attributes:
+      classes: runs that share bytes.
+      zero: what is subtracted from a code.
+      group: weights along D that share a scale; 0 is all of them.
+      sub: weights along D that share a scale within a group; 0 is no such scales.
+      high: whether two high bits of each code lie in bytes of their own.
+    """
+
+    name: str
+    classes: int
+    zero: int
+    group: int
+    sub: int = 0
+    high: bool = False
+
+    @property
+    def spread(self) -> int:
+        """Rows of D in one row of `codes`."""
+        return min(self.classes, 2)
+
+    @property
+    def unit(self) -> int:
+        """What D must be a multiple of."""
+        return max(self.group, RUN * self.classes)
+
+    def arrays(self, depth: int) -> dict[str, tuple[int, str]]:
+        """Each array's rows along D and its dtype."""
+        found = {
+            "codes": (depth // self.spread, "int8" if self.classes == 1 else "uint8"),
+            "scale": (depth // self.group, "float16") if self.group else (1, "float32"),
+        }
+        if self.high:
+            found["high"] = (depth // 4, "uint8")
+        if self.sub:
+            found["sub"] = (depth // self.sub, "int8" if self.high else "uint8")
+        if self.name == "Q4_K":
+            found |= {"low": found["scale"], "sub_low": found["sub"]}
+        return found
+
+
+KINDS: Mapping[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("int8", classes=1, zero=0, group=0),
+        Kind("Q8_0", classes=1, zero=0, group=32),
+        Kind("Q4_0", classes=2, zero=8, group=32),
+        Kind("Q4_K", classes=2, zero=0, group=256, sub=32),
+        Kind("Q6_K", classes=4, zero=32, group=256, sub=16, high=True),
+    )
+}
