@@ -1,6 +1,7 @@
 """Small random models and scripted drafters, for tests, notebooks and benchmarks."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models.scripted import ScriptedConfig
+from dflash_jax.quant.formats import KINDS
 from dflash_jax.quant.layouts import pack_tree
 from dflash_jax.quant.products import with_kernel
 
@@ -240,6 +242,13 @@ def set_row_scripts(engine: Engine, scripts: Mapping[int, Sequence[float]]) -> N
     for row, tokens in scripts.items():
         padded[row, : len(tokens)] = tokens[:length]
     engine.params["drafter"]["script"] = _as_digits(padded, engine)
+
+
+def packed_bytes(kind: str, shape: tuple[int, ...]) -> int:
+    """Return the number of bytes of a packed weight [D, ...]."""
+    columns = math.prod(shape[1:])
+    rows = KINDS[kind].arrays(shape[0]).values()
+    return sum(count * columns * np.dtype(dtype).itemsize for count, dtype in rows)
 
 
 def force_acceptance(

@@ -1,8 +1,8 @@
 """The formats of packed weights. This module imports neither NumPy nor JAX.
 
-A packed weight [D, N] is multiplied as x · w: D is contracted. Along D it is cut into runs of
-32; `classes` neighbouring runs share bytes, in which each has bits of its own, so that a kernel
-takes whole rows of bytes apart with a mask and a shift. All groups lie along D:
+A packed weight [D, N] is multiplied as x · w: D is contracted. D is cut into runs of 32 weights.
+`classes` neighbouring runs share bytes, each in its own bits, so that a kernel unpacks whole rows
+of bytes with a mask and a shift. All groups extend along D:
 
 | kind | bits per weight | a weight is | groups along D |
 | --- | --- | --- | --- |
@@ -13,28 +13,28 @@ takes whole rows of bytes apart with a mask and a shift. All groups lie along D:
 | Q6_K | 6.5625 | scale · sub · (q - 32) | 16 in 256 |
 
 The last four hold exactly the numbers of the ggml blocks of that name; only Q4_K's six-bit
-scales take a byte each here.
+scales are stored as one byte each.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
 RUN = 32
-# Of a weight [D, ...]: an axis, and the kind and width of its parts along that axis.
+# How a weight [D, ...] is packed: an axis, and the kind and width of its parts along that axis.
 Spec = tuple[int, tuple[tuple[str, int], ...]]
-Stored = tuple[tuple[str, Spec], ...]  # by path, the role in front
+Stored = tuple[tuple[str, Spec], ...]  # by path, which begins with the role
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class PackedFormat:
     """A packed format.
 
     Attributes:
-      classes: runs that share bytes.
-      zero: what is subtracted from a code.
-      group: weights along D that share a scale; 0 is all of them.
-      sub: weights along D that share a scale within a group; 0 is no such scales.
-      high: whether two high bits of each code lie in bytes of their own.
+      classes: number of runs that share bytes.
+      zero: zero point, subtracted from each code.
+      group: weights along D that share a scale; 0 for all of them.
+      sub: weights along D that share a second scale within a group; 0 for no second scales.
+      high: whether the two high bits of each code are stored in a separate array.
     """
 
     name: str
@@ -46,16 +46,16 @@ class Kind:
 
     @property
     def spread(self) -> int:
-        """Rows of D in one row of `codes`."""
+        """Rows of D that one row of `codes` holds."""
         return min(self.classes, 2)
 
     @property
     def unit(self) -> int:
-        """What D must be a multiple of."""
+        """Number that D must be a multiple of."""
         return max(self.group, RUN * self.classes)
 
     def arrays(self, depth: int) -> dict[str, tuple[int, str]]:
-        """Each array's rows along D and its dtype."""
+        """Return the rows along D and the dtype of each array of a weight with D = `depth`."""
         found = {
             "codes": (depth // self.spread, "int8" if self.classes == 1 else "uint8"),
             "scale": (depth // self.group, "float16") if self.group else (1, "float32"),
@@ -69,13 +69,13 @@ class Kind:
         return found
 
 
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, PackedFormat] = {
     kind.name: kind
     for kind in (
-        Kind("int8", classes=1, zero=0, group=0),
-        Kind("Q8_0", classes=1, zero=0, group=32),
-        Kind("Q4_0", classes=2, zero=8, group=32),
-        Kind("Q4_K", classes=2, zero=0, group=256, sub=32),
-        Kind("Q6_K", classes=4, zero=32, group=256, sub=16, high=True),
+        PackedFormat("int8", classes=1, zero=0, group=0),
+        PackedFormat("Q8_0", classes=1, zero=0, group=32),
+        PackedFormat("Q4_0", classes=2, zero=8, group=32),
+        PackedFormat("Q4_K", classes=2, zero=0, group=256, sub=32),
+        PackedFormat("Q6_K", classes=4, zero=32, group=256, sub=16, high=True),
     )
 }

@@ -1,4 +1,4 @@
-"""How packed weights lie in memory, and how they get there; NumPy alone. See `formats`."""
+"""Memory layouts of weights, and packing them with NumPy. `formats` describes the formats."""
 
 import dataclasses
 import math
@@ -12,32 +12,31 @@ from dflash_jax.quant.formats import KINDS, RUN, Spec
 TILE_WIDTH = 16  # columns of a tile
 MAX_TILED_TOKENS = 32  # products with more tokens gain nothing from tiles
 MAX_TILED_COLUMNS = 4096  # nor do wider matrices
-Arrays = dict[str, Any]  # of NumPy or JAX
+Arrays = dict[str, Any]  # NumPy or JAX arrays
 
 
-FLOAT = ""  # the kind of what is not packed
-STORED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")  # those that files hold
-QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # what `Plan.weights` turns weights into
+FLOAT = ""  # the kind of a part that is not packed
+STORED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")  # kinds found in files
+QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # kind for each value of `Plan.weights`
 
-
-# Matrices that are multiplied through `nn.layers.dot`; everything else stays as it is.
+# Matrices that are multiplied by `nn.layers.dot`. Other parameters are never packed.
 MATRICES = frozenset(["qkv", "q", "kv", "o", "gate_up", "down", "in_proj", "out", "fc", "head"])
-TABLE = "embed"  # is gathered from, and packed only where a file keeps it so
+TABLE = "embed"  # gathered from; packed only if the file has it packed
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A packed weight; arrays are [rows along D, N], N the product of the other axes."""
+    """A packed weight. Its arrays are [rows along D, N], with N the product of the other axes."""
 
     arrays: Arrays
     kind: str
     shape: tuple[int, ...]  # of the weight
-    kernel: bool = False  # multiply by the Pallas kernel on a GPU
+    kernel: bool = False  # whether a GPU multiplies by the Pallas kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """A weight [D, ...] whose parts along one axis are packed differently, or not at all."""
+    """A weight [D, ...] whose parts along one axis have different kinds, or are not packed."""
 
     parts: tuple[Any, ...]
     axis: int
@@ -57,7 +56,7 @@ class ColumnMajor:
         return depth, *columns
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The weight [D, ...]."""
+        """Return the weight [D, ...]."""
         return np.array(np.moveaxis(np.asarray(self.array), -1, 0), dtype, copy=copy)
 
 
@@ -78,7 +77,7 @@ class Tiled:
         return self.row_major.shape
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The weight [D, ...]."""
+        """Return the weight [D, ...]."""
         return np.array(self.row_major, dtype, copy=copy)
 
 
@@ -94,18 +93,20 @@ def layout_of(weight_layout: str, shape: tuple[int, ...]) -> type[FloatLayout] |
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a parameter of this name is multiplied or gathered from, and nothing else."""
+    """Whether a parameter of this name is only used in products or gathered from."""
     return name in MATRICES or name == TABLE
 
 
 def spec(weights: str, path: str, shape: tuple[int, ...]) -> Spec | None:
-    """How int8 or int4 packs a parameter, None if it does not.
+    """Return how int8 or int4 weights pack a parameter, or None if it stays as it is.
 
-    Head and drafter are int8 either way: a head of four bits flips close decisions, and both
-    are small beside the body.
+    Head and drafter are int8 in both cases: a 4-bit head changes close decisions, and both are
+    small compared with the layers.
 
     Args:
-      path: with the role in front, as target/layers_0/mlp/down.
+      weights: the value of `Plan.weights`.
+      path: parameter path with the role first, such as target/layers_0/mlp/down.
+      shape: shape of the parameter.
     """
     role, *_, name = path.split("/")
     if weights not in QUANTISED or name not in MATRICES:
@@ -117,15 +118,18 @@ def spec(weights: str, path: str, shape: tuple[int, ...]) -> Spec | None:
 
 
 def fits(kind: str, depth: int) -> bool:
-    """Whether a weight contracted over `depth` numbers can be packed so."""
+    """Whether weights of this kind can be contracted over `depth` numbers."""
     return depth % KINDS[kind].unit == 0
 
 
 def quantise(weight: np.ndarray, kind: str) -> Arrays:
-    """Packs float weights [D, ...] as int8 or Q4_0, each to the nearest code.
+    """Pack float weights [D, ...] as int8 or Q4_0, each rounded to the nearest code.
 
-    Of the 16 codes of Q4_0 the one without a counterpart, -8, goes to the largest weight of a
-    group, whatever its sign, as ggml does.
+    As in ggml, the Q4_0 code without a positive counterpart, -8, represents the weight of a group
+    with the largest magnitude, whatever its sign.
+
+    Raises:
+      ValueError: another kind is given.
     """
     w = np.asarray(weight, np.float32)
     if kind == "int8":
@@ -143,14 +147,14 @@ def quantise(weight: np.ndarray, kind: str) -> Arrays:
 
 
 def pack(weight: np.ndarray, how: Spec) -> Packed:
-    """A weight [D, ...] packed in one part."""
+    """Return a float weight [D, ...] packed as the single part of a specification."""
     (kind, _), *_ = how[1]
     columns = np.asarray(weight).reshape(len(weight), -1)
     return Packed(quantise(columns, kind), kind, weight.shape)
 
 
 def pack_tree(params: Mapping[str, Any], specs: Mapping[str, Spec], at: str = "") -> dict[str, Any]:
-    """A parameter tree with the specified leaves packed; paths begin with the role."""
+    """Return a parameter tree with the specified leaves packed; paths begin with the role."""
     found: dict[str, Any] = {}
     for name, leaf in params.items():
         path = f"{at}{name}"
@@ -164,7 +168,7 @@ def pack_tree(params: Mapping[str, Any], specs: Mapping[str, Spec], at: str = ""
 
 
 def dequantise(arrays: Mapping[str, np.ndarray], kind: str) -> np.ndarray:
-    """The float32 weights [D, ...]: the oracle of every product with packed ones."""
+    """Return float32 weights [D, ...]; the reference for products with packed weights."""
     k, codes = KINDS[kind], arrays["codes"]
     if k.classes > 1:
         codes = split(codes, 2)
@@ -182,7 +186,7 @@ def dequantise(arrays: Mapping[str, np.ndarray], kind: str) -> np.ndarray:
 
 
 def unpack_blocks(blocks: np.ndarray, kind: str) -> Arrays:
-    """The arrays of rows of ggml blocks, uint8 [N, bytes of a row], as columns of [D, N]."""
+    """Return the arrays of a weight [D, N] from rows of ggml blocks, uint8 [N, bytes of a row]."""
     sizes = {"Q8_0": 34, "Q4_0": 18, "Q4_K": 144, "Q6_K": 210}
     b = blocks.reshape(len(blocks), -1, sizes[kind])  # [N, blocks, bytes]
 
@@ -196,7 +200,7 @@ def unpack_blocks(blocks: np.ndarray, kind: str) -> Arrays:
         return {"codes": join(_columns(codes), 2), "scale": half(0)}
     if kind == "Q4_K":
         sub, low = _six_bits(b[..., 4:16])
-        # ggml pairs runs as we do: its bytes are ours
+        # ggml pairs the same runs, so its bytes are copied
         codes = _columns(b[..., 16:])
         return {
             "codes": codes,
@@ -217,7 +221,7 @@ def unpack_blocks(blocks: np.ndarray, kind: str) -> Arrays:
 
 
 def join(codes: np.ndarray, classes: int) -> np.ndarray:
-    """Codes [D, ...] of 8 / classes bits into bytes [D / classes, ...]."""
+    """Return codes [D, ...] of 8 / classes bits as bytes [D / classes, ...]."""
     parts = codes.reshape(-1, classes, RUN, *codes.shape[1:])
     bits = 8 // classes
     joined = parts[:, 0].copy()
@@ -227,7 +231,7 @@ def join(codes: np.ndarray, classes: int) -> np.ndarray:
 
 
 def split(packed: np.ndarray, classes: int) -> np.ndarray:
-    """The codes of `join`."""
+    """Return the codes [D, ...] that `join` put into bytes."""
     parts = packed.reshape(-1, RUN, *packed.shape[1:])
     bits = 8 // classes
     mask = np.uint8((1 << bits) - 1)
@@ -235,24 +239,17 @@ def split(packed: np.ndarray, classes: int) -> np.ndarray:
     return found.reshape(-1, *packed.shape[1:])
 
 
-def packed_bytes(kind: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a packed weight [D, ...]."""
-    columns = math.prod(shape[1:])
-    rows = KINDS[kind].arrays(shape[0]).values()
-    return sum(count * columns * np.dtype(dtype).itemsize for count, dtype in rows)
-
-
 def _spread(groups: np.ndarray, depth: int) -> np.ndarray:
     return np.repeat(groups, depth // len(groups), axis=0)
 
 
 def _columns(parts: np.ndarray) -> np.ndarray:
-    """[N, blocks, values] to [D, N], contiguous."""
+    """Return [N, blocks, values] as a contiguous [D, N]."""
     return np.ascontiguousarray(parts.reshape(len(parts), -1).T)
 
 
 def _six_bits(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight scales and eight lows of the 12 bytes of a Q4_K block."""
+    """Return the eight scales and eight lows in 12 bytes of a Q4_K block."""
     first, second, third = b[..., :4], b[..., 4:8], b[..., 8:]
     scale = [first & 63, third & 15 | first >> 6 << 4]
     low = [second & 63, third >> 4 | second >> 6 << 4]

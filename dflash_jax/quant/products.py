@@ -1,9 +1,9 @@
-"""Products with weights that are more than an array.
+"""Products with packed weights and with float weights of other memory layouts.
 
-Those with packed ones never hold the unpacked weight in memory. On a CPU a few columns are unpacked
-at a time. On a GPU the Pallas kernel unpacks in registers; without it XLA is given the whole
-expression to fuse, as it is for int8, whose scale follows the product. All three multiply the same
-rounded weights, so they differ in the order of sums only.
+A packed weight is never held in memory unpacked. On a CPU a slice of columns is unpacked at a
+time. On a GPU the Pallas kernel unpacks in registers; without it, and for int8, whose scale is
+applied after the product, XLA fuses the whole expression. All three multiply the same rounded
+weights, so they differ only in the order of summation.
 """
 
 import dataclasses
@@ -41,14 +41,14 @@ jax.tree_util.register_dataclass(Joined, data_fields=["parts"], meta_fields=["ax
 jax.tree_util.register_dataclass(ColumnMajor, data_fields=["array"], meta_fields=[])
 jax.tree_util.register_dataclass(Tiled, data_fields=["row_major", "tiles"], meta_fields=[])
 
-SLICE_SIZE = 1 << 19  # weights unpacked at a time on a CPU
+SLICE_SIZE = 1 << 19  # weights that a CPU unpacks at a time
 SMALL = 1 << 24  # bytes of matrices that NumPy transposes
 Weight = Array | StructuredWeight
 Axes = tuple[int, ...]
 
 
 def contract(x: Float[Array, "... D"], w: StructuredWeight) -> Float[Array, "..."]:
-    """x · w over the last axis of x and the first of w, float32."""
+    """Return x · w over the last axis of x and the first of w, in float32."""
     if isinstance(w, ColumnMajor):
         return _multiply_column_major(x, w)
     if isinstance(w, Tiled):
@@ -59,7 +59,7 @@ def contract(x: Float[Array, "... D"], w: StructuredWeight) -> Float[Array, "...
             for part in w.parts
         ]
         return jnp.concatenate(parts, axis=x.ndim - 2 + w.axis)
-    from dflash_jax.quant.kernel import COLUMNS, multiply  # Pallas: few plans need it
+    from dflash_jax.quant.kernel import COLUMNS, multiply  # imports Pallas, which few plans need
 
     rows = x.reshape(-1, x.shape[-1])
     forms: dict[str, Any] = {
@@ -73,7 +73,7 @@ def contract(x: Float[Array, "... D"], w: StructuredWeight) -> Float[Array, "...
 
 
 def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
-    """Columns of w [D, V]: rows of the embedding table it is the transpose of, [*places, D]."""
+    """Return columns of w [D, V], a transposed embedding table, as [*places, D]."""
     if isinstance(w, ColumnMajor):
         return jnp.take(w.array, ids, axis=0, mode="clip")
     if isinstance(w, Tiled) or not isinstance(w, StructuredWeight):
@@ -90,7 +90,12 @@ def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
 def abstract(
     shape: tuple[int, ...], spec: Spec, dtype: jnp.dtype, *, kernel: bool = False
 ) -> Packed | Joined:
-    """The shapes of a weight [D, ...] packed by a specification; other parts are of `dtype`."""
+    """Return the shapes of a weight [D, ...] packed by a specification.
+
+    Args:
+      dtype: dtype of the parts that are not packed.
+      kernel: whether a GPU multiplies by the Pallas kernel.
+    """
     axis, parts = spec
     made: list[Any] = []
     for kind, width in parts:
@@ -109,8 +114,8 @@ def abstract(
 
 
 def multiply_unpacked(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array, "M N"]:
-    """The product as one expression, float32."""
-    if kind == "int8":  # by way of float32 XLA would write the unpacked weight to memory
+    """Return the product as one expression for XLA to fuse, in float32."""
+    if kind == "int8":  # through float32 XLA would write the unpacked weight to memory
         return _plain(x, arrays["codes"].astype(x.dtype)) * arrays["scale"]
     runs = x.reshape(len(x), -1, KINDS[kind].classes, RUN)
     parts = [
@@ -121,7 +126,7 @@ def multiply_unpacked(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> F
 
 
 def multiply_by_slices(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array, "M N"]:
-    """A few columns after the other; the last ones may be done twice."""
+    """Return the product, slice of columns by slice. The last slices may overlap."""
     depth, columns = x.shape[1], arrays["codes"].shape[1]
     width = max(64, SLICE_SIZE // depth // 64 * 64)
     if columns <= width:
@@ -142,7 +147,7 @@ def multiply_by_slices(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> 
 
 
 def unpack(arrays: Arrays, kind: str) -> Float[Array, "D N"]:
-    """Float32 weights; those of int8 before their scale."""
+    """Return float32 weights; int8 weights are not scaled yet."""
     if kind == "int8":
         return arrays["codes"].astype(jnp.float32)
     planes = jnp.stack(list(_planes(arrays, kind)), axis=1)  # [Q, classes, RUN, N]
@@ -150,9 +155,9 @@ def unpack(arrays: Arrays, kind: str) -> Float[Array, "D N"]:
 
 
 def _planes(arrays: Arrays, kind: str) -> Iterator[Float[Array, "Q R N"]]:
-    """Float32 weights of every first, second, ... of the runs that share bytes.
+    """Yield float32 weights of the first, the second, ... of the runs that share bytes.
 
-    Weights that are not put in order need no copy: the product takes its inputs in theirs.
+    Restoring the order of the runs would take a copy, so the product reorders its inputs instead.
     """
     k, codes = KINDS[kind], arrays["codes"]
     n, columns = k.classes, codes.shape[1]
@@ -174,15 +179,15 @@ def _planes(arrays: Arrays, kind: str) -> Iterator[Float[Array, "Q R N"]]:
 def _of_run(
     arrays: Arrays, scale: str, sub: str, count: int, run: int, classes: int
 ) -> Float[Array, "Q R N"]:
-    """What each weight of one plane is multiplied with."""
+    """Return the factor of each weight of one plane."""
 
     def spread(name: str) -> Float[Array, "Q R N"]:
         groups = arrays[name].astype(jnp.float32)
         columns = groups.shape[1]
         if len(groups) >= count * classes:  # one or more for each run
-            mine = groups.reshape(count, classes, -1, 1, columns)[:, run]
-            each = (count, mine.shape[1], RUN // mine.shape[1], columns)
-            return jnp.broadcast_to(mine, each).reshape(count, RUN, columns)
+            of_run = groups.reshape(count, classes, -1, 1, columns)[:, run]
+            each = (count, of_run.shape[1], RUN // of_run.shape[1], columns)
+            return jnp.broadcast_to(of_run, each).reshape(count, RUN, columns)
         each = (len(groups), count // len(groups), RUN, columns)
         return jnp.broadcast_to(groups[:, None, None], each).reshape(count, RUN, columns)
 
@@ -226,7 +231,7 @@ def _dot(
 
 
 def with_kernel(params: Any, kernel: bool) -> Any:
-    """A parameter tree whose packed weights are multiplied by the kernel, or are not."""
+    """Return a parameter tree whose packed weights use the Pallas kernel, or do not."""
 
     def choose(leaf: Any) -> Any:
         return dataclasses.replace(leaf, kernel=kernel) if isinstance(leaf, Packed) else leaf

@@ -1,6 +1,5 @@
 """The DFlash v1 drafter against the official package: single rounds, then whole generations."""
 
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace

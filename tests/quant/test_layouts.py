@@ -7,6 +7,7 @@ from converters import quants
 from converters.quants.types import BY_NAME
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import KINDS, STORED
+from dflash_jax.testing import packed_bytes
 
 
 def random_blocks(kind: str, rows: int, depth: int, seed: int = 0) -> np.ndarray:
@@ -47,7 +48,7 @@ def test_arrays_have_the_declared_rows_dtypes_and_bytes(kind: str) -> None:
     found = {name: (len(a), str(a.dtype)) for name, a in arrays.items()}
     assert found == declared
     total = sum(a.nbytes for a in arrays.values())
-    assert layouts.packed_bytes(kind, (512, 3)) == total
+    assert packed_bytes(kind, (512, 3)) == total
     bits = {"int8": 8, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_K": 4.625, "Q6_K": 6.5625}
     scales = 3 * 4 if kind == "int8" else 0
     assert total == 512 * 3 * bits[kind] / 8 + scales

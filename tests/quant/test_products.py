@@ -14,6 +14,7 @@ from dflash_jax.nn.layers import project
 from dflash_jax.quant import layouts, products
 from dflash_jax.quant.kernel import COLUMNS, multiply
 from dflash_jax.quant.layouts import KINDS, ColumnMajor, Joined, Packed, Tiled
+from dflash_jax.testing import packed_bytes
 
 D, N = 512, 2 * COLUMNS
 
@@ -120,13 +121,13 @@ def test_no_unpacked_copy_of_a_weight_is_ever_in_memory(kind: str, rows: int) ->
     x = jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16)
     compiled = jit(products.contract).lower(x, abstract).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < depth * columns  # a byte a weight
-    packed_size = layouts.packed_bytes(kind, (depth, columns))
+    packed_size = packed_bytes(kind, (depth, columns))
     inside = compiled.memory_analysis().argument_size_in_bytes - rows * depth * 2
     assert inside == packed_size
 
 
 def test_a_rows_product_does_not_depend_on_the_rows_beside_it() -> None:
-    """R1, R9: what the lanes rest on, at block width."""
+    """R1, R9: equality of speculative and plain decoding at block width rests on it."""
     w = packed("Q4_K")
     product = jit(functools.partial(products.multiply_by_slices, kind="Q4_K"))
     x = inputs(8, "bfloat16")
