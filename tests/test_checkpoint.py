@@ -204,7 +204,7 @@ def outside(manifest):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(format="other"), "says format 'other'; expected"),
+        (lambda m: m.update(format="other"), "has format 'other'; expected"),
         (lambda m: m.update(version=2), "has version 2; this program reads up to 1"),
         (lambda m: m["config"].update({"class": "Odd"}), "cannot be understood"),
         (lambda m: m["config"]["fields"].update(num_heads="x"), "cannot be understood"),

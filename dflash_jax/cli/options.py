@@ -1,4 +1,4 @@
-"""Options and steps that several verbs share. Heavy imports happen inside functions."""
+"""Options and steps shared by the verbs. Heavy imports happen inside functions."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from dflash_jax.utils.deprecation import add_deprecated_flag
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.sources import find_local
 
-LONGEST = 4096  # default capacity of conversations; a longer one costs time on a CPU
+LONGEST = 4096  # default capacity of conversations; more would be slower on a CPU
 SWITCHES = {"exact": "--inexact"}  # flags that turn a field off; --no-NAME for others
 # Fields of a plan that the verbs' common options do not set.
 WITHOUT_FLAG = {
@@ -38,8 +38,8 @@ def new_verb(
     """Add a verb and return its parser.
 
     Args:
-      run: does the work, returns the exit code; JAX is imported by then.
-      check: refuses wrong values before; `check_values` by default, which others call first.
+      run: runs the verb and returns the exit code; JAX has been imported by then.
+      check: checks the options before that; `check_values` by default, which others call first.
     """
     verb = verbs.add_parser(name, help=text, description=text)
     verb.set_defaults(run=run, check=check or check_values)
@@ -47,11 +47,11 @@ def new_verb(
 
 
 def check_values(options: argparse.Namespace) -> None:
-    """Refuse what is wrong whatever the models are, before JAX is imported or a model opened.
+    """Check the options that can be checked before JAX is imported or a model opened.
 
     Raises:
-      CheckpointError: there is no such model or tokenizer.
-      PlanError: the plan's options contradict themselves.
+      CheckpointError: a model or tokenizer does not exist.
+      PlanError: an option of the plan is wrong, or options contradict each other.
       RequestError: the prompt is missing, empty or given twice.
     """
     if hasattr(options, "prompt_ids"):
@@ -65,7 +65,11 @@ def check_values(options: argparse.Namespace) -> None:
 
 
 def check_request(options: argparse.Namespace) -> None:
-    """Do the same for the options that say what to generate; RequestError names a wrong one."""
+    """Check the options of generation as well, as `check_values` does.
+
+    Raises:
+      RequestError: an option is wrong.
+    """
     from dflash_jax.engine.request import Request
 
     check_values(options)
@@ -134,6 +138,7 @@ def add_plan_options(group: Any, names: Iterable[str]) -> None:
 
 
 def mesh(text: str) -> tuple[int, int]:
+    """Parse a mesh such as 1x4."""
     try:
         data, model = map(int, text.split("x"))
     except ValueError as error:
@@ -142,6 +147,7 @@ def mesh(text: str) -> tuple[int, int]:
 
 
 def prompt_options(verb: argparse.ArgumentParser) -> None:
+    """Add the options that choose the prompt."""
     prompt = verb.add_argument_group("prompt")
     prompt.add_argument("prompt", nargs="?", help="text; '-' reads standard input")
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="raw token ids instead of text")
@@ -163,35 +169,36 @@ def chosen_plan(options: argparse.Namespace) -> Plan:
 
 
 def conversation_plan(options: argparse.Namespace, pair: Any) -> Any:
-    """The chosen plan with room for a conversation, where --max-length says nothing."""
+    """Return the chosen plan, with room for a conversation if --max-length was not given."""
     plan = chosen_plan(options)
     length = plan.max_length or min(LONGEST, pair.configs[0].max_length)
     return dataclasses.replace(plan, max_length=length)
 
 
 def chosen_drafter(options: argparse.Namespace) -> str | None:
+    """Return the source of the drafter, or None for no drafter."""
     return None if options.drafter == "none" else options.drafter
 
 
 def open_pair(options: argparse.Namespace) -> Any:
-    """The chosen models, not yet read; doubts are told on standard error."""
+    """Open the chosen models without reading weights; warnings go to standard error."""
     from dflash_jax import loading
     from dflash_jax.compiler.resolve import wide_block
 
-    with warnings.catch_warnings(record=True) as doubts:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pair = loading.open_pair(
             options.target,
             chosen_drafter(options),
-            taps=options.layer_ids,
+            layer_ids=options.layer_ids,
             taps_at=options.taps_at,
             tokenizer=options.tokenizer,
         )
-    found = [str(doubt.message) for doubt in doubts]
+    messages = [str(warning.message) for warning in caught]
     if note := wide_block(options.block, pair.configs[1]):
-        found.append(note)
-    for doubt in found:
-        print(f"dflash-jax: {doubt}", file=sys.stderr)
+        messages.append(note)
+    for message in messages:
+        print(f"dflash-jax: {message}", file=sys.stderr)
     return pair
 
 
@@ -203,17 +210,18 @@ def load_engine(
     check: Callable[[Any, list[list[int]]], None] = lambda engine, ids: None,
     sampled: bool = False,
 ) -> tuple[Any, list[list[int]]]:
-    """A warm engine and the prompts it is for; says on standard error what takes time.
+    """Return a compiled engine and the ids of its prompts; progress goes to standard error.
 
-    Without --max-length the plan holds the longest prompt and its output, rounded up to a
-    power of two: attention on a CPU costs by capacity, and few capacities mean few compilations.
+    Without --max-length, the plan has room for the longest prompt and its output, rounded up to a
+    power of two: the cost of attention on a CPU depends on it, and few sizes mean few compilations.
 
     Args:
-      prompts: makes the prompts' ids from the tokenizer.
-      check: refuses what this engine cannot do with them, before compiling takes its time.
+      prompts: encodes the prompts, given the tokenizer.
+      quiet: report no progress.
+      check: raises before compiling if the engine cannot run these prompts.
       sampled: compile the sampling programs as well.
     """
-    with telling("loading", quiet=quiet):
+    with report_progress("loading", quiet=quiet):
         use_compilation_cache()
         pair = open_pair(options)
         ids = prompts(pair.tokenizer)
@@ -225,41 +233,42 @@ def load_engine(
             plan = dataclasses.replace(plan, max_length=min(capacity, most))
         engine = pair.engine(plan)
         check(engine, ids)
-    with telling("compiling", quiet=quiet):
+    with report_progress("compiling", quiet=quiet):
         engine.warm_up(sampled=sampled)
     return engine, ids
 
 
 @contextlib.contextmanager
-def telling(what: str, *, quiet: bool) -> Iterator[None]:
+def report_progress(what: str, *, quiet: bool) -> Iterator[None]:
+    """Report on standard error what runs in the block."""
     with announced(what, shown=not quiet and is_shown(), patience=0):
         yield
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs where `dflash_jax.load` does; says so where that cannot be."""
+    """Use the compilation cache of `dflash_jax.load`; print a warning if that is impossible."""
     from dflash_jax.compiler import cache
 
     cache.use_compilation_cache(warn=lambda text: print(f"dflash-jax: {text}", file=sys.stderr))
 
 
 def prompt_ids(options: argparse.Namespace, tokenizer: Any) -> list[int]:
-    """The prompt's token ids; `check_values` has seen to it that there is one."""
+    """Return the prompt's token ids; `check_values` has checked that there is a prompt."""
     if options.prompt_ids is not None:
         return _given_ids(options.prompt_ids)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    return encode_prompt(_some(text), options, tokenizer)
+    return encode_prompt(_not_empty(text), options, tokenizer)
 
 
 def _check_prompt(options: argparse.Namespace) -> None:
-    """Refuse a prompt that is missing, empty or given twice; verbs with --prompts need none."""
+    """Check that one prompt was given and is not empty; verbs with --prompts need none."""
     if options.prompt_ids is not None:
         if options.prompt is not None:
             raise RequestError("both a prompt and --prompt-ids were given; give one of them")
         if not _given_ids(options.prompt_ids):
             raise RequestError("the prompt is empty; give at least one token")
     elif options.prompt is not None:
-        _some(options.prompt)
+        _not_empty(options.prompt)
     elif not hasattr(options, "prompts"):
         raise RequestError('no prompt; give a text, --prompt-ids 1,2,3, or "-" for standard input')
 
@@ -271,13 +280,18 @@ def _given_ids(text: str) -> list[int]:
         raise RequestError(f"--prompt-ids is {text!r}; expected integers like 1,2,3") from error
 
 
-def _some(text: str) -> str:
+def _not_empty(text: str) -> str:
     if not text.strip():
         raise RequestError("the prompt is empty; give at least one character")
     return text
 
 
 def encode_prompt(text: str, options: argparse.Namespace, tokenizer: Any) -> list[int]:
+    """Return the ids of a text, in the chat template unless --raw was given.
+
+    Raises:
+      RequestError: there is no tokenizer.
+    """
     if tokenizer is None:
         raise RequestError("this model ships no tokenizer; give --prompt-ids instead of text")
     if options.raw or tokenizer.template is None:

@@ -1,4 +1,4 @@
-"""Completing a plan: open choices made, the whole checked against models and memory."""
+"""Completing a plan, and checking it against models and memory."""
 
 import dataclasses
 
@@ -20,29 +20,55 @@ CPU_STEPS_PER_CALL = 4  # dispatching a call costs about a millisecond there
 def resolve(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, *, platform: str, memory: int
 ) -> Plan:
-    """The plan with every open choice made, checked against models and memory.
+    """Return the plan with every automatic choice made, checked against models and memory.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
-      memory: bytes of device memory free for weights, state and temporaries.
+      memory: free bytes of device memory, for weights, state and temporaries.
 
     Raises:
-      PlanError: the plan asks for more positions than the target has, or does not fit.
+      PlanError: the plan does not fit the models or the memory.
     """
-    small = platform == "cpu"
-    default_dtype: Dtype = "float32" if small else "bfloat16"
-    alone = not plan.apart and plan.mesh == (1, 1)
-    may_relayout = alone and plan.weights == "float"
+    plan = _completed(plan, target, drafter, platform, memory)
+    _check_models(plan, target, drafter)
+    _check_weights(plan)
+    sharing = None if plan.apart else drafter  # the target's device
+    need = budget(plan, target, sharing)
+    if need.total > plan.memory_limit:
+        raise PlanError(_does_not_fit(plan, target, sharing, need))
+    return plan
+
+
+def _completed(
+    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, platform: str, memory: int
+) -> Plan:
+    cpu = platform == "cpu"
+    default_dtype: Dtype = "float32" if cpu else "bfloat16"
     default_block = _trained_block(drafter) if drafter else 8
     plan = dataclasses.replace(
         plan,
-        max_length=plan.max_length or min(target.max_length, 1024 if small else 8192),
+        max_length=plan.max_length or min(target.max_length, 1024 if cpu else 8192),
         block=plan.block or default_block,
-        chunk=plan.chunk or (64 if small else 256),
-        steps_per_call=plan.steps_per_call or (CPU_STEPS_PER_CALL if small and alone else 1),
+        chunk=plan.chunk or (64 if cpu else 256),
+        steps_per_call=plan.steps_per_call
+        or (CPU_STEPS_PER_CALL if cpu and _one_device(plan) else 1),
         dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
         memory_limit=plan.memory_limit or memory,
     )
+    if plan.weight_layout != "auto":
+        return plan
+    layout: WeightLayout = "row_major"
+    if cpu and _one_device(plan) and plan.weights == "float":
+        tokens = plan.rows * (plan.block if drafter or plan.exact else 1)  # per step
+        layout = _fastest_layout(plan.dtype, target.hidden_size, tokens)
+    return dataclasses.replace(plan, weight_layout=layout)
+
+
+def _one_device(plan: Plan) -> bool:
+    return not plan.apart and plan.mesh == (1, 1)
+
+
+def _check_models(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> None:
     if plan.max_length > target.max_length:
         changes = target.rope.kind in BY_LENGTH
         reason = f" (beyond them its {target.rope.kind} rotary embedding turns cached keys too)"
@@ -55,22 +81,21 @@ def resolve(
             f"min_survival is {plan.min_survival}, but the drafter has no confidence head;"
             " leave it at 0"
         )
-    if plan.steps_per_call > 1 and not alone:
+    if plan.steps_per_call > 1 and not _one_device(plan):
         raise PlanError(
             f"steps_per_call is {plan.steps_per_call} for mesh {plan.mesh} and devices"
-            f" {plan.devices}; one call makes several steps on one device only: leave"
+            f" {plan.devices}; calls of more than one step need a single device: leave"
             " steps_per_call at 0"
         )
     if plan.apart and drafter is None:
         raise PlanError(
             f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
         )
-    if plan.weight_layout == "auto":
-        tokens = plan.rows * (plan.block if drafter or plan.exact else 1)  # of a step
-        free = small and may_relayout
-        layout = _fastest_layout(plan.dtype, target.hidden_size, tokens) if free else "row_major"
-        plan = dataclasses.replace(plan, weight_layout=layout)
-    elif plan.weight_layout != "row_major" and not may_relayout:
+
+
+def _check_weights(plan: Plan) -> None:
+    may_relayout = _one_device(plan) and plan.weights == "float"
+    if plan.weight_layout != "row_major" and not may_relayout:
         raise PlanError(
             f"weight_layout is {plan.weight_layout!r} for weights {plan.weights!r}, mesh"
             f" {plan.mesh} and devices {plan.devices}; it needs weights='float' and one"
@@ -86,11 +111,6 @@ def resolve(
             f"weights={plan.weights!r} cannot be split over a mesh of {plan.mesh}; use one device,"
             " or weights='float'"
         )
-    beside = None if plan.apart else drafter  # what shares the target's device
-    need = budget(plan, target, beside)
-    if need.total > plan.memory_limit:
-        raise PlanError(_does_not_fit(plan, target, beside, need))
-    return plan
 
 
 def _trained_block(drafter: DrafterConfig) -> int:
@@ -100,8 +120,8 @@ def _trained_block(drafter: DrafterConfig) -> int:
 def wide_block(block: int, drafter: DrafterConfig | None) -> str | None:
     """Return a warning about a block that is wider than the drafter's own, or None.
 
-    Such a plan is legal and its output is the same; measured on the shipped pair, the second
-    draft past the trained block is kept in 6 of 100 rounds, the fourth in none.
+    Such a plan is valid and its output is the same. With the shipped pair, the second draft past
+    the trained block is accepted in 6 of 100 rounds, the fourth in none.
     """
     if drafter is None or block <= (trained := _trained_block(drafter)):
         return None
@@ -112,7 +132,7 @@ def wide_block(block: int, drafter: DrafterConfig | None) -> str | None:
 
 
 def resolve_here(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Plan:
-    """Return the plan completed and checked for the default device.
+    """Return the plan, completed and checked for the default device.
 
     Raises:
       PlanError: as for `resolve`, or JAX finds no device.
@@ -133,7 +153,7 @@ def _fastest_layout(dtype: Dtype, width: int, tokens: int) -> WeightLayout:
 def _does_not_fit(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, need: Budget
 ) -> str:
-    """Says what needs how much, and the longest max_length that would fit."""
+    """Return an error message with the required memory and the longest max_length that fits."""
     limit = plan.memory_limit
     low, high = 1, plan.max_length
     while high - low > 1:  # bytes grow with max_length
