@@ -13,9 +13,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 
 from dflash_jax.checkpoint import is_checkpoint
-from dflash_jax.compiler import Plan
 from dflash_jax.compiler.cache import CompilationCache, use_compilation_cache
-from dflash_jax.compiler.plan import Dtype
 from dflash_jax.compiler.programs import weight_specs
 from dflash_jax.compiler.resolve import resolve_here, wide_block
 from dflash_jax.compiler.settings import undisturbed
@@ -37,6 +35,7 @@ from dflash_jax.errors import (
     TokenizerError,
     install_hint,
 )
+from dflash_jax.plan import Dtype, Plan
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import set_weight_layout, with_kernel
 from dflash_jax.target_model import TargetModel
@@ -177,7 +176,7 @@ class OpenPair:
         params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
         where = None if mesh is None else param_shardings(mesh, params)
-        params = params if plan.apart else jax.device_put(params, where)
+        params = params if plan.two_devices else jax.device_put(params, where)
         return Engine(target, drafter, params, plan, tokenizer=self.tokenizer, progress=progress)
 
     def with_stored(self, plan: Plan) -> Plan:

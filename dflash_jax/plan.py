@@ -126,7 +126,7 @@ class Plan:
         1,
         "calls dispatched before the previous result is read",
         "host",
-        details="0 is used when calls make several steps.",
+        details="0 is used if a call makes more than one step.",
         choices=(0, 1),
     )
     steps_per_call: int = plan_field(
@@ -163,12 +163,14 @@ class Plan:
         (1, 1),
         "devices as (data, model): rows are split over data, heads and widths over model",
         "cache",
+        items="(data, model)",
         metavar="DATAxMODEL",
     )
     devices: tuple[int, int] = plan_field(
         (0, 0),
         "devices of target and drafter, as indices of `jax.devices()`",
         "cache",
+        items="(target, drafter)",
         details="If they differ, the drafter's device has copies of the target's embedding and"
         " head.",
         metavar="INDEX",
@@ -223,8 +225,8 @@ class Plan:
                 f"mesh is {self.mesh!r} for {self.rows} rows; expected integers of at least 1, the"
                 " first a divisor of the rows"
             )
-        places, split = self.devices, max(self.mesh) > 1
-        if min(places) < 0 or (max(places) and not self.apart) or (self.apart and split):
+        places, two = self.devices, self.two_devices
+        if min(places) < 0 or (max(places) and not two) or (two and max(self.mesh) > 1):
             raise PlanError(
                 f"devices is {places!r} and mesh {self.mesh!r}; expected (0, 0), or two different"
                 " devices and mesh (1, 1). The environment chooses which device is the first"
@@ -255,16 +257,20 @@ class Plan:
 
     @property
     def shape(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that programs depend on, by name: engines of equal shape share programs.
+        """The key of compiled programs: engines of the same models and shape can share them.
 
-        Of `prefix_cache` only whether there is one: its programs copy segments of a row's caches.
+        It has the fields that programs depend on, by name, and whether there is a prefix cache,
+        which adds programs.
         """
         found = {name: getattr(self, name) for name, f in FIELDS.items() if f.scope != "host"}
         return tuple((found | {"prefix_cache": bool(self.prefix_cache)}).items())
 
     @property
     def cache_key(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that the contents of a row's caches depend on, by name."""
+        """The fields that the contents of a row's caches depend on, by name.
+
+        Part of the identity of prefixes on disk.
+        """
         return tuple(
             (name, getattr(self, name)) for name, f in FIELDS.items() if f.scope == "cache"
         )
@@ -289,7 +295,7 @@ class Plan:
         return deprecated_value("weight_layout", self.weight_layout)
 
     @property
-    def apart(self) -> bool:
+    def two_devices(self) -> bool:
         """Whether target and drafter have a device each."""
         return self.devices[0] != self.devices[1]
 
@@ -305,7 +311,7 @@ class Plan:
         One, so that the cost of a prompt is proportional to its length; all rows where they are
         split over devices, or the drafter has its own device.
         """
-        return self.rows if self.apart or self.mesh[0] > 1 else 1
+        return self.rows if self.two_devices or self.mesh[0] > 1 else 1
 
     @property
     def slots(self) -> int:

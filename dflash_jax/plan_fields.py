@@ -24,6 +24,7 @@ class PlanField:
       minimum: least value of a number.
       maximum: largest value of a number.
       choices: the allowed values, or None. Those of a Literal need not be repeated.
+      items: names of the two items of a pair.
       automatic: whether 0 or "auto" leaves the value to `compiler.resolve`.
       metavar: placeholder of the value in command-line help.
     """
@@ -34,21 +35,22 @@ class PlanField:
     minimum: float = 0
     maximum: float = math.inf
     choices: tuple[Any, ...] | None = None
+    items: str = ""
     automatic: bool = False
     metavar: str | None = None
 
 
 def plan_field(default: Any, help: str, scope: Scope, **options: Any) -> Any:
-    """Return a dataclass field with a default and a `PlanField`, whose arguments follow."""
+    """Return a dataclass field with a default and the `PlanField` of the other arguments."""
     info = PlanField(help, scope, **options)
     return dataclasses.field(default=default, metadata={"plan": info})
 
 
 def check_field(name: str, value: Any, kind: Any, info: PlanField) -> None:
-    """Check a value by the declaration of its field, which has the type `kind`.
+    """Check a value against the declaration and the type `kind` of its field.
 
     Raises:
-      PlanError: it has another type, is out of bounds, or is none of the choices.
+      PlanError: the value has another type, is out of bounds, or is not one of the choices.
     """
     expected = ""
     choices = info.choices or (get_args(kind) if get_origin(kind) is Literal else None)
@@ -68,16 +70,15 @@ def check_field(name: str, value: Any, kind: Any, info: PlanField) -> None:
             expected = f"a number from {info.minimum} to {info.maximum}"
     elif kind == tuple[int, int]:
         if not isinstance(value, tuple) or [type(n) for n in value] != [int, int]:
-            pair = "(data, model)" if name == "mesh" else "(target, drafter)"
-            expected = f"two integers, {pair}"
-    elif name == "prefix_folder" and not isinstance(value, str):
+            expected = f"two integers, {info.items}"
+    elif str in get_args(kind) and not isinstance(value, str):
         expected = "a path"
     if expected:
         raise PlanError(f"{name} is {value!r}; expected {expected}")
 
 
 def documentation(summary: str, fields: Mapping[str, PlanField]) -> str:
-    """Return a docstring: the summary, and the attributes by their declarations."""
+    """Return a docstring with a summary and the documentation of the fields."""
     lines = [summary, "", "Attributes:"]
     for name, info in fields.items():
         text = f"{name}: {info.help}." + f" {info.details}" * bool(info.details)

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.compiler import Plan, jit
-from dflash_jax.compiler.plan import Dtype
+from dflash_jax.compiler import jit
 from dflash_jax.compiler.programs import build_pair, empty_state
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import RequestError
+from dflash_jax.plan import Dtype, Plan
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced

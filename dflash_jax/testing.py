@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler import Plan, resolve
+from dflash_jax.compiler import resolve
 from dflash_jax.compiler.programs import abstract_params, weight_specs
 from dflash_jax.config import ALWAYS_FLOAT32, DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.config.dflash2 import DFlash2Config
@@ -19,6 +19,7 @@ from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models.scripted import ScriptedConfig
+from dflash_jax.plan import Plan
 from dflash_jax.quant.formats import KINDS
 from dflash_jax.quant.layouts import pack_tree
 from dflash_jax.quant.products import with_kernel

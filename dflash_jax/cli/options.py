@@ -19,8 +19,8 @@ SWITCHES = {"exact": "--inexact"}  # flags that turn a field off; --no-NAME for 
 # Fields of a plan that the verbs' common options do not set.
 WITHOUT_FLAG = {
     "stored": "read from the weight files",
-    "lookahead": "0 only serves to debug",
-    "stop_slots": "requests choose among stop tokens, not commands",
+    "lookahead": "set in experiments only",
+    "stop_slots": "the default suffices for the commands",
     "queue": "an option of `serve`, which counts running requests too",
     "prefix_folder": "an option of `serve`",
     "prefix_disk": "an option of `serve`",
@@ -126,13 +126,13 @@ def add_plan_options(group: Any, names: Iterable[str]) -> None:
             continue
         if name == "mesh":
             default = "x".join(map(str, default))
-        said = info.automatic or default in ("", "auto")
+        described = info.automatic or default in ("", "auto")  # by the help text
         action = group.add_argument(
             flag,
             type=mesh if name == "mesh" else type(default),
             default=default,
             metavar=info.metavar,
-            help=info.help if said else f"{info.help} (default: %(default)s)",
+            help=info.help if described else f"{info.help} (default: %(default)s)",
         )
         add_deprecated_flag(group, action)
 

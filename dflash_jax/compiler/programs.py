@@ -209,7 +209,7 @@ def declare(
     params = abstract_params(plan, target, drafter)
     state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
     drafting = pair, params, state
-    split = plan.apart and drafter is not None
+    split = plan.two_devices and drafter is not None
     if split:
         lent = dataclasses.replace(pair, target=Decoder(target))
         borrowing = {"target": apart.borrowed(params["target"]), "drafter": params["drafter"]}

@@ -3,12 +3,12 @@
 import dataclasses
 
 from dflash_jax.compiler.memory import Budget, budget, gibi
-from dflash_jax.compiler.plan import Dtype, Plan, WeightLayout
 from dflash_jax.compiler.processor import widest_vectors
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.device import default_device, free_memory
 from dflash_jax.errors import PlanError
+from dflash_jax.plan import Dtype, Plan, WeightLayout
 from dflash_jax.quant.layouts import MAX_TILED_TOKENS
 
 # Widths from which decode steps are faster with tiled, and with column-major matrices.
@@ -32,7 +32,7 @@ def resolve(
     plan = _completed(plan, target, drafter, platform, memory)
     _check_models(plan, target, drafter)
     _check_weights(plan)
-    sharing = None if plan.apart else drafter  # the target's device
+    sharing = None if plan.two_devices else drafter  # the target's device
     need = budget(plan, target, sharing)
     if need.total > plan.memory_limit:
         raise PlanError(_does_not_fit(plan, target, sharing, need))
@@ -65,7 +65,7 @@ def _completed(
 
 
 def _one_device(plan: Plan) -> bool:
-    return not plan.apart and plan.mesh == (1, 1)
+    return not plan.two_devices and plan.mesh == (1, 1)
 
 
 def _check_models(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> None:
@@ -87,7 +87,7 @@ def _check_models(plan: Plan, target: TargetConfig, drafter: DrafterConfig | Non
             f" {plan.devices}; calls of more than one step need a single device: leave"
             " steps_per_call at 0"
         )
-    if plan.apart and drafter is None:
+    if plan.two_devices and drafter is None:
         raise PlanError(
             f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
         )

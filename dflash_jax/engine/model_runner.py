@@ -57,7 +57,7 @@ class Runner:
         self.target, self.drafter, self.plan = target, drafter, plan
         self.compiled = CompiledPrograms(declare(plan, target, drafter, lanes=ALL_LANES))
         self._copies = jax.default_backend() != "cpu"  # there answers are on the host already
-        self._apart = plan.apart and drafter is not None
+        self._apart = plan.two_devices and drafter is not None
         self._mesh = device_mesh(plan)
         self.params = self._place(params)
         self.state: Any = self._empty_state()

@@ -91,7 +91,7 @@ def test_bits_of_a_token_do_not_depend_on_its_row_or_companions(
     w = draw(dtype, experts=experts, width=width, hidden=hidden, bias=True)
     rng = np.random.default_rng(3)
     multiply = run(form)
-    mine = rng.standard_normal(width)
+    same = rng.standard_normal(width)
     ids = rng.permutation(experts)[:count].astype(np.int32)
     p = rng.random(count).astype(np.float32)
     seen = set()
@@ -102,7 +102,7 @@ def test_bits_of_a_token_do_not_depend_on_its_row_or_companions(
         others[crowd] = ids
         shares = rng.random((tokens, count)).astype(np.float32)
         row = trial * 5 % tokens
-        x[row], others[row], shares[row] = mine, ids, p
+        x[row], others[row], shares[row] = same, ids, p
         out = multiply(np.asarray(x, jnp.dtype(dtype)), w, others.astype(np.int32), shares)
         seen.add(np.asarray(out)[row].tobytes())
     assert len(seen) == 1

@@ -26,7 +26,6 @@ import jax
 import jaxlib
 import numpy as np
 
-from dflash_jax.compiler.plan import Plan
 from dflash_jax.compiler.processor import processor
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.prefix.files import (
@@ -40,6 +39,7 @@ from dflash_jax.engine.prefix.files import (
     write_arrays,
 )
 from dflash_jax.errors import CheckpointError, PlanError
+from dflash_jax.plan import Plan
 from dflash_jax.utils.atomic import new_path
 from dflash_jax.version import __version__
 
