@@ -70,26 +70,26 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
     Each turn is followed by the answers to its call, by id, or by position if they have none. The
     text of the turn stays with the first call.
     """
-    made: list[Message] = []
-    rest = collections.deque(messages)
-    while rest:
-        turn = rest.popleft()
+    turns: list[Message] = []
+    remaining = collections.deque(messages)
+    while remaining:
+        turn = remaining.popleft()
         calls = calls_of(turn)
         if len(calls) < 2:
-            made.append(turn)
+            turns.append(turn)
             continue
         places = {str(call["id"]): at for at, call in enumerate(calls) if call.get("id")}
         answers: list[list[Message]] = [[] for _ in calls]
-        for order in range(len(rest)):
-            if rest[0].get("role") != "tool":
+        for order in range(len(remaining)):
+            if remaining[0].get("role") != "tool":
                 break
-            answer = rest.popleft()
+            answer = remaining.popleft()
             place = places.get(str(answer.get("tool_call_id")), min(order, len(calls) - 1))
             answers[place].append(answer)
         for place, call in enumerate(calls):
             head = turn if place == 0 else {"role": turn.get("role"), "content": None}
-            made += [head | {"tool_calls": [call]}, *answers[place]]
-    return made
+            turns += [head | {"tool_calls": [call]}, *answers[place]]
+    return turns
 
 
 def rendered(template: str, variables: Mapping[str, Any]) -> str:

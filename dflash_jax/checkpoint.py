@@ -89,12 +89,12 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path / WEIGHTS} cannot be read ({reason}); convert the model again"
             ) from error
-        found = dict(_flat(params))
+        leaves = dict(_flat(params))
         for keys, leaf in self.leaves.items():
-            if found[keys].shape != leaf.shape or found[keys].dtype != wanted[keys]:
+            if leaves[keys].shape != leaf.shape or leaves[keys].dtype != wanted[keys]:
                 raise CheckpointError(
-                    f"{self.path}: {'/'.join(keys)} is {found[keys].dtype}"
-                    f" {list(found[keys].shape)}, its manifest says {list(leaf.shape)}; convert"
+                    f"{self.path}: {'/'.join(keys)} is {leaves[keys].dtype}"
+                    f" {list(leaves[keys].shape)}, its manifest says {list(leaf.shape)}; convert"
                     " the model again"
                 )
         return params
@@ -175,9 +175,9 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read ({error}); give a checkpoint folder"
         ) from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT or type(manifest.get("version")) is not int:
-        raise CheckpointError(f"{path} has format {found!r}; expected {FORMAT!r}")
+    stated = manifest.get("format") if isinstance(manifest, dict) else None
+    if stated != FORMAT or type(manifest.get("version")) is not int:
+        raise CheckpointError(f"{path} has format {stated!r}; expected {FORMAT!r}")
     if manifest["version"] > VERSION:
         raise CheckpointError(
             f"{path} has version {manifest['version']}; this program reads up to {VERSION}: update"
@@ -191,9 +191,9 @@ def _check_files(folder: Path, sizes: Mapping[str, int]) -> None:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{folder.parent / MANIFEST} names the file {name!r} outside it")
         file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            state = "missing" if found is None else f"{found} bytes long"
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != size:
+            state = "missing" if actual is None else f"{actual} bytes long"
             raise CheckpointError(
                 f"{file} is {state}, expected {size} bytes; copy the checkpoint again"
             )
@@ -296,11 +296,11 @@ def _config(written: Mapping[str, Any]) -> AttentionConfig:
 
 def checksum(path: Path) -> int:
     """Return the CRC-32 of a file."""
-    found = 0
+    crc = 0
     with path.open("rb") as file:
         for block in iter(functools.partial(file.read, BLOCK), b""):
-            found = zlib.crc32(block, found)
-    return found
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _flat(params: Params, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:

@@ -35,9 +35,9 @@ def free_memory(device: jax.Device) -> int:
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     text = MEMORY.read_text(encoding="utf-8") if MEMORY.is_file() else ""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
-    if found:  # includes memory that caches files, such as weights
-        return min(int(found[1]) * 1024, _free_in_container())
+    available = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+    if available:  # includes memory that caches files, such as weights
+        return min(int(available[1]) * 1024, _free_in_container())
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -158,10 +158,10 @@ def pieces_of(core: tokenizers.Tokenizer, text: str, least: int) -> Iterator[str
     """
     begun = 0
     pattern, plain = _boundaries(core)
-    for found in pattern.finditer(text) if plain else ():
-        if found.start() - begun >= least and found.group() in plain:
-            yield text[begun : found.start()]
-            begun = found.start()
+    for match in pattern.finditer(text) if plain else ():
+        if match.start() - begun >= least and match.group() in plain:
+            yield text[begun : match.start()]
+            begun = match.start()
     yield text[begun:]
 
 

@@ -111,24 +111,19 @@ class OpenModel(Protocol):
     @property
     def path(self) -> Path:
         """Folder or file of the model."""
-        ...
 
     @property
     def config(self) -> Config:
         """Config of the model."""
-        ...
 
     def load(self, dtype: str, *, specs: Mapping[str, Spec] | None = None) -> dict[str, Any]:
         """Return the parameters as NumPy arrays, those in `specs` packed."""
-        ...
 
     def stored(self) -> dict[str, Spec]:
         """Return how the file packs its matrices, by path."""
-        ...
 
     def companions(self) -> dict[str, str | Path]:
         """Return the files of the tokenizer by name, each a path or its text."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,12 +178,12 @@ class OpenPair:
         """Return the plan, with the files' block formats if it keeps packed weights."""
         if plan.weights != "packed":
             return plan
-        found = {
+        stored = {
             f"{role}/{path}": how
             for role, model in self._models.items()
             for path, how in model.stored().items()
         }
-        return dataclasses.replace(plan, stored=tuple(sorted(found.items())))
+        return dataclasses.replace(plan, stored=tuple(sorted(stored.items())))
 
     @property
     def _models(self) -> dict[str, OpenModel]:
@@ -208,9 +203,11 @@ def open_pair(
     from converters.models import open_model
 
     target_path, drafter_path = _paths(target, drafter)
-    found = open_model(target_path, role="target")
-    drafting = open_model(drafter_path, role="drafter", taps=layer_ids) if drafter_path else None
-    pair = OpenPair(found, drafting, _tokenizer(found, target_path, tokenizer))
+    model = open_model(target_path, role="target")
+    drafter_model = (
+        open_model(drafter_path, role="drafter", taps=layer_ids) if drafter_path else None
+    )
+    pair = OpenPair(model, drafter_model, _tokenizer(model, target_path, tokenizer))
     target_config, drafter_config = pair.configs
     if drafter_config:
         check_pair(target_config, drafter_config, taps_at=taps_at)
@@ -221,10 +218,10 @@ def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer 
     """Return the tokenizer of the given folder, or the model's own."""
     if given is not None:
         folder = locate(given, "target" if str(given) == SHIPPED else "tokenizer")
-        found = Tokenizer.from_directory(folder)
-        if found is None:
+        tokenizer = Tokenizer.from_directory(folder)
+        if tokenizer is None:
             raise CheckpointError(f"{folder} holds no tokenizer.json; give a folder that does")
-        return found
+        return tokenizer
     try:
         return Tokenizer.from_files(model.companions(), where=str(path))
     except TokenizerError as error:
@@ -340,10 +337,10 @@ def load_target(
     use_compilation_cache(compilation_cache)
     from converters.models import open_model
 
-    found, shown = open_model(locate(source, "target"), role="target"), is_shown(progress)
+    model, shown = open_model(locate(source, "target"), role="target"), is_shown(progress)
     default_device()  # raises before weights are read
-    with announced(f"dflash_jax: loading {found.path}", shown=shown):
-        params = jax.device_put(found.load(dtype))
-    chosen = _tokenizer(found, found.path, tokenizer)
-    config = _as(TargetConfig, found.config)
+    with announced(f"dflash_jax: loading {model.path}", shown=shown):
+        params = jax.device_put(model.load(dtype))
+    chosen = _tokenizer(model, model.path, tokenizer)
+    config = _as(TargetConfig, model.config)
     return TargetModel(config, params, dtype, tokenizer=chosen, progress=shown)

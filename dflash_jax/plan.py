@@ -262,8 +262,8 @@ class Plan:
         It has the fields that programs depend on, by name, and whether there is a prefix cache,
         which adds programs.
         """
-        found = {name: getattr(self, name) for name, f in FIELDS.items() if f.scope != "host"}
-        return tuple((found | {"prefix_cache": bool(self.prefix_cache)}).items())
+        fields = {name: getattr(self, name) for name, f in FIELDS.items() if f.scope != "host"}
+        return tuple((fields | {"prefix_cache": bool(self.prefix_cache)}).items())
 
     @property
     def cache_key(self) -> tuple[tuple[str, Any], ...]:

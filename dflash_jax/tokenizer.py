@@ -52,8 +52,8 @@ class Tokenizer:
         """
         more = directory.glob(f"{MORE_TEMPLATES}/*.jinja")
         paths = filter(has_file, (*(directory / name for name in FILES), *more))
-        found = {path.relative_to(directory).as_posix(): path for path in paths}
-        return cls.from_files(found, where=str(directory))
+        files = {path.relative_to(directory).as_posix(): path for path in paths}
+        return cls.from_files(files, where=str(directory))
 
     @classmethod
     def from_files(cls, files: Mapping[str, str | Path], *, where: str) -> "Tokenizer | None":
@@ -136,9 +136,9 @@ class Tokenizer:
         key = tuple(texts)
         if key not in self._showing:
             shown = {i for i, text in self._special.items() if any(text in t for t in key)}
-            made = Tokenizer(self.core, self.template, self.specials, self.tool_template)
-            self._showing[key] = made
-            made.shown, made._special = frozenset(shown), self._special
+            copy = Tokenizer(self.core, self.template, self.specials, self.tool_template)
+            self._showing[key] = copy
+            copy.shown, copy._special = frozenset(shown), self._special
         return self._showing[key]
 
     def visible_ids(self, ids: Sequence[int]) -> list[int]:
@@ -256,8 +256,8 @@ class Tokenizer:
             text = self._rendered([{"role": "user", "content": parts}])
         except RequestError:
             return "\n"
-        separator, found, _ = text.partition(first)[2].partition(second)
-        return separator if found and not separator.strip() else "\n"
+        separator, complete, _ = text.partition(first)[2].partition(second)
+        return separator if complete and not separator.strip() else "\n"
 
     def _rendered(self, messages: Sequence[Message], /, **variables: Any) -> str:
         if self.template is None:

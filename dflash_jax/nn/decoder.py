@@ -171,8 +171,8 @@ class Decoder(nn.Module):
         hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps)
         if taps_at == UPSTREAM:
             states[-1] = hidden
-        kept = tuple(states[i] for i in taps)
-        return TargetOutput(hidden=hidden, taps=kept, caches=tuple(written))
+        tapped = tuple(states[i] for i in taps)
+        return TargetOutput(hidden=hidden, taps=tapped, caches=tuple(written))
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Return raw columns of the embedding table, which may be the head."""

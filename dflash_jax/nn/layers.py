@@ -85,7 +85,7 @@ def product(letters: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Flo
     def axes(letters: list[str]) -> tuple[list[int], list[int]]:
         return [left.index(c) for c in letters], [right.index(c) for c in letters]
 
-    made = jax.lax.dot_general(
+    result = jax.lax.dot_general(
         x,
         y,
         (axes(over), axes(along)),
@@ -93,7 +93,7 @@ def product(letters: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Flo
         preferred_element_type=jnp.float32,
     )
     order = [*along, *(c for c in left + right if c not in both)]
-    return jnp.transpose(made, [order.index(c) for c in out])
+    return jnp.transpose(result, [order.index(c) for c in out])
 
 
 def _keep_factors(letters: str, x: Array, y: Array) -> tuple[Array, tuple[Array, Array]]:

@@ -56,17 +56,17 @@ class PackedFormat:
 
     def arrays(self, depth: int) -> dict[str, tuple[int, str]]:
         """Return the rows along D and the dtype of each array of a weight with D = `depth`."""
-        found = {
+        arrays = {
             "codes": (depth // self.spread, "int8" if self.classes == 1 else "uint8"),
             "scale": (depth // self.group, "float16") if self.group else (1, "float32"),
         }
         if self.high:
-            found["high"] = (depth // 4, "uint8")
+            arrays["high"] = (depth // 4, "uint8")
         if self.sub:
-            found["sub"] = (depth // self.sub, "int8" if self.high else "uint8")
+            arrays["sub"] = (depth // self.sub, "int8" if self.high else "uint8")
         if self.name == "Q4_K":
-            found |= {"low": found["scale"], "sub_low": found["sub"]}
-        return found
+            arrays |= {"low": arrays["scale"], "sub_low": arrays["sub"]}
+        return arrays
 
 
 KINDS: Mapping[str, PackedFormat] = {

@@ -155,16 +155,16 @@ def pack(weight: np.ndarray, how: Spec) -> Packed:
 
 def pack_tree(params: Mapping[str, Any], specs: Mapping[str, Spec], at: str = "") -> dict[str, Any]:
     """Return a parameter tree with the specified leaves packed; paths begin with the role."""
-    found: dict[str, Any] = {}
+    packed: dict[str, Any] = {}
     for name, leaf in params.items():
         path = f"{at}{name}"
         if isinstance(leaf, Mapping):
-            found[name] = pack_tree(leaf, specs, path + "/")
+            packed[name] = pack_tree(leaf, specs, path + "/")
         elif path in specs:
-            found[name] = pack(leaf, specs[path])
+            packed[name] = pack(leaf, specs[path])
         else:
-            found[name] = leaf
-    return found
+            packed[name] = leaf
+    return packed
 
 
 def dequantise(arrays: Mapping[str, np.ndarray], kind: str) -> np.ndarray:
@@ -235,8 +235,8 @@ def split(packed: np.ndarray, classes: int) -> np.ndarray:
     parts = packed.reshape(-1, RUN, *packed.shape[1:])
     bits = 8 // classes
     mask = np.uint8((1 << bits) - 1)
-    found = np.stack([parts >> np.uint8(bits * i) & mask for i in range(classes)], axis=1)
-    return found.reshape(-1, *packed.shape[1:])
+    codes = np.stack([parts >> np.uint8(bits * i) & mask for i in range(classes)], axis=1)
+    return codes.reshape(-1, *packed.shape[1:])
 
 
 def _spread(groups: np.ndarray, depth: int) -> np.ndarray:

@@ -97,20 +97,20 @@ def abstract(
       kernel: whether a GPU multiplies by the Pallas kernel.
     """
     axis, parts = spec
-    made: list[Any] = []
+    shapes: list[Any] = []
     for kind, width in parts:
         part = (*shape[:axis], width, *shape[axis + 1 :])
         columns = part[1:]
         if not kind:
-            made.append(jax.ShapeDtypeStruct(part, dtype))
+            shapes.append(jax.ShapeDtypeStruct(part, dtype))
             continue
         count = functools.reduce(int.__mul__, columns, 1)
         arrays = {
             name: jax.ShapeDtypeStruct((rows, count), jnp.dtype(stored))
             for name, (rows, stored) in KINDS[kind].arrays(shape[0]).items()
         }
-        made.append(Packed(arrays, kind, part, kernel))
-    return made[0] if len(made) == 1 else Joined(tuple(made), axis, shape)
+        shapes.append(Packed(arrays, kind, part, kernel))
+    return shapes[0] if len(shapes) == 1 else Joined(tuple(shapes), axis, shape)
 
 
 def multiply_unpacked(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array, "M N"]:

@@ -41,17 +41,17 @@ def current_fields(fields: Mapping[str, Any], *, stacklevel: int = 2) -> dict[st
     A deprecated name takes precedence over the current one: `dataclasses.replace(plan, rounds=2)`
     passes both.
     """
-    found = {name: value for name, value in fields.items() if name not in PLAN_FIELDS}
+    current = {name: value for name, value in fields.items() if name not in PLAN_FIELDS}
     for old, new in PLAN_FIELDS.items():
         if old in fields:
             warn_renamed(f"Plan({old}=)", f"{new}=", stacklevel=stacklevel + 1)
-            found[new] = fields[old]
-    for name, value in found.items():
-        current = current_value(name, value)
-        if current is not value:
-            warn_renamed(f"{name}={value!r}", repr(current), stacklevel=stacklevel + 1)
-            found[name] = current
-    return found
+            current[new] = fields[old]
+    for name, value in current.items():
+        new_value = current_value(name, value)
+        if new_value is not value:
+            warn_renamed(f"{name}={value!r}", repr(new_value), stacklevel=stacklevel + 1)
+            current[name] = new_value
+    return current
 
 
 class _RenamedFlag(argparse.Action):

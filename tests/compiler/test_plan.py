@@ -1,4 +1,4 @@
-"""The plan as a value, its completion, and the byte budget against real arrays."""
+"""The plan as a value, uses of its declaration, its completion, and the memory budget."""
 
 import argparse
 import dataclasses
@@ -253,17 +253,17 @@ def test_open_choices_are_made_for_the_platform_and_the_drafter(
     assert (plan.dtype, plan.chunk, plan.max_length) == (dtype, chunk, length)
     assert plan.block == DRAFTER.block_size == 8
     assert plan.memory_limit == AMPLE
-    assert complete(plan, platform="gpu") == plan  # nothing is left open
+    assert complete(plan, platform="gpu") == plan  # nothing is left to resolve
 
 
 def test_a_drafter_of_single_places_drafts_one_token_a_step() -> None:
-    """Its config says blocks of 1, the anchor alone; nobody asked for a step that narrow."""
+    """Its config has blocks of 1, for the anchor alone."""
     single = dataclasses.replace(DRAFTER, block_size=1)
     plan = resolve(Plan(max_length=64), TARGET, single, platform="cpu", memory=AMPLE)
     assert plan.block == 2
 
 
-def test_a_call_makes_several_steps_where_calls_are_dear() -> None:
+def test_calls_make_more_than_one_step_on_a_single_cpu_device_only() -> None:
     assert complete(Plan()).steps_per_call > 1
     assert complete(Plan(), platform="gpu").steps_per_call == 1
     assert complete(Plan(rows=2, mesh=(2, 1))).steps_per_call == 1
@@ -278,7 +278,7 @@ def test_made_choices_stay() -> None:
         assert complete(plan, memory=1) == plan
 
 
-def test_float_matrices_are_in_the_order_of_blocks_where_vectors_are_256_bits(
+def test_float_matrices_are_laid_out_for_blocks_where_vectors_are_256_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wide, middling = (tiny_target(hidden_size=width) for width in (512, 256))
@@ -302,18 +302,18 @@ def test_float_matrices_are_in_the_order_of_blocks_where_vectors_are_256_bits(
         chosen("avx2", rows=8) == chosen("avx2", rows=4) == "column_major"
     )  # times 8 tokens of a block
     assert chosen("avx2", rows=9) == chosen("avx2", target=middling, rows=5) == "row_major"
-    assert chosen("avx2", exact=False) == "row_major"  # a token at a time
+    assert chosen("avx2", exact=False) == "row_major"  # steps of one token
     with pytest.raises(PlanError, match="it needs weights='float' and one device: leave it 'auto'"):
         chosen("avx2", weights="int8", weight_layout="tiled")
 
 
 def test_more_positions_than_the_target_has_are_refused() -> None:
-    says = "max_length is 5000, but the target was made for 4096 positions; ask for at most 4096"
-    with pytest.raises(PlanError, match=says):
+    text = "max_length is 5000, but the target was made for 4096 positions; ask for at most 4096"
+    with pytest.raises(PlanError, match=text):
         complete(Plan(max_length=5000))
     rope = RopeConfig(kind="dynamic", factor=2.0, original_length=4096)
-    says = r"made for 4096 positions \(beyond them its dynamic rotary embedding turns cached keys"
-    with pytest.raises(PlanError, match=says):
+    text = r"made for 4096 positions \(beyond them its dynamic rotary embedding turns cached keys"
+    with pytest.raises(PlanError, match=text):
         resolve(
             Plan(max_length=5000),
             dataclasses.replace(TARGET, rope=rope),

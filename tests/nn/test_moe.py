@@ -1,4 +1,4 @@
-"""Experts: against a loop over tokens, and R9: a token's bits are its own."""
+"""Experts against a loop over tokens, and R9: a token's bits do not depend on others."""
 
 import functools
 from typing import Any
@@ -98,7 +98,7 @@ def test_bits_of_a_token_do_not_depend_on_its_row_or_companions(
     for trial in range(8):
         x = rng.standard_normal((tokens, width)) * 10.0 ** rng.integers(-2, 3)
         others = np.stack([rng.permutation(experts)[:count] for _ in range(tokens)])
-        crowd = rng.random(tokens) < (trial % 4) / 3  # so many follow the same experts
+        crowd = rng.random(tokens) < (trial % 4) / 3  # share of tokens with the same experts
         others[crowd] = ids
         shares = rng.random((tokens, count)).astype(np.float32)
         row = trial * 5 % tokens
@@ -108,7 +108,7 @@ def test_bits_of_a_token_do_not_depend_on_its_row_or_companions(
     assert len(seen) == 1
 
 
-def test_a_token_that_is_not_finite_spoils_no_other() -> None:
+def test_a_non_finite_token_affects_no_other() -> None:
     w = draw("float32", experts=8, width=16, hidden=16, bias=True)
     x = np.random.default_rng(4).standard_normal((12, 16)).astype(np.float32)
     ids = np.tile(np.array([[1, 5]], np.int32), (12, 1))

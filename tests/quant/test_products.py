@@ -1,4 +1,4 @@
-"""Products with packed and transposed weights against those with arrays: memory and numbers."""
+"""Products with packed and column-major weights against products with arrays."""
 
 import functools
 import re
@@ -20,7 +20,7 @@ D, N = 512, 2 * COLUMNS
 
 
 def packed(kind: str, depth: int = D, columns: int = N) -> Packed:
-    """Random codes and scales; weights of about unit size over the root of D."""
+    """Return random codes and scales for weights of about 1 / sqrt(D)."""
     rng = np.random.default_rng(3)
     arrays = {}
     for name, (rows, dtype) in KINDS[kind].arrays(depth).items():
@@ -39,7 +39,7 @@ def inputs(rows: int, dtype: str, depth: int = D) -> jax.Array:
 
 
 def expected(x: jax.Array, w: Packed) -> np.ndarray:
-    """In float64, with the weights rounded as the product rounds them."""
+    """Return the product in float64, with the weights rounded as the product rounds them."""
     full = layouts.dequantise(w.arrays, w.kind)
     if w.kind != "int8":
         full = full.astype(x.dtype)
@@ -61,7 +61,7 @@ def test_the_product_is_that_of_the_unpacked_weights(kind: str, dtype: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_column_tiles_give_what_the_whole_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_column_slices_match_the_whole_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "SLICE_SIZE", 64 * D)
     w, x = packed(kind, columns=64 * 3 - 8), inputs(5, "float32")
     assert_near(
@@ -71,7 +71,7 @@ def test_column_tiles_give_what_the_whole_gives(kind: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "int8"])
-def test_the_kernel_gives_what_the_whole_gives(kind: str, dtype: str) -> None:
+def test_the_kernel_matches_the_whole_product(kind: str, dtype: str) -> None:
     w, product = packed(kind), jit(functools.partial(multiply, kind=kind, interpret=True))
     for rows in (3, 70):  # one tile of rows, and two
         x = inputs(rows, dtype)
@@ -81,7 +81,7 @@ def test_the_kernel_gives_what_the_whole_gives(kind: str, dtype: str) -> None:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "int8"])
 def test_the_kernel_lowers_for_a_gpu(kind: str) -> None:
-    """As far as that goes without one: it becomes one Triton call, and nothing unpacks outside."""
+    """It becomes one Triton call, and nothing is unpacked outside of it."""
     w, x = packed(kind), inputs(16, "bfloat16")
     kernel = Packed(w.arrays, kind, w.shape, kernel=True)
     traced = jit(products.contract).trace(x, kernel)
@@ -90,7 +90,7 @@ def test_the_kernel_lowers_for_a_gpu(kind: str) -> None:
     assert not re.search(rf"tensor<{D}x{N}x(bf16|f32|f16)>", text)
 
 
-def test_joined_parts_stand_side_by_side() -> None:
+def test_joined_parts_are_concatenated() -> None:
     first, second = packed("Q4_K", columns=64), packed("Q6_K", columns=32)
     third = np.random.default_rng(5).standard_normal((D, 2, 16)).astype(np.float32) / 16
     parts = (
@@ -120,13 +120,13 @@ def test_no_unpacked_copy_of_a_weight_is_ever_in_memory(kind: str, rows: int) ->
     abstract = products.abstract((depth, columns), (1, ((kind, columns),)), jnp.dtype("bfloat16"))
     x = jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16)
     compiled = jit(products.contract).lower(x, abstract).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < depth * columns  # a byte a weight
+    assert compiled.memory_analysis().temp_size_in_bytes < depth * columns  # one byte per weight
     packed_size = packed_bytes(kind, (depth, columns))
     inside = compiled.memory_analysis().argument_size_in_bytes - rows * depth * 2
     assert inside == packed_size
 
 
-def test_a_rows_product_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_rows_product_does_not_depend_on_the_other_rows() -> None:
     """R1, R9: equality of speculative and plain decoding at block width rests on it."""
     w = packed("Q4_K")
     product = jit(functools.partial(products.multiply_by_slices, kind="Q4_K"))
@@ -145,7 +145,7 @@ def reordered(layout: str, *shape: int, dtype: str = "float32") -> Any:
 @pytest.mark.optimised
 @pytest.mark.parametrize("columns", [1, 2, 9])
 def test_a_narrow_weight_gives_a_token_the_same_bits_at_every_place(columns: int) -> None:
-    """One column is what gates a shared expert; as a matrix-vector product it did not."""
+    """A single column gates a shared expert; a matrix-vector product would fail here."""
     rng, multiply = np.random.default_rng(7), jit(project)
     w = jnp.asarray(rng.standard_normal((256, columns)), jnp.float32)
     x = rng.standard_normal((12, 256)).astype(np.float32)
@@ -178,8 +178,8 @@ def test_a_reordered_weight_gives_a_token_the_same_bits_at_every_place(
     assert_near(multiply(x, w), np.einsum("btd,dgn->btgn", np.asarray(x).astype(float), full))
 
 
-def test_a_transposed_weight_comes_first_in_its_product() -> None:
-    """Nothing is put in another order: the compiler would, if it saw how the result is used."""
+def test_a_column_major_weight_comes_first_in_its_product() -> None:
+    """XLA would transpose it if it saw how the result is used."""
     w, x = reordered("column_major", 128, 256), inputs(8, "float32", 128)
     made = jit(lambda x, w: jax.nn.silu(products.contract(x, w))).lower(x, w).compile()
     assert re.search(r"f32\[256,8\]\{1,0\} dot\(", made.as_text())
