@@ -14,7 +14,7 @@ from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.loading import resolve_here
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import KEPT
+from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.testing import force_acceptance, random_params, scripted_engine, set_script
 
 CYCLE_16 = (7, 3, 15, 5, 0, 9, 6, 4)  # accepted drafts per round: 7.125 tokens
@@ -99,7 +99,7 @@ NAMES = ("tiny", *SHAPES)
 def count(params: dict[str, Any]) -> int:
     """Parameters of a model but a drafter's script; a weight that is kept twice counts once."""
     kept = {name: leaves for name, leaves in params.items() if name != "script"}
-    weights = jax.tree.leaves(kept, is_leaf=lambda leaf: isinstance(leaf, KEPT))
+    weights = jax.tree.leaves(kept, is_leaf=lambda leaf: isinstance(leaf, StructuredWeight))
     return sum(math.prod(weight.shape) for weight in weights)
 
 
@@ -115,7 +115,7 @@ def build(name: str, *, max_length: int = 0, prompts: int = 8, rounds: int = 0) 
 
 def _shipped(max_length: int, prompts: int, rounds: int, max_tokens: int = 128) -> Case:
     """The shipped pair on held-out conversations that fit, with its own acceptance."""
-    engine = dj.load(plan=Plan(dtype="float32", max_length=max_length, rounds=rounds))
+    engine = dj.load(plan=Plan(dtype="float32", max_length=max_length, steps_per_call=rounds))
     path = Path(dj.__file__).parent / "data" / "tiny" / "heldout.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     chats = [
@@ -132,7 +132,7 @@ def _random(name: str, shape: Shape, max_length: int, rounds: int) -> Case:
     """Random weights whose drafter is overruled, so that rounds accept what the cycle says."""
     target, drafter = configs(shape)
     length = max_length or shape.prompt + shape.max_tokens
-    plan = Plan(dtype="float32", max_length=length, block=shape.block, rounds=rounds)
+    plan = Plan(dtype="float32", max_length=length, block=shape.block, steps_per_call=rounds)
     params = random_params(target, drafter, seed=1)
     plan = resolve_here(plan, target, drafter)
     real = Engine(target, drafter, jax.device_put(params), plan)

@@ -5,8 +5,8 @@
 
 Attention over the whole of a large cache and over its live pieces; products with packed weights
 and with float ones, a few columns at a time and all at once; float matrices in the orders of
-`Plan.order`; the engine with and without lookahead. Samples are taken in turn; a ratio is over
-the first form of its group. Temporaries are those of the compiled program.
+`Plan.weight_layout`; the engine with and without lookahead. Samples are taken in turn; a ratio is
+over the first form of its group. Temporaries are those of the compiled program.
 """
 
 import argparse
@@ -71,9 +71,9 @@ def product(rows: int, *, depth: int = 4096, columns: int = 12288) -> Forms:
             name: noise((count, columns), dtype, 3)
             for name, (count, dtype) in KINDS[kind].arrays(depth).items()
         }
-        forms[kind] = (partial(products.by_tile, kind=kind), (x, arrays))
+        forms[kind] = (partial(products.multiply_by_slices, kind=kind), (x, arrays))
         if kind == "Q4_0":
-            forms["Q4_0 at once"] = (partial(products.at_once, kind=kind), (x, arrays))
+            forms["Q4_0 at once"] = (partial(products.multiply_unpacked, kind=kind), (x, arrays))
     return forms
 
 
@@ -85,9 +85,9 @@ def orders(tokens: int, depth: int, columns: int) -> Forms:
         return [project(x, layer["down"]) for layer in weights.values()]
 
     forms: Forms = {}
-    for order in ("rows", "columns", "panels"):
+    for order in ("row_major", "column_major", "tiled"):
         weights = {str(i): {"down": noise((depth, columns), jnp.float32, i)} for i in range(count)}
-        products.put_in_order(weights, order)
+        products.set_weight_layout(weights, order)
         forms[order] = multiply, (x, weights)
     return forms
 

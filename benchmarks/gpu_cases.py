@@ -90,7 +90,9 @@ def planned(
 ) -> Plan:
     """A resolved plan for this device, of one step a call, as a GPU has it."""
     platform = jax.local_devices()[0].platform
-    return resolve(Plan(rounds=1, **fields), target, drafter, platform=platform, memory=memory)
+    return resolve(
+        Plan(steps_per_call=1, **fields), target, drafter, platform=platform, memory=memory
+    )
 
 
 def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Program]:

@@ -87,8 +87,8 @@ class BareLoop:
         As the engine, it makes several steps a call where they are short, and where not, the next
         call is dispatched before the last one is read.
         """
-        each = self._engine.core.scheduler.pacer.rounds
-        count = jax.device_put(np.int32(each)) if self._plan.rounds > 1 else None
+        each = self._engine.core.scheduler.pacer.num_steps
+        count = jax.device_put(np.int32(each)) if self._plan.steps_per_call > 1 else None
         ahead = self._plan.lookahead if each == 1 else 0
         step = self._engine.executables[ProgramKey(Step.SPECULATIVE, Variant.GREEDY)]
         params = self._engine.params

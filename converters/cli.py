@@ -20,6 +20,7 @@ from converters import forms
 from converters.taps import AUTO, CHOICES
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.command import exit_code
+from dflash_jax.utils.deprecation import add_deprecated_flag
 
 if TYPE_CHECKING:
     from converters.models import Model
@@ -61,14 +62,14 @@ def _verb(
     verb = verbs.add_parser(name, help=text, description=text)
     verb.set_defaults(run=run)
     verb.add_argument("--json", action="store_true", help="print one JSON object")
-    verb.add_argument(
-        "--taps",
-        "--target-layer-shift",
+    numbering = verb.add_argument(
+        "--layer-ids",
         choices=CHOICES,
         default=AUTO,
-        help="how a drafter's tap ids are numbered: as its layout defines (auto), as they stand"
-        " (raw), or one too high (plus1)",
+        help="how a drafter file numbers target layers: as its layout defines (auto), from 0"
+        " (zero-based), or from 1 (one-based)",
     )
+    add_deprecated_flag(verb, numbering)
     return verb
 
 
@@ -135,7 +136,7 @@ def _inspect(options: argparse.Namespace) -> int:
         found = {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
         _print(options, found, [f"{verdict.outcome}: {'; '.join(verdict.reasons)}"])
         return CHECK_FAILED if verdict.outcome == REFUSE else 0
-    report = inspect.inspect(options.path, taps=options.taps)
+    report = inspect.inspect(options.path, taps=options.layer_ids)
     _print(options, report, inspect.lines(report))
     return 0
 
@@ -162,7 +163,7 @@ def _convert(options: argparse.Namespace) -> int:
     from converters import convert
     from converters.models import open_model
 
-    model = open_model(options.source, taps=options.taps)
+    model = open_model(options.source, taps=options.layer_ids)
     if options.dry_run:
         report = convert.inventory(model, convert.chosen_dtype(model, options.dtype))
         _print(options, report, convert.lines(report))
@@ -193,7 +194,7 @@ def _compare(options: argparse.Namespace) -> int:
     from converters.models import open_model
 
     first, second = (
-        open_model(path, taps=options.taps) for path in (options.first, options.second)
+        open_model(path, taps=options.layer_ids) for path in (options.first, options.second)
     )
     found = compare.compare(first, second)
     _print(options, found.to_json(), compare.lines(found, options.worst))
@@ -225,7 +226,7 @@ def _export(options: argparse.Namespace) -> int:
     from converters.models import open_model
     from dflash_jax.config import DrafterConfig
 
-    model = open_model(options.source, taps=options.taps)
+    model = open_model(options.source, taps=options.layer_ids)
     if options.layout == ZLAB and not isinstance(model.config, DrafterConfig):
         raise ConfigError(
             f"{options.source} is a target; the format zlab is for drafters, write it as"

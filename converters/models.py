@@ -154,7 +154,7 @@ def _from_folder(path: Path, taps: str) -> Model:
         return Model(path, "drafter", "speculators", config, tensors, (read.line(), *notes))
     if "dflash_config" in fields or "target_layer_ids" in fields:
         config = huggingface.owned(source, drafter_config(fields, where))
-        line = f"taps: {list(config.target_layer_ids)}, raw by definition of this layout"
+        line = f"taps: {list(config.target_layer_ids)}, zero-based by definition of this layout"
         tensors = huggingface.drafter(source, config)
         return Model(path, "drafter", "Hugging Face (z-lab)", config, tensors, (line, *notes))
     fields["eos_token_id"] = _stop_ids(fields, path)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.utils.deprecation import current_value
 
-AUTO, RAW, PLUS_ONE = "auto", "raw", "plus1"
+AUTO, RAW, PLUS_ONE = "auto", "zero-based", "one-based"
 CHOICES = (AUTO, RAW, PLUS_ONE)
 
 # Published raw ids. Found where plus-one ids belong, or one higher where raw ids belong, they
@@ -58,8 +59,9 @@ def read_taps(
     `convention` is what the key means by definition, None if writers disagree. Raises
     CheckpointError with both readings where the file is ambiguous and `choice` is "auto".
     """
+    choice = current_value("layer_ids", choice)
     if choice not in CHOICES:
-        raise ConfigError(f"tap numbering {choice!r} is not one of {', '.join(CHOICES)}")
+        raise ConfigError(f"layer numbering {choice!r} is not one of {', '.join(CHOICES)}")
     ids = tuple(written)
     if not 1 <= len(ids) <= MAX_TAPS or len(set(ids)) != len(ids):
         raise ConfigError(f"{where}: {source} is {list(ids)}; expected 1 to {MAX_TAPS} layer ids")
@@ -68,8 +70,8 @@ def read_taps(
         if reason:
             raise CheckpointError(
                 f"{where}: {source} is {list(ids)}, and {reason}. It means the outputs of layers"
-                f" {list(ids)} (raw) or of layers {[i - 1 for i in ids]} (plus1). Find the"
-                " drafter's original config.json and choose taps, raw or plus1 (--taps)"
+                f" {list(ids)} ({RAW}) or of layers {[i - 1 for i in ids]} ({PLUS_ONE}). Find"
+                f" the drafter's original config.json and choose --layer-ids {RAW} or {PLUS_ONE}"
             )
     meant = convention if choice == AUTO else choice
     raw = tuple(i - 1 for i in ids) if meant == PLUS_ONE else ids
@@ -85,7 +87,7 @@ def _doubt(ids: tuple[int, ...], convention: str | None) -> str:
     if convention is None:
         return "writers of this key disagree"
     if convention == PLUS_ONE and ids in PUBLISHED:
-        return "these are the published ids of a drafter in the raw numbering"
+        return f"these are the published ids of a drafter in the {RAW} numbering"
     if convention == RAW and tuple(i - 1 for i in ids) in PUBLISHED:
         return "these are the published ids of a drafter, each one higher"
     return ""

@@ -1,4 +1,4 @@
-"""Chat templates: which a model's files have, their language, and turns as some of them want."""
+"""Chat templates: finding them among a model's files, and rendering them."""
 
 import collections
 import datetime
@@ -20,19 +20,23 @@ from dflash_jax.errors import InterruptedRequestError, RequestError
 from dflash_jax.utils import interruption
 
 Message = dict[str, Any]
-LARGEST = 10_000_000  # digits or items that one product or power may have
-TIME_LIMIT = 10.0  # seconds of one rendering; thousands of messages take less than one
+LARGEST = 10_000_000  # most digits or items of a product or power
+TIME_LIMIT = 10.0  # seconds per rendering; thousands of messages take less than one second
 
 
 def templates_of(
     texts: Mapping[str, str], settings: Mapping[str, Any]
 ) -> tuple[str | None, str | None]:
-    """The chat template, and the one for conversations with tools if it is another.
+    """Return the chat template, and the one for conversations with tools if there is another.
 
-    Files of their own outrank the tokenizer's settings, and those a processor's.
+    Template files take precedence over the tokenizer's settings, and these over a processor's.
+
+    Args:
+      texts: the texts of the model's files, by name.
+      settings: the tokenizer's settings.
 
     Raises:
-      TypeError, KeyError: they are no texts, or have no names.
+      TypeError, KeyError: a template is not a text, or has no name.
     """
     files = {Path(name).stem: text for name, text in texts.items() if name.endswith(".jinja")}
     if "chat_template" in files:
@@ -43,78 +47,78 @@ def templates_of(
     chosen = named.get("default", next(iter(named.values()), None)), named.get("tool_use")
     for template in chosen:
         if not isinstance(template, str | None):
-            raise TypeError(f"the chat template is a {type(template).__name__}, no text")
+            raise TypeError(f"the chat template is a {type(template).__name__}, not a text")
     return chosen
 
 
 def _named(given: Any) -> dict[str, Any]:
-    """Templates by name; older files list several."""
+    """Return templates by name; older files have a list of them."""
     if isinstance(given, list):
         return {entry["name"]: entry["template"] for entry in given}
     return {} if given is None else {"default": given}
 
 
 def calls_of(message: Message) -> list[Any]:
-    """The tool calls of a turn, if it has any that can be told apart."""
+    """Return the tool calls of a turn, or an empty list if they are malformed."""
     calls = message.get("tool_calls")
     return calls if isinstance(calls, list) and all(isinstance(x, dict) for x in calls) else []
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with turns of one call: those with several become as many turns.
+    """Return the conversation with each turn of more than one call split into one turn per call.
 
-    Behind each stand the answers to its call, by its id, or by their order where they name none.
-    The text stands with the first.
+    Each turn is followed by the answers to its call, by id, or by position if they have none. The
+    text of the turn stays with the first call.
     """
-    made: list[Message] = []
-    rest = collections.deque(messages)
-    while rest:
-        turn = rest.popleft()
+    turns: list[Message] = []
+    remaining = collections.deque(messages)
+    while remaining:
+        turn = remaining.popleft()
         calls = calls_of(turn)
         if len(calls) < 2:
-            made.append(turn)
+            turns.append(turn)
             continue
         places = {str(call["id"]): at for at, call in enumerate(calls) if call.get("id")}
         answers: list[list[Message]] = [[] for _ in calls]
-        for order in range(len(rest)):
-            if rest[0].get("role") != "tool":
+        for order in range(len(remaining)):
+            if remaining[0].get("role") != "tool":
                 break
-            answer = rest.popleft()
+            answer = remaining.popleft()
             place = places.get(str(answer.get("tool_call_id")), min(order, len(calls) - 1))
             answers[place].append(answer)
         for place, call in enumerate(calls):
             head = turn if place == 0 else {"role": turn.get("role"), "content": None}
-            made += [head | {"tool_calls": [call]}, *answers[place]]
-    return made
+            turns += [head | {"tool_calls": [call]}, *answers[place]]
+    return turns
 
 
 def rendered(template: str, variables: Mapping[str, Any]) -> str:
-    """Return the text that a template makes of the variables.
+    """Return the text of a template for the given variables.
 
     Raises:
       RequestError: the template raised an error.
-      InterruptedRequestError: it ran for longer than TIME_LIMIT, or its caller gave up.
+      InterruptedRequestError: it took longer than TIME_LIMIT, or the request was cancelled.
     """
     try:
         with interruption.time_limit(TIME_LIMIT, "the chat template"):
             return compiled(template).render(variables)
     except InterruptedRequestError:
         raise
-    except Exception as error:  # a template is anybody's program
+    except Exception as error:  # templates are arbitrary programs
         raise RequestError(f"the chat template refused the messages: {error}") from error
 
 
 @functools.lru_cache(maxsize=32)
 def compiled(template: str) -> jinja2.Template:
-    """A template ready to render; compiling one takes longer than answering a short request."""
+    """Return a compiled template; compiling takes longer than a short request."""
     names = {"raise_exception": _raise_exception, "strftime_now": _now}
     return _environment().from_string(template, globals=names)
 
 
 class _Checking(jinja2.compiler.CodeGenerator):
-    """Compiles templates whose loops and macros check for an interruption at every turn.
+    """Compile templates whose loops and macros check for an interruption in each iteration.
 
-    The sandbox bounds one `range`, but nested ones multiply, and a thread cannot be killed.
+    The sandbox limits each `range`, but nested ones multiply, and a thread cannot be killed.
     """
 
     def visit_For(self, node: jinja2.nodes.For, frame: jinja2.compiler.Frame) -> None:
@@ -129,7 +133,7 @@ class _Checking(jinja2.compiler.CodeGenerator):
 
 
 def _check(line: int, environment: jinja2.Environment) -> jinja2.nodes.Node:
-    """The statement that calls `interruption.check`."""
+    """Return a statement that calls `interruption.check`."""
     function = jinja2.nodes.EnvironmentAttribute("check_interruption")
     call = jinja2.nodes.Call(function, [], [], None, None)
     return jinja2.nodes.ExprStmt(call).set_lineno(line).set_environment(environment)
@@ -143,7 +147,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
     ) -> Any:
-        """The product or power, if it is small: a single operation cannot be interrupted."""
+        """Return a product or power if it is small: a single operation cannot be interrupted."""
         if (size := _size(operator, left, right)) > LARGEST:
             raise jinja2.TemplateError(
                 f"{operator} would give {size} digits or items; at most {LARGEST} are allowed"
@@ -152,7 +156,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """Digits or items of a product or power, roughly; 0 for fractions."""
+    """Return the approximate digits or items of a product or power; 0 for fractions."""
     if isinstance(left, int) and isinstance(right, int):
         product = operator == "*"
         return left.bit_length() * (1 if product else abs(right)) + right.bit_length() * product
@@ -161,7 +165,7 @@ def _size(operator: str, left: Any, right: Any) -> int:
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The settings chat templates are written for (as in transformers)."""
+    """Return the environment that chat templates are written for, as in transformers."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -186,18 +190,18 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """What stands between `generation` and `endgeneration`: those mark it for training alone."""
+    """The tags `generation` and `endgeneration`, which mark text for training only."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 types it)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The marked statements, as if they were not marked."""
+        """Return the statements between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _now(form: str) -> str:
-    """The date or time as a template wants it: gpt-oss and Llama 3 tell their models the day."""
+    """Return the date or time in a format; prompts of gpt-oss and Llama 3 contain the date."""
     return datetime.datetime.now().strftime(form)
 
 

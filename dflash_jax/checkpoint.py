@@ -1,11 +1,11 @@
-"""Our own checkpoints.
+"""The checkpoint format of dflash_jax.
 
-    NAME/checkpoint.json   what the model is; shapes, dtypes, file sizes and checksums
+    NAME/checkpoint.json   the config; shapes, dtypes, file sizes and checksums
     NAME/weights/          the parameter tree, written by orbax
     NAME/tokenizer.json    and other files that belong to the model
 
-A parameter tree is nested dicts of NumPy or JAX arrays. Orbax (and with it jax) is imported only
-when weights are written or read.
+A parameter tree consists of nested dicts of NumPy or JAX arrays. Orbax, and with it JAX, is
+imported only when weights are written or read.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from dflash_jax.utils.atomic import MANIFEST, copy_companions, new_path
 from dflash_jax.utils.command import uninterrupted
 
 Params = dict[str, Any]
-Keys = tuple[str, ...]  # the way to a leaf
+Keys = tuple[str, ...]  # path of a leaf
 
 WEIGHTS = "weights"
 FORMAT, VERSION = "dflash_jax checkpoint", 1
@@ -64,7 +64,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest was read and whose files have the sizes it says."""
+    """A checkpoint whose manifest has been read and whose files have the sizes stated there."""
 
     path: Path
     config: AttentionConfig
@@ -72,12 +72,13 @@ class Checkpoint:
     checksums: Mapping[str, int]  # of the files below `weights`
 
     def load(self, dtype: str | None = None) -> Params:
-        """The parameter tree as NumPy arrays; floating-point ones cast to `dtype` if given.
+        """Return the parameter tree as NumPy arrays, floating-point ones cast to `dtype` if given.
 
-        What `ALWAYS_FLOAT32` names is float32 then.
+        Parameters named in `ALWAYS_FLOAT32` are cast to float32 instead.
 
         Raises:
-          CheckpointError: a file is not the one that was written, or does not hold its leaves.
+          CheckpointError: a file is damaged, or does not hold the parameters of the manifest.
+          ConfigError: the dtype is unknown.
         """
         self._verify()
         wanted = {keys: _read_dtype(keys, leaf, dtype) for keys, leaf in self.leaves.items()}
@@ -88,12 +89,12 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path / WEIGHTS} cannot be read ({reason}); convert the model again"
             ) from error
-        found = dict(_flat(params))
+        leaves = dict(_flat(params))
         for keys, leaf in self.leaves.items():
-            if found[keys].shape != leaf.shape or found[keys].dtype != wanted[keys]:
+            if leaves[keys].shape != leaf.shape or leaves[keys].dtype != wanted[keys]:
                 raise CheckpointError(
-                    f"{self.path}: {'/'.join(keys)} is {found[keys].dtype}"
-                    f" {list(found[keys].shape)}, its manifest says {list(leaf.shape)}; convert"
+                    f"{self.path}: {'/'.join(keys)} is {leaves[keys].dtype}"
+                    f" {list(leaves[keys].shape)}, its manifest says {list(leaf.shape)}; convert"
                     " the model again"
                 )
         return params
@@ -111,10 +112,10 @@ class Checkpoint:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder claims to be one of our checkpoints.
+    """Whether a folder has the manifest of a checkpoint.
 
     Raises:
-      CheckpointError: what should be its manifest is no file.
+      CheckpointError: the manifest is not a file.
     """
     return has_file(path / MANIFEST)
 
@@ -127,11 +128,11 @@ def save(
     companions: Mapping[str, str | Path] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint at `path`, whole or not at all.
+    """Write a checkpoint to `path`, completely or not at all.
 
     Args:
-      params: the parameter tree of `config`, an engine's included whatever its plan's `order`.
-      companions: files to keep beside the weights by name, as texts or as paths to copy.
+      params: the parameter tree of `config`, with weights in any `Plan.weight_layout`.
+      companions: other files of the model by name, as texts or as paths to copy.
 
     Raises:
       CheckpointError: `path` exists and may not be overwritten, parameters are packed, or the disk
@@ -144,10 +145,10 @@ def save(
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint, its weights unread.
+    """Open a checkpoint without reading its weights.
 
     Raises:
-      CheckpointError: it is none of ours, of a later version, incomplete or contradictory.
+      CheckpointError: it has another format or a later version, or is incomplete or inconsistent.
     """
     manifest = _manifest(path / MANIFEST)
     try:
@@ -174,9 +175,9 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read ({error}); give a checkpoint folder"
         ) from None
-    said = manifest.get("format") if isinstance(manifest, dict) else None
-    if said != FORMAT or type(manifest.get("version")) is not int:
-        raise CheckpointError(f"{path} says format {said!r}; expected {FORMAT!r}: not one of ours")
+    stated = manifest.get("format") if isinstance(manifest, dict) else None
+    if stated != FORMAT or type(manifest.get("version")) is not int:
+        raise CheckpointError(f"{path} has format {stated!r}; expected {FORMAT!r}")
     if manifest["version"] > VERSION:
         raise CheckpointError(
             f"{path} has version {manifest['version']}; this program reads up to {VERSION}: update"
@@ -190,9 +191,9 @@ def _check_files(folder: Path, sizes: Mapping[str, int]) -> None:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{folder.parent / MANIFEST} names the file {name!r} outside it")
         file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            state = "missing" if found is None else f"{found} bytes long"
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != size:
+            state = "missing" if actual is None else f"{actual} bytes long"
             raise CheckpointError(
                 f"{file} is {state}, expected {size} bytes; copy the checkpoint again"
             )
@@ -201,7 +202,7 @@ def _check_files(folder: Path, sizes: Mapping[str, int]) -> None:
 def write(
     place: Path, config: AttentionConfig, params: Params, companions: Mapping[str, str | Path]
 ) -> None:
-    """Makes the folder; weights first, the manifest last: one cut short is no checkpoint."""
+    """Write the folder, the manifest last: an incomplete folder is not a checkpoint."""
     place.mkdir()
     copy_companions(companions, place)
     arrays = {keys: np.asarray(leaf) for keys, leaf in _flat(params)}
@@ -226,10 +227,10 @@ def write(
 
 
 def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> dict[str, dict[str, int]]:
-    """Writes arrays by orbax; the sizes and checksums of the files it made, by name.
+    """Write arrays with orbax, and return the sizes and checksums of its files by name.
 
-    Ctrl-C takes effect when all is written: orbax cannot be stopped, and its threads would go on
-    behind the caller's back.
+    Ctrl-C takes effect after everything is written: orbax cannot be stopped, and its threads would
+    continue in the background.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         saving = pool.submit(_save, folder, arrays)
@@ -252,14 +253,14 @@ def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> dict[str, d
 def _save(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> None:
     import orbax.checkpoint as ocp
 
-    # Weights hardly compress, and trying takes longer than writing them.
+    # Compressing weights takes longer than writing them, and saves little.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    log = logging.getLogger("absl")  # where orbax traces back what it raises anyway
+    log = logging.getLogger("absl")  # to which orbax logs errors that it also raises
     before, log.disabled = log.disabled, True
     try:
         with ocp.Checkpointer(handler) as writer:
             writer.save(folder.resolve(), args=ocp.args.PyTreeSave(_nested(arrays)))
-    except ValueError as error:  # of tensorstore, with the system's code inside
+    except ValueError as error:  # from tensorstore, with the error code of the system
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise
@@ -269,7 +270,7 @@ def _save(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> None:
 
 
 def read_arrays(folder: Path, dtypes: Mapping[Keys, np.dtype | None]) -> Params:
-    """Arrays that `write_arrays` wrote, as a tree; None keeps the dtype they were written in."""
+    """Return arrays of `write_arrays` as a tree; a dtype of None keeps the stored one."""
     import orbax.checkpoint as ocp
 
     arguments = _nested(
@@ -294,12 +295,12 @@ def _config(written: Mapping[str, Any]) -> AttentionConfig:
 
 
 def checksum(path: Path) -> int:
-    """The CRC-32 of a file."""
-    found = 0
+    """Return the CRC-32 of a file."""
+    crc = 0
     with path.open("rb") as file:
         for block in iter(functools.partial(file.read, BLOCK), b""):
-            found = zlib.crc32(block, found)
-    return found
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _flat(params: Params, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:

@@ -1,4 +1,4 @@
-"""The device an engine runs on, and the memory it may take there."""
+"""The default device and its free memory."""
 
 import os
 import re
@@ -9,12 +9,16 @@ import jax
 
 from dflash_jax.errors import PlanError
 
-MEMORY = Path("/proc/meminfo")  # of the host, on Linux
-GROUP = Path("/sys/fs/cgroup")  # of the container, there
+MEMORY = Path("/proc/meminfo")  # of a Linux host
+GROUP = Path("/sys/fs/cgroup")  # of a Linux container
 
 
 def default_device() -> jax.Device:
-    """The device that everything is put on; PlanError where JAX finds none that it may use."""
+    """Return the device that arrays are put on.
+
+    Raises:
+      PlanError: JAX finds no device.
+    """
     try:
         return jax.local_devices()[0]
     except RuntimeError as error:
@@ -22,23 +26,23 @@ def default_device() -> jax.Device:
 
 
 def free_memory(device: jax.Device) -> int:
-    """Bytes an engine may take: free memory of the device, or of the host for a CPU, and of the
-    container that it may be in.
+    """Return the free memory of a device in bytes.
 
-    All of the host's where the system does not say how much is free, as on macOS.
+    For a CPU, this is the free memory of the host, or of the container if that is less. On systems
+    that do not report free memory, such as macOS, it is all memory of the host.
     """
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    said = MEMORY.read_text(encoding="utf-8") if MEMORY.is_file() else ""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", said, re.MULTILINE)
-    if found:  # with memory that only caches files, such as weights read before
-        return min(int(found[1]) * 1024, _free_in_container())
+    text = MEMORY.read_text(encoding="utf-8") if MEMORY.is_file() else ""
+    available = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+    if available:  # includes memory that caches files, such as weights
+        return min(int(available[1]) * 1024, _free_in_container())
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _free_in_container() -> int:
-    """Bytes left below the limit of a container; no bound where there is none."""
+    """Return the bytes left below the container's limit; sys.maxsize if there is none."""
     try:
         most, used, stat = (
             (GROUP / f"memory.{name}").read_text(encoding="utf-8")

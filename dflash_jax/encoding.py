@@ -1,9 +1,9 @@
-"""Encoding of texts of any length, which holds up no other thread.
+"""Encoding of texts of any length without blocking other threads.
 
-Encoding tens of millions of characters takes minutes and gigabytes. A text that cannot fit is
-recognised before: a token covers at most as many characters as its entry in the vocabulary has,
-and the known steps before the vocabulary shorten a text by a known factor at most. Where a step is
-unknown, or may drop text, there is no bound and the text is encoded.
+Encoding tens of millions of characters takes minutes and gigabytes. Texts that cannot fit are
+detected before encoding: a token covers at most as many characters as the longest entry of the
+vocabulary, and normalization shortens a text by at most a known factor. If a step is unknown, or
+may drop text, there is no bound, and the text is encoded.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from dflash_jax.errors import PromptTooLongError
 from dflash_jax.utils import interruption
 
-LONG_TEXT = 20_000  # characters from which encoding leaves the interpreter lock to other threads
-COMPOSED = 4  # characters that NFC and NFKC make one at most: the longest decomposition in Unicode
-MOST_ALTERNATIVES = 256  # of a pattern; trying more at every "<" takes too long
-SLICE = 2**16  # characters that are split at white space at once: the interpreter lock is held
+LONG_TEXT = 20_000  # characters from which encoding releases the interpreter lock
+COMPOSED = 4  # most characters that NFC and NFKC combine: the longest decomposition in Unicode
+MOST_ALTERNATIVES = 256  # of a pattern; trying more at every "<" is too slow
+SLICE = 2**16  # characters to split at white space at once, with the interpreter lock held
 LENGTHENING = {"Lowercase", "NFD", "NFKD", "ByteLevel", "Prepend"}  # normalizers
 KEEPING = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "UnicodeScripts", "Split"}
 SPACE_DROPPING = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
@@ -32,22 +32,22 @@ Part = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class TokenBound:
-    """How much of a text one token covers at most.
+    """Upper bound for the characters that a token covers.
 
     Attributes:
-      characters: characters of the text for each token.
-      spaces: white space counts; False where the tokenizer may drop it.
+      characters: most characters of the text per token.
+      spaces: whether white space counts; False if the tokenizer may drop it.
     """
 
     characters: int
     spaces: bool
 
     def min_tokens(self, text: str) -> int:
-        """Return a number of tokens that encoding the text reaches in any case."""
+        """Return a lower bound for the number of tokens of a text."""
         return -(-self.counted(text) // self.characters)
 
     def counted(self, text: str) -> int:
-        """Return the number of characters that certainly become part of a token."""
+        """Return the number of characters that become part of a token for certain."""
         if self.spaces:
             return len(text)
         slices = (text[at : at + SLICE] for at in range(0, len(text), SLICE))
@@ -67,7 +67,11 @@ def encode(core: tokenizers.Tokenizer, text: str, specials: bool) -> list[int]:
 
 
 def check_characters(core: tokenizers.Tokenizer, text: str, max_tokens: int) -> None:
-    """Raise PromptTooLongError if the text has too many characters for so few tokens."""
+    """Check that a text's characters may fit into `max_tokens` tokens.
+
+    Raises:
+      PromptTooLongError: they do not.
+    """
     if len(text) <= max_tokens or (bound := token_bound(core)) is None:
         return
     if (least := bound.min_tokens(text)) > max_tokens:
@@ -80,7 +84,7 @@ def check_characters(core: tokenizers.Tokenizer, text: str, max_tokens: int) -> 
 
 @functools.lru_cache(maxsize=8)
 def token_bound(core: tokenizers.Tokenizer) -> TokenBound | None:
-    """Return the bound of a tokenizer, or None where its files allow none."""
+    """Return the bound of a tokenizer, or None if there is none."""
     settings = json.loads(core.to_str())
     added, model = settings["added_tokens"], settings["model"]
     normalizers = list(_steps(settings["normalizer"], "normalizers"))
@@ -101,7 +105,7 @@ def token_bound(core: tokenizers.Tokenizer) -> TokenBound | None:
 
 
 def _steps(part: Part | None, inner: str) -> Iterable[Part]:
-    """The steps of a normalizer or pre-tokenizer, sequences resolved."""
+    """Yield the steps of a normalizer or pre-tokenizer, with sequences flattened."""
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -112,11 +116,11 @@ def _steps(part: Part | None, inner: str) -> Iterable[Part]:
 
 
 def _shrink(normalizer: Part) -> int | None:
-    """How many characters a normalizer makes one at most; None if that is not known."""
+    """Return the most characters that a normalizer makes one, or None if unknown."""
     kind = normalizer["type"]
     if kind in LENGTHENING or kind == "Strip":  # stripped white space is not counted
         return 1
-    if kind in ("NFC", "NFKC"):  # decomposing never shortens, and one character gives at most this
+    if kind in ("NFC", "NFKC"):  # decomposition never shortens
         return COMPOSED
     if kind == "Replace" and (old := normalizer["pattern"].get("String")):
         new = normalizer["content"]
@@ -125,15 +129,15 @@ def _shrink(normalizer: Part) -> int | None:
 
 
 def _keeps(splitter: Part) -> bool:
-    """Whether a pre-tokenizer drops white space at most."""
+    """Whether a pre-tokenizer drops nothing but white space."""
     if splitter["type"] in SPACE_DROPPING:
         return True
     return splitter["type"] in KEEPING and splitter.get("behavior") != "Removed"
 
 
 def _covers(model: Part, *, byte_level: bool) -> bool:
-    """Whether every character becomes a part of a token: none dropped, none fused as unknown."""
-    if model["type"] != "BPE":  # the others make a word or a run of any length one unknown token
+    """Whether every character becomes part of a token; none is dropped or merged as unknown."""
+    if model["type"] != "BPE":  # others make an unknown word of any length one token
         return False
     vocabulary = model["vocab"]
     if byte_level:
@@ -144,29 +148,29 @@ def _covers(model: Part, *, byte_level: bool) -> bool:
 
 
 def pieces_of(core: tokenizers.Tokenizer, text: str, least: int) -> Iterator[str]:
-    """Cut a text into pieces whose ids, one after another, are the ids of the text.
+    """Cut a text into pieces whose concatenated ids are the ids of the text.
 
-    Added tokens that are looked for in the text as it is given are found before anything else, and
-    the text between two of them is encoded on its own. So a text may be cut in front of one.
+    The tokenizer first finds added tokens that are not normalized, and encodes the text between two
+    of them separately. So a text may be cut in front of one.
 
     Args:
-      least: characters of a piece, but for the last.
+      least: least characters of a piece; the last one may have fewer.
     """
     begun = 0
     pattern, plain = _boundaries(core)
-    for found in pattern.finditer(text) if plain else ():
-        if found.start() - begun >= least and found.group() in plain:
-            yield text[begun : found.start()]
-            begun = found.start()
+    for match in pattern.finditer(text) if plain else ():
+        if match.start() - begun >= least and match.group() in plain:
+            yield text[begun : match.start()]
+            begun = match.start()
     yield text[begun:]
 
 
 @functools.lru_cache(maxsize=8)
 def _boundaries(core: tokenizers.Tokenizer) -> tuple[re.Pattern[str], frozenset[str]]:
-    """A pattern that finds added tokens as the tokenizer does, and those to cut in front of.
+    """Return a pattern that finds added tokens as the tokenizer does, and those to cut before.
 
-    The tokenizer takes the leftmost match, of several the longest. None may be cut at where the
-    text behind a cut matters to the text before it.
+    The tokenizer takes the leftmost match, and the longest one there. No token is returned to cut
+    before if the text after a cut may change the ids before it.
     """
     added = core.get_added_tokens_decoder().values()
     raw = sorted(

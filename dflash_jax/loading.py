@@ -1,6 +1,7 @@
-"""From a name to models in memory: a directory, a file, a hub id, "tiny" for the shipped pair.
+"""Loading of models from directories, files and hub ids.
 
-With the command line the only place that imports `converters`, and only inside functions.
+Apart from the command line and the trainer, only this module imports `converters`, inside
+functions.
 """
 
 import dataclasses
@@ -36,10 +37,11 @@ from dflash_jax.errors import (
 )
 from dflash_jax.plan import Dtype, Plan
 from dflash_jax.quant.layouts import Spec
-from dflash_jax.quant.products import put_in_order, with_kernel
+from dflash_jax.quant.products import set_weight_layout, with_kernel
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.allocator import fewer_collections, tune_allocator
+from dflash_jax.utils.deprecation import warn_renamed
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.sources import SHIPPED, Source, find_local
@@ -54,78 +56,79 @@ def load(
     drafter: Source | None = AUTO,
     *,
     plan: Plan | None = None,
-    taps: str = AUTO,
+    layer_ids: str = AUTO,
     tokenizer: Source | None = None,
     compilation_cache: CompilationCache = None,
     progress: bool | None = None,
+    taps: str | None = None,
 ) -> Engine:
-    """A ready engine.
+    """Load models and return an engine.
 
-    Its programs are compiled when a request first needs them, or all at once by `warm_up`, and
-    kept on disk: the next process with the same models and plan starts in a fraction of the time.
+    Programs are compiled when a request first needs them, or all at once by `warm_up`, and cached
+    on disk: the next process with the same models and plan starts in a fraction of the time.
 
     Args:
-      target: a Hugging Face directory, a checkpoint of ours, a .gguf file, a hub id, or "tiny"
+      target: a Hugging Face directory, a dflash_jax checkpoint, a .gguf file, a hub id, or "tiny"
         for the shipped pair.
-      drafter: likewise; "auto" is the shipped drafter for "tiny" and none otherwise, None
-        decodes without one.
-      plan: what to decide differently from the defaults.
-      taps: how a drafter file numbers the target layers it reads, "raw" or "plus1", where the
-        file leaves doubt.
-      tokenizer: a folder with tokenizer.json, in place of the target's own. Where a file's
-        tokenizer cannot be rebuilt a warning says so, and only token ids can be given.
-      compilation_cache: the folder of compiled programs; False keeps none. By default what the
-        environment variable `DFLASH_COMPILATION_CACHE` says ("off" or a folder), else
-        `~/.cache/dflash_jax/xla`, shared with the command line. A folder that JAX was already
-        given stays.
-      progress: whether to announce on standard error what takes longer than two seconds; by
-        default on a terminal and in notebooks, unless `DFLASH_PROGRESS` is "off" or "on".
+      drafter: a source like `target`, or None for no drafter. "auto" is the shipped drafter for
+        "tiny", and none for other targets.
+      plan: choices that differ from the defaults.
+      layer_ids: how the drafter's file numbers the target layers it reads, "zero-based" or
+        "one-based", if that is ambiguous.
+      tokenizer: a folder with tokenizer.json, which replaces the target's own. If a file's
+        tokenizer cannot be rebuilt, `load` warns, and requests can only pass token ids.
+      compilation_cache: the folder of compiled programs; False disables it. The default is the
+        environment variable `DFLASH_COMPILATION_CACHE` ("off" or a folder), or
+        `~/.cache/dflash_jax/xla`, shared with the command line. A folder that JAX already uses is
+        kept.
+      progress: whether to report steps of more than two seconds on standard error; by default on
+        a terminal and in notebooks, unless `DFLASH_PROGRESS` is "off" or "on".
+      taps: deprecated name of `layer_ids`.
 
     Raises:
-      ConfigError, CheckpointError: a model that cannot be run, or a pair that does not fit.
-      PlanError: a plan that does not fit the models or the memory.
+      ConfigError, CheckpointError: a model is not supported, or the pair does not match.
+      PlanError: the plan does not fit the models or the memory.
       ForkedProcessError: JAX runs in the process from which this one was forked.
     """
     check_not_forked()
     plan = Plan() if plan is None else plan
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {plan!r}; expected None, or a dj.Plan(...)")
+    if taps is not None:
+        warn_renamed("load(taps=)", "layer_ids=")
+        layer_ids = taps
     use_compilation_cache(compilation_cache)
-    pair = open_pair(target, drafter, taps=taps, taps_at=plan.taps_at, tokenizer=tokenizer)
+    chosen: dict[str, Any] = {"layer_ids": layer_ids, "tokenizer": tokenizer}
+    pair = open_pair(target, drafter, taps_at=plan.taps_at, **chosen)
     if note := wide_block(plan.block, pair.configs[1]):
         warnings.warn(note, stacklevel=2)
     return pair.engine(plan, progress=is_shown(progress))
 
 
 class OpenModel(Protocol):
-    """A model on disk, as `converters.models.open_model` gives it."""
+    """A model on disk, as `converters.models.open_model` returns it."""
 
     @property
     def path(self) -> Path:
-        """The folder or file that was opened."""
-        ...
+        """Folder or file of the model."""
 
     @property
     def config(self) -> Config:
-        """What it is."""
-        ...
+        """Config of the model."""
 
     def load(self, dtype: str, *, specs: Mapping[str, Spec] | None = None) -> dict[str, Any]:
-        """Its parameters as NumPy arrays; some of them packed, by path."""
-        ...
+        """Return the parameters as NumPy arrays, those in `specs` packed."""
 
     def stored(self) -> dict[str, Spec]:
-        """How its matrices are packed on disk, by path."""
-        ...
+        """Return how the file packs its matrices, by path."""
 
     def companions(self) -> dict[str, str | Path]:
-        """Its tokenizer's files by name, each a path or its text."""
-        ...
+        """Return the files of the tokenizer by name, each a path or its text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OpenPair:
-    """Models that were opened and checked, their weights still on disk. Made by `open_pair`."""
+    """A target and its drafter, opened and checked, with weights still on disk."""
 
     target: OpenModel
     drafter: OpenModel | None
@@ -133,17 +136,20 @@ class OpenPair:
 
     @property
     def configs(self) -> tuple[TargetConfig, DrafterConfig | None]:
-        """What the two models are."""
+        """Configs of the two models."""
         drafter = _as(DrafterConfig, self.drafter.config) if self.drafter else None
         return _as(TargetConfig, self.target.config), drafter
 
     @isolated_jax_config()
     @fewer_collections()
     def engine(self, plan: Plan | None = None, *, progress: bool = False) -> Engine:
-        """Complete the plan, read the weights, and return a ready engine.
+        """Complete the plan, read the weights, and return an engine.
 
         Args:
-          progress: announce on standard error what takes longer than two seconds, here and later.
+          progress: report steps of more than two seconds on standard error, here and later.
+
+        Raises:
+          PlanError: the plan does not fit the models or the memory.
         """
         with announced(f"dflash_jax: loading {self.target.path}", shown=progress):
             return self._engine(plan or Plan(), progress=progress)
@@ -161,7 +167,7 @@ class OpenPair:
                 if path.startswith(start)
             }
             params[role] = model.load(plan.dtype, specs=own)
-        put_in_order(params, plan.order)
+        set_weight_layout(params, plan.weight_layout)
         params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
         where = None if mesh is None else param_shardings(mesh, params)
@@ -169,15 +175,15 @@ class OpenPair:
         return Engine(target, drafter, params, plan, tokenizer=self.tokenizer, progress=progress)
 
     def with_stored(self, plan: Plan) -> Plan:
-        """The plan, told how the files pack their matrices if it keeps them so."""
+        """Return the plan, with the files' block formats if it keeps packed weights."""
         if plan.weights != "packed":
             return plan
-        found = {
+        stored = {
             f"{role}/{path}": how
             for role, model in self._models.items()
             for path, how in model.stored().items()
         }
-        return dataclasses.replace(plan, stored=tuple(sorted(found.items())))
+        return dataclasses.replace(plan, stored=tuple(sorted(stored.items())))
 
     @property
     def _models(self) -> dict[str, OpenModel]:
@@ -188,18 +194,20 @@ def open_pair(
     target: Source = SHIPPED,
     drafter: Source | None = AUTO,
     *,
-    taps: str = AUTO,
+    layer_ids: str = AUTO,
     taps_at: str = AUTO,
     tokenizer: Source | None = None,
 ) -> OpenPair:
-    """Opens a pair without reading its weights; arguments as for `load`, and of its plan."""
+    """Open a pair without reading its weights; arguments and errors as for `load`."""
     tune_allocator()
     from converters.models import open_model
 
     target_path, drafter_path = _paths(target, drafter)
-    found = open_model(target_path, role="target")
-    drafting = open_model(drafter_path, role="drafter", taps=taps) if drafter_path else None
-    pair = OpenPair(found, drafting, _tokenizer(found, target_path, tokenizer))
+    model = open_model(target_path, role="target")
+    drafter_model = (
+        open_model(drafter_path, role="drafter", taps=layer_ids) if drafter_path else None
+    )
+    pair = OpenPair(model, drafter_model, _tokenizer(model, target_path, tokenizer))
     target_config, drafter_config = pair.configs
     if drafter_config:
         check_pair(target_config, drafter_config, taps_at=taps_at)
@@ -207,13 +215,13 @@ def open_pair(
 
 
 def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer | None:
-    """The tokenizer of a folder that was given, or a model's own."""
+    """Return the tokenizer of the given folder, or the model's own."""
     if given is not None:
         folder = locate(given, "target" if str(given) == SHIPPED else "tokenizer")
-        found = Tokenizer.from_directory(folder)
-        if found is None:
+        tokenizer = Tokenizer.from_directory(folder)
+        if tokenizer is None:
             raise CheckpointError(f"{folder} holds no tokenizer.json; give a folder that does")
-        return found
+        return tokenizer
     try:
         return Tokenizer.from_files(model.companions(), where=str(path))
     except TokenizerError as error:
@@ -224,17 +232,17 @@ def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer 
 def describe(
     target: Source, drafter: Source | None = AUTO, *, taps_at: str = AUTO
 ) -> tuple[TargetConfig, DrafterConfig | None]:
-    """Configs of a pair, checked against each other; needs no weights and reads none.
+    """Return the configs of a matching pair, whose weights need not exist.
 
-    `taps_at` is the plan's.
+    Arguments and errors are those of `load`.
     """
     target_path, drafter_path = _paths(target, drafter)
-    whole = _as(TargetConfig, _config(target_path, read_target_config))
+    target_config = _as(TargetConfig, _config(target_path, read_target_config))
     if drafter_path is None:
-        return whole, None
-    small = _as(DrafterConfig, _config(drafter_path, _read_drafter))
-    check_pair(whole, small, taps_at=taps_at)
-    return whole, small
+        return target_config, None
+    drafter_config = _as(DrafterConfig, _config(drafter_path, _read_drafter))
+    check_pair(target_config, drafter_config, taps_at=taps_at)
+    return target_config, drafter_config
 
 
 def _paths(target: Source, drafter: Source | None) -> tuple[Path, Path | None]:
@@ -244,7 +252,7 @@ def _paths(target: Source, drafter: Source | None) -> tuple[Path, Path | None]:
 
 
 def _config(path: Path, read: Callable[[Path], Config]) -> Config:
-    """The config of a .gguf file, of a folder with weights, or of a bare config.json."""
+    """Return the config of a .gguf file, of a folder with weights, or of a bare config.json."""
     if path.is_dir() and not is_checkpoint(path) and not list(path.glob("*.safetensors")):
         return read(path)
     from converters.models import open_model
@@ -253,7 +261,7 @@ def _config(path: Path, read: Callable[[Path], Config]) -> Config:
 
 
 def _read_drafter(directory: Path) -> DrafterConfig:
-    """A drafter's bare config.json, in the published layout or in speculators' own."""
+    """Return the config of a drafter's config.json, in the published or speculators' layout."""
     from converters.names import speculators
 
     where = str(directory / "config.json")
@@ -274,10 +282,10 @@ def _as(kind: type[AnyConfig], config: Config) -> AnyConfig:
 
 
 def locate(source: Source, role: str) -> Path:
-    """Return the directory or .gguf file behind a name, fetched from the hub where it is an id.
+    """Return the directory or .gguf file of a source; hub ids are downloaded.
 
     Raises:
-      CheckpointError: there is none; says what to give instead.
+      CheckpointError: it does not exist or cannot be downloaded.
     """
     return find_local(source, role) or _download(str(source), role)
 
@@ -295,7 +303,7 @@ def _download(repository: str, role: str) -> Path:
             huggingface_hub.snapshot_download(
                 repository,
                 allow_patterns=["*.json", "*.safetensors", "*.jinja"],
-                ignore_patterns=["*/*"],  # gpt-oss holds the weights a second time in original/
+                ignore_patterns=["*/*"],  # gpt-oss has its weights in original/ as well
             )
         )
     except Exception as error:  # network, authorisation, unknown repository
@@ -312,14 +320,15 @@ def load_target(
     compilation_cache: CompilationCache = None,
     progress: bool | None = None,
 ) -> TargetModel:
-    """A target alone, for looking into it; arguments but `dtype` as for `load`.
+    """Load a target alone, for research.
 
     Args:
-      dtype: of weights and activations: float32, bfloat16 or float16.
+      dtype: dtype of weights and activations: float32, bfloat16 or float16.
+      source, tokenizer, compilation_cache, progress: as for `load`.
 
     Raises:
-      ConfigError, CheckpointError: a model that cannot be run.
-      PlanError: JAX finds no device to run on.
+      ConfigError, CheckpointError: the model is not supported.
+      PlanError: JAX finds no device.
     """
     check_not_forked()
     tune_allocator()
@@ -328,10 +337,10 @@ def load_target(
     use_compilation_cache(compilation_cache)
     from converters.models import open_model
 
-    found, shown = open_model(locate(source, "target"), role="target"), is_shown(progress)
-    default_device()  # refused before weights are read
-    with announced(f"dflash_jax: loading {found.path}", shown=shown):
-        params = jax.device_put(found.load(dtype))
-    chosen = _tokenizer(found, found.path, tokenizer)
-    config = _as(TargetConfig, found.config)
+    model, shown = open_model(locate(source, "target"), role="target"), is_shown(progress)
+    default_device()  # raises before weights are read
+    with announced(f"dflash_jax: loading {model.path}", shown=shown):
+        params = jax.device_put(model.load(dtype))
+    chosen = _tokenizer(model, model.path, tokenizer)
+    config = _as(TargetConfig, model.config)
     return TargetModel(config, params, dtype, tokenizer=chosen, progress=shown)

@@ -1,195 +1,298 @@
 """The plan: every decision that shapes the compiled programs, as one frozen value.
 
-A plan can be printed, compared, hashed and stored next to a result. This module never imports
-JAX, so that a command can check a plan's values before it starts anything.
+A plan can be printed, compared, hashed and stored next to a result. Each field is declared with
+its documentation, its bounds and its scope; validation, command-line flags, `help(Plan)` and the
+keys of caches are derived from that. This module never imports JAX, so that a command can check a
+plan before JAX starts.
 """
 
 import dataclasses
+import functools
 import json
 import os
-from numbers import Integral, Real
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
-from dflash_jax.config import TAPS_AT
 from dflash_jax.errors import PlanError
-from dflash_jax.quant.layouts import Stored
+from dflash_jax.plan_fields import PlanField, as_number, check_field, documentation, plan_field
+from dflash_jax.quant.formats import Stored
+from dflash_jax.utils.deprecation import current_fields, deprecated_value, warn_renamed
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
 Weights = Literal["float", "int8", "int4", "packed"]
 Kernels = Literal["auto", "xla", "pallas"]
 KvDtype = Literal["auto", "int8"]
-Order = Literal["auto", "rows", "columns", "panels"]
+WeightLayout = Literal["auto", "row_major", "column_major", "tiled"]
 TapsAt = Literal["auto", "early", "late", "upstream"]
-CHOICES = {
-    "dtype": DTYPES,
-    "weights": get_args(Weights),
-    "kv_dtype": get_args(KvDtype),
-    "kernels": get_args(Kernels),
-    "taps_at": TAPS_AT,
-    "order": get_args(Order),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is decided before compiling. 0 and "auto" leave the choice to `compiler.resolve`.
+    """Choices made before compiling. 0 and "auto" leave a choice to `compiler.resolve`."""
 
-    Attributes:
-      rows: requests that decode side by side.
-      max_length: most tokens of prompt and output together, per row.
-      block: tokens fed per decode step, the anchor included; the drafter's own size by default,
-        past which drafts are hardly ever accepted (`load` warns).
-      chunk: prompt tokens per prefill call.
-      dtype: of weights, activations and caches; float32 on a CPU, else bfloat16 by default.
-      weights: "float" keeps matrices in dtype; "int8" and "int4" quantise them on loading, head
-        and drafter to int8 either way; "packed" keeps Q8_0, Q4_0, Q4_K and Q6_K blocks of .gguf
-        files as they are. Packed weights are multiplied without being unpacked in memory.
-      stored: which kinds a file keeps its matrices in, for "packed"; filled in on loading.
-      order: how float matrices [D, N] lie: "rows" as in the products x · w; "columns" as [N, D], to
-        come first in them; "panels" besides as [N/16, D, 16] up to 4096 columns, the others in
-        columns. On a CPU with vectors of 256 bits a block then takes half to four fifths of the
-        time. "auto" chooses on one CPU device with AVX2 and without AVX-512: panels for float32
-        models narrower than 512, columns for wider ones.
-      kv_dtype: of cached keys and values; "auto" is dtype, "int8" scales every row by itself.
-      kernels: what GPUs run beside XLA's own kernels: "auto" multiplies packed weights by Pallas
-        kernels, "pallas" attends by them too, reading only what is live; with "xla" alone,
-        packed weights with groups are unpacked in memory.
-      exact: plain steps and fallbacks run at block width, so that speculative output equals
-        plain output bit for bit. False lets plain steps run one token wide.
-      rings: sliding-window layers keep only a ring of window + widest call slots.
-      taps_at: where in a target layer the drafter's taps are taken: "late", its output, as
-        every engine does; "early", before per-layer inputs and layer scalars; "upstream", late,
-        but the last layer's after the final norm. "auto" is late for all but the last layer.
-      lookahead: calls the host stays ahead of what it has read, 0 or 1; 0 behind several steps.
-      rounds: most decode steps of one call. With more than 1 it makes as many as take about 0.1 s
-        where nobody waits for a row, and none once no row can go on: faster where a step takes
-        less than a few milliseconds, but tokens are heard in bursts. 4 by default on one CPU
-        device, else 1.
-      prefix_cache: bytes for prefixes of prompts, kept so that they need not be fed again; 0
-        keeps none.
-      prefix_folder: where prefixes are kept on disk besides, for when memory dropped them or the
-        engine was restarted; "" keeps none there. Other models' are never read.
-      prefix_disk: most bytes in that folder.
-      mesh: devices as (data, model): rows are split over `data`, heads and widths over `model`.
-      devices: places of target and drafter in `jax.devices()`. If they differ, the drafter has a
-        device of its own, with copies of the target's embedding and head.
-      queue: most requests that wait for a row; more are refused with QueueFullError.
-      stop_slots: most stop tokens a request may name.
-      call_odds: every step also reports how likely the target finds a tool call where it ends, by
-        which recovery tells a stall from an answer. False leaves it out of the programs: recovery
-        then judges by punctuation alone.
-      min_survival: drafts that a drafter with a confidence head gives less than this chance to
-        be kept are not verified; 0 verifies all.
-      memory_limit: bytes the engine may use; the device's free memory by default.
-    """
-
-    rows: int = 1
-    max_length: int = 0
-    block: int = 0
-    chunk: int = 0
-    dtype: Dtype = "auto"
-    weights: Weights = "float"
-    stored: Stored = ()
-    order: Order = "auto"
-    kv_dtype: KvDtype = "auto"
-    kernels: Kernels = "auto"
-    exact: bool = True
-    rings: bool = True
-    taps_at: TapsAt = "auto"
-    lookahead: int = 1
-    rounds: int = 0
-    prefix_cache: int = 0
-    prefix_folder: str | os.PathLike[str] = ""  # a str once made
-    prefix_disk: int = 1 << 33
-    mesh: tuple[int, int] = (1, 1)
-    devices: tuple[int, int] = (0, 0)
-    queue: int = 1024
-    stop_slots: int = 8
-    call_odds: bool = True
-    min_survival: float = 0.0
-    memory_limit: int = 0
+    rows: int = plan_field(1, "requests decoded in parallel", "cache", minimum=1, metavar="N")
+    max_length: int = plan_field(
+        0,
+        "most tokens of prompt and output together, per row; by default what the model or the"
+        " command needs",
+        "cache",
+        details="That is what the target supports, up to 1024 on a CPU and 8192 elsewhere.",
+        minimum=2,
+        automatic=True,
+        metavar="TOKENS",
+    )
+    block: int = plan_field(
+        0,
+        "tokens per decode step, the anchor included; by default the size the drafter was trained"
+        " for",
+        "cache",
+        details="Drafts beyond that size are hardly ever accepted; `load` warns about them.",
+        minimum=2,
+        automatic=True,
+        metavar="TOKENS",
+    )
+    chunk: int = plan_field(
+        0,
+        "prompt tokens per prefill call; by default 64 on a CPU, else 256",
+        "cache",
+        minimum=1,
+        automatic=True,
+        metavar="TOKENS",
+    )
+    dtype: Dtype = plan_field(
+        "auto",
+        "dtype of weights, activations and caches: float32, bfloat16 or float16; by default"
+        " float32 on a CPU, else bfloat16",
+        "cache",
+        automatic=True,
+    )
+    weights: Weights = plan_field(
+        "float",
+        "format of weight matrices: float (as in dtype), int8 or int4 (quantised on loading), or"
+        " packed (blocks of a .gguf file as they are: Q8_0, Q4_0, Q4_K, Q6_K)",
+        "cache",
+        details="With int4, head and drafter are int8. Packed weights are multiplied without"
+        " being unpacked in memory.",
+    )
+    stored: Stored = plan_field(
+        (), "block formats of packed matrices; filled in by `load`", "cache"
+    )
+    weight_layout: WeightLayout = plan_field(
+        "auto",
+        "memory layout of float matrices: row_major, column_major or tiled; by default the"
+        " fastest on the processor",
+        "cache",
+        details="A matrix [D, N] of a product x · w is stored as [D, N] (row_major), as [N, D]"
+        " (column_major), or with a copy in tiles [N/16, D, 16] (tiled; column_major above 4096"
+        " columns). On a CPU with 256-bit vectors, a decode step then takes half to four fifths"
+        ' of the time. "auto" changes the layout on a single CPU device with AVX2 and without'
+        " AVX-512 only: tiled for float32 models narrower than 512, column_major for wider ones.",
+        automatic=True,
+    )
+    kv_dtype: KvDtype = plan_field(
+        "auto",
+        "dtype of cached keys and values: that of dtype (auto), or int8 with a scale per vector",
+        "cache",
+    )
+    kernels: Kernels = plan_field(
+        "auto",
+        "GPU kernels: Pallas for products with packed weights (auto), for attention as well"
+        " (pallas), or none (xla)",
+        "cache",
+        details="The Pallas attention kernel reads live positions only. With xla, packed weights"
+        " with groups are unpacked in memory.",
+    )
+    exact: bool = plan_field(
+        True,
+        "run plain steps at block width, so that speculative output equals plain output bit for"
+        " bit",
+        "cache",
+        details="False lets plain steps run one token wide.",
+    )
+    rings: bool = plan_field(
+        True,
+        "cache only the window and the widest call in sliding-window layers, as a ring",
+        "cache",
+    )
+    taps_at: TapsAt = plan_field(
+        "auto",
+        "where in a target layer the drafter's taps are read: its output (late), the output"
+        " before per-layer inputs and layer scalars (early), or late with the final norm applied"
+        " to the last layer (upstream); auto is late for all but the last layer",
+        "cache",
+    )
+    lookahead: int = plan_field(
+        1,
+        "calls dispatched before the previous result is read",
+        "host",
+        details="0 is used if a call makes more than one step.",
+        choices=(0, 1),
+    )
+    steps_per_call: int = plan_field(
+        0,
+        "most decode steps per call; by default 4 on a single CPU device, else 1",
+        "program",
+        details="If more than 1, their number is tuned to about 0.1 s per call, and is 1 while"
+        " requests wait for a row; a call ends early once no row can continue. This is faster"
+        " where a step takes less than a few milliseconds, but tokens arrive in bursts.",
+        minimum=1,
+        automatic=True,
+        metavar="N",
+    )
+    prefix_cache: int = plan_field(
+        0,
+        "memory for cached prompt prefixes; 0 for no prefix cache",
+        "host",
+        details="Cached prefixes need no prefill.",
+        minimum=0,
+        metavar="BYTES",
+    )
+    prefix_folder: str | os.PathLike[str] = plan_field(  # a str once made
+        "",
+        "folder that keeps prompt prefixes on disk as well, for when they are evicted from memory"
+        " or the engine restarts",
+        "host",
+        details="Empty for none. Needs `prefix_cache`. Prefixes of other models are never read.",
+        metavar="DIR",
+    )
+    prefix_disk: int = plan_field(
+        1 << 33, "most bytes of the prefix folder", "host", minimum=1, metavar="BYTES"
+    )
+    mesh: tuple[int, int] = plan_field(
+        (1, 1),
+        "devices as (data, model): rows are split over data, heads and widths over model",
+        "cache",
+        items="(data, model)",
+        metavar="DATAxMODEL",
+    )
+    devices: tuple[int, int] = plan_field(
+        (0, 0),
+        "devices of target and drafter, as indices of `jax.devices()`",
+        "cache",
+        items="(target, drafter)",
+        details="If they differ, the drafter's device has copies of the target's embedding and"
+        " head.",
+        metavar="INDEX",
+    )
+    queue: int = plan_field(
+        1024,
+        "most requests waiting for a row; more are refused with QueueFullError",
+        "host",
+        minimum=1,
+    )
+    stop_slots: int = plan_field(8, "most stop tokens of a request", "program", minimum=1)
+    call_odds: bool = plan_field(
+        True,
+        "report with every step the odds of a tool call at its end, by which recovery tells a"
+        " stall from an answer",
+        "program",
+        details="False leaves this out of the programs: recovery then judges by punctuation only.",
+    )
+    min_survival: float = plan_field(
+        0.0,
+        "do not verify drafts that the drafter's confidence head gives a lower probability of"
+        " acceptance; 0 verifies all",
+        "program",
+        minimum=0,
+        maximum=1,
+        metavar="P",
+    )
+    memory_limit: int = plan_field(
+        0,
+        "most bytes the engine may use; by default the free memory of the device",
+        "host",
+        minimum=1,
+        automatic=True,
+        metavar="BYTES",
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, as_number(getattr(self, field.name)))
-        auto = {"max_length": 2, "block": 2, "chunk": 1, "rounds": 1, "memory_limit": 1}
-        least = {
-            "rows": 1,
-            "prefix_cache": 0,
-            "prefix_disk": 1,
-            "queue": 1,
-            "stop_slots": 1,
-        } | auto
-        for name, low in least.items():
-            value = getattr(self, name)
-            if type(value) is not int or (value < low and not (value == 0 and name in auto)):
-                zero = ", or 0 for the default" if name in auto else ""
-                raise PlanError(f"{name} is {value!r}; expected an integer of at least {low}{zero}")
-        for name in ("exact", "rings", "call_odds"):
-            if type(value := getattr(self, name)) is not bool:
-                raise PlanError(f"{name} is {value!r}; expected True or False")
-        if self.lookahead not in (0, 1):
-            raise PlanError(f"lookahead is {self.lookahead!r}; expected 0 or 1")
-        if isinstance(self.prefix_folder, os.PathLike):
-            object.__setattr__(self, "prefix_folder", os.fspath(self.prefix_folder))
-        if not isinstance(self.prefix_folder, str) or (
-            self.prefix_folder and not self.prefix_cache
-        ):
+            value = as_number(getattr(self, field.name))
+            if isinstance(value, os.PathLike):
+                value = os.fspath(value)
+            object.__setattr__(self, field.name, value)
+        for field in dataclasses.fields(self):
+            check_field(field.name, getattr(self, field.name), field.type, FIELDS[field.name])
+        if self.prefix_folder and not self.prefix_cache:
             raise PlanError(
                 f"prefix_folder is {self.prefix_folder!r} and prefix_cache {self.prefix_cache};"
                 " expected a path, and bytes of memory for what is read from it"
             )
-        mesh = self.mesh
-        if not isinstance(mesh, tuple | list) or [type(n) for n in mesh] != [int, int]:
-            raise PlanError(f"mesh is {mesh!r}; expected two integers, (data, model)")
-        object.__setattr__(self, "mesh", tuple(mesh))  # JSON has lists
-        if min(mesh) < 1 or self.rows % mesh[0]:
+        if min(self.mesh) < 1 or self.rows % self.mesh[0]:
             raise PlanError(
-                f"mesh is {mesh!r} for {self.rows} rows; expected integers of at least 1, the"
+                f"mesh is {self.mesh!r} for {self.rows} rows; expected integers of at least 1, the"
                 " first a divisor of the rows"
             )
-        places = self.devices
-        if not isinstance(places, tuple | list) or [type(n) for n in places] != [int, int]:
-            raise PlanError(f"devices is {places!r}; expected two integers, (target, drafter)")
-        object.__setattr__(self, "devices", tuple(places))
-        apart = self.two_devices
-        if min(places) < 0 or (max(places) and not apart) or (apart and max(mesh) > 1):
+        places, two = self.devices, self.two_devices
+        if min(places) < 0 or (max(places) and not two) or (two and max(self.mesh) > 1):
             raise PlanError(
-                f"devices is {places!r} and mesh {mesh!r}; expected (0, 0), or two different"
+                f"devices is {places!r} and mesh {self.mesh!r}; expected (0, 0), or two different"
                 " devices and mesh (1, 1). The environment chooses which device is the first"
                 " (CUDA_VISIBLE_DEVICES)"
             )
-        survival = self.min_survival
-        if type(survival) not in (int, float) or not 0 <= survival <= 1:
-            raise PlanError(f"min_survival is {survival!r}; expected a number from 0 to 1")
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                raise PlanError(f"{name} is {value!r}; expected one of {', '.join(known)}")
 
     def to_json(self) -> str:
-        """The plan as one JSON object; `from_json` is the inverse."""
+        """Return the plan as one JSON object, which `from_json` reads."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The plan written by `to_json`; unknown fields are refused."""
+        """Return the plan that `to_json` wrote.
+
+        Raises:
+          PlanError: the text is not a JSON object, or has unknown fields or wrong values.
+        """
         try:
             fields = json.loads(text)
         except (ValueError, TypeError) as error:
             raise PlanError(f"the plan is not JSON ({error}); write it by `to_json`") from error
         if not isinstance(fields, dict):
             raise PlanError(f"the plan is {fields!r}; expected one JSON object")
-        known = {f.name for f in dataclasses.fields(cls)}
-        if extra := sorted(set(fields) - known):
-            raise PlanError(f"unknown plan fields {extra}; known are {sorted(known)}")
+        fields = current_fields(fields, stacklevel=2)
+        if extra := sorted(set(fields) - set(FIELDS)):
+            raise PlanError(f"unknown plan fields {extra}; known are {sorted(FIELDS)}")
         return cls(**fields | {"stored": _tuples(fields.get("stored", ()))})
+
+    @property
+    def shape(self) -> tuple[tuple[str, Any], ...]:
+        """The key of compiled programs: engines of the same models and shape can share them.
+
+        It has the fields that programs depend on, by name, and whether there is a prefix cache,
+        which adds programs.
+        """
+        fields = {name: getattr(self, name) for name, f in FIELDS.items() if f.scope != "host"}
+        return tuple((fields | {"prefix_cache": bool(self.prefix_cache)}).items())
+
+    @property
+    def cache_key(self) -> tuple[tuple[str, Any], ...]:
+        """The fields that the contents of a row's caches depend on, by name.
+
+        Part of the identity of prefixes on disk.
+        """
+        return tuple(
+            (name, getattr(self, name)) for name, f in FIELDS.items() if f.scope == "cache"
+        )
 
     @property
     def resolved(self) -> bool:
         """Whether no choice is left to `compiler.resolve`."""
-        chosen = (self.max_length, self.block, self.chunk, self.rounds, self.memory_limit)
-        return 0 not in chosen and "auto" not in (self.dtype, self.order)
+        return all(
+            getattr(self, name) not in (0, "auto") for name, f in FIELDS.items() if f.automatic
+        )
+
+    @property
+    def rounds(self) -> int:
+        """Deprecated name of `steps_per_call`."""
+        warn_renamed("plan.rounds", "plan.steps_per_call")
+        return self.steps_per_call
+
+    @property
+    def order(self) -> str:
+        """Deprecated name of `weight_layout`, with deprecated names of its values."""
+        warn_renamed("plan.order", "plan.weight_layout")
+        return deprecated_value("weight_layout", self.weight_layout)
 
     @property
     def two_devices(self) -> bool:
@@ -203,9 +306,10 @@ class Plan:
 
     @property
     def fed_rows(self) -> int:
-        """Rows that a prefill call feeds: one, so that a prompt costs what it is long.
+        """Rows that a prefill call feeds.
 
-        All of them where rows are split over devices, or the drafter has a device of its own.
+        One, so that the cost of a prompt is proportional to its length; all rows where they are
+        split over devices, or the drafter has its own device.
         """
         return self.rows if self.two_devices or self.mesh[0] > 1 else 1
 
@@ -215,23 +319,27 @@ class Plan:
         return -(-(self.max_length + self.widest) // 16) * 16
 
     def ring_slots(self, window: int | None) -> int | None:
-        """Slots of a sliding layer's ring, or None where a plain cache is no larger (R4)."""
+        """Return the slots of a sliding layer's ring, or None where a plain cache is no larger."""
         if window is None or not self.rings:
             return None
         slots = -(-(window + self.widest) // 16) * 16
         return slots if slots < self.slots else None
 
 
+FIELDS: Mapping[str, PlanField] = {f.name: f.metadata["plan"] for f in dataclasses.fields(Plan)}
+
+
+def _with_deprecated_names(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def accept(self: Plan, **fields: Any) -> None:
+        init(self, **current_fields(fields))
+
+    return accept
+
+
+Plan.__init__ = _with_deprecated_names(Plan.__init__)  # type: ignore[method-assign]
+Plan.__doc__ = documentation(Plan.__doc__ or "", FIELDS)
+
+
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
-
-
-def as_number(value: Any) -> Any:
-    """A number of NumPy's as Python's, in pairs too; anything else as it is."""
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
-    return tuple(map(as_number, value)) if isinstance(value, tuple | list) else value

@@ -1,4 +1,4 @@
-"""A target alone, for looking into it: logits and hidden states of whole sequences."""
+"""A target without a drafter, for research: logits and hidden states of whole sequences."""
 
 import dataclasses
 import functools
@@ -24,14 +24,14 @@ from dflash_jax.utils.progress import announced
 )
 @dataclasses.dataclass(frozen=True)
 class ForwardOutput:
-    """A whole forward pass, no cache kept. A pytree, so that traced functions may return it."""
+    """Output of a forward pass without a cache; a pytree, for use in traced functions."""
 
     logits: Float[Array, "B T V"]  # float32
-    hidden: Float[Array, "L+1 B T D"]  # input of layer 0, then every layer's output
+    hidden: Float[Array, "L+1 B T D"]  # input of layer 0, then the output of each layer
 
 
 class TargetModel:
-    """A target alone, for looking into it. Made by `load_target`."""
+    """A target without a drafter, for research. `load_target` makes it."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class TargetModel:
             return self._apply(self.params, tokens.astype(np.int32))
 
     def apply(self, params: dict[str, Any], ids: Int[Array, "B T"]) -> ForwardOutput:
-        """Do what `forward` does as a pure function of the parameters, for tracing.
+        """Compute `forward` as a pure function of the parameters, for tracing.
 
-        For `jax.jit`, `jax.grad` with respect to `params`, `jax.vmap` over ids, and so on.
+        Use it with `jax.jit`, `jax.grad` with respect to `params`, `jax.vmap` over ids, and so on.
 
         Args:
           params: a tree like `self.params`.

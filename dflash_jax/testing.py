@@ -1,6 +1,7 @@
 """Small random models and scripted drafters, for tests, notebooks and benchmarks."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,22 +20,23 @@ from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models.scripted import ScriptedConfig
 from dflash_jax.plan import Plan
+from dflash_jax.quant.formats import KINDS
 from dflash_jax.quant.layouts import pack_tree
 from dflash_jax.quant.products import with_kernel
 
 AMPLE = 1 << 40  # bytes; random models are small
-OWN = -1  # in a script: the drafter's own token stands
-# XLA flags that compile in a third of the time, to slower code with other bits.
+OWN = -1  # in a script: keep the drafter's own token
+# XLA flags for compiling in a third of the time, to slower code that rounds differently.
 QUICK_COMPILE = [
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
 ]
-if jax.__version_info__ < (0, 11):  # later versions have no other emitters
+if jax.__version_info__ < (0, 11):  # the only emitters of later versions
     QUICK_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def tiny_target(**changes: Any) -> TargetConfig:
-    """A Qwen3 target of a few thousand parameters."""
+    """Return a Qwen3 target of a few thousand parameters."""
     fields: dict[str, Any] = {
         "model_type": "qwen3",
         "vocab_size": 97,
@@ -51,7 +53,7 @@ def tiny_target(**changes: Any) -> TargetConfig:
 
 
 def tiny_hybrid(**changes: Any) -> HybridConfig:
-    """A Qwen3.5 target of a few thousand parameters: recurrent, attention, recurrent."""
+    """Return a small Qwen3.5 target with recurrent, attention and recurrent layers."""
     fields: dict[str, Any] = {
         "model_type": "qwen3_5_text",
         "vocab_size": 97,
@@ -75,7 +77,7 @@ def tiny_hybrid(**changes: Any) -> HybridConfig:
 
 
 def tiny_moe(**changes: Any) -> Qwen3MoeConfig:
-    """A Qwen3-MoE target: a layer with experts, a dense one, another with experts."""
+    """Return a small Qwen3-MoE target with experts, dense and experts layers."""
     own: dict[str, Any] = {
         "model_type": "qwen3_moe",
         "qk_norm": True,
@@ -89,7 +91,7 @@ def tiny_moe(**changes: Any) -> Qwen3MoeConfig:
 
 
 def tiny_gpt_oss(**changes: Any) -> GptOssConfig:
-    """A gpt-oss target: sliding, full and sliding layers, all with experts."""
+    """Return a small gpt-oss target with sliding, full and sliding layers, all with experts."""
     own: dict[str, Any] = {
         "model_type": "gpt_oss",
         "qk_norm": False,
@@ -104,7 +106,7 @@ def tiny_gpt_oss(**changes: Any) -> GptOssConfig:
 
 
 def tiny_gemma(**changes: Any) -> Gemma4Config:
-    """A small model with every term of the family."""
+    """Return a small Gemma 4 target that uses every feature of the family."""
     fields: dict[str, Any] = {
         "model_type": "gemma4_text",
         "vocab_size": 97,
@@ -118,7 +120,7 @@ def tiny_gemma(**changes: Any) -> Gemma4Config:
         "full_rope": RopeConfig(kind="proportional", theta=1e5, partial_rotary_factor=0.25),
         "intermediate_size": 48,
         "windows": (10, None, 10, 10, None),
-        "tie_embeddings": False,  # tied random tables say the last token for ever
+        "tie_embeddings": False,  # with tied random tables the output repeats one token
         "embedding_scale": 32**0.5,
         "final_softcap": 4.0,
         "key_is_value": True,
@@ -132,7 +134,7 @@ def tiny_gemma(**changes: Any) -> Gemma4Config:
     return Gemma4Config(**fields | changes)
 
 
-# What the tiny drafters of a kind have beside the fields of every drafter.
+# Config class of each kind of tiny drafter, and its fields in addition to the common ones.
 TINY_HEADS: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
     "dflash": (DrafterConfig, {}),
     "dflash2": (DFlash2Config, {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 4}),
@@ -142,7 +144,7 @@ TABLES = ("embed", "predecessor", "successor", "markov_w1")  # gathered by token
 
 
 def tiny_drafter(target: TargetConfig, kind: str = "dflash", **changes: Any) -> DrafterConfig:
-    """A two-layer drafter for a target: a sliding causal layer and a full one."""
+    """Return a two-layer drafter for a target: a sliding causal layer and a full one."""
     cls, own = TINY_HEADS[kind]
     fields: dict[str, Any] = {
         "vocab_size": target.vocab_size,
@@ -165,7 +167,7 @@ def tiny_drafter(target: TargetConfig, kind: str = "dflash", **changes: Any) -> 
 def random_params(
     target: TargetConfig, drafter: DrafterConfig | None, *, dtype: str = "float32", seed: int = 0
 ) -> dict[str, Any]:
-    """Random weights large enough that every term of the network matters, as NumPy arrays."""
+    """Return random weights as NumPy arrays, large enough that every term affects the output."""
     plan = Plan(max_length=2, block=2, chunk=1, dtype="float32")
     rng = np.random.default_rng(seed)
 
@@ -173,7 +175,7 @@ def random_params(
         stacked = path[-1].key.startswith("experts_")  # [E, in, ...]
         if jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer):  # offsets of a draft vocabulary
             return np.zeros(leaf.shape, leaf.dtype)
-        if path[-1].key == "a_log":  # memories of a few to a hundred tokens
+        if path[-1].key == "a_log":  # decay over a few to a hundred tokens
             values = np.log(rng.uniform(0.01, 0.5, leaf.shape))
         elif len(leaf.shape) == 1:  # norms
             values = 1 + 0.3 * rng.standard_normal(leaf.shape)
@@ -198,7 +200,7 @@ def random_engine(
     *,
     seed: int = 0,
 ) -> Engine:
-    """An engine over random weights, planned for the CPU."""
+    """Return an engine with random weights, planned for a CPU."""
     plan = resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
     params = random_params(target, drafter, dtype=plan.dtype, seed=seed)
     params = with_kernel(
@@ -208,7 +210,7 @@ def random_engine(
 
 
 def scripted_engine(engine: Engine) -> Engine:
-    """An engine over the same weights whose drafter says what `set_script` tells it."""
+    """Return an engine with the same weights whose drafter proposes the tokens of `set_script`."""
     assert engine.drafter is not None
     old = engine.drafter
     shared = [f.name for f in dataclasses.fields(DrafterConfig) if f.name != "kind"]
@@ -225,7 +227,7 @@ def scripted_engine(engine: Engine) -> Engine:
 
 
 def set_script(engine: Engine, tokens: Sequence[float]) -> None:
-    """Makes a scripted drafter propose `tokens[p]` for position p, in every row."""
+    """Make a scripted drafter propose `tokens[p]` for position p, in every row."""
     rows, length = engine.params["drafter"]["script"].shape[:2]
     engine.params["drafter"]["script"] = _digits(rows, length, tokens, engine)
 
@@ -233,8 +235,8 @@ def set_script(engine: Engine, tokens: Sequence[float]) -> None:
 def set_row_scripts(engine: Engine, scripts: Mapping[int, Sequence[float]]) -> None:
     """Make a scripted drafter propose `scripts[row][p]` for position p.
 
-    The drafter's own tokens stand in rows without a script, at positions past the end of one, and
-    where a script says `OWN`. May be called while requests run.
+    The drafter's own tokens are kept in rows without a script, at positions past the end of one,
+    and where a script has `OWN`. May be called while requests run.
     """
     rows, length = engine.params["drafter"]["script"].shape[:2]
     padded = np.full((rows, length), OWN, float)
@@ -243,13 +245,20 @@ def set_row_scripts(engine: Engine, scripts: Mapping[int, Sequence[float]]) -> N
     engine.params["drafter"]["script"] = _as_digits(padded, engine)
 
 
+def packed_bytes(kind: str, shape: tuple[int, ...]) -> int:
+    """Return the number of bytes of a packed weight [D, ...]."""
+    columns = math.prod(shape[1:])
+    rows = KINDS[kind].arrays(shape[0]).values()
+    return sum(count * columns * np.dtype(dtype).itemsize for count, dtype in rows)
+
+
 def force_acceptance(
     tokens: Sequence[int], prompt_tokens: int, pattern: Sequence[int], vocab_size: int
 ) -> list[int]:
-    """A script under which successive rounds accept the numbers of drafts in `pattern`.
+    """Return a script with which successive rounds accept the numbers of drafts in `pattern`.
 
     Args:
-      tokens: prompt and the target's own continuation.
+      tokens: the prompt and the target's continuation of it.
       pattern: accepted drafts per round, repeated as needed.
     """
     script, at = list(tokens), prompt_tokens  # position of the round's anchor

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and the chat template of a model directory."""
+"""The tokenizer and chat template of a model."""
 
 import functools
 import json
@@ -21,13 +21,13 @@ FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "chat_template.json",  # of a processor, which has the tokenizer of models that see
+    "chat_template.json",  # of multimodal processors
 )
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of others, by name
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of named templates
 
 
 class Tokenizer:
-    """A `tokenizer.json` and, where the model has one, its chat template."""
+    """A `tokenizer.json` and the chat template, if the model has one."""
 
     def __init__(
         self,
@@ -39,28 +39,32 @@ class Tokenizer:
         self.core = core
         self.template = template
         self.specials = specials  # bos_token and the like, for templates
-        self.tool_template = tool_template  # of conversations with tools, where it is another
-        self.shown: frozenset[int] = frozenset()  # special ids whose text is part of the output
+        self.tool_template = tool_template  # for conversations with tools, if it is different
+        self.shown: frozenset[int] = frozenset()  # special ids that decoding keeps
         self._showing: dict[tuple[str, ...], Tokenizer] = {}
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
-        """The tokenizer of a model directory, or None if it ships none.
+        """Return the tokenizer of a model directory, or None if it has none.
 
         Raises:
-          CheckpointError: a file cannot be read, or is none, such as a folder or a broken link.
+          CheckpointError: a file cannot be read, or is a folder or a broken link.
         """
         more = directory.glob(f"{MORE_TEMPLATES}/*.jinja")
         paths = filter(has_file, (*(directory / name for name in FILES), *more))
-        found = {path.relative_to(directory).as_posix(): path for path in paths}
-        return cls.from_files(found, where=str(directory))
+        files = {path.relative_to(directory).as_posix(): path for path in paths}
+        return cls.from_files(files, where=str(directory))
 
     @classmethod
     def from_files(cls, files: Mapping[str, str | Path], *, where: str) -> "Tokenizer | None":
-        """The tokenizer of a model's files by name, each a path or its text.
+        """Return the tokenizer of a model's files, or None without a tokenizer.json.
+
+        Args:
+          files: the files by name, each a path or its text.
+          where: the model, for error messages.
 
         Raises:
-          CheckpointError: the files exist but cannot be read.
+          CheckpointError: a file cannot be read.
         """
         try:
             texts = {name: _text(file) for name, file in files.items() if _is_read(name)}
@@ -78,35 +82,38 @@ class Tokenizer:
 
     @property
     def teaches(self) -> str | None:
-        """The template that shows a model its tools, and so how calls are written."""
+        """The template that describes tools to the model, and so the syntax of tool calls."""
         return self.tool_template or self.template
 
     @property
     def size(self) -> int:
-        """Number of known ids; a model's table may be larger."""
+        """Number of ids; the embedding table of the model may be larger."""
         return self.core.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, specials: bool = True) -> list[int]:
-        """Ids of a text; `specials` adds the start token where the tokenizer asks for one."""
+        """Return the ids of a text; `specials` adds the tokenizer's start token, if it has one."""
         return encoding.encode(self.core, well_formed(text), specials)
 
     def check_fits(self, text: str, max_tokens: int) -> None:
-        """Raise PromptTooLongError if the text's characters alone show that it has more tokens.
+        """Check the length of a text without encoding it.
 
-        This takes no encoding. A text that passes may still have more tokens than `max_tokens`.
+        A text that passes may still have more than `max_tokens` tokens.
+
+        Raises:
+          PromptTooLongError: the text has too many characters for `max_tokens` tokens.
         """
         encoding.check_characters(self.core, well_formed(text), max_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out but for those of `showing`."""
-        return self.core.decode(self.outward(ids), skip_special_tokens=not self.shown)
+        """Return the text of ids without special tokens, except those of `showing`."""
+        return self.core.decode(self.visible_ids(ids), skip_special_tokens=not self.shown)
 
     def raw(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens written out."""
+        """Return the text of ids, including special tokens."""
         return self.core.decode(list(ids), skip_special_tokens=False)
 
     def raw_bytes(self, token: int) -> bytes | None:
-        """The bytes a token stands for, which may be a part of a character; None if unknown."""
+        """Return the bytes of a token, which may be part of a character; None if unknown."""
         text = self.raw([token])
         if "\ufffd" not in text:
             return text.encode()
@@ -117,32 +124,32 @@ class Tokenizer:
         return bytes(known[c] for c in piece) if piece and set(piece) <= known.keys() else None
 
     def stream(self) -> "TextStream":
-        """A decoder that is fed ids as they come."""
+        """Return an incremental decoder."""
         return TextStream(self)
 
     def showing(self, texts: Iterable[str]) -> "Tokenizer":
-        """The same tokenizer, but these special tokens are not left out of decoded text.
+        """Return this tokenizer with some special tokens kept in decoded text.
 
         Args:
-          texts: texts that contain them, such as the markers of a tool syntax.
+          texts: texts that contain these tokens, such as the markers of a tool syntax.
         """
         key = tuple(texts)
         if key not in self._showing:
             shown = {i for i, text in self._special.items() if any(text in t for t in key)}
-            made = Tokenizer(self.core, self.template, self.specials, self.tool_template)
-            self._showing[key] = made
-            made.shown, made._special = frozenset(shown), self._special
+            copy = Tokenizer(self.core, self.template, self.specials, self.tool_template)
+            self._showing[key] = copy
+            copy.shown, copy._special = frozenset(shown), self._special
         return self._showing[key]
 
-    def outward(self, ids: Sequence[int]) -> list[int]:
-        """The ids that have a text for the outside: all but special ones that are not shown."""
+    def visible_ids(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids without the special ones that decoding omits."""
         if not self.shown:
             return list(ids)
         return [i for i in ids if i not in self._special or i in self.shown]
 
     @property
     def special_texts(self) -> list[str]:
-        """Texts that are tokens of their own in a grammar: special ones, and tags like <think>."""
+        """Texts of tokens that grammars treat as units: special ones, and tags like <think>."""
         known = self.core.get_added_tokens_decoder().values()
         return [t.content for t in known if t.special or re.fullmatch("<.*>", t.content)]
 
@@ -152,11 +159,11 @@ class Tokenizer:
         return {i: token.content for i, token in known if token.special}
 
     def chat(self, messages: Sequence[Message], /, **variables: Any) -> list[int]:
-        """Ids of a conversation, ready for the assistant's next turn; arguments as `render`."""
+        """Return the ids of a conversation before the assistant's next turn; see `render`."""
         return self.encode(self.render(messages, **variables), specials=False)
 
     def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
-        """Text of a conversation by the chat template, ready for the assistant's next turn.
+        """Return a conversation in the chat template, up to the assistant's next turn.
 
         Args:
           messages: dicts with `role` and `content`, as in the OpenAI API; a content may be a
@@ -164,7 +171,7 @@ class Tokenizer:
           variables: passed to the template: `tools`, `enable_thinking`, ...
 
         Raises:
-          RequestError: the model has no template, or the template refuses the messages.
+          RequestError: the model has no template, or the template raises an error.
         """
         if wrong := [m for m in messages if not isinstance(m, dict)]:
             raise RequestError(
@@ -177,33 +184,35 @@ class Tokenizer:
         return self._rendered(plain, **variables)
 
     def plain(self, message: Message) -> Message:
-        """The message as the template reads it.
+        """Return a message in the form that the template supports.
 
-        A content that is a list of texts, or of parts of type text, becomes a text. They are joined
-        as the template joins them; by a newline, as other servers do it, where the template reads
-        no lists. Tool calls without a content get an empty one where the template needs a text.
+        A list of texts, or of parts of type text, becomes one text, joined as the template joins
+        parts; by a newline, as in other servers, if the template does not support lists. Tool calls
+        without a content get an empty text if the template needs one.
         """
         content = message.get("content")
         if not content and message.get("tool_calls"):
-            return self._wordless(message)
+            return self._without_content(message)
         if not isinstance(content, list):
             return message
         parts = (part.get("text") if isinstance(part, dict) else part for part in content)
         texts = [text for text in parts if isinstance(text, str)]
         if len(texts) < len(content):
             return message
-        return message | {"content": self._between.join(texts)}
+        return message | {"content": self._part_separator.join(texts)}
 
-    def _wordless(self, message: Message) -> Message:
-        """A turn that only calls tools; its thought, too, by the name that gpt-oss has for it."""
+    def _without_content(self, message: Message) -> Message:
+        """Return a turn of tool calls alone, with its reasoning in the field that gpt-oss uses."""
         thought = message.get("reasoning_content")
         if thought and "message.thinking" in (self.teaches or ""):
             message = message | {"thinking": thought}
-        return message if message.get("content") == "" else message | {"content": self._nothing}
+        if message.get("content") != "":
+            message = message | {"content": self._empty_content}
+        return message
 
     @functools.cached_property
-    def _nothing(self) -> str | None:
-        """The content of a turn that has none: None, or "" where None is refused or written out."""
+    def _empty_content(self) -> str | None:
+        """Content of a turn without text: None, or "" if the template rejects or prints None."""
 
         def harm(content: str | None) -> float:
             text = self._with_calls(content, ["."])
@@ -213,10 +222,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _takes_one_call(self) -> bool:
-        """Whether a turn with a call is written, and one with two is refused or half left out."""
+        """Whether the template supports a turn with one call, but not one with two."""
         first, second = "first-value", "second-value"
         alone, both = (
-            self._with_calls(self._nothing, values, answered=True) or ""
+            self._with_calls(self._empty_content, values, answered=True) or ""
             for values in ([first], [first, second])
         )
         return first in alone and not (first in both and second in both)
@@ -224,7 +233,7 @@ class Tokenizer:
     def _with_calls(
         self, content: str | None, values: Sequence[str], *, answered: bool = False
     ) -> str | None:
-        """A conversation whose last turn calls a tool with each value; None if it is refused."""
+        """Return a conversation that calls a tool with each value; None if rendering fails."""
         function = {"name": "f", "description": "", "parameters": {"type": "object"}}
         calls = [
             {"id": f"call{i:05}", "type": "function", "function": {"name": "f"} | {"arguments": a}}
@@ -239,47 +248,47 @@ class Tokenizer:
             return None
 
     @functools.cached_property
-    def _between(self) -> str:
-        """What stands between two parts of a text."""
+    def _part_separator(self) -> str:
+        """Separator that the template puts between two parts of a content."""
         first, second = "\ue000", "\ue001"
         parts = [{"type": "text", "text": text} for text in (first, second)]
         try:
             text = self._rendered([{"role": "user", "content": parts}])
         except RequestError:
             return "\n"
-        between, found, _ = text.partition(first)[2].partition(second)
-        return between if found and not between.strip() else "\n"
+        separator, complete, _ = text.partition(first)[2].partition(second)
+        return separator if complete and not separator.strip() else "\n"
 
     def _rendered(self, messages: Sequence[Message], /, **variables: Any) -> str:
         if self.template is None:
             raise RequestError(
                 "this model ships no chat template; give a plain text or token ids instead"
             )
-        unsaid = {"add_generation_prompt": True, "tools": None, "documents": None}
-        variables = unsaid | self.specials | variables
+        defaults = {"add_generation_prompt": True, "tools": None, "documents": None}
+        variables = defaults | self.specials | variables
         template = (variables["tools"] and self.tool_template) or self.template
         return rendered(template, variables | {"messages": messages})
 
 
 class TextStream:
-    """Incremental detokenisation; never gives half a character."""
+    """Incremental detokenisation that returns whole characters only."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._stream = self._fresh()
         self._ids: list[int] = []
-        self._held: list[int] = []  # ids that gave no text yet
+        self._held: list[int] = []  # ids without text so far
         self.text = ""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text these ids complete."""
-        new = "".join(map(self._step, self._tokenizer.outward(ids)))
+        """Add ids, and return the text that they complete."""
+        new = "".join(map(self._step, self._tokenizer.visible_ids(ids)))
         self._ids += ids
         self.text += new
         return new
 
     def flush(self) -> str:
-        """What an unfinished character leaves behind."""
+        """Return the rest of the text, with an incomplete character replaced."""
         whole = self._tokenizer.decode(self._ids)
         held = whole[len(self.text) :] if whole.startswith(self.text) else self._decoded_alone()
         self.text += held
@@ -287,11 +296,11 @@ class TextStream:
         return held
 
     def _step(self, token: int) -> str:
-        """The text that a token completes."""
+        """Add a token, and return the text that it completes."""
         self._held.append(token)
         try:
             new = self._stream.step(self._tokenizer.core, token) or ""
-        except Exception:  # bytes that are no text change what was decoded before them
+        except Exception:  # invalid bytes change earlier text
             new, self._stream = self._decoded_alone(), self._fresh()
         self._held = [] if new else self._held
         return new
@@ -305,28 +314,28 @@ class TextStream:
 
 @functools.cache
 def _byte_letters() -> dict[str, int]:
-    """The letters by which byte-level vocabularies spell bytes (GPT-2's table)."""
+    """Return the byte of each letter of byte-level vocabularies (GPT-2's table)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def well_formed(text: str) -> str:
-    """The text with halves of surrogate pairs joined, and replaced where the other is missing."""
+    """Return a text with surrogate pairs joined and lone surrogates replaced."""
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _is_read(name: str) -> bool:
-    """Whether a file of this name beside a model belongs to its tokenizer."""
+    """Whether a file of this name belongs to a tokenizer."""
     return name in FILES or (Path(name).parent.name == MORE_TEMPLATES and name.endswith(".jinja"))
 
 
 def _specials(texts: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by the names that templates have for them.
+    """Return special tokens by their names in templates.
 
-    Those of the older file count where the settings do not list the added tokens.
+    Those of special_tokens_map.json are used if the settings do not list the added tokens.
     """
     if "added_tokens_decoder" not in settings:
         settings = {**settings, **json.loads(texts.get("special_tokens_map.json", "{}"))}

@@ -18,7 +18,7 @@ from dflash_jax.checkpoint import open_checkpoint, save
 from dflash_jax.config import AttentionConfig, DrafterConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import pack
-from dflash_jax.quant.products import put_in_order
+from dflash_jax.quant.products import set_weight_layout
 from dflash_jax.testing import (
     tiny_drafter,
     tiny_gemma,
@@ -67,11 +67,11 @@ def test_what_is_saved_is_loaded_bit_for_bit(path):
         found.load("int4")
 
 
-@pytest.mark.parametrize("order", ["columns", "panels"])
-def test_reordered_weights_are_saved_as_they_were(tmp_path, order):
+@pytest.mark.parametrize("layout", ["column_major", "tiled"])
+def test_reordered_weights_are_saved_as_they_were(tmp_path, layout):
     params = {"layers_0": {"attention": {"q": np.arange(40, dtype=np.float32).reshape(2, 4, 5)}}}
     turned = {"layers_0": {"attention": dict(params["layers_0"]["attention"])}}
-    put_in_order(turned, order)
+    set_weight_layout(turned, layout)
     save(tmp_path / "x", tiny_target(), turned)
     found = open_checkpoint(tmp_path / "x").load()["layers_0"]["attention"]["q"]
     np.testing.assert_array_equal(found, params["layers_0"]["attention"]["q"])
@@ -204,7 +204,7 @@ def outside(manifest):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(format="other"), "says format 'other'; expected"),
+        (lambda m: m.update(format="other"), "has format 'other'; expected"),
         (lambda m: m.update(version=2), "has version 2; this program reads up to 1"),
         (lambda m: m["config"].update({"class": "Odd"}), "cannot be understood"),
         (lambda m: m["config"]["fields"].update(num_heads="x"), "cannot be understood"),

@@ -120,8 +120,8 @@ def request_(pair: list[object], official: dict[str, list[int]]) -> list[object]
 
 def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
     apart = {"lookahead", "stored", "stop_slots", "queue", "prefix_folder", "prefix_disk"}
-    flags = """--rows 2 --rounds 3 --max-length 64 --block 4 --chunk 16 --dtype float16
-        --weights int8 --order rows --kv-dtype int8 --kernels xla --inexact --no-rings
+    flags = """--rows 2 --steps-per-call 3 --max-length 64 --block 4 --chunk 16 --dtype float16
+        --weights int8 --weight-layout row_major --kv-dtype int8 --kernels xla --inexact --no-rings
         --no-call-odds --taps-at late --min-survival 0.5 --memory-limit 9 --prefix-cache 8
         --mesh 2x2"""
     plan = chosen_plan(parser().parse_args(["explain", *flags.split()]))
@@ -129,6 +129,26 @@ def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
     same = {f.name for f in dataclasses.fields(Plan) if getattr(plan, f.name) == f.default}
     assert same == apart | default
     assert chosen_plan(parser().parse_args(["explain", "--drafter-device", "1"])).devices == (0, 1)
+
+
+def test_deprecated_flags_set_the_same_fields_with_a_notice_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--rounds", "3", "--order", "panels", "--taps", "plus1"]
+    options = parser().parse_args(["explain", *flags])
+    plan = chosen_plan(options)
+    chosen = plan.steps_per_call, plan.weight_layout, options.layer_ids
+    assert chosen == (3, "tiled", "one-based")
+    assert capsys.readouterr().err.splitlines() == [
+        "dflash-jax explain: --rounds is deprecated; use --steps-per-call",
+        "dflash-jax explain: --order is deprecated; use --weight-layout tiled",
+        "dflash-jax explain: --taps is deprecated; use --layer-ids one-based",
+    ]
+    with pytest.raises(SystemExit):
+        parser().parse_args(["explain", "--help"])
+    shown = capsys.readouterr().out
+    assert "--steps-per-call" in shown
+    assert not any(flag in shown for flag in ("--rounds", "--order", "--taps "))
 
 
 def test_a_block_past_the_drafters_own_is_warned_of_on_standard_error(
@@ -167,7 +187,7 @@ def test_generate_without_drafting_prints_the_same_tokens(
     assert [int(i) for i in tokens.split()] == said
     assert "plain decoding" in err
     assert "acceptance" not in err
-    assert run("generate", *asked, "--quiet", "--rounds", 2) == (0, tokens + "\n", "")
+    assert run("generate", *asked, "--quiet", "--steps-per-call", 2) == (0, tokens + "\n", "")
 
 
 @pytest.mark.parametrize("width", [80, 40, 20])
@@ -279,7 +299,7 @@ def test_an_interrupt_ends_with_the_text_so_far(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interrupted_after(6, monkeypatch)
-    code, out, err = run("generate", *asked, "--rounds", 2)
+    code, out, err = run("generate", *asked, "--steps-per-call", 2)
     [tokens] = out.splitlines()
     heard = [int(i) for i in tokens.split()]
     assert code == INTERRUPTED == 130
@@ -287,7 +307,7 @@ def test_an_interrupt_ends_with_the_text_so_far(
     assert heard == said[: len(heard)]
     assert f"[{len(heard)} tokens (cancelled)" in err
     interrupted_after(6, monkeypatch)
-    code, out, _ = run("generate", *asked, "--rounds", 2, "--json")
+    code, out, _ = run("generate", *asked, "--steps-per-call", 2, "--json")
     found = json.loads(out)
     assert (code, found["finish_reason"]) == (130, "cancelled")
     heard = found["token_ids"]  # a call makes one step or two, by the time they take
@@ -341,8 +361,8 @@ def test_explain_json_is_one_object(run: Run, pair: list[object]) -> None:
         "speculative[greedy]",
         "clear_rows",
     }
-    _, out, _ = run("explain", *pair, "--no-compile", "--json", "--inexact", "--rounds", 3)
-    assert json.loads(out)["plan"]["rounds"] == 3
+    _, out, _ = run("explain", *pair, "--no-compile", "--json", "--inexact", "--steps-per-call", 3)
+    assert json.loads(out)["plan"]["steps_per_call"] == 3
     single, wide = (
         next(p["work"] for p in report["programs"] if p["name"] == "plain[greedy]")
         for report in (json.loads(out), found)

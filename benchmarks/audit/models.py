@@ -108,7 +108,7 @@ def _limits(setup: Setup, engine: Engine) -> Limits:
         chunk=plan.chunk,
         block=plan.block,
         max_length=plan.max_length,
-        rounds=plan.rounds,
+        rounds=plan.steps_per_call,
         stop_tokens=plan.stop_slots - len(engine.target.eos_token_ids),
         pool=pool,
         ordered=not scripted and engine.tokenizer is not None,

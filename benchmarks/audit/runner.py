@@ -75,7 +75,7 @@ def run_scenario(
       StalledError: requests did not end, or something of them was left behind.
     """
     alone = audited.opened()
-    alone.core.scheduler.pacer = ScriptedPacer((alone.plan.rounds,))
+    alone.core.scheduler.pacer = ScriptedPacer((alone.plan.steps_per_call,))
     references = [_reference(alone, request) for request in scenario.requests]
     lives: dict[int, list[RequestHandle]] = {}
     for session in range(scenario.sessions):

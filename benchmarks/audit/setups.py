@@ -20,7 +20,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind and fields
 }
 WEIGHTS = ("float", "int8", "int4", "packed")
 DTYPES = ("float32", "bfloat16", "float16")
-ORDERS = ("auto", "rows", "columns", "panels")
+ORDERS = ("auto", "row_major", "column_major", "tiled")
 CHUNKS = (4, 8, 16, 24)
 BLOCKS = (2, 3, 4, 5, 8, 16)
 
@@ -73,9 +73,9 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
         "dtype": DTYPES[(at + 2 * turn) % 2] if rng.random() < 0.85 else DTYPES[2],
         "kv_dtype": rng.choice(["auto", "auto", "int8"]),
         "lookahead": rng.randrange(2),
-        "rounds": rng.choice([1, 2, 4]),
+        "steps_per_call": rng.choice([1, 2, 4]),
         "rings": rng.random() < 0.7,
-        "order": rng.choice(["auto", "rows", "columns", "panels"])
+        "weight_layout": rng.choice(["auto", "row_major", "column_major", "tiled"])
         if weights == "float"
         else "auto",
         "weights": weights,
@@ -106,7 +106,7 @@ SHORT = (
     Setup(
         family="qwen3, two windows",
         drafter="dflash",
-        plan={"rows": 3, "chunk": 16, "block": 4, "max_length": 200, "rounds": 2},
+        plan={"rows": 3, "chunk": 16, "block": 4, "max_length": 200, "steps_per_call": 2},
         shape={"num_layers": 1, "windows": (24,)},
         drafter_shape={"num_layers": 1, "windows": (12,), "causal": (False,)},
         scored=False,
@@ -114,7 +114,7 @@ SHORT = (
     Setup(
         family="qwen3_5",
         drafter="dflash2",
-        plan={"rows": 2, "chunk": 8, "block": 5, "max_length": 160, "rounds": 2},
+        plan={"rows": 2, "chunk": 8, "block": 5, "max_length": 160, "steps_per_call": 2},
         shape={"num_layers": 2, "recurrent": (True, False)},
         drafter_shape={"num_layers": 1, "windows": (12,), "causal": (True,)},
         syntax="<function=",
@@ -125,7 +125,7 @@ SHORT = (
         family="llama",
         drafter="dspark",
         plan={"rows": 2, "chunk": 8, "block": 3, "max_length": 160}
-        | {"weights": "int8", "kv_dtype": "int8", "rounds": 1},
+        | {"weights": "int8", "kv_dtype": "int8", "steps_per_call": 1},
         shape={"num_layers": 1, "windows": (None,)},
         drafter_shape={"num_layers": 1, "windows": (None,), "causal": (False,)},
         variants=(),

@@ -14,7 +14,7 @@ from dflash_jax.cli.options import (
     model_options,
     new_verb,
     open_pair,
-    telling,
+    report_progress,
     use_compilation_cache,
 )
 from dflash_jax.cli.terminal import columns, table
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         settings = {"target": options.target, "drafter": options.drafter}
         settings["plan"] = dataclasses.asdict(engine.plan)
     settings |= {"data": options.data, "count": len(talks)} | dataclasses.asdict(asking)
-    with telling("measuring", quiet=options.json):
+    with report_progress("measuring", quiet=options.json):
         found = summary(measure(runner, talks, levels, options.repeats), settings)
     if options.profile is not None:
         found["profile"] = _profiles(runner.engine, talks[0], options)
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         plot(found, options.plot)
     compared = [pair for pair in found["pairs"] if pair["equal_outputs"] is not None]
     unequal = [pair for pair in compared if pair["equal_outputs"] < pair["outputs"]]
-    if unequal and not options.inexact:
+    if unequal and options.exact:
         print("speculative and plain outputs DIFFER", file=sys.stderr)
         return 1
     return 0
@@ -168,13 +168,13 @@ def _levels(text: str) -> list[int]:
 
 
 def _engine(options: argparse.Namespace, rows: int) -> Any:
-    with telling("loading", quiet=options.json):
+    with report_progress("loading", quiet=options.json):
         use_compilation_cache()
         pair = open_pair(options)
         plan = dataclasses.replace(chosen_plan(options), rows=max(rows, options.rows))
         if not plan.max_length:
             plan = dataclasses.replace(plan, max_length=min(1024, pair.configs[0].max_length))
         engine = pair.engine(plan)
-    with telling("compiling", quiet=options.json):
+    with report_progress("compiling", quiet=options.json):
         engine.warm_up(sampled=options.temperature > 0)
     return engine

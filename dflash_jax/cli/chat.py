@@ -13,7 +13,7 @@ from dflash_jax.cli.options import (
     model_options,
     new_verb,
     open_pair,
-    telling,
+    report_progress,
     use_compilation_cache,
 )
 from dflash_jax.cli.terminal import bracketed, columns, note
@@ -97,13 +97,13 @@ def _notice(*parts: str) -> None:
 
 
 def _load(options: argparse.Namespace) -> Any:
-    with telling("loading", quiet=False):
+    with report_progress("loading", quiet=False):
         use_compilation_cache()
         pair = open_pair(options)
         engine = pair.engine(conversation_plan(options, pair))
     if engine.tokenizer is None or engine.tokenizer.template is None:
         raise RequestError("this model ships no chat template; use `dflash-jax generate --raw`")
-    with telling("compiling", quiet=False):
+    with report_progress("compiling", quiet=False):
         engine.warm_up(sampled=options.temperature > 0)
     return engine
 

@@ -1,18 +1,30 @@
-"""Options and steps that several verbs share. Heavy imports happen inside functions."""
+"""Options and steps shared by the verbs. Heavy imports happen inside functions."""
 
 import argparse
 import contextlib
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from dflash_jax.errors import RequestError
+from dflash_jax.plan import FIELDS, Plan
+from dflash_jax.utils.deprecation import add_deprecated_flag
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.sources import find_local
 
-LONGEST = 4096  # default capacity of conversations; a longer one costs time on a CPU
+LONGEST = 4096  # default capacity of conversations; more would be slower on a CPU
+SWITCHES = {"exact": "--inexact"}  # flags that turn a field off; --no-NAME for others
+# Fields of a plan that the verbs' common options do not set.
+WITHOUT_FLAG = {
+    "stored": "read from the weight files",
+    "lookahead": "set in experiments only",
+    "stop_slots": "the default suffices for the commands",
+    "queue": "an option of `serve`, which counts running requests too",
+    "prefix_folder": "an option of `serve`",
+    "prefix_disk": "an option of `serve`",
+}
 
 
 def new_verb(
@@ -26,8 +38,8 @@ def new_verb(
     """Add a verb and return its parser.
 
     Args:
-      run: does the work, returns the exit code; JAX is imported by then.
-      check: refuses wrong values before; `check_values` by default, which others call first.
+      run: runs the verb and returns the exit code; JAX has been imported by then.
+      check: checks the options before that; `check_values` by default, which others call first.
     """
     verb = verbs.add_parser(name, help=text, description=text)
     verb.set_defaults(run=run, check=check or check_values)
@@ -35,11 +47,11 @@ def new_verb(
 
 
 def check_values(options: argparse.Namespace) -> None:
-    """Refuse what is wrong whatever the models are, before JAX is imported or a model opened.
+    """Check the options that can be checked before JAX is imported or a model opened.
 
     Raises:
-      CheckpointError: there is no such model or tokenizer.
-      PlanError: the plan's options contradict themselves.
+      CheckpointError: a model or tokenizer does not exist.
+      PlanError: an option of the plan is wrong, or options contradict each other.
       RequestError: the prompt is missing, empty or given twice.
     """
     if hasattr(options, "prompt_ids"):
@@ -53,7 +65,11 @@ def check_values(options: argparse.Namespace) -> None:
 
 
 def check_request(options: argparse.Namespace) -> None:
-    """Do the same for the options that say what to generate; RequestError names a wrong one."""
+    """Check the options of generation as well, as `check_values` does.
+
+    Raises:
+      RequestError: an option is wrong.
+    """
     from dflash_jax.engine.sampling_params import SamplingParams
 
     check_values(options)
@@ -65,123 +81,64 @@ def check_request(options: argparse.Namespace) -> None:
 
 
 def model_options(verb: argparse.ArgumentParser) -> None:
+    """Add the options that choose the models and the plan."""
     models = verb.add_argument_group("models and plan")
     models.add_argument(
         "--target", default="tiny", help="directory, .gguf file, hub id, or 'tiny' (default)"
     )
     models.add_argument(
-        "--drafter", default="auto", help="likewise; 'none' for no drafter (default: tiny's own)"
-    )
-    models.add_argument(
-        "--taps",
-        choices=("auto", "raw", "plus1"),
+        "--drafter",
         default="auto",
-        help="how a drafter file numbers target layers: raw or plus1, where it leaves doubt",
+        help="directory, .gguf file or hub id; 'none' for no drafter (default: tiny's own)",
     )
+    numbering = models.add_argument(
+        "--layer-ids",
+        choices=("auto", "zero-based", "one-based"),
+        default="auto",
+        help="how the drafter's file numbers target layers, where that is ambiguous",
+    )
+    add_deprecated_flag(models, numbering)
     models.add_argument(
         "--tokenizer",
         metavar="DIR",
         help="folder with tokenizer.json, where the target's own cannot be used",
     )
-    models.add_argument(
-        "--dtype",
-        default="auto",
-        help="float32 (default on a CPU), bfloat16 (default elsewhere) or float16",
-    )
-    models.add_argument(
-        "--weights",
-        default="float",
-        help="float (default), int8 or int4 quantised on loading, or packed as in a .gguf file",
-    )
-    models.add_argument(
-        "--order",
-        default="auto",
-        help="how float matrices lie: rows, columns or panels; what suits the processor by default",
-    )
-    models.add_argument(
-        "--kv-dtype", default="auto", help="of cached keys and values: int8, or that of --dtype"
-    )
-    models.add_argument(
-        "--kernels",
-        default="auto",
-        help="on a GPU: xla alone, pallas for packed weights (auto), or for attention too (pallas)",
-    )
-    models.add_argument(
-        "--block",
-        type=int,
-        default=0,
-        help="tokens per step, anchor included; the drafter's size by default, past which drafts"
-        " are hardly ever accepted",
-    )
-    models.add_argument(
-        "--max-length",
-        type=int,
-        default=0,
-        help="most tokens of prompt and output; by default what the verb needs",
-    )
-    models.add_argument(
-        "--chunk",
-        type=int,
-        default=0,
-        help="prompt tokens per prefill call; 64 by default on a CPU, else 256",
-    )
-    models.add_argument("--rows", type=int, default=1, help="requests side by side (default 1)")
-    models.add_argument(
-        "--rounds", type=int, default=0, metavar="N",
-        help="up to so many steps in one call, where steps are short (faster, heard in bursts);"
-        " 4 by default on a CPU",
-    )  # fmt: skip
-    models.add_argument("--inexact", action="store_true", help="let plain steps run one token wide")
-    for flag, text in (
-        ("--no-rings", "sliding layers keep whole caches, not rings"),
-        ("--no-call-odds", "recovery tells stalls by punctuation alone"),
-    ):
-        models.add_argument(flag, action="store_true", help=text)
-    models.add_argument(
-        "--min-survival",
-        type=float,
-        default=0.0,
-        metavar="CHANCE",
-        help="do not verify drafts that a drafter with a confidence head gives less than this",
-    )
-    models.add_argument(
-        "--taps-at",
-        default="auto",
-        help="where the drafter's taps are taken: early, late (default) or upstream (see Plan)",
-    )
-    models.add_argument(
-        "--memory-limit",
-        type=int,
-        default=0,
-        metavar="BYTES",
-        help="most that the engine may use; what is free by default",
-    )
-    models.add_argument(
-        "--prefix-cache",
-        type=int,
-        default=0,
-        metavar="BYTES",
-        help="keep prefixes of prompts, so that they need not be fed again; 256 MiB by default in"
-        " serve, else none",
-    )
-    models.add_argument(
-        "--mesh",
-        type=mesh,
-        default=(1, 1),
-        metavar="DATAxMODEL",
-        help="devices: rows split over the first number, heads and widths over the second",
-    )
-    for model in ("target", "drafter"):
-        models.add_argument(
-            f"--{model}-device",
-            type=int,
-            default=0,
-            metavar="I",
-            help=f"place of the {model}'s device, counted from 0; the two may differ",
+    add_plan_options(models, [name for name in FIELDS if name not in WITHOUT_FLAG])
+
+
+def add_plan_options(group: Any, names: Iterable[str]) -> None:
+    """Add the flags of fields of a plan, with the fields' defaults and help texts."""
+    for name in names:
+        info, default = FIELDS[name], getattr(Plan, name)
+        flag = "--" + name.replace("_", "-")
+        if default is True:
+            flag = SWITCHES.get(name, flag.replace("--", "--no-"))
+            group.add_argument(
+                flag, dest=name, action="store_false", help=f"disable this default: {info.help}"
+            )
+            continue
+        if name == "devices":
+            for role in ("target", "drafter"):
+                text = f"{info.help}; for the {role} (default: 0)"
+                group.add_argument(
+                    f"--{role}-device", type=int, default=0, metavar=info.metavar, help=text
+                )
+            continue
+        if name == "mesh":
+            default = "x".join(map(str, default))
+        described = info.automatic or default in ("", "auto")  # by the help text
+        action = group.add_argument(
+            flag,
+            type=mesh if name == "mesh" else type(default),
+            default=default,
+            metavar=info.metavar,
+            help=info.help if described else f"{info.help} (default: %(default)s)",
         )
+        add_deprecated_flag(group, action)
 
 
 def mesh(text: str) -> tuple[int, int]:
+    """Parse a mesh such as 1x4."""
     try:
         data, model = map(int, text.split("x"))
     except ValueError as error:
@@ -190,6 +147,7 @@ def mesh(text: str) -> tuple[int, int]:
 
 
 def prompt_options(verb: argparse.ArgumentParser) -> None:
+    """Add the options that choose the prompt."""
     prompt = verb.add_argument_group("prompt")
     prompt.add_argument("prompt", nargs="?", help="text; '-' reads standard input")
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="raw token ids instead of text")
@@ -199,62 +157,48 @@ def prompt_options(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_plan(options: argparse.Namespace) -> Any:
-    from dflash_jax.plan import Plan
+def chosen_plan(options: argparse.Namespace) -> Plan:
+    """Return the plan that the options describe.
 
-    return Plan(
-        rows=options.rows,
-        rounds=options.rounds,
-        max_length=options.max_length,
-        block=options.block,
-        chunk=options.chunk,
-        dtype=options.dtype,
-        weights=options.weights,
-        order=options.order,
-        kv_dtype=options.kv_dtype,
-        kernels=options.kernels,
-        exact=not options.inexact,
-        rings=not options.no_rings,
-        call_odds=not options.no_call_odds,
-        taps_at=options.taps_at,
-        min_survival=options.min_survival,
-        memory_limit=options.memory_limit,
-        prefix_cache=options.prefix_cache,
-        mesh=options.mesh,
-        devices=(options.target_device, options.drafter_device),
-    )
+    Raises:
+      PlanError: a value is wrong, or options contradict each other.
+    """
+    names = FIELDS.keys() - {"queue"}  # `--queue` of `serve` counts running requests as well
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    return Plan(**given, devices=(options.target_device, options.drafter_device))
 
 
 def conversation_plan(options: argparse.Namespace, pair: Any) -> Any:
-    """The chosen plan with room for a conversation, where --max-length says nothing."""
+    """Return the chosen plan, with room for a conversation if --max-length was not given."""
     plan = chosen_plan(options)
     length = plan.max_length or min(LONGEST, pair.configs[0].max_length)
     return dataclasses.replace(plan, max_length=length)
 
 
 def chosen_drafter(options: argparse.Namespace) -> str | None:
+    """Return the source of the drafter, or None for no drafter."""
     return None if options.drafter == "none" else options.drafter
 
 
 def open_pair(options: argparse.Namespace) -> Any:
-    """The chosen models, not yet read; doubts are told on standard error."""
+    """Open the chosen models without reading weights; warnings go to standard error."""
     from dflash_jax import loading
     from dflash_jax.compiler.resolve import wide_block
 
-    with warnings.catch_warnings(record=True) as doubts:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pair = loading.open_pair(
             options.target,
             chosen_drafter(options),
-            taps=options.taps,
+            layer_ids=options.layer_ids,
             taps_at=options.taps_at,
             tokenizer=options.tokenizer,
         )
-    found = [str(doubt.message) for doubt in doubts]
+    messages = [str(warning.message) for warning in caught]
     if note := wide_block(options.block, pair.configs[1]):
-        found.append(note)
-    for doubt in found:
-        print(f"dflash-jax: {doubt}", file=sys.stderr)
+        messages.append(note)
+    for message in messages:
+        print(f"dflash-jax: {message}", file=sys.stderr)
     return pair
 
 
@@ -266,17 +210,18 @@ def load_engine(
     check: Callable[[Any, list[list[int]]], None] = lambda engine, ids: None,
     sampled: bool = False,
 ) -> tuple[Any, list[list[int]]]:
-    """A warm engine and the prompts it is for; says on standard error what takes time.
+    """Return a compiled engine and the ids of its prompts; progress goes to standard error.
 
-    Without --max-length the plan holds the longest prompt and its output, rounded up to a
-    power of two: attention on a CPU costs by capacity, and few capacities mean few compilations.
+    Without --max-length, the plan has room for the longest prompt and its output, rounded up to a
+    power of two: the cost of attention on a CPU depends on it, and few sizes mean few compilations.
 
     Args:
-      prompts: makes the prompts' ids from the tokenizer.
-      check: refuses what this engine cannot do with them, before compiling takes its time.
+      prompts: encodes the prompts, given the tokenizer.
+      quiet: report no progress.
+      check: raises before compiling if the engine cannot run these prompts.
       sampled: compile the sampling programs as well.
     """
-    with telling("loading", quiet=quiet):
+    with report_progress("loading", quiet=quiet):
         use_compilation_cache()
         pair = open_pair(options)
         ids = prompts(pair.tokenizer)
@@ -288,41 +233,42 @@ def load_engine(
             plan = dataclasses.replace(plan, max_length=min(capacity, most))
         engine = pair.engine(plan)
         check(engine, ids)
-    with telling("compiling", quiet=quiet):
+    with report_progress("compiling", quiet=quiet):
         engine.warm_up(sampled=sampled)
     return engine, ids
 
 
 @contextlib.contextmanager
-def telling(what: str, *, quiet: bool) -> Iterator[None]:
+def report_progress(what: str, *, quiet: bool) -> Iterator[None]:
+    """Report on standard error what runs in the block."""
     with announced(what, shown=not quiet and is_shown(), patience=0):
         yield
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs where `dflash_jax.load` does; says so where that cannot be."""
+    """Use the compilation cache of `dflash_jax.load`; print a warning if that is impossible."""
     from dflash_jax.compiler import cache
 
     cache.use_compilation_cache(warn=lambda text: print(f"dflash-jax: {text}", file=sys.stderr))
 
 
 def prompt_ids(options: argparse.Namespace, tokenizer: Any) -> list[int]:
-    """The prompt's token ids; `check_values` has seen to it that there is one."""
+    """Return the prompt's token ids; `check_values` has checked that there is a prompt."""
     if options.prompt_ids is not None:
         return _given_ids(options.prompt_ids)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    return encode_prompt(_some(text), options, tokenizer)
+    return encode_prompt(_not_empty(text), options, tokenizer)
 
 
 def _check_prompt(options: argparse.Namespace) -> None:
-    """Refuse a prompt that is missing, empty or given twice; verbs with --prompts need none."""
+    """Check that one prompt was given and is not empty; verbs with --prompts need none."""
     if options.prompt_ids is not None:
         if options.prompt is not None:
             raise RequestError("both a prompt and --prompt-ids were given; give one of them")
         if not _given_ids(options.prompt_ids):
             raise RequestError("the prompt is empty; give at least one token")
     elif options.prompt is not None:
-        _some(options.prompt)
+        _not_empty(options.prompt)
     elif not hasattr(options, "prompts"):
         raise RequestError('no prompt; give a text, --prompt-ids 1,2,3, or "-" for standard input')
 
@@ -334,13 +280,18 @@ def _given_ids(text: str) -> list[int]:
         raise RequestError(f"--prompt-ids is {text!r}; expected integers like 1,2,3") from error
 
 
-def _some(text: str) -> str:
+def _not_empty(text: str) -> str:
     if not text.strip():
         raise RequestError("the prompt is empty; give at least one character")
     return text
 
 
 def encode_prompt(text: str, options: argparse.Namespace, tokenizer: Any) -> list[int]:
+    """Return the ids of a text, in the chat template unless --raw was given.
+
+    Raises:
+      RequestError: there is no tokenizer.
+    """
     if tokenizer is None:
         raise RequestError("this model ships no tokenizer; give --prompt-ids instead of text")
     if options.raw or tokenizer.template is None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.options import load_engine, model_options, new_verb, telling
+from dflash_jax.cli.options import load_engine, model_options, new_verb, report_progress
 from dflash_jax.cli.terminal import columns, filled, table
 from dflash_jax.errors import RequestError
 
@@ -71,13 +71,13 @@ def run(options: argparse.Namespace) -> int:
         quiet=options.json,
         check=lambda engine, prompts: _check(engine, turns, prompts),
     )
-    with telling("compiling recovery", quiet=options.json):
+    with report_progress("compiling recovery", quiet=options.json):
         engine.warm_up(recovery=True)
     settings = {"off": None, "on": Recovery()}
     report: dict[str, Any] = {}
     bad = 0
     for name in settings if options.recovery == "both" else (options.recovery,):
-        with telling(f"{len(turns)} turns, recovery {name}", quiet=options.json):
+        with report_progress(f"{len(turns)} turns, recovery {name}", quiet=options.json):
             played = [replay.play(engine, turn, settings[name]) for turn in turns]
         unequal = [p.turn.id for p in played if not p.equal]
         missed = [p.turn.id for p in played if p.turn.expected not in (None, p.outcome)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli.options import (
+    add_plan_options,
     check_values,
     conversation_plan,
     model_options,
@@ -21,7 +22,7 @@ from dflash_jax.cli.options import (
 from dflash_jax.errors import RequestError, install_hint
 
 KEYS = "DFLASH_API_KEY"
-PREFIX_CACHE, PREFIX_DISK = 2**28, 2**33  # bytes: conversations come back longer, again and again
+PREFIX_CACHE = 2**28  # bytes: conversations come back longer, again and again
 
 
 def add_verb(verbs: Any) -> None:
@@ -121,19 +122,7 @@ def add_verb(verbs: Any) -> None:
         help="how long a JSON schema or grammar of a request may take to compile (default 30);"
         " longer ones get a 400, and hold up no other request meanwhile",
     )
-    server.add_argument(
-        "--prefix-folder",
-        default="",
-        metavar="DIR",
-        help="keep prefixes of prompts on disk as well: for when memory dropped them, or a restart",
-    )
-    server.add_argument(
-        "--prefix-disk",
-        type=int,
-        default=PREFIX_DISK,
-        metavar="BYTES",
-        help="most in that folder (default 8 GiB)",
-    )
+    add_plan_options(server, ["prefix_folder", "prefix_disk"])
     model_options(verb)
     verb.set_defaults(prefix_cache=PREFIX_CACHE)
 
@@ -203,8 +192,7 @@ def run(options: argparse.Namespace) -> int:
 
     def make(pair: loading.OpenPair) -> Any:
         plan = conversation_plan(options, pair)
-        disk = {"prefix_folder": options.prefix_folder, "prefix_disk": options.prefix_disk}
-        engine = pair.engine(dataclasses.replace(plan, queue=options.queue, **disk))
+        engine = pair.engine(dataclasses.replace(plan, queue=options.queue))
         engine.grammars.seconds = options.grammar_timeout
         return engine
 

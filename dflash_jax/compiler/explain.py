@@ -20,7 +20,7 @@ from dflash_jax.compiler.roofline import Device, Roofline, roofline
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import KEPT, ORDERED, Joined, Packed
+from dflash_jax.quant.layouts import FloatLayout, Joined, Packed, StructuredWeight
 
 MOST_RUNS = 8
 COLUMNS = 80  # of a terminal
@@ -102,10 +102,10 @@ class Explanation:
             f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"
             f"  chunk {p.chunk}  {p.dtype}"
             + f"  {p.weights} weights" * (p.weights != "float")
-            + f"  matrices in {p.order}" * (p.order in ("columns", "panels"))
+            + f"  {p.weight_layout} matrices" * (p.weight_layout in ("column_major", "tiled"))
             + f"  {p.kv_dtype} keys and values" * (p.kv_dtype != "auto")
             + f"  {'exact' if p.exact else 'inexact'}"
-            f"  lookahead {p.lookahead}  rounds {p.rounds}"
+            f"  lookahead {p.lookahead}  steps per call {p.steps_per_call}"
             + (f"  min survival {p.min_survival:g}" * (p.min_survival > 0))
         )
         yield f"memory   {self.budget}"
@@ -160,7 +160,7 @@ def explain(
         _report(p, built.get(p.key), plan, target, drafter, device) for p in programs.values()
     )
     params = jax.tree_util.tree_leaves_with_path(
-        abstract_params(plan, target, drafter), is_leaf=lambda x: isinstance(x, KEPT)
+        abstract_params(plan, target, drafter), is_leaf=lambda x: isinstance(x, StructuredWeight)
     )
     note = wide_block(plan.block, drafter)
     return Explanation(
@@ -219,7 +219,7 @@ def _stored_as(leaf: Any) -> str:
     """A dtype, or the kinds of a packed weight's parts."""
     if isinstance(leaf, Joined):
         return "+".join(dict.fromkeys(_stored_as(part) for part in leaf.parts))
-    if isinstance(leaf, ORDERED):
+    if isinstance(leaf, FloatLayout):
         return str(jax.tree.leaves(leaf)[0].dtype)
     return leaf.kind if isinstance(leaf, Packed) else str(leaf.dtype)
 

@@ -12,7 +12,7 @@ from dflash_jax.compiler.keys import Step
 from dflash_jax.compiler.models import abstract_params, empty_state
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import KEPT
+from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.state import LayerCache, RecurrentCache
 
 
@@ -67,7 +67,7 @@ def weight_bytes(
         role: {
             jax.tree_util.keystr(path, simple=True, separator="/"): tree_bytes(leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(
-                tree[role], is_leaf=lambda x: isinstance(x, KEPT)
+                tree[role], is_leaf=lambda x: isinstance(x, StructuredWeight)
             )
         }
         for role in tree
@@ -94,7 +94,7 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, step: 
     width = plan.chunk if prefill else 1 if narrow else plan.block
     rows = plan.fed_rows if prefill else plan.rows
     tokens, head_rows = rows * width, rows * (1 if prefill else width)
-    once = dataclasses.replace(plan, order="rows")  # a call reads one of two stored layouts
+    once = dataclasses.replace(plan, weight_layout="row_major")  # a call reads one of two copies
     counts, sizes = parameters(target, drafter), weight_bytes(once, target, drafter)
     head, table = target.vocab_size * target.hidden_size, sizes["target"]["head"]
     body = _multiplied(counts["target"])

@@ -20,7 +20,7 @@ from dflash_jax.decode.pair import Pair, Params
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import Spec, is_matrix, spec
-from dflash_jax.quant.products import abstract, in_order
+from dflash_jax.quant.products import abstract, abstract_layout
 from dflash_jax.state import (
     CHOICES,
     DecodeState,
@@ -111,7 +111,7 @@ def abstract_params(
             return abstract(x.shape, specs[name], dtype, kernel=kernel)
         kept = jnp.issubdtype(x.dtype, jnp.integer) or path[-1].key in ALWAYS_FLOAT32
         stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else dtype)
-        return in_order(stored, plan.order) if is_matrix(path[-1].key) else stored
+        return abstract_layout(stored, plan.weight_layout) if is_matrix(path[-1].key) else stored
 
     return jax.tree_util.tree_map_with_path(planned, _shapes(target, drafter))
 

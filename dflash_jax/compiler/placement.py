@@ -13,15 +13,17 @@ from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.pair import Params
 from dflash_jax.errors import CheckpointError
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import KEPT
-from dflash_jax.quant.products import put_in_order
+from dflash_jax.quant.layouts import StructuredWeight
+from dflash_jax.quant.products import set_weight_layout
 
 
 @isolated_jax_config()
 def place_params(plan: Plan, params: Params) -> Params:
     """Return the parameters in the layout and on the devices of the plan."""
-    params = jax.tree.map(lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, KEPT))
-    put_in_order(params, plan.order)  # in the copy of the tree
+    params = jax.tree.map(
+        lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, StructuredWeight)
+    )
+    set_weight_layout(params, plan.weight_layout)  # in the copy of the tree
     if plan.two_devices and "drafter" in params:
         return two_devices.place_params(plan, params)
     mesh = device_mesh(plan)

@@ -66,7 +66,7 @@ class Program:
 
 def is_multi_step(plan: Plan, variant: Variant) -> bool:
     """Return whether a variant's decode programs run several steps per call."""
-    return plan.rounds > 1 and variant not in LOGITS_VARIANTS
+    return plan.steps_per_call > 1 and variant not in LOGITS_VARIANTS
 
 
 @isolated_jax_config()
@@ -231,7 +231,7 @@ class _Declaration:
         if not multi:
             return program
         run = functools.partial(
-            steps.multi_step, program.function, max_steps=self.plan.rounds, width=width
+            steps.multi_step, program.function, max_steps=self.plan.steps_per_call, width=width
         )
         return dataclasses.replace(program, function=run)
 

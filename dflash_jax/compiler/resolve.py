@@ -1,4 +1,4 @@
-"""Completing a plan: open choices made, the whole checked against models and memory."""
+"""Completing a plan, and checking it against models and memory."""
 
 import dataclasses
 
@@ -8,40 +8,67 @@ from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.device import default_device, free_memory
 from dflash_jax.errors import PlanError
-from dflash_jax.plan import Dtype, Order, Plan
-from dflash_jax.quant.layouts import FEW
+from dflash_jax.plan import Dtype, Plan, WeightLayout
+from dflash_jax.quant.layouts import MAX_TILED_TOKENS
 
-NARROW, WIDE = 128, 512  # widths from which blocks gain by panels, and by columns
-MANY = 64  # tokens of a step above which columns gain no more
-ROUNDS = 4  # of a call on a CPU, where calling costs about a millisecond
+# Widths from which decode steps are faster with tiled, and with column-major matrices.
+MIN_TILED_WIDTH, MIN_COLUMN_MAJOR_WIDTH = 128, 512
+MAX_COLUMN_MAJOR_TOKENS = 64  # steps with more tokens gain nothing from column-major matrices
+CPU_STEPS_PER_CALL = 4  # dispatching a call costs about a millisecond there
 
 
 def resolve(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, *, platform: str, memory: int
 ) -> Plan:
-    """The plan with every open choice made, checked against models and memory.
+    """Return the plan with every automatic choice made, checked against models and memory.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
-      memory: bytes of device memory free for weights, state and temporaries.
+      memory: free bytes of device memory, for weights, state and temporaries.
 
     Raises:
-      PlanError: the plan asks for more positions than the target has, or does not fit.
+      PlanError: the plan does not fit the models or the memory.
     """
-    small = platform == "cpu"
-    default_dtype: Dtype = "float32" if small else "bfloat16"
-    alone = not plan.two_devices and plan.mesh == (1, 1)
-    may_order = alone and plan.weights == "float"
+    plan = _completed(plan, target, drafter, platform, memory)
+    _check_models(plan, target, drafter)
+    _check_weights(plan)
+    sharing = None if plan.two_devices else drafter  # the target's device
+    need = budget(plan, target, sharing)
+    if need.total > plan.memory_limit:
+        raise PlanError(_does_not_fit(plan, target, sharing, need))
+    return plan
+
+
+def _completed(
+    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, platform: str, memory: int
+) -> Plan:
+    cpu = platform == "cpu"
+    default_dtype: Dtype = "float32" if cpu else "bfloat16"
     default_block = _trained_block(drafter) if drafter else 8
     plan = dataclasses.replace(
         plan,
-        max_length=plan.max_length or min(target.max_length, 1024 if small else 8192),
+        max_length=plan.max_length or min(target.max_length, 1024 if cpu else 8192),
         block=plan.block or default_block,
-        chunk=plan.chunk or (64 if small else 256),
-        rounds=plan.rounds or (ROUNDS if small and alone else 1),
+        chunk=plan.chunk or (64 if cpu else 256),
+        steps_per_call=plan.steps_per_call
+        or (CPU_STEPS_PER_CALL if cpu and _one_device(plan) else 1),
         dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
         memory_limit=plan.memory_limit or memory,
     )
+    if plan.weight_layout != "auto":
+        return plan
+    layout: WeightLayout = "row_major"
+    if cpu and _one_device(plan) and plan.weights == "float":
+        tokens = plan.rows * (plan.block if drafter or plan.exact else 1)  # per step
+        layout = _fastest_layout(plan.dtype, target.hidden_size, tokens)
+    return dataclasses.replace(plan, weight_layout=layout)
+
+
+def _one_device(plan: Plan) -> bool:
+    return not plan.two_devices and plan.mesh == (1, 1)
+
+
+def _check_models(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> None:
     if plan.max_length > target.max_length:
         changes = target.rope.kind in BY_LENGTH
         reason = f" (beyond them its {target.rope.kind} rotary embedding turns cached keys too)"
@@ -54,23 +81,25 @@ def resolve(
             f"min_survival is {plan.min_survival}, but the drafter has no confidence head;"
             " leave it at 0"
         )
-    if plan.rounds > 1 and not alone:
+    if plan.steps_per_call > 1 and not _one_device(plan):
         raise PlanError(
-            f"rounds is {plan.rounds} for mesh {plan.mesh} and devices {plan.devices}; one call"
-            " makes several steps on one device only: leave rounds at 0"
+            f"steps_per_call is {plan.steps_per_call} for mesh {plan.mesh} and devices"
+            f" {plan.devices}; calls of more than one step need a single device: leave"
+            " steps_per_call at 0"
         )
     if plan.two_devices and drafter is None:
         raise PlanError(
             f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
         )
-    if plan.order == "auto":
-        tokens = plan.rows * (plan.block if drafter or plan.exact else 1)  # of a step
-        order = _order(plan.dtype, target.hidden_size, tokens) if small and may_order else "rows"
-        plan = dataclasses.replace(plan, order=order)
-    elif plan.order != "rows" and not may_order:
+
+
+def _check_weights(plan: Plan) -> None:
+    may_relayout = _one_device(plan) and plan.weights == "float"
+    if plan.weight_layout != "row_major" and not may_relayout:
         raise PlanError(
-            f"order is {plan.order!r} for weights {plan.weights!r}, mesh {plan.mesh} and devices"
-            f" {plan.devices}; it needs weights='float' and one device: leave it 'auto'"
+            f"weight_layout is {plan.weight_layout!r} for weights {plan.weights!r}, mesh"
+            f" {plan.mesh} and devices {plan.devices}; it needs weights='float' and one"
+            " device: leave it 'auto'"
         )
     if plan.weights == "packed" and not plan.stored:
         raise PlanError(
@@ -82,11 +111,6 @@ def resolve(
             f"weights={plan.weights!r} cannot be split over a mesh of {plan.mesh}; use one device,"
             " or weights='float'"
         )
-    beside = None if plan.two_devices else drafter  # what shares the target's device
-    need = budget(plan, target, beside)
-    if need.total > plan.memory_limit:
-        raise PlanError(_does_not_fit(plan, target, beside, need))
-    return plan
 
 
 def _trained_block(drafter: DrafterConfig) -> int:
@@ -96,8 +120,8 @@ def _trained_block(drafter: DrafterConfig) -> int:
 def wide_block(block: int, drafter: DrafterConfig | None) -> str | None:
     """Return a warning about a block that is wider than the drafter's own, or None.
 
-    Such a plan is legal and its output is the same; measured on the shipped pair, the second
-    draft past the trained block is kept in 6 of 100 rounds, the fourth in none.
+    Such a plan is valid and its output is the same. With the shipped pair, the second draft past
+    the trained block is accepted in 6 of 100 rounds, the fourth in none.
     """
     if drafter is None or block <= (trained := _trained_block(drafter)):
         return None
@@ -108,7 +132,7 @@ def wide_block(block: int, drafter: DrafterConfig | None) -> str | None:
 
 
 def resolve_here(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Plan:
-    """Return the plan completed and checked for the default device.
+    """Return the plan, completed and checked for the default device.
 
     Raises:
       PlanError: as for `resolve`, or JAX finds no device.
@@ -117,19 +141,19 @@ def resolve_here(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None
     return resolve(plan, target, drafter, platform=device.platform, memory=free_memory(device))
 
 
-def _order(dtype: Dtype, width: int, tokens: int) -> Order:
-    """How matrices lie for steps of so many tokens on this CPU; measured with AVX2 only."""
-    if widest_vectors() != "avx2" or tokens == 1 or width < NARROW:
-        return "rows"
-    if width >= WIDE:
-        return "columns" if tokens <= MANY else "rows"
-    return "panels" if dtype == "float32" and tokens <= FEW else "rows"
+def _fastest_layout(dtype: Dtype, width: int, tokens: int) -> WeightLayout:
+    """Return the fastest layout for steps of `tokens` on this CPU; measured with AVX2 only."""
+    if widest_vectors() != "avx2" or tokens == 1 or width < MIN_TILED_WIDTH:
+        return "row_major"
+    if width >= MIN_COLUMN_MAJOR_WIDTH:
+        return "column_major" if tokens <= MAX_COLUMN_MAJOR_TOKENS else "row_major"
+    return "tiled" if dtype == "float32" and tokens <= MAX_TILED_TOKENS else "row_major"
 
 
 def _does_not_fit(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, need: Budget
 ) -> str:
-    """Says what needs how much, and the longest max_length that would fit."""
+    """Return an error message with the required memory and the longest max_length that fits."""
     limit = plan.memory_limit
     low, high = 1, plan.max_length
     while high - low > 1:  # bytes grow with max_length

@@ -25,7 +25,7 @@ from dflash_jax.engine.scheduler import variants_of
 from dflash_jax.engine.sequence import Sequence as RunningSequence
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammars
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.plan import Plan
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils import forking
@@ -316,7 +316,17 @@ class Engine:
         return self.compiled.seconds
 
     def share_programs(self, other: "Engine") -> None:
-        """Take the compiled programs and measurements of an engine of the same plan and models."""
+        """Share the compiled programs and measurements of an engine with the same models.
+
+        Raises:
+          PlanError: the engines' models or `Plan.shape` differ.
+        """
+        ours, theirs = ((e.target, e.drafter, e.plan.shape) for e in (self, other))
+        if ours != theirs:
+            raise PlanError(
+                "the other engine's programs are of another shape; expected the same models and"
+                f" the same plan.shape, {self.plan.shape}"
+            )
         self.runner.compiled, self.break_even = other.compiled, other.break_even
 
     @property

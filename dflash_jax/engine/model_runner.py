@@ -94,7 +94,7 @@ class ModelRunner:
         self.prefixes = self._make_prefixes(self.params)
         self._logits = LogitsProcessor(plan.rows, target.vocab_size)
         # Kept on the device, because sending a number in every call takes 0.1 ms.
-        self._num_steps = jax.device_put([np.int32(n) for n in range(plan.rounds + 1)])
+        self._num_steps = jax.device_put([np.int32(n) for n in range(plan.steps_per_call + 1)])
 
     @property
     def params_deleted(self) -> bool:

@@ -94,7 +94,7 @@ class Scheduler:
         self._plan = plan
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.rows: list[Sequence | None] = [None] * plan.rows
-        self.pacer = StepPacer(plan.rounds)
+        self.pacer = StepPacer(plan.steps_per_call)
         self._prefilled_last = False
         self._rules: RowRules | None = None
         self._rows_of_rules: list[tuple[RowSettings | None, bool]] = []

@@ -1,7 +1,7 @@
-"""Cached attention in one masked buffer: write the new keys first, then attend.
+"""Cached attention over one masked buffer: new keys are written first, then attended to.
 
-Writing first makes a token's bits independent of the block it sits in (R2): every row
-reduces over the same slots in the same order, whichever call filled them.
+This makes a token's bits independent of the block it is in (R2): every row reduces over the same
+slots in the same order, whichever call filled them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8, Num
 from dflash_jax.nn.layers import product
 from dflash_jax.state import LayerCache
 
-PIECE = 256  # slots that `attend_pieces` takes at a time
+PIECE = 256  # slots that `attend_pieces` handles at a time
 
 
 def write_rows(
@@ -25,11 +25,11 @@ def write_rows(
     v: Float[Array, "B T K H"],
     start: Int[Array, " B"],
 ) -> LayerCache:
-    """The cache with rows k, v at positions start .. start+T-1 of each batch row.
+    """Return the cache with k, v written at positions start .. start+T-1 of each batch row.
 
-    A mask stops keys that are not finite, but not values: nothing times infinity is not nothing.
-    So such a value is written as zero and its key as not a number. Queries that see the row
-    break as they should; those before a rejected draft do not.
+    A mask excludes non-finite keys, but not non-finite values: zero times infinity is NaN. Such a
+    value is therefore written as zero and its key as NaN. Queries that see the slot become
+    non-finite, as they should; queries before a rejected draft do not.
     """
     k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))  # [B, K, T, H]
     if cache.k_scale is None:
@@ -40,7 +40,7 @@ def write_rows(
     if cache.k_scale is not None:
         names, arrays = ["k", "k_scale", "v", "v_scale"], [*to_int8(k), *to_int8(v)]
     if k.shape[2] == 1:
-        # XLA copies the whole cache to write a single row; the twin lands in a garbage slot.
+        # XLA copies the whole cache to write a single row; the copy of it lands in an unused slot.
         arrays = [jnp.concatenate([x, x], axis=2) for x in arrays]
     put = _put_ring if cache.ring else _put
     written: dict[str, Any] = {
@@ -50,7 +50,7 @@ def write_rows(
 
 
 def to_int8(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Array, "..."]]:
-    """Codes from -127 to 127, and what they are multiplied with; of each vector by itself."""
+    """Return codes from -127 to 127 and the scale of each vector."""
     x32 = x.astype(jnp.float32)
     scale = jnp.abs(x32).max(axis=-1) / jnp.float32(127)
     codes = jnp.round(x32 / jnp.where(scale == 0, 1.0, scale)[..., None])
@@ -61,7 +61,7 @@ def _put(
     buffer: Num[Array, "B K S ..."], rows: Num[Array, "B K T ..."], start: Int[Array, " B"]
 ) -> Num[Array, "B K S ..."]:
     window = tuple(range(1, buffer.ndim))
-    along = jax.lax.ScatterDimensionNumbers(window, (), (2,), (0,), (0,))  # T slots in one
+    along = jax.lax.ScatterDimensionNumbers(window, (), (2,), (0,), (0,))  # T slots at once
     only: dict[str, Any] = {"indices_are_sorted": True, "unique_indices": True}
     return jax.lax.scatter(buffer, start[:, None], rows, along, mode="clip", **only)
 
@@ -71,15 +71,15 @@ def _put_ring(
 ) -> Num[Array, "B K S ..."]:
     at = (start[:, None] + jnp.arange(rows.shape[2])[None, :]) % buffer.shape[2]  # [B, T]
     window = (1, *range(3, buffer.ndim))
-    slots = jax.lax.ScatterDimensionNumbers(window, (2,), (2,), (0,), (0,))  # each by itself
+    slots = jax.lax.ScatterDimensionNumbers(window, (2,), (2,), (0,), (0,))  # one by one
     return jax.lax.scatter(buffer, at[:, :, None], rows, slots, unique_indices=True, mode="drop")
 
 
 def slot_positions(end: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:
-    """Position held by each slot when `end` rows were written; negative where none was.
+    """Return the position that each slot holds after `end` writes; negative for empty slots.
 
-    One rule for both kinds of cache: slot s holds the newest position below `end` that is
-    congruent to s modulo the slots, which in a plain cache is s itself.
+    One rule covers both kinds of cache: slot s holds the newest position below `end` that is
+    congruent to s modulo the number of slots, which is s itself in a plain cache.
     """
     last = end[:, None] - 1
     return last - (last - jnp.arange(slots)[None, :]) % slots
@@ -88,7 +88,10 @@ def slot_positions(end: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:
 def visible(
     query: Int[Array, "B T"], key: Int[Array, "B S"], *, causal: bool, window: int | None
 ) -> Bool[Array, "B T S"]:
-    """Which keys a query may see: written ones, not later if causal, closer than the window."""
+    """Return which keys each query may see.
+
+    They have been written, are not later if `causal`, and are closer than the window.
+    """
     q, k = query[:, :, None], key[:, None, :]
     seen = jnp.broadcast_to(k >= 0, (*query.shape, key.shape[1]))
     if causal:
@@ -108,14 +111,14 @@ def attend(
     scale: float | None = None,
     sinks: Float[Array, "K G"] | None = None,
 ) -> Float[Array, "B T N*H"]:
-    """softmax(scale q · k) · v over the live part of the buffer, grouped heads, float32 softmax.
+    """Return softmax(scale q · k) · v over the live slots, for grouped heads, softmax in float32.
 
-    A CPU goes through a large buffer in pieces and stops after the last slot that any row sees;
-    an NVIDIA GPU does likewise by kernels if the cache says so; otherwise it is taken in one.
+    A CPU reads a large buffer in pieces up to the last slot that any row sees. So does an NVIDIA
+    GPU if the cache is made for the Pallas kernels. Otherwise all slots are read at once.
 
     Args:
       scale: 1 / sqrt(H) by default.
-      sinks: a logit per head that takes part in the softmax and carries no value (gpt-oss).
+      sinks: a logit per head that is part of the softmax and has no value (gpt-oss).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     whole, pieces = (functools.partial(f, scale=scale) for f in (attend_whole, attend_pieces))
@@ -125,7 +128,7 @@ def attend(
 
         if fits(q.shape[1], cache):
             forms["cuda"] = functools.partial(attend_kernel, scale=scale)
-    # A call that fills its buffer, as in training, has nothing to skip and may be differentiated.
+    # A call that fills its buffer, as in training, can skip nothing, and may be differentiated.
     if not cache.ring and cache.slots > max(2 * PIECE, 2 * q.shape[1]):
         forms["cpu"] = pieces
     if not forms:
@@ -141,7 +144,7 @@ def attend_whole(
     *,
     scale: float,
 ) -> Float[Array, "B T N*H"]:
-    """As `attend`, all slots at once: the form the others are checked against."""
+    """Compute `attend` over all slots at once; the reference for the other forms."""
     b, t, kv, g, _h = q.shape
     scores = _scores(_by_head(q), cache, seen, g, scale)
     if sinks is None:
@@ -160,15 +163,15 @@ def attend_pieces(
     *,
     scale: float,
 ) -> Float[Array, "B T N*H"]:
-    """As `attend`, a piece of the slots after the other, none behind the last live one.
+    """Compute `attend` piece by piece, up to the last live slot.
 
-    A piece that a row sees nothing of multiplies its sums by one and adds zeros, so that its
-    bits do not depend on how far other rows have come (R9).
+    A piece that is not visible to a row multiplies its sums by one and adds zeros, so that its
+    bits do not depend on the positions of other rows (R9).
     """
     b, t, kv, g, h = q.shape
     heads, slots = _by_head(q), cache.slots
     live = jnp.max(jnp.where(seen.any(axis=(0, 1)), jnp.arange(1, slots + 1), 0))
-    Sums = tuple[Array, Array, Array]  # greatest score, sum of exponentials, of values
+    Sums = tuple[Array, Array, Array]  # maximum score, sum of exponentials, weighted values
 
     def add(i: Int[Array, ""], sums: Sums) -> Sums:
         top, total, out = sums
@@ -180,7 +183,7 @@ def attend_pieces(
         piece, part = jax.tree.map(cut, cache), cut(seen) & fresh[None, None]
         scores = _scores(heads, piece, part, g, scale).reshape(b, kv, g * t, PIECE)
         higher = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
-        base = jnp.where(jnp.isfinite(higher), higher, 0.0)  # nothing was seen yet
+        base = jnp.where(jnp.isfinite(higher), higher, 0.0)  # nothing visible so far
         e, keep = jnp.exp(scores - base), jnp.exp(top - base)
         total = total * keep + e.sum(axis=-1, keepdims=True)
         return higher, total, out * keep + _sums(e, piece, q.dtype)
@@ -195,7 +198,7 @@ def attend_pieces(
 
 
 def _by_head(q: Float[Array, "B T K G H"]) -> Float[Array, "B K G*T H"]:
-    """Queries of a kv head side by side: its keys are read once for all of them."""
+    """Return the queries grouped by kv head, whose keys are then read once for all of them."""
     b, t, kv, g, h = q.shape
     return jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b, kv, g * t, h)
 
@@ -213,7 +216,7 @@ def _scores(
     groups: int,
     scale: float,
 ) -> Float[Array, "B K G T S"]:
-    """Scaled float32 scores, minus infinity where a query does not see a key."""
+    """Return scaled float32 scores, minus infinity where a query does not see a key."""
     b, kv, rows, _ = q.shape
     keys = cache.k if cache.k_scale is None else cache.k.astype(q.dtype)
     scores = product("bkqh,bksh->bkqs", q, keys)
@@ -226,7 +229,7 @@ def _scores(
 def _sums(
     weights: Float[Array, "B K Q S"], cache: LayerCache, dtype: DTypeLike
 ) -> Float[Array, "B K Q H"]:
-    """Sums of values, float32; weights are rounded to `dtype` for the product."""
+    """Return weighted sums of values in float32; weights are rounded to `dtype` first."""
     if cache.v_scale is not None:
         weights *= cache.v_scale[:, :, None]
     weights = weights.astype(dtype)
@@ -237,7 +240,7 @@ def _sums(
 def _softmax_with_sinks(
     scores: Float[Array, "B K G T S"], sinks: Float[Array, "K G"]
 ) -> Float[Array, "B K G T S"]:
-    """The softmax over the scores and one more, of which nothing is kept but its share."""
+    """Return the softmax over the scores and a sink, without the sink's own weight."""
     sink = sinks.astype(scores.dtype)[None, :, :, None, None]
     top = jnp.maximum(scores.max(axis=-1, keepdims=True), sink)
     e = jnp.exp(scores - top)

@@ -1,9 +1,9 @@
 """Attention of a block over a cache as two Pallas kernels for NVIDIA GPUs (Triton).
 
-The slots are cut into parts at fixed places. A program of the first kernel takes a kv head and
-a part, reads only the pieces that its row of the batch sees something of, and leaves a partial
-sum; the second adds the live parts in order. What a row gets depends on its own slots and on
-nothing else (R9), and scores are never written to memory.
+The slots are cut into parts of a fixed size. A program of the first kernel handles a kv head and a
+part, reads only the pieces that are visible to its row of the batch, and writes a partial sum; the
+second kernel adds the live parts in order. A row's result depends on its own slots only (R9), and
+scores are never written to memory.
 """
 
 import functools
@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.state import LayerCache
 
-WIDEST = 32  # tokens of a block: each has one bit of what a slot is seen by
+WIDEST = 32  # most tokens of a block: one bit per token says whether it sees a slot
 PIECE = 64  # slots read at a time
-PARTS = 64  # at most, while a part has no more than MOST slots
-LEAST, MOST = 256, 1024
-TILE = 1 << 13  # numbers of a partial sum that a program keeps in registers
+PARTS = 64  # most parts, unless a part would have more than MOST slots
+LEAST, MOST = 256, 1024  # slots of a part
+TILE = 1 << 13  # numbers of a partial sum that fit the registers of a program
 
 
 def fits(tokens: int, cache: LayerCache) -> bool:
-    """Whether the kernels take calls of so many tokens over a cache like this one."""
+    """Whether the kernels support calls of `tokens` tokens over a cache of this shape."""
     dim = cache.k.shape[3]
     powers = tokens & (tokens - 1) == 0 and dim & (dim - 1) == 0
     return powers and tokens <= WIDEST and dim >= 16 and cache.slots >= PIECE
@@ -40,35 +40,69 @@ def attend_kernel(
     scale: float,
     interpret: bool = False,
 ) -> Float[Array, "B T N*H"]:
-    """As `attention.attend_whole`, to rounding.
+    """Compute `attention.attend_whole`, up to rounding.
 
     Args:
-      interpret: run it as ordinary JAX operations, for tests without a GPU.
+      interpret: run the kernels as ordinary JAX operations, for tests without a GPU.
     """
     b, t, kv, g, h = q.shape
-    slots, part = cache.slots, _part(cache.slots)
-    parts = -(-slots // part)
+    part = _part(cache.slots)
+    parts = -(-cache.slots // part)
     rows = max(16, 1 << (g * t - 1).bit_length())  # of a kv head, group by group
-    tile = min(rows, max(16, TILE // h))
     heads = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b * kv, g * t, h)
     heads = jnp.pad(heads, ((0, 0), (0, rows - g * t), (0, 0)))
-    first, end = _pieces(seen)
+    live = _pieces(seen)
     token = jnp.arange(t, dtype=jnp.int32)[None, :, None]
     bits = (seen.astype(jnp.int32) << token).sum(axis=1, dtype=jnp.int32)  # [B, S]
-    scales = [] if cache.k_scale is None else [cache.k_scale, cache.v_scale]
     sinks = jnp.full((kv, g), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
 
     options: dict[str, Any] = {"interpret": interpret}
     if not interpret:
         options["compiler_params"] = triton.CompilerParams(num_warps=4, num_stages=2)
+    sums = _partial_sums(live, heads, bits, cache, tokens=t, scale=scale, options=options)
+    of_row = pl.BlockSpec((None,), lambda i, *_: (i // kv,))
+    of_group = pl.BlockSpec((None, parts, t), lambda i, j: (i, 0, j))
+    return pl.pallas_call(
+        functools.partial(_add_parts, pieces=part // PIECE),
+        grid=(b * kv, g),
+        in_specs=[
+            of_row,
+            of_row,
+            pl.BlockSpec((None, None), lambda i, j: (i % kv, j)),
+            of_group,
+            of_group,
+            pl.BlockSpec((None, parts, t, h), lambda i, j: (i, 0, j, 0)),
+        ],
+        out_specs=pl.BlockSpec((None, t, h), lambda i, j: (i // kv, 0, i % kv * g + j)),
+        out_shape=jax.ShapeDtypeStruct((b, t, kv * g * h), q.dtype),
+        name="attend_add",
+        **options,
+    )(*live, sinks, *sums)
+
+
+def _partial_sums(
+    live: tuple[Int[Array, " B"], Int[Array, " B"]],
+    heads: Float[Array, "B*K R H"],
+    bits: Int[Array, "B S"],
+    cache: LayerCache,
+    *,
+    tokens: int,
+    scale: float,
+    options: dict[str, Any],
+) -> Any:
+    """Run the first kernel: the maximum, the sum and the weighted values of every part."""
+    kv, slots, part = cache.k.shape[1], cache.slots, _part(cache.slots)
+    parts, (count, rows, h) = -(-slots // part), heads.shape
+    tile = min(rows, max(16, TILE // h))
+    scales = [] if cache.k_scale is None else [cache.k_scale, cache.v_scale]
     of_row = pl.BlockSpec((None,), lambda i, *_: (i // kv,))
     of_head = pl.BlockSpec((None, None, slots, h), lambda i, *_: (i // kv, i % kv, 0, 0))
     scaled = pl.BlockSpec((None, None, slots), lambda i, *_: (i // kv, i % kv, 0))
     partial = pl.BlockSpec((None, None, tile), lambda i, j, p: (i, p, j))
-    one = jax.ShapeDtypeStruct((b * kv, parts, rows), jnp.float32)
-    sums = pl.pallas_call(
-        functools.partial(_sum_part, part=part, tokens=t, scale=scale),
-        grid=(b * kv, rows // tile, parts),
+    one = jax.ShapeDtypeStruct((count, parts, rows), jnp.float32)
+    return pl.pallas_call(
+        functools.partial(_sum_part, part=part, tokens=tokens, scale=scale),
+        grid=(count, rows // tile, parts),
         in_specs=[
             of_row,
             of_row,
@@ -86,54 +120,29 @@ def attend_kernel(
         out_shape=[one, one, jax.ShapeDtypeStruct((*one.shape, h), jnp.float32)],
         name="attend_parts",
         **options,
-    )(first, end, heads, bits, cache.k, cache.v, *scales)
-    of_group = pl.BlockSpec((None, parts, t), lambda i, j: (i, 0, j))
-    return pl.pallas_call(
-        functools.partial(_add_parts, pieces=part // PIECE),
-        grid=(b * kv, g),
-        in_specs=[
-            of_row,
-            of_row,
-            pl.BlockSpec((None, None), lambda i, j: (i % kv, j)),
-            of_group,
-            of_group,
-            pl.BlockSpec((None, parts, t, h), lambda i, j: (i, 0, j, 0)),
-        ],
-        out_specs=pl.BlockSpec((None, t, h), lambda i, j: (i // kv, 0, i % kv * g + j)),
-        out_shape=jax.ShapeDtypeStruct((b, t, kv * g * h), q.dtype),
-        name="attend_add",
-        **options,
-    )(first, end, sinks, *sums)
+    )(*live, heads, bits, cache.k, cache.v, *scales)
 
 
 def _part(slots: int) -> int:
-    """Slots of a part: known from the cache's size, so that sums keep their order."""
+    """Return the slots of a part. It depends on the cache size only, to keep the order of sums."""
     wanted = -(-slots // (PARTS * PIECE)) * PIECE
     return min(max(wanted, LEAST), MOST)
 
 
 def _pieces(seen: Bool[Array, "B T S"]) -> tuple[Array, Array]:
-    """The first piece that any token of a row sees, and the one after the last."""
+    """Return the first piece that any token of each row sees, and the end of the last one."""
     live, slot = seen.any(axis=1), jnp.arange(seen.shape[2], dtype=jnp.int32)
     first = jnp.where(live, slot, seen.shape[2]).min(axis=1) // PIECE
     end = jnp.where(live, slot + PIECE, 0).max(axis=1) // PIECE
     return first.astype(jnp.int32), end.astype(jnp.int32)
 
 
-def _sum_part(
-    first: Any,
-    end: Any,
-    q_ref: Any,
-    bits: Any,
-    k_ref: Any,
-    v_ref: Any,
-    *rest: Any,
-    part: int,
-    tokens: int,
-    scale: float,
-) -> None:
-    """One part's greatest score, sum of exponentials and sum of values, for a tile of rows."""
-    *scales, top_ref, total_ref, out_ref = rest
+def _sum_part(first: Any, end: Any, *refs: Any, part: int, tokens: int, scale: float) -> None:
+    """Compute a part's maximum score, sum of exponentials and sum of values for a tile of rows.
+
+    `refs` are queries, bits, keys, values and the scales of int8 caches, then the three results.
+    """
+    q_ref, bits, k_ref, v_ref, *scales, top_ref, total_ref, out_ref = refs
     tile, slots, at = q_ref.shape[0], k_ref.shape[0], pl.program_id(2) * (part // PIECE)
     low, high = jnp.maximum(first[...], at), jnp.minimum(end[...], at + part // PIECE)
     row = pl.program_id(1) * tile + jnp.arange(tile, dtype=jnp.int32)
@@ -150,7 +159,7 @@ def _sum_part(
         scores = scores * scales[0][here][None, :] if scales else scores
         scores = jnp.where((seen == 1) & fresh[None, :], scores, -jnp.inf)
         higher = jnp.maximum(top, scores.max(axis=1))
-        base = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing was seen yet
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)  # nothing visible so far
         e, keep = jnp.exp(scores - base[:, None]), jnp.exp(top - base)
         total = total * keep + e.sum(axis=1)
         e = e * scales[1][here][None, :] if scales else e
@@ -166,7 +175,7 @@ def _sum_part(
 def _add_parts(
     first: Any, end: Any, sink: Any, tops: Any, totals: Any, outs: Any, out: Any, *, pieces: int
 ) -> None:
-    """The live parts' sums as one, divided: the tokens of one query head."""
+    """Combine the live parts of one query head, and divide by the total."""
     Sums = tuple[Array, Array, Array]
 
     def add(i: Array, sums: Sums) -> Sums:

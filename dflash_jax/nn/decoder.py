@@ -1,4 +1,4 @@
-"""The pre-norm decoder that most families share: attention, layer, and the whole stack."""
+"""The pre-norm decoder shared by most families: attention, layer, and the whole stack."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ from dflash_jax.state import Cache, LayerCache, Update
 
 @struct.dataclass
 class TargetOutput:
-    """A forward pass: its T rows are written or kept in updates, but nothing is committed."""
+    """Result of a forward pass over T tokens. Nothing is committed yet."""
 
     hidden: Float[Array, "B T D"]  # after the final norm
     taps: tuple[Float[Array, "B T D"], ...]
@@ -35,7 +35,7 @@ class TargetOutput:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; the fused weight holds, per kv head, G queries, a key, a value."""
+    """Grouped-query attention. Per kv head, the fused weight has G queries, a key and a value."""
 
     config: TargetConfig
     window: int | None
@@ -74,7 +74,7 @@ class Attention(nn.Module):
 
 
 def dense_mlp(config: TargetConfig) -> nn.Module:
-    """The MLP of Llama and Qwen3, part of a layer."""
+    """Return the MLP of Llama and Qwen3, a submodule of a layer."""
     bias = config.mlp_bias
     return GatedMLP(config.hidden_size, config.intermediate_size, bias=bias, name="mlp")
 
@@ -83,8 +83,8 @@ class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     Attributes:
-      make_mlp: makes the second half from the config; called within the layer.
-      norm: both norms, as (x, weight, eps).
+      make_mlp: makes the second half from the config; called inside the layer.
+      norm: function of (x, weight, eps) for both norms.
       sinks: whether each head has an attention sink.
     """
 
@@ -101,7 +101,7 @@ class Layer(nn.Module):
         cache: LayerCache,
         positions: Int[Array, "B T"],
         *,
-        chunked: bool,  # of no concern to attention
+        chunked: bool,  # for recurrent layers; attention ignores it
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         c = self.config
         with jax.named_scope("attention"):
@@ -116,18 +116,18 @@ class Layer(nn.Module):
 
 
 def dense_layer(config: TargetConfig, i: int) -> nn.Module:
-    """Layer i of Llama and Qwen3."""
+    """Return layer i of Llama and Qwen3."""
     return Layer(config, config.windows[i] if config.windows else None)
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm; the head [D, V] is a method of its own.
+    """Embedding, layers and final norm; `logits` applies the head [D, V].
 
-    Tables are [D, V] as heads are, so that one can be the other: what is multiplied in every
-    step decides the layout, and the few embeddings of a step are gathered from columns.
+    Embedding tables are [D, V] like heads, so that both can be the same array. The layout suits
+    the head, which every step multiplies; the few embeddings of a step are gathered as columns.
 
-    The layer loop is unrolled over per-layer parameters: stacked weights sliced in an
-    unrolled loop would be copied in every call.
+    The layer loop is unrolled over per-layer parameters: slices of stacked weights would be copied
+    in every call.
     """
 
     config: TargetConfig
@@ -135,6 +135,7 @@ class Decoder(nn.Module):
     final_norm: Callable[[Array, Array, float], Array] = rms_norm
 
     def setup(self) -> None:
+        """Declare the parameters and layers."""
         c = self.config
         if not c.tie_embeddings:
             self.embedding = weight(self, "embed", (c.hidden_size, c.vocab_size))
@@ -152,10 +153,10 @@ class Decoder(nn.Module):
         chunked: bool = False,
         taps_at: str = LATE,
     ) -> TargetOutput:
-        """Runs T tokens at positions start .. start+T-1 of each row.
+        """Run T tokens at positions start .. start+T-1 of each row.
 
         Args:
-          chunked: recurrent layers take the tokens together, not one after the other.
+          chunked: recurrent layers process the tokens in chunks instead of one by one.
           taps: which hidden states to return; 0 is the input of layer 0, i+1 the output of
             layer i (the last one before the final norm).
           taps_at: UPSTREAM takes the last one after the final norm; EARLY is LATE here.
@@ -170,26 +171,26 @@ class Decoder(nn.Module):
         hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps)
         if taps_at == UPSTREAM:
             states[-1] = hidden
-        kept = tuple(states[i] for i in taps)
-        return TargetOutput(hidden=hidden, taps=kept, caches=tuple(written))
+        tapped = tuple(states[i] for i in taps)
+        return TargetOutput(hidden=hidden, taps=tapped, caches=tuple(written))
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Raw columns of the embedding table, which may be the head."""
+        """Return raw columns of the embedding table, which may be the head."""
         tied = self.config.tie_embeddings
         return columns_of(self.head if tied else self.embedding, tokens, self.norm.dtype)
 
     def first(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The embeddings, scaled where the family does so: the input of layer 0."""
+        """Return the input of layer 0: embeddings, scaled if the family does so."""
         x = self.embed(tokens)
         scale = self.config.embedding_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The language-model head, softcapped where the family does so; float32."""
+        """Return float32 logits, softcapped if the family does so."""
         return softcap(self.raw_logits(hidden), self.config.final_softcap)
 
     def raw_logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The head alone, for drafters, which cap by themselves."""
+        """Return the head's float32 output without a cap; drafters apply their own."""
         with jax.named_scope("head"):
             return project(hidden, self.head)
 
@@ -197,6 +198,6 @@ class Decoder(nn.Module):
 def empty_caches(
     config: TargetConfig, cache: Callable[[int, int, int | None], LayerCache]
 ) -> tuple[LayerCache, ...]:
-    """Caches of a `Decoder` in which every layer attends with the same heads."""
+    """Return the caches of a `Decoder` whose layers all have the same kv heads."""
     windows = config.windows or (None,) * config.num_layers
     return tuple(cache(config.num_kv_heads, config.head_dim, window) for window in windows)

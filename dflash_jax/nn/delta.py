@@ -1,16 +1,16 @@
 """Gated delta rule: a linear recurrence over tokens, in two forms (Yang et al. 2024).
 
-Per token the state S [P, Q] of a head decays, is corrected towards the value at its key, and is
-read at the query:  S = exp(g) S;  d = beta (v - S'k);  S = S + k d';  o = S'q.
+For each token, the state S [P, Q] of a head decays, is corrected towards the value at its key,
+and is read at the query:  S = exp(g) S;  d = beta (v - S'k);  S = S + k d';  o = S'q.
 
-* Token by token: every step has the same bits wherever a block begins and ends, so this is what
-  exact decode steps run. The commit repeats the first n steps from their keys, corrections and
-  decays; only the state before the block is kept.
-* Chunked: the corrections d of a chunk solve one triangular system. Prefill, which always cuts
-  on the same grid, runs this; the state after any n tokens follows from the same factors by
-  one product.
+* Token by token: a step has the same bits wherever a block begins and ends, so exact decode steps
+  use this form. `commit` repeats the first n steps from their keys, corrections and decays; only
+  the state before the block is stored.
+* Chunked: the corrections d of a chunk are the solution of one triangular system. Prefill, which
+  always cuts prompts on the same grid, uses this form. The state after any n tokens follows from
+  the same factors by one product.
 
-All of it is float32. Key heads serve groups of value heads, as in grouped attention.
+All computations are in float32. Key heads serve groups of value heads, as in grouped attention.
 """
 
 import jax
@@ -26,7 +26,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 @struct.dataclass
 class DeltaInputs:
-    """What the rule reads of T tokens, float32."""
+    """Inputs of the rule for T tokens, float32."""
 
     q: Float[Array, "B T N P"]
     k: Float[Array, "B T N P"]
@@ -37,25 +37,25 @@ class DeltaInputs:
 
 @struct.dataclass
 class DeltaUpdate:
-    """T tokens that ran, with the factors of the states after each of them."""
+    """Result of a forward pass over T tokens: the factors of the state after each of them."""
 
     cache: RecurrentCache
-    inputs: Float[Array, "B W+T C"]  # the cache's, then the tokens'
+    inputs: Float[Array, "B W+T C"]  # those of the cache, then of the tokens
     k: Float[Array, "B T K P"]  # per key head
     d: Float[Array, "B T N Q"]
     g: Float[Array, "B T N"]
     chunked: bool = struct.field(pytree_node=False)
 
     def commit(self, n: Int[Array, " B"]) -> RecurrentCache:
-        """The state after n tokens, in the form in which they ran.
+        """Return the cache after n tokens, computed in the form of the forward pass.
 
-        Tokens past n become zeros, which neither decay nor correct.
+        Tokens past n become zeros, which neither decay nor correct the state.
         """
         kept = (jnp.arange(self.g.shape[1])[None, :] < n[:, None])[:, :, None]
         g = jnp.where(kept, self.g, 0.0)
         k = jnp.where(kept[..., None], spread(self.k, g.shape[2]), 0.0)
         d = jnp.where(kept[..., None], self.d, 0.0)
-        after = (self._at_once if self.chunked else self._step_by_step)(k, d, g)
+        after = (self._chunked_state if self.chunked else self._step_by_step)(k, d, g)
         return RecurrentCache(
             state=jnp.where((n > 0)[:, None, None, None], after, self.cache.state),
             inputs=window(self.inputs, n, self.cache.inputs.shape[1]),
@@ -64,14 +64,14 @@ class DeltaUpdate:
     def _step_by_step(
         self, k: Float[Array, "B T N P"], d: Float[Array, "B T N Q"], g: Float[Array, "B T N"]
     ) -> Float[Array, "B N P Q"]:
-        """The steps of `by_token` once more: the same bits."""
+        """Repeat the steps of `by_token`, with the same bits."""
         factors = tuple(jnp.moveaxis(x, 1, 0) for x in (k, d, g))
         return jax.lax.scan(lambda state, x: (step(state, *x), None), self.cache.state, factors)[0]
 
-    def _at_once(
+    def _chunked_state(
         self, k: Float[Array, "B T N P"], d: Float[Array, "B T N Q"], g: Float[Array, "B T N"]
     ) -> Float[Array, "B N P Q"]:
-        """S_n = exp(g_1 + .. + g_n) S + sum over j <= n of exp(g_j+1 + .. + g_n) k_j d_j'."""
+        """Return exp(g_1 + .. + g_n) S + sum over j <= n of exp(g_j+1 + .. + g_n) k_j d_j'."""
         decay = jax.lax.cumsum(g, axis=1, reverse=True)  # from token j on, itself included
         later = jnp.pad(decay[:, 1:], ((0, 0), (0, 1), (0, 0)))
         state = jnp.exp(decay[:, 0])[:, :, None, None] * self.cache.state
@@ -82,18 +82,18 @@ class DeltaUpdate:
 def window(
     inputs: Float[Array, "B W+T C"], n: Int[Array, " B"], width: int
 ) -> Float[Array, "B W C"]:
-    """The last inputs of each row once n of its T tokens are kept."""
+    """Return the last W inputs of each row after n of its T tokens."""
     take = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, width, axis=0))
     return take(inputs, n)
 
 
 def spread(heads: Float[Array, "B T K P"], count: int) -> Float[Array, "B T N P"]:
-    """Each key head repeated for the value heads it serves, which stand side by side."""
+    """Return key heads, each repeated for the adjacent value heads it serves."""
     return jnp.repeat(heads, count // heads.shape[2], axis=2)
 
 
 def unit(x: Float[Array, "... P"]) -> Float[Array, "... P"]:
-    """x / |x|, float32, with a little under the root."""
+    """Return x / sqrt(|x|² + 1e-6) in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + jnp.float32(1e-6))
 
@@ -101,7 +101,7 @@ def unit(x: Float[Array, "... P"]) -> Float[Array, "... P"]:
 def causal_conv(
     inputs: Float[Array, "B W+T C"], kernel: Float[Array, "W+1 C"]
 ) -> Float[Array, "B T C"]:
-    """SiLU of each channel's own weighted sum of a token and the W before it."""
+    """Return SiLU of a depthwise causal convolution over each token and the W before it."""
     taps = kernel.shape[0]
     width = inputs.shape[1] - taps + 1
     kernel = kernel.astype(jnp.float32)
@@ -117,10 +117,11 @@ def step(
     d: Float[Array, "B N Q"],
     g: Float[Array, "B N"],
 ) -> Float[Array, "B N P Q"]:
-    """The state after one token whose correction is known: exp(g) S + k d'.
+    """Return the state after a token with a known correction: exp(g) S + k d'.
 
-    Fenced in, and always the body of a loop: what stands beside it, an unrolled neighbour say,
-    would change how its products are rounded, and a commit has to round as the forward pass did.
+    `commit` has to round as the forward pass did, and operations that XLA fuses with this one,
+    such as an unrolled neighbour, change the rounding. Hence the barriers; call it only as the
+    body of a loop.
     """
     state, k, d, g = jax.lax.optimization_barrier((state, k, d, g))
     after = state * jnp.exp(g)[:, :, None, None] + k[..., None] * d[:, :, None]
@@ -130,9 +131,9 @@ def step(
 def by_token(
     state: Float[Array, "B N P Q"], x: DeltaInputs
 ) -> tuple[Float[Array, "B T N Q"], Float[Array, "B T N Q"]]:
-    """Outputs and corrections d.
+    """Return outputs and corrections d, one token after the other.
 
-    Products and sums instead of contractions: the compiler then makes one pass over the state.
+    Products and sums instead of contractions let XLA make one pass over the state.
     """
 
     def advance(state: Array, x: DeltaInputs) -> tuple[Array, tuple[Array, Array]]:
@@ -149,13 +150,13 @@ def by_token(
 def by_chunk(
     state: Float[Array, "B N P Q"], x: DeltaInputs
 ) -> tuple[Float[Array, "B T N Q"], Float[Array, "B T N Q"]]:
-    """Outputs and corrections d, from as many triangular systems as T needs."""
+    """Return outputs and corrections d, with a triangular system per chunk."""
     tokens = x.g.shape[1]
     size = min(CHUNK, tokens)
     count = -(-tokens // size)
 
     def cut(a: Array) -> Array:
-        """[B, T, N, ...] to [chunks, B, N, size, ...]; zeros neither decay nor correct."""
+        """Return [B, T, N, ...] as [chunks, B, N, size, ...], padded with zeros (no effect)."""
         a = jnp.pad(a, ((0, 0), (0, count * size - tokens), *((0, 0),) * (a.ndim - 2)))
         return jnp.moveaxis(a.reshape(a.shape[0], count, size, *a.shape[2:]), (1, 3), (0, 2))
 
@@ -170,7 +171,7 @@ def by_chunk(
 def _chunk(
     state: Float[Array, "B N P Q"], x: DeltaInputs
 ) -> tuple[Float[Array, "B N P Q"], tuple[Float[Array, "B N C Q"], Float[Array, "B N C Q"]]]:
-    """One chunk of C tokens; its inputs are laid out [B, N, C, ...]."""
+    """Process one chunk of C tokens, with inputs laid out as [B, N, C, ...]."""
 
     def dot(spec: str, a: Array, b: Array) -> Array:
         return jnp.einsum(spec, a, b, precision=HIGHEST)
@@ -178,8 +179,8 @@ def _chunk(
     total = jnp.cumsum(x.g, axis=2)
     place = jnp.arange(total.shape[2])
     row, column = place[None, None, :, None], place[None, None, None, :]
-    apart = jnp.where(column <= row, total[..., :, None] - total[..., None, :], -jnp.inf)
-    decay = jnp.exp(apart)  # never of a positive number
+    exponent = jnp.where(column <= row, total[..., :, None] - total[..., None, :], -jnp.inf)
+    decay = jnp.exp(exponent)  # at most 1
     entered = jnp.exp(total)[..., None]
     system = jnp.where(column < row, dot("bnip,bnjp->bnij", x.k, x.k) * decay, 0.0)
     right = x.v - entered * dot("bncp,bnpq->bncq", x.k, state)
@@ -190,8 +191,8 @@ def _chunk(
         lower=True,
         unit_diagonal=True,
     )
-    # A token whose numbers broke, a rejected draft for one, may leave none in those before it:
-    # zero times what is no number is not nothing.
+    # A token with non-finite numbers, such as a rejected draft, must not affect the tokens before
+    # it: zero times NaN is NaN.
     scores = jnp.where(column <= row, dot("bnip,bnjp->bnij", x.q, x.k) * decay, 0.0)
     fine = jnp.isfinite(d)
     out = entered * dot("bncp,bnpq->bncq", x.q, state)

@@ -1,7 +1,7 @@
 """Weights, norms and the gated MLP.
 
-Contractions and norms accumulate in float32 whatever the dtype of weights and activations;
-results return to the activations' dtype. Weights may be packed (`dflash_jax.quant`).
+Contractions and norms accumulate in float32, whatever the dtype of weights and activations;
+results have the activations' dtype. Weights may be packed (`dflash_jax.quant`).
 """
 
 import functools
@@ -14,17 +14,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.quant.layouts import KEPT
+from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.quant.products import Weight, contract, gather
 
 
 def weight(module: nn.Module, name: str, shape: tuple[int, ...], scale: float = 0.02) -> Any:
-    """Declares a weight of a module, normally distributed at initialisation."""
+    """Declare a weight of a module, initialised from a normal distribution."""
     return declare(module, name, nn.initializers.normal(scale), shape)
 
 
 def norm_weight(module: nn.Module, name: str, width: int) -> Float[Array, " D"]:
-    """Declares the weight of a norm, ones at initialisation."""
+    """Declare the weight of a norm, initialised with ones."""
     return declare(module, name, nn.initializers.ones, (width,))
 
 
@@ -35,31 +35,31 @@ def declare(
     shape: tuple[int, ...],
     dtype: Any = jnp.float32,
 ) -> Any:
-    """Declares a parameter of a module; gives the packed weight where the parameters hold one.
+    """Declare a parameter of a module and return it, or its packed form if that is loaded.
 
-    Flax's own `param` traces the initialiser whenever it looks at a parameter, which was a tenth
-    of the time it takes to trace a program.
+    Flax's own `param` traces the initialiser on each access, a tenth of the time it takes to trace
+    a program.
 
     Raises:
       flax.errors.ScopeParamShapeError: the parameter has another shape.
     """
     if module.has_variable("params", name):
         stored = module.get_variable("params", name)
-        if isinstance(stored, KEPT) or stored.shape == shape:
+        if isinstance(stored, StructuredWeight) or stored.shape == shape:
             return stored
     return module.param(name, initial, shape, dtype)
 
 
 def dot(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
-    """x · w over the last axis of x and the first of w, accumulated in float32."""
+    """Return x · w over the last axis of x and the first of w, accumulated in float32."""
     return project(x, w).astype(x.dtype)
 
 
 def project(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
-    """As `dot`, in float32: for logits."""
-    if isinstance(w, KEPT):
+    """Compute `dot` with a float32 result, as for logits."""
+    if isinstance(w, StructuredWeight):
         return contract(x, w)
-    if w.shape[1:] == (1,):  # a CPU's matrix-vector product would sum rows by where they stand
+    if w.shape[1:] == (1,):  # a CPU's matrix-vector product orders its sums by row
         both = x.astype(jnp.float32) * w[:, 0].astype(jnp.float32).reshape(
             (1,) * (x.ndim - 1) + (-1,)
         )
@@ -70,10 +70,13 @@ def project(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(letters: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The einsum of two arrays of one dtype, accumulated and given in float32.
+    """Return the einsum of two arrays of one dtype in float32.
 
-    Its gradient is made of such products too: those of a float32 slope and a 16-bit weight would
-    run at float32's speed. No letter may be summed over that only one array has.
+    Gradients are rounded to that dtype before their products: with a float32 gradient, products
+    with 16-bit weights would run at the speed of float32.
+
+    Args:
+      letters: einsum subscripts. A summed letter must be in both arrays.
     """
     left, right, out = letters.replace("->", ",").split(",")
     both = [c for c in left if c in right]
@@ -82,7 +85,7 @@ def product(letters: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Flo
     def axes(letters: list[str]) -> tuple[list[int], list[int]]:
         return [left.index(c) for c in letters], [right.index(c) for c in letters]
 
-    made = jax.lax.dot_general(
+    result = jax.lax.dot_general(
         x,
         y,
         (axes(over), axes(along)),
@@ -90,7 +93,7 @@ def product(letters: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Flo
         preferred_element_type=jnp.float32,
     )
     order = [*along, *(c for c in left + right if c not in both)]
-    return jnp.transpose(made, [order.index(c) for c in out])
+    return jnp.transpose(result, [order.index(c) for c in out])
 
 
 def _keep_factors(letters: str, x: Array, y: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -114,10 +117,10 @@ product.defvjp(_keep_factors, _product_slopes)
 
 @jax.custom_vjp
 def halves(both: Float[Array, "... 2 F"]) -> tuple[Float[Array, "... F"], Float[Array, "... F"]]:
-    """The two halves of a joined product, such as gate and up.
+    """Return the two halves of a joined product, such as gate and up.
 
-    Their slopes are made before they are joined: one loop that makes both and joins them took
-    8 ns a number on a CPU, an eighth of a drafter's training step.
+    Their gradients are computed before they are joined: fused into one loop they took 8 ns per
+    number on a CPU, an eighth of a drafter's training step.
     """
     return both[..., 0, :], both[..., 1, :]
 
@@ -130,19 +133,19 @@ halves.defvjp(lambda both: (halves(both), None), _join_slopes)
 
 
 def columns_of(w: Weight, ids: Int[Array, "*places"], dtype: Any) -> Float[Array, "*places D"]:
-    """Columns of a table [D, V]: the embeddings of tokens."""
+    """Return columns of a table [D, V], the embeddings of tokens."""
     return gather(w, ids, dtype)
 
 
 def precision(x: Array) -> jax.lax.Precision:
-    """Full float32 products for float32 inputs (no TF32); bf16 and f16 as they are."""
+    """Return full precision for float32 inputs (no TF32), the default for 16-bit ones."""
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def rms_norm(
     x: Float[Array, "... D"], w: Float[Array, "*over D"], eps: float
 ) -> Float[Array, "... D"]:
-    """x / rms(x) rounded to x's dtype, then times w: the rounding of Llama, Qwen3 and DFlash."""
+    """Return x / rms(x), rounded to x's dtype, times w, as Llama, Qwen3 and DFlash round."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(_mean_square(x32) + jnp.float32(eps))
     return (x32 * scale).astype(x.dtype) * w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
@@ -151,7 +154,7 @@ def rms_norm(
 def rms_norm_from_one(
     x: Float[Array, "... D"], w: Float[Array, " D"], eps: float
 ) -> Float[Array, "... D"]:
-    """x / rms(x) times 1 + w in float32, rounded at the end: the norm of Qwen3.5."""
+    """Return x / rms(x) times 1 + w, computed in float32 and rounded once, as in Qwen3.5."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(_mean_square(x32) + jnp.float32(eps))
     w32 = 1.0 + w.astype(jnp.float32)
@@ -161,7 +164,7 @@ def rms_norm_from_one(
 def rms_norm_wide(
     x: Float[Array, "... D"], w: Float[Array, "*over D"] | None, eps: float
 ) -> Float[Array, "... D"]:
-    """x / rms(x) times w in float32, rounded once at the end: the order of Gemma 4."""
+    """Return x / rms(x) times w, computed in float32 and rounded once, as in Gemma 4."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(_mean_square(x32) + jnp.float32(eps))
     if w is not None:
@@ -174,17 +177,17 @@ def _mean_square(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """GELU by its tanh formula, computed in float32."""
+    """Return the tanh approximation of GELU, computed in float32."""
     return nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
 def times(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
-    """x times a number that is not rounded to x's dtype beforehand."""
+    """Return x times a number that is not rounded to x's dtype first."""
     return (x.astype(jnp.float32) * jnp.float32(scale)).astype(x.dtype)
 
 
 def softcap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """cap tanh(logits / cap); no cap, or 0, leaves the logits alone."""
+    """Return cap tanh(logits / cap), or the logits unchanged if the cap is None or 0."""
     if cap is None or cap <= 0:
         return logits
     return jnp.float32(cap) * jnp.tanh(logits / jnp.float32(cap))

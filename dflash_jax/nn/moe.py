@@ -1,8 +1,7 @@
-"""Mixture of experts: routing, and the experts' gated MLPs, with static shapes.
+"""Mixture of experts with static shapes: routing, and the experts' gated MLPs.
 
-A token's result never depends on the tokens beside it: its experts come from its own logits,
-no expert has a capacity, and the order in which its experts are added up is fixed by their
-numbers or ranks, never by who else chose them (R9).
+A token's result never depends on other tokens (R9): its experts follow from its own logits, no
+expert has a capacity, and its experts are summed in an order given by their numbers or ranks.
 
 Letters: N tokens, E experts, X chosen experts per token, D width, F expert width, S rows.
 """
@@ -19,12 +18,12 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.nn.layers import product, weight
 
-Activation = Callable[[Array, Array], Array]  # of gate and up
+Activation = Callable[[Array, Array], Array]  # (gate, up)
 
 
 @struct.dataclass
 class ExpertWeights:
-    """The stacked MLPs of a layer's experts; gate and up are one weight, as in `GatedMLP`."""
+    """Stacked MLPs of a layer's experts. Gate and up are one weight, as in `GatedMLP`."""
 
     gate_up: Float[Array, "E D 2 F"]
     down: Float[Array, "E F D"]
@@ -35,7 +34,7 @@ class ExpertWeights:
 def expert_weights(
     module: nn.Module, experts: int, width: int, hidden: int, *, bias: bool = False
 ) -> ExpertWeights:
-    """Declares the experts of a module: `experts_gate_up`, `experts_down` and their biases."""
+    """Declare the experts of a module: `experts_gate_up`, `experts_down` and their biases."""
     return ExpertWeights(
         gate_up=weight(module, "experts_gate_up", (experts, width, 2, hidden)),
         down=weight(module, "experts_down", (experts, hidden, width)),
@@ -45,14 +44,16 @@ def expert_weights(
 
 
 def swiglu(gate: Array, up: Array) -> Array:
-    """silu(gate) · up, the activation of the Qwen families."""
+    """Return silu(gate) · up, the activation of the Qwen families."""
     return nn.silu(gate) * up
 
 
 def softmax_then_top(
     logits: Float[Array, "B T E"], count: int, *, normalise: bool
 ) -> tuple[Int[Array, "B T X"], Float[Array, "B T X"]]:
-    """The `count` likeliest experts and their float32 probabilities; equal ones: lowest first.
+    """Return the `count` most probable experts and their float32 probabilities.
+
+    Of equal probabilities, the lowest expert comes first.
 
     Args:
       normalise: divide by the sum of the chosen probabilities.
@@ -64,7 +65,7 @@ def softmax_then_top(
 def top_then_softmax(
     logits: Float[Array, "B T E"], count: int
 ) -> tuple[Int[Array, "B T X"], Float[Array, "B T X"]]:
-    """The experts with the largest logits, and a float32 softmax over just those."""
+    """Return the experts with the largest logits, and a float32 softmax over these logits."""
     chosen, ids = jax.lax.top_k(logits.astype(jnp.float32), count)
     return ids, jax.nn.softmax(chosen, axis=-1)
 
@@ -76,12 +77,14 @@ def experts(
     probabilities: Float[Array, "B T X"],
     activation: Activation,
 ) -> Float[Array, "B T D"]:
-    """Σ p_e · expert_e(x) over the experts `ids` of each token, in x's dtype.
+    """Return Σ p_e · expert_e(x) over the experts `ids` of each token, in x's dtype.
 
-    Contractions and the sum accumulate in float32; a bias of an expert's output is weighted
-    with it. `activation(gate, up)` is the middle of every expert. A CPU multiplies only what
-    was chosen. Other devices run all experts: for a block of tokens that moves hardly more
-    weights, in two products. Not for training through.
+    Contractions and the sum accumulate in float32; the bias of an expert's output is weighted as
+    well. A CPU multiplies chosen experts only. Other devices run all experts in two products: for a
+    block of tokens that reads hardly more weights. Not differentiable.
+
+    Args:
+      activation: function of (gate, up) between the two products of an expert.
     """
     with jax.named_scope("experts"):
         tokens = x.reshape(-1, x.shape[-1])
@@ -105,9 +108,9 @@ def by_all(
     *,
     activation: Activation,
 ) -> Float[Array, "N D"]:
-    """Every expert over every token, then one product over experts and their width at once.
+    """Run every expert on every token, then contract over experts and their width at once.
 
-    Shapes know nothing of the routing; what was not chosen enters the product as zero.
+    Shapes do not depend on the routing; experts that were not chosen are zero in the product.
     """
     chosen = jax.nn.one_hot(ids, w.down.shape[0], dtype=jnp.float32)  # [N, X, E]
     share = jnp.einsum("nx,nxe->en", probabilities, chosen, precision=jax.lax.Precision.HIGHEST)
@@ -131,11 +134,11 @@ def by_tile(
     *,
     activation: Activation,
 ) -> Float[Array, "N D"]:
-    """Tokens sorted by expert into tiles of one height, each multiplied with one expert.
+    """Sort tokens by expert into tiles of one height, and multiply each tile with its expert.
 
-    Every tile is the same small product, whoever fills its rows, so a token's bits are its own.
-    (`jax.lax.ragged_dot` multiplies every expert with every chosen row on a CPU: X times
-    the work of `by_all`.)
+    Every tile is a product of the same shape, so a token's bits do not depend on the other rows.
+    (On a CPU, `jax.lax.ragged_dot` multiplies every expert with every chosen row: X times the
+    work of `by_all`.)
     """
     tiles = sort_into_tiles(ids, w.down.shape[0])
 
@@ -160,16 +163,16 @@ def by_tile(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Which token fills which row, tile after tile, S rows in all; unused ones repeat token 0."""
+    """The token of each of S rows, tile after tile; unused rows repeat token 0."""
 
     height: int
     tokens: Int[Array, " S"]
-    places: Int[Array, "N X"]  # the row of each token's choices
-    ends: Int[Array, " E"]  # tiles up to and with each expert's
+    places: Int[Array, "N X"]  # row of each token's choices
+    ends: Int[Array, " E"]  # number of tiles up to and including each expert's
 
 
 def sort_into_tiles(ids: Int[Array, "N X"], experts: int) -> Tiles:
-    """Tiles for the choices `ids`; each expert begins a new tile. Room for the worst routing."""
+    """Return tiles for the choices `ids`, each of one expert, with room for any routing."""
     choices = ids.size
     height = 8 if choices < 8 * experts else 16
     flat = ids.reshape(-1)
@@ -177,7 +180,7 @@ def sort_into_tiles(ids: Int[Array, "N X"], experts: int) -> Tiles:
     ends = jnp.cumsum(-(-counts // height))
     order = jnp.argsort(flat, stable=True)
     rank = jnp.zeros(choices, jnp.int32).at[order].set(jnp.arange(choices, dtype=jnp.int32))
-    rank -= (jnp.cumsum(counts) - counts)[flat]  # among its own expert's
+    rank -= (jnp.cumsum(counts) - counts)[flat]  # within its expert
     places = (ends - -(-counts // height))[flat] * height + rank
     most = min(choices, choices // height + experts)
     tokens = jnp.arange(choices, dtype=jnp.int32) // ids.shape[1]
@@ -186,5 +189,5 @@ def sort_into_tiles(ids: Int[Array, "N X"], experts: int) -> Tiles:
 
 
 def _dot(letters: str, x: Array, w: Array) -> Array:
-    """As `layers.dot`, for any contraction."""
+    """Compute `layers.dot` for any contraction."""
     return product(letters, x, w).astype(x.dtype)

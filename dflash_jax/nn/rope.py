@@ -1,4 +1,4 @@
-"""Rotary position embedding: half-split pairing, absolute positions, float32 angles."""
+"""Rotary position embeddings with half-split pairs, absolute positions and float32 angles."""
 
 import math
 
@@ -11,9 +11,9 @@ from dflash_jax.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
-    """Angular frequency of each rotated pair, float32 [dim/2] (formulas as in transformers 5)."""
+    """Return the angular frequency of each pair, float32 [dim/2] (formulas of transformers 5)."""
     base = 1.0 / _stretched(rope, dim) ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-    if rope.kind == "proportional":  # the first pairs turn, the others stand still
+    if rope.kind == "proportional":  # the other pairs are not rotated
         turning = np.arange(dim // 2) < int(rope.partial_rotary_factor * dim // 2)
         return (base * turning / rope.factor).astype(np.float32)
     if rope.kind == "linear":
@@ -33,7 +33,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
 
 
 def _stretched(rope: RopeConfig, dim: int) -> float:
-    """The base; of dynamic scaling that of a text longer than the original length."""
+    """Return the base, enlarged by dynamic scaling for texts beyond the original length."""
     if rope.kind != "dynamic" or not rope.length:
         return rope.theta
     times = rope.factor * rope.length / rope.original_length - (rope.factor - 1)
@@ -41,7 +41,7 @@ def _stretched(rope: RopeConfig, dim: int) -> float:
 
 
 def _yarn_ramp(rope: RopeConfig, dim: int) -> np.ndarray:
-    """0 where a pair turns often enough to keep its frequency, 1 where it is fully rescaled."""
+    """Return 0 for pairs that keep their frequency, 1 for fully rescaled ones, [dim/2]."""
 
     def pair_turning(turns: float) -> float:
         reach = rope.original_length / (turns * 2 * math.pi)
@@ -58,7 +58,7 @@ def _yarn_ramp(rope: RopeConfig, dim: int) -> np.ndarray:
 def rope_tables(
     rope: RopeConfig, dim: int, positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """cos and sin of every pair's angle, float32, times the scaling's attention factor."""
+    """Return cos and sin of every pair's angle, float32, times the attention factor."""
     frequencies = jnp.asarray(inverse_frequencies(rope, dim))
     angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
     factor = jnp.float32(rope.attention_factor)
@@ -68,7 +68,7 @@ def rope_tables(
 def rotate(
     x: Float[Array, "B T *heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T *heads H"]:
-    """Turns pairs (m, m + H/2) of x by their angles; cos and sin are rounded to x's dtype first."""
+    """Rotate pairs (m, m + H/2) of x; cos and sin are rounded to x's dtype first."""
     shape = (*cos.shape[:2], *(1,) * (x.ndim - 3), 1, cos.shape[2])
     cos, sin = (t.astype(x.dtype).reshape(shape) for t in (cos, sin))
     pairs = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)

@@ -1,1 +1,1 @@
-"""Weights of a few bits each: how they lie in memory (`layouts`), and products with them."""
+"""Quantised weights: their formats, their memory layouts, and products with them."""

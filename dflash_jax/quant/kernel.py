@@ -1,8 +1,8 @@
 """The product with a packed weight as a Pallas kernel for NVIDIA GPUs (Triton).
 
-A program makes one tile of the result. It walks down its columns run by run, 32 weights deep:
-bytes are loaded once, taken apart and scaled in registers, and multiplied on the tensor cores
-with float32 sums. Nothing unpacked is ever written to memory.
+A program computes one tile of the result. It proceeds along D run by run, 32 weights at a time:
+bytes are loaded once, unpacked and scaled in registers, and multiplied on the tensor cores with
+float32 accumulation. Unpacked weights are never written to memory.
 """
 
 import functools
@@ -14,19 +14,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from dflash_jax.quant.layouts import KINDS, RUN, Arrays, Kind
+from dflash_jax.quant.formats import KINDS, RUN, PackedFormat
+from dflash_jax.quant.layouts import Arrays
 
-COLUMNS = 64  # of a tile
-ROWS = 64  # at most, a power of two from 16
+COLUMNS = 64  # columns of a tile
+ROWS = 64  # most rows of a tile: a power of two, at least 16
 
 
 def multiply(
     x: Float[Array, "M D"], arrays: Arrays, *, kind: str, interpret: bool = False
 ) -> Float[Array, "M N"]:
-    """x · w, float32; N must be a multiple of `COLUMNS`.
+    """Return x · w in float32. N must be a multiple of `COLUMNS`.
 
     Args:
-      interpret: run it as ordinary JAX operations, for tests without a GPU.
+      arrays: the packed weight [D, N].
+      kind: its format, a key of `KINDS`.
+      interpret: run the kernel as ordinary JAX operations, for tests without a GPU.
     """
     k, (count, depth), columns = KINDS[kind], x.shape, arrays["codes"].shape[1]
     assert columns % COLUMNS == 0, columns
@@ -52,10 +55,10 @@ def multiply(
     return out[:count]
 
 
-def _tile(x: Any, *refs: Any, kind: Kind, names: tuple[str, ...], depth: int) -> None:
-    """One tile; refs are the packed arrays in the order of `names`, then the result."""
+def _tile(x: Any, *refs: Any, kind: PackedFormat, names: tuple[str, ...], depth: int) -> None:
+    """Compute one tile. `refs` are the packed arrays in the order of `names`, then the result."""
     arrays, out = dict(zip(names, refs, strict=False)), refs[-1]
-    runs = kind.unit // RUN  # in a step
+    runs = kind.unit // RUN  # per step
 
     def step(i: Array, total: Float[Array, "M C"]) -> Float[Array, "M C"]:
         for pair in range(runs // kind.spread):
@@ -74,9 +77,9 @@ def _tile(x: Any, *refs: Any, kind: Kind, names: tuple[str, ...], depth: int) ->
 
 
 def _codes(
-    loaded: Array, arrays: dict[str, Any], kind: Kind, nibble: int, step: Array, run: int
+    loaded: Array, arrays: dict[str, Any], kind: PackedFormat, nibble: int, step: Array, run: int
 ) -> Float[Array, "R C"]:
-    """The codes of one run less their zero; `run` counts within the step."""
+    """Return the codes of one run minus the zero point; `run` counts within the step."""
     codes = loaded.astype(jnp.int32)
     if kind.spread == 2:
         codes = codes >> (4 * nibble) & 15
@@ -88,9 +91,9 @@ def _codes(
 
 
 def _scaled(
-    codes: Float[Array, "R C"], arrays: dict[str, Any], kind: Kind, step: Array, run: Array
+    codes: Float[Array, "R C"], arrays: dict[str, Any], kind: PackedFormat, step: Array, run: Array
 ) -> Float[Array, "R C"]:
-    """Codes times their scales, less what they are offset by."""
+    """Return codes times their scales, minus their offsets."""
 
     def one(name: str, at: Array) -> Float[Array, "1 C"]:
         return arrays[name][pl.ds(at, 1), :].astype(jnp.float32)

@@ -1,20 +1,4 @@
-"""How packed weights lie in memory, and how they get there; NumPy alone.
-
-A packed weight [D, N] is multiplied as x · w: D is contracted. Along D it is cut into runs of
-32; `classes` neighbouring runs share bytes, in which each has bits of its own, so that a kernel
-takes whole rows of bytes apart with a mask and a shift. All groups lie along D:
-
-| kind | bits per weight | a weight is | groups along D |
-| --- | --- | --- | --- |
-| int8 | 8 | scale · q | one scale for all |
-| Q8_0 | 8.5 | scale · q | 32 |
-| Q4_0, int4 | 4.5 | scale · (q - 8) | 32 |
-| Q4_K | 4.625 | scale · sub · q - low · sub_low | 32 in 256 |
-| Q6_K | 6.5625 | scale · sub · (q - 32) | 16 in 256 |
-
-The last four hold exactly the numbers of the ggml blocks of that name; only Q4_K's six-bit
-scales take a byte each here.
-"""
+"""Memory layouts of weights, and packing them with NumPy. `formats` describes the formats."""
 
 import dataclasses
 import math
@@ -23,93 +7,36 @@ from typing import Any
 
 import numpy as np
 
-RUN = 32
-PANEL = 16  # columns side by side
-FEW = 32  # tokens at most that are multiplied by panels
-BROAD = 4096  # columns above which panels gain nothing
-Arrays = dict[str, Any]  # of NumPy or JAX
+from dflash_jax.quant.formats import KINDS, RUN, Spec
+
+TILE_WIDTH = 16  # columns of a tile
+MAX_TILED_TOKENS = 32  # products with more tokens gain nothing from tiles
+MAX_TILED_COLUMNS = 4096  # nor do wider matrices
+Arrays = dict[str, Any]  # NumPy or JAX arrays
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A packed format.
+FLOAT = ""  # the kind of a part that is not packed
+STORED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")  # kinds found in files
+QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # kind for each value of `Plan.weights`
 
-    Attributes:
-      classes: runs that share bytes.
-      zero: what is subtracted from a code.
-      group: weights along D that share a scale; 0 is all of them.
-      sub: weights along D that share a scale within a group; 0 is no such scales.
-      high: whether two high bits of each code lie in bytes of their own.
-    """
-
-    name: str
-    classes: int
-    zero: int
-    group: int
-    sub: int = 0
-    high: bool = False
-
-    @property
-    def spread(self) -> int:
-        """Rows of D in one row of `codes`."""
-        return min(self.classes, 2)
-
-    @property
-    def unit(self) -> int:
-        """What D must be a multiple of."""
-        return max(self.group, RUN * self.classes)
-
-    def arrays(self, depth: int) -> dict[str, tuple[int, str]]:
-        """Each array's rows along D and its dtype."""
-        found = {
-            "codes": (depth // self.spread, "int8" if self.classes == 1 else "uint8"),
-            "scale": (depth // self.group, "float16") if self.group else (1, "float32"),
-        }
-        if self.high:
-            found["high"] = (depth // 4, "uint8")
-        if self.sub:
-            found["sub"] = (depth // self.sub, "int8" if self.high else "uint8")
-        if self.name == "Q4_K":
-            found |= {"low": found["scale"], "sub_low": found["sub"]}
-        return found
-
-
-KINDS: Mapping[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind("int8", classes=1, zero=0, group=0),
-        Kind("Q8_0", classes=1, zero=0, group=32),
-        Kind("Q4_0", classes=2, zero=8, group=32),
-        Kind("Q4_K", classes=2, zero=0, group=256, sub=32),
-        Kind("Q6_K", classes=4, zero=32, group=256, sub=16, high=True),
-    )
-}
-FLOAT = ""  # the kind of what is not packed
-STORED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")  # those that files hold
-QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # what `Plan.weights` turns weights into
-
-
-# Matrices that are multiplied through `nn.layers.dot`; everything else stays as it is.
+# Matrices that are multiplied by `nn.layers.dot`. Other parameters are never packed.
 MATRICES = frozenset(["qkv", "q", "kv", "o", "gate_up", "down", "in_proj", "out", "fc", "head"])
-TABLE = "embed"  # is gathered from, and packed only where a file keeps it so
-# Of a weight [D, ...]: an axis, and the kind and width of its parts along that axis.
-Spec = tuple[int, tuple[tuple[str, int], ...]]
-Stored = tuple[tuple[str, Spec], ...]  # by path, the role in front
+TABLE = "embed"  # gathered from; packed only if the file has it packed
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A packed weight; arrays are [rows along D, N], N the product of the other axes."""
+    """A packed weight. Its arrays are [rows along D, N], with N the product of the other axes."""
 
     arrays: Arrays
     kind: str
     shape: tuple[int, ...]  # of the weight
-    kernel: bool = False  # multiply by the Pallas kernel on a GPU
+    kernel: bool = False  # whether a GPU multiplies by the Pallas kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """A weight [D, ...] whose parts along one axis are packed differently, or not at all."""
+    """A weight [D, ...] whose parts along one axis have different kinds, or are not packed."""
 
     parts: tuple[Any, ...]
     axis: int
@@ -117,67 +44,69 @@ class Joined:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transposed:
-    """A float weight [D, ...] kept as [..., D], so that it can come first in its products."""
+class ColumnMajor:
+    """A float weight [D, ...] stored as [..., D], so that it can come first in its products."""
 
     array: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         *columns, depth = self.array.shape
         return depth, *columns
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The weight [D, ...]."""
+        """Return the weight [D, ...]."""
         return np.array(np.moveaxis(np.asarray(self.array), -1, 0), dtype, copy=copy)
 
 
 @dataclasses.dataclass(frozen=True)
-class Panels:
-    """A small float weight [D, ...] kept twice: as it is, and as panels [P, D, PANEL].
+class Tiled:
+    """A small float weight [D, ...] stored twice: row-major, and as tiles [N/16, D, 16].
 
-    Panels have neighbouring columns side by side, as libraries order a weight before they multiply;
-    the last one is filled up with zeros. They are for the few tokens of a block.
+    A tile holds `TILE_WIDTH` neighbouring columns, as BLAS libraries pack a weight before they
+    multiply; the last one is padded with zeros. Tiles are used for the few tokens of a block.
     """
 
-    whole: Any
-    panels: Any
+    row_major: Any
+    tiles: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
-        return self.whole.shape
+        """Shape of the weight."""
+        return self.row_major.shape
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The weight [D, ...]."""
-        return np.array(self.whole, dtype, copy=copy)
+        """Return the weight [D, ...]."""
+        return np.array(self.row_major, dtype, copy=copy)
 
 
-ORDERED = Transposed | Panels
-KEPT = Packed | Joined | ORDERED  # weights that are more than an array
+FloatLayout = ColumnMajor | Tiled
+StructuredWeight = Packed | Joined | FloatLayout  # weights that are not one array
 
 
-def order_of(order: str, shape: tuple[int, ...]) -> type[ORDERED] | None:
-    """How a plan's `order` keeps a float matrix [D, ...]; None is as it is."""
-    if order == "panels" and math.prod(shape[1:]) <= BROAD:
-        return Panels
-    return Transposed if order in ("columns", "panels") else None
+def layout_of(weight_layout: str, shape: tuple[int, ...]) -> type[FloatLayout] | None:
+    """Return the class that stores a float matrix [D, ...] in a layout; None is a plain array."""
+    if weight_layout == "tiled" and math.prod(shape[1:]) <= MAX_TILED_COLUMNS:
+        return Tiled
+    return ColumnMajor if weight_layout in ("column_major", "tiled") else None
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a parameter of this name is multiplied or gathered from, and nothing else."""
+    """Whether a parameter of this name is only used in products or gathered from."""
     return name in MATRICES or name == TABLE
 
 
 def spec(weights: str, path: str, shape: tuple[int, ...]) -> Spec | None:
-    """How int8 or int4 packs a parameter, None if it does not.
+    """Return how int8 or int4 weights pack a parameter, or None if it stays as it is.
 
-    Head and drafter are int8 either way: a head of four bits flips close decisions, and both
-    are small beside the body.
+    Head and drafter are int8 in both cases: a 4-bit head changes close decisions, and both are
+    small compared with the layers.
 
     Args:
-      path: with the role in front, as target/layers_0/mlp/down.
+      weights: the value of `Plan.weights`.
+      path: parameter path with the role first, such as target/layers_0/mlp/down.
+      shape: shape of the parameter.
     """
     role, *_, name = path.split("/")
     if weights not in QUANTISED or name not in MATRICES:
@@ -189,15 +118,18 @@ def spec(weights: str, path: str, shape: tuple[int, ...]) -> Spec | None:
 
 
 def fits(kind: str, depth: int) -> bool:
-    """Whether a weight contracted over `depth` numbers can be packed so."""
+    """Whether weights of this kind can be contracted over `depth` numbers."""
     return depth % KINDS[kind].unit == 0
 
 
 def quantise(weight: np.ndarray, kind: str) -> Arrays:
-    """Packs float weights [D, ...] as int8 or Q4_0, each to the nearest code.
+    """Pack float weights [D, ...] as int8 or Q4_0, each rounded to the nearest code.
 
-    Of the 16 codes of Q4_0 the one without a counterpart, -8, goes to the largest weight of a
-    group, whatever its sign, as ggml does.
+    As in ggml, the Q4_0 code without a positive counterpart, -8, represents the weight of a group
+    with the largest magnitude, whatever its sign.
+
+    Raises:
+      ValueError: another kind is given.
     """
     w = np.asarray(weight, np.float32)
     if kind == "int8":
@@ -215,28 +147,28 @@ def quantise(weight: np.ndarray, kind: str) -> Arrays:
 
 
 def pack(weight: np.ndarray, how: Spec) -> Packed:
-    """A weight [D, ...] packed in one part."""
+    """Return a float weight [D, ...] packed as the single part of a specification."""
     (kind, _), *_ = how[1]
     columns = np.asarray(weight).reshape(len(weight), -1)
     return Packed(quantise(columns, kind), kind, weight.shape)
 
 
 def pack_tree(params: Mapping[str, Any], specs: Mapping[str, Spec], at: str = "") -> dict[str, Any]:
-    """A parameter tree with the specified leaves packed; paths begin with the role."""
-    found: dict[str, Any] = {}
+    """Return a parameter tree with the specified leaves packed; paths begin with the role."""
+    packed: dict[str, Any] = {}
     for name, leaf in params.items():
         path = f"{at}{name}"
         if isinstance(leaf, Mapping):
-            found[name] = pack_tree(leaf, specs, path + "/")
+            packed[name] = pack_tree(leaf, specs, path + "/")
         elif path in specs:
-            found[name] = pack(leaf, specs[path])
+            packed[name] = pack(leaf, specs[path])
         else:
-            found[name] = leaf
-    return found
+            packed[name] = leaf
+    return packed
 
 
 def dequantise(arrays: Mapping[str, np.ndarray], kind: str) -> np.ndarray:
-    """The float32 weights [D, ...]: the oracle of every product with packed ones."""
+    """Return float32 weights [D, ...]; the reference for products with packed weights."""
     k, codes = KINDS[kind], arrays["codes"]
     if k.classes > 1:
         codes = split(codes, 2)
@@ -254,7 +186,7 @@ def dequantise(arrays: Mapping[str, np.ndarray], kind: str) -> np.ndarray:
 
 
 def unpack_blocks(blocks: np.ndarray, kind: str) -> Arrays:
-    """The arrays of rows of ggml blocks, uint8 [N, bytes of a row], as columns of [D, N]."""
+    """Return the arrays of a weight [D, N] from rows of ggml blocks, uint8 [N, bytes of a row]."""
     sizes = {"Q8_0": 34, "Q4_0": 18, "Q4_K": 144, "Q6_K": 210}
     b = blocks.reshape(len(blocks), -1, sizes[kind])  # [N, blocks, bytes]
 
@@ -268,7 +200,7 @@ def unpack_blocks(blocks: np.ndarray, kind: str) -> Arrays:
         return {"codes": join(_columns(codes), 2), "scale": half(0)}
     if kind == "Q4_K":
         sub, low = _six_bits(b[..., 4:16])
-        # ggml pairs runs as we do: its bytes are ours
+        # ggml pairs the same runs, so its bytes are copied
         codes = _columns(b[..., 16:])
         return {
             "codes": codes,
@@ -289,7 +221,7 @@ def unpack_blocks(blocks: np.ndarray, kind: str) -> Arrays:
 
 
 def join(codes: np.ndarray, classes: int) -> np.ndarray:
-    """Codes [D, ...] of 8 / classes bits into bytes [D / classes, ...]."""
+    """Return codes [D, ...] of 8 / classes bits as bytes [D / classes, ...]."""
     parts = codes.reshape(-1, classes, RUN, *codes.shape[1:])
     bits = 8 // classes
     joined = parts[:, 0].copy()
@@ -299,19 +231,12 @@ def join(codes: np.ndarray, classes: int) -> np.ndarray:
 
 
 def split(packed: np.ndarray, classes: int) -> np.ndarray:
-    """The codes of `join`."""
+    """Return the codes [D, ...] that `join` put into bytes."""
     parts = packed.reshape(-1, RUN, *packed.shape[1:])
     bits = 8 // classes
     mask = np.uint8((1 << bits) - 1)
-    found = np.stack([parts >> np.uint8(bits * i) & mask for i in range(classes)], axis=1)
-    return found.reshape(-1, *packed.shape[1:])
-
-
-def packed_bytes(kind: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a packed weight [D, ...]."""
-    columns = math.prod(shape[1:])
-    rows = KINDS[kind].arrays(shape[0]).values()
-    return sum(count * columns * np.dtype(dtype).itemsize for count, dtype in rows)
+    codes = np.stack([parts >> np.uint8(bits * i) & mask for i in range(classes)], axis=1)
+    return codes.reshape(-1, *packed.shape[1:])
 
 
 def _spread(groups: np.ndarray, depth: int) -> np.ndarray:
@@ -319,12 +244,12 @@ def _spread(groups: np.ndarray, depth: int) -> np.ndarray:
 
 
 def _columns(parts: np.ndarray) -> np.ndarray:
-    """[N, blocks, values] to [D, N], contiguous."""
+    """Return [N, blocks, values] as a contiguous [D, N]."""
     return np.ascontiguousarray(parts.reshape(len(parts), -1).T)
 
 
 def _six_bits(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight scales and eight lows of the 12 bytes of a Q4_K block."""
+    """Return the eight scales and eight lows in 12 bytes of a Q4_K block."""
     first, second, third = b[..., :4], b[..., 4:8], b[..., 8:]
     scale = [first & 63, third & 15 | first >> 6 << 4]
     low = [second & 63, third >> 4 | second >> 6 << 4]

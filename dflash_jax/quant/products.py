@@ -1,9 +1,9 @@
-"""Products with weights that are more than an array.
+"""Products with packed weights and with float weights of other memory layouts.
 
-Those with packed ones never hold the unpacked weight in memory. On a CPU a few columns are unpacked
-at a time. On a GPU the Pallas kernel unpacks in registers; without it XLA is given the whole
-expression to fuse, as it is for int8, whose scale follows the product. All three multiply the same
-rounded weights, so they differ in the order of sums only.
+A packed weight is never held in memory unpacked. On a CPU a slice of columns is unpacked at a
+time. On a GPU the Pallas kernel unpacks in registers; without it, and for int8, whose scale is
+applied after the product, XLA fuses the whole expression. All three multiply the same rounded
+weights, so they differ only in the order of summation.
 """
 
 import dataclasses
@@ -18,66 +18,67 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.quant.layouts import (
-    FEW,
-    KEPT,
     KINDS,
-    ORDERED,
-    PANEL,
+    MAX_TILED_TOKENS,
     RUN,
+    TILE_WIDTH,
     Arrays,
+    ColumnMajor,
+    FloatLayout,
     Joined,
     Packed,
-    Panels,
     Spec,
-    Transposed,
+    StructuredWeight,
+    Tiled,
     is_matrix,
-    order_of,
+    layout_of,
 )
 
 jax.tree_util.register_dataclass(
     Packed, data_fields=["arrays"], meta_fields=["kind", "shape", "kernel"]
 )
 jax.tree_util.register_dataclass(Joined, data_fields=["parts"], meta_fields=["axis", "shape"])
-jax.tree_util.register_dataclass(Transposed, data_fields=["array"], meta_fields=[])
-jax.tree_util.register_dataclass(Panels, data_fields=["whole", "panels"], meta_fields=[])
+jax.tree_util.register_dataclass(ColumnMajor, data_fields=["array"], meta_fields=[])
+jax.tree_util.register_dataclass(Tiled, data_fields=["row_major", "tiles"], meta_fields=[])
 
-TILE = 1 << 19  # weights unpacked at a time on a CPU
-SMALL = 1 << 24  # bytes of a matrix that NumPy puts in order
-Weight = Array | KEPT
+SLICE_SIZE = 1 << 19  # weights that a CPU unpacks at a time
+SMALL = 1 << 24  # bytes of matrices that NumPy transposes
+Weight = Array | StructuredWeight
 Axes = tuple[int, ...]
 
 
-def contract(x: Float[Array, "... D"], w: KEPT) -> Float[Array, "..."]:
-    """x · w over the last axis of x and the first of w, float32."""
-    if isinstance(w, Transposed):
-        return _weight_first(x, w)
-    if isinstance(w, Panels):
-        return _by_panels(x, w)
+def contract(x: Float[Array, "... D"], w: StructuredWeight) -> Float[Array, "..."]:
+    """Return x · w over the last axis of x and the first of w, in float32."""
+    if isinstance(w, ColumnMajor):
+        return _multiply_column_major(x, w)
+    if isinstance(w, Tiled):
+        return _multiply_tiled(x, w)
     if isinstance(w, Joined):
         parts = [
             contract(x, part) if isinstance(part, Packed | Joined) else _plain(x, part)
             for part in w.parts
         ]
         return jnp.concatenate(parts, axis=x.ndim - 2 + w.axis)
-    from dflash_jax.quant.kernel import COLUMNS, multiply  # Pallas: few plans need it
+    from dflash_jax.quant.kernel import COLUMNS, multiply  # imports Pallas, which few plans need
 
     rows = x.reshape(-1, x.shape[-1])
-    tiles, whole = (functools.partial(f, kind=w.kind) for f in (by_tile, at_once))
+    forms: dict[str, Any] = {
+        "cpu": functools.partial(multiply_by_slices, kind=w.kind),
+        "default": functools.partial(multiply_unpacked, kind=w.kind),
+    }
     if w.kernel and w.kind != "int8" and w.arrays["codes"].shape[1] % COLUMNS == 0:
-        kernel = functools.partial(multiply, kind=w.kind)
-        out = jax.lax.platform_dependent(rows, w.arrays, cpu=tiles, cuda=kernel, default=whole)
-    else:
-        out = jax.lax.platform_dependent(rows, w.arrays, cpu=tiles, default=whole)
+        forms["cuda"] = functools.partial(multiply, kind=w.kind)
+    out = jax.lax.platform_dependent(rows, w.arrays, **forms)
     return out.reshape(*x.shape[:-1], *w.shape[1:])
 
 
 def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
-    """Columns of w [D, V]: rows of the embedding table it is the transpose of, [*places, D]."""
-    if isinstance(w, Transposed):
+    """Return columns of w [D, V], a transposed embedding table, as [*places, D]."""
+    if isinstance(w, ColumnMajor):
         return jnp.take(w.array, ids, axis=0, mode="clip")
-    if isinstance(w, Panels) or not isinstance(w, KEPT):
-        whole = w.whole if isinstance(w, Panels) else w
-        return jnp.moveaxis(jnp.take(whole, ids, axis=1, mode="clip"), 0, -1)
+    if isinstance(w, Tiled) or not isinstance(w, StructuredWeight):
+        table = w.row_major if isinstance(w, Tiled) else w
+        return jnp.moveaxis(jnp.take(table, ids, axis=1, mode="clip"), 0, -1)
     assert isinstance(w, Packed), "a table has one part"
     columns = {name: jnp.take(a, ids.ravel(), axis=1, mode="clip") for name, a in w.arrays.items()}
     table = unpack(columns, w.kind)
@@ -89,27 +90,32 @@ def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
 def abstract(
     shape: tuple[int, ...], spec: Spec, dtype: jnp.dtype, *, kernel: bool = False
 ) -> Packed | Joined:
-    """The shapes of a weight [D, ...] packed by a specification; other parts are of `dtype`."""
+    """Return the shapes of a weight [D, ...] packed by a specification.
+
+    Args:
+      dtype: dtype of the parts that are not packed.
+      kernel: whether a GPU multiplies by the Pallas kernel.
+    """
     axis, parts = spec
-    made: list[Any] = []
+    shapes: list[Any] = []
     for kind, width in parts:
         part = (*shape[:axis], width, *shape[axis + 1 :])
         columns = part[1:]
         if not kind:
-            made.append(jax.ShapeDtypeStruct(part, dtype))
+            shapes.append(jax.ShapeDtypeStruct(part, dtype))
             continue
         count = functools.reduce(int.__mul__, columns, 1)
         arrays = {
             name: jax.ShapeDtypeStruct((rows, count), jnp.dtype(stored))
             for name, (rows, stored) in KINDS[kind].arrays(shape[0]).items()
         }
-        made.append(Packed(arrays, kind, part, kernel))
-    return made[0] if len(made) == 1 else Joined(tuple(made), axis, shape)
+        shapes.append(Packed(arrays, kind, part, kernel))
+    return shapes[0] if len(shapes) == 1 else Joined(tuple(shapes), axis, shape)
 
 
-def at_once(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array, "M N"]:
-    """The product as one expression, float32."""
-    if kind == "int8":  # by way of float32 XLA would write the unpacked weight to memory
+def multiply_unpacked(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array, "M N"]:
+    """Return the product as one expression for XLA to fuse, in float32."""
+    if kind == "int8":  # through float32 XLA would write the unpacked weight to memory
         return _plain(x, arrays["codes"].astype(x.dtype)) * arrays["scale"]
     runs = x.reshape(len(x), -1, KINDS[kind].classes, RUN)
     parts = [
@@ -119,12 +125,12 @@ def at_once(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array
     return functools.reduce(jnp.add, parts)
 
 
-def by_tile(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array, "M N"]:
-    """A few columns after the other; the last ones may be done twice."""
+def multiply_by_slices(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array, "M N"]:
+    """Return the product, slice of columns by slice. The last slices may overlap."""
     depth, columns = x.shape[1], arrays["codes"].shape[1]
-    width = max(64, TILE // depth // 64 * 64)
+    width = max(64, SLICE_SIZE // depth // 64 * 64)
     if columns <= width:
-        return at_once(x, arrays, kind=kind)
+        return multiply_unpacked(x, arrays, kind=kind)
 
     def tile(i: Int[Array, ""], out: Float[Array, "M N"]) -> Float[Array, "M N"]:
         start = jnp.minimum(i * width, columns - width)
@@ -132,14 +138,16 @@ def by_tile(x: Float[Array, "M D"], arrays: Arrays, *, kind: str) -> Float[Array
             name: jax.lax.dynamic_slice_in_dim(a, start, width, axis=1)
             for name, a in arrays.items()
         }
-        return jax.lax.dynamic_update_slice_in_dim(out, at_once(x, part, kind=kind), start, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(
+            out, multiply_unpacked(x, part, kind=kind), start, axis=1
+        )
 
     out = jnp.zeros((x.shape[0], columns), jnp.float32)
     return jax.lax.fori_loop(0, -(-columns // width), tile, out)
 
 
 def unpack(arrays: Arrays, kind: str) -> Float[Array, "D N"]:
-    """Float32 weights; those of int8 before their scale."""
+    """Return float32 weights; int8 weights are not scaled yet."""
     if kind == "int8":
         return arrays["codes"].astype(jnp.float32)
     planes = jnp.stack(list(_planes(arrays, kind)), axis=1)  # [Q, classes, RUN, N]
@@ -147,9 +155,9 @@ def unpack(arrays: Arrays, kind: str) -> Float[Array, "D N"]:
 
 
 def _planes(arrays: Arrays, kind: str) -> Iterator[Float[Array, "Q R N"]]:
-    """Float32 weights of every first, second, ... of the runs that share bytes.
+    """Yield float32 weights of the first, the second, ... of the runs that share bytes.
 
-    Weights that are not put in order need no copy: the product takes its inputs in theirs.
+    Restoring the order of the runs would take a copy, so the product reorders its inputs instead.
     """
     k, codes = KINDS[kind], arrays["codes"]
     n, columns = k.classes, codes.shape[1]
@@ -171,36 +179,36 @@ def _planes(arrays: Arrays, kind: str) -> Iterator[Float[Array, "Q R N"]]:
 def _of_run(
     arrays: Arrays, scale: str, sub: str, count: int, run: int, classes: int
 ) -> Float[Array, "Q R N"]:
-    """What each weight of one plane is multiplied with."""
+    """Return the factor of each weight of one plane."""
 
     def spread(name: str) -> Float[Array, "Q R N"]:
         groups = arrays[name].astype(jnp.float32)
         columns = groups.shape[1]
         if len(groups) >= count * classes:  # one or more for each run
-            mine = groups.reshape(count, classes, -1, 1, columns)[:, run]
-            each = (count, mine.shape[1], RUN // mine.shape[1], columns)
-            return jnp.broadcast_to(mine, each).reshape(count, RUN, columns)
+            of_run = groups.reshape(count, classes, -1, 1, columns)[:, run]
+            each = (count, of_run.shape[1], RUN // of_run.shape[1], columns)
+            return jnp.broadcast_to(of_run, each).reshape(count, RUN, columns)
         each = (len(groups), count // len(groups), RUN, columns)
         return jnp.broadcast_to(groups[:, None, None], each).reshape(count, RUN, columns)
 
     return spread(scale) * spread(sub) if sub in arrays else spread(scale)
 
 
-def _weight_first(x: Float[Array, "... D"], w: Transposed) -> Float[Array, "..."]:
-    """A product that reads the weight as it lies, where x · w would put it in order every time."""
+def _multiply_column_major(x: Float[Array, "... D"], w: ColumnMajor) -> Float[Array, "..."]:
+    """Multiply with the weight first; XLA would transpose it in every call for x · w."""
     rows, columns = x.reshape(-1, x.shape[-1]), w.array.reshape(-1, x.shape[-1])
     out = _dot(columns, rows, ((1,), (1,)))
     out = jax.lax.optimization_barrier(out)  # or XLA makes x · w of the transposed product
     return out.T.reshape(*x.shape[:-1], *w.shape[1:])
 
 
-def _by_panels(x: Float[Array, "... D"], w: Panels) -> Float[Array, "..."]:
-    """A product with each panel side by side; for one token and for many x · w is as good."""
+def _multiply_tiled(x: Float[Array, "... D"], w: Tiled) -> Float[Array, "..."]:
+    """Multiply tile by tile; for one token and for many, x · w is as fast."""
     rows, count = x.reshape(-1, x.shape[-1]), math.prod(w.shape[1:])
-    if not 1 < len(rows) <= FEW:
-        return _plain(x, w.whole)
-    each = jnp.broadcast_to(rows, (len(w.panels), *rows.shape))
-    out = _dot(each, w.panels, ((2,), (1,)), ((0,), (0,)))  # [P, M, PANEL]
+    if not 1 < len(rows) <= MAX_TILED_TOKENS:
+        return _plain(x, w.row_major)
+    each = jnp.broadcast_to(rows, (len(w.tiles), *rows.shape))
+    out = _dot(each, w.tiles, ((2,), (1,)), ((0,), (0,)))  # [P, M, TILE_WIDTH]
     out = out.swapaxes(0, 1).reshape(len(rows), -1)[:, :count]
     return out.reshape(*x.shape[:-1], *w.shape[1:])
 
@@ -223,7 +231,7 @@ def _dot(
 
 
 def with_kernel(params: Any, kernel: bool) -> Any:
-    """A parameter tree whose packed weights are multiplied by the kernel, or are not."""
+    """Return a parameter tree whose packed weights use the Pallas kernel, or do not."""
 
     def choose(leaf: Any) -> Any:
         return dataclasses.replace(leaf, kernel=kernel) if isinstance(leaf, Packed) else leaf
@@ -231,43 +239,46 @@ def with_kernel(params: Any, kernel: bool) -> Any:
     return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, Packed))
 
 
-def put_in_order(params: dict[str, Any], order: str) -> None:
-    """Has a parameter tree keep its float matrices [D, ...] as a plan's `order` says.
+def set_weight_layout(params: dict[str, Any], layout: str) -> None:
+    """Store the float matrices [D, ...] of a parameter tree in a layout, in place.
 
-    Done in place, one waited for after the other: beside the tree it takes no more memory than the
-    largest. NumPy moves small matrices, as compiling an operation for their shape takes longer.
+    One matrix at a time, so that no more memory is needed than for the largest. NumPy transposes
+    small matrices, as compiling an operation for their shape takes longer.
+
+    Args:
+      layout: "row_major", "column_major" or "tiled", as `Plan.weight_layout`.
     """
     for name, leaf in params.items():
         if isinstance(leaf, dict):
-            put_in_order(leaf, order)
+            set_weight_layout(leaf, layout)
         elif is_matrix(name) and not isinstance(leaf, Packed | Joined):
-            wanted = order_of(order, leaf.shape)
-            if wanted is None and not isinstance(leaf, ORDERED):
+            wanted = layout_of(layout, leaf.shape)
+            if wanted is None and not isinstance(leaf, FloatLayout):
                 continue
             if wanted is None or not isinstance(leaf, wanted):
                 small = isinstance(leaf, np.ndarray) and leaf.nbytes <= SMALL
-                rows = leaf if small else _in_rows(leaf)
-                params[name] = jax.block_until_ready(_ordered(rows, wanted))
+                matrix = leaf if small else _row_major(leaf)
+                params[name] = jax.block_until_ready(_laid_out(matrix, wanted))
 
 
-def in_order(w: Any, order: str) -> Any:
-    """The shapes of a float matrix [D, ...] kept as a plan's `order` says."""
-    wanted = order_of(order, w.shape)
-    return jax.eval_shape(functools.partial(_ordered, wanted=wanted), w) if wanted else w
+def abstract_layout(w: Any, layout: str) -> Any:
+    """Return the shapes of a float matrix [D, ...] stored in a layout."""
+    wanted = layout_of(layout, w.shape)
+    return jax.eval_shape(functools.partial(_laid_out, wanted=wanted), w) if wanted else w
 
 
-def _ordered(w: Array | np.ndarray, wanted: type[ORDERED] | None) -> Any:
+def _laid_out(w: Array | np.ndarray, wanted: type[FloatLayout] | None) -> Any:
     module: Any = np if isinstance(w, np.ndarray) else jnp
-    if wanted is Transposed:
-        return Transposed(module.moveaxis(w, 0, -1))
-    if wanted is Panels:
+    if wanted is ColumnMajor:
+        return ColumnMajor(module.moveaxis(w, 0, -1))
+    if wanted is Tiled:
         flat = w.reshape(len(w), -1)
-        flat = module.pad(flat, ((0, 0), (0, -flat.shape[1] % PANEL)))
-        return Panels(w, flat.reshape(len(w), -1, PANEL).swapaxes(0, 1))
+        flat = module.pad(flat, ((0, 0), (0, -flat.shape[1] % TILE_WIDTH)))
+        return Tiled(w, flat.reshape(len(w), -1, TILE_WIDTH).swapaxes(0, 1))
     return w
 
 
-def _in_rows(w: Any) -> Float[Array, "D ..."]:
-    if isinstance(w, Transposed):
+def _row_major(w: Any) -> Float[Array, "D ..."]:
+    if isinstance(w, ColumnMajor):
         return jnp.moveaxis(w.array, -1, 0)
-    return w.whole if isinstance(w, Panels) else jnp.asarray(w)
+    return w.row_major if isinstance(w, Tiled) else jnp.asarray(w)

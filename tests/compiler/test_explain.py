@@ -14,7 +14,7 @@ from dflash_jax.compiler.memory import StepWork, budget, work
 from dflash_jax.compiler.resolve import wide_block
 from dflash_jax.compiler.roofline import DEVICES, find_device, roofline
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.plan import Order
+from dflash_jax.plan import WeightLayout
 from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
 
 H200 = DEVICES["H200"]
@@ -183,16 +183,16 @@ def test_work_counts_every_weight_once() -> None:
     assert counted.flops == plan.block * narrow.flops
 
 
-def test_what_panels_keep_twice_is_in_memory_twice_and_read_once() -> None:
-    def plan(order: Order) -> Plan:
-        return resolve(Plan(order=order), target, None, platform="cpu", memory=AMPLE)
+def test_matrices_that_are_stored_twice_are_in_memory_twice_and_read_once() -> None:
+    def plan(layout: WeightLayout) -> Plan:
+        return resolve(Plan(weight_layout=layout), target, None, platform="cpu", memory=AMPLE)
 
     target = tiny_target()
-    rows, panels = plan("rows"), plan("panels")
-    assert budget(panels, target, None).weights > 1.8 * budget(rows, target, None).weights
-    assert work(panels, target, None, Step.PLAIN) == work(rows, target, None, Step.PLAIN)
-    plan_line = unbroken(explain(target, None, panels, DEVICES["CPU"]))[1]
-    assert "float32  matrices in panels  exact" in plan_line
+    row_major, tiled = plan("row_major"), plan("tiled")
+    assert budget(tiled, target, None).weights > 1.8 * budget(row_major, target, None).weights
+    assert work(tiled, target, None, Step.PLAIN) == work(row_major, target, None, Step.PLAIN)
+    plan_line = unbroken(explain(target, None, tiled, DEVICES["CPU"]))[1]
+    assert "float32  tiled matrices  exact" in plan_line
 
 
 def test_a_roofline_is_the_slower_of_memory_and_compute() -> None:

@@ -1,11 +1,14 @@
-"""The plan as a value, its completion, and the byte budget against real arrays."""
+"""The plan as a value, uses of its declaration, its completion, and the memory budget."""
 
+import argparse
 import dataclasses
 import json
 import re
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -14,12 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax import Plan
+from dflash_jax.cli import parser
+from dflash_jax.cli.options import WITHOUT_FLAG
 from dflash_jax.compiler import resolve
+from dflash_jax.compiler.explain import stablehlo
 from dflash_jax.compiler.memory import budget
 from dflash_jax.compiler.models import empty_state
+from dflash_jax.compiler.programs import declare
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.errors import PlanError
-from dflash_jax.plan import Order
+from dflash_jax.plan import FIELDS, WeightLayout
+from dflash_jax.plan_fields import Scope
 from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target
 
 TARGET = tiny_target(num_layers=2)
@@ -87,8 +95,8 @@ def test_a_plan_survives_json(plan: Plan) -> None:
         ("lookahead", 2, "expected 0 or 1"),
         ("exact", "no", "expected True or False"),
         ("rings", 1, "expected True or False"),
-        ("order", "transposed", "expected one of auto, rows, columns, panels"),
-        ("order", None, "expected one of auto, rows, columns, panels"),
+        ("weight_layout", "transposed", "expected one of auto, row_major, column_major, tiled"),
+        ("weight_layout", None, "expected one of auto, row_major, column_major, tiled"),
         ("dtype", "int8", "expected one of auto, float32, bfloat16, float16"),
     ],
 )
@@ -100,7 +108,7 @@ def test_an_invalid_field_is_named(field: str, value: Any, expected: str) -> Non
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("rounds", -1, "at least 1, or 0 for the default"),
+        ("steps_per_call", -1, "at least 1, or 0 for the default"),
         ("max_length", 1, "at least 2, or 0 for the default"),
         ("rows", 0, "at least 1$"),
         ("queue", True, "at least 1$"),
@@ -123,6 +131,118 @@ def test_unknown_fields_of_a_stored_plan_are_named() -> None:
         Plan.from_json(stored)
 
 
+# Another valid value of every field, and what else has to be chosen with it.
+OTHERS: dict[str, dict[str, Any]] = {
+    "rows": {"rows": 2},
+    "max_length": {"max_length": 128},
+    "block": {"block": 3},
+    "chunk": {"chunk": 8},
+    "dtype": {"dtype": "bfloat16"},
+    "weights": {"weights": "int8"},
+    "stored": {"stored": (("target/head", (1, (("Q8_0", 64),))),)},
+    "weight_layout": {"weight_layout": "tiled"},
+    "kv_dtype": {"kv_dtype": "int8"},
+    "kernels": {"kernels": "xla"},
+    "exact": {"exact": False},
+    "rings": {"rings": False},
+    "taps_at": {"taps_at": "early"},
+    "lookahead": {"lookahead": 0},
+    "steps_per_call": {"steps_per_call": 3},
+    "prefix_cache": {"prefix_cache": 1 << 20},
+    "prefix_folder": {"prefix_folder": "folder", "prefix_cache": 1},
+    "prefix_disk": {"prefix_disk": 1 << 20},
+    "mesh": {"mesh": (2, 1), "rows": 2},
+    "devices": {"devices": (0, 1)},
+    "queue": {"queue": 3},
+    "stop_slots": {"stop_slots": 3},
+    "call_odds": {"call_odds": False},
+    "min_survival": {"min_survival": 0.5},
+    "memory_limit": {"memory_limit": AMPLE - 1},
+}
+
+
+def test_every_field_is_declared_with_its_scope_and_documented() -> None:
+    assert list(FIELDS) == [f.name for f in dataclasses.fields(Plan)]
+    assert set(OTHERS) == set(FIELDS)
+    assert {info.scope for info in FIELDS.values()} == set(get_args(Scope))
+    shown = " ".join((Plan.__doc__ or "").split())
+    for name, info in FIELDS.items():
+        assert f" {name}: {info.help}." in shown, name
+        assert info.details in shown, name
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_fields_are_part_of_the_keys_that_their_scope_names(name: str) -> None:
+    base = Plan(**{key: value for key, value in OTHERS[name].items() if key != name})
+    other, scope = Plan(**OTHERS[name]), FIELDS[name].scope
+    assert other != base
+    enabled = name == "prefix_cache"  # whether there is a prefix cache decides what is compiled
+    assert (other.shape != base.shape) == (scope != "host" or enabled)
+    assert (other.cache_key != base.cache_key) == (scope == "cache")
+    assert {name for name, _ in base.cache_key} < {name for name, _ in base.shape}
+    hash(other.shape), hash(other.cache_key)
+
+
+def test_plans_of_the_same_shape_lower_to_identical_programs() -> None:
+    small = Plan(rows=2, max_length=64, block=4, chunk=8)
+    base = complete(dataclasses.replace(small, prefix_cache=1))
+    host = {name: OTHERS[name][name] for name, info in FIELDS.items() if info.scope == "host"}
+    other = dataclasses.replace(base, **host)
+    assert other.shape == base.shape
+    assert not any(getattr(other, name) == getattr(base, name) for name in host)
+    lowered, again, without = (
+        {name: stablehlo(p) for name, p in declare(plan, TARGET, DRAFTER).items()}
+        for plan in (base, other, complete(small))
+    )
+    assert lowered == again
+    segments = {"take_segment", "put_segment"}
+    assert without == {name: text for name, text in lowered.items() if name not in segments}
+
+
+def test_every_field_has_a_flag_with_its_help_text_or_a_reason_to_have_none() -> None:
+    [verbs] = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    actions = [*verbs.choices["generate"]._actions, *verbs.choices["serve"]._actions]
+    found = {action.dest: action for action in actions if action.help != argparse.SUPPRESS}
+    split = {"devices": ("target_device", "drafter_device")}
+    for name, info in FIELDS.items():
+        if name in ("stored", "lookahead", "stop_slots", "queue"):
+            assert WITHOUT_FLAG[name], name
+            continue
+        for dest in split.get(name, (name,)):
+            action = found.pop(dest)
+            assert info.help in str(action.help), name
+            if name not in ("mesh", "devices", "prefix_cache"):  # the latter is more for `serve`
+                assert action.default == getattr(Plan, name), name
+    assert set(WITHOUT_FLAG) < set(FIELDS)
+
+
+PLAN = Plan(steps_per_call=3, weight_layout="column_major")
+STORED = {"rounds": 3, "order": "columns"}
+
+
+@pytest.mark.parametrize(
+    ("use", "expected", "warned"),
+    [
+        (lambda: Plan(**STORED), PLAN, ["rounds", "order", "columns"]),
+        (lambda: Plan.from_json(json.dumps(STORED)), PLAN, ["rounds", "order", "columns"]),
+        (lambda: Plan(steps_per_call=3, weight_layout="columns"), PLAN, ["columns"]),
+        (lambda: dataclasses.replace(PLAN, rounds=1).steps_per_call, 1, ["rounds"]),
+        (lambda: PLAN.rounds, 3, ["rounds"]),
+        (lambda: PLAN.order, "columns", ["order"]),
+    ],
+)
+def test_deprecated_names_of_fields_and_values_are_accepted_with_a_warning(
+    use: Callable[[], Any], expected: Any, warned: list[str]
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert use() == expected
+    assert {warning.category for warning in caught} == {DeprecationWarning}
+    for warning, name in zip(caught, warned, strict=True):
+        assert re.search(rf"\b{name}\b.* is deprecated; use \S", str(warning.message))
+        assert Path(warning.filename).name in ("test_plan.py", "dataclasses.py")  # the caller
+
+
 @pytest.mark.parametrize(
     ("platform", "dtype", "chunk", "length"),
     [("cpu", "float32", 64, 1024), ("gpu", "bfloat16", 256, 4096)],
@@ -134,32 +254,32 @@ def test_open_choices_are_made_for_the_platform_and_the_drafter(
     assert (plan.dtype, plan.chunk, plan.max_length) == (dtype, chunk, length)
     assert plan.block == DRAFTER.block_size == 8
     assert plan.memory_limit == AMPLE
-    assert complete(plan, platform="gpu") == plan  # nothing is left open
+    assert complete(plan, platform="gpu") == plan  # nothing is left to resolve
 
 
 def test_a_drafter_of_single_places_drafts_one_token_a_step() -> None:
-    """Its config says blocks of 1, the anchor alone; nobody asked for a step that narrow."""
+    """Its config has blocks of 1, for the anchor alone."""
     single = dataclasses.replace(DRAFTER, block_size=1)
     plan = resolve(Plan(max_length=64), TARGET, single, platform="cpu", memory=AMPLE)
     assert plan.block == 2
 
 
-def test_a_call_makes_several_steps_where_calls_are_dear() -> None:
-    assert complete(Plan()).rounds > 1
-    assert complete(Plan(), platform="gpu").rounds == 1
-    assert complete(Plan(rows=2, mesh=(2, 1))).rounds == 1
-    assert complete(Plan(devices=(0, 1))).rounds == 1
+def test_calls_make_more_than_one_step_on_a_single_cpu_device_only() -> None:
+    assert complete(Plan()).steps_per_call > 1
+    assert complete(Plan(), platform="gpu").steps_per_call == 1
+    assert complete(Plan(rows=2, mesh=(2, 1))).steps_per_call == 1
+    assert complete(Plan(devices=(0, 1))).steps_per_call == 1
 
 
 def test_made_choices_stay() -> None:
-    shape = {"rows": 2, "max_length": 77, "block": 5, "chunk": 9, "rounds": 3}
-    orders: tuple[Order, ...] = ("rows", "columns", "panels")
-    for order in orders:
-        plan = Plan(dtype="float16", memory_limit=10**9, order=order, **shape)
+    shape = {"rows": 2, "max_length": 77, "block": 5, "chunk": 9, "steps_per_call": 3}
+    layouts: tuple[WeightLayout, ...] = ("row_major", "column_major", "tiled")
+    for layout in layouts:
+        plan = Plan(dtype="float16", memory_limit=10**9, weight_layout=layout, **shape)
         assert complete(plan, memory=1) == plan
 
 
-def test_float_matrices_are_in_the_order_of_blocks_where_vectors_are_256_bits(
+def test_float_matrices_are_laid_out_for_blocks_where_vectors_are_256_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wide, middling = (tiny_target(hidden_size=width) for width in (512, 256))
@@ -169,32 +289,32 @@ def test_float_matrices_are_in_the_order_of_blocks_where_vectors_are_256_bits(
             sys.modules["dflash_jax.compiler.resolve"], "widest_vectors", lambda: vectors
         )
         plan = Plan(**fields)
-        return resolve(plan, target, None, platform=platform, memory=AMPLE).order
+        return resolve(plan, target, None, platform=platform, memory=AMPLE).weight_layout
 
-    assert chosen("avx2") == "columns"
-    assert chosen("avx2", dtype="bfloat16") == "columns"
-    assert chosen("avx2", target=middling) == "panels"
-    assert chosen("avx2", target=middling, dtype="bfloat16") == "rows"
-    assert chosen("avx2", target=tiny_target()) == "rows"
-    assert chosen("avx512f") == chosen("") == "rows"  # not measured there
-    assert chosen("avx2", platform="gpu") == "rows"
-    assert chosen("avx2", mesh=(1, 2)) == chosen("avx2", weights="int8") == "rows"
+    assert chosen("avx2") == "column_major"
+    assert chosen("avx2", dtype="bfloat16") == "column_major"
+    assert chosen("avx2", target=middling) == "tiled"
+    assert chosen("avx2", target=middling, dtype="bfloat16") == "row_major"
+    assert chosen("avx2", target=tiny_target()) == "row_major"
+    assert chosen("avx512f") == chosen("") == "row_major"  # not measured there
+    assert chosen("avx2", platform="gpu") == "row_major"
+    assert chosen("avx2", mesh=(1, 2)) == chosen("avx2", weights="int8") == "row_major"
     assert (
-        chosen("avx2", rows=8) == chosen("avx2", rows=4) == "columns"
+        chosen("avx2", rows=8) == chosen("avx2", rows=4) == "column_major"
     )  # times 8 tokens of a block
-    assert chosen("avx2", rows=9) == chosen("avx2", target=middling, rows=5) == "rows"
-    assert chosen("avx2", exact=False) == "rows"  # a token at a time
+    assert chosen("avx2", rows=9) == chosen("avx2", target=middling, rows=5) == "row_major"
+    assert chosen("avx2", exact=False) == "row_major"  # steps of one token
     with pytest.raises(PlanError, match="it needs weights='float' and one device: leave it 'auto'"):
-        chosen("avx2", weights="int8", order="panels")
+        chosen("avx2", weights="int8", weight_layout="tiled")
 
 
 def test_more_positions_than_the_target_has_are_refused() -> None:
-    says = "max_length is 5000, but the target was made for 4096 positions; ask for at most 4096"
-    with pytest.raises(PlanError, match=says):
+    text = "max_length is 5000, but the target was made for 4096 positions; ask for at most 4096"
+    with pytest.raises(PlanError, match=text):
         complete(Plan(max_length=5000))
     rope = RopeConfig(kind="dynamic", factor=2.0, original_length=4096)
-    says = r"made for 4096 positions \(beyond them its dynamic rotary embedding turns cached keys"
-    with pytest.raises(PlanError, match=says):
+    text = r"made for 4096 positions \(beyond them its dynamic rotary embedding turns cached keys"
+    with pytest.raises(PlanError, match=text):
         resolve(
             Plan(max_length=5000),
             dataclasses.replace(TARGET, rope=rope),

@@ -50,12 +50,12 @@ def test_steps_are_made_under_any_settings(tiny: Engine, request: pytest.Fixture
     assert tiny.generate([1, 2, 3], max_tokens=9).token_ids == wanted
 
 
-def test_weights_are_put_in_order_under_any_settings(
+def test_weights_are_set_weight_layout_under_any_settings(
     tiny: Engine, request: pytest.FixtureRequest
 ) -> None:
     params = jax.tree.map(np.asarray, tiny.params)
     request.getfixturevalue("disturbed")
-    plan = dataclasses.replace(tiny.plan, order="panels")
+    plan = dataclasses.replace(tiny.plan, weight_layout="tiled")
     assert Engine(tiny.target, tiny.drafter, params, plan).params["target"]["embed"].shape
 
 

@@ -151,15 +151,21 @@ def test_a_dry_run_writes_nothing_and_prints_the_taps(capsys, tmp_path):
     path = write_drafter(DRAFTER, tmp_path / "d.gguf", "upstream")
     assert main(["convert", str(path), str(tmp_path / "out"), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "taps: [0, 1, 3] = dflash.target_layers [1, 2, 4] read as plus1" in out
+    assert "taps: [0, 1, 3] = dflash.target_layers [1, 2, 4] read as one-based" in out
     assert [p.name for p in tmp_path.iterdir()] == ["d.gguf"]
 
 
-@pytest.mark.parametrize("flag", ["--taps", "--target-layer-shift"])
-def test_a_flag_decides_an_ambiguous_file(capsys, tmp_path, flag):
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--layer-ids", "zero-based"), ("--taps", "raw"), ("--target-layer-shift", "raw")],
+)
+def test_a_flag_decides_an_ambiguous_file(capsys, tmp_path, flag, value):
     path = write_drafter(DRAFTER, tmp_path / "d.gguf", "upstream")
-    assert main(["convert", str(path), str(tmp_path / "out"), "--dry-run", flag, "raw"]) == 0
-    assert "taps: [1, 2, 4]" in capsys.readouterr().out
+    assert main(["convert", str(path), str(tmp_path / "out"), "--dry-run", flag, value]) == 0
+    out, err = capsys.readouterr()
+    assert "taps: [1, 2, 4]" in out
+    notice = f"{flag} is deprecated; use --layer-ids zero-based"
+    assert [notice in line for line in err.splitlines()] == [True] * (value == "raw")
 
 
 def test_errors_are_one_line_and_exit_code_one(capsys, tmp_path, target):
@@ -505,6 +511,7 @@ def test_converters_import_nothing_that_computes():
     allowed = {"numpy", "ml_dtypes", "converters", *sys.stdlib_module_names}
     inside = ("dflash_jax.config", "dflash_jax.errors", "dflash_jax.checkpoint")
     inside += ("dflash_jax.quant.layouts", "dflash_jax.utils.command", "dflash_jax.utils.atomic")
+    inside += ("dflash_jax.utils.deprecation",)
     for path in (ROOT / "converters").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

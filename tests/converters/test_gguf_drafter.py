@@ -52,12 +52,12 @@ def test_an_early_file_is_refused_with_both_readings(tmp_path):
     del NAMES["early"]
     with pytest.raises(CheckpointError, match="writers of this key disagree") as error:
         read_config(open_gguf(path))
-    assert "layers [1, 2, 3] (raw) or of layers [0, 1, 2] (plus1)" in str(error.value)
-    assert "--taps" in str(error.value)
-    config, dialect = read_config(open_gguf(path), "plus1")
+    assert "layers [1, 2, 3] (zero-based) or of layers [0, 1, 2] (one-based)" in str(error.value)
+    assert "--layer-ids" in str(error.value)
+    config, dialect = read_config(open_gguf(path), "one-based")
     assert config.target_layer_ids == (0, 1, 2)
     assert dialect.taps.line().endswith("as chosen")
-    assert read_config(open_gguf(path), "raw")[0].target_layer_ids == (1, 2, 3)
+    assert read_config(open_gguf(path), "zero-based")[0].target_layer_ids == (1, 2, 3)
 
 
 def test_a_window_of_zero_is_none(tmp_path):
@@ -70,14 +70,14 @@ def test_a_window_of_zero_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("written", "convention", "why"),
     [
-        ([1, 16, 31, 46, 61], "plus1", "in the raw numbering"),
-        ([2, 17, 32, 47, 62], "raw", "each one higher"),
+        ([1, 16, 31, 46, 61], "one-based", "in the zero-based numbering"),
+        ([2, 17, 32, 47, 62], "zero-based", "each one higher"),
     ],
 )
 def test_well_known_ids_under_the_wrong_convention_are_ambiguous(written, convention, why):
     with pytest.raises(CheckpointError, match=why):
         read_taps(written, source="k", convention=convention, choice="auto", where="f")
-    taps = read_taps(written, source="k", convention=convention, choice="plus1", where="f")
+    taps = read_taps(written, source="k", convention=convention, choice="one-based", where="f")
     assert taps.ids == tuple(i - 1 for i in written)
 
 
@@ -87,12 +87,12 @@ def test_well_known_ids_under_the_wrong_convention_are_ambiguous(written, conven
 )
 def test_impossible_taps_are_refused(written, message):
     with pytest.raises(ConfigError, match=message):
-        read_taps(written, source="k", convention="plus1", choice="auto", where="f")
+        read_taps(written, source="k", convention="one-based", choice="auto", where="f")
 
 
 def test_an_unknown_choice_is_named():
-    with pytest.raises(ConfigError, match="'maybe' is not one of auto, raw, plus1"):
-        read_taps([1], source="k", convention="raw", choice="maybe", where="f")
+    with pytest.raises(ConfigError, match="'maybe' is not one of auto, zero-based, one-based"):
+        read_taps([1], source="k", convention="zero-based", choice="maybe", where="f")
 
 
 def test_the_width_of_fc_must_fit_the_taps(tmp_path):

@@ -60,7 +60,7 @@ def test_a_speculators_folder_is_the_published_drafter(tmp_path):
     theirs = read_drafter_config(DRAFTER)
     assert model.config == dataclasses.replace(theirs, num_target_layers=0)
     assert (model.role, model.layout) == ("drafter", "speculators")
-    assert "read as plus1" in model.notes[0]
+    assert "read as one-based" in model.notes[0]
     ours, expected = model.load("float32"), open_model(DRAFTER).load("float32")
     np.testing.assert_array_equal(ours["fc"], expected["fc"])
     assert set(model.tensors.ignored.values()) == {"borrowed from the target"}

@@ -30,9 +30,9 @@ from dflash_jax.errors import (
     PlanError,
     RequestError,
 )
-from dflash_jax.plan import Order
-from dflash_jax.quant.layouts import Panels, Transposed
-from dflash_jax.testing import force_acceptance, set_script
+from dflash_jax.plan import WeightLayout
+from dflash_jax.quant.layouts import ColumnMajor, Tiled
+from dflash_jax.testing import AMPLE, force_acceptance, set_script
 from dflash_jax.tokenizer import Tokenizer
 
 PROMPT = [5, 4, 3, 2, 1]
@@ -131,11 +131,11 @@ def test_prompt_and_output_may_fill_the_plan_exactly(tiny: Engine) -> None:
     assert plain.token_ids == fast.token_ids
 
 
-@pytest.mark.parametrize(("order", "kept"), [("columns", Transposed), ("panels", Panels)])
+@pytest.mark.parametrize(("layout", "kept"), [("column_major", ColumnMajor), ("tiled", Tiled)])
 def test_other_plans_may_reorder_the_weights_of_an_engine_and_give_them_back(
-    tiny: Engine, truth: list[int], order: Order, kept: type
+    tiny: Engine, truth: list[int], layout: WeightLayout, kept: type
 ) -> None:
-    turned = twin(tiny, plan=dataclasses.replace(tiny.plan, order=order))
+    turned = twin(tiny, plan=dataclasses.replace(tiny.plan, weight_layout=layout))
     assert isinstance(turned.params["target"]["layers_0"]["mlp"]["down"], kept)
     back = Engine(tiny.target, tiny.drafter, turned.params, tiny.plan)
     for ours, theirs in zip(*map(jax.tree.leaves, (back.params, tiny.params)), strict=True):
@@ -797,6 +797,15 @@ def test_what_a_drafted_round_has_to_decide_is_measured_behind_requests_that_end
     with pytest.raises(RequestError, match="requests are running"):
         engine.warm_up(measure=True)
     engine.cancel(waiting)
+
+
+def test_programs_are_shared_by_engines_of_one_shape_only(tiny: Engine) -> None:
+    same = twin(tiny, plan=dataclasses.replace(tiny.plan, queue=3, memory_limit=AMPLE))
+    same.share_programs(tiny)
+    assert same.executables is tiny.executables
+    other = twin(tiny, plan=dataclasses.replace(tiny.plan, stop_slots=3))
+    with pytest.raises(PlanError, match=r"expected the same models and\s+the same plan\.shape"):
+        other.share_programs(tiny)
 
 
 def test_an_engine_that_is_let_go_of_gives_its_memory_back_at_once(tiny3: Engine) -> None:

@@ -22,7 +22,7 @@ SPECULATIVE = ProgramKey(Step.SPECULATIVE, Variant.GREEDY)
 def several() -> Engine:
     """Three rows; a call may make eight steps."""
     target = tiny_target(num_layers=2, vocab_size=251)
-    plan = Plan(rows=3, max_length=128, chunk=16, block=4, rounds=8)
+    plan = Plan(rows=3, max_length=128, chunk=16, block=4, steps_per_call=8)
     return random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
 
 

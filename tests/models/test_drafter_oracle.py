@@ -1,6 +1,5 @@
 """The DFlash v1 drafter against the official package: single rounds, then whole generations."""
 
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,8 +95,7 @@ _built: dict[Any, dict[str, Any]] = {}
 def engine(case: SimpleNamespace) -> Engine:
     """A loaded pair; pairs of equal shape share their compiled programs."""
     engine = dj.load(case.target, case.path, plan=dj.Plan(max_length=96, chunk=16))
-    shapes = (engine.plan, engine.target, engine.drafter)
-    shapes = (dataclasses.replace(engine.plan, memory_limit=0), *shapes[1:])
+    shapes = (engine.plan.shape, engine.target, engine.drafter)
     engine.executables = _built.setdefault(shapes, engine.executables)
     del engine.compiled.programs[
         ProgramKey(Step.PLAIN, Variant.GREEDY)

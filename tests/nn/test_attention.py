@@ -82,7 +82,7 @@ def test_rows_land_at_their_positions_and_hide_nothing_before_them(
     for b in range(B):
         for t in range(width):
             wanted[b, :, (start[b] + t) % S] = k[b, t]
-        if width == 1:  # a single row's twin lands in the next slot, which is garbage
+        if width == 1:  # a copy of a single row is written to the next, unused slot
             certain[b, (start[b] + 1) % S] = False
     for got, sign in ((new.k, 1), (new.v, -1)):
         same = (np.asarray(got) == sign * wanted).all(axis=(1, 3))
@@ -106,7 +106,7 @@ def test_attention_is_softmax_over_the_visible_keys_of_the_right_head(seed: int)
     k, v = rng.standard_normal((2, B, K, S, H)).astype(np.float32)
     seen = rng.random((B, T, S)) < 0.5
     seen[:, :, 0] = True
-    k[~seen.any(axis=1)[:, None].repeat(K, axis=1)] = 1e6  # masked for all: whatever it holds
+    k[~seen.any(axis=1)[:, None].repeat(K, axis=1)] = 1e6  # masked for all queries
     cache = LayerCache(k=jnp.asarray(k), v=jnp.asarray(v))
     out = attend(jnp.asarray(q), cache, jnp.asarray(seen)).reshape(B, T, K * groups, H)
     for b, t, head in np.ndindex(B, T, K * groups):
@@ -126,7 +126,7 @@ def random_attention(slots: int, seed: int = 0) -> tuple[jax.Array, LayerCache]:
 
 
 def seen_by(ends: list[int], slots: int, window: int | None = None) -> jax.Array:
-    """The mask of blocks that end at these positions, one per row."""
+    """Return the mask of blocks that end at these positions, one per row."""
     query = np.array(ends)[:, None] - T + np.arange(T)[None, :]
     return visible(query, slot_positions(np.array(ends), slots), causal=True, window=window)
 
@@ -135,7 +135,7 @@ def seen_by(ends: list[int], slots: int, window: int | None = None) -> jax.Array
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("ends", [[4, 9], [2 * PIECE, 300], [2 * PIECE + 90, 3]])
 def test_attention_in_pieces_is_attention(ends: list[int], sinks: bool, window: int | None) -> None:
-    slots = 2 * PIECE + 96  # the last piece is not whole
+    slots = 2 * PIECE + 96  # the last piece is incomplete
     q, cache = random_attention(slots)
     logits = jnp.asarray([[0.5, 2.0, -1.0]] * K) if sinks else None
     seen = seen_by(ends, slots, window)
@@ -157,7 +157,7 @@ def test_a_call_that_fills_its_buffer_can_be_differentiated() -> None:
 
 
 def test_a_rows_bits_do_not_depend_on_how_far_the_others_are() -> None:
-    """R9: the pieces behind a row's own last one leave no trace."""
+    """R9: pieces after a row's last visible one do not change its bits."""
     slots = 4 * PIECE
     q, cache = random_attention(slots)
     alone = PIECES(q, cache, seen_by([40, 40], slots), None)
@@ -179,7 +179,7 @@ def test_dead_pieces_are_not_read() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 @pytest.mark.parametrize("ring", [False, True])
-def test_values_that_broke_are_felt_by_those_who_see_them(dtype: Any, ring: bool, bad: float):
+def test_non_finite_values_reach_only_queries_that_see_them(dtype: Any, ring: bool, bad: float):
     rng = np.random.default_rng(8)
     q, k, v = (jnp.asarray(rng.standard_normal((B, T, K, H)), jnp.float32) for _ in range(3))
     cache, start, at = empty_cache(B, K, S, H, dtype=dtype, ring=ring), jnp.array([1, 4]), T - 2
@@ -190,14 +190,14 @@ def test_values_that_broke_are_felt_by_those_who_see_them(dtype: Any, ring: bool
         for x in (v, v.at[:, at, 1, 2].set(bad))
     )
     np.testing.assert_array_equal(spoilt[:, :at], clean[:, :at])
-    assert jnp.isnan(spoilt[:, at:, H:]).all()  # of the kv head whose value it is
+    assert jnp.isnan(spoilt[:, at:, H:]).all()  # of that kv head
 
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_an_int8_cache_holds_each_row_to_half_a_step(ring: bool) -> None:
     rng = np.random.default_rng(6)
     k, v = (jnp.asarray(rng.standard_normal((B, T, K, H)), jnp.float32) for _ in range(2))
-    k = k.at[0, 1].set(0)  # nothing to scale
+    k = k.at[0, 1].set(0)  # a scale of zero
     cache = WRITE(empty_cache(B, K, S, H, dtype=jnp.int8, ring=ring), k, v, jnp.array([1, 4]))
     for name, rows in (("k", k), ("v", v)):
         codes, scale = getattr(cache, name), getattr(cache, f"{name}_scale")
@@ -209,7 +209,7 @@ def test_an_int8_cache_holds_each_row_to_half_a_step(ring: bool) -> None:
             assert (apart <= np.abs(rows[b]).max(axis=-1, keepdims=True) / 253).all()
 
 
-def test_attention_reads_int8_rows_as_what_they_stand_for() -> None:
+def test_attention_multiplies_int8_rows_by_their_scales() -> None:
     slots = 2 * PIECE + 96
     q, cache = random_attention(slots)
     packed = {}

@@ -1,4 +1,4 @@
-"""The GPU kernels' sums, run as ordinary operations, and what they lower to."""
+"""The GPU kernels, run as ordinary operations, and their lowering."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ K, G, H = 2, 3, 16
 def case(
     ends: list[int], slots: int, tokens: int, *, window: int | None = None, int8: bool = False
 ) -> tuple[jax.Array, LayerCache, jax.Array]:
-    """Random queries and keys, and what blocks see that end at these positions."""
+    """Return random queries and keys, and the mask of blocks that end at these positions."""
     rng, b = np.random.default_rng(1), len(ends)
     q, k, v = (
         jnp.asarray(rng.standard_normal(shape), jnp.float32)
@@ -38,12 +38,12 @@ def case(
 @pytest.mark.parametrize(
     ("ends", "slots", "tokens", "window", "int8"),
     [
-        ([40, 2 * LEAST + 90], 2 * LEAST + 96, 4, None, False),  # a last piece that is not whole
+        ([40, 2 * LEAST + 90], 2 * LEAST + 96, 4, None, False),  # an incomplete last piece
         ([LEAST, 700], 80, 8, 50, False),  # a ring, one of its rows wrapped
         ([2 * LEAST], 3 * LEAST, 1, 30, True),  # parts before the window are not live
     ],
 )
-def test_the_kernels_give_what_attention_is(
+def test_the_kernels_match_attention(
     ends: list[int], slots: int, tokens: int, window: int | None, int8: bool
 ) -> None:
     q, cache, seen = case(ends, slots, tokens, window=window, int8=int8)
@@ -54,7 +54,7 @@ def test_the_kernels_give_what_attention_is(
 
 
 def test_a_rows_bits_depend_on_its_own_slots_alone() -> None:
-    """R9: not on how far others are, nor on what stands in slots it does not see."""
+    """R9: neither on positions of other rows nor on slots that it does not see."""
     slots = 4 * LEAST
     run = jit(functools.partial(attend_kernel, sinks=None, scale=0.7, interpret=True))
     q, cache, seen = case([300, 40], slots, 4)

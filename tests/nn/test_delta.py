@@ -23,7 +23,7 @@ ROWS, KEY_HEADS, HEADS, KEY, VALUE, CHANNELS, KEPT = 3, 2, 4, 8, 6, 5, 3
 
 
 def rule(tokens: int, seed: int = 0) -> tuple[RecurrentCache, DeltaInputs, jax.Array, jax.Array]:
-    """A cache, inputs of the rule, its keys per key head, and convolution inputs."""
+    """Return a cache, inputs of the rule, its keys per key head, and convolution inputs."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> jax.Array:
@@ -47,7 +47,7 @@ def rule(tokens: int, seed: int = 0) -> tuple[RecurrentCache, DeltaInputs, jax.A
 
 
 def by_hand(state: np.ndarray, x: DeltaInputs) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs and states in float64, one token, row and head at a time."""
+    """Return outputs and states in float64, computed by token, row and head."""
     q, k, v, g, beta = (np.asarray(a, np.float64) for a in (x.q, x.k, x.v, x.g, x.beta))
     out, states = np.zeros(v.shape), np.zeros((v.shape[1], *state.shape))
     for b in range(ROWS):
@@ -112,8 +112,8 @@ def test_tokens_past_n_never_reach_the_state_even_if_not_finite() -> None:
 
 @pytest.mark.parametrize("form", [by_token, by_chunk])
 @pytest.mark.parametrize("part", ["q", "k", "v"])
-def test_a_token_whose_numbers_broke_is_known_by_none_before_it(form: Any, part: str) -> None:
-    """A rejected draft, or what fills up a chunk: what stands before it is said all the same."""
+def test_a_non_finite_token_does_not_affect_earlier_tokens(form: Any, part: str) -> None:
+    """Such as a rejected draft, or the padding of a chunk."""
     cache, x, _, _ = rule(70, seed=6)
     wanted, run = by_hand(np.asarray(cache.state), x)[0], jit(form)
     for place, value in ((3, np.nan), (66, np.inf)):

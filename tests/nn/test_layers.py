@@ -1,4 +1,4 @@
-"""Where norms and contractions round."""
+"""Rounding of norms and contractions, and gradients of products."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def test_a_norm_rounds_before_it_multiplies_by_its_weight(seed: int) -> None:
 
 
 def test_the_order_of_rounding_shows_in_bfloat16() -> None:
-    """On these numbers, multiplying in float32 first would give other bits in many places."""
+    """On these numbers, multiplying in float32 first would change many results."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, WIDTH)).astype(ml_dtypes.bfloat16)
     w = rng.standard_normal(WIDTH).astype(ml_dtypes.bfloat16)
@@ -50,7 +50,7 @@ def test_the_order_of_rounding_shows_in_bfloat16() -> None:
 
 
 def test_contractions_of_bfloat16_accumulate_in_float32() -> None:
-    """4096 ones: a bfloat16 accumulator would stall at 256."""
+    """A bfloat16 accumulator would stop at 256 of 4096 ones."""
     x, w = jnp.ones((1, 4096), jnp.bfloat16), jnp.ones((4096, 2), jnp.bfloat16)
     out = dot(x, w)
     assert out.dtype == jnp.bfloat16
@@ -87,7 +87,7 @@ def test_the_gradient_of_a_product_is_that_of_the_einsum(letters, left, right) -
 
 
 def test_gradients_of_16_bit_products_multiply_16_bits() -> None:
-    """By default they would multiply a float32 slope with a weight widened to float32."""
+    """By default they would multiply a float32 gradient and a weight widened to float32."""
     letters, left, right = PRODUCTS[0]
     x, y = jnp.ones(left, jnp.bfloat16), jnp.ones(right, jnp.bfloat16)
     traced, found = slopes(product, letters, x, y)
@@ -96,7 +96,7 @@ def test_gradients_of_16_bit_products_multiply_16_bits() -> None:
 
 
 def dtypes_multiplied(jaxpr) -> list:
-    """Dtypes of the factors of every product in a program."""
+    """Return the dtypes of the factors of every product in a program."""
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -106,7 +106,7 @@ def dtypes_multiplied(jaxpr) -> list:
     return found
 
 
-def test_slopes_of_halves_are_those_of_slices() -> None:
+def test_gradients_of_halves_are_those_of_slices() -> None:
     both = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 5)), jnp.float32)
 
     def gated(cut, x):

@@ -1,4 +1,4 @@
-"""Experts: against a loop over tokens, and R9: a token's bits are its own."""
+"""Experts against a loop over tokens, and R9: a token's bits do not depend on others."""
 
 import functools
 from typing import Any
@@ -91,24 +91,24 @@ def test_bits_of_a_token_do_not_depend_on_its_row_or_companions(
     w = draw(dtype, experts=experts, width=width, hidden=hidden, bias=True)
     rng = np.random.default_rng(3)
     multiply = run(form)
-    mine = rng.standard_normal(width)
+    same = rng.standard_normal(width)
     ids = rng.permutation(experts)[:count].astype(np.int32)
     p = rng.random(count).astype(np.float32)
     seen = set()
     for trial in range(8):
         x = rng.standard_normal((tokens, width)) * 10.0 ** rng.integers(-2, 3)
         others = np.stack([rng.permutation(experts)[:count] for _ in range(tokens)])
-        crowd = rng.random(tokens) < (trial % 4) / 3  # so many follow the same experts
+        crowd = rng.random(tokens) < (trial % 4) / 3  # share of tokens with the same experts
         others[crowd] = ids
         shares = rng.random((tokens, count)).astype(np.float32)
         row = trial * 5 % tokens
-        x[row], others[row], shares[row] = mine, ids, p
+        x[row], others[row], shares[row] = same, ids, p
         out = multiply(np.asarray(x, jnp.dtype(dtype)), w, others.astype(np.int32), shares)
         seen.add(np.asarray(out)[row].tobytes())
     assert len(seen) == 1
 
 
-def test_a_token_that_is_not_finite_spoils_no_other() -> None:
+def test_a_non_finite_token_affects_no_other() -> None:
     w = draw("float32", experts=8, width=16, hidden=16, bias=True)
     x = np.random.default_rng(4).standard_normal((12, 16)).astype(np.float32)
     ids = np.tile(np.array([[1, 5]], np.int32), (12, 1))

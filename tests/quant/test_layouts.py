@@ -1,4 +1,4 @@
-"""Packed layouts hold exactly what the ggml decoders read, and quantise as well as they can."""
+"""Packed layouts hold the numbers of ggml blocks exactly, and quantise to the nearest code."""
 
 import numpy as np
 import pytest
@@ -7,10 +7,11 @@ from converters import quants
 from converters.quants.types import BY_NAME
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import KINDS, STORED
+from dflash_jax.testing import packed_bytes
 
 
 def random_blocks(kind: str, rows: int, depth: int, seed: int = 0) -> np.ndarray:
-    """Random bytes as blocks whose float16 scales are finite."""
+    """Return random blocks with finite float16 scales."""
     size, width = BY_NAME[kind].block_bytes, BY_NAME[kind].block_size
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows, depth // width, size), np.uint8)
@@ -47,7 +48,7 @@ def test_arrays_have_the_declared_rows_dtypes_and_bytes(kind: str) -> None:
     found = {name: (len(a), str(a.dtype)) for name, a in arrays.items()}
     assert found == declared
     total = sum(a.nbytes for a in arrays.values())
-    assert layouts.packed_bytes(kind, (512, 3)) == total
+    assert packed_bytes(kind, (512, 3)) == total
     bits = {"int8": 8, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_K": 4.625, "Q6_K": 6.5625}
     scales = 3 * 4 if kind == "int8" else 0
     assert total == 512 * 3 * bits[kind] / 8 + scales
@@ -68,7 +69,7 @@ def test_quantised_weights_are_near_and_not_nearer_than_can_be(kind: str, most: 
     assert (apart <= limit * 1.002 + 1e-7).all()
 
 
-def test_what_is_not_packed_and_what_is_int8_either_way() -> None:
+def test_which_parameters_are_packed_and_which_are_always_int8() -> None:
     spec = layouts.spec
     assert spec("float", "target/layers_0/mlp/down", (64, 32)) is None
     assert spec("int4", "target/layers_0/input_norm", (64,)) is None

@@ -1,4 +1,4 @@
-"""Products with packed and transposed weights against those with arrays: memory and numbers."""
+"""Products with packed and column-major weights against products with arrays."""
 
 import functools
 import re
@@ -13,13 +13,14 @@ from dflash_jax.compiler import jit
 from dflash_jax.nn.layers import project
 from dflash_jax.quant import layouts, products
 from dflash_jax.quant.kernel import COLUMNS, multiply
-from dflash_jax.quant.layouts import KINDS, Joined, Packed, Panels, Transposed
+from dflash_jax.quant.layouts import KINDS, ColumnMajor, Joined, Packed, Tiled
+from dflash_jax.testing import packed_bytes
 
 D, N = 512, 2 * COLUMNS
 
 
 def packed(kind: str, depth: int = D, columns: int = N) -> Packed:
-    """Random codes and scales; weights of about unit size over the root of D."""
+    """Return random codes and scales for weights of about 1 / sqrt(D)."""
     rng = np.random.default_rng(3)
     arrays = {}
     for name, (rows, dtype) in KINDS[kind].arrays(depth).items():
@@ -38,7 +39,7 @@ def inputs(rows: int, dtype: str, depth: int = D) -> jax.Array:
 
 
 def expected(x: jax.Array, w: Packed) -> np.ndarray:
-    """In float64, with the weights rounded as the product rounds them."""
+    """Return the product in float64, with the weights rounded as the product rounds them."""
     full = layouts.dequantise(w.arrays, w.kind)
     if w.kind != "int8":
         full = full.astype(x.dtype)
@@ -55,20 +56,22 @@ def assert_near(found: jax.Array, wanted: np.ndarray) -> None:
 def test_the_product_is_that_of_the_unpacked_weights(kind: str, dtype: str) -> None:
     w, x = packed(kind), inputs(5, dtype)
     wanted = expected(x, w)
-    assert_near(jit(functools.partial(products.at_once, kind=kind))(x, w.arrays), wanted)
+    assert_near(jit(functools.partial(products.multiply_unpacked, kind=kind))(x, w.arrays), wanted)
     assert_near(jit(products.contract)(x.reshape(1, 5, D), w)[0], wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_column_tiles_give_what_the_whole_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "TILE", 64 * D)
+def test_column_slices_match_the_whole_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SLICE_SIZE", 64 * D)
     w, x = packed(kind, columns=64 * 3 - 8), inputs(5, "float32")
-    assert_near(jit(functools.partial(products.by_tile, kind=kind))(x, w.arrays), expected(x, w))
+    assert_near(
+        jit(functools.partial(products.multiply_by_slices, kind=kind))(x, w.arrays), expected(x, w)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "int8"])
-def test_the_kernel_gives_what_the_whole_gives(kind: str, dtype: str) -> None:
+def test_the_kernel_matches_the_whole_product(kind: str, dtype: str) -> None:
     w, product = packed(kind), jit(functools.partial(multiply, kind=kind, interpret=True))
     for rows in (3, 70):  # one tile of rows, and two
         x = inputs(rows, dtype)
@@ -78,7 +81,7 @@ def test_the_kernel_gives_what_the_whole_gives(kind: str, dtype: str) -> None:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "int8"])
 def test_the_kernel_lowers_for_a_gpu(kind: str) -> None:
-    """As far as that goes without one: it becomes one Triton call, and nothing unpacks outside."""
+    """It becomes one Triton call, and nothing is unpacked outside of it."""
     w, x = packed(kind), inputs(16, "bfloat16")
     kernel = Packed(w.arrays, kind, w.shape, kernel=True)
     traced = jit(products.contract).trace(x, kernel)
@@ -87,7 +90,7 @@ def test_the_kernel_lowers_for_a_gpu(kind: str) -> None:
     assert not re.search(rf"tensor<{D}x{N}x(bf16|f32|f16)>", text)
 
 
-def test_joined_parts_stand_side_by_side() -> None:
+def test_joined_parts_are_concatenated() -> None:
     first, second = packed("Q4_K", columns=64), packed("Q6_K", columns=32)
     third = np.random.default_rng(5).standard_normal((D, 2, 16)).astype(np.float32) / 16
     parts = (
@@ -117,32 +120,32 @@ def test_no_unpacked_copy_of_a_weight_is_ever_in_memory(kind: str, rows: int) ->
     abstract = products.abstract((depth, columns), (1, ((kind, columns),)), jnp.dtype("bfloat16"))
     x = jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16)
     compiled = jit(products.contract).lower(x, abstract).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < depth * columns  # a byte a weight
-    packed_size = layouts.packed_bytes(kind, (depth, columns))
+    assert compiled.memory_analysis().temp_size_in_bytes < depth * columns  # one byte per weight
+    packed_size = packed_bytes(kind, (depth, columns))
     inside = compiled.memory_analysis().argument_size_in_bytes - rows * depth * 2
     assert inside == packed_size
 
 
-def test_a_rows_product_does_not_depend_on_the_rows_beside_it() -> None:
-    """R1, R9: what the lanes rest on, at block width."""
+def test_a_rows_product_does_not_depend_on_the_other_rows() -> None:
+    """R1, R9: equality of speculative and plain decoding at block width rests on it."""
     w = packed("Q4_K")
-    product = jit(functools.partial(products.by_tile, kind="Q4_K"))
+    product = jit(functools.partial(products.multiply_by_slices, kind="Q4_K"))
     x = inputs(8, "bfloat16")
     other = x.at[1:].set(jnp.asarray(7, jnp.bfloat16))
     np.testing.assert_array_equal(product(x, w.arrays)[0], product(other, w.arrays)[0])
 
 
-def reordered(order: str, *shape: int, dtype: str = "float32") -> Any:
+def reordered(layout: str, *shape: int, dtype: str = "float32") -> Any:
     drawn = np.random.default_rng(5).standard_normal(shape) / shape[0] ** 0.5
     params = {"down": jnp.asarray(drawn.astype(jnp.dtype(dtype)))}
-    products.put_in_order(params, order)
+    products.set_weight_layout(params, layout)
     return params["down"]
 
 
 @pytest.mark.optimised
 @pytest.mark.parametrize("columns", [1, 2, 9])
 def test_a_narrow_weight_gives_a_token_the_same_bits_at_every_place(columns: int) -> None:
-    """One column is what gates a shared expert; as a matrix-vector product it did not."""
+    """A single column gates a shared expert; a matrix-vector product would fail here."""
     rng, multiply = np.random.default_rng(7), jit(project)
     w = jnp.asarray(rng.standard_normal((256, columns)), jnp.float32)
     x = rng.standard_normal((12, 256)).astype(np.float32)
@@ -155,12 +158,13 @@ def test_a_narrow_weight_gives_a_token_the_same_bits_at_every_place(columns: int
 
 @pytest.mark.optimised
 @pytest.mark.parametrize(
-    ("order", "dtype"), [("columns", "float32"), ("columns", "bfloat16"), ("panels", "float32")]
+    ("layout", "dtype"),
+    [("column_major", "float32"), ("column_major", "bfloat16"), ("tiled", "float32")],
 )
 def test_a_reordered_weight_gives_a_token_the_same_bits_at_every_place(
-    order: str, dtype: str
+    layout: str, dtype: str
 ) -> None:
-    w, rng = reordered(order, 768, 2, 381, dtype=dtype), np.random.default_rng(6)
+    w, rng = reordered(layout, 768, 2, 381, dtype=dtype), np.random.default_rng(6)
     multiply, drawn = jit(products.contract), rng.standard_normal((2, 8, 768))
     token, found = drawn[0, 0].copy(), []
     for place in range(16):
@@ -174,49 +178,49 @@ def test_a_reordered_weight_gives_a_token_the_same_bits_at_every_place(
     assert_near(multiply(x, w), np.einsum("btd,dgn->btgn", np.asarray(x).astype(float), full))
 
 
-def test_a_transposed_weight_comes_first_in_its_product() -> None:
-    """Nothing is put in another order: the compiler would, if it saw how the result is used."""
-    w, x = reordered("columns", 128, 256), inputs(8, "float32", 128)
+def test_a_column_major_weight_comes_first_in_its_product() -> None:
+    """XLA would transpose it if it saw how the result is used."""
+    w, x = reordered("column_major", 128, 256), inputs(8, "float32", 128)
     made = jit(lambda x, w: jax.nn.silu(products.contract(x, w))).lower(x, w).compile()
     assert re.search(r"f32\[256,8\]\{1,0\} dot\(", made.as_text())
 
 
-@pytest.mark.parametrize(("tokens", "panels"), [(1, False), (2, True), (32, True), (33, False)])
-def test_panels_are_for_the_few_tokens_of_a_block(tokens: int, panels: bool) -> None:
-    w, x = reordered("panels", 128, 40), inputs(tokens, "float32", 128)
+@pytest.mark.parametrize(("tokens", "tiled"), [(1, False), (2, True), (32, True), (33, False)])
+def test_tiles_are_for_the_few_tokens_of_a_block(tokens: int, tiled: bool) -> None:
+    w, x = reordered("tiled", 128, 40), inputs(tokens, "float32", 128)
     multiply = jit(products.contract)
-    assert ("f32[3,128,16]" in multiply.lower(x, w).as_text("hlo")) is panels
+    assert ("f32[3,128,16]" in multiply.lower(x, w).as_text("hlo")) is tiled
     assert_near(multiply(x, w), np.asarray(x).astype(float) @ np.asarray(w).astype(float))
 
 
-def test_broad_matrices_are_in_columns_where_others_are_in_panels() -> None:
-    assert isinstance(reordered("panels", 4, 2, 2048), Panels)
-    assert isinstance(reordered("panels", 4, 4097), Transposed)
+def test_broad_matrices_are_column_major_where_others_are_tiled() -> None:
+    assert isinstance(reordered("tiled", 4, 2, 2048), Tiled)
+    assert isinstance(reordered("tiled", 4, 4097), ColumnMajor)
 
 
-@pytest.mark.parametrize(("order", "kept"), [("columns", Transposed), ("panels", Panels)])
-def test_matrices_of_a_tree_are_reordered_in_place_and_back(order: str, kept: type) -> None:
+@pytest.mark.parametrize(("layout", "kept"), [("column_major", ColumnMajor), ("tiled", Tiled)])
+def test_matrices_of_a_tree_are_reordered_in_place_and_back(layout: str, kept: type) -> None:
     table, norm = jnp.arange(6.0).reshape(2, 3), jnp.ones(2)
     packed_one = packed("int8", 32, 8)
     tree = {"mlp": {"down": table, "o": packed_one}, "norm": norm, "embed": table}
-    products.put_in_order(tree, order)
+    products.set_weight_layout(tree, layout)
     down = tree["mlp"]["down"]
     assert isinstance(down, kept)
     assert down.shape == (2, 3)
-    assert jax.tree.leaves(down)[-1].shape == {Transposed: (3, 2), Panels: (1, 2, 16)}[kept]
+    assert jax.tree.leaves(down)[-1].shape == {ColumnMajor: (3, 2), Tiled: (1, 2, 16)}[kept]
     assert tree["norm"] is norm
     assert tree["mlp"]["o"] is packed_one
     np.testing.assert_array_equal(np.asarray(down), table)
     ids = jnp.array([[2, 0]])
     rows = products.gather(tree["embed"], ids, jnp.float32)
     np.testing.assert_array_equal(rows[0], np.asarray(table).T[[2, 0]])
-    products.put_in_order(tree, "rows")
+    products.set_weight_layout(tree, "row_major")
     np.testing.assert_array_equal(tree["mlp"]["down"], table)
 
 
-@pytest.mark.parametrize("order", ["columns", "panels"])
+@pytest.mark.parametrize("layout", ["column_major", "tiled"])
 def test_small_matrices_that_were_just_read_are_reordered_without_compiling_anything(
-    order: str,
+    layout: str,
 ) -> None:
     def tree(module: Any) -> dict[str, Any]:
         rng = np.random.default_rng(0)
@@ -226,8 +230,8 @@ def test_small_matrices_that_were_just_read_are_reordered_without_compiling_anyt
 
     read, placed = tree(np), tree(jnp)
     with jax.no_tracing():
-        products.put_in_order(read, order)
-    products.put_in_order(placed, order)
+        products.set_weight_layout(read, layout)
+    products.set_weight_layout(placed, layout)
     assert jax.tree.structure(read) == jax.tree.structure(placed)
     for ours, theirs in zip(*map(jax.tree.leaves, (read, placed)), strict=True):
         np.testing.assert_array_equal(ours, theirs)

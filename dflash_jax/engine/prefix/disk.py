@@ -51,9 +51,6 @@ PARTIAL = re.compile(r"\.[0-9a-f]{32}\.(partial|old)-[0-9a-f-]+")
 ABANDONED = 3600 * 10**9  # nanoseconds after which a partial entry is not being written any more
 BACKLOG = 8  # requests whose prefixes may wait to be written; those of others are skipped
 LEFT = 0.9  # share of the budget that eviction leaves
-# Plan fields that do not affect segment contents.
-FREE = {"lookahead", "rounds", "prefix_cache", "prefix_folder", "prefix_disk", "queue",
-        "stop_slots", "call_odds", "min_survival", "memory_limit"}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -70,10 +67,9 @@ class DiskCounters:
 def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Any) -> str:
     """Return a digest of everything that determines a segment's bits.
 
-    That is models, weights, plan, device, versions and `XLA_FLAGS`.
+    That is models, weights, the plan's `cache_key`, device, versions and `XLA_FLAGS`.
     """
     device = jax.local_devices()[0]
-    decided = {k: v for k, v in dataclasses.asdict(plan).items() if k not in FREE}
     versions = [__version__, jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS")]
     kind = [device.platform, device.device_kind, device.platform == "cpu" and processor()]
     made = [type(c).__name__ + repr(c) for c in (target, drafter)]
@@ -81,7 +77,7 @@ def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, pa
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = list(pool.map(lambda leaf: _digest(leaf[1]), leaves))
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    facts = [versions, kind, made, decided, names, weights]
+    facts = [versions, kind, made, plan.cache_key, names, weights]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 

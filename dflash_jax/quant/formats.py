@@ -1,0 +1,81 @@
+"""The formats of packed weights. This module imports neither NumPy nor JAX.
+
+A packed weight [D, N] is multiplied as x · w: D is contracted. D is cut into runs of 32 weights.
+`classes` neighbouring runs share bytes, each in its own bits, so that a kernel unpacks whole rows
+of bytes with a mask and a shift. All groups extend along D:
+
+| kind | bits per weight | a weight is | groups along D |
+| --- | --- | --- | --- |
+| int8 | 8 | scale · q | one scale for all |
+| Q8_0 | 8.5 | scale · q | 32 |
+| Q4_0, int4 | 4.5 | scale · (q - 8) | 32 |
+| Q4_K | 4.625 | scale · sub · q - low · sub_low | 32 in 256 |
+| Q6_K | 6.5625 | scale · sub · (q - 32) | 16 in 256 |
+
+The last four hold exactly the numbers of the ggml blocks of that name; only Q4_K's six-bit
+scales are stored as one byte each.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+RUN = 32
+# How a weight [D, ...] is packed: an axis, and the kind and width of its parts along that axis.
+Spec = tuple[int, tuple[tuple[str, int], ...]]
+Stored = tuple[tuple[str, Spec], ...]  # by path, which begins with the role
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedFormat:
+    """A packed format.
+
+    Attributes:
+      classes: number of runs that share bytes.
+      zero: zero point, subtracted from each code.
+      group: weights along D that share a scale; 0 for all of them.
+      sub: weights along D that share a second scale within a group; 0 for no second scales.
+      high: whether the two high bits of each code are stored in a separate array.
+    """
+
+    name: str
+    classes: int
+    zero: int
+    group: int
+    sub: int = 0
+    high: bool = False
+
+    @property
+    def spread(self) -> int:
+        """Rows of D that one row of `codes` holds."""
+        return min(self.classes, 2)
+
+    @property
+    def unit(self) -> int:
+        """Number that D must be a multiple of."""
+        return max(self.group, RUN * self.classes)
+
+    def arrays(self, depth: int) -> dict[str, tuple[int, str]]:
+        """Return the rows along D and the dtype of each array of a weight with D = `depth`."""
+        arrays = {
+            "codes": (depth // self.spread, "int8" if self.classes == 1 else "uint8"),
+            "scale": (depth // self.group, "float16") if self.group else (1, "float32"),
+        }
+        if self.high:
+            arrays["high"] = (depth // 4, "uint8")
+        if self.sub:
+            arrays["sub"] = (depth // self.sub, "int8" if self.high else "uint8")
+        if self.name == "Q4_K":
+            arrays |= {"low": arrays["scale"], "sub_low": arrays["sub"]}
+        return arrays
+
+
+KINDS: Mapping[str, PackedFormat] = {
+    kind.name: kind
+    for kind in (
+        PackedFormat("int8", classes=1, zero=0, group=0),
+        PackedFormat("Q8_0", classes=1, zero=0, group=32),
+        PackedFormat("Q4_0", classes=2, zero=8, group=32),
+        PackedFormat("Q4_K", classes=2, zero=0, group=256, sub=32),
+        PackedFormat("Q6_K", classes=4, zero=32, group=256, sub=16, high=True),
+    )
+}

@@ -1,0 +1,92 @@
+"""Deprecated option names and values, each declared once. They keep working, with a notice."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+PLAN_FIELDS = {"rounds": "steps_per_call", "order": "weight_layout"}
+FLAGS = {
+    "--rounds": "--steps-per-call",
+    "--order": "--weight-layout",
+    "--taps": "--layer-ids",
+    "--target-layer-shift": "--layer-ids",
+}
+VALUES = {
+    "weight_layout": {"rows": "row_major", "columns": "column_major", "panels": "tiled"},
+    "layer_ids": {"raw": "zero-based", "plus1": "one-based"},
+}
+
+
+def current_value(option: str, value: Any) -> Any:
+    """Return the current name of an option's value, which may be its deprecated name."""
+    renamed = VALUES.get(option, {})
+    return renamed.get(value, value) if isinstance(value, str) else value
+
+
+def deprecated_value(option: str, value: str) -> str:
+    """Return the deprecated name of an option's value, for attributes with deprecated names."""
+    return {new: old for old, new in VALUES[option].items()}.get(value, value)
+
+
+def warn_renamed(old: str, new: str, *, stacklevel: int = 2) -> None:
+    """Warn that `old` is deprecated in favour of `new`; `stacklevel` as in `warnings.warn`."""
+    warnings.warn(f"{old} is deprecated; use {new}", DeprecationWarning, stacklevel + 1)
+
+
+def current_fields(fields: Mapping[str, Any], *, stacklevel: int = 2) -> dict[str, Any]:
+    """Return fields of a plan by their current names and with current values.
+
+    A deprecated name takes precedence over the current one: `dataclasses.replace(plan, rounds=2)`
+    passes both.
+    """
+    current = {name: value for name, value in fields.items() if name not in PLAN_FIELDS}
+    for old, new in PLAN_FIELDS.items():
+        if old in fields:
+            warn_renamed(f"Plan({old}=)", f"{new}=", stacklevel=stacklevel + 1)
+            current[new] = fields[old]
+    for name, value in current.items():
+        new_value = current_value(name, value)
+        if new_value is not value:
+            warn_renamed(f"{name}={value!r}", repr(new_value), stacklevel=stacklevel + 1)
+            current[name] = new_value
+    return current
+
+
+class _RenamedFlag(argparse.Action):
+    """Store a deprecated flag's value under the current flag, and print a notice."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        value = current_value(self.dest, values)
+        named = "" if value == values else f" {value}"
+        notice = f"{option_string} is deprecated; use {FLAGS[option_string or '']}{named}"
+        sys.stderr.write(f"{parser.prog}: {notice}\n")
+        setattr(namespace, self.dest, value)
+
+
+def add_deprecated_flag(parser: Any, action: argparse.Action) -> None:
+    """Add the deprecated flags of an option, hidden from the help.
+
+    Args:
+      parser: the parser or argument group that the option belongs to.
+      action: the option, as `add_argument` returned it; nothing is added if it was not renamed.
+    """
+    for old, new in FLAGS.items():
+        if new in action.option_strings:
+            choices = action.choices and [*VALUES.get(action.dest, ()), *action.choices]
+            parser.add_argument(
+                old,
+                action=_RenamedFlag,
+                dest=action.dest,
+                type=action.type,
+                choices=choices,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
