@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from converters import quants
-from converters.names.slots import Slot
-from converters.quants.types import BY_NAME
-from converters.source import Rows, TensorSource, as_rows
+from dflash_jax.converters import quants
+from dflash_jax.converters.names.slots import Slot
+from dflash_jax.converters.quants.types import BY_NAME
+from dflash_jax.converters.source import Rows, TensorSource, as_rows
 from dflash_jax.errors import CheckpointError
 
 MOST_LINES = 60
@@ -131,7 +131,7 @@ class Below(Stacks):
 
 
 class Canonical:
-    """A source under canonical names; see `converters.source.TensorSource`."""
+    """A `TensorSource` under canonical names."""
 
     def __init__(
         self, source: TensorSource, origins: Mapping[str, Origin], ignored: Mapping[str, str]

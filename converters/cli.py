@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters import forms
-from converters.taps import AUTO, CHOICES
+from dflash_jax.converters import forms
+from dflash_jax.converters.taps import AUTO, CHOICES
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.command import exit_code
 
 if TYPE_CHECKING:
-    from converters.models import Model
+    from dflash_jax.converters.models import Model
 
 CHECK_FAILED = 1
 # Names of the shipped models, and their places among the package's data.
@@ -127,8 +127,8 @@ def _inspect_verb(verbs: Any) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from converters import inspect
-    from converters.instruct import REFUSE
+    from dflash_jax.converters import inspect
+    from dflash_jax.converters.instruct import REFUSE
 
     if options.check_instruct:
         verdict = inspect.instruct(options.path)
@@ -159,8 +159,8 @@ def _convert_verb(verbs: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from converters import convert
-    from converters.models import open_model
+    from dflash_jax.converters import convert
+    from dflash_jax.converters.models import open_model
 
     model = open_model(options.source, taps=options.taps)
     if options.dry_run:
@@ -189,8 +189,8 @@ def _compare_verb(verbs: Any) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from converters import compare
-    from converters.models import open_model
+    from dflash_jax.converters import compare
+    from dflash_jax.converters.models import open_model
 
     first, second = (
         open_model(path, taps=options.taps) for path in (options.first, options.second)
@@ -221,9 +221,9 @@ def _export_verb(verbs: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from converters import convert, export
-    from converters.models import open_model
     from dflash_jax.config import DrafterConfig
+    from dflash_jax.converters import convert, export
+    from dflash_jax.converters.models import open_model
 
     model = open_model(options.source, taps=options.taps)
     if options.layout == ZLAB and not isinstance(model.config, DrafterConfig):

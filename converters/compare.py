@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from converters.expected_error import Limits, between
-from converters.models import Model
-from converters.source import TensorSource
-from converters.transforms import guess
+from dflash_jax.converters.expected_error import Limits, between
+from dflash_jax.converters.models import Model
+from dflash_jax.converters.source import TensorSource
+from dflash_jax.converters.transforms import guess
 
 CHUNK = 1 << 22  # weights compared at a time
 OK, WARN, FAIL, TRANSFORM = "ok", "warn", "fail", "transform"

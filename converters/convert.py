@@ -8,14 +8,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from converters import names
-from converters.export import Weights, check_name, export
-from converters.forms import AUTO, HUGGING_FACE, ORBAX, SAFETENSORS
-from converters.gguf import GgufFile
-from converters.gguf.file import SHARD
-from converters.load import Progress, float_dtype
-from converters.models import Model, companions
 from dflash_jax.checkpoint import write
+from dflash_jax.converters import names
+from dflash_jax.converters.export import Weights, check_name, export
+from dflash_jax.converters.forms import AUTO, HUGGING_FACE, ORBAX, SAFETENSORS
+from dflash_jax.converters.gguf import GgufFile
+from dflash_jax.converters.gguf.file import SHARD
+from dflash_jax.converters.load import Progress, float_dtype
+from dflash_jax.converters.models import Model, companions
 from dflash_jax.errors import CheckpointError, TokenizerError
 from dflash_jax.utils.atomic import new_path
 

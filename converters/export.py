@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from converters import names
-from converters.forms import GGUF, HUGGING_FACE, LAYOUTS, SPECULATORS
-from converters.gguf import export as gguf_export
-from converters.gguf.writer import write_gguf
-from converters.load import Progress, float_dtype, kept_as, read_as
-from converters.names import published, speculators
-from converters.safetensors_writer import Planned, write_safetensors
-from converters.source import TensorSource
 from dflash_jax.config import AttentionConfig, DrafterConfig
+from dflash_jax.converters import names
+from dflash_jax.converters.forms import GGUF, HUGGING_FACE, LAYOUTS, SPECULATORS
+from dflash_jax.converters.gguf import export as gguf_export
+from dflash_jax.converters.gguf.writer import write_gguf
+from dflash_jax.converters.load import Progress, float_dtype, kept_as, read_as
+from dflash_jax.converters.names import published, speculators
+from dflash_jax.converters.safetensors_writer import Planned, write_safetensors
+from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.atomic import copy_companions, new_path
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from converters.safetensors import SafetensorsFile, open_safetensors
-from converters.source import Rows, TensorSource
 from dflash_jax.config.fields import has_file
+from dflash_jax.converters.safetensors import SafetensorsFile, open_safetensors
+from dflash_jax.converters.source import Rows, TensorSource
 from dflash_jax.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -17,7 +17,7 @@ ADAPTER = "adapter_config.json"  # of weights that are added to another model's
 
 
 class ShardedSafetensors:
-    """Several shards seen as one source; see `converters.source.TensorSource`."""
+    """Several shards, seen as one `TensorSource`."""
 
     def __init__(self, path: Path, home: dict[str, SafetensorsFile], notes: tuple[str, ...]):
         self.path = path

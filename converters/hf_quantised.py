@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from converters.quants.codebooks import E2M1_TABLES, halved_power
-from converters.source import Rows, TensorSource
+from dflash_jax.converters.quants.codebooks import E2M1_TABLES, halved_power
+from dflash_jax.converters.source import Rows, TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 
 SCALED_KINDS = frozenset({"F8_E4M3", "F8_E5M2", "I8"})

@@ -5,16 +5,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from converters.gguf import GgufFile, open_gguf
-from converters.gguf.header import GgufArray
-from converters.hf import open_directory
-from converters.instruct import Verdict, check_instruct
-from converters.models import Model, open_model
-from converters.safetensors import SafetensorsFile, open_safetensors
-from converters.source import TensorSource
-from converters.taps import AUTO
-from converters.tree_source import CheckpointSource
 from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
+from dflash_jax.converters.gguf import GgufFile, open_gguf
+from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.hf import open_directory
+from dflash_jax.converters.instruct import Verdict, check_instruct
+from dflash_jax.converters.models import Model, open_model
+from dflash_jax.converters.safetensors import SafetensorsFile, open_safetensors
+from dflash_jax.converters.source import TensorSource
+from dflash_jax.converters.taps import AUTO
+from dflash_jax.converters.tree_source import CheckpointSource
 from dflash_jax.errors import CheckpointError, DFlashError
 
 LONGEST = 60  # characters of a metadata value shown

@@ -9,13 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from converters import names, packed
-from converters.canonical import Canonical, check
-from converters.hf import open_directory
-from converters.hf_quantised import dequantised
-from converters.names import huggingface
-from converters.names.slots import Part, Slot, same
-from converters.source import TensorSource
 from dflash_jax.checkpoint import FLOATS
 from dflash_jax.config import (
     ALWAYS_FLOAT32,
@@ -24,6 +17,13 @@ from dflash_jax.config import (
     TargetConfig,
     read_json,
 )
+from dflash_jax.converters import names, packed
+from dflash_jax.converters.canonical import Canonical, check
+from dflash_jax.converters.hf import open_directory
+from dflash_jax.converters.hf_quantised import dequantised
+from dflash_jax.converters.names import huggingface
+from dflash_jax.converters.names.slots import Part, Slot, same
+from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
 

@@ -5,17 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from converters import names
-from converters.canonical import Canonical, Origin, check
-from converters.gguf import GgufFile, drafter, open_gguf, target
-from converters.gguf.tokenizer import stop_ids, tokenizer_files
-from converters.hf import ADAPTER, ShardedSafetensors, open_directory
-from converters.hf_quantised import dequantised
-from converters.load import Params, Progress, load
-from converters.names import huggingface, speculators
-from converters.packed import stored_specs
-from converters.taps import AUTO
-from converters.tree_source import CheckpointSource
 from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
 from dflash_jax.config import (
     DrafterConfig,
@@ -26,6 +15,17 @@ from dflash_jax.config import (
 )
 from dflash_jax.config.base import id_tuple
 from dflash_jax.config.fields import has_file
+from dflash_jax.converters import names
+from dflash_jax.converters.canonical import Canonical, Origin, check
+from dflash_jax.converters.gguf import GgufFile, drafter, open_gguf, target
+from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
+from dflash_jax.converters.hf import ADAPTER, ShardedSafetensors, open_directory
+from dflash_jax.converters.hf_quantised import dequantised
+from dflash_jax.converters.load import Params, Progress, load
+from dflash_jax.converters.names import huggingface, speculators
+from dflash_jax.converters.packed import stored_specs
+from dflash_jax.converters.taps import AUTO
+from dflash_jax.converters.tree_source import CheckpointSource
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from converters import names
-from converters.canonical import Canonical
-from converters.gguf.file import GgufFile
-from converters.names.slots import Part, Path, Slot
-from converters.quants.types import BY_NAME
 from dflash_jax.config import AttentionConfig
+from dflash_jax.converters import names
+from dflash_jax.converters.canonical import Canonical
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.names.slots import Part, Path, Slot
+from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.errors import CheckpointError
 from dflash_jax.quant.layouts import (
     FLOAT,

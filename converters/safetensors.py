@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from converters.source import Rows, as_rows, map_file
+from dflash_jax.converters.source import Rows, as_rows, map_file
 from dflash_jax.errors import CheckpointError
 
 DTYPES: dict[str, np.dtype] = {
@@ -47,7 +47,7 @@ class Entry:
 
 
 class SafetensorsFile:
-    """One mapped .safetensors file; see `converters.source.TensorSource`."""
+    """One mapped .safetensors file, as a `TensorSource`."""
 
     def __init__(self, path: Path, buffer: mmap.mmap, data_start: int, header: "Header"):
         self.path = path

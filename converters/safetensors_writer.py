@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from converters.safetensors import DTYPES
+from dflash_jax.converters.safetensors import DTYPES
 
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 

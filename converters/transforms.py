@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from converters.names.gguf import half_split_rows
-from converters.source import as_rows
+from dflash_jax.converters.names.gguf import half_split_rows
+from dflash_jax.converters.source import as_rows
 
 MAX_WEIGHTS = 1 << 26
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from converters import names
-from converters.names.slots import Part
-from converters.source import Rows, as_rows
 from dflash_jax.checkpoint import Checkpoint, Keys, Leaf, Params
 from dflash_jax.config import AttentionConfig
+from dflash_jax.converters import names
+from dflash_jax.converters.names.slots import Part
+from dflash_jax.converters.source import Rows, as_rows
 from dflash_jax.errors import CheckpointError
 
 KINDS = {
@@ -24,7 +24,7 @@ KINDS = {
 
 
 class TreeSource:
-    """See `converters.source.TensorSource`; leaves are NumPy arrays or convert to them."""
+    """A `TensorSource` over a parameter tree, whose leaves are NumPy arrays or convert to them."""
 
     def __init__(self, params: Params, config: AttentionConfig):
         self._params = params

@@ -99,7 +99,7 @@ def load(
 
 
 class OpenModel(Protocol):
-    """A model on disk, as `converters.models.open_model` gives it."""
+    """A model on disk, as `dflash_jax.converters.models.open_model` gives it."""
 
     @property
     def path(self) -> Path:
@@ -195,7 +195,7 @@ def open_pair(
 ) -> OpenPair:
     """Opens a pair without reading its weights; arguments as for `load`, and of its plan."""
     tune_allocator()
-    from converters.models import open_model
+    from dflash_jax.converters.models import open_model
 
     target_path, drafter_path = _paths(target, drafter)
     found = open_model(target_path, role="target")
@@ -248,14 +248,14 @@ def _config(path: Path, read: Callable[[Path], Config]) -> Config:
     """The config of a .gguf file, of a folder with weights, or of a bare config.json."""
     if path.is_dir() and not is_checkpoint(path) and not list(path.glob("*.safetensors")):
         return read(path)
-    from converters.models import open_model
+    from dflash_jax.converters.models import open_model
 
     return open_model(path).config
 
 
 def _read_drafter(directory: Path) -> DrafterConfig:
     """A drafter's bare config.json, in the published layout or in speculators' own."""
-    from converters.names import speculators
+    from dflash_jax.converters.names import speculators
 
     where = str(directory / "config.json")
     fields = read_json(directory / "config.json")
@@ -327,7 +327,7 @@ def load_target(
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype is {dtype!r}; expected float32, bfloat16 or float16")
     use_compilation_cache(compilation_cache)
-    from converters.models import open_model
+    from dflash_jax.converters.models import open_model
 
     found, shown = open_model(locate(source, "target"), role="target"), is_shown(progress)
     default_device()  # refused before weights are read

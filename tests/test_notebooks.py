@@ -14,7 +14,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CHEAP = ("01_quickstart",)
 
 # What comes with `pip install '.[train,plot]'`, which is all that the README asks for.
-KNOWN = ("converters", "dflash_jax", "jax", "matplotlib", "numpy")
+KNOWN = ("dflash_jax", "jax", "matplotlib", "numpy")
 
 # Runs the code cells in one namespace, as a kernel would, and draws without a screen.
 RUN = """

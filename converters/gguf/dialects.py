@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from converters.gguf.fields import Fields
-from converters.gguf.header import GgufArray
-from converters.taps import PLUS_ONE, RAW, Taps, read_taps
+from dflash_jax.converters.gguf.fields import Fields
+from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.taps import PLUS_ONE, RAW, Taps, read_taps
 from dflash_jax.errors import CheckpointError, ConfigError
 
 UPSTREAM = "dflash"

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from converters import names
-from converters.canonical import Canonical, Origin
-from converters.gguf.dialects import (
+from dflash_jax.config import FULL, SLIDING, DrafterConfig, drafter_config
+from dflash_jax.converters import names
+from dflash_jax.converters.canonical import Canonical, Origin
+from dflash_jax.converters.gguf.dialects import (
     BORROWED,
     CONFIDENCE,
     DRAFTER_ARCHITECTURES,
@@ -18,12 +19,11 @@ from converters.gguf.dialects import (
     Dialect,
     read_dialect,
 )
-from converters.gguf.fields import Fields, geometry, weight_dtype
-from converters.gguf.file import GgufFile
-from converters.gguf.header import GgufArray
-from converters.names.gguf import stored_name
-from converters.taps import AUTO
-from dflash_jax.config import FULL, SLIDING, DrafterConfig, drafter_config
+from dflash_jax.converters.gguf.fields import Fields, geometry, weight_dtype
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.names.gguf import stored_name
+from dflash_jax.converters.taps import AUTO
 from dflash_jax.errors import CheckpointError, ConfigError
 
 

@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from converters.gguf.dialects import UPSTREAM
-from converters.gguf.drafter import SIZES, aliases
-from converters.gguf.header import STRING
-from converters.gguf.writer import BOOL, F32, I32, U32, Typed, typed
-from converters.names import published
 from dflash_jax.config import SLIDING, DrafterConfig
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.converters.gguf.dialects import UPSTREAM
+from dflash_jax.converters.gguf.drafter import SIZES, aliases
+from dflash_jax.converters.gguf.header import STRING
+from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed, typed
+from dflash_jax.converters.names import published
 from dflash_jax.errors import ConfigError
 
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from converters.gguf.file import GgufFile
-from converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.header import GgufArray
 from dflash_jax.errors import CheckpointError, ConfigError
 
 MAX_ARRAY = 1 << 16

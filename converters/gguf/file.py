@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from converters import quants
-from converters.gguf.header import Header, TensorInfo, parse
-from converters.source import Rows, map_file
+from dflash_jax.converters import quants
+from dflash_jax.converters.gguf.header import Header, TensorInfo, parse
+from dflash_jax.converters.source import Rows, map_file
 from dflash_jax.errors import CheckpointError
 
 SHARD = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
@@ -30,7 +30,7 @@ class Shard:
 
 
 class GgufFile:
-    """One GGUF file, or a split set; see `converters.source.TensorSource`."""
+    """One GGUF file, or a split set, as a `TensorSource`."""
 
     def __init__(self, shards: list[Shard]):
         self.path = shards[0].path

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from converters.quants.types import REMOVED, TYPES, GgmlType
+from dflash_jax.converters.quants.types import REMOVED, TYPES, GgmlType
 from dflash_jax.errors import CheckpointError
 
 MAX_KEYS, MAX_TENSORS = 1 << 16, 1 << 20

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from converters import names
-from converters.canonical import Canonical, Origin
-from converters.gguf.fields import Fields, weight_dtype
-from converters.gguf.file import GgufFile
-from converters.gguf.targets import FAMILIES, OF_TYPE
 from dflash_jax.config import TargetConfig, target_config
+from dflash_jax.converters import names
+from dflash_jax.converters.canonical import Canonical, Origin
+from dflash_jax.converters.gguf.fields import Fields, weight_dtype
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.targets import FAMILIES, OF_TYPE
 from dflash_jax.errors import ConfigError
 
 

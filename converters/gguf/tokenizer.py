@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.header import GgufArray
 from dflash_jax.errors import CheckpointError, TokenizerError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

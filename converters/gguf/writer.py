@@ -7,9 +7,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from converters.gguf.header import ARRAY, SCALARS, STRING, GgufArray, round_up
-from converters.quants.types import BY_NAME
-from converters.safetensors_writer import Planned, flat_bytes
+from dflash_jax.converters.gguf.header import ARRAY, SCALARS, STRING, GgufArray, round_up
+from dflash_jax.converters.quants.types import BY_NAME
+from dflash_jax.converters.safetensors_writer import Planned, flat_bytes
 
 ALIGNMENT = 32
 U32, I32, F32, BOOL, I64 = 4, 5, 6, 7, 11

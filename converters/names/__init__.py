@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from converters.names import (
+from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
+from dflash_jax.converters.names import (
     dflash,
     dflash2,
     dspark,
@@ -14,8 +15,7 @@ from converters.names import (
     qwen3_5,
     qwen3_moe,
 )
-from converters.names.slots import Folder, Slot
-from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
+from dflash_jax.converters.names.slots import Folder, Slot
 from dflash_jax.errors import ConfigError
 
 TARGETS: dict[str, Callable[[Any], list[Slot]]] = {

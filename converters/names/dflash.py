@@ -3,10 +3,10 @@
 Every kind of drafter has these parameters; its own file adds the rest.
 """
 
-from converters.names.llama import norm_and_mlp
-from converters.names.qwen3 import head_norms
-from converters.names.slots import Path, Slot, by_head, integers, linear, same
 from dflash_jax.config import DrafterConfig
+from dflash_jax.converters.names.llama import norm_and_mlp
+from dflash_jax.converters.names.qwen3 import head_norms
+from dflash_jax.converters.names.slots import Path, Slot, by_head, integers, linear, same
 
 
 def slots(config: DrafterConfig) -> list[Slot]:

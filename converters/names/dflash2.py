@@ -1,8 +1,8 @@
 """DFlash 2 drafters: as version 1, with convolutions and the selector's tables."""
 
-from converters.names import dflash
-from converters.names.slots import Slot, linear, same
 from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.converters.names import dflash
+from dflash_jax.converters.names.slots import Slot, linear, same
 
 
 def slots(config: DFlash2Config) -> list[Slot]:

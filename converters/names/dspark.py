@@ -1,8 +1,8 @@
 """DSpark drafters: as version 1, with a Markov head and a confidence head."""
 
-from converters.names import dflash
-from converters.names.slots import Slot, linear, same
 from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.converters.names import dflash
+from dflash_jax.converters.names.slots import Slot, linear, same
 
 
 def slots(config: DSparkConfig) -> list[Slot]:

@@ -1,8 +1,17 @@
 """Gemma 4: four norms a layer, kinds of attention that differ in shape, experts, layer inputs."""
 
-from converters.names import llama
-from converters.names.slots import Folder, Part, Path, Slot, by_head, linear, paired, same
 from dflash_jax.config.gemma4 import Gemma4Config
+from dflash_jax.converters.names import llama
+from dflash_jax.converters.names.slots import (
+    Folder,
+    Part,
+    Path,
+    Slot,
+    by_head,
+    linear,
+    paired,
+    same,
+)
 
 OTHER_INPUTS = r"^(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 NORMS = {

@@ -1,8 +1,8 @@
 """gpt-oss: biases, sinks, and stacked experts whose gates and ups alternate."""
 
-from converters.names import llama
-from converters.names.slots import Part, Path, Slot, linear, same
 from dflash_jax.config.gpt_oss import GptOssConfig
+from dflash_jax.converters.names import llama
+from dflash_jax.converters.names.slots import Part, Path, Slot, linear, same
 
 
 def slots(config: GptOssConfig) -> list[Slot]:

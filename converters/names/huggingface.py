@@ -5,10 +5,10 @@ import re
 
 import numpy as np
 
-from converters.canonical import Canonical, Origin
-from converters.names.slots import Folder
-from converters.source import TensorSource
 from dflash_jax.config import DrafterConfig
+from dflash_jax.converters.canonical import Canonical, Origin
+from dflash_jax.converters.names.slots import Folder
+from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")

@@ -1,7 +1,7 @@
 """Llama: decoder layers with two norms, grouped attention and a gated MLP."""
 
-from converters.names.slots import Part, Path, Slot, by_head, linear, paired, same
 from dflash_jax.config import AttentionConfig, TargetConfig
+from dflash_jax.converters.names.slots import Part, Path, Slot, by_head, linear, paired, same
 
 
 def slots(config: TargetConfig) -> list[Slot]:

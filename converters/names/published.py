@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from converters.names import qwen3_5
 from dflash_jax.config import (
     FULL,
     SLIDING,
@@ -16,6 +15,7 @@ from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
+from dflash_jax.converters.names import qwen3_5
 from dflash_jax.errors import ConfigError
 
 DRAFTERS = {

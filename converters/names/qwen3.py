@@ -1,8 +1,8 @@
 """Qwen3: as Llama, with queries and keys normalised per head (`qk_norm`)."""
 
-from converters.names import llama
-from converters.names.slots import Path, Slot, same
 from dflash_jax.config import AttentionConfig, TargetConfig
+from dflash_jax.converters.names import llama
+from dflash_jax.converters.names.slots import Path, Slot, same
 
 
 def slots(config: TargetConfig) -> list[Slot]:

@@ -2,12 +2,22 @@
 
 from typing import Any
 
-from converters.names import llama
-from converters.names.llama import norm_and_mlp
-from converters.names.qwen3 import head_norms
-from converters.names.qwen3_moe import stacks
-from converters.names.slots import STACKED, Folder, Part, Path, Slot, by_head, linear, paired, same
 from dflash_jax.config import FULL, LINEAR, HybridConfig
+from dflash_jax.converters.names import llama
+from dflash_jax.converters.names.llama import norm_and_mlp
+from dflash_jax.converters.names.qwen3 import head_norms
+from dflash_jax.converters.names.qwen3_moe import stacks
+from dflash_jax.converters.names.slots import (
+    STACKED,
+    Folder,
+    Part,
+    Path,
+    Slot,
+    by_head,
+    linear,
+    paired,
+    same,
+)
 from dflash_jax.errors import ConfigError
 
 ARCHITECTURES = {

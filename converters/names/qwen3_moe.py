@@ -1,9 +1,9 @@
 """Qwen3-MoE: as Qwen3, with experts in most layers; stored one by one or stacked."""
 
-from converters.names import llama
-from converters.names.qwen3 import head_norms
-from converters.names.slots import STACKED, Folder, Part, Path, Slot, linear, same
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
+from dflash_jax.converters.names import llama
+from dflash_jax.converters.names.qwen3 import head_norms
+from dflash_jax.converters.names.slots import STACKED, Folder, Part, Path, Slot, linear, same
 
 
 def folder(_: Qwen3MoeConfig) -> Folder:

@@ -6,11 +6,11 @@ filled in here. Facts from the speculators and transformers sources.
 
 from typing import Any
 
-from converters.names import published
-from converters.taps import AUTO, PLUS_ONE, Taps, read_taps
 from dflash_jax.config import DrafterConfig
 from dflash_jax.config.dspark import TRAINING
 from dflash_jax.config.fields import Fields
+from dflash_jax.converters.names import published
+from dflash_jax.converters.taps import AUTO, PLUS_ONE, Taps, read_taps
 from dflash_jax.errors import ConfigError
 
 # Qwen3Config of transformers 5: what an absent field means.

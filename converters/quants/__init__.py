@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from converters.quants import codebooks, grids, legacy, super_blocks
-from converters.quants.types import TYPES, GgmlType
+from dflash_jax.converters.quants import codebooks, grids, legacy, super_blocks
+from dflash_jax.converters.quants.types import TYPES, GgmlType
 from dflash_jax.errors import CheckpointError
 
 Decoder = Callable[[np.ndarray, np.ndarray], None]

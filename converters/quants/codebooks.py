@@ -5,7 +5,7 @@ Facts from ggml-common.h and ggml-quants.c. Each decoder fills `out` [N, weights
 
 import numpy as np
 
-from converters.quants.legacy import half, interleave, nibbles
+from dflash_jax.converters.quants.legacy import half, interleave, nibbles
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Twice the e2m1 values: the stored exponent is one lower to match.

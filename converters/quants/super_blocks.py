@@ -5,7 +5,7 @@ A run is 32 consecutive weights; a half is four runs.
 
 import numpy as np
 
-from converters.quants.legacy import half, interleave, nibbles
+from dflash_jax.converters.quants.legacy import half, interleave, nibbles
 
 # The low bits of each byte of a word.
 LOW_2, LOW_4, LOW_6 = np.uint32(0x03030303), np.uint32(0x0F0F0F0F), np.uint32(0x3F3F3F3F)

@@ -7,15 +7,15 @@ import safetensors.numpy
 from gguf_models import NAMES, write_drafter
 from weight_files import ORACLE
 
-from converters import export
-from converters.canonical import Canonical, Origin
-from converters.gguf import open_gguf
-from converters.gguf.drafter import canonical, read_config
-from converters.load import load, load_drafter
-from converters.models import open_model
-from converters.taps import read_taps
-from converters.tree_source import TreeSource
 from dflash_jax.config import read_drafter_config
+from dflash_jax.converters import export
+from dflash_jax.converters.canonical import Canonical, Origin
+from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.gguf.drafter import canonical, read_config
+from dflash_jax.converters.load import load, load_drafter
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.taps import read_taps
+from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 

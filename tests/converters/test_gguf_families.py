@@ -10,12 +10,12 @@ from gguf_families import log_scale, quantise_k, write_family
 from gguf_models import Q
 from weight_files import ORACLE
 
-from converters.compare import compare
-from converters.convert import inventory
-from converters.gguf import open_gguf
-from converters.gguf.target import canonical, read_config
-from converters.models import Model, open_model
 from dflash_jax.config import RopeConfig
+from dflash_jax.converters.compare import compare
+from dflash_jax.converters.convert import inventory
+from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.gguf.target import canonical, read_config
+from dflash_jax.converters.models import Model, open_model
 from dflash_jax.errors import CheckpointError, ConfigError
 
 TARGETS = ORACLE / "targets"

@@ -6,11 +6,11 @@ import pytest
 from gguf_models import finish, hyperparameters, rope_divisors, write_target
 from weight_files import ORACLE
 
-from converters.gguf import open_gguf
-from converters.gguf.rope import llama3_scaling
-from converters.gguf.target import canonical, hf_fields, read_config
-from converters.load import load, load_target
 from dflash_jax.config import read_target_config
+from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.gguf.rope import llama3_scaling
+from dflash_jax.converters.gguf.target import canonical, hf_fields, read_config
+from dflash_jax.converters.load import load, load_target
 from dflash_jax.errors import CheckpointError, ConfigError
 
 Q = gguf.GGMLQuantizationType

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from converters import names
 from dflash_jax.compiler.programs import init_params
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.converters import names
 from dflash_jax.testing import (
     tiny_drafter,
     tiny_gemma,

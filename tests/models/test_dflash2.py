@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from converters import export
-from converters.models import open_model
 from dflash_jax import Plan
 from dflash_jax.compiler import jit, resolve
 from dflash_jax.compiler.programs import empty_state, idle_rules
 from dflash_jax.config import TargetConfig, drafter_config
 from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.converters import export
+from dflash_jax.converters.models import open_model
 from dflash_jax.decode.sampling import Drafting
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError

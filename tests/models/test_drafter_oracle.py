@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import dflash_jax as dj
-from converters.load import load_drafter, load_target
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.programs import build_pair, empty_state
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
+from dflash_jax.converters.load import load_drafter, load_target
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from converters import export, names
-from converters.models import open_model
-from converters.names import speculators
-from converters.tree_source import TreeSource
 from dflash_jax import Plan
 from dflash_jax.compiler.programs import empty_state, idle_rules
 from dflash_jax.config import DrafterConfig, drafter_config
 from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.converters import export, names
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.names import speculators
+from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.decode.sampling import Drafting
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import build_drafter

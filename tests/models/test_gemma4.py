@@ -16,7 +16,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
-from converters.load import load_target as load_params
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.programs import build_pair, declare, empty_state
 from dflash_jax.config import (
@@ -27,6 +26,7 @@ from dflash_jax.config import (
     target_config,
 )
 from dflash_jax.config.gemma4 import Gemma4Config
+from dflash_jax.converters.load import load_target as load_params
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError
 from dflash_jax.models import build_drafter

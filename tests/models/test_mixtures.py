@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from converters.load import load_target as load_params
-from converters.models import open_model
-from converters.names.published import fields
 from dflash_jax import Plan
 from dflash_jax.config import SLIDING, read_target_config, target_config
 from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
+from dflash_jax.converters.load import load_target as load_params
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.names.published import fields
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models.gpt_oss import clamped

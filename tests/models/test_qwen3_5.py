@@ -14,14 +14,14 @@ import pytest
 from safetensors.numpy import load_file
 
 import dflash_jax as dj
-from converters.load import load_target as load_params
-from converters.models import open_model
-from converters.names.published import fields
 from dflash_jax.compiler import compile_programs, jit
 from dflash_jax.compiler.memory import budget
 from dflash_jax.compiler.programs import build_pair, empty_state
 from dflash_jax.config import read_target_config, target_config
 from dflash_jax.config.qwen3_5 import HybridConfig
+from dflash_jax.converters.load import load_target as load_params
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.names.published import fields
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.state import DecodeState, RecurrentCache, commit

@@ -14,10 +14,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import dflash_jax as dj
-from converters.load import load_target as load_params
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.programs import build_pair, empty_state
 from dflash_jax.config import read_target_config
+from dflash_jax.converters.load import load_target as load_params
 from dflash_jax.state import DecodeState, commit
 
 WITHIN = {"atol": 2e-4, "rtol": 0}

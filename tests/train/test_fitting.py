@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from converters.load import load_drafter
 from dflash_jax import Plan, load_target
 from dflash_jax.compiler.programs import build_pair, weight_specs
 from dflash_jax.config import read_drafter_config
+from dflash_jax.converters.load import load_drafter
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ComputeError, ConfigError, DFlashError
 from dflash_jax.loading import locate, open_pair, resolve_here

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from converters.load import load_drafter, load_target
 from dflash_jax.compiler.programs import build_pair
 from dflash_jax.config import read_drafter_config, read_target_config
+from dflash_jax.converters.load import load_drafter, load_target
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.train import drafter, export, features, fitting, run

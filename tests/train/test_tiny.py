@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from converters.load import load_drafter
 from dflash_jax import Plan, load
 from dflash_jax.cli import main
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
+from dflash_jax.converters.load import load_drafter
 from dflash_jax.loading import load_target
 from dflash_jax.train import data, evaluate, given, rows, run, tiny
 from dflash_jax.train.recipes import recipe

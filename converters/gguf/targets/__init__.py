@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from converters.gguf.targets import gemma4, gpt_oss, llama, qwen3, qwen3_5, qwen3_moe
+from dflash_jax.converters.gguf.targets import gemma4, gpt_oss, llama, qwen3, qwen3_5, qwen3_moe
 
 # GGUF architecture: the file of its family
 FAMILIES: dict[str, ModuleType] = {

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from converters.canonical import Origin
-from converters.names.gguf import fused_name, stored_name
 from dflash_jax.config import TargetConfig
+from dflash_jax.converters.canonical import Origin
+from dflash_jax.converters.names.gguf import fused_name, stored_name
 
 Shapes = Mapping[str, tuple[int, ...]]  # of every stored tensor
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from converters.canonical import Below, Origin
-from converters.gguf.fields import Fields, geometry
-from converters.gguf.file import GgufFile
-from converters.gguf.header import GgufArray
-from converters.gguf.targets import experts
-from converters.gguf.targets.dense import Shapes
-from converters.names.gguf import stored_name
 from dflash_jax.config import FULL, SLIDING
 from dflash_jax.config.gemma4 import Gemma4Config
+from dflash_jax.converters.canonical import Below, Origin
+from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.targets import experts
+from dflash_jax.converters.gguf.targets.dense import Shapes
+from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.errors import ConfigError
 
 ROPE_FREQS = "rope_freqs.weight"

@@ -3,14 +3,14 @@
 import re
 from typing import Any
 
-from converters.canonical import Alternating, Origin
-from converters.gguf.fields import Fields, geometry
-from converters.gguf.file import GgufFile
-from converters.gguf.header import GgufArray
-from converters.gguf.targets import dense, experts
-from converters.names.gguf import stored_name
 from dflash_jax.config import FULL, SLIDING
 from dflash_jax.config.gpt_oss import GptOssConfig
+from dflash_jax.converters.canonical import Alternating, Origin
+from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.targets import dense, experts
+from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.errors import ConfigError
 
 CHOSEN_SOFTMAX = 3  # expert_gating_func: over the chosen experts only

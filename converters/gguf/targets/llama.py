@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from converters.canonical import Origin
-from converters.gguf.fields import Fields, geometry
-from converters.gguf.file import GgufFile
-from converters.gguf.rope import llama3_scaling
-from converters.gguf.targets import dense
-from converters.names.gguf import fused_name, half_split_rows
 from dflash_jax.config import TargetConfig
+from dflash_jax.converters.canonical import Origin
+from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.rope import llama3_scaling
+from dflash_jax.converters.gguf.targets import dense
+from dflash_jax.converters.names.gguf import fused_name, half_split_rows
 
 ROPE_FREQS = "rope_freqs.weight"
 UNAPPLIED = {

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from converters.canonical import Origin
-from converters.gguf.fields import Fields, geometry
-from converters.gguf.file import GgufFile
-from converters.gguf.targets import dense
-from converters.gguf.targets.llama import UNAPPLIED
 from dflash_jax.config import TargetConfig
+from dflash_jax.converters.canonical import Origin
+from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.targets import dense
+from dflash_jax.converters.gguf.targets.llama import UNAPPLIED
 
 
 def hf_fields(fields: Fields, source: GgufFile) -> dict[str, Any]:

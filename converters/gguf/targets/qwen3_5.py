@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from converters.canonical import Origin
-from converters.gguf.fields import Fields, geometry
-from converters.gguf.file import GgufFile
-from converters.gguf.header import GgufArray
-from converters.gguf.targets import dense, experts
-from converters.names.gguf import stored_name
 from dflash_jax.config import FULL, LINEAR, HybridConfig
+from dflash_jax.converters.canonical import Origin
+from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.targets import dense, experts
+from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.errors import ConfigError
 
 TYPES = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}

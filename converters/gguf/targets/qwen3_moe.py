@@ -3,12 +3,12 @@
 import re
 from typing import Any
 
-from converters.canonical import Origin
-from converters.gguf.fields import Fields, geometry
-from converters.gguf.file import GgufFile
-from converters.gguf.targets import dense, experts
-from converters.gguf.targets.llama import UNAPPLIED
 from dflash_jax.config import TargetConfig
+from dflash_jax.converters.canonical import Origin
+from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.targets import dense, experts
+from dflash_jax.converters.gguf.targets.llama import UNAPPLIED
 
 OWN = {key: value for key, value in UNAPPLIED.items() if key != "expert_count"}
 
