@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.config import family_of
 from dflash_jax.converters.expected_error import Limits, between
 from dflash_jax.converters.models import Model
 from dflash_jax.converters.source import TensorSource
@@ -55,7 +56,6 @@ class Comparison:
 
 # Config fields that layouts keep differently without the model being another one.
 _INCIDENTAL = frozenset({"dtype", "eos_token_ids", "max_length", "num_target_layers"})
-_SAME_TYPES = {"gemma4_unified_text": "gemma4_text"}  # computed alike
 
 
 def compare(first: Model, second: Model) -> Comparison:
@@ -95,8 +95,8 @@ def _config_differences(first: Model, second: Model) -> tuple[str, ...]:
     if first.role != second.role:
         return (f"a {first.role} against a {second.role}",)
     for fields in (a, b):
-        if (kind := fields.get("model_type")) in _SAME_TYPES:
-            fields["model_type"] = _SAME_TYPES[kind]
+        if kind := fields.get("model_type"):
+            fields["model_type"] = family_of(kind)  # types of a family differ in other fields too
     keys = [k for k in a if a[k] != b.get(k) and k not in _INCIDENTAL]
     return tuple(f"{k}: {a[k]} against {b.get(k)}" for k in keys)
 

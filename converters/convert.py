@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.checkpoint import write
-from dflash_jax.converters import names
+from dflash_jax.converters import families
 from dflash_jax.converters.export import Weights, check_name, export
 from dflash_jax.converters.forms import AUTO, HUGGING_FACE, ORBAX, SAFETENSORS
 from dflash_jax.converters.gguf import GgufFile
@@ -48,7 +48,7 @@ def inventory(model: Model, dtype: str) -> dict[str, Any]:
             "shape": list(part.shape),
             "change": origins[part.name].change,
         }
-        for slot in names.slots(model.config)
+        for slot in families.slots(model.config)
         for part in slot.parts
     ]
     stored = model.tensors.source.names()
@@ -62,7 +62,7 @@ def inventory(model: Model, dtype: str) -> dict[str, Any]:
         "stored_tensors": len(stored),
         "used_tensors": len({n for row in rows for n in origins[row["tensor"]].names}),
         "ignored": dict(model.tensors.ignored),
-        "parameters": len(names.slots(model.config)),
+        "parameters": len(families.slots(model.config)),
         "types": dict(Counter(row["type"] for row in rows)),
         "tensors": rows,
     }
@@ -96,7 +96,7 @@ def convert(
     files |= {REPORT: json.dumps(report, indent=1) + "\n"}
     if to == ORBAX:
         config = dataclasses.replace(model.config, dtype=kind)
-        needed = sum(math.prod(slot.shape) for slot in names.slots(config))
+        needed = sum(math.prod(slot.shape) for slot in families.slots(config))
         with new_path(path, overwrite=overwrite, needed=needed * float_dtype(kind).itemsize) as at:
             write(at, config, model.load(kind, progress), files)
         return report

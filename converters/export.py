@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config import AttentionConfig, DrafterConfig
-from dflash_jax.converters import names
+from dflash_jax.converters import families
 from dflash_jax.converters.forms import GGUF, HUGGING_FACE, LAYOUTS, SPECULATORS
 from dflash_jax.converters.gguf import export as gguf_export
 from dflash_jax.converters.gguf.writer import write_gguf
@@ -91,7 +91,7 @@ def plan(weights: Weights, dtype: np.dtype) -> list[Planned]:
     """
     return [
         Planned(part.name, WHOLE if slot.integer else kept_as(slot, dtype), part.shape)
-        for slot in names.slots(weights.config)
+        for slot in families.slots(weights.config)
         for part in slot.parts
     ]
 

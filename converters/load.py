@@ -17,7 +17,7 @@ from dflash_jax.config import (
     TargetConfig,
     read_json,
 )
-from dflash_jax.converters import names, packed
+from dflash_jax.converters import families, packed
 from dflash_jax.converters.canonical import Canonical, check
 from dflash_jax.converters.hf import open_directory
 from dflash_jax.converters.hf_quantised import dequantised
@@ -39,7 +39,7 @@ def load_target(directory: str | Path, config: TargetConfig, dtype: str = "float
     where = Path(directory) / "config.json"
     stored = read_json(where).get("quantization_config")
     source = dequantised(open_directory(directory), stored, where=str(where))
-    found = huggingface.target(source, tied=config.tie_embeddings, folder=names.folder(config))
+    found = huggingface.target(source, tied=config.tie_embeddings, folder=families.folder(config))
     return load(found, config, dtype, where=str(directory))
 
 
@@ -65,7 +65,7 @@ def load(
     Args:
       specs: how parameters are packed, by path; their parts that stay float are of `dtype`.
     """
-    slots, specs = names.slots(config), specs or {}
+    slots, specs = families.slots(config), specs or {}
     check(slots, found, where=where)
     kind = float_dtype(dtype)
     packing = [slot for slot in slots if "/".join(slot.path) in specs]

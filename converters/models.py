@@ -15,7 +15,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.config.base import id_tuple
 from dflash_jax.config.fields import has_file
-from dflash_jax.converters import names
+from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Origin, check
 from dflash_jax.converters.gguf import GgufFile, drafter, open_gguf, target
 from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
@@ -54,7 +54,7 @@ class Model:
 
     def check(self) -> None:
         """Raises CheckpointError unless the tensors are exactly those of the configuration."""
-        check(names.slots(self.config), self.tensors, where=str(self.path))
+        check(families.slots(self.config), self.tensors, where=str(self.path))
 
     def load(
         self,
@@ -159,7 +159,7 @@ def _from_folder(path: Path, taps: str) -> Model:
         return Model(path, "drafter", "Hugging Face (z-lab)", config, tensors, (line, *notes))
     fields["eos_token_id"] = _stop_ids(fields, path)
     found = target_config(fields, where)
-    tensors = huggingface.target(source, tied=found.tie_embeddings, folder=names.folder(found))
+    tensors = huggingface.target(source, tied=found.tie_embeddings, folder=families.folder(found))
     if found.tie_embeddings and "lm_head.weight" in tensors.names():
         found = replace(found, tie_embeddings=False)
         notes = (*notes, "head: the file's own, though tie_word_embeddings is true: they differ")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config import AttentionConfig
-from dflash_jax.converters import names
+from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.names.slots import Part, Path, Slot
@@ -38,7 +38,7 @@ def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
     if not isinstance(found.source, GgufFile):
         return {}
     chosen = {}
-    for slot in names.slots(config):
+    for slot in families.slots(config):
         if slot.path[-1] in MATRICES | {TABLE}:
             kinds = [_kind(found, part) for part in slot.parts]
             if any(kinds):

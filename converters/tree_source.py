@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_jax.checkpoint import Checkpoint, Keys, Leaf, Params
 from dflash_jax.config import AttentionConfig
-from dflash_jax.converters import names
+from dflash_jax.converters import families
 from dflash_jax.converters.names.slots import Part
 from dflash_jax.converters.source import Rows, as_rows
 from dflash_jax.errors import CheckpointError
@@ -28,7 +28,7 @@ class TreeSource:
 
     def __init__(self, params: Params, config: AttentionConfig):
         self._params = params
-        slots = names.slots(config)
+        slots = families.slots(config)
         found = {slot.path: leaf(params, slot.path) for slot in slots}
         self._describe({path: _described(x) for path, x in found.items() if x is not None}, config)
 
@@ -36,7 +36,7 @@ class TreeSource:
         self._parts: dict[str, tuple[Part, Keys]] = {}
         self._leaves = leaves
         lines = []
-        for slot in names.slots(config):
+        for slot in families.slots(config):
             found = leaves.get(slot.path)
             if found is None or found.shape != slot.shape:
                 said = "missing" if found is None else f"of shape {list(found.shape)}"

@@ -25,40 +25,6 @@ UPSTREAM_TAPS = {
 }
 OTHER_TAPS = {"dflash.target_layer_ids": RAW, "target_layer_ids": RAW}
 
-# Every spelling of a canonical tensor; {} is the layer. Exactly one must be present.
-CONFIDENCE = "confidence_head.proj.weight"
-OUTER = {
-    "fc.weight": ("fc.weight", "dflash_fc.weight", "dflash.fc.weight"),
-    "hidden_norm.weight": (
-        "enc.output_norm.weight",
-        "hidden_norm.weight",
-        "dflash_hidden_norm.weight",
-        "dflash.hidden_norm.weight",
-    ),
-    "norm.weight": ("output_norm.weight",),
-}
-IN_LAYER = {
-    "post_attention_layernorm.weight": ("ffn_norm.weight", "post_attention_norm.weight"),
-    "attention_conv.base_kernel": ("attn_conv_base",),
-    "attention_conv.kernel_projection.weight": ("attn_conv_proj.weight",),
-    "mlp_conv.base_kernel": ("ffn_conv_base",),
-    "mlp_conv.kernel_projection.weight": ("ffn_conv_proj.weight",),
-}
-OUTER |= {
-    "candidate_selector.hidden_projection.weight": (
-        "selector_hidden.weight",
-        "selector_hproj.weight",
-    ),
-    "candidate_selector.predecessor_codebook": ("selector_predecessor.weight", "selector_pred"),
-    "candidate_selector.successor_codebook": ("selector_successor.weight", "selector_succ"),
-    "markov_head.markov_w1.weight": ("markov_w1.weight",),
-    "markov_head.markov_w2.weight": ("markov_w2.weight",),
-    CONFIDENCE: ("conf_proj.weight", "confidence_proj.weight"),
-    "confidence_head.proj.bias": ("conf_proj.bias", "confidence_proj.bias"),
-    "d2t": ("d2t",),
-    "embed_tokens.weight": ("token_embd.weight",),
-    "lm_head.weight": ("output.weight",),
-}
 BORROWED = {
     "token_embd.weight": "borrowed from the target",
     "output.weight": "borrowed from the target",

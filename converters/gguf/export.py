@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.config import SLIDING, DrafterConfig
-from dflash_jax.config.dflash2 import DFlash2Config
-from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.converters import families
 from dflash_jax.converters.gguf.dialects import UPSTREAM
-from dflash_jax.converters.gguf.drafter import SIZES, aliases
+from dflash_jax.converters.gguf.drafter import aliases
 from dflash_jax.converters.gguf.header import STRING
 from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed, typed
 from dflash_jax.converters.names import published
@@ -45,7 +44,8 @@ def metadata(
         "block_size": Typed(U32, config.block_size),
         "target_layers": Typed(I32, [i + 1 for i in config.target_layer_ids]),
     }
-    own |= _rope(config) | _attention(config) | _scales(config) | _heads(config)
+    own |= _rope(config) | _attention(config) | _scales(config)
+    own |= families.provided(config.kind, "to_gguf")(config)
     general = {
         "general.architecture": Typed(STRING, UPSTREAM),
         "general.type": Typed(STRING, "model"),
@@ -94,23 +94,6 @@ def _attention(config: DrafterConfig) -> dict[str, Typed]:
         raise ConfigError("causal and other layers without a window have no form in a drafter GGUF")
     if "is_causal" in fields:
         found["attention.causal"] = Typed(BOOL, fields["is_causal"])
-    return found
-
-
-def _heads(config: DrafterConfig) -> dict[str, Typed]:
-    """What DFlash 2 and DSpark add."""
-    if isinstance(config, DFlash2Config):
-        return {key: Typed(U32, getattr(config, key)) for key in SIZES}
-    found = {}
-    if isinstance(config, DSparkConfig):
-        if config.markov_rank and config.markov_head != "vanilla":
-            raise ConfigError(
-                f"a {config.markov_head} Markov head has no place in a drafter GGUF; export to the"
-                " Hugging Face layout instead"
-            )
-        found["has_confidence_head"] = Typed(BOOL, config.confidence_head)
-    if config.sample_from_anchor or config.kind == "dspark":
-        found["sample_from_anchor"] = Typed(BOOL, config.sample_from_anchor)
     return found
 
 

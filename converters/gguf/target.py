@@ -3,11 +3,11 @@
 from typing import Any
 
 from dflash_jax.config import TargetConfig, target_config
-from dflash_jax.converters import names
+from dflash_jax.config.family import family_of, gguf_architectures
+from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Origin
 from dflash_jax.converters.gguf.fields import Fields, weight_dtype
 from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.targets import FAMILIES, OF_TYPE
 from dflash_jax.errors import ConfigError
 
 
@@ -19,10 +19,10 @@ def read_config(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> Target
 def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str, Any]:
     """The config.json that describes a file's target."""
     fields = Fields(source)
-    if fields.architecture not in FAMILIES:
+    if fields.architecture not in (known := gguf_architectures()):
         raise ConfigError(
             f"{fields.where} holds the architecture {fields.architecture!r}; as a target this"
-            f" version reads {', '.join(FAMILIES)}"
+            f" version reads {', '.join(known)}"
         )
     if fields.get("attention.causal") is False:
         raise ConfigError(
@@ -32,7 +32,8 @@ def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str
     present = set(source.names())
     if "token_embd.weight" not in present:
         raise ConfigError(f"{fields.where} has no token_embd.weight; it is not a whole target")
-    return FAMILIES[fields.architecture].hf_fields(fields, source) | {
+    from_gguf = families.provided(known[fields.architecture], "from_gguf")
+    return from_gguf(fields, source) | {
         "vocab_size": source.shape("token_embd.weight")[0],
         "tie_word_embeddings": "output.weight" not in present,
         "eos_token_id": list(eos_token_ids),
@@ -42,13 +43,15 @@ def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str
 
 def canonical(source: GgufFile, config: TargetConfig) -> Canonical:
     """The file under canonical names; tensors nobody asks for keep their own."""
-    family = OF_TYPE[config.model_type]
+    family = family_of(config.model_type)
+    origin_of = families.provided(family, "gguf_origin")
+    reason_of = families.provided(family, "gguf_ignored", lambda name, config: None)
     shapes = {name: source.shape(name) for name in source.names()}
-    parts = [part.name for slot in names.slots(config) for part in slot.parts]
-    found = {name: family.origin(name, config, shapes) for name in parts}
+    parts = [part.name for slot in families.slots(config) for part in slot.parts]
+    found = {name: origin_of(name, config, shapes) for name in parts}
     origins = {name: origin for name, origin in found.items() if origin}
     used = {stored for origin in origins.values() for stored in origin.names}
     rest = [name for name in source.names() if name not in used]
-    reasons = {name: family.ignored(name, config) for name in rest}
+    reasons = {name: reason_of(name, config) for name in rest}
     left_over = {name: Origin(name) for name in rest if not reasons[name]}
     return Canonical(source, origins | left_over, {n: why for n, why in reasons.items() if why})

@@ -6,6 +6,7 @@ import re
 import numpy as np
 
 from dflash_jax.config import DrafterConfig
+from dflash_jax.config.family import drafter_kinds
 from dflash_jax.converters.canonical import Canonical, Origin
 from dflash_jax.converters.names.slots import Folder
 from dflash_jax.converters.source import TensorSource
@@ -86,13 +87,13 @@ def _check_mask(source: TensorSource) -> None:
 
 
 def owned(source: TensorSource, config: DrafterConfig) -> DrafterConfig:
-    """The config with the embedding and head that the folder has of its own.
+    """Return the config with the embedding and head that the folder itself holds.
 
-    A DSpark drafter, or one with a reduced vocabulary, may have them. Others were trained on the
-    target's. NaN marks a table that was never filled: it is the target's, or for a head of a
-    reduced vocabulary its rows.
+    Drafters with a reduced vocabulary and kinds with `own_tables` may have them; others were
+    trained on the target's. NaN marks a table that was never filled: the target's is used, or
+    for a reduced vocabulary rows of the target's head.
     """
-    if config.kind != "dspark" and not config.draft_vocab_size:
+    if not drafter_kinds()[config.kind].own_tables and not config.draft_vocab_size:
         return config
     stored = {strip(name): name for name in source.names()}
 

@@ -6,7 +6,6 @@ is refused by name. This package never imports jax.
 """
 
 import dataclasses
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,14 @@ from dflash_jax.config.base import (
     window_kinds,
 )
 from dflash_jax.config.dflash import DrafterConfig, DrafterFields
+from dflash_jax.config.family import (
+    drafter_architectures,
+    drafter_kinds,
+    family_of,
+    model_types,
+    projector_types,
+    target_families,
+)
 from dflash_jax.config.fields import Fields, has_file, read_json
 from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
@@ -33,7 +40,6 @@ from dflash_jax.errors import ConfigError
 __all__ = [
     "ALWAYS_FLOAT32",
     "AUTO",
-    "DRAFTER_TYPES",
     "EARLY",
     "FULL",
     "LATE",
@@ -41,7 +47,6 @@ __all__ = [
     "PAIRED",
     "SLIDING",
     "TAPS_AT",
-    "TARGET_TYPES",
     "UPSTREAM",
     "AttentionConfig",
     "DrafterConfig",
@@ -50,6 +55,7 @@ __all__ = [
     "TargetConfig",
     "check_pair",
     "drafter_config",
+    "family_of",
     "paired",
     "read_drafter_config",
     "read_json",
@@ -58,44 +64,17 @@ __all__ = [
     "window_kinds",
 ]
 
-# model_type of a config.json -> the file of its family, here and in models/
-TARGET_TYPES = {
-    "gemma4": "gemma4",
-    "gemma4_text": "gemma4",
-    "gemma4_unified": "gemma4",
-    "gemma4_unified_text": "gemma4",
-    "gpt_oss": "gpt_oss",
-    "llama": "llama",
-    "qwen3": "qwen3",
-    "qwen3_5": "qwen3_5",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5",
-    "qwen3_moe": "qwen3_moe",
-}
-
-# architecture of a drafter's config.json -> the file of its kind, here and in models/
-DRAFTER_TYPES = {
-    "DFlashDraftModel": "dflash",
-    "Qwen3DFlashDraftModel": "dflash",
-    "DFlash2DraftModel": "dflash2",
-    "Qwen3DSparkModel": "dspark",
-    "DSparkDraftModel": "dspark",
-}
-PROJECTORS = {"dflash": "dflash", "dspark": "dspark"}  # `projector_type` of SpecForge, ModelOpt
-
 
 def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetConfig:
     """The target described by a Hugging Face config; raises ConfigError for anything unknown."""
     model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in TARGET_TYPES:
+    if not isinstance(model_type, str) or model_type not in model_types():
         raise ConfigError(
             f"{where}: model_type {model_type!r} is not a target this version runs;"
-            f" it runs {', '.join(sorted(TARGET_TYPES))}"
+            f" it runs {', '.join(sorted(model_types()))}"
         )
-    family = importlib.import_module(f"dflash_jax.config.{TARGET_TYPES[model_type]}")
     reader = Fields(fields, where)
-    config = family.from_hf(reader)
+    config = target_families()[model_types()[model_type]].from_hf(reader)
     reader.refuse_rest()
     return config
 
@@ -108,28 +87,25 @@ def drafter_config(fields: dict[str, Any], where: str = "config.json") -> Drafte
     heads = outer.inner("dspark_config")  # SpecForge's, apart from the rest
     own = outer.inner("dflash_config")
     both = DrafterFields(outer, Fields(own.values | heads.values, own.where))
-    kind = _drafter_kind(both)
-    config = importlib.import_module(f"dflash_jax.config.{kind}").from_hf(both)
+    config = drafter_kinds()[_drafter_kind(both)].from_hf(both)
     outer.refuse_rest()
     both.dflash.refuse_rest()
     return config
 
 
 def _drafter_kind(fields: DrafterFields) -> str:
-    where = fields.outer.where
+    where, known = fields.outer.where, drafter_architectures()
     named = fields.outer.get("architectures", ["DFlashDraftModel"])
-    if not isinstance(named, list) or named not in [[known] for known in DRAFTER_TYPES]:
-        raise ConfigError(
-            f"{where}: architectures is {named}; expected one of {', '.join(DRAFTER_TYPES)}"
-        )
-    kind = DRAFTER_TYPES[named[0]]
+    if not isinstance(named, list) or named not in [[name] for name in known]:
+        raise ConfigError(f"{where}: architectures is {named}; expected one of {', '.join(known)}")
+    kind, projectors = known[named[0]], projector_types()
     projector = fields.dflash.get("projector_type", kind)
-    if kind == "dflash" and projector in tuple(PROJECTORS):
-        return PROJECTORS[projector]
+    if kind == "dflash" and projector in tuple(projectors):
+        return projectors[projector]
     if projector != kind:
         raise ConfigError(
             f"{where}: projector_type is {projector!r} in a {named[0]}; only"
-            f" {', '.join(PROJECTORS)} are supported"
+            f" {', '.join(projectors)} are supported"
         )
     return kind
 

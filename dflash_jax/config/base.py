@@ -8,7 +8,7 @@ import typing
 from typing import Any, Self
 
 from dflash_jax.config.fields import Fields, whole
-from dflash_jax.config.hf_defaults import integer
+from dflash_jax.config.hf_defaults import family_entry, integer
 from dflash_jax.config.rope import PLAIN, RopeConfig, longest, made_for, rope_config
 from dflash_jax.errors import ConfigError
 
@@ -17,7 +17,6 @@ MOST_EXPERTS, WIDEST_HEAD = 4096, 65536
 MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
 PER_LAYER = ("windows", "causal", "recurrent", "sparse")  # fields with an entry for each layer
 NO_WINDOW = -(2**31) + 1  # how null is read
-OPT_IN = ("qwen3", "qwen3_moe")  # whose sliding_window counts only with use_sliding_window
 
 # Parameters, by the last part of their path, that are float32 whatever the dtype of the others:
 # an exponent's rounding would grow with every token a recurrent state remembers.
@@ -212,9 +211,8 @@ def layer_count(f: Fields) -> int:
 
 
 def switched_window(f: Fields) -> int | None:
-    """The sliding window, if there is one; Qwen3's counts only with `use_sliding_window`."""
-    opt_in = f.values.get("model_type") in OPT_IN
-    enabled = f.flag("use_sliding_window", not opt_in)
+    """Return the sliding window, if there is one and it is switched on."""
+    enabled = f.flag("use_sliding_window", not _optional_window(f))
     window = integer(f, "sliding_window", NO_WINDOW)
     if not enabled or window == NO_WINDOW:
         return None
@@ -223,11 +221,15 @@ def switched_window(f: Fields) -> int | None:
     return window
 
 
+def _optional_window(f: Fields) -> bool:
+    family = family_entry(f)
+    return family is not None and family.optional_window
+
+
 def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
     """Kind and window of each layer."""
     window = switched_window(f)
-    opt_in = f.values.get("model_type") in OPT_IN
-    first = f.integer("max_window_layers", 28 if opt_in else num_layers)
+    first = f.integer("max_window_layers", 28 if _optional_window(f) else num_layers)
     default = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
     kinds = f.get("layer_types", default)
     known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)

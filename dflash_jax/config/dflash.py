@@ -11,6 +11,7 @@ from dflash_jax.config.base import (
     geometry,
     layer_windows,
 )
+from dflash_jax.config.family import DrafterKind
 from dflash_jax.config.fields import Fields
 from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.errors import ConfigError
@@ -152,3 +153,11 @@ def common_fields(fields: DrafterFields) -> dict[str, Any]:
         "final_logit_softcapping": optional("final_logit_softcapping"),
         "dtype": dtype_name(f),
     }
+
+
+DRAFTER = DrafterKind(
+    config=DrafterConfig,
+    from_hf=from_hf,
+    architectures=("DFlashDraftModel", "Qwen3DFlashDraftModel"),
+    projector_types=("dflash",),
+)

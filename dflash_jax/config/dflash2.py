@@ -4,6 +4,7 @@ import dataclasses
 
 from dflash_jax.config.base import at_least
 from dflash_jax.config.dflash import DrafterConfig, DrafterFields, common_fields
+from dflash_jax.config.family import DrafterKind
 from dflash_jax.errors import ConfigError
 
 
@@ -44,3 +45,6 @@ def from_hf(fields: DrafterFields) -> DFlash2Config:
         selector_rank=size("selector_rank", 256),
         selector_top_k=size("selector_top_k", 16),
     )
+
+
+DRAFTER = DrafterKind(config=DFlash2Config, from_hf=from_hf, architectures=("DFlash2DraftModel",))

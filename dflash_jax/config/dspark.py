@@ -4,6 +4,7 @@ import dataclasses
 
 from dflash_jax.config.base import at_least
 from dflash_jax.config.dflash import DrafterConfig, DrafterFields, common_fields
+from dflash_jax.config.family import DrafterKind
 from dflash_jax.errors import ConfigError
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -60,3 +61,12 @@ def from_hf(fields: DrafterFields) -> DSparkConfig:
         confidence_head=enabled,
         confidence_with_markov=fields.flag("confidence_head_with_markov", rank > 0),
     )
+
+
+DRAFTER = DrafterKind(
+    config=DSparkConfig,
+    from_hf=from_hf,
+    architectures=("Qwen3DSparkModel", "DSparkDraftModel"),
+    projector_types=("dspark",),
+    own_tables=True,
+)

@@ -18,8 +18,9 @@ from dflash_jax.config.base import (
     id_tuple,
     layer_count,
 )
+from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields
-from dflash_jax.config.hf_defaults import UNSAID, integer
+from dflash_jax.config.hf_defaults import integer
 from dflash_jax.config.rope import BY_LENGTH, made_for, scaled
 from dflash_jax.errors import ConfigError
 
@@ -44,6 +45,17 @@ UNREAD = (
     "routed_layer_pattern",
     "stream_and_decode_in_f32",
 )
+_SIZES = {"num_key_value_heads": 4, "head_dim": 256}
+DEFAULTS = {
+    "gemma4_text": _SIZES
+    | {
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "gemma4_unified_text": _SIZES | {"max_position_embeddings": 262144, "sliding_window": 1024},
+}
 PATTERN = 6  # every sixth layer is full where the config has no layer_types
 # The rotary embedding of full layers of a config that has none.
 FULL_ROPE = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
@@ -184,7 +196,7 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
 
 def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
     """Window of each layer; the last layer is full whatever the file says."""
-    usual = UNSAID[f.values["model_type"]]["sliding_window"]
+    usual = DEFAULTS[f.values["model_type"]]["sliding_window"]
     window = integer(f, "sliding_window", usual)
     if window < 1:
         raise ConfigError(f"{f.where}: sliding_window is {window}; expected a positive integer")
@@ -279,3 +291,12 @@ def _per_layer(f: Fields) -> dict[str, Any]:
             f" size {vocab}: the tokens beyond have no vectors"
         )
     return {"per_layer_size": size, "per_layer_rows": rows if size and rows != vocab else 0}
+
+
+FAMILY = Family(
+    config=Gemma4Config,
+    from_hf=from_hf,
+    model_types=("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    gguf=("gemma4",),
+    defaults=DEFAULTS,
+)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields
+from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields
 from dflash_jax.config.hf_defaults import integer
 from dflash_jax.errors import ConfigError
@@ -56,3 +57,20 @@ def from_hf(f: Fields) -> GptOssConfig:
     if limit <= 0:
         raise ConfigError(f"{f.where}: swiglu_limit is {limit}; expected a positive number")
     return GptOssConfig(**fields, **experts, swiglu_limit=limit)
+
+
+FAMILY = Family(
+    config=GptOssConfig,
+    from_hf=from_hf,
+    model_types=("gpt_oss",),
+    gguf=("gpt-oss",),
+    defaults={
+        "gpt_oss": {
+            "max_position_embeddings": 131072,
+            "sliding_window": 128,
+            "num_key_value_heads": 8,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        }
+    },
+)

@@ -1,6 +1,7 @@
 """Llama 3.x."""
 
 from dflash_jax.config.base import TargetConfig, dense_fields
+from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields
 
 
@@ -11,3 +12,12 @@ def from_hf(f: Fields) -> TargetConfig:
     """
     fields = dense_fields(f) | {"mlp_bias": f.flag("mlp_bias", False)}
     return TargetConfig(**fields | {"windows": (None,) * fields["num_layers"]})
+
+
+FAMILY = Family(
+    config=TargetConfig,
+    from_hf=from_hf,
+    model_types=("llama",),
+    gguf=("llama",),
+    defaults={"llama": {"max_position_embeddings": 2048}},
+)

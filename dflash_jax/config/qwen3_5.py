@@ -12,6 +12,7 @@ from dflash_jax.config.base import (
     geometry,
     id_tuple,
 )
+from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields
 from dflash_jax.config.hf_defaults import integer
 from dflash_jax.config.rope import longest, made_for
@@ -200,3 +201,30 @@ def _experts(f: Fields) -> dict[str, Any]:
     f.must_be("mlp_only_layers", [])
     size, shared = (integer(f, name) for name in WIDTHS)
     return expert_fields(f, size) | {"shared_expert_size": shared}
+
+
+_SIZES = {
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+FAMILY = Family(
+    config=HybridConfig,
+    from_hf=from_hf,
+    model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    gguf=("qwen35", "qwen35moe"),
+    defaults={
+        "qwen3_5_text": _SIZES | {"num_key_value_heads": 4},
+        "qwen3_5_moe_text": _SIZES
+        | {
+            "num_key_value_heads": 2,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+    },
+)

@@ -3,6 +3,7 @@
 import dataclasses
 
 from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields, switched_window
+from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields
 from dflash_jax.config.hf_defaults import integer
 from dflash_jax.errors import ConfigError
@@ -40,3 +41,22 @@ def from_hf(f: Fields) -> Qwen3MoeConfig:
         sparse=tuple((i + 1) % every == 0 and i not in dense for i in layers),
         normalise_shares=f.flag("norm_topk_prob", False),
     )
+
+
+FAMILY = Family(
+    config=Qwen3MoeConfig,
+    from_hf=from_hf,
+    model_types=("qwen3_moe",),
+    gguf=("qwen3moe",),
+    defaults={
+        "qwen3_moe": {
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "num_key_value_heads": 4,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        }
+    },
+    optional_window=True,
+)

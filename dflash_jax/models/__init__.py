@@ -9,7 +9,7 @@ import importlib
 from types import ModuleType
 from typing import Any, Protocol
 
-from dflash_jax.config import TARGET_TYPES, DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, TargetConfig, family_of
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.state import Cache, LayerCache, RecurrentCache
 
@@ -39,12 +39,12 @@ class Drafter(Protocol):
 
 def build_target(config: TargetConfig) -> Decoder:
     """The module of a target config."""
-    return _family(TARGET_TYPES[config.model_type]).build(config)
+    return _family(family_of(config.model_type)).build(config)
 
 
 def target_caches(config: TargetConfig, cache: MakeCache) -> tuple[Cache, ...]:
     """Empty caches of a target, one per layer."""
-    return _family(TARGET_TYPES[config.model_type]).empty_caches(config, cache)
+    return _family(family_of(config.model_type)).empty_caches(config, cache)
 
 
 def build_drafter(config: DrafterConfig) -> Drafter:

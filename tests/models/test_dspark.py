@@ -16,7 +16,7 @@ from dflash_jax import Plan
 from dflash_jax.compiler.programs import empty_state, idle_rules
 from dflash_jax.config import DrafterConfig, drafter_config
 from dflash_jax.config.dspark import DSparkConfig
-from dflash_jax.converters import export, names
+from dflash_jax.converters import export, families
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.names import speculators
 from dflash_jax.converters.tree_source import TreeSource
@@ -308,7 +308,7 @@ def test_jetspec_is_version_one_with_causal_blocks() -> None:
     found = drafter_config(fields)
     assert (found.kind, found.causal) == ("dflash", (True, True))
     assert drafter_config(fields | {"is_causal": False}).causal == (False, False)
-    assert names.slots(found)
+    assert families.slots(found)
 
 
 @pytest.mark.parametrize(

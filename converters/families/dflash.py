@@ -3,10 +3,35 @@
 Every kind of drafter has these parameters; its own file adds the rest.
 """
 
+from typing import Any
+
 from dflash_jax.config import DrafterConfig
-from dflash_jax.converters.names.llama import norm_and_mlp
-from dflash_jax.converters.names.qwen3 import head_norms
+from dflash_jax.converters.families.llama import norm_and_mlp
+from dflash_jax.converters.families.qwen3 import head_norms
+from dflash_jax.converters.gguf.dense import Shapes
+from dflash_jax.converters.gguf.fields import Fields
+from dflash_jax.converters.gguf.writer import BOOL, Typed
 from dflash_jax.converters.names.slots import Path, Slot, by_head, integers, linear, same
+
+SPECULATOR = "DFlashSpeculator"
+# GGUF spellings of the tensors that all kinds have; exactly one must be present, exports write
+# the first.
+GGUF_NAMES = {
+    "fc.weight": ("fc.weight", "dflash_fc.weight", "dflash.fc.weight"),
+    "hidden_norm.weight": (
+        "enc.output_norm.weight",
+        "hidden_norm.weight",
+        "dflash_hidden_norm.weight",
+        "dflash.hidden_norm.weight",
+    ),
+    "norm.weight": ("output_norm.weight",),
+    "d2t": ("d2t",),
+    "embed_tokens.weight": ("token_embd.weight",),
+    "lm_head.weight": ("output.weight",),
+}
+GGUF_LAYER_NAMES = {
+    "post_attention_layernorm.weight": ("ffn_norm.weight", "post_attention_norm.weight"),
+}
 
 
 def slots(config: DrafterConfig) -> list[Slot]:
@@ -23,6 +48,23 @@ def slots(config: DrafterConfig) -> list[Slot]:
         found += _attention(config, (*at, "attention"), f"{source}self_attn.")
         found += norm_and_mlp(config, at, source)
     return found + _own(config)
+
+
+def to_hf(config: DrafterConfig) -> dict[str, Any]:
+    """Return the kind's own fields of `dflash_config`: none."""
+    return {}
+
+
+def from_gguf(fields: Fields, shapes: Shapes) -> dict[str, Any]:
+    """Return the kind's own fields of `dflash_config` that GGUF metadata holds."""
+    anchored = fields.get("sample_from_anchor")
+    return {} if anchored is None else {"sample_from_anchor": bool(anchored)}
+
+
+def to_gguf(config: DrafterConfig) -> dict[str, Typed]:
+    """Return the kind's own metadata of a GGUF file."""
+    anchored = config.sample_from_anchor
+    return {"sample_from_anchor": Typed(BOOL, anchored)} if anchored else {}
 
 
 def _own(config: DrafterConfig) -> list[Slot]:

@@ -1,7 +1,7 @@
-"""Qwen3.5 and Qwen3.6: recurrent layers whose value heads, norms and decays are stored otherwise.
+"""Qwen3.5 and Qwen3.6: recurrent layers and gated attention; the larger models have experts.
 
-Files hold norms as 1 + w, decays as -exp(A_log), and value heads tiled over the key heads (head h
-reads key head h mod K) where Hugging Face groups them (h // (V / K)).
+GGUF files hold norms as 1 + w, decays as -exp(A_log), and value heads tiled over the key heads
+(head h reads key head h mod K) where Hugging Face groups them (h // (V / K)).
 """
 
 import re
@@ -11,13 +11,160 @@ import numpy as np
 
 from dflash_jax.config import FULL, LINEAR, HybridConfig
 from dflash_jax.converters.canonical import Origin
+from dflash_jax.converters.families import llama
+from dflash_jax.converters.families.qwen3 import head_norms
+from dflash_jax.converters.families.qwen3_moe import stacks
+from dflash_jax.converters.gguf import dense, experts
 from dflash_jax.converters.gguf.fields import Fields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.header import GgufArray
-from dflash_jax.converters.gguf.targets import dense, experts
+from dflash_jax.converters.names import published
 from dflash_jax.converters.names.gguf import stored_name
+from dflash_jax.converters.names.slots import (
+    STACKED,
+    Folder,
+    Part,
+    Path,
+    Slot,
+    by_head,
+    linear,
+    paired,
+    same,
+)
 from dflash_jax.errors import ConfigError
 
+ARCHITECTURES = {
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
+OTHERS = {
+    r"^visual\.": "vision: only text is run",
+    r"^mtp\.": "multi-token prediction: not run",
+}
+
+
+def folder(_: HybridConfig) -> Folder:
+    """More than text, and experts that may be stacked."""
+    return Folder(ignored=OTHERS, fused=STACKED)
+
+
+def slots(config: HybridConfig) -> list[Slot]:
+    """Every parameter of the target."""
+    width = config.hidden_size
+    found = [
+        *llama.tables(config),
+        same(("norm",), "norm.weight", width),
+    ]
+    for i, recurrent in enumerate(config.recurrent):
+        at, source = (f"layers_{i}",), f"layers.{i}."
+        found.append(same((*at, "input_norm"), f"{source}input_layernorm.weight", width))
+        if recurrent:
+            found += _delta(config, (*at, "delta"), f"{source}linear_attn.")
+        else:
+            found += _attention(config, (*at, "attention"), f"{source}self_attn.")
+        found += (
+            _experts(config, at, source)
+            if config.num_experts
+            else llama.norm_and_mlp(config, at, source)
+        )
+    return found
+
+
+def _attention(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+    """Queries and their gates alternate head by head, as in the stored tensor."""
+    width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
+    names = tuple(f"{source}{x}_proj.weight" for x in "qkv")
+    count = (2 * config.num_heads // groups, 1, 1)
+    found = [
+        by_head((*at, "qkv"), names, count, groups, head, width),
+        linear((*at, "o"), f"{source}o_proj.weight", width, config.num_heads * head),
+        *head_norms(config, at, source),
+    ]
+    if config.attention_bias:
+        biases = tuple(f"{source}{x}_proj.bias" for x in "qkv")
+        found.append(by_head((*at, "qkv_bias"), biases, count, groups, head))
+        found.append(same((*at, "o_bias"), f"{source}o_proj.bias", width))
+    return found
+
+
+def _delta(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+    """The four input projections side by side; the rest as stored."""
+    width, heads = config.hidden_size, config.value_heads
+    values, channels = heads * config.value_width, config.conv_channels
+    sizes = {"qkv": channels, "z": values, "b": heads, "a": heads}
+    parts, start = [], 0
+    for name, size in sizes.items():
+        select = (slice(start, start + size),)
+        parts.append(Part(f"{source}in_proj_{name}.weight", (size, width), (1, 0), select))
+        start += size
+    kernel = config.conv_kernel
+    conv = Part(f"{source}conv1d.weight", (channels, 1, kernel), (1, 0))
+    return [
+        Slot((*at, "in_proj"), (width, start), tuple(parts)),
+        Slot((*at, "conv"), (kernel, channels), (conv,)),
+        same((*at, "a_log"), f"{source}A_log", heads),
+        same((*at, "dt_bias"), f"{source}dt_bias", heads),
+        same((*at, "norm"), f"{source}norm.weight", config.value_width),
+        linear((*at, "out"), f"{source}out_proj.weight", width, values),
+    ]
+
+
+def _experts(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+    """The second norm, the router, the chosen experts and the shared one."""
+    width, size, shared = config.hidden_size, config.expert_size, config.shared_expert_size
+    count, mlp = config.num_experts, f"{source}mlp."
+    norm = f"{source}post_attention_layernorm.weight"
+    both = (f"{mlp}shared_expert.gate_proj.weight", f"{mlp}shared_expert.up_proj.weight")
+    at_mlp = (*at, "mlp")
+    return [
+        same((*at, "post_attention_norm"), norm, width),
+        linear((*at_mlp, "router"), f"{mlp}gate.weight", count, width),
+        *stacks(at_mlp, f"{mlp}experts.", count, size, width),
+        linear((*at_mlp, "shared_gate"), f"{mlp}shared_expert_gate.weight", 1, width),
+        paired((*at_mlp, "shared", "gate_up"), both, shared, width),
+        linear((*at_mlp, "shared", "down"), f"{mlp}shared_expert.down_proj.weight", width, shared),
+    ]
+
+
+def to_hf(config: HybridConfig, dtype: str) -> dict[str, Any]:
+    """Return the config.json of the text model alone, as transformers spells it.
+
+    Raises:
+      ConfigError: the rotary embedding is rescaled.
+    """
+    if config.rope.kind != "default":
+        raise ConfigError(
+            f"rotary embedding rescaled by {config.rope.kind!r} is not written for Qwen3.5; export"
+            " the weights before a context extension"
+        )
+    found = published.shared_fields(config, dtype, ARCHITECTURES[config.model_type]) | {
+        "layer_types": [LINEAR if recurrent else FULL for recurrent in config.recurrent],
+        "linear_num_key_heads": config.key_heads,
+        "linear_num_value_heads": config.value_heads,
+        "linear_key_head_dim": config.key_width,
+        "linear_value_head_dim": config.value_width,
+        "linear_conv_kernel_dim": config.conv_kernel,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope.theta,
+            "partial_rotary_factor": config.rotary_dim / config.head_dim,
+        },
+    }
+    return found | _mlp_fields(config)
+
+
+def _mlp_fields(config: HybridConfig) -> dict[str, Any]:
+    if not config.num_experts:
+        return {"intermediate_size": config.intermediate_size}
+    return {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_size,
+        "shared_expert_intermediate_size": config.shared_expert_size,
+    }
+
+
+# GGUF
 TYPES = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}
 UNAPPLIED = {
     "attention.sliding_window": None,
@@ -48,7 +195,7 @@ _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 TILED = "value heads: tiled to grouped"
 
 
-def hf_fields(fields: Fields, source: GgufFile) -> dict[str, Any]:
+def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
     """The fields of config.json that are Qwen3.5's own."""
     fields.refuse_unless(UNAPPLIED)
     moe = fields.architecture == "qwen35moe"
@@ -133,7 +280,7 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
     return [LINEAR if recurrent else FULL for recurrent in listed[:layers]]
 
 
-def origin(name: str, config: HybridConfig, shapes: dense.Shapes) -> Origin | None:
+def gguf_origin(name: str, config: HybridConfig, shapes: dense.Shapes) -> Origin | None:
     """Where a canonical tensor lies, and what turns it into Hugging Face's form."""
     if config.num_experts and (found := experts.origin(name, config, shapes)):
         return found
@@ -194,7 +341,7 @@ def _log_negated(values: np.ndarray) -> np.ndarray:
         return np.log(-values)
 
 
-def ignored(name: str, config: HybridConfig) -> str | None:
+def gguf_ignored(name: str, config: HybridConfig) -> str | None:
     """Why a tensor nobody asks for is not needed; None if it should not be there."""
     match = re.match(r"blk\.(\d+)\.", name)
     if match and int(match[1]) >= config.num_layers:

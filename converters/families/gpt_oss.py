@@ -1,4 +1,7 @@
-"""gpt-oss: biases, sinks, experts whose gates and ups lie apart and outputs first."""
+"""gpt-oss: biases, sinks, and stacked experts whose gates and ups alternate.
+
+In GGUF files, gates and ups are separate tensors, outputs first.
+"""
 
 import re
 from typing import Any
@@ -6,13 +9,70 @@ from typing import Any
 from dflash_jax.config import FULL, SLIDING
 from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.converters.canonical import Alternating, Origin
+from dflash_jax.converters.families import llama
+from dflash_jax.converters.gguf import dense, experts
 from dflash_jax.converters.gguf.fields import Fields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.header import GgufArray
-from dflash_jax.converters.gguf.targets import dense, experts
+from dflash_jax.converters.names import published
 from dflash_jax.converters.names.gguf import stored_name
+from dflash_jax.converters.names.slots import Part, Path, Slot, linear, same
 from dflash_jax.errors import ConfigError
 
+
+def slots(config: GptOssConfig) -> list[Slot]:
+    """Every parameter of the target."""
+    width = config.hidden_size
+    found = [
+        *llama.tables(config),
+        same(("norm",), "norm.weight", width),
+    ]
+    for i in range(config.num_layers):
+        at, source = (f"layers_{i}",), f"layers.{i}."
+        found += [
+            same((*at, "input_norm"), f"{source}input_layernorm.weight", width),
+            same((*at, "post_attention_norm"), f"{source}post_attention_layernorm.weight", width),
+            *llama.attention(config, (*at, "attention"), f"{source}self_attn."),
+            _sinks(config, (*at, "attention"), f"{source}self_attn."),
+            *_experts(config, (*at, "mlp"), f"{source}mlp."),
+        ]
+    return found
+
+
+def _sinks(config: GptOssConfig, at: Path, source: str) -> Slot:
+    shape = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
+    part = Part(f"{source}sinks", (config.num_heads,), (0, 1))
+    return Slot((*at, "sinks"), shape, (part,))
+
+
+def _experts(config: GptOssConfig, at: Path, source: str) -> list[Slot]:
+    """Router and experts; stored [E, D, 2F] and [E, F, D], inputs first, unlike linear weights."""
+    count, width, size = config.num_experts, config.hidden_size, config.expert_size
+    weight = Part(f"{source}experts.gate_up_proj", (count, width, 2 * size), (0, 1, 3, 2))
+    bias = Part(f"{source}experts.gate_up_proj_bias", (count, 2 * size), (0, 2, 1))
+    return [
+        linear((*at, "router"), f"{source}router.weight", count, width),
+        same((*at, "router_bias"), f"{source}router.bias", count),
+        Slot((*at, "experts_gate_up"), (count, width, 2, size), (weight,)),
+        Slot((*at, "experts_gate_up_bias"), (count, 2, size), (bias,)),
+        same((*at, "experts_down"), f"{source}experts.down_proj", count, size, width),
+        same((*at, "experts_down_bias"), f"{source}experts.down_proj_bias", count, width),
+    ]
+
+
+def to_hf(config: GptOssConfig, dtype: str) -> dict[str, Any]:
+    """Return the config.json of a target whose weights are of `dtype`."""
+    found = published.decoder_fields(config, dtype, "GptOssForCausalLM") | {
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "swiglu_limit": config.swiglu_limit,
+    }
+    if config.rope.kind == "default":  # null would mean the family's usual scaling
+        found["rope_scaling"] = {"rope_type": "default"}
+    return found
+
+
+# GGUF
 CHOSEN_SOFTMAX = 3  # expert_gating_func: over the chosen experts only
 UNAPPLIED = {
     "final_logit_softcapping": None,
@@ -35,7 +95,7 @@ STACKS = {
 }
 
 
-def hf_fields(fields: Fields, source: GgufFile) -> dict[str, Any]:
+def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
     """The fields of config.json that are gpt-oss's own.
 
     Files have no key for `truncate`; the published models do without it.
@@ -73,7 +133,7 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
     return [SLIDING if slides else FULL for slides in listed]
 
 
-def origin(name: str, config: GptOssConfig, shapes: dense.Shapes) -> Origin | None:
+def gguf_origin(name: str, config: GptOssConfig, shapes: dense.Shapes) -> Origin | None:
     """Where a canonical tensor lies, and what turns it into Hugging Face's form."""
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     layer, stem = match.groups() if match else ("", name)
@@ -93,8 +153,3 @@ def origin(name: str, config: GptOssConfig, shapes: dense.Shapes) -> Origin | No
         return Alternating(stored[0], change=said, others=tuple(stored[1:]), stacked=stacked)
     stored = f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name)
     return Origin(stored) if stored in shapes else dense.origin(name, config, shapes)
-
-
-def ignored(name: str, config: GptOssConfig) -> str | None:
-    """No tensor is superfluous."""
-    return None

@@ -5,8 +5,8 @@ from typing import Any
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.converters.canonical import Origin
+from dflash_jax.converters.gguf.dense import Shapes
 from dflash_jax.converters.gguf.fields import Fields
-from dflash_jax.converters.gguf.targets.dense import Shapes
 from dflash_jax.errors import ConfigError
 
 MAX_EXPERTS = 4096
