@@ -15,7 +15,7 @@ from dflash_jax.checkpoint import is_checkpoint
 from dflash_jax.compiler import Plan
 from dflash_jax.compiler.cache import CompilationCache, use_compilation_cache
 from dflash_jax.compiler.plan import Dtype
-from dflash_jax.compiler.programs import weight_specs
+from dflash_jax.compiler.programs import model_axes, weight_specs
 from dflash_jax.compiler.resolve import resolve_here, wide_block
 from dflash_jax.compiler.settings import undisturbed
 from dflash_jax.compiler.sharding import device_mesh, param_shardings
@@ -165,7 +165,7 @@ class OpenPair:
         put_in_order(params, plan.order)
         params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
-        where = None if mesh is None else param_shardings(mesh, params)
+        where = None if mesh is None else param_shardings(mesh, params, model_axes(target, drafter))
         params = params if plan.apart else jax.device_put(params, where)
         return Engine(target, drafter, params, plan, tokenizer=self.tokenizer, progress=progress)
 

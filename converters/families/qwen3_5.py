@@ -62,11 +62,8 @@ def slots(config: HybridConfig) -> list[Slot]:
             found += _delta(config, (*at, "delta"), f"{source}linear_attn.")
         else:
             found += _attention(config, (*at, "attention"), f"{source}self_attn.")
-        found += (
-            _experts(config, at, source)
-            if config.num_experts
-            else llama.norm_and_mlp(config, at, source)
-        )
+        second = _experts if config.num_experts else llama.norm_and_mlp
+        found += second(config, at, source)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ from dflash_jax.decode.logits_processing import neutral_shaping, set_row
 from dflash_jax.decode.snapshot import put_segment, take_segment
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
 from dflash_jax.nn.decoder import Decoder
+from dflash_jax.nn.layers import MODEL_AXES, ModelAxis
 from dflash_jax.quant.layouts import Spec, is_matrix, spec
 from dflash_jax.quant.products import abstract, in_order
 from dflash_jax.state import CHOICES, DecodeState, RowRules
@@ -121,6 +122,19 @@ def weight_specs(
 
 
 def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Any]:
+    return {role: tree["params"] for role, tree in _variables(target, drafter).items()}
+
+
+def model_axes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, int]:
+    """Return the axis of each weight that several devices may split, by path with the role."""
+    found = {role: tree.get(MODEL_AXES, {}) for role, tree in _variables(target, drafter).items()}
+    leaves = jax.tree_util.tree_leaves_with_path(found, is_leaf=lambda x: isinstance(x, ModelAxis))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.axis for path, leaf in leaves
+    }
+
+
+def _variables(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Any]:
     found = {"target": _target_shapes(target)}
     return found | ({"drafter": _drafter_shapes(target, drafter)} if drafter else {})
 
@@ -128,7 +142,7 @@ def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, An
 @functools.lru_cache(maxsize=16)
 @undisturbed()
 def _target_shapes(target: TargetConfig) -> dict[str, Any]:
-    """Shapes of a target's parameters, as float32; tracing a large model takes seconds."""
+    """Shapes of a target's variables, as float32; tracing a large model takes seconds."""
     return jax.eval_shape(lambda: _init_target(target, jax.random.key(0)))
 
 
@@ -141,9 +155,9 @@ def _drafter_shapes(target: TargetConfig, drafter: DrafterConfig) -> dict[str, A
 def init_params(target: TargetConfig, drafter: DrafterConfig | None, *, seed: int) -> Params:
     """Random float32 parameters, for tests, benchmarks and training."""
     keys = jax.random.split(jax.random.key(seed))
-    params = {"target": _init_target(target, keys[0])}
+    params = {"target": _init_target(target, keys[0])["params"]}
     if drafter is not None:
-        params["drafter"] = _init_drafter(target, drafter, keys[1])
+        params["drafter"] = _init_drafter(target, drafter, keys[1])["params"]
     return params
 
 
@@ -153,13 +167,13 @@ _LEAST = Plan(max_length=2, block=2, chunk=1, dtype="float32", rings=False)
 def _init_target(target: TargetConfig, key: jax.Array) -> Params:
     caches, start = target_caches(target, CacheMaker(_LEAST)), jnp.zeros((1,), jnp.int32)
     module: Any = build_target(target)
-    return module.init(key, jnp.zeros((1, 1), jnp.int32), caches, start)["params"]
+    return module.init(key, jnp.zeros((1, 1), jnp.int32), caches, start)
 
 
 def _init_drafter(target: TargetConfig, drafter: DrafterConfig, key: jax.Array) -> Params:
     x, start = jnp.zeros((1, 1, target.hidden_size), jnp.float32), jnp.zeros((1,), jnp.int32)
     caches = drafter_caches(drafter, CacheMaker(_LEAST))
-    return build_drafter(paired(target, drafter)).init(key, x, caches, start)["params"]
+    return build_drafter(paired(target, drafter)).init(key, x, caches, start)
 
 
 def idle_rules(plan: Plan) -> RowRules:
@@ -296,7 +310,10 @@ def declare(
         named = ({p.name: p for p in half} for half in (programs, others))
         return apart.join(plan, *named, between=MASKED)
     mesh = device_mesh(plan)
-    return {p.name: p if mesh is None else over_devices(p, mesh) for p in programs}
+    if mesh is None:
+        return {p.name: p for p in programs}
+    axes = model_axes(target, drafter)
+    return {p.name: over_devices(p, mesh, axes) for p in programs}
 
 
 def _row_programs(plan: Plan, state: DecodeState) -> list[Program]:
@@ -317,12 +334,12 @@ def _row_programs(plan: Plan, state: DecodeState) -> list[Program]:
     return programs
 
 
-def over_devices(program: Program, mesh: Mesh) -> Program:
-    """The program with every argument and result placed on a mesh."""
+def over_devices(program: Program, mesh: Mesh, axes: Mapping[str, int]) -> Program:
+    """Return the program with every argument and result placed on a mesh (see `model_axes`)."""
 
     def shardings(tree: Any) -> Any:
         if isinstance(tree, dict):
-            return param_shardings(mesh, tree)
+            return param_shardings(mesh, tree, axes)
         if isinstance(tree, DecodeState):
             return row_shardings(mesh, tree)
         return whole(mesh, tree)

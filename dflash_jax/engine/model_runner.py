@@ -23,6 +23,7 @@ from dflash_jax.compiler.programs import (
     Params,
     declare,
     empty_state,
+    model_axes,
     repeats,
     words,
 )
@@ -241,7 +242,8 @@ class Runner:
         if self._apart:
             return apart.place_params(self.plan, params)
         if self._mesh is not None:
-            return jax.device_put(params, param_shardings(self._mesh, params))
+            axes = model_axes(self.target, self.drafter)
+            return jax.device_put(params, param_shardings(self._mesh, params, axes))
         return jax.device_put(params)
 
     def _empty_state(self) -> Any:

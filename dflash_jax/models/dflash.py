@@ -45,9 +45,9 @@ class DrafterAttention(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.q = weight(self, "q", (c.hidden_size, c.num_heads * c.head_dim))
-        self.kv = weight(self, "kv", (c.hidden_size, c.num_kv_heads, 2, c.head_dim))
-        self.o = weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size))
+        self.q = weight(self, "q", (c.hidden_size, c.num_heads * c.head_dim), split=1)
+        self.kv = weight(self, "kv", (c.hidden_size, c.num_kv_heads, 2, c.head_dim), split=1)
+        self.o = weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0)
         self.q_norm = norm_weight(self, "q_norm", c.head_dim)
         self.k_norm = norm_weight(self, "k_norm", c.head_dim)
         if c.attention_bias:
@@ -158,7 +158,7 @@ class DFlash(nn.Module):
         if c.own_embedding:
             self.embedding = weight(self, "embed", (c.hidden_size, c.vocab_size))
         if c.own_head:
-            self.head = weight(self, "head", (c.hidden_size, c.choices))
+            self.head = weight(self, "head", (c.hidden_size, c.choices), split=1)
         if c.draft_vocab_size:
             shape = (c.draft_vocab_size,)
             self.d2t = declare(self, "d2t", nn.initializers.zeros, shape, jnp.int32)

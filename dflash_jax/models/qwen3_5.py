@@ -43,9 +43,9 @@ class GatedAttention(nn.Module):
         c = self.config
         groups = c.num_heads // c.num_kv_heads
         shape = (c.num_kv_heads, 2 * groups + 2, c.head_dim)
-        fused = dot(x, weight(self, "qkv", (c.hidden_size, *shape)))  # [B, T, K, 2G+2, H]
+        fused = dot(x, weight(self, "qkv", (c.hidden_size, *shape), split=1))  # [B, T, K, 2G+2, H]
         if c.attention_bias:
-            fused += weight(self, "qkv_bias", shape)[None, None]
+            fused += weight(self, "qkv_bias", shape, split=0)[None, None]
         pairs = fused[..., : 2 * groups, :].reshape(*fused.shape[:3], groups, 2, c.head_dim)
         q, gate = pairs[..., 0, :], pairs[..., 1, :]  # [B, T, K, G, H]
         k, v = fused[..., 2 * groups, :], fused[..., 2 * groups + 1, :]
@@ -62,7 +62,7 @@ class GatedAttention(nn.Module):
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
         out = attend(q, cache, visible(positions, keys, causal=True, window=None))
         out = out * jax.nn.sigmoid(gate).reshape(out.shape)
-        out = dot(out, weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size)))
+        out = dot(out, weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0))
         if c.attention_bias:
             out += weight(self, "o_bias", (c.hidden_size,))[None, None]
         return out, cache
