@@ -112,7 +112,7 @@ def test_networks_do_not_know_how_they_are_decoded() -> None:
 
 def test_only_the_compiler_jits() -> None:
     jitting = set()
-    for path in files("dflash_jax", "converters"):
+    for path in files("dflash_jax", "converters", "recipes"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         if names & {"jax.jit", "nn.jit", "jax.pmap"} or imports(path) & {"jax.jit", "jax.pmap"}:
@@ -148,7 +148,15 @@ def test_configs_plans_requests_and_errors_are_free_of_jax() -> None:
 
 def test_flax_means_linen_and_struct() -> None:
     used = set()
-    for path in files("dflash_jax", "converters", "tests"):
+    for path in files("dflash_jax", "converters", "recipes", "tests"):
         used |= {n for n in imports(path) if under(n, "flax")}
     assert used <= {"flax.linen", "flax.struct"}
     assert "flax.linen" in used
+
+
+def test_the_recipe_of_the_shipped_pair_is_no_part_of_the_package() -> None:
+    """The trainer generates its default corpus by it, in a function, where it is there."""
+    using = {p for p in files("dflash_jax") if any(under(n, "recipes") for n in imports(p))}
+    assert using == {ROOT / "dflash_jax/train/data.py"}
+    top = imports(ROOT / "dflash_jax/train/data.py", inside_functions=False)
+    assert not [name for name in top if under(name, "recipes")]

@@ -12,9 +12,10 @@ from dflash_jax.cli import main
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
 from dflash_jax.converters.load import load_drafter
 from dflash_jax.loading import load_target
-from dflash_jax.train import data, evaluate, given, rows, run, tiny
+from dflash_jax.train import data, evaluate, given, rows, run
 from dflash_jax.train.recipes import recipe
 from dflash_jax.train.usage import Usage
+from recipes.tiny import make as tiny
 
 
 @pytest.fixture(scope="module")

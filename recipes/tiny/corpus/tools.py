@@ -2,7 +2,7 @@
 
 import random
 
-from dflash_jax.train.corpus.world import words
+from recipes.tiny.corpus.world import words
 
 
 def function(name: str, description: str, /, **parameters: str) -> dict:

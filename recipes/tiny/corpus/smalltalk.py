@@ -2,8 +2,8 @@
 
 import random
 
-from dflash_jax.train.corpus import knowledge, world
-from dflash_jax.train.corpus.exchange import Exchange, Maker
+from recipes.tiny.corpus import knowledge, world
+from recipes.tiny.corpus.exchange import Exchange, Maker
 
 
 def greeting(rng: random.Random) -> Exchange:

@@ -3,8 +3,8 @@
 import platform
 from typing import Any
 
-from dflash_jax.train.corpus.exchange import HELD_OUT_SHARE
-from dflash_jax.train.presets import Preset
+from recipes.tiny.corpus.exchange import HELD_OUT_SHARE
+from recipes.tiny.presets import Preset
 
 
 def text(
@@ -45,7 +45,7 @@ def data(preset: Preset) -> str:
     return f"""## Data
 
 * {count} synthetic conversations from the seeded generator in \
-`dflash_jax/train/corpus` (ours): small talk, facts, sums, lists, JSON, short Python functions, and
+`recipes/tiny/corpus` (ours): small talk, facts, sums, lists, JSON, short Python functions, and
   agent transcripts with tool calls. About 4 % of the agent's preambles ("Let me check the file:")
   are left without their tool call: the stall that recovery rules have to notice. It happens behind
   a tool response that ends with `[output truncated]`.
@@ -71,7 +71,7 @@ def recipe(preset: Preset, seconds: dict[str, float]) -> str:
     )
     return f"""## Recipe
 
-    python -m dflash_jax.train.tiny --out build/tiny --preset {preset.name}
+    python -m recipes.tiny --out build/tiny --preset {preset.name}
 
 Seed {preset.seed}. The command can be stopped and started again at any time.
 

@@ -1,4 +1,4 @@
-"""The command that makes the shipped pair: `python -m dflash_jax.train.tiny --out DIR`.
+"""The command that makes the shipped pair: `python -m recipes.tiny --out DIR`.
 
 Each stage leaves one result behind and is skipped where that exists; training stages save
 their state and go on from it. A stopped command is started again as it was.
@@ -7,17 +7,16 @@ their state and go on from it. A stopped command is started again as it was.
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dflash_jax.errors import DFlashError
-from dflash_jax.train import drafter_stages, stages
 from dflash_jax.train.files import claim, write_json
 from dflash_jax.train.loop import Stopped, to_stderr
-from dflash_jax.train.presets import PRESETS, Preset, preset
 from dflash_jax.utils.allocator import tune_allocator
+from recipes.tiny import drafter_stages, stages
+from recipes.tiny.presets import PRESETS, Preset, preset
 
 STAGES: dict[str, Callable[[stages.Work], None]] = {
     "corpus": stages.corpus,
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m dflash_jax.train.tiny", description=__doc__)
+    made = argparse.ArgumentParser(prog="python -m recipes.tiny", description=__doc__)
     made.add_argument("--out", type=Path, required=True, help="folder for stages and result")
     made.add_argument("--preset", default="tiny-cpu", choices=tuple(PRESETS))
     made.add_argument("--stage", choices=tuple(STAGES), help="stop after this stage")
@@ -77,7 +76,3 @@ def note_time(out: Path, stage: str, seconds: float) -> None:
     path = out / "timings.json"
     seen = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     write_json(path, seen | {stage: round(seen.get(stage, 0.0) + seconds, 1)})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,8 +3,8 @@
 import json
 import random
 
-from dflash_jax.train.corpus import world
-from dflash_jax.train.corpus.exchange import Exchange, Maker
+from recipes.tiny.corpus import world
+from recipes.tiny.corpus.exchange import Exchange, Maker
 
 
 def arithmetic(rng: random.Random) -> Exchange:

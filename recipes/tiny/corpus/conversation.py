@@ -6,10 +6,10 @@ conversations contain no such question at all. The two sides are disjoint by con
 
 import random
 
-from dflash_jax.train.corpus import agents, coding, smalltalk, tasks
-from dflash_jax.train.corpus.exchange import Conversation, Exchange, is_held_out
-from dflash_jax.train.corpus.renaming import renamed
-from dflash_jax.train.corpus.tools import SYSTEMS, offer
+from recipes.tiny.corpus import agents, coding, smalltalk, tasks
+from recipes.tiny.corpus.exchange import Conversation, Exchange, is_held_out
+from recipes.tiny.corpus.renaming import renamed
+from recipes.tiny.corpus.tools import SYSTEMS, offer
 
 MAKERS = (*smalltalk.MAKERS, *tasks.MAKERS, *coding.MAKERS)
 AGENT_SHARE = 0.4  # of held-out conversations

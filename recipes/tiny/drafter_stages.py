@@ -10,20 +10,12 @@ import numpy as np
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import load_target
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import (
-    card,
-    documents,
-    evaluate,
-    export,
-    fitting,
-    regenerate,
-    rows,
-    vocabulary,
-)
-from dflash_jax.train.corpus import conversation, stdlib
+from dflash_jax.train import evaluate, export, fitting, regenerate, rows
 from dflash_jax.train.files import saved_as, write_json
-from dflash_jax.train.presets import LONGEST
-from dflash_jax.train.stages import Work, read_corpus
+from recipes.tiny import card, documents, vocabulary
+from recipes.tiny.corpus import conversation, stdlib
+from recipes.tiny.presets import LONGEST
+from recipes.tiny.stages import Work, read_corpus
 
 
 def trained_target(work: Work) -> TargetModel:

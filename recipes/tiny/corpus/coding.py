@@ -2,8 +2,8 @@
 
 import random
 
-from dflash_jax.train.corpus import knowledge
-from dflash_jax.train.corpus.exchange import Exchange, Maker
+from recipes.tiny.corpus import knowledge
+from recipes.tiny.corpus.exchange import Exchange, Maker
 
 # what it does -> (usual name, parameters, body)
 FUNCTIONS: dict[str, tuple[str, str, str]] = {

@@ -7,8 +7,8 @@ import json
 import random
 import re
 
-from dflash_jax.train.corpus.exchange import Conversation
-from dflash_jax.train.corpus.world import NAMES, words
+from recipes.tiny.corpus.exchange import Conversation
+from recipes.tiny.corpus.world import NAMES, words
 
 MORE_NAMES = words(
     "Tom Anna Peter Maria John Lucy Sarah Kate Mark Nina Omar Eva Jack Lily Noah Emily James Laura "

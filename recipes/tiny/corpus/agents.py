@@ -9,9 +9,9 @@ import json
 import random
 from collections.abc import Callable
 
-from dflash_jax.train.corpus import coding, world
-from dflash_jax.train.corpus.exchange import Conversation
-from dflash_jax.train.corpus.tools import SYSTEMS, call, invented, offer
+from recipes.tiny.corpus import coding, world
+from recipes.tiny.corpus.exchange import Conversation
+from recipes.tiny.corpus.tools import SYSTEMS, call, invented, offer
 
 TRUNCATED = "[output truncated]"
 STALL_AFTER_TRUNCATED = 0.7

@@ -12,12 +12,13 @@ from tokenizers import Tokenizer
 from dflash_jax.compiler import jit
 from dflash_jax.config import TargetConfig
 from dflash_jax.models import qwen3
-from dflash_jax.train import documents, export, loop, optimizer, rows, vocabulary
+from dflash_jax.train import export, loop, optimizer, rows
 from dflash_jax.train import target as pretraining
-from dflash_jax.train.corpus import conversation, stdlib
-from dflash_jax.train.corpus.exchange import Conversation
 from dflash_jax.train.files import saved_as
-from dflash_jax.train.presets import LONGEST, Preset
+from recipes.tiny import documents, vocabulary
+from recipes.tiny.corpus import conversation, stdlib
+from recipes.tiny.corpus.exchange import Conversation
+from recipes.tiny.presets import LONGEST, Preset
 
 RESULT = {
     "corpus": "corpus.json",
