@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,9 @@ from dflash_jax.config import (
     ALWAYS_FLOAT32,
     AttentionConfig,
     DrafterConfig,
-    TargetConfig,
-    read_json,
 )
 from dflash_jax.converters import families, packed
 from dflash_jax.converters.canonical import Canonical, check
-from dflash_jax.converters.hf import open_directory
-from dflash_jax.converters.hf_quantised import dequantised
-from dflash_jax.converters.names import huggingface
 from dflash_jax.converters.names.slots import Part, Slot, same
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -32,21 +26,6 @@ CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: stays in a core'
 
 Params = dict[str, Any]
 Progress = Callable[[str, int], None]  # a tensor's name, and how many of its weights are done
-
-
-def load_target(directory: str | Path, config: TargetConfig, dtype: str = "float32") -> Params:
-    """A target's parameters from a Hugging Face folder, as NumPy arrays of `dtype`."""
-    where = Path(directory) / "config.json"
-    stored = read_json(where).get("quantization_config")
-    source = dequantised(open_directory(directory), stored, where=str(where))
-    found = huggingface.target(source, tied=config.tie_embeddings, folder=families.folder(config))
-    return load(found, config, dtype, where=str(directory))
-
-
-def load_drafter(directory: str | Path, config: DrafterConfig, dtype: str = "float32") -> Params:
-    """A drafter's parameters from a Hugging Face folder, as NumPy arrays of `dtype`."""
-    found = huggingface.drafter(open_directory(directory), config)
-    return load(found, config, dtype, where=str(directory))
 
 
 def load(

@@ -127,7 +127,7 @@ def test_converters_are_imported_inside_functions_of_loading_and_the_commands_al
             importing.add(path.relative_to(ROOT / "dflash_jax").parts[0])
         top = imports(path, inside_functions=False)
         assert not [n for n in top if under(n, "dflash_jax.converters")], path
-    assert importing <= {"loading.py", "cli", "train"}
+    assert importing <= {"loading.py", "cli", "train", "testing.py"}
     assert {"loading.py", "cli"} <= importing
 
 
