@@ -22,7 +22,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.utils.command import exit_code
 
 if TYPE_CHECKING:
-    from dflash_jax.converters.models import Model
+    from dflash_jax.converters.models import StoredModel
 
 CHECK_FAILED = 1
 # Names of the shipped models, and their places among the package's data.
@@ -280,7 +280,7 @@ def _plain(value: Any) -> Any:
 class ProgressBar:
     """Share of a model's weights done, on standard error where that is a terminal."""
 
-    def __init__(self, model: "Model"):
+    def __init__(self, model: "StoredModel"):
         shapes = (model.tensors.shape(name) for name in model.tensors.names())
         self._total = max(1, sum(math.prod(shape) for shape in shapes))
         self._done = 0

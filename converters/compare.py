@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_jax.config import family_of
 from dflash_jax.converters.expected_error import Limits, between
-from dflash_jax.converters.models import Model
+from dflash_jax.converters.models import StoredModel
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.converters.transforms import guess
 
@@ -35,7 +35,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """Differences worst first, and what only one of the two has."""
 
     tensors: tuple[Difference, ...]
@@ -58,7 +58,7 @@ class Comparison:
 _INCIDENTAL = frozenset({"dtype", "eos_token_ids", "max_length", "num_target_layers"})
 
 
-def compare(first: Model, second: Model) -> Comparison:
+def compare(first: StoredModel, second: StoredModel) -> ModelComparison:
     """Compares inventories, configurations and every tensor both have."""
     ours, theirs = set(first.tensors.names()), set(second.tensors.names())
     both = [name for name in first.tensors.names() if name in theirs]
@@ -69,7 +69,7 @@ def compare(first: Model, second: Model) -> Comparison:
     head = first.config.head_dim
     found = [_explained(d, first.tensors, second.tensors, head) for d in found]
     found.sort(key=lambda d: (d.not_finite == 0, -d.rms / max(d.limits.fail, 1e-12)))
-    return Comparison(
+    return ModelComparison(
         tensors=tuple(found),
         only_first=tuple(sorted(ours - theirs)),
         only_second=tuple(sorted(theirs - ours)),
@@ -90,7 +90,7 @@ def _explained(
     return replace(found, hint=guess(*tensors, head_dim, max(found.limits.fail, 1e-6)))
 
 
-def _config_differences(first: Model, second: Model) -> tuple[str, ...]:
+def _config_differences(first: StoredModel, second: StoredModel) -> tuple[str, ...]:
     a, b = first.config.to_json(), second.config.to_json()
     if first.role != second.role:
         return (f"a {first.role} against a {second.role}",)
@@ -140,7 +140,7 @@ def _verdict(rms: float, limits: Limits, not_finite: int) -> str:
     return WARN if rms > limits.warn else OK
 
 
-def lines(found: Comparison, worst: int) -> list[str]:
+def lines(found: ModelComparison, worst: int) -> list[str]:
     """The comparison as text: what is wrong first, then the worst tensors, then a summary."""
     listed = [f"only in the first: {name}" for name in found.only_first]
     listed += [f"only in the second: {name}" for name in found.only_second]

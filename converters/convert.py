@@ -15,7 +15,7 @@ from dflash_jax.converters.forms import AUTO, HUGGING_FACE, ORBAX, SAFETENSORS
 from dflash_jax.converters.gguf import GgufFile
 from dflash_jax.converters.gguf.file import SHARD
 from dflash_jax.converters.load import Progress, float_dtype
-from dflash_jax.converters.models import Model, companions
+from dflash_jax.converters.models import StoredModel, companions
 from dflash_jax.errors import CheckpointError, TokenizerError
 from dflash_jax.utils.atomic import new_path
 
@@ -25,14 +25,14 @@ NO_TOKENIZER = (
 )
 
 
-def chosen_dtype(model: Model, dtype: str) -> str:
+def chosen_dtype(model: StoredModel, dtype: str) -> str:
     """The dtype asked for; "auto" is that of the published weights."""
     found = model.config.dtype if dtype == AUTO else dtype
     float_dtype(found)
     return found
 
 
-def inventory(model: Model, dtype: str) -> dict[str, Any]:
+def inventory(model: StoredModel, dtype: str) -> dict[str, Any]:
     """Where every parameter comes from and what became of every stored tensor.
 
     Raises CheckpointError if a parameter lacks its tensor or a tensor its parameter.
@@ -69,7 +69,7 @@ def inventory(model: Model, dtype: str) -> dict[str, Any]:
 
 
 def convert(
-    model: Model,
+    model: StoredModel,
     path: Path,
     *,
     to: str = SAFETENSORS,
@@ -105,7 +105,7 @@ def convert(
     return report
 
 
-def _companions(model: Model, tokenizer: Path | None) -> dict[str, str | Path]:
+def _companions(model: StoredModel, tokenizer: Path | None) -> dict[str, str | Path]:
     """Tokenizer and generation files; a drafter does without."""
     if tokenizer is None:
         try:
@@ -157,7 +157,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     return found
 
 
-def gguf_file(model: Model) -> GgufFile | None:
+def gguf_file(model: StoredModel) -> GgufFile | None:
     """The GGUF file behind a model, if there is one."""
     source = model.tensors.source
     return source if isinstance(source, GgufFile) else None

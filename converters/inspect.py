@@ -9,8 +9,8 @@ from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
 from dflash_jax.converters.gguf import GgufFile, open_gguf
 from dflash_jax.converters.gguf.header import GgufArray
 from dflash_jax.converters.hf import open_directory
-from dflash_jax.converters.instruct import Verdict, check_instruct
-from dflash_jax.converters.models import Model, open_model
+from dflash_jax.converters.instruct import InstructVerdict, check_instruct
+from dflash_jax.converters.models import StoredModel, open_model
 from dflash_jax.converters.safetensors import SafetensorsFile, open_safetensors
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.converters.taps import AUTO
@@ -64,7 +64,7 @@ def inspect(path: Path, *, taps: str = AUTO) -> dict[str, Any]:
 
 def _model(path: Path, taps: str) -> dict[str, Any]:
     try:
-        model: Model = open_model(path, taps=taps)
+        model: StoredModel = open_model(path, taps=taps)
     except DFlashError as error:
         return {"model": None, "problem": str(error)}
     try:
@@ -74,7 +74,7 @@ def _model(path: Path, taps: str) -> dict[str, Any]:
     return {"model": _summary(model), "problem": None}
 
 
-def _summary(model: Model) -> dict[str, Any]:
+def _summary(model: StoredModel) -> dict[str, Any]:
     return {
         "role": model.role,
         "layout": model.layout,
@@ -96,7 +96,7 @@ def _short(value: Any) -> Any:
     return value
 
 
-def instruct(path: Path) -> Verdict:
+def instruct(path: Path) -> InstructVerdict:
     """The verdict on a GGUF target; a truncated file has been refused on opening."""
     source = open_any(path)
     if not isinstance(source, GgufFile):

@@ -16,7 +16,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.converters import families, packed
 from dflash_jax.converters.canonical import Canonical, check
-from dflash_jax.converters.names.slots import Part, Slot, same
+from dflash_jax.converters.names.slots import Slot, TensorPart, same
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
@@ -52,7 +52,7 @@ def load(
     arrays = [np.empty(slot.shape, kept_as(slot, kind)) for slot in slots]
     jobs = [job for slot, array in zip(slots, arrays, strict=True) for job in _jobs(slot, array)]
 
-    def run(job: "_Job") -> None:
+    def run(job: "_ReadJob") -> None:
         job.place(found)
         progress(job.part.name, job.view.size)
 
@@ -108,10 +108,10 @@ def float_dtype(name: str) -> np.dtype:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _ReadJob:
     """A few rows of a tensor, to be read, cast and put in their place."""
 
-    part: Part
+    part: TensorPart
     view: np.ndarray  # where they go, first axis cut to these rows
     rows: slice
 
@@ -125,7 +125,7 @@ class _Job:
         self.view[...] = values.reshape(self.view.shape)
 
 
-def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_Job]:
+def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_ReadJob]:
     for part in slot.parts:
         view = part.view(parameter)
         width = part.shape[-1] if len(part.shape) > 1 else 1
@@ -134,7 +134,7 @@ def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_Job]:
         stride = max(1, CHUNK_BYTES // max(4 * rows * width, 1))
         for start in range(0, steps, stride):
             stop = min(start + stride, steps)
-            yield _Job(part, view[start:stop], slice(start * rows, stop * rows))
+            yield _ReadJob(part, view[start:stop], slice(start * rows, stop * rows))
 
 
 def _finite(values: np.ndarray) -> bool:
@@ -145,7 +145,7 @@ def _finite(values: np.ndarray) -> bool:
     return not bool((values.view(np.uint16) & mask == mask).any())
 
 
-def _not_finite(part: Part, source: TensorSource, dtype: np.dtype) -> CheckpointError:
+def _not_finite(part: TensorPart, source: TensorSource, dtype: np.dtype) -> CheckpointError:
     stored = source.read(part.name)
     with np.errstate(invalid="ignore"):  # signalling NaNs
         bad = int(stored.size - np.isfinite(stored).sum())

@@ -42,7 +42,7 @@ Role = Literal["target", "drafter"]
 
 
 @dataclass(frozen=True)
-class Model:
+class StoredModel:
     """A model whose configuration has been read and whose tensors have not."""
 
     path: Path
@@ -92,7 +92,7 @@ def companions(folder: Path) -> dict[str, str | Path]:
     return {path.relative_to(folder).as_posix(): path for path in paths if has_file(path)}
 
 
-def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) -> Model:
+def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) -> StoredModel:
     """A Hugging Face folder, a speculators folder, one of our checkpoints or a .gguf file.
 
     `taps` chooses the numbering of a drafter's tapped layers where the file leaves doubt.
@@ -112,30 +112,32 @@ def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) 
     return model
 
 
-def _from_gguf(source: GgufFile, taps: str) -> Model:
+def _from_gguf(source: GgufFile, taps: str) -> StoredModel:
     architecture = source.metadata.get("general.architecture")
     layout = f"GGUF, architecture {architecture}"
     if architecture in drafter.DRAFTER_ARCHITECTURES:
         config, dialect = drafter.read_config(source, taps)
         tensors = drafter.canonical(source, config)
         notes = (dialect.taps.line(), *dialect.notes, *source.notes)
-        return Model(source.path, "drafter", f"{layout} ({dialect.name})", config, tensors, notes)
+        return StoredModel(
+            source.path, "drafter", f"{layout} ({dialect.name})", config, tensors, notes
+        )
     found = target.read_config(source, stop_ids(source.metadata))
     tensors = target.canonical(source, found)
-    return Model(source.path, "target", layout, found, tensors, source.notes)
+    return StoredModel(source.path, "target", layout, found, tensors, source.notes)
 
 
-def _from_checkpoint(path: Path) -> Model:
+def _from_checkpoint(path: Path) -> StoredModel:
     source = CheckpointSource(open_checkpoint(path))
     config = source.checkpoint.config
     role: Role = "drafter" if isinstance(config, DrafterConfig) else "target"
     if not isinstance(config, TargetConfig | DrafterConfig):
         raise CheckpointError(f"{path} holds a {type(config).__name__}; expected a model")
     tensors = Canonical(source, {name: Origin(name) for name in source.names()}, {})
-    return Model(path, role, "our checkpoint (orbax)", config, tensors, ())
+    return StoredModel(path, role, "our checkpoint (orbax)", config, tensors, ())
 
 
-def _from_folder(path: Path, taps: str) -> Model:
+def _from_folder(path: Path, taps: str) -> StoredModel:
     where = str(path / "config.json")
     files = sorted(p.name for p in path.glob("*.gguf")) if path.is_dir() else []
     if files and not (path / "config.json").is_file():
@@ -151,19 +153,19 @@ def _from_folder(path: Path, taps: str) -> Model:
         fields, read = speculators.published_fields(fields, where=where, choice=taps)
         config = huggingface.owned(source, drafter_config(fields, where))
         tensors = huggingface.drafter(source, config)
-        return Model(path, "drafter", "speculators", config, tensors, (read.line(), *notes))
+        return StoredModel(path, "drafter", "speculators", config, tensors, (read.line(), *notes))
     if "dflash_config" in fields or "target_layer_ids" in fields:
         config = huggingface.owned(source, drafter_config(fields, where))
         line = f"taps: {list(config.target_layer_ids)}, raw by definition of this layout"
         tensors = huggingface.drafter(source, config)
-        return Model(path, "drafter", "Hugging Face (z-lab)", config, tensors, (line, *notes))
+        return StoredModel(path, "drafter", "Hugging Face (z-lab)", config, tensors, (line, *notes))
     fields["eos_token_id"] = _stop_ids(fields, path)
     found = target_config(fields, where)
     tensors = huggingface.target(source, tied=found.tie_embeddings, folder=families.folder(found))
     if found.tie_embeddings and "lm_head.weight" in tensors.names():
         found = replace(found, tie_embeddings=False)
         notes = (*notes, "head: the file's own, though tie_word_embeddings is true: they differ")
-    return Model(path, "target", "Hugging Face", found, tensors, notes)
+    return StoredModel(path, "target", "Hugging Face", found, tensors, notes)
 
 
 def _stop_ids(fields: dict[str, Any], path: Path) -> list[int]:

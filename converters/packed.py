@@ -12,7 +12,7 @@ from dflash_jax.config import AttentionConfig
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical
 from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.names.slots import Part, Path, Slot
+from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
 from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.errors import CheckpointError
 from dflash_jax.quant.layouts import (
@@ -48,7 +48,7 @@ def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
 
 def read(
     found: Canonical, slots: list[Slot], specs: Mapping[str, Spec], fill: Fill
-) -> dict[Path, Packed | Joined]:
+) -> dict[Keys, Packed | Joined]:
     """Packed parameters by path. `fill` reads what is quantised here or stays float."""
 
     def one(slot: Slot) -> Packed | Joined:
@@ -66,7 +66,7 @@ def read(
         return dict(zip((s.path for s in slots), pool.map(one, slots), strict=True))
 
 
-def _kind(found: Canonical, part: Part) -> str:
+def _kind(found: Canonical, part: TensorPart) -> str:
     if part.name not in found.origins:
         return FLOAT
     kind, columns = found.kind(part.name), found.origins[part.name].columns
@@ -96,7 +96,7 @@ def _spec(slot: Slot, kinds: list[str]) -> Spec:
     return axes[0], tuple(zip(kinds, widths, strict=True))
 
 
-def _place(slot: Slot, part: Part) -> tuple[int, int]:
+def _place(slot: Slot, part: TensorPart) -> tuple[int, int]:
     """The axis of the parameter that its parts divide, and the width of one."""
     for axis, chosen in zip(part.axes, part.select, strict=False):
         if isinstance(chosen, int):
@@ -122,7 +122,7 @@ def _uniform(found: Canonical, slot: Slot, kind: str) -> Packed:
 
 
 def _alone(
-    found: Canonical, slot: Slot, part: Part, axis: int, kind: str, width: int, fill: Fill
+    found: Canonical, slot: Slot, part: TensorPart, axis: int, kind: str, width: int, fill: Fill
 ) -> Any:
     """One part of a parameter as a weight of its own."""
     shape = (*slot.shape[:axis], width, *slot.shape[axis + 1 :])
@@ -131,7 +131,7 @@ def _alone(
     return _uniform(found, own, kind) if kind else fill(own, None)
 
 
-def _blocks(found: Canonical, part: Part, kind: str) -> Arrays:
+def _blocks(found: Canonical, part: TensorPart, kind: str) -> Arrays:
     origin, source = found.origins[part.name], found.source
     assert isinstance(source, GgufFile)
     raw = source.raw(origin.name)

@@ -49,7 +49,7 @@ class Entry:
 class SafetensorsFile:
     """One mapped .safetensors file, as a `TensorSource`."""
 
-    def __init__(self, path: Path, buffer: mmap.mmap, data_start: int, header: "Header"):
+    def __init__(self, path: Path, buffer: mmap.mmap, data_start: int, header: "SafetensorsHeader"):
         self.path = path
         self.metadata = header.metadata
         self._buffer = buffer
@@ -94,7 +94,7 @@ class SafetensorsFile:
 
 
 @dataclass(frozen=True)
-class Header:
+class SafetensorsHeader:
     """A checked header: tensors ordered by offset, and the free-text metadata."""
 
     entries: tuple[Entry, ...]
@@ -121,7 +121,7 @@ def open_safetensors(path: str | Path) -> SafetensorsFile:
     return SafetensorsFile(path, buffer, 8 + length, header)
 
 
-def parse_header(raw: bytes, *, where: str) -> Header:
+def parse_header(raw: bytes, *, where: str) -> SafetensorsHeader:
     """The entries of a JSON header; anything malformed is refused with its place."""
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{where}: the header does not start with '{{'; not safetensors")
@@ -140,7 +140,7 @@ def parse_header(raw: bytes, *, where: str) -> Header:
         )
     entries = [_entry(name, fields[name], where) for name in fields]
     entries.sort(key=lambda entry: (entry.begin, entry.end))
-    return Header(tuple(entries), metadata)
+    return SafetensorsHeader(tuple(entries), metadata)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from dflash_jax.checkpoint import Checkpoint, Keys, Leaf, Params
 from dflash_jax.config import AttentionConfig
 from dflash_jax.converters import families
-from dflash_jax.converters.names.slots import Part
+from dflash_jax.converters.names.slots import TensorPart
 from dflash_jax.converters.source import Rows, as_rows
 from dflash_jax.errors import CheckpointError
 
@@ -33,7 +33,7 @@ class TreeSource:
         self._describe({path: _described(x) for path, x in found.items() if x is not None}, config)
 
     def _describe(self, leaves: Mapping[Keys, Leaf], config: AttentionConfig) -> None:
-        self._parts: dict[str, tuple[Part, Keys]] = {}
+        self._parts: dict[str, tuple[TensorPart, Keys]] = {}
         self._leaves = leaves
         lines = []
         for slot in families.slots(config):

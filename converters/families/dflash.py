@@ -9,9 +9,9 @@ from dflash_jax.config import DrafterConfig
 from dflash_jax.converters.families.llama import norm_and_mlp
 from dflash_jax.converters.families.qwen3 import head_norms
 from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.fields import Fields
+from dflash_jax.converters.gguf.fields import GgufFields
 from dflash_jax.converters.gguf.writer import BOOL, Typed
-from dflash_jax.converters.names.slots import Path, Slot, by_head, integers, linear, same
+from dflash_jax.converters.names.slots import Keys, Slot, by_head, integers, linear, same
 
 SPECULATOR = "DFlashSpeculator"
 # GGUF spellings of the tensors that all kinds have; exactly one must be present, exports write
@@ -55,7 +55,7 @@ def to_hf(config: DrafterConfig) -> dict[str, Any]:
     return {}
 
 
-def from_gguf(fields: Fields, shapes: Shapes) -> dict[str, Any]:
+def from_gguf(fields: GgufFields, shapes: Shapes) -> dict[str, Any]:
     """Return the kind's own fields of `dflash_config` that GGUF metadata holds."""
     anchored = fields.get("sample_from_anchor")
     return {} if anchored is None else {"sample_from_anchor": bool(anchored)}
@@ -79,7 +79,7 @@ def _own(config: DrafterConfig) -> list[Slot]:
     return found
 
 
-def _attention(config: DrafterConfig, at: Path, source: str) -> list[Slot]:
+def _attention(config: DrafterConfig, at: Keys, source: str) -> list[Slot]:
     """Queries apart from keys and values: the context only needs the latter."""
     width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
     queries = config.num_heads * head

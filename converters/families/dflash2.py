@@ -5,7 +5,7 @@ from typing import Any
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.converters.families import dflash
 from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.fields import Fields
+from dflash_jax.converters.gguf.fields import GgufFields
 from dflash_jax.converters.gguf.writer import U32, Typed
 from dflash_jax.converters.names.slots import Slot, linear, same
 
@@ -52,7 +52,7 @@ def to_hf(config: DFlash2Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in FIELDS}
 
 
-def from_gguf(fields: Fields, shapes: Shapes) -> dict[str, Any]:
+def from_gguf(fields: GgufFields, shapes: Shapes) -> dict[str, Any]:
     """Return the kind's own fields of `dflash_config` that GGUF metadata holds."""
     return {name: fields.count(name, 1 << 16) for name in FIELDS}
 

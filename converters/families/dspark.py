@@ -5,7 +5,7 @@ from typing import Any
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.converters.families import dflash
 from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.fields import Fields
+from dflash_jax.converters.gguf.fields import GgufFields
 from dflash_jax.converters.gguf.writer import BOOL, Typed
 from dflash_jax.converters.names.slots import Slot, linear, same
 from dflash_jax.errors import ConfigError
@@ -62,7 +62,7 @@ def to_hf(config: DSparkConfig) -> dict[str, Any]:
     return dict(zip(FIELDS, (*own, config.confidence_with_markov), strict=True))
 
 
-def from_gguf(fields: Fields, shapes: Shapes) -> dict[str, Any]:
+def from_gguf(fields: GgufFields, shapes: Shapes) -> dict[str, Any]:
     """Return the kind's own fields of `dflash_config` that a GGUF file holds."""
     found = dflash.from_gguf(fields, shapes)
     confidence = next((shapes[n] for n in GGUF_NAMES[CONFIDENCE] if n in shapes), None)

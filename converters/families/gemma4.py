@@ -14,15 +14,15 @@ from dflash_jax.converters.canonical import Below, Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.gguf import experts
 from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.header import GgufArray
 from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.names.slots import (
     Folder,
-    Part,
-    Path,
+    Keys,
     Slot,
+    TensorPart,
     by_head,
     linear,
     paired,
@@ -91,7 +91,7 @@ def _layer(config: Gemma4Config, i: int) -> list[Slot]:
     return found
 
 
-def _attention(config: Gemma4Config, i: int, at: Path, source: str) -> list[Slot]:
+def _attention(config: Gemma4Config, i: int, at: Keys, source: str) -> list[Slot]:
     """Queries; keys where the layer owns some; values where they are not the keys."""
     groups, head = config.heads(i)
     own = config.own_parts(i)
@@ -111,12 +111,12 @@ def _attention(config: Gemma4Config, i: int, at: Path, source: str) -> list[Slot
     return found
 
 
-def _experts(config: Gemma4Config, at: Path, source: str) -> list[Slot]:
+def _experts(config: Gemma4Config, at: Keys, source: str) -> list[Slot]:
     """Router and experts, stacked: [E, 2F, D] with the gates first, and [E, D, F]."""
     count, size, width = config.num_experts, config.expert_size, config.hidden_size
     shape = (count, 2 * size, width)
-    gate_up = Part(f"{source}experts.gate_up_proj", shape, (0, 2, 3, 1))
-    down = Part(f"{source}experts.down_proj", (count, width, size), (0, 2, 1))
+    gate_up = TensorPart(f"{source}experts.gate_up_proj", shape, (0, 2, 3, 1))
+    down = TensorPart(f"{source}experts.down_proj", (count, width, size), (0, 2, 1))
     return [
         linear((*at, "router"), f"{source}router.proj.weight", count, width),
         same((*at, "router_scale"), f"{source}router.scale", width),
@@ -130,8 +130,8 @@ def _layer_vectors(config: Gemma4Config) -> list[Slot]:
     """The second embedding table, a vector for every layer, and what joins it to the first."""
     layers, size, width = config.num_layers, config.per_layer_size, config.hidden_size
     rows = config.per_layer_rows or config.vocab_size
-    table = Part("embed_tokens_per_layer.weight", (rows, layers * size), (0, 1, 2))
-    project = Part("per_layer_model_projection.weight", (layers * size, width), (1, 2, 0))
+    table = TensorPart("embed_tokens_per_layer.weight", (rows, layers * size), (0, 1, 2))
+    project = TensorPart("per_layer_model_projection.weight", (layers * size, width), (1, 2, 0))
     return [
         Slot(("layer_embed",), (rows, layers, size), (table,)),
         Slot(("layer_project",), (width, layers, size), (project,)),
@@ -167,7 +167,7 @@ LAYER = {
 }
 
 
-def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
+def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """The fields of config.json that are Gemma 4's own."""
     fields.refuse_unless(UNAPPLIED)
     inner, double = _inner_sizes(fields)
@@ -216,7 +216,7 @@ def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
     }
 
 
-def _kinds(fields: Fields, layers: int) -> list[str]:
+def _kinds(fields: GgufFields, layers: int) -> list[str]:
     """Which layers slide: listed, or all but every n-th; the last never does."""
     key = "attention.sliding_window_pattern"
     if isinstance(fields.get(key), GgufArray):
@@ -232,7 +232,7 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
     return [SLIDING if slides else FULL for slides in listed]
 
 
-def _heads(fields: Fields, kinds: list[str], width: int) -> dict[str, tuple[int, int]]:
+def _heads(fields: GgufFields, kinds: list[str], width: int) -> dict[str, tuple[int, int]]:
     """Key/value heads and their width, of sliding and of full layers."""
     key = "attention.head_count_kv"
     if isinstance(fields.get(key), GgufArray):
@@ -252,7 +252,7 @@ def _heads(fields: Fields, kinds: list[str], width: int) -> dict[str, tuple[int,
     return found
 
 
-def _inner_sizes(fields: Fields) -> tuple[int, bool]:
+def _inner_sizes(fields: GgufFields) -> tuple[int, bool]:
     """Width of the MLPs, and whether the layers that share keys have twice that."""
     if not isinstance(fields.get("feed_forward_length"), GgufArray):
         return fields.count("feed_forward_length", 524288), False

@@ -11,12 +11,12 @@ from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.converters.canonical import Alternating, Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.gguf import dense, experts
-from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.header import GgufArray
 from dflash_jax.converters.names import published
 from dflash_jax.converters.names.gguf import stored_name
-from dflash_jax.converters.names.slots import Part, Path, Slot, linear, same
+from dflash_jax.converters.names.slots import Keys, Slot, TensorPart, linear, same
 from dflash_jax.errors import ConfigError
 
 
@@ -39,17 +39,17 @@ def slots(config: GptOssConfig) -> list[Slot]:
     return found
 
 
-def _sinks(config: GptOssConfig, at: Path, source: str) -> Slot:
+def _sinks(config: GptOssConfig, at: Keys, source: str) -> Slot:
     shape = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
-    part = Part(f"{source}sinks", (config.num_heads,), (0, 1))
+    part = TensorPart(f"{source}sinks", (config.num_heads,), (0, 1))
     return Slot((*at, "sinks"), shape, (part,))
 
 
-def _experts(config: GptOssConfig, at: Path, source: str) -> list[Slot]:
+def _experts(config: GptOssConfig, at: Keys, source: str) -> list[Slot]:
     """Router and experts; stored [E, D, 2F] and [E, F, D], inputs first, unlike linear weights."""
     count, width, size = config.num_experts, config.hidden_size, config.expert_size
-    weight = Part(f"{source}experts.gate_up_proj", (count, width, 2 * size), (0, 1, 3, 2))
-    bias = Part(f"{source}experts.gate_up_proj_bias", (count, 2 * size), (0, 2, 1))
+    weight = TensorPart(f"{source}experts.gate_up_proj", (count, width, 2 * size), (0, 1, 3, 2))
+    bias = TensorPart(f"{source}experts.gate_up_proj_bias", (count, 2 * size), (0, 2, 1))
     return [
         linear((*at, "router"), f"{source}router.weight", count, width),
         same((*at, "router_bias"), f"{source}router.bias", count),
@@ -95,7 +95,7 @@ STACKS = {
 }
 
 
-def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
+def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """The fields of config.json that are gpt-oss's own.
 
     Files have no key for `truncate`; the published models do without it.
@@ -118,7 +118,7 @@ def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
     }
 
 
-def _kinds(fields: Fields, layers: int) -> list[str]:
+def _kinds(fields: GgufFields, layers: int) -> list[str]:
     """Which layers slide: listed, or the even ones."""
     key = "attention.sliding_window_pattern"
     if not isinstance(fields.get(key), GgufArray):

@@ -9,12 +9,12 @@ from typing import Any
 from dflash_jax.config import AttentionConfig, TargetConfig
 from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.gguf import dense
-from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.rope import llama3_scaling
 from dflash_jax.converters.names import published
 from dflash_jax.converters.names.gguf import fused_name, half_split_rows
-from dflash_jax.converters.names.slots import Part, Path, Slot, by_head, linear, paired, same
+from dflash_jax.converters.names.slots import Keys, Slot, TensorPart, by_head, linear, paired, same
 
 
 def slots(config: TargetConfig) -> list[Slot]:
@@ -50,7 +50,7 @@ def layer(config: AttentionConfig, i: int) -> list[Slot]:
     ]
 
 
-def attention(config: AttentionConfig, at: Path, source: str) -> list[Slot]:
+def attention(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
     """Fused query, key and value, and the output projection."""
     width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
     count = (config.num_heads // groups, 1, 1)
@@ -67,7 +67,7 @@ def attention(config: AttentionConfig, at: Path, source: str) -> list[Slot]:
     return found
 
 
-def norm_and_mlp(config: AttentionConfig, at: Path, source: str) -> list[Slot]:
+def norm_and_mlp(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
     """The second norm of a layer and its gated MLP."""
     width, inner = config.hidden_size, config.intermediate_size
     gate_up = (f"{source}mlp.gate_proj.weight", f"{source}mlp.up_proj.weight")
@@ -79,7 +79,7 @@ def norm_and_mlp(config: AttentionConfig, at: Path, source: str) -> list[Slot]:
     ]
     if isinstance(config, TargetConfig) and config.mlp_bias:
         names = (f"{source}mlp.gate_proj.bias", f"{source}mlp.up_proj.bias")
-        parts = tuple(Part(name, (inner,), (0, 1), (i,)) for i, name in enumerate(names))
+        parts = tuple(TensorPart(name, (inner,), (0, 1), (i,)) for i, name in enumerate(names))
         found.append(Slot((*at, "mlp", "gate_up_bias"), (2, inner), parts))
         found.append(same((*at, "mlp", "down_bias"), f"{source}mlp.down_proj.bias", width))
     return found
@@ -102,7 +102,7 @@ UNAPPLIED = {
 }
 
 
-def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
+def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """The fields of config.json that are Llama's own."""
     fields.refuse_unless(UNAPPLIED)
     present = set(source.names())

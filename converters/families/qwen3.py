@@ -7,10 +7,10 @@ from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import UNAPPLIED
 from dflash_jax.converters.gguf import dense
-from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.slots import Path, Slot, same
+from dflash_jax.converters.names.slots import Keys, Slot, same
 
 
 def slots(config: TargetConfig) -> list[Slot]:
@@ -23,7 +23,7 @@ def slots(config: TargetConfig) -> list[Slot]:
     return found
 
 
-def head_norms(config: AttentionConfig, at: Path, source: str) -> list[Slot]:
+def head_norms(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
     """The norms of queries and of keys."""
     return [same((*at, x), f"{source}{x}.weight", config.head_dim) for x in ("q_norm", "k_norm")]
 
@@ -34,7 +34,7 @@ def to_hf(config: TargetConfig, dtype: str) -> dict[str, Any]:
 
 
 # GGUF
-def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
+def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """The fields of config.json that are Qwen3's own."""
     fields.refuse_unless(UNAPPLIED)
     present = set(source.names())

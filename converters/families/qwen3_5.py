@@ -15,7 +15,7 @@ from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.qwen3 import head_norms
 from dflash_jax.converters.families.qwen3_moe import stacks
 from dflash_jax.converters.gguf import dense, experts
-from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.header import GgufArray
 from dflash_jax.converters.names import published
@@ -23,9 +23,9 @@ from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.names.slots import (
     STACKED,
     Folder,
-    Part,
-    Path,
+    Keys,
     Slot,
+    TensorPart,
     by_head,
     linear,
     paired,
@@ -67,7 +67,7 @@ def slots(config: HybridConfig) -> list[Slot]:
     return found
 
 
-def _attention(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+def _attention(config: HybridConfig, at: Keys, source: str) -> list[Slot]:
     """Queries and their gates alternate head by head, as in the stored tensor."""
     width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
     names = tuple(f"{source}{x}_proj.weight" for x in "qkv")
@@ -84,7 +84,7 @@ def _attention(config: HybridConfig, at: Path, source: str) -> list[Slot]:
     return found
 
 
-def _delta(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+def _delta(config: HybridConfig, at: Keys, source: str) -> list[Slot]:
     """The four input projections side by side; the rest as stored."""
     width, heads = config.hidden_size, config.value_heads
     values, channels = heads * config.value_width, config.conv_channels
@@ -92,10 +92,10 @@ def _delta(config: HybridConfig, at: Path, source: str) -> list[Slot]:
     parts, start = [], 0
     for name, size in sizes.items():
         select = (slice(start, start + size),)
-        parts.append(Part(f"{source}in_proj_{name}.weight", (size, width), (1, 0), select))
+        parts.append(TensorPart(f"{source}in_proj_{name}.weight", (size, width), (1, 0), select))
         start += size
     kernel = config.conv_kernel
-    conv = Part(f"{source}conv1d.weight", (channels, 1, kernel), (1, 0))
+    conv = TensorPart(f"{source}conv1d.weight", (channels, 1, kernel), (1, 0))
     return [
         Slot((*at, "in_proj"), (width, start), tuple(parts)),
         Slot((*at, "conv"), (kernel, channels), (conv,)),
@@ -106,7 +106,7 @@ def _delta(config: HybridConfig, at: Path, source: str) -> list[Slot]:
     ]
 
 
-def _experts(config: HybridConfig, at: Path, source: str) -> list[Slot]:
+def _experts(config: HybridConfig, at: Keys, source: str) -> list[Slot]:
     """The second norm, the router, the chosen experts and the shared one."""
     width, size, shared = config.hidden_size, config.expert_size, config.shared_expert_size
     count, mlp = config.num_experts, f"{source}mlp."
@@ -192,7 +192,7 @@ _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 TILED = "value heads: tiled to grouped"
 
 
-def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
+def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """The fields of config.json that are Qwen3.5's own."""
     fields.refuse_unless(UNAPPLIED)
     moe = fields.architecture == "qwen35moe"
@@ -239,7 +239,7 @@ def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
     )
 
 
-def _extra_layers(fields: Fields) -> int:
+def _extra_layers(fields: GgufFields) -> int:
     """Multi-token prediction layers, which `block_count` includes."""
     extra = fields.get("nextn_predict_layers") or 0
     if type(extra) is not int or not 0 <= extra < fields.count("block_count", 1024):
@@ -250,7 +250,7 @@ def _extra_layers(fields: Fields) -> int:
     return extra
 
 
-def _kv_heads(fields: Fields) -> int | None:
+def _kv_heads(fields: GgufFields) -> int | None:
     """Key/value heads of attention layers; recurrent layers may be listed with none."""
     if not isinstance(fields.get("attention.head_count_kv"), GgufArray):
         return None
@@ -263,7 +263,7 @@ def _kv_heads(fields: Fields) -> int | None:
     return found[0]
 
 
-def _kinds(fields: Fields, layers: int) -> list[str]:
+def _kinds(fields: GgufFields, layers: int) -> list[str]:
     """Which layers are recurrent: listed, or all but every n-th."""
     if fields.get("attention.recurrent_layers") is None:
         every = fields.count("full_attention_interval", 1024, 4)

@@ -10,10 +10,10 @@ from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import UNAPPLIED
 from dflash_jax.converters.families.qwen3 import head_norms
 from dflash_jax.converters.gguf import dense, experts
-from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.slots import STACKED, Folder, Part, Path, Slot, linear, same
+from dflash_jax.converters.names.slots import STACKED, Folder, Keys, Slot, TensorPart, linear, same
 
 
 def folder(_: Qwen3MoeConfig) -> Folder:
@@ -38,7 +38,7 @@ def slots(config: Qwen3MoeConfig) -> list[Slot]:
     return found
 
 
-def _sparse_layer(config: Qwen3MoeConfig, at: Path, source: str) -> list[Slot]:
+def _sparse_layer(config: Qwen3MoeConfig, at: Keys, source: str) -> list[Slot]:
     width = config.hidden_size
     norms = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
     return [
@@ -51,14 +51,14 @@ def _sparse_layer(config: Qwen3MoeConfig, at: Path, source: str) -> list[Slot]:
     ]
 
 
-def stacks(at: Path, source: str, experts: int, size: int, width: int) -> list[Slot]:
+def stacks(at: Keys, source: str, experts: int, size: int, width: int) -> list[Slot]:
     """The experts' weights [E, D, 2, F] and [E, F, D] from three tensors for each expert."""
     gate_up, down = [], []
     for e in range(experts):
         for i, name in enumerate(("gate", "up")):
             weight = f"{source}{e}.{name}_proj.weight"
-            gate_up.append(Part(weight, (size, width), (0, 2, 3, 1), (e, i)))
-        down.append(Part(f"{source}{e}.down_proj.weight", (width, size), (0, 2, 1), (e,)))
+            gate_up.append(TensorPart(weight, (size, width), (0, 2, 3, 1), (e, i)))
+        down.append(TensorPart(f"{source}{e}.down_proj.weight", (width, size), (0, 2, 1), (e,)))
     return [
         Slot((*at, "experts_gate_up"), (experts, width, 2, size), tuple(gate_up)),
         Slot((*at, "experts_down"), (experts, size, width), tuple(down)),
@@ -81,7 +81,7 @@ def to_hf(config: Qwen3MoeConfig, dtype: str) -> dict[str, Any]:
 OWN = {key: value for key, value in UNAPPLIED.items() if key != "expert_count"}
 
 
-def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
+def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """The fields of config.json that are Qwen3-MoE's own.
 
     No key tells whether the chosen shares are made to sum to 1; every published model does.

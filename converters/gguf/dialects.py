@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.converters.gguf.fields import Fields
+from dflash_jax.converters.gguf.fields import GgufFields
 from dflash_jax.converters.gguf.header import GgufArray
 from dflash_jax.converters.taps import PLUS_ONE, RAW, Taps, read_taps
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -54,7 +54,7 @@ class Dialect:
     notes: tuple[str, ...]
 
 
-def read_dialect(fields: Fields, choice: str) -> Dialect:
+def read_dialect(fields: GgufFields, choice: str) -> Dialect:
     """The drafter's own settings; whatever is missing or ambiguous is refused, never guessed."""
     upstream = fields.architecture == UPSTREAM
     name = DRAFTER_ARCHITECTURES[fields.architecture]
@@ -74,7 +74,7 @@ def read_dialect(fields: Fields, choice: str) -> Dialect:
     )
 
 
-def _notes(fields: Fields, causal: bool | None) -> Iterator[str]:
+def _notes(fields: GgufFields, causal: bool | None) -> Iterator[str]:
     """What was decided without the file's help."""
     if causal is None:
         ignored = " (its attention.causal is ignored: writers of this dialect always set it)"
@@ -84,7 +84,7 @@ def _notes(fields: Fields, causal: bool | None) -> Iterator[str]:
         yield "the file has no embedding scale; the target's is used"
 
 
-def _taps(fields: Fields, keys: Mapping[str, str | None], choice: str) -> Taps:
+def _taps(fields: GgufFields, keys: Mapping[str, str | None], choice: str) -> Taps:
     present = [key for key in keys if fields.get(key) is not None]
     if not present:
         listed = " or ".join(f"{fields.architecture}.{key}" for key in keys)
@@ -110,12 +110,12 @@ def _taps(fields: Fields, keys: Mapping[str, str | None], choice: str) -> Taps:
     return readings[0]
 
 
-def _number(fields: Fields, keys: tuple[str, ...], limit: int) -> int:
+def _number(fields: GgufFields, keys: tuple[str, ...], limit: int) -> int:
     key = next((k for k in keys if fields.get(k) is not None), keys[0])
     return fields.count(key, limit)
 
 
-def _mask(fields: Fields) -> int:
+def _mask(fields: GgufFields) -> int:
     keys = ["tokenizer.ggml.mask_token_id"]
     keys += [f"{fields.architecture}.{k}" for k in ("dflash.mask_token_id", "mask_token_id")]
     found = {key: fields.metadata[key] for key in keys if key in fields.metadata}
@@ -128,7 +128,7 @@ def _mask(fields: Fields) -> int:
     return values.pop()
 
 
-def _vocabulary(fields: Fields) -> int:
+def _vocabulary(fields: GgufFields) -> int:
     tokens = fields.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, GgufArray):
         return len(tokens)

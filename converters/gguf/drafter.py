@@ -18,18 +18,18 @@ from dflash_jax.converters.gguf.dialects import (
     Dialect,
     read_dialect,
 )
-from dflash_jax.converters.gguf.fields import Fields, geometry, weight_dtype
+from dflash_jax.converters.gguf.fields import GgufFields, geometry, weight_dtype
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.header import GgufArray
 from dflash_jax.converters.names.gguf import stored_name
-from dflash_jax.converters.names.slots import Part
+from dflash_jax.converters.names.slots import TensorPart
 from dflash_jax.converters.taps import AUTO
 from dflash_jax.errors import CheckpointError, ConfigError
 
 
 def read_config(source: GgufFile, taps: str = AUTO) -> tuple[DrafterConfig, Dialect]:
     """The configuration of the drafter in a file, and what its dialect said."""
-    fields = Fields(source)
+    fields = GgufFields(source)
     if fields.architecture not in DRAFTER_ARCHITECTURES:
         raise ConfigError(
             f"{fields.where} holds the architecture {fields.architecture!r}; as a drafter this"
@@ -60,7 +60,7 @@ def _refuse_relatives(source: GgufFile) -> None:
             )
 
 
-def _hf_fields(source: GgufFile, fields: Fields, dialect: Dialect) -> dict[str, Any]:
+def _hf_fields(source: GgufFile, fields: GgufFields, dialect: Dialect) -> dict[str, Any]:
     shapes = {name: source.shape(name) for name in source.names()}
     kind = _kind(shapes)
     found = geometry(fields) | {
@@ -94,11 +94,11 @@ def _kind(shapes: Shapes) -> str:
     return "dflash"
 
 
-def _optional(fields: Fields, key: str) -> float | None:
+def _optional(fields: GgufFields, key: str) -> float | None:
     return None if fields.get(key) is None else fields.number(key, 0.0)
 
 
-def _windows(fields: Fields, layers: int) -> dict[str, Any]:
+def _windows(fields: GgufFields, layers: int) -> dict[str, Any]:
     if fields.get("attention.sliding_window") in (None, 0):  # as llama.cpp has it
         return {}
     window = fields.count("attention.sliding_window", 1 << 24)
@@ -159,7 +159,7 @@ def canonical(source: GgufFile, config: DrafterConfig) -> Canonical:
     return Canonical(source, origins | left_over, ignored)
 
 
-def _origin(part: Part, stored: str, *, flat: bool) -> Origin:
+def _origin(part: TensorPart, stored: str, *, flat: bool) -> Origin:
     """Where a tensor lies, and what turns it into its published form."""
     if part.name == "d2t":
         return Origin(stored, change="ids to offsets", values=_offsets, reshaped=part.shape)

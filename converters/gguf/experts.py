@@ -6,7 +6,7 @@ from typing import Any
 from dflash_jax.config import TargetConfig
 from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.fields import Fields
+from dflash_jax.converters.gguf.fields import GgufFields
 from dflash_jax.errors import ConfigError
 
 MAX_EXPERTS = 4096
@@ -34,7 +34,7 @@ def _stacked(shape: tuple[int, ...] | None, config: TargetConfig) -> bool:
     return shape is not None and len(shape) == 3 and shape[0] == config.num_experts
 
 
-def counts(fields: Fields, *, gating: int = SOFTMAX) -> dict[str, Any]:
+def counts(fields: GgufFields, *, gating: int = SOFTMAX) -> dict[str, Any]:
     """Number and choice of experts, under their Hugging Face names."""
     found = fields.get("expert_gating_func")
     if found not in (None, 0, gating):

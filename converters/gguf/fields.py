@@ -23,7 +23,7 @@ UNAPPLIED = {  # keys of other decoders, and the only values that change nothing
 }
 
 
-class Fields:
+class GgufFields:
     """Metadata under one architecture's prefix; every failure names the key."""
 
     def __init__(self, source: GgufFile):
@@ -106,7 +106,7 @@ def shortest(value: float) -> float:
 
 
 def geometry(
-    fields: Fields,
+    fields: GgufFields,
     *,
     inner: int | None = None,
     kv_heads: int | None = None,
@@ -146,7 +146,7 @@ def geometry(
     }
 
 
-def _scaling(fields: Fields) -> dict[str, Any] | None:
+def _scaling(fields: GgufFields) -> dict[str, Any] | None:
     kind = fields.get("rope.scaling.type")
     if kind in (None, "none"):
         fields.refuse_unless({"rope.scaling.factor": 1.0} if kind is None else {})

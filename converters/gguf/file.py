@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.converters import quants
-from dflash_jax.converters.gguf.header import Header, TensorInfo, parse
+from dflash_jax.converters.gguf.header import GgufHeader, TensorInfo, parse
 from dflash_jax.converters.source import Rows, map_file
 from dflash_jax.errors import CheckpointError
 
@@ -26,7 +26,7 @@ class Shard:
 
     path: Path
     buffer: mmap.mmap
-    header: Header
+    header: GgufHeader
 
 
 class GgufFile:

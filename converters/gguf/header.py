@@ -83,7 +83,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     """A checked header. `notes` are oddities worth a line in a report."""
 
     version: int
@@ -132,7 +132,7 @@ class _Cursor:
             raise self.fail(f"{what} is not UTF-8") from None
 
 
-def parse(buffer: mmap.mmap | bytes, where: str) -> Header:
+def parse(buffer: mmap.mmap | bytes, where: str) -> GgufHeader:
     """The header of a whole file; CheckpointError names what is wrong and where."""
     cursor = _Cursor(buffer, where)
     version, tensor_count, key_count = _preamble(cursor)
@@ -148,7 +148,7 @@ def parse(buffer: mmap.mmap | bytes, where: str) -> Header:
     _check_names(cursor, tensors)
     data_start = round_up(cursor.position, alignment)
     notes = _check_extents(cursor, tensors, data_start, alignment)
-    return Header(version, metadata, tensors, alignment, data_start, notes)
+    return GgufHeader(version, metadata, tensors, alignment, data_start, notes)
 
 
 def round_up(position: int, alignment: int) -> int:

@@ -6,7 +6,7 @@ from dflash_jax.config import TargetConfig, target_config
 from dflash_jax.config.family import family_of, gguf_architectures
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Origin
-from dflash_jax.converters.gguf.fields import Fields, weight_dtype
+from dflash_jax.converters.gguf.fields import GgufFields, weight_dtype
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.errors import ConfigError
 
@@ -18,7 +18,7 @@ def read_config(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> Target
 
 def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str, Any]:
     """The config.json that describes a file's target."""
-    fields = Fields(source)
+    fields = GgufFields(source)
     if fields.architecture not in (known := gguf_architectures()):
         raise ConfigError(
             f"{fields.where} holds the architecture {fields.architecture!r}; as a target this"

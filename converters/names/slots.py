@@ -15,7 +15,7 @@ STACKED = r"\.mlp\.experts\.(gate_up|down)_proj$"  # all experts of a layer in o
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A canonical tensor, and the view of the parameter it fills.
 
     The view is `parameter.transpose(axes)[select]`; flattened it has the tensor's `shape`.
@@ -37,11 +37,11 @@ class Slot:
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     integer: bool = False  # whole numbers, whatever dtype the weights get
 
 
-Path = tuple[str, ...]
+Keys = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,28 @@ class Folder:
     fused: str | None = None  # experts stored as gate_up_proj [E, 2F, D] and down_proj [E, D, F]
 
 
-def same(path: Path, name: str, *shape: int) -> Slot:
+def same(path: Keys, name: str, *shape: int) -> Slot:
     """A parameter stored as its tensor is: norms, biases, embedding tables."""
-    return Slot(path, shape, (Part(name, shape, tuple(range(len(shape)))),))
+    return Slot(path, shape, (TensorPart(name, shape, tuple(range(len(shape)))),))
 
 
-def integers(path: Path, name: str, *shape: int) -> Slot:
+def integers(path: Keys, name: str, *shape: int) -> Slot:
     """A parameter of whole numbers, stored as its tensor is: token ids."""
     return dataclasses.replace(same(path, name, *shape), integer=True)
 
 
-def linear(path: Path, name: str, out: int, into: int) -> Slot:
+def linear(path: Keys, name: str, out: int, into: int) -> Slot:
     """A weight [in, out] from a tensor [out, in]."""
-    return Slot(path, (into, out), (Part(name, (out, into), (1, 0)),))
+    return Slot(path, (into, out), (TensorPart(name, (out, into), (1, 0)),))
 
 
-def paired(path: Path, names: tuple[str, str], out: int, into: int) -> Slot:
+def paired(path: Keys, names: tuple[str, str], out: int, into: int) -> Slot:
     """A weight [in, 2, out] from two tensors [out, in]."""
-    parts = tuple(Part(n, (out, into), (1, 2, 0), (i,)) for i, n in enumerate(names))
+    parts = tuple(TensorPart(n, (out, into), (1, 2, 0), (i,)) for i, n in enumerate(names))
     return Slot(path, (into, 2, out), parts)
 
 
-def by_head(path: Path, names: tuple[str, ...], heads: tuple[int, ...], *rest: int) -> Slot:
+def by_head(path: Keys, names: tuple[str, ...], heads: tuple[int, ...], *rest: int) -> Slot:
     """Per key/value head: the query heads it serves, then its key, then its value.
 
     `heads` counts for each tensor its heads in one group; `rest` is (groups K, head width H)
@@ -86,6 +86,6 @@ def by_head(path: Path, names: tuple[str, ...], heads: tuple[int, ...], *rest: i
     parts, start = [], 0
     for name, count in zip(names, heads, strict=True):
         select = (slice(None), slice(start, start + count))
-        parts.append(Part(name, (groups * count * width, *into), axes, select))
+        parts.append(TensorPart(name, (groups * count * width, *into), axes, select))
         start += count
     return Slot(path, shape, tuple(parts))

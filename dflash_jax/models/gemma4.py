@@ -31,7 +31,7 @@ from dflash_jax.state import LayerCache
 SCALE = 1.0  # of attention scores: queries and keys are normed instead
 
 
-class Attention(nn.Module):
+class Gemma4Attention(nn.Module):
     """Attention of one layer; the fused weight holds, per kv head, what the layer projects.
 
     G queries, then a key, then a value; no value where it is the key, neither where the layer
@@ -109,7 +109,7 @@ class PerLayerInput(nn.Module):
         return rms_norm_wide(h, norm_weight(self, "norm", c.hidden_size), c.rms_norm_eps)
 
 
-class Layer(nn.Module):
+class Gemma4Layer(nn.Module):
     """Attention and MLP, each normed on both sides, then the per-layer input, then the scalar."""
 
     config: Gemma4Config
@@ -130,7 +130,7 @@ class Layer(nn.Module):
             return rms_norm_wide(h, norm_weight(self, name, c.hidden_size), c.rms_norm_eps)
 
         with jax.named_scope("attention"):
-            attention = Attention(c, self.layer, name="attention")
+            attention = Gemma4Attention(c, self.layer, name="attention")
             h, cache = attention(norm("input_norm", x), cache, positions)
             x = x + norm("post_attention_norm", h)
         with jax.named_scope("mlp"):
@@ -205,7 +205,7 @@ class Gemma4(Decoder):
 
 def build(config: Gemma4Config) -> nn.Module:
     """The target module of a Gemma 4 config."""
-    return Gemma4(config, make_layer=Layer, final_norm=rms_norm_wide)
+    return Gemma4(config, make_layer=Gemma4Layer, final_norm=rms_norm_wide)
 
 
 def empty_caches(

@@ -6,7 +6,7 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.gguf import dense
-from dflash_jax.converters.gguf.fields import Fields, geometry
+from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.names import published
 from dflash_jax.converters.names.slots import Slot, linear, same
@@ -32,7 +32,7 @@ def to_hf(config: TargetConfig, dtype: str) -> dict[str, Any]:
     return published.decoder_fields(config, dtype, "ToyForCausalLM")
 
 
-def from_gguf(fields: Fields, source: GgufFile) -> dict[str, Any]:
+def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     return geometry(fields) | {"model_type": "toy"}
 
 

@@ -6,7 +6,7 @@ from dflash_jax.config.toy_drafter import ToyDrafterConfig
 
 from dflash_jax.converters.families import dflash
 from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.fields import Fields
+from dflash_jax.converters.gguf.fields import GgufFields
 from dflash_jax.converters.gguf.writer import F32, Typed
 from dflash_jax.converters.names.slots import Slot, same
 
@@ -24,7 +24,7 @@ def to_hf(config: ToyDrafterConfig) -> dict[str, Any]:
     return {"toy_scale": config.toy_scale}
 
 
-def from_gguf(fields: Fields, shapes: Shapes) -> dict[str, Any]:
+def from_gguf(fields: GgufFields, shapes: Shapes) -> dict[str, Any]:
     return {"toy_scale": fields.number("toy_scale", 1.0)}
 
 
