@@ -1,4 +1,4 @@
-"""Weights in and out: safetensors and GGUF files, name tables, reports. Never imports jax.
+"""Read, write and compare weights: safetensors and GGUF files, reports. Never imports jax.
 
 The import name is `dflash_jax.converters`, a symbolic link to this folder. From a checkout,
 `python -m converters` runs its command line.

@@ -1,7 +1,7 @@
 """The verbs about weight files: inspect, convert, compare, export.
 
-`add_verbs` adds them to another program's command line; `python -m converters` is ours. What reads
-and writes files is imported inside functions: `--help` and wrong arguments need none of it.
+`python -m converters` runs them, and `add_verbs` adds them to another command line. Modules that
+read and write files are imported inside functions, so that `--help` and errors stay fast.
 """
 
 import argparse
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from dflash_jax.converters.models import StoredModel
 
 CHECK_FAILED = 1
-# Names of the shipped models, and their places among the package's data.
+# Shipped models by name, as folders below dflash_jax/data.
 SHIPPED = {
     "tiny": "tiny/target",
     "tiny/target": "tiny/target",
     "tiny/drafter": "tiny/drafter",
 }
 NAMED = "'tiny' is the shipped target, 'tiny/drafter' its drafter"
-ZLAB = "zlab"  # a drafter as its authors publish it, which is a Hugging Face folder
+ZLAB = "zlab"  # the authors' name for a drafter in the Hugging Face layout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit code: 0, 1 for a failed check or an error, 2 for usage."""
+    """Run one verb and return the exit code: 0, 1 for a failed check or an error, 2 for usage."""
     parser = argparse.ArgumentParser(prog="python -m converters", description=__doc__)
     add_verbs(parser.add_subparsers(required=True, metavar="VERB"))
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_verbs(verbs: Any) -> None:
-    """Adds the verbs to `verbs`, what `add_subparsers` returned; each sets `run`."""
+    """Add the verbs to the result of `add_subparsers`; each sets `run`."""
     _inspect_verb(verbs)
     _convert_verb(verbs)
     _compare_verb(verbs)
@@ -73,7 +73,7 @@ def _verb(
 
 
 def _path(text: str) -> Path:
-    """A path as a shell reads it: some leave the ~ of --option=~/x as it is."""
+    """Return a path with ~ expanded, which some shells do not do in --option=~/x."""
     if not text:
         raise argparse.ArgumentTypeError("is empty; give a path")
     try:
@@ -269,7 +269,7 @@ def _print(options: argparse.Namespace, report: dict[str, Any], lines: list[str]
 
 
 def _plain(value: Any) -> Any:
-    """What JSON knows: a number that is not finite, as damaged files hold, becomes a text."""
+    """Replace non-finite numbers, which damaged files hold and JSON lacks, by text."""
     if isinstance(value, dict):
         return {key: _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -278,7 +278,7 @@ def _plain(value: Any) -> Any:
 
 
 class ProgressBar:
-    """Share of a model's weights done, on standard error where that is a terminal."""
+    """The share of a model's weights that is done, shown on standard error if it is a terminal."""
 
     def __init__(self, model: "StoredModel"):
         shapes = (model.tensors.shape(name) for name in model.tensors.names())
@@ -307,7 +307,7 @@ class ProgressBar:
             print(end="\r", file=sys.stderr)
 
     def _show(self, line: str) -> None:
-        """Fills the terminal's line, and not more: a longer one could not be written over."""
+        """Fill at most one terminal line, because a longer one could not be overwritten."""
         width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
         width = min(width, 78) if width > 0 else 78
         print(f"\r{line[:width]:{width}}", end="", file=sys.stderr)

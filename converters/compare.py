@@ -1,4 +1,4 @@
-"""Two renderings of one model, tensor by tensor: is their difference that of their types?"""
+"""Compare two forms of one model: are their differences within the error of their types?"""
 
 import math
 import os
@@ -20,7 +20,7 @@ OK, WARN, FAIL, TRANSFORM = "ok", "warn", "fail", "transform"
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor of both models. Errors are relative to the first."""
+    """The comparison of one tensor. Errors are relative to the first model."""
 
     name: str
     kinds: tuple[str, str]
@@ -31,12 +31,12 @@ class Difference:
     not_finite: int
     limits: Limits
     verdict: str
-    hint: str = ""  # the transform that would explain it
+    hint: str = ""  # a transform that would explain the difference
 
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """Differences worst first, and what only one of the two has."""
+    """Differences, worst first, and tensors that only one of the two models has."""
 
     tensors: tuple[Difference, ...]
     only_first: tuple[str, ...]
@@ -54,12 +54,12 @@ class ModelComparison:
         return asdict(self) | {"agree": self.agree}
 
 
-# Config fields that layouts keep differently without the model being another one.
+# Config fields that may differ between layouts of the same model.
 _INCIDENTAL = frozenset({"dtype", "eos_token_ids", "max_length", "num_target_layers"})
 
 
 def compare(first: StoredModel, second: StoredModel) -> ModelComparison:
-    """Compares inventories, configurations and every tensor both have."""
+    """Compare inventories, configurations and every tensor that both models have."""
     ours, theirs = set(first.tensors.names()), set(second.tensors.names())
     both = [name for name in first.tensors.names() if name in theirs]
     unequal = [n for n in both if first.tensors.shape(n) != second.tensors.shape(n)]
@@ -102,7 +102,7 @@ def _config_differences(first: StoredModel, second: StoredModel) -> tuple[str, .
 
 
 def difference(name: str, first: TensorSource, second: TensorSource) -> Difference:
-    """One tensor compared chunk by chunk, sums in float64."""
+    """Compare one tensor chunk by chunk, with sums in float64."""
     shape, kinds = first.shape(name), (first.kind(name), second.kind(name))
     width = shape[-1] if len(shape) > 1 else 1
     rows = math.prod(shape) // max(width, 1)
@@ -141,7 +141,7 @@ def _verdict(rms: float, limits: Limits, not_finite: int) -> str:
 
 
 def lines(found: ModelComparison, worst: int) -> list[str]:
-    """The comparison as text: what is wrong first, then the worst tensors, then a summary."""
+    """Return the comparison as text: problems, then the worst tensors, then a summary."""
     listed = [f"only in the first: {name}" for name in found.only_first]
     listed += [f"only in the second: {name}" for name in found.only_second]
     listed += [f"shapes differ: {line}" for line in found.shapes]

@@ -1,4 +1,4 @@
-"""What a weight file holds, from its header alone: metadata, tensors, the mix of types, sizes."""
+"""Describe a weight file by its header: metadata, tensors, mix of types, sizes."""
 
 import math
 from collections import Counter
@@ -21,7 +21,11 @@ LONGEST = 60  # characters of a metadata value shown
 
 
 def open_any(path: Path) -> TensorSource:
-    """The tensors of a .gguf or .safetensors file, a Hugging Face folder or a checkpoint."""
+    """Open a .gguf or .safetensors file, a Hugging Face folder or a checkpoint.
+
+    Raises:
+      CheckpointError: it is none of these, or damaged.
+    """
     if path.suffix == ".gguf":
         return open_gguf(path)
     if path.suffix == ".safetensors":
@@ -34,7 +38,7 @@ def open_any(path: Path) -> TensorSource:
 
 
 def inspect(path: Path, *, taps: str = AUTO) -> dict[str, Any]:
-    """A JSON-able report; a model this version cannot run is still listed, with the reason."""
+    """Return a JSON-able report, which for a model that cannot be run includes the reason."""
     source = open_any(path)
     report: dict[str, Any] = {"path": str(path)} | _model(path, taps)
     tensors = [
@@ -97,7 +101,11 @@ def _short(value: Any) -> Any:
 
 
 def instruct(path: Path) -> InstructVerdict:
-    """The verdict on a GGUF target; a truncated file has been refused on opening."""
+    """Judge whether a GGUF target is instruction-tuned.
+
+    Raises:
+      CheckpointError: the file is not GGUF, or truncated.
+    """
     source = open_any(path)
     if not isinstance(source, GgufFile):
         raise CheckpointError(f"{path} is not GGUF; --check-instruct reads GGUF metadata")
@@ -105,7 +113,7 @@ def instruct(path: Path) -> InstructVerdict:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The report as text."""
+    """Return the report as text."""
     model = report["model"]
     found = [report["path"]]
     if model:

@@ -1,4 +1,4 @@
-"""Is a GGUF target the instruction-tuned model its drafter was trained for? By its metadata."""
+"""Judge by metadata whether a GGUF target is instruction-tuned, as its drafter expects."""
 
 import re
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ KEYS = ("general.name", "general.basename", "general.finetune", "general.size_la
 
 @dataclass(frozen=True)
 class InstructVerdict:
-    """ACCEPT, REFUSE or UNKNOWN, and what it rests on."""
+    """ACCEPT, REFUSE or UNKNOWN, and the reasons."""
 
     outcome: str
     reasons: tuple[str, ...]
 
 
 def check_instruct(metadata: Mapping[str, Any], file_name: str) -> InstructVerdict:
-    """Reads names, tags and ancestry; the model's own name outweighs what it was made from."""
+    """Judge by names, tags and ancestry; the model's own name outweighs its base model's."""
     own = {key: _text(metadata.get(key)) for key in KEYS} | {"the file name": file_name}
     tuned = [
         f"{k} {v!r} says instruction-tuned" for k, v in own.items() if _TUNED.search(v.lower())

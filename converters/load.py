@@ -1,4 +1,4 @@
-"""Weight files into parameter trees: checked first, then filled tensor by tensor, in parallel."""
+"""Read weight files into parameter trees: check first, then fill tensors in parallel."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
 
 _EXPONENTS = {FLOATS["float16"]: np.uint16(0x7C00), FLOATS["bfloat16"]: np.uint16(0x7F80)}
-CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: stays in a core's cache
+CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: fits a core's cache
 
 Params = dict[str, Any]
 Progress = Callable[[str, int], None]  # a tensor's name, and how many of its weights are done
@@ -37,12 +37,16 @@ def load(
     specs: Mapping[str, Spec] | None = None,
     progress: Progress = lambda name, weights: None,
 ) -> Params:
-    """The parameter tree of `config`; CheckpointError names everything that does not fit it.
+    """Return the parameter tree of `config`.
 
-    Integers stay integers, and what `ALWAYS_FLOAT32` names stays float32.
+    Integers stay integers, and parameters in `ALWAYS_FLOAT32` stay float32.
 
     Args:
-      specs: how parameters are packed, by path; their parts that stay float are of `dtype`.
+      specs: how parameters are packed, by path; their float parts have `dtype`.
+
+    Raises:
+      CheckpointError: the tensors do not fit the configuration, or hold non-finite values.
+      ConfigError: the dtype is unknown.
     """
     slots, specs = families.slots(config), specs or {}
     check(slots, found, where=where)
@@ -74,7 +78,7 @@ def load(
 
 
 def _check_ids(offsets: np.ndarray, config: DrafterConfig, where: str) -> None:
-    """The tokens of a reduced vocabulary must be ascending ids of the whole one."""
+    """Check that a reduced vocabulary lists ascending ids of the whole one."""
     ids = np.arange(len(offsets)) + offsets
     if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) < 1).any():
         raise CheckpointError(
@@ -84,14 +88,14 @@ def _check_ids(offsets: np.ndarray, config: DrafterConfig, where: str) -> None:
 
 
 def kept_as(slot: Slot, dtype: np.dtype) -> np.dtype:
-    """The dtype of a parameter in a model whose weights are of `dtype`."""
+    """Return the dtype of a parameter in a model whose weights have `dtype`."""
     if slot.integer:
         return np.dtype(np.int32)
     return FLOATS["float32"] if slot.path[-1] in ALWAYS_FLOAT32 else dtype
 
 
 def read_as(source: TensorSource, name: str, dtype: np.dtype, pool: Executor) -> np.ndarray:
-    """One tensor cast to `dtype`, decoded in parallel."""
+    """Return one tensor cast to `dtype`, decoded in parallel."""
     slot = same((), name, *source.shape(name))
     array = np.empty(slot.shape, dtype)
     for _ in pool.map(lambda job: job.place(source), _jobs(slot, array)):
@@ -100,7 +104,11 @@ def read_as(source: TensorSource, name: str, dtype: np.dtype, pool: Executor) ->
 
 
 def float_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a parameter dtype's name."""
+    """Return the NumPy dtype of a parameter dtype's name.
+
+    Raises:
+      ConfigError: the name is unknown.
+    """
     try:
         return FLOATS[name]
     except (KeyError, TypeError):
@@ -109,10 +117,10 @@ def float_dtype(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class _ReadJob:
-    """A few rows of a tensor, to be read, cast and put in their place."""
+    """Rows of a tensor to read, cast and copy into a parameter."""
 
     part: TensorPart
-    view: np.ndarray  # where they go, first axis cut to these rows
+    view: np.ndarray  # the destination
     rows: slice
 
     def place(self, source: TensorSource) -> None:
@@ -138,7 +146,7 @@ def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_ReadJob]:
 
 
 def _finite(values: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite; two-byte floats by their bits, which is faster."""
+    """Return whether all values are finite; two-byte floats by their bits, which is faster."""
     mask = _EXPONENTS.get(values.dtype)
     if mask is None:
         return bool(np.isfinite(values).all())
@@ -158,7 +166,7 @@ def _not_finite(part: TensorPart, source: TensorSource, dtype: np.dtype) -> Chec
 
 
 def tree(leaves: dict[tuple[str, ...], Any]) -> Params:
-    """Nested dicts from paths."""
+    """Return nested dicts from paths."""
     root: Params = {}
     for path, leaf in leaves.items():
         node = root

@@ -1,4 +1,4 @@
-"""Any model on disk, opened: what it is, its configuration, its tensors under our names."""
+"""Open any model on disk: its configuration, and its tensors under canonical names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ Role = Literal["target", "drafter"]
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model whose configuration has been read and whose tensors have not."""
+    """A model whose configuration was read; its tensors are read on demand."""
 
     path: Path
     role: Role
@@ -53,7 +53,11 @@ class StoredModel:
     notes: tuple[str, ...]
 
     def check(self) -> None:
-        """Raises CheckpointError unless the tensors are exactly those of the configuration."""
+        """Check that the tensors are exactly those of the configuration.
+
+        Raises:
+          CheckpointError: they are not.
+        """
         check(families.slots(self.config), self.tensors, where=str(self.path))
 
     def load(
@@ -63,20 +67,28 @@ class StoredModel:
         *,
         specs: Mapping[str, Spec] | None = None,
     ) -> Params:
-        """The parameter tree as NumPy arrays of `dtype`; some of it packed, by path."""
+        """Return the parameter tree as NumPy arrays of `dtype`.
+
+        Args:
+          specs: how parameters are packed, by path.
+
+        Raises:
+          CheckpointError: the tensors do not fit the configuration, or hold non-finite values.
+        """
         if isinstance(self.tensors.source, CheckpointSource) and not specs:
             return self.tensors.source.checkpoint.load(dtype)
         where = str(self.path)
         return load(self.tensors, self.config, dtype, where=where, specs=specs, progress=progress)
 
     def stored(self) -> dict[str, Spec]:
-        """How matrices are packed in the file, by path: those that can stay as they are."""
+        """Return how the file packs the matrices that can be used as they are, by path."""
         return stored_specs(self.tensors, self.config)
 
     def companions(self) -> dict[str, str | Path]:
-        """Tokenizer and generation files by name: texts where rebuilt, paths where they exist.
+        """Return tokenizer and generation files by name, as rebuilt texts or existing paths.
 
-        Raises TokenizerError for a file whose tokenizer cannot be rebuilt.
+        Raises:
+          TokenizerError: a file's tokenizer cannot be rebuilt.
         """
         if isinstance(self.tensors.source, GgufFile):
             return dict(tokenizer_files(self.tensors.source.metadata))
@@ -84,19 +96,25 @@ class StoredModel:
 
 
 def companions(folder: Path) -> dict[str, str | Path]:
-    """Tokenizer and generation files of a folder, by name.
+    """Return tokenizer and generation files of a folder, by name.
 
-    Raises CheckpointError if one of them is no file.
+    Raises:
+      CheckpointError: one of them is not a file.
     """
     paths = (*(folder / name for name in COMPANIONS), *folder.glob(MORE_TEMPLATES))
     return {path.relative_to(folder).as_posix(): path for path in paths if has_file(path)}
 
 
 def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) -> StoredModel:
-    """A Hugging Face folder, a speculators folder, one of our checkpoints or a .gguf file.
+    """Open a Hugging Face folder, a speculators folder, a checkpoint or a .gguf file.
 
-    `taps` chooses the numbering of a drafter's tapped layers where the file leaves doubt.
-    Raises ConfigError if it is not of the `role` asked for.
+    Args:
+      role: the expected role; None accepts both.
+      taps: the numbering of a drafter's target layers, for files that leave it open.
+
+    Raises:
+      ConfigError: the model cannot be run, or has another role.
+      CheckpointError: its files are missing or damaged.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
@@ -169,7 +187,7 @@ def _from_folder(path: Path, taps: str) -> StoredModel:
 
 
 def _stop_ids(fields: dict[str, Any], path: Path) -> list[int]:
-    """End tokens of config.json, then those generation_config.json adds."""
+    """Return end tokens of config.json, then those of generation_config.json."""
     generation = path / "generation_config.json"
     both = [fields, read_json(generation) if has_file(generation) else {}]
     return list(dict.fromkeys(i for f in both for i in id_tuple(f.get("eos_token_id"))))

@@ -1,4 +1,4 @@
-"""Matrices that stay packed: ggml blocks rearranged, or floats quantised while they are read."""
+"""Packed matrices: ggml blocks, rearranged, or floats that are quantised on reading."""
 
 import dataclasses
 import os
@@ -34,7 +34,7 @@ Fill = Callable[[Slot, Any], np.ndarray]  # reads a parameter in a dtype; None i
 
 
 def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
-    """How the file keeps each matrix that can stay as it is, by path; empty but for GGUF."""
+    """Return how the file packs each matrix that can be used as it is, by path; GGUF only."""
     if not isinstance(found.source, GgufFile):
         return {}
     chosen = {}
@@ -49,7 +49,11 @@ def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
 def read(
     found: Canonical, slots: list[Slot], specs: Mapping[str, Spec], fill: Fill
 ) -> dict[Keys, Packed | Joined]:
-    """Packed parameters by path. `fill` reads what is quantised here or stays float."""
+    """Return packed parameters by path.
+
+    Args:
+      fill: reads parameters that are quantised here or stay float.
+    """
 
     def one(slot: Slot) -> Packed | Joined:
         how = specs["/".join(slot.path)]
@@ -76,7 +80,7 @@ def _kind(found: Canonical, part: TensorPart) -> str:
 
 
 def _moved(columns: np.ndarray, kind: str) -> np.ndarray | None:
-    """An order of columns as one of blocks; None where it would tear blocks apart."""
+    """Return an order of columns as an order of blocks; None if it would split blocks."""
     size = BY_NAME[kind].block_size
     first = columns[::size]
     whole = (first[:, None] + np.arange(size)).reshape(-1)
@@ -84,7 +88,7 @@ def _moved(columns: np.ndarray, kind: str) -> np.ndarray | None:
 
 
 def _as_stored(found: Canonical, slot: Slot, kinds: list[str]) -> bool:
-    """Whether blocks of the file are kept, rather than floats quantised."""
+    """Return whether the file's blocks are used, instead of quantising floats."""
     return isinstance(found.source, GgufFile) and {_kind(found, p) for p in slot.parts} == {*kinds}
 
 
@@ -97,7 +101,7 @@ def _spec(slot: Slot, kinds: list[str]) -> Spec:
 
 
 def _place(slot: Slot, part: TensorPart) -> tuple[int, int]:
-    """The axis of the parameter that its parts divide, and the width of one."""
+    """Return the axis that divides a parameter into its parts, and the width of a part."""
     for axis, chosen in zip(part.axes, part.select, strict=False):
         if isinstance(chosen, int):
             return axis, 1
@@ -107,7 +111,7 @@ def _place(slot: Slot, part: TensorPart) -> tuple[int, int]:
 
 
 def _uniform(found: Canonical, slot: Slot, kind: str) -> Packed:
-    """All parts in one array, in the order of the parameter's columns."""
+    """Return all parts as one array, in the order of the parameter's columns."""
     columns = slot.shape[1:]
     arrays = {
         name: np.empty((rows, *columns), dtype)
@@ -124,7 +128,7 @@ def _uniform(found: Canonical, slot: Slot, kind: str) -> Packed:
 def _alone(
     found: Canonical, slot: Slot, part: TensorPart, axis: int, kind: str, width: int, fill: Fill
 ) -> Any:
-    """One part of a parameter as a weight of its own."""
+    """Return one part of a parameter as a separate weight."""
     shape = (*slot.shape[:axis], width, *slot.shape[axis + 1 :])
     select = tuple(0 if isinstance(s, int) else slice(None) for s in part.select)
     own = Slot(slot.path, shape, (dataclasses.replace(part, select=select),))

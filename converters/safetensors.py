@@ -1,4 +1,4 @@
-"""safetensors files: the header checked entry by entry, tensors mapped and read lazily."""
+"""safetensors files: headers are checked entry by entry, tensors mapped and read lazily."""
 
 import json
 import math
@@ -102,7 +102,11 @@ class SafetensorsHeader:
 
 
 def open_safetensors(path: str | Path) -> SafetensorsFile:
-    """The mapped file, once its header has passed every check."""
+    """Map a file and check its header.
+
+    Raises:
+      CheckpointError: the file is missing, truncated or malformed.
+    """
     path = Path(path)
     buffer = map_file(path)
     if len(buffer) < 8:
@@ -122,7 +126,11 @@ def open_safetensors(path: str | Path) -> SafetensorsFile:
 
 
 def parse_header(raw: bytes, *, where: str) -> SafetensorsHeader:
-    """The entries of a JSON header; anything malformed is refused with its place."""
+    """Return the entries of a JSON header.
+
+    Raises:
+      CheckpointError: the header is malformed; the message names the place.
+    """
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{where}: the header does not start with '{{'; not safetensors")
     try:
@@ -191,7 +199,7 @@ def _is_counts(value: Any) -> bool:
 
 
 def _check_tiling(entries: tuple[Entry, ...], size: int, *, where: str) -> None:
-    """Tensors must cover the data exactly: no overlap, no hole, nothing past the end."""
+    """Check that tensors cover the data exactly: no overlap, no gap, nothing past the end."""
     last = max((entry.end for entry in entries), default=0)
     if last > size:
         first = next(entry.name for entry in entries if entry.end > size)

@@ -1,4 +1,4 @@
-"""Names the mistake when a tensor is off by a known transform rather than by rounding."""
+"""Recognise known transforms in the difference of two tensors."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ MAX_WEIGHTS = 1 << 26
 
 
 def guess(first: np.ndarray, second: np.ndarray, head_dim: int, limit: float) -> str:
-    """What makes the second tensor equal to the first within `limit` relative RMS, or ""."""
+    """Return the transform that makes the tensors equal within `limit` relative RMS, or ""."""
     if first.size > MAX_WEIGHTS:
         return ""
     a, b = first.astype(np.float64), second.astype(np.float64)

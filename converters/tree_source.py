@@ -1,4 +1,4 @@
-"""A parameter tree seen as canonical tensors, for export and comparison."""
+"""A parameter tree as canonical tensors, for export and comparison."""
 
 import functools
 import math
@@ -73,7 +73,7 @@ class TreeSource:
         each, rest = divmod(view.size // view.shape[0], width)
         if not isinstance(rows, slice) or rest:
             return as_rows(self.read(name))[rows]
-        first, last, _ = rows.indices(view.size // width)  # only what holds these rows is copied
+        first, last, _ = rows.indices(view.size // width)  # copies only what holds these rows
         part = np.ascontiguousarray(view[first // each : -(-last // each)]).reshape(-1, width)
         start = first - first // each * each
         return part[start : start + max(last - first, 0)]
@@ -87,7 +87,7 @@ class TreeSource:
 
 
 class CheckpointSource(TreeSource):
-    """One of our checkpoints; all of it is read when the first tensor is."""
+    """A checkpoint of dflash_jax; reading the first tensor reads all of it."""
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
@@ -99,7 +99,7 @@ class CheckpointSource(TreeSource):
 
 
 def leaf(params: Any, path: Keys) -> Any:
-    """The leaf of a tree, or None."""
+    """Return the leaf of a tree, or None."""
     for key in path:
         if not isinstance(params, dict) or key not in params:
             return None
