@@ -1,6 +1,6 @@
 """DFlash drafters: Qwen3-like layers, and the encoder of the target's features.
 
-Every kind of drafter has these parameters; its own file adds the rest.
+Every kind of drafter has these parameters; the file of a kind adds the others.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ GGUF_LAYER_NAMES = {
 
 
 def slots(config: DrafterConfig) -> list[Slot]:
-    """Every parameter of a version 1 drafter, its own embedding and head included."""
+    """Return every parameter of a version 1 drafter, including its own embedding and head."""
     width = config.hidden_size
     found = [
         linear(("fc",), "fc.weight", width, len(config.target_layer_ids) * width),
@@ -68,7 +68,7 @@ def to_gguf(config: DrafterConfig) -> dict[str, Typed]:
 
 
 def _own(config: DrafterConfig) -> list[Slot]:
-    """What a drafter may have of its own instead of borrowing it from the target."""
+    """Return embedding, head and token ids that the drafter does not share with the target."""
     width, found = config.hidden_size, []
     if config.own_embedding:
         found.append(linear(("embed",), "embed_tokens.weight", config.vocab_size, width))
@@ -80,7 +80,7 @@ def _own(config: DrafterConfig) -> list[Slot]:
 
 
 def _attention(config: DrafterConfig, at: Keys, source: str) -> list[Slot]:
-    """Queries apart from keys and values: the context only needs the latter."""
+    """Return attention, with queries separate: the context needs only keys and values."""
     width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
     queries = config.num_heads * head
     weights = (f"{source}k_proj.weight", f"{source}v_proj.weight")

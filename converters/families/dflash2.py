@@ -1,4 +1,4 @@
-"""DFlash 2 drafters: as version 1, with convolutions and the selector's tables."""
+"""DFlash 2 drafters: version 1 with convolutions and the selector's tables."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ GGUF_MARKS = GGUF_NAMES["candidate_selector.hidden_projection.weight"]
 
 
 def slots(config: DFlash2Config) -> list[Slot]:
-    """Every parameter of the drafter."""
+    """Return every parameter of the drafter."""
     width, taps, rank = config.hidden_size, config.conv_kernel_size, config.selector_rank
     kernels = 2 * taps * (width // config.conv_group_size)
     selector = "candidate_selector."

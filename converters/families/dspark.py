@@ -1,4 +1,4 @@
-"""DSpark drafters: as version 1, with a Markov head and a confidence head."""
+"""DSpark drafters: version 1 with a Markov head and a confidence head."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ GGUF_FLAT = (CONFIDENCE,)
 
 
 def slots(config: DSparkConfig) -> list[Slot]:
-    """Every parameter of the drafter."""
+    """Return every parameter of the drafter."""
     width, rank, head = config.hidden_size, config.markov_rank, "markov_head."
     found = dflash.slots(config)
     if rank:
@@ -77,7 +77,7 @@ def to_gguf(config: DSparkConfig) -> dict[str, Typed]:
     """Return the kind's own metadata of a GGUF file.
 
     Raises:
-      ConfigError: the Markov head is none of llama.cpp's.
+      ConfigError: llama.cpp does not have this Markov head.
     """
     if config.markov_rank and config.markov_head != "vanilla":
         raise ConfigError(

@@ -45,7 +45,7 @@ EXPERT_NORMS = {
 
 
 def folder(config: Gemma4Config) -> Folder:
-    """What published folders hold besides the text model."""
+    """Return tensors of published folders that are not part of the text model."""
     found = {OTHER_INPUTS: "vision and audio: only text is run", r"^mtp\.": "not run"}
     for i in range(config.num_layers - config.shared_layers, config.num_layers):
         pattern = rf"^layers\.{i}\.self_attn\.([kv]_proj|k_norm)\."
@@ -54,7 +54,7 @@ def folder(config: Gemma4Config) -> Folder:
 
 
 def slots(config: Gemma4Config) -> list[Slot]:
-    """Every parameter of the target."""
+    """Return every parameter of the target."""
     width = config.hidden_size
     found = [
         *llama.tables(config),
@@ -92,7 +92,7 @@ def _layer(config: Gemma4Config, i: int) -> list[Slot]:
 
 
 def _attention(config: Gemma4Config, i: int, at: Keys, source: str) -> list[Slot]:
-    """Queries; keys where the layer owns some; values where they are not the keys."""
+    """Return queries; keys, if the layer owns any; values, if they differ from the keys."""
     groups, head = config.heads(i)
     own = config.own_parts(i)
     names = tuple(f"{source}{x}_proj.weight" for x in "qkv"[: 1 + own])
@@ -112,7 +112,7 @@ def _attention(config: Gemma4Config, i: int, at: Keys, source: str) -> list[Slot
 
 
 def _experts(config: Gemma4Config, at: Keys, source: str) -> list[Slot]:
-    """Router and experts, stacked: [E, 2F, D] with the gates first, and [E, D, F]."""
+    """Return router and stacked experts: [E, 2F, D] with the gates first, and [E, D, F]."""
     count, size, width = config.num_experts, config.expert_size, config.hidden_size
     shape = (count, 2 * size, width)
     gate_up = TensorPart(f"{source}experts.gate_up_proj", shape, (0, 2, 3, 1))
@@ -127,7 +127,7 @@ def _experts(config: Gemma4Config, at: Keys, source: str) -> list[Slot]:
 
 
 def _layer_vectors(config: Gemma4Config) -> list[Slot]:
-    """The second embedding table, a vector for every layer, and what joins it to the first."""
+    """Return the table of per-layer vectors, and the weights that combine it with the first."""
     layers, size, width = config.num_layers, config.per_layer_size, config.hidden_size
     rows = config.per_layer_rows or config.vocab_size
     table = TensorPart("embed_tokens_per_layer.weight", (rows, layers * size), (0, 1, 2))
@@ -141,7 +141,7 @@ def _layer_vectors(config: Gemma4Config) -> list[Slot]:
 
 # GGUF
 ROPE_FREQS = "rope_freqs.weight"
-STILL = 1e20  # a divisor this large turns nothing
+STILL = 1e20  # from this divisor on, a pair does not rotate
 UNAPPLIED = {"logit_scale": 1.0, "attention.value_scale": 1.0, "nextn_predict_layers": None}
 OUTER = {
     "embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
@@ -168,7 +168,7 @@ LAYER = {
 
 
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
-    """The fields of config.json that are Gemma 4's own."""
+    """Return the fields of config.json that are specific to Gemma 4."""
     fields.refuse_unless(UNAPPLIED)
     inner, double = _inner_sizes(fields)
     found = geometry(fields, inner=inner, kv_heads=1, scale=1.0)
@@ -217,7 +217,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
 
 
 def _kinds(fields: GgufFields, layers: int) -> list[str]:
-    """Which layers slide: listed, or all but every n-th; the last never does."""
+    """Return the kind of each layer: listed, or every n-th full; the last is always full."""
     key = "attention.sliding_window_pattern"
     if isinstance(fields.get(key), GgufArray):
         listed = fields.ints(key)
@@ -233,7 +233,7 @@ def _kinds(fields: GgufFields, layers: int) -> list[str]:
 
 
 def _heads(fields: GgufFields, kinds: list[str], width: int) -> dict[str, tuple[int, int]]:
-    """Key/value heads and their width, of sliding and of full layers."""
+    """Return key/value heads and their width, for sliding and for full layers."""
     key = "attention.head_count_kv"
     if isinstance(fields.get(key), GgufArray):
         listed = fields.ints(key)
@@ -253,7 +253,7 @@ def _heads(fields: GgufFields, kinds: list[str], width: int) -> dict[str, tuple[
 
 
 def _inner_sizes(fields: GgufFields) -> tuple[int, bool]:
-    """Width of the MLPs, and whether the layers that share keys have twice that."""
+    """Return the width of MLPs, and whether layers that share keys have twice that."""
     if not isinstance(fields.get("feed_forward_length"), GgufArray):
         return fields.count("feed_forward_length", 524288), False
     listed = fields.ints("feed_forward_length")
@@ -269,7 +269,7 @@ def _inner_sizes(fields: GgufFields) -> tuple[int, bool]:
 
 
 def _full_rope(source: GgufFile, theta: float, where: str) -> dict[str, Any]:
-    """Full layers turn some of their pairs; divisors say which, and by how much less."""
+    """Return the rotary embedding of full layers, which rotates some pairs, from divisors."""
     if ROPE_FREQS not in source.names():
         raise ConfigError(
             f"{where} has no {ROPE_FREQS}, which says how full layers rotate; convert the model"
@@ -291,7 +291,7 @@ def _full_rope(source: GgufFile, theta: float, where: str) -> dict[str, Any]:
 
 
 def gguf_origin(name: str, config: Gemma4Config, shapes: Shapes) -> Origin | None:
-    """Where a canonical tensor lies; every one has the form Hugging Face gives it."""
+    """Return the stored tensor of a canonical one; all have Hugging Face's form."""
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     if match and match[2] in LAYER:
         stored = f"blk.{match[1]}.{LAYER[match[2]]}"
@@ -304,7 +304,7 @@ def gguf_origin(name: str, config: Gemma4Config, shapes: Shapes) -> Origin | Non
 
 
 def gguf_ignored(name: str, config: Gemma4Config) -> str | None:
-    """Why a tensor nobody asks for is not needed; None if it should not be there."""
+    """Return why a tensor is not needed, or None if it is unexpected."""
     if name == ROPE_FREQS:
         return "its divisors became the rotary embedding of the full layers"
     match = re.fullmatch(r"blk\.(\d+)\.(attn_k|attn_v|attn_k_norm)\.weight", name)

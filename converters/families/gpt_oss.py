@@ -21,7 +21,7 @@ from dflash_jax.errors import ConfigError
 
 
 def slots(config: GptOssConfig) -> list[Slot]:
-    """Every parameter of the target."""
+    """Return every parameter of the target."""
     width = config.hidden_size
     found = [
         *llama.tables(config),
@@ -46,7 +46,7 @@ def _sinks(config: GptOssConfig, at: Keys, source: str) -> Slot:
 
 
 def _experts(config: GptOssConfig, at: Keys, source: str) -> list[Slot]:
-    """Router and experts; stored [E, D, 2F] and [E, F, D], inputs first, unlike linear weights."""
+    """Return router and experts, stored inputs first: [E, D, 2F] and [E, F, D]."""
     count, width, size = config.num_experts, config.hidden_size, config.expert_size
     weight = TensorPart(f"{source}experts.gate_up_proj", (count, width, 2 * size), (0, 1, 3, 2))
     bias = TensorPart(f"{source}experts.gate_up_proj_bias", (count, 2 * size), (0, 2, 1))
@@ -96,9 +96,9 @@ STACKS = {
 
 
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
-    """The fields of config.json that are gpt-oss's own.
+    """Return the fields of config.json that are specific to gpt-oss.
 
-    Files have no key for `truncate`; the published models do without it.
+    Files have no key for `truncate`, which is false in the published models.
     """
     fields.refuse_unless(UNAPPLIED)
     size = fields.count("expert_feed_forward_length", 524288, fields.get("feed_forward_length"))
@@ -119,7 +119,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
 
 
 def _kinds(fields: GgufFields, layers: int) -> list[str]:
-    """Which layers slide: listed, or the even ones."""
+    """Return the kind of each layer: listed, or the even ones sliding."""
     key = "attention.sliding_window_pattern"
     if not isinstance(fields.get(key), GgufArray):
         fields.refuse_unless({key: 2.0})
@@ -134,7 +134,7 @@ def _kinds(fields: GgufFields, layers: int) -> list[str]:
 
 
 def gguf_origin(name: str, config: GptOssConfig, shapes: dense.Shapes) -> Origin | None:
-    """Where a canonical tensor lies, and what turns it into Hugging Face's form."""
+    """Return the stored tensor of a canonical one, and its conversion to Hugging Face's form."""
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     layer, stem = match.groups() if match else ("", name)
     if stem in STACKS:

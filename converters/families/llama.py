@@ -1,6 +1,6 @@
 """Llama: decoder layers with two norms, grouped attention and a gated MLP.
 
-In GGUF files, rows of queries and keys pair neighbours for rotation, and divisors stand for a
+In GGUF files, rotation pairs neighbouring rows of queries and keys, and divisors replace the
 rotary scaling.
 """
 
@@ -18,7 +18,7 @@ from dflash_jax.converters.names.slots import Keys, Slot, TensorPart, by_head, l
 
 
 def slots(config: TargetConfig) -> list[Slot]:
-    """Every parameter of the target."""
+    """Return every parameter of the target."""
     found = [
         *tables(config),
         same(("norm",), "norm.weight", config.hidden_size),
@@ -29,7 +29,7 @@ def slots(config: TargetConfig) -> list[Slot]:
 
 
 def tables(config: TargetConfig) -> list[Slot]:
-    """The embedding table and the head; a tied head is both."""
+    """Return the embedding table and the head; a tied head is both."""
     width, vocab = config.hidden_size, config.vocab_size
     if config.tie_embeddings:
         return [linear(("head",), "embed_tokens.weight", vocab, width)]
@@ -40,7 +40,7 @@ def tables(config: TargetConfig) -> list[Slot]:
 
 
 def layer(config: AttentionConfig, i: int) -> list[Slot]:
-    """The parameters of decoder layer `i`."""
+    """Return the parameters of decoder layer `i`."""
     at, source = (f"layers_{i}",), f"layers.{i}."
     width = config.hidden_size
     return [
@@ -51,7 +51,7 @@ def layer(config: AttentionConfig, i: int) -> list[Slot]:
 
 
 def attention(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
-    """Fused query, key and value, and the output projection."""
+    """Return fused query, key and value, and the output projection."""
     width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
     count = (config.num_heads // groups, 1, 1)
     names = [f"{source}{x}_proj" for x in "qkv"]
@@ -68,7 +68,7 @@ def attention(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
 
 
 def norm_and_mlp(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
-    """The second norm of a layer and its gated MLP."""
+    """Return the second norm of a layer and its gated MLP."""
     width, inner = config.hidden_size, config.intermediate_size
     gate_up = (f"{source}mlp.gate_proj.weight", f"{source}mlp.up_proj.weight")
     norm = f"{source}post_attention_layernorm.weight"
@@ -103,7 +103,7 @@ UNAPPLIED = {
 
 
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
-    """The fields of config.json that are Llama's own."""
+    """Return the fields of config.json that are specific to Llama."""
     fields.refuse_unless(UNAPPLIED)
     present = set(source.names())
     bias = "blk.0.attn_q.bias" in present or "blk.0.attn_qkv.bias" in present
@@ -115,7 +115,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
 
 
 def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
-    """Where a canonical tensor lies; rows are reordered only if their number is right."""
+    """Return the stored tensor of a canonical one; rows are reordered if their number fits."""
     found, fused = dense.origin(name, config, shapes), fused_name(name)
     if found is None or fused is None or fused[1] == "v":
         return found
@@ -127,7 +127,7 @@ def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin
 
 
 def gguf_ignored(name: str, config: TargetConfig) -> str | None:
-    """Why a tensor nobody asks for is not needed; None if it should not be there."""
+    """Return why a tensor is not needed, or None if it is unexpected."""
     if name == ROPE_FREQS:
         return "its divisors became the rotary scaling of the configuration"
     return None

@@ -14,7 +14,7 @@ from dflash_jax.converters.names.slots import Keys, Slot, same
 
 
 def slots(config: TargetConfig) -> list[Slot]:
-    """Every parameter of the target."""
+    """Return every parameter of the target."""
     found = llama.slots(config)
     if not config.qk_norm:
         return found
@@ -24,7 +24,7 @@ def slots(config: TargetConfig) -> list[Slot]:
 
 
 def head_norms(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
-    """The norms of queries and of keys."""
+    """Return the norms of queries and of keys."""
     return [same((*at, x), f"{source}{x}.weight", config.head_dim) for x in ("q_norm", "k_norm")]
 
 
@@ -35,7 +35,7 @@ def to_hf(config: TargetConfig, dtype: str) -> dict[str, Any]:
 
 # GGUF
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
-    """The fields of config.json that are Qwen3's own."""
+    """Return the fields of config.json that are specific to Qwen3."""
     fields.refuse_unless(UNAPPLIED)
     present = set(source.names())
     bias = "blk.0.attn_q.bias" in present or "blk.0.attn_qkv.bias" in present
@@ -43,5 +43,5 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
 
 
 def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
-    """Where a canonical tensor lies."""
+    """Return the stored tensor of a canonical one."""
     return dense.origin(name, config, shapes)

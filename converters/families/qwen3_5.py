@@ -44,12 +44,12 @@ OTHERS = {
 
 
 def folder(_: HybridConfig) -> Folder:
-    """More than text, and experts that may be stacked."""
+    """Expect vision weights, and experts that may be stacked."""
     return Folder(ignored=OTHERS, fused=STACKED)
 
 
 def slots(config: HybridConfig) -> list[Slot]:
-    """Every parameter of the target."""
+    """Return every parameter of the target."""
     width = config.hidden_size
     found = [
         *llama.tables(config),
@@ -68,7 +68,7 @@ def slots(config: HybridConfig) -> list[Slot]:
 
 
 def _attention(config: HybridConfig, at: Keys, source: str) -> list[Slot]:
-    """Queries and their gates alternate head by head, as in the stored tensor."""
+    """Return attention; queries and gates alternate by head, as in the stored tensor."""
     width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
     names = tuple(f"{source}{x}_proj.weight" for x in "qkv")
     count = (2 * config.num_heads // groups, 1, 1)
@@ -85,7 +85,7 @@ def _attention(config: HybridConfig, at: Keys, source: str) -> list[Slot]:
 
 
 def _delta(config: HybridConfig, at: Keys, source: str) -> list[Slot]:
-    """The four input projections side by side; the rest as stored."""
+    """Return a recurrent layer: the four input projections joined, the others as stored."""
     width, heads = config.hidden_size, config.value_heads
     values, channels = heads * config.value_width, config.conv_channels
     sizes = {"qkv": channels, "z": values, "b": heads, "a": heads}
@@ -107,7 +107,7 @@ def _delta(config: HybridConfig, at: Keys, source: str) -> list[Slot]:
 
 
 def _experts(config: HybridConfig, at: Keys, source: str) -> list[Slot]:
-    """The second norm, the router, the chosen experts and the shared one."""
+    """Return the second norm, the router, the experts and the shared expert."""
     width, size, shared = config.hidden_size, config.expert_size, config.shared_expert_size
     count, mlp = config.num_experts, f"{source}mlp."
     norm = f"{source}post_attention_layernorm.weight"
@@ -193,7 +193,7 @@ TILED = "value heads: tiled to grouped"
 
 
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
-    """The fields of config.json that are Qwen3.5's own."""
+    """Return the fields of config.json that are specific to Qwen3.5."""
     fields.refuse_unless(UNAPPLIED)
     moe = fields.architecture == "qwen35moe"
     found = geometry(fields, inner=1 if moe else None, partial=True, kv_heads=_kv_heads(fields))
@@ -240,7 +240,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
 
 
 def _extra_layers(fields: GgufFields) -> int:
-    """Multi-token prediction layers, which `block_count` includes."""
+    """Return the number of multi-token prediction layers, which `block_count` includes."""
     extra = fields.get("nextn_predict_layers") or 0
     if type(extra) is not int or not 0 <= extra < fields.count("block_count", 1024):
         raise ConfigError(
@@ -251,7 +251,7 @@ def _extra_layers(fields: GgufFields) -> int:
 
 
 def _kv_heads(fields: GgufFields) -> int | None:
-    """Key/value heads of attention layers; recurrent layers may be listed with none."""
+    """Return the key/value heads of attention layers; recurrent layers may be listed with 0."""
     if not isinstance(fields.get("attention.head_count_kv"), GgufArray):
         return None
     found = sorted(set(fields.ints("attention.head_count_kv")) - {0})
@@ -264,7 +264,7 @@ def _kv_heads(fields: GgufFields) -> int | None:
 
 
 def _kinds(fields: GgufFields, layers: int) -> list[str]:
-    """Which layers are recurrent: listed, or all but every n-th."""
+    """Return the kind of each layer: listed, or recurrent except every n-th."""
     if fields.get("attention.recurrent_layers") is None:
         every = fields.count("full_attention_interval", 1024, 4)
         return [FULL if (i + 1) % every == 0 else LINEAR for i in range(layers)]
@@ -278,7 +278,7 @@ def _kinds(fields: GgufFields, layers: int) -> list[str]:
 
 
 def gguf_origin(name: str, config: HybridConfig, shapes: dense.Shapes) -> Origin | None:
-    """Where a canonical tensor lies, and what turns it into Hugging Face's form."""
+    """Return the stored tensor of a canonical one, and its conversion to Hugging Face's form."""
     if config.num_experts and (found := experts.origin(name, config, shapes)):
         return found
     match = _IN_LAYER.fullmatch(name)
@@ -296,7 +296,7 @@ def gguf_origin(name: str, config: HybridConfig, shapes: dense.Shapes) -> Origin
 
 
 def _recurrent(stem: str, stored: str, config: HybridConfig, shape: tuple[int, ...]) -> Origin:
-    """A tensor of a recurrent layer; reordered only if its size is right."""
+    """Return a tensor of a recurrent layer, reordered if its size fits."""
     heads, width = config.value_heads, config.value_width
     tiled = heads != config.key_heads
     kept = 2 * config.key_heads * config.key_width  # queries and keys, which stay
@@ -323,7 +323,7 @@ def _recurrent(stem: str, stored: str, config: HybridConfig, shape: tuple[int, .
 
 
 def grouped(config: HybridConfig, width: int) -> np.ndarray:
-    """Where each row of value heads, `width` rows a head, lies in a file that tiles them."""
+    """Return the row order of value heads in a file that tiles them, `width` rows a head."""
     keys, each = config.key_heads, config.value_heads // config.key_heads
     heads = np.arange(config.value_heads).reshape(each, keys).T.reshape(-1, 1)
     return (heads * width + np.arange(width)).reshape(-1)
@@ -339,7 +339,7 @@ def _log_negated(values: np.ndarray) -> np.ndarray:
 
 
 def gguf_ignored(name: str, config: HybridConfig) -> str | None:
-    """Why a tensor nobody asks for is not needed; None if it should not be there."""
+    """Return why a tensor is not needed, or None if it is unexpected."""
     match = re.match(r"blk\.(\d+)\.", name)
     if match and int(match[1]) >= config.num_layers:
         return "multi-token prediction: not run"

@@ -17,12 +17,12 @@ from dflash_jax.converters.names.slots import STACKED, Folder, Keys, Slot, Tenso
 
 
 def folder(_: Qwen3MoeConfig) -> Folder:
-    """Experts may be stacked."""
+    """Expect experts that may be stacked."""
     return Folder(fused=STACKED)
 
 
 def slots(config: Qwen3MoeConfig) -> list[Slot]:
-    """Every parameter of the target."""
+    """Return every parameter of the target."""
     width = config.hidden_size
     found = [
         *llama.tables(config),
@@ -52,7 +52,7 @@ def _sparse_layer(config: Qwen3MoeConfig, at: Keys, source: str) -> list[Slot]:
 
 
 def stacks(at: Keys, source: str, experts: int, size: int, width: int) -> list[Slot]:
-    """The experts' weights [E, D, 2, F] and [E, F, D] from three tensors for each expert."""
+    """Return expert weights [E, D, 2, F] and [E, F, D] from three tensors for each expert."""
     gate_up, down = [], []
     for e in range(experts):
         for i, name in enumerate(("gate", "up")):
@@ -82,9 +82,9 @@ OWN = {key: value for key, value in UNAPPLIED.items() if key != "expert_count"}
 
 
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
-    """The fields of config.json that are Qwen3-MoE's own.
+    """Return the fields of config.json that are specific to Qwen3-MoE.
 
-    No key tells whether the chosen shares are made to sum to 1; every published model does.
+    No key says whether chosen shares are normalised; they are in every published model.
     """
     fields.refuse_unless(OWN)
     present = set(source.names())
@@ -105,7 +105,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
 
 
 def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
-    """Where a canonical tensor lies."""
+    """Return the stored tensor of a canonical one."""
     if found := experts.origin(name, config, shapes):
         return found
     if match := re.fullmatch(r"layers\.(\d+)\.mlp\.gate\.weight", name):

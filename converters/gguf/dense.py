@@ -1,4 +1,4 @@
-"""What the decoders have in common: attention and MLPs under their usual names."""
+"""GGUF tensors that decoders share: attention and MLPs under their usual names."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of every stored tensor
 
 
 def origin(name: str, config: TargetConfig, shapes: Shapes) -> Origin | None:
-    """A tensor that lies as Hugging Face has it, alone or in a fused query, key and value."""
+    """Return the origin of a tensor stored in Hugging Face's form, alone or in a fused qkv."""
     if (stored := stored_name(name)) in shapes:
         return Origin(stored)
     return fused_origin(name, config, shapes)
@@ -21,7 +21,7 @@ def origin(name: str, config: TargetConfig, shapes: Shapes) -> Origin | None:
 def fused_origin(
     name: str, config: TargetConfig, shapes: Shapes, *, gated: bool = False
 ) -> Origin | None:
-    """A part of a fused query, key and value; `gated` queries have a gate beside each."""
+    """Return the origin of a part of a fused qkv; `gated` queries alternate with gates."""
     if (fused := fused_name(name)) is None:
         return None
     within = rows_in_fused(config, fused[1], gated=gated)
@@ -32,7 +32,7 @@ def fused_origin(
 
 
 def rows_in_fused(config: TargetConfig, which: str, *, gated: bool = False) -> range:
-    """Where q, k or v lies in a tensor [q; k; v]."""
+    """Return the rows of q, k or v in a tensor [q; k; v]."""
     query = config.num_heads * config.head_dim * (1 + gated)
     pair = config.num_kv_heads * config.head_dim
     start, count = {"q": (0, query), "k": (query, pair), "v": (query + pair, pair)}[which]
@@ -40,7 +40,7 @@ def rows_in_fused(config: TargetConfig, which: str, *, gated: bool = False) -> r
 
 
 def reordered(origin: Origin, order: np.ndarray, change: str) -> Origin:
-    """Rows of `origin` in another order."""
+    """Return `origin` with its rows in another order."""
     first = origin.rows.start if isinstance(origin.rows, range) else 0
     said = f"{change}; {origin.change}" if origin.change else change
     return Origin(origin.name, first + order, said)

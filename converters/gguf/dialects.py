@@ -1,4 +1,4 @@
-"""The GGUF dialects DFlash drafters are published in: where each keeps what."""
+"""The GGUF dialects of published DFlash drafters: their keys and tensor names."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ DRAFTER_ARCHITECTURES = {
     "gemma4-dflash-draft": "lucebox",
 }
 
-# Tap keys under the architecture's prefix, and what each means; None: writers disagree.
+# Tap keys below the architecture's prefix, and their numbering; None if writers disagree.
 UPSTREAM_TAPS = {
     "target_layers": PLUS_ONE,
     "target_layer_ids": None,
@@ -30,7 +30,7 @@ BORROWED = {
     "output.weight": "borrowed from the target",
     "rope_freqs.weight": "recomputed from the configuration",
 }
-# Tensors of relatives that need a model this version does not have, or whose form is not known.
+# Tensors of related drafters that are not supported, or whose form is not known.
 RELATIVES = {
     "dflash.dspark": "DSpark in lucebox's layout",
     "domino": "Domino",
@@ -43,7 +43,7 @@ RELATIVES = {
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a drafter file says beyond its geometry."""
+    """Settings of a drafter file besides its geometry."""
 
     name: str
     taps: Taps
@@ -55,7 +55,11 @@ class Dialect:
 
 
 def read_dialect(fields: GgufFields, choice: str) -> Dialect:
-    """The drafter's own settings; whatever is missing or ambiguous is refused, never guessed."""
+    """Return the drafter's settings.
+
+    Raises:
+      ConfigError, CheckpointError: a setting is missing, ambiguous or contradictory.
+    """
     upstream = fields.architecture == UPSTREAM
     name = DRAFTER_ARCHITECTURES[fields.architecture]
     if upstream and fields.get("hyper_connection.count"):
@@ -75,7 +79,7 @@ def read_dialect(fields: GgufFields, choice: str) -> Dialect:
 
 
 def _notes(fields: GgufFields, causal: bool | None) -> Iterator[str]:
-    """What was decided without the file's help."""
+    """Yield notes on settings that the file leaves open."""
     if causal is None:
         ignored = " (its attention.causal is ignored: writers of this dialect always set it)"
         said = ignored if fields.get("attention.causal") is not None else ""

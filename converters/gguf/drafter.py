@@ -1,4 +1,4 @@
-"""Drafters in GGUF files, whatever their dialect, under one configuration and one set of names."""
+"""Drafters in GGUF files of any dialect, with one configuration and one set of names."""
 
 import dataclasses
 import re
@@ -28,7 +28,11 @@ from dflash_jax.errors import CheckpointError, ConfigError
 
 
 def read_config(source: GgufFile, taps: str = AUTO) -> tuple[DrafterConfig, Dialect]:
-    """The configuration of the drafter in a file, and what its dialect said."""
+    """Return the configuration of the drafter in a file, and its dialect's settings.
+
+    Raises:
+      ConfigError, CheckpointError: the drafter is not supported, or its metadata is incomplete.
+    """
     fields = GgufFields(source)
     if fields.architecture not in DRAFTER_ARCHITECTURES:
         raise ConfigError(
@@ -43,7 +47,7 @@ def read_config(source: GgufFile, taps: str = AUTO) -> tuple[DrafterConfig, Dial
 
 
 def _owned(source: GgufFile, config: DrafterConfig) -> DrafterConfig:
-    """The config with the tables of its own; a table alone serves as the head as well."""
+    """Return the config with the file's own tables; a table without a head serves as both."""
     if not drafter_kinds()[config.kind].own_tables and not config.draft_vocab_size:
         return config
     table, head = (name in source.names() for name in ("token_embd.weight", "output.weight"))
@@ -135,7 +139,11 @@ def _check_taps(source: GgufFile, config: DrafterConfig) -> None:
 
 
 def canonical(source: GgufFile, config: DrafterConfig) -> Canonical:
-    """The file under canonical names; tensors nobody asks for keep their own."""
+    """Return the file under canonical names; tensors that fill no parameter keep their own.
+
+    Raises:
+      CheckpointError: two tensors have the same canonical name.
+    """
     present = set(source.names())
     origins: dict[str, Origin] = {}
     for slot in families.slots(config):
@@ -160,7 +168,7 @@ def canonical(source: GgufFile, config: DrafterConfig) -> Canonical:
 
 
 def _origin(part: TensorPart, stored: str, *, flat: bool) -> Origin:
-    """Where a tensor lies, and what turns it into its published form."""
+    """Return the stored tensor, and its conversion to the published form."""
     if part.name == "d2t":
         return Origin(stored, change="ids to offsets", values=_offsets, reshaped=part.shape)
     return Origin(stored, reshaped=part.shape) if flat else Origin(stored)

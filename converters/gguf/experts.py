@@ -1,4 +1,4 @@
-"""Experts as GGUF files stack them: [E, out, in], gate and up apart or one below the other."""
+"""Stacked experts in GGUF files: [E, out, in], gate and up separate or concatenated."""
 
 import re
 from typing import Any
@@ -10,12 +10,12 @@ from dflash_jax.converters.gguf.fields import GgufFields
 from dflash_jax.errors import ConfigError
 
 MAX_EXPERTS = 4096
-SOFTMAX = 1  # the value of expert_gating_func: over all experts, before the choice
+SOFTMAX = 1  # expert_gating_func: over all experts, before the choice
 _ONE = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def origin(name: str, config: TargetConfig, shapes: Shapes) -> Origin | None:
-    """One expert's weight, cut from its layer's stack; None if `name` is no expert's."""
+    """Return one expert's weight in its layer's stack; None if `name` is not an expert's."""
     if (match := _ONE.fullmatch(name)) is None:
         return None
     layer, expert, which = match[1], int(match[2]), match[3]
@@ -35,7 +35,11 @@ def _stacked(shape: tuple[int, ...] | None, config: TargetConfig) -> bool:
 
 
 def counts(fields: GgufFields, *, gating: int = SOFTMAX) -> dict[str, Any]:
-    """Number and choice of experts, under their Hugging Face names."""
+    """Return number and choice of experts, under their Hugging Face names.
+
+    Raises:
+      ConfigError: the architecture chooses its experts in another way.
+    """
     found = fields.get("expert_gating_func")
     if found not in (None, 0, gating):
         raise ConfigError(

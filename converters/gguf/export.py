@@ -1,4 +1,4 @@
-"""A drafter's configuration as the metadata of llama.cpp's `dflash` architecture, and its names."""
+"""Metadata and tensor names of a drafter in llama.cpp's `dflash` architecture."""
 
 import math
 from collections.abc import Mapping
@@ -17,16 +17,23 @@ FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 
 
 def file_name(canonical: str) -> str:
-    """The upstream name of a canonical drafter tensor."""
+    """Return the upstream name of a canonical drafter tensor."""
     return aliases(canonical)[0]
 
 
 def metadata(
     config: DrafterConfig, dtype: str, tokenizer: Mapping[str, Any] | None = None
 ) -> dict[str, Typed]:
-    """All keys of a drafter file; `tokenizer` is the metadata of a target to copy it from."""
+    """Return all keys of a drafter file.
+
+    Args:
+      tokenizer: metadata of a target whose tokenizer is copied.
+
+    Raises:
+      ConfigError: the drafter has no form in GGUF.
+    """
     if config.draft_vocab_size and not config.own_head:
-        raise ConfigError("a reduced vocabulary without a head of its own has no form in GGUF")
+        raise ConfigError("a reduced vocabulary without its own head has no form in GGUF")
     width = config.head_dim
     own = {
         "block_count": Typed(U32, config.num_layers),
@@ -83,7 +90,7 @@ def _rope(config: DrafterConfig) -> dict[str, Typed]:
 
 
 def _attention(config: DrafterConfig) -> dict[str, Typed]:
-    """Windows, and causality only where the layers do not imply it, as upstream writes it."""
+    """Return windows, and as upstream does, causality only if the layers do not imply it."""
     fields = published.drafter_fields(config, "float32")
     found = {}
     if fields["sliding_window"] is not None:

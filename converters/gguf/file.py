@@ -1,4 +1,4 @@
-"""GGUF files and split sets of them, as sources of lazily decoded tensors."""
+"""GGUF files and split sets as sources of lazily decoded tensors."""
 
 import math
 import mmap
@@ -16,7 +16,7 @@ from dflash_jax.errors import CheckpointError
 
 SHARD = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 MAX_SHARDS = 4096
-SCALED = frozenset({"NVFP4"})  # types whose tensors may have a scale of their own
+SCALED = frozenset({"NVFP4"})  # types whose tensors may have a separate scale
 ACTIVATION_SCALE = ".input_scale"
 
 
@@ -57,7 +57,7 @@ class GgufFile:
             self.notes += (f"{len(unused)} scales of activations are not used",)
 
     def _find_scales(self) -> dict[str, str]:
-        """The tensors whose blocks are scaled once more, each expert's by its own number."""
+        """Return tensors that have a separate scale, one number or one for each expert."""
         found = {}
         gemma = self.metadata.get("general.architecture") == "gemma4"
         for name, (info, _) in self._tensors.items():
@@ -67,7 +67,7 @@ class GgufFile:
             if info.kind.name not in SCALED or scale is None:
                 continue
             if gemma and stem.endswith("ffn_down_exps"):
-                continue  # the router's scales, which a Gemma has by that name
+                continue  # in Gemma, the router's scales have this name
             beside = self._tensors[scale][0]
             sizes = {(1,), info.shape[:-2]}
             if beside.shape not in sizes or beside.kind.dtype is None:
@@ -94,7 +94,7 @@ class GgufFile:
         return self._find(name)[0].nbytes
 
     def raw(self, name: str) -> np.ndarray:
-        """The stored bytes as uint8 [rows, bytes of a row], a view of the mapped file."""
+        """Return the stored bytes, uint8 [rows, bytes of a row], a view of the mapped file."""
         info, shard = self._find(name)
         row = info.shape[-1] // info.kind.block_size * info.kind.block_bytes
         start = shard.header.data_start + info.offset
@@ -117,7 +117,7 @@ class GgufFile:
         return decoded * self._scale_of(info, rows) if name in self._scales else decoded
 
     def _scale_of(self, info: TensorInfo, rows: Rows) -> np.ndarray:
-        """What chosen rows are multiplied by, as float32 [rows, 1]."""
+        """Return the scales of chosen rows, float32 [rows, 1]."""
         scale = self.read(self._scales[info.name]).astype(np.float32)
         each = np.repeat(scale, math.prod(info.shape[:-1]) // len(scale))
         return each[rows][:, None]
@@ -137,7 +137,11 @@ class GgufFile:
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """A GGUF file; given the first file of a split set, all of them."""
+    """Open a GGUF file, or the split set that it is the first file of.
+
+    Raises:
+      CheckpointError: a file is missing, truncated or malformed.
+    """
     first = _open(Path(path))
     count = first.header.metadata.get("split.count", 0)
     if type(count) is not int or not 0 <= count <= MAX_SHARDS:

@@ -1,4 +1,4 @@
-"""Targets in GGUF files: metadata into a configuration, tensors under canonical names."""
+"""Targets in GGUF files: configuration from metadata, tensors under canonical names."""
 
 from typing import Any
 
@@ -12,12 +12,20 @@ from dflash_jax.errors import ConfigError
 
 
 def read_config(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> TargetConfig:
-    """The configuration of the target in a file."""
+    """Return the configuration of the target in a file.
+
+    Raises:
+      ConfigError: the architecture or a setting is not supported.
+    """
     return target_config(hf_fields(source, eos_token_ids), str(source.path))
 
 
 def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str, Any]:
-    """The config.json that describes a file's target."""
+    """Return the config.json that describes a file's target.
+
+    Raises:
+      ConfigError: the architecture or a setting is not supported.
+    """
     fields = GgufFields(source)
     if fields.architecture not in (known := gguf_architectures()):
         raise ConfigError(
@@ -42,7 +50,7 @@ def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str
 
 
 def canonical(source: GgufFile, config: TargetConfig) -> Canonical:
-    """The file under canonical names; tensors nobody asks for keep their own."""
+    """Return the file under canonical names; tensors that fill no parameter keep their own."""
     family = family_of(config.model_type)
     origin_of = families.provided(family, "gguf_origin")
     reason_of = families.provided(family, "gguf_ignored", lambda name, config: None)

@@ -1,4 +1,4 @@
-"""Configurations written back as the config.json files others read."""
+"""Write configurations as config.json files for other engines."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def shared_fields(config: TargetConfig, dtype: str, architecture: str) -> dict[s
 
 
 def drafter_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a z-lab drafter, but for its reduced vocabulary."""
+    """Return the config.json of a z-lab drafter, without its reduced vocabulary."""
     optional = {
         "input_embedding_scale": (config.input_embedding_scale, None),
         "output_multiplier": (config.output_multiplier, 1.0),
@@ -94,7 +94,7 @@ def drafter_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
 
 
 def _causality(config: DrafterConfig) -> dict[str, Any]:
-    """Layer kinds, and `is_causal` where it differs from what the kinds imply."""
+    """Return layer kinds, and `is_causal` if it differs from what the kinds imply."""
     sliding = [window is not None for window in config.windows]
     if not any(sliding) and len(set(config.causal)) > 1:
         sliding = list(config.causal)  # a sliding layer is causal even without a window

@@ -1,4 +1,4 @@
-"""The vocabulary of name tables: parameters, and the canonical tensors that fill them.
+"""Name tables: parameters, and the canonical tensors that fill them.
 
 Canonical names and shapes are the Hugging Face ones without the leading "model.". Each part
 of a parameter is a view of its array, so that one description serves loading and export.
@@ -27,18 +27,18 @@ class TensorPart:
     select: Index = ()
 
     def view(self, parameter: np.ndarray) -> np.ndarray:
-        """The part of `parameter` this tensor fills, in the tensor's own order."""
+        """Return the part of `parameter` that this tensor fills, in the tensor's order."""
         return parameter.transpose(self.axes)[self.select]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter: its place in the tree, its shape, and the tensors that fill it."""
+    """A parameter: its path in the tree, its shape, and the tensors that fill it."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     parts: tuple[TensorPart, ...]
-    integer: bool = False  # whole numbers, whatever dtype the weights get
+    integer: bool = False  # integers, whatever the dtype of the weights
 
 
 Keys = tuple[str, ...]
@@ -46,38 +46,41 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Folder:
-    """How a family's folders differ from its canonical tensors, as patterns of their names."""
+    """Differences of a family's folders from its canonical tensors, as name patterns."""
 
-    ignored: Mapping[str, str] = field(default_factory=dict)  # and why they are not needed
+    ignored: Mapping[str, str] = field(default_factory=dict)  # and the reasons
     fused: str | None = None  # experts stored as gate_up_proj [E, 2F, D] and down_proj [E, D, F]
 
 
 def same(path: Keys, name: str, *shape: int) -> Slot:
-    """A parameter stored as its tensor is: norms, biases, embedding tables."""
+    """Return a parameter in its tensor's form: norms, biases, embedding tables."""
     return Slot(path, shape, (TensorPart(name, shape, tuple(range(len(shape)))),))
 
 
 def integers(path: Keys, name: str, *shape: int) -> Slot:
-    """A parameter of whole numbers, stored as its tensor is: token ids."""
+    """Return an integer parameter in its tensor's form: token ids."""
     return dataclasses.replace(same(path, name, *shape), integer=True)
 
 
 def linear(path: Keys, name: str, out: int, into: int) -> Slot:
-    """A weight [in, out] from a tensor [out, in]."""
+    """Return a weight [in, out] from a tensor [out, in]."""
     return Slot(path, (into, out), (TensorPart(name, (out, into), (1, 0)),))
 
 
 def paired(path: Keys, names: tuple[str, str], out: int, into: int) -> Slot:
-    """A weight [in, 2, out] from two tensors [out, in]."""
+    """Return a weight [in, 2, out] from two tensors [out, in]."""
     parts = tuple(TensorPart(n, (out, into), (1, 2, 0), (i,)) for i, n in enumerate(names))
     return Slot(path, (into, 2, out), parts)
 
 
 def by_head(path: Keys, names: tuple[str, ...], heads: tuple[int, ...], *rest: int) -> Slot:
-    """Per key/value head: the query heads it serves, then its key, then its value.
+    """Return a fused parameter: per key/value head its query heads, its key and its value.
 
-    `heads` counts for each tensor its heads in one group; `rest` is (groups K, head width H)
-    for biases and (K, H, input width D) for weights. The parameter is [(D,) K, sum(heads), H].
+    The parameter is [(D,) K, sum(heads), H].
+
+    Args:
+      heads: for each tensor, its heads in one of the K groups.
+      rest: (groups K, head width H) for biases, (K, H, input width D) for weights.
     """
     groups, width, *into = rest
     weight = len(into) == 1

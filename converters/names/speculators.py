@@ -1,4 +1,4 @@
-"""Drafters in the speculators layout: their config.json in the terms of the published one.
+"""The speculators layout of drafters, converted from and to the published config.json.
 
 The nested layer config is written as the difference from its class's defaults, so those are
 filled in here. Facts from the speculators and transformers sources.
@@ -15,7 +15,7 @@ from dflash_jax.converters.names import published
 from dflash_jax.converters.taps import AUTO, PLUS_ONE, Taps, read_taps
 from dflash_jax.errors import ConfigError
 
-# Qwen3Config of transformers 5: what an absent field means.
+# Values of absent fields, as in Qwen3Config of transformers 5.
 DEFAULTS: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 22016,
@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "hidden_act": "silu",
 }
-PACKAGING = (  # fields that say nothing about the forward pass, beside those all configs share
+PACKAGING = (  # fields that do not affect the forward pass, in addition to those of all configs
     "base_model_ep_plan",
     "base_model_pp_plan",
     "base_model_tp_plan",
@@ -61,14 +61,19 @@ READ_OF_LAYERS = ("dtype", "model_type", "rope_parameters", "rope_scaling")
 
 
 def is_speculators(config: dict[str, Any]) -> bool:
-    """Whether a config.json is in this layout."""
+    """Return whether a config.json has this layout."""
     return "speculators_model_type" in config
 
 
 def published_fields(
     config: dict[str, Any], *, where: str, choice: str = AUTO
 ) -> tuple[dict[str, Any], Taps]:
-    """The fields `dflash_jax.config.drafter_config` reads, and how the taps were read."""
+    """Return the fields for `dflash_jax.config.drafter_config`, and how the taps were read.
+
+    Raises:
+      ConfigError: the drafter is not supported, or a field is unknown.
+      CheckpointError: the numbering of the taps is ambiguous.
+    """
     kind = config["speculators_model_type"]
     if not isinstance(kind, str) or kind not in (classes := _classes()):
         raise ConfigError(f"{where}: speculator type {kind!r} is none of {[*classes]}")
@@ -113,7 +118,7 @@ def published_fields(
 
 
 def _classes() -> dict[str, str]:
-    """The class that this layout names for each kind of drafter it has."""
+    """Return the class name of each kind of drafter that this layout has."""
     found = {kind: families.provided(kind, "SPECULATOR") for kind in drafter_kinds()}
     return {kind: name for kind, name in found.items() if name}
 
@@ -134,7 +139,7 @@ def _refuse_unlike(config: dict[str, Any], layers: dict[str, Any], where: str) -
 
 
 def _rope(layers: dict[str, Any]) -> dict[str, Any]:
-    """Per-layer-kind rotary settings become the sliding ones, as speculators itself does."""
+    """Reduce rotary settings by layer kind to those of sliding layers, as speculators does."""
     found = layers.get("rope_parameters")
     if isinstance(found, dict) and "sliding_attention" in found:
         found = found["sliding_attention"]
@@ -142,7 +147,11 @@ def _rope(layers: dict[str, Any]) -> dict[str, Any]:
 
 
 def speculators_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a drafter in this layout; every field of the layers is spelt out."""
+    """Return the config.json of a drafter in this layout, with every field of the layers.
+
+    Raises:
+      ConfigError: the drafter has no form in this layout.
+    """
     if (kind := config.kind) not in (classes := _classes()):
         raise ConfigError(f"a {kind} drafter has no form in the speculators layout")
     fields = published.drafter_fields(config, dtype)

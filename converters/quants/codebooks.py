@@ -13,14 +13,14 @@ E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _tables(values: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """For each byte, the signed value of its low nibble and of its high one."""
+    """Return the signed values of the low and the high nibble of each byte."""
     codes = np.arange(256)
     signed = np.array(values, np.int8)
     return signed[codes & 15].tobytes(), signed[codes >> 4].tobytes()
 
 
 def _runs(bits: int, values: tuple[int, ...]) -> np.ndarray:
-    """For each byte, the signed values of its codes, lowest first, as one word."""
+    """Return the signed values of each byte's codes, lowest first, as one word."""
     codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1
     return np.array(values, np.int8)[codes].view(f"u{8 // bits}")[:, 0]
 

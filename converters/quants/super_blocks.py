@@ -20,7 +20,7 @@ def q2_k(blocks: np.ndarray, out: np.ndarray) -> None:
 
 
 def q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
-    """w = d * (sc - 32) * q; the third bit lies apart and is inverted."""
+    """w = d * (sc - 32) * q; the third bit is stored separately, inverted."""
     codes = _two_bits(blocks[:, 32:96])
     codes -= 4
     codes += interleave(_bit_planes(blocks[:, :32], 2), 32)
