@@ -76,10 +76,12 @@ class Stacks(Origin):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The stored tensors it is made of."""
         return (self.name, *self.others)
 
     @property
     def whole(self) -> bool:
+        """False: it is made of more than one tensor."""
         return False
 
 
@@ -93,10 +95,12 @@ class Alternating(Stacks):
     stacked: int = 1  # parts stacked along the outputs of each stored tensor
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
+        """Return the canonical shape."""
         experts, out, *into = source.shape(self.name)
         return (experts, *into, len(self.names) * out)
 
     def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        """Return chosen canonical rows as [rows, last axis]."""
         experts, *into, width = self.shape(source)
         chosen = np.arange(math.prod((experts, *into)))[rows]
         if not len(chosen):
@@ -116,10 +120,12 @@ class Below(Stacks):
     """Stacked experts [E, out, in] of two or more parts, concatenated to [E, parts x out, in]."""
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
+        """Return the canonical shape."""
         experts, out, into = source.shape(self.name)
         return experts, len(self.names) * out, into
 
     def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        """Return chosen canonical rows as [rows, last axis]."""
         experts, height, into = self.shape(source)
         out = height // len(self.names)
         expert, row = np.divmod(np.arange(experts * height)[rows], height)
@@ -141,30 +147,37 @@ class Canonical:
         self.ignored = dict(ignored)  # stored name: why it is not needed
 
     def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in file order."""
         return tuple(self.origins)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         return self.origins[name].shape(self.source)
 
     def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of `read`."""
         return self.origins[name].dtype(self.source)
 
     def kind(self, name: str) -> str:
+        """Return the stored type, as its format spells it."""
         return self.source.kind(self.origins[name].name)
 
     def nbytes(self, name: str) -> int:
+        """Return the number of bytes in the file."""
         stored = self.origins[name].names
         whole = sum(self.source.nbytes(n) for n in stored)
         weights = sum(math.prod(self.source.shape(n)) for n in stored)
         return whole * math.prod(self.shape(name)) // max(weights, 1)
 
     def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
         origin = self.origins[name]
         if origin.whole:
             return self.source.read(origin.name)
         return self.read_rows(name, slice(None)).reshape(self.shape(name))
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
         return self.origins[name].read_rows(self.source, rows)
 
 

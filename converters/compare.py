@@ -51,6 +51,7 @@ class ModelComparison:
         return not any(wrong) and all(d.verdict in (OK, WARN) for d in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the comparison as JSON values."""
         return asdict(self) | {"agree": self.agree}
 
 

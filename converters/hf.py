@@ -25,24 +25,31 @@ class ShardedSafetensors:
         self._home = home
 
     def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in file order."""
         return tuple(self._home)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         return self._shard(name).shape(name)
 
     def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of `read`."""
         return self._shard(name).dtype(name)
 
     def kind(self, name: str) -> str:
+        """Return the stored type, as its format spells it."""
         return self._shard(name).kind(name)
 
     def nbytes(self, name: str) -> int:
+        """Return the number of bytes in the file."""
         return self._shard(name).nbytes(name)
 
     def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
         return self._shard(name).read(name)
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
         return self._shard(name).read_rows(name, rows)
 
     def _shard(self, name: str) -> SafetensorsFile:

@@ -167,6 +167,7 @@ class MicroScaled(_Wrapped):
         super().__init__(source, decoded, hidden)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         if name not in self._decoded:
             return self._source.shape(name)
         experts, out, blocks, _ = self._source.shape(self._decoded[name])

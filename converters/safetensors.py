@@ -57,22 +57,28 @@ class SafetensorsFile:
         self._entries = {entry.name: entry for entry in header.entries}
 
     def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in file order."""
         return tuple(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of `read`."""
         return DTYPES[self._entry(name).kind]
 
     def kind(self, name: str) -> str:
+        """Return the stored type, as its format spells it."""
         return self._entry(name).kind
 
     def nbytes(self, name: str) -> int:
+        """Return the number of bytes in the file."""
         entry = self._entry(name)
         return entry.end - entry.begin
 
     def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
         entry = self._entry(name)
         count = math.prod(entry.shape)
         if count == 0:
@@ -82,6 +88,7 @@ class SafetensorsFile:
         return flat.reshape(entry.shape)
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
         return as_rows(self.read(name))[rows]
 
     def _entry(self, name: str) -> Entry:

@@ -23,6 +23,7 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

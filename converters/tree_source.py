@@ -50,24 +50,31 @@ class TreeSource:
             )
 
     def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in file order."""
         return tuple(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         return self._parts[name][0].shape
 
     def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of `read`."""
         return self._leaves[self._parts[name][1]].dtype
 
     def kind(self, name: str) -> str:
+        """Return the stored type, as its format spells it."""
         return KINDS.get(self.dtype(name).name, self.dtype(name).name)
 
     def nbytes(self, name: str) -> int:
+        """Return the number of bytes in the file."""
         return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
         return np.ascontiguousarray(self._view(name)).reshape(self.shape(name))
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
         view, shape = self._view(name), self.shape(name)
         width = shape[-1] if len(shape) > 1 else 1
         each, rest = divmod(view.size // view.shape[0], width)

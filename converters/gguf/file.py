@@ -79,18 +79,23 @@ class GgufFile:
         return found
 
     def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in file order."""
         return tuple(name for name in self._tensors if name not in self._beside)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         return self._find(name)[0].shape
 
     def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of `read`."""
         return self._find(name)[0].kind.dtype or np.dtype(np.float32)
 
     def kind(self, name: str) -> str:
+        """Return the stored type, as its format spells it."""
         return self._find(name)[0].kind.name
 
     def nbytes(self, name: str) -> int:
+        """Return the number of bytes in the file."""
         return self._find(name)[0].nbytes
 
     def raw(self, name: str) -> np.ndarray:
@@ -101,11 +106,13 @@ class GgufFile:
         return np.frombuffer(shard.buffer, np.uint8, info.nbytes, start).reshape(-1, row)
 
     def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
         shape = self.shape(name)
         rows = math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
         return self.read_rows(name, slice(0, rows)).reshape(shape)
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
         info = self._find(name)[0]
         raw = self.raw(name)
         if info.kind.dtype is not None:

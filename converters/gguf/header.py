@@ -83,6 +83,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes in the file."""
         return math.prod(self.shape) // self.kind.block_size * self.kind.block_bytes
 
 

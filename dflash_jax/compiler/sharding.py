@@ -1,4 +1,4 @@
-"""Where arrays live when a plan spans several devices; XLA inserts the communication.
+"""Placement of arrays on the devices of a mesh; XLA inserts the communication.
 
 A mesh is (data, model). Rows are split over `data`. Over `model` go kv heads with the query heads
 they serve, the width of MLPs and experts, and the vocabulary of the head: the axis that a weight's
@@ -19,7 +19,7 @@ from dflash_jax.state import DecodeState, LayerCache
 
 
 def device_mesh(plan: Plan) -> Mesh | None:
-    """The plan's mesh over the first devices; None for a plan of one device.
+    """Return the plan's mesh over the first devices; None for a plan of one device.
 
     Raises:
       PlanError: there are fewer devices.
@@ -55,8 +55,9 @@ def param_shardings(mesh: Mesh, params: Any, axes: Mapping[str, int]) -> Any:
 
 
 def row_shardings(mesh: Mesh, tree: Any) -> Any:
-    """A sharding for every array [B, ...] of a state or a part of one: rows over `data`, and kv
-    heads over `model` where it divides them.
+    """Return a sharding for every array [B, ...] of a state or a part of one.
+
+    Rows are split over `data`, and kv heads over `model` if it divides them.
     """
     rows = NamedSharding(mesh, PartitionSpec("data"))
     if isinstance(tree, DecodeState):
@@ -71,12 +72,12 @@ def row_shardings(mesh: Mesh, tree: Any) -> Any:
 
 
 def whole(mesh: Mesh, tree: Any) -> Any:
-    """The sharding of arrays every device holds."""
+    """Return the sharding of arrays that every device holds."""
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """Shapes that say where their arrays live."""
+    """Return shapes with the sharding of their arrays."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
     )

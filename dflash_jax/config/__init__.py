@@ -1,8 +1,8 @@
-"""What the models are: frozen descriptions of a target and of a drafter.
+"""Configurations of targets and drafters, read from Hugging Face `config.json` files.
 
-Hugging Face `config.json` files (as published and as transformers 5 writes them) become
-configs here, one file per family. A field that is neither understood nor known to be harmless
-is refused by name. This package never imports jax.
+Each family has a file here (see `family`). Files as published and as transformers 5 writes them
+are read; a field that is neither understood nor known to be harmless is an error. This package
+never imports jax.
 """
 
 import dataclasses
@@ -66,7 +66,14 @@ __all__ = [
 
 
 def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetConfig:
-    """The target described by a Hugging Face config; raises ConfigError for anything unknown."""
+    """Return the target that a Hugging Face config describes.
+
+    Args:
+      where: the file's name, for errors.
+
+    Raises:
+      ConfigError: the family, or a field that could affect the output, is not known.
+    """
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in model_types():
         raise ConfigError(
@@ -80,11 +87,18 @@ def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetC
 
 
 def drafter_config(fields: dict[str, Any], where: str = "config.json") -> DrafterConfig:
-    """The drafter described by a published config, of the kind its `architectures` name."""
+    """Return the drafter that a published config describes, of the kind in `architectures`.
+
+    Args:
+      where: the file's name, for errors.
+
+    Raises:
+      ConfigError: the kind, or a field that could affect the output, is not known.
+    """
     if fields.get("model_type") in (None, "dspark"):
-        fields = fields | {"model_type": "qwen3"}  # whose defaults drafters share
+        fields = fields | {"model_type": "qwen3"}  # drafters have its defaults
     outer = Fields(fields, where)
-    heads = outer.inner("dspark_config")  # SpecForge's, apart from the rest
+    heads = outer.inner("dspark_config")  # where SpecForge writes a part of the fields
     own = outer.inner("dflash_config")
     both = DrafterFields(outer, Fields(own.values | heads.values, own.where))
     config = drafter_kinds()[_drafter_kind(both)].from_hf(both)
@@ -111,11 +125,14 @@ def _drafter_kind(fields: DrafterFields) -> str:
 
 
 def check_pair(target: TargetConfig, drafter: DrafterConfig, *, taps_at: str = AUTO) -> None:
-    """Raises ConfigError, naming every reason, when the drafter was not made for this target.
+    """Check that a drafter was made for a target.
 
     Args:
-      taps_at: where the plan takes the taps; anything but AUTO settles what the last
-        layer's output is.
+      taps_at: where the plan takes the taps; every value but AUTO defines the output of the
+        last layer.
+
+    Raises:
+      ConfigError: the two do not fit; the message lists every reason.
     """
     layers = range(target.num_layers)
     outside = [i for i in drafter.target_layer_ids if i not in layers]
@@ -147,16 +164,16 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig, *, taps_at: str = A
         )
 
 
-# What `paired` settles in a drafter's config.
+# Fields of a drafter's config that `paired` may take from the target.
 PAIRED = ("input_embedding_scale", "rounded_embedding_scale", "final_logit_softcapping")
 
 
 def paired(target: TargetConfig, drafter: DrafterConfig) -> DrafterConfig:
-    """The drafter with what its config leaves open taken from the target it drafts for.
+    """Return the drafter with fields that its config leaves open taken from its target.
 
-    Drafters read the target's embedding and speak through its head, so a silent config means
-    the target's own embedding scale and softcap (every engine that serves Gemma does so). With
-    tables of their own it means neither.
+    Drafters share the target's embedding and head, so the target's embedding scale and softcap
+    are the defaults, as in every engine that serves Gemma. Drafters with their own tables have
+    neither by default.
     """
     changes: dict[str, Any] = {}
     if drafter.input_embedding_scale is None:
@@ -171,9 +188,13 @@ def paired(target: TargetConfig, drafter: DrafterConfig) -> DrafterConfig:
 
 
 def read_target_config(directory: Path) -> TargetConfig:
-    """The target in a Hugging Face directory, end tokens completed from generation_config.json."""
+    """Return the target in a Hugging Face directory, with the end tokens of both its configs.
+
+    Raises:
+      ConfigError, CheckpointError: as of `target_config` and `read_json`.
+    """
     fields = read_json(directory / "config.json")
-    fields.pop("quantization_config", None)  # how weights are stored: read by who loads them
+    fields.pop("quantization_config", None)  # read when weights are loaded
     config = target_config(fields, str(directory / "config.json"))
     generation = directory / "generation_config.json"
     extra = id_tuple(read_json(generation).get("eos_token_id")) if has_file(generation) else ()
@@ -182,5 +203,9 @@ def read_target_config(directory: Path) -> TargetConfig:
 
 
 def read_drafter_config(directory: Path) -> DrafterConfig:
-    """The drafter in a Hugging Face directory."""
+    """Return the drafter in a Hugging Face directory.
+
+    Raises:
+      ConfigError, CheckpointError: as of `drafter_config` and `read_json`.
+    """
     return drafter_config(read_json(directory / "config.json"), str(directory / "config.json"))

@@ -114,7 +114,7 @@ def family_of(model_type: str) -> str:
 
 
 def _registered(attribute: str) -> dict[str, Any]:
-    """The values of an attribute in the files of this folder that have it, by file name."""
+    """Return the attribute of each file in this folder that has it, by file name."""
     package = importlib.import_module("dflash_jax.config")
     found = {}
     for file in pkgutil.iter_modules(package.__path__):
@@ -125,7 +125,7 @@ def _registered(attribute: str) -> dict[str, Any]:
 
 
 def _index(claims: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, str]:
-    """Which file claims each key."""
+    """Return the file that claims each key."""
     found: dict[str, str] = {}
     for name, keys in claims:
         for key in keys:

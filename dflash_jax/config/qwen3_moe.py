@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 attention; most layers choose a few of many small MLPs."""
+"""Qwen3-MoE: Qwen3 attention, and experts in most layers."""
 
 import dataclasses
 
@@ -11,16 +11,19 @@ from dflash_jax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(TargetConfig):
-    """A Qwen3-MoE target; `intermediate_size` is that of its dense layers."""
+    """A Qwen3-MoE target; `intermediate_size` is of its dense layers."""
 
-    sparse: tuple[bool, ...]  # per layer; the others have one MLP
-    normalise_shares: bool  # the chosen experts' shares sum to 1
+    sparse: tuple[bool, ...]  # per layer: whether it has experts instead of one MLP
+    normalise_shares: bool  # whether the chosen experts' weights are made to sum to 1
 
 
 def from_hf(f: Fields) -> Qwen3MoeConfig:
-    """The config of a Qwen3-MoE; where its window is switched on, all layers have it.
+    """Return the config of a Qwen3-MoE; if its window is switched on, all layers have it.
 
-    So transformers has it, whatever `layer_types` or `max_window_layers` say.
+    As in transformers, `layer_types` and `max_window_layers` do not change that.
+
+    Raises:
+      ConfigError: a field is missing or not supported.
     """
     f.must_be("qkv_bias", False)
     f.must_be("use_qk_norm", True)

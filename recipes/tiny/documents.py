@@ -1,4 +1,4 @@
-"""From text to documents: token ids with a mark on those that an assistant has to write."""
+"""Turn text into documents: token ids, and a mask of those that the assistant writes."""
 
 from collections.abc import Iterable
 

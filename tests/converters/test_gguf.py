@@ -106,7 +106,9 @@ def test_a_scale_of_another_length_is_refused(tmp_path):
 
 def test_the_first_version_is_old_and_not_damaged(tmp_path):
     (tmp_path / "x.gguf").write_bytes(raw_gguf(version=1))
-    with pytest.raises(CheckpointError, match=r"is GGUF version 1, which nobody .*fetch a newer"):
+    with pytest.raises(
+        CheckpointError, match=r"is GGUF version 1, which is obsolete.*fetch a newer"
+    ):
         open_gguf(tmp_path / "x.gguf")
 
 

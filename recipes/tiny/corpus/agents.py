@@ -1,7 +1,7 @@
 """Makers of agent transcripts: tasks solved by a loop of tool calls and tool responses.
 
 A tool turn often opens with a preamble that ends in a colon. After a response that was cut off,
-the agent may stop right behind the preamble: the stall that a recovery rule has to notice.
+the agent may stop right after the preamble: the stall that a recovery rule has to detect.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ PREAMBLE_SHARE = 0.5
 
 @dataclasses.dataclass
 class Script:
-    """A transcript in the making; `stalled` once the agent stopped behind a preamble."""
+    """A transcript in the making; `stalled` once the agent stopped after a preamble."""
 
     rng: random.Random
     tools: tuple[dict, ...]
@@ -65,7 +65,7 @@ def steps(rng: random.Random, longest: int) -> int:
 
 
 def weather(rng: random.Random) -> Script:
-    """The weather in one city or in several, one call each."""
+    """The weather in one city or in more, one call each."""
     count = 1 if rng.random() < 0.5 else steps(rng, 12)
     cities = rng.sample(world.CITIES, count)
     names = ", ".join(cities)
@@ -86,7 +86,7 @@ def weather(rng: random.Random) -> Script:
 
 
 def sums(rng: random.Random) -> Script:
-    """Expressions worked out with the calculator."""
+    """Expressions evaluated with the calculator."""
     count = steps(rng, 8) - 1
     terms = [
         (rng.randint(2, 99), rng.choice(("+", "-", "*")), rng.randint(2, 99)) for _ in range(count)
@@ -154,7 +154,7 @@ def read_all(rng: random.Random) -> Script:
 
 
 def fix_bug(rng: random.Random) -> Script:
-    """A failing test, the file behind it, the fix and the passing test."""
+    """A failing test, the file at fault, the fix and the passing test."""
     purpose = rng.choice([key for key, row in coding.FUNCTIONS.items() if "return " in row[2]])
     name, parameters, body = coding.FUNCTIONS[purpose]
     path = f"{rng.choice(STEMS)}.py"

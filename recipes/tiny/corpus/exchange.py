@@ -21,7 +21,7 @@ class Exchange:
 class Conversation:
     """Chat messages in the OpenAI shape, with the tools that the system turn offers.
 
-    `thinking=False` marks a conversation whose last answer is written behind an empty reasoning
+    `thinking=False` marks a conversation whose last answer follows an empty reasoning
     block, the form a chat template produces for `enable_thinking=False`.
     """
 
