@@ -120,11 +120,11 @@ def difference(name: str, first: TensorSource, second: TensorSource) -> Differen
         if not finite.all():
             bad += int((~finite).sum())
             a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
-        apart = a - b
-        error += float(np.vdot(apart, apart))
+        delta = a - b
+        error += float(np.vdot(delta, delta))
         power, other = power + float(np.vdot(a, a)), other + float(np.vdot(b, b))
         product += float(np.vdot(a, b))
-        largest = max(largest, float(np.abs(apart).max(initial=0.0)))
+        largest = max(largest, float(np.abs(delta).max(initial=0.0)))
         peak = max(peak, float(np.abs(a).max(initial=0.0)))
     rms = math.sqrt(error / power) if power else math.sqrt(error)
     cosine = product / math.sqrt(power * other) if power and other else float(power == other)

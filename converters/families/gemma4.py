@@ -297,9 +297,9 @@ def gguf_origin(name: str, config: Gemma4Config, shapes: Shapes) -> Origin | Non
         stored = f"blk.{match[1]}.{LAYER[match[2]]}"
     else:
         stored = OUTER[name] if name in OUTER else stored_name(name)
-    apart = [stored.replace("gate_up", which) for which in ("gate", "up")]
-    if stored not in shapes and shapes.keys() >= {*apart}:
-        return Below(apart[0], change="gates above ups", others=(apart[1],))
+    separate = [stored.replace("gate_up", which) for which in ("gate", "up")]
+    if stored not in shapes and shapes.keys() >= {*separate}:
+        return Below(separate[0], change="gates above ups", others=(separate[1],))
     return Origin(stored) if stored in shapes else None
 
 

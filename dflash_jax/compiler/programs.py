@@ -126,7 +126,7 @@ def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, An
 
 
 def model_axes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, int]:
-    """Return the axis of each weight that several devices may split, by path with the role."""
+    """Return the axis of each weight that a mesh may split, by path with the role."""
     found = {role: tree.get(MODEL_AXES, {}) for role, tree in _variables(target, drafter).items()}
     leaves = jax.tree_util.tree_leaves_with_path(found, is_leaf=lambda x: isinstance(x, ModelAxis))
     return {

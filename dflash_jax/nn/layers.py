@@ -24,7 +24,7 @@ MODEL_AXES = "model_axes"  # the collection of `ModelAxis` values, with the path
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class ModelAxis:
-    """The axis of a weight that several devices may split."""
+    """The axis of a weight that the devices of a mesh may split."""
 
     axis: int
 
@@ -40,8 +40,8 @@ def weight(
     """Declare a weight of a module, normally distributed at initialisation.
 
     Args:
-      split: the axis that several devices may split; None keeps the weight whole on each. It is
-        kept in the collection `MODEL_AXES` that `init` returns, and concerns no other call.
+      split: the axis that the devices of a mesh may split; None keeps the weight whole. `init`
+        records it in the collection `MODEL_AXES`; other calls ignore it.
     """
     if split is not None and module.is_mutable_collection(MODEL_AXES):
         module.put_variable(MODEL_AXES, name, ModelAxis(split))
