@@ -25,12 +25,12 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.environment import environment
-from converters import quants
-from converters.convert import convert
-from converters.gguf import open_gguf
-from converters.load import read_as
-from converters.models import open_model
-from converters.quants.types import BY_NAME
+from dflash_jax.converters import quants
+from dflash_jax.converters.convert import convert
+from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.load import read_as
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.quants.types import BY_NAME
 
 COLUMNS = 4096
 GOALS = {"Q4_K": 3.0, "Q6_K": 3.0, "Q8_0": 2.0}

@@ -22,7 +22,7 @@ from benchmarks.environment import environment
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import floor
 from dflash_jax.engine.recovery.endings import read_ending
-from dflash_jax.train.corpus.agents import TRUNCATED, transcript
+from recipes.tiny.corpus.agents import TRUNCATED, transcript
 
 LONGEST = 420  # tokens of a prompt
 MARKS = (".", "...", "\N{HORIZONTAL ELLIPSIS}", " \N{EN DASH}", " - ", ": \N{GRINNING FACE}", ':"',

@@ -14,9 +14,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.lanes import Run
-from converters.names import published
-from converters.tree_source import TreeSource
 from dflash_jax.config import AttentionConfig
+from dflash_jax.converters.names import published
+from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models.scripted import ScriptedConfig
 

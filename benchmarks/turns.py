@@ -22,8 +22,8 @@ from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery.floor import ends_on_colon
 from dflash_jax.engine.recovery.guards import runaway_drop
-from dflash_jax.train.corpus import agents, conversation
-from dflash_jax.train.corpus.exchange import is_held_out
+from recipes.tiny.corpus import agents, conversation
+from recipes.tiny.corpus.exchange import is_held_out
 
 COUNTS = {"stall": 17, "control": 10, "chat": 12, "agent": 12, "runaway": 6}
 LONGEST = 760  # prompt tokens

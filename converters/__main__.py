@@ -2,6 +2,6 @@
 
 import sys
 
-from converters.cli import main
+from dflash_jax.converters.cli import main
 
 sys.exit(main())

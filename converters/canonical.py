@@ -1,4 +1,4 @@
-"""A weight file seen through canonical names: what each tensor is called and how it is read."""
+"""A weight file under canonical names: what each tensor is called and how it is read."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from converters import quants
-from converters.names.slots import Slot
-from converters.quants.types import BY_NAME
-from converters.source import Rows, TensorSource, as_rows
+from dflash_jax.converters import quants
+from dflash_jax.converters.names.slots import Slot
+from dflash_jax.converters.quants.types import BY_NAME
+from dflash_jax.converters.source import Rows, TensorSource, as_rows
 from dflash_jax.errors import CheckpointError
 
 MOST_LINES = 60
@@ -17,17 +17,17 @@ MOST_LINES = 60
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a canonical tensor comes from: a stored tensor, or some of its rows in some order.
+    """The source of a canonical tensor: a stored tensor, or some of its rows in some order.
 
-    The rows of a tensor with more than two axes are numbered through.
+    Rows of a tensor with more than two axes are numbered across all but the last axis.
     """
 
     name: str
     rows: np.ndarray | range | None = None  # a range has step 1
-    change: str = ""  # what is done to it, in words, for the report
+    change: str = ""  # the conversion in words, for the report
     columns: np.ndarray | None = None  # the order of its last axis
-    values: Callable[[np.ndarray], np.ndarray] | None = None  # what is done to each value
-    reshaped: tuple[int, ...] | None = None  # small tensors only: they are read whole
+    values: Callable[[np.ndarray], np.ndarray] | None = None  # conversion of each value
+    reshaped: tuple[int, ...] | None = None  # small tensors only, which are read whole
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -36,12 +36,12 @@ class Origin:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a stored tensor as it stands."""
+        """Whether it is a stored tensor without changes."""
         changes = (self.rows, self.columns, self.values, self.reshaped)
         return all(change is None for change in changes)
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
-        """The canonical shape."""
+        """Return the canonical shape."""
         shape = source.shape(self.name)
         if self.reshaped is not None:
             fits = math.prod(self.reshaped) == math.prod(shape)
@@ -49,13 +49,13 @@ class Origin:
         return shape if self.rows is None else (len(self.rows), *shape[1:][-1:])
 
     def dtype(self, source: TensorSource) -> np.dtype:
-        """What `read_rows` gives."""
+        """Return the dtype of `read_rows`."""
         stored = source.dtype(self.name)
         plain = self.values is None or stored.kind in "iu"
         return stored if plain else np.dtype(np.float32)
 
     def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
-        """Chosen canonical rows as [rows, last axis]."""
+        """Return chosen canonical rows as [rows, last axis]."""
         if self.reshaped is not None:
             everything = self._changed(source, slice(None))
             return as_rows(everything.reshape(self.shape(source)))[rows]
@@ -70,33 +70,37 @@ class Origin:
 
 @dataclass(frozen=True)
 class Stacks(Origin):
-    """Stacked experts made of several stored tensors."""
+    """Stacked experts made of more than one stored tensor."""
 
     others: tuple[str, ...] = ()  # the stored parts after the first
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The stored tensors it is made of."""
         return (self.name, *self.others)
 
     @property
     def whole(self) -> bool:
+        """False: it is made of more than one tensor."""
         return False
 
 
 @dataclass(frozen=True)
 class Alternating(Stacks):
-    """Stacked experts [E, out, in] seen as [E, in, parts x out]: the parts' outputs alternate.
+    """Stacked experts [E, out, in], presented as [E, in, parts x out] with alternating outputs.
 
     Vectors [E, out] become [E, parts x out].
     """
 
-    stacked: int = 1  # parts that lie one below the other in each stored tensor
+    stacked: int = 1  # parts stacked along the outputs of each stored tensor
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
+        """Return the canonical shape."""
         experts, out, *into = source.shape(self.name)
         return (experts, *into, len(self.names) * out)
 
     def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        """Return chosen canonical rows as [rows, last axis]."""
         experts, *into, width = self.shape(source)
         chosen = np.arange(math.prod((experts, *into)))[rows]
         if not len(chosen):
@@ -113,13 +117,15 @@ class Alternating(Stacks):
 
 @dataclass(frozen=True)
 class Below(Stacks):
-    """Stacked experts [E, out, in] of several parts, one below the other: [E, parts x out, in]."""
+    """Stacked experts [E, out, in] of two or more parts, concatenated to [E, parts x out, in]."""
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
+        """Return the canonical shape."""
         experts, out, into = source.shape(self.name)
         return experts, len(self.names) * out, into
 
     def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        """Return chosen canonical rows as [rows, last axis]."""
         experts, height, into = self.shape(source)
         out = height // len(self.names)
         expert, row = np.divmod(np.arange(experts * height)[rows], height)
@@ -131,7 +137,7 @@ class Below(Stacks):
 
 
 class Canonical:
-    """A source under canonical names; see `converters.source.TensorSource`."""
+    """A `TensorSource` under canonical names."""
 
     def __init__(
         self, source: TensorSource, origins: Mapping[str, Origin], ignored: Mapping[str, str]
@@ -141,35 +147,42 @@ class Canonical:
         self.ignored = dict(ignored)  # stored name: why it is not needed
 
     def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in file order."""
         return tuple(self.origins)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         return self.origins[name].shape(self.source)
 
     def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of `read`."""
         return self.origins[name].dtype(self.source)
 
     def kind(self, name: str) -> str:
+        """Return the stored type, as its format spells it."""
         return self.source.kind(self.origins[name].name)
 
     def nbytes(self, name: str) -> int:
+        """Return the number of bytes in the file."""
         stored = self.origins[name].names
         whole = sum(self.source.nbytes(n) for n in stored)
         weights = sum(math.prod(self.source.shape(n)) for n in stored)
         return whole * math.prod(self.shape(name)) // max(weights, 1)
 
     def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
         origin = self.origins[name]
         if origin.whole:
             return self.source.read(origin.name)
         return self.read_rows(name, slice(None)).reshape(self.shape(name))
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
         return self.origins[name].read_rows(self.source, rows)
 
 
 def _stored_rows(kept: np.ndarray | range | None, rows: Rows) -> Rows:
-    """Which stored rows are meant by `rows` of those that are kept."""
+    """Translate `rows` of the kept rows into stored rows."""
     if kept is None:
         return rows
     if not isinstance(kept, range):
@@ -181,9 +194,10 @@ def _stored_rows(kept: np.ndarray | range | None, rows: Rows) -> Rows:
 
 
 def check(slots: list[Slot], found: Canonical, *, where: str) -> None:
-    """Refuses a source that does not fill exactly these parameters, naming every difference.
+    """Check that a source fills exactly these parameters, with types that can be decoded.
 
-    Or that holds some of them in a type that cannot be decoded.
+    Raises:
+      CheckpointError: it does not; the message lists every difference.
     """
     wanted = {part.name: part.shape for slot in slots for part in slot.parts}
     whole = {part.name for slot in slots for part in slot.parts if slot.integer}

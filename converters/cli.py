@@ -1,7 +1,7 @@
 """The verbs about weight files: inspect, convert, compare, export.
 
-`add_verbs` adds them to another program's command line; `python -m converters` is ours. What reads
-and writes files is imported inside functions: `--help` and wrong arguments need none of it.
+`python -m converters` runs them, and `add_verbs` adds them to another command line. Modules that
+read and write files are imported inside functions, so that `--help` and errors stay fast.
 """
 
 import argparse
@@ -16,28 +16,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters import forms
-from converters.taps import AUTO, CHOICES
+from dflash_jax.converters import forms
+from dflash_jax.converters.taps import AUTO, CHOICES
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.command import exit_code
 from dflash_jax.utils.deprecation import add_deprecated_flag
 
 if TYPE_CHECKING:
-    from converters.models import Model
+    from dflash_jax.converters.models import StoredModel
 
 CHECK_FAILED = 1
-# Names of the shipped models, and their places among the package's data.
+# Shipped models by name, as folders below dflash_jax/data.
 SHIPPED = {
     "tiny": "tiny/target",
     "tiny/target": "tiny/target",
     "tiny/drafter": "tiny/drafter",
 }
 NAMED = "'tiny' is the shipped target, 'tiny/drafter' its drafter"
-ZLAB = "zlab"  # a drafter as its authors publish it, which is a Hugging Face folder
+ZLAB = "zlab"  # the authors' name for a drafter in the Hugging Face layout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit code: 0, 1 for a failed check or an error, 2 for usage."""
+    """Run one verb and return the exit code: 0, 1 for a failed check or an error, 2 for usage."""
     parser = argparse.ArgumentParser(prog="python -m converters", description=__doc__)
     add_verbs(parser.add_subparsers(required=True, metavar="VERB"))
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_verbs(verbs: Any) -> None:
-    """Adds the verbs to `verbs`, what `add_subparsers` returned; each sets `run`."""
+    """Add the verbs to the result of `add_subparsers`; each sets `run`."""
     _inspect_verb(verbs)
     _convert_verb(verbs)
     _compare_verb(verbs)
@@ -74,7 +74,7 @@ def _verb(
 
 
 def _path(text: str) -> Path:
-    """A path as a shell reads it: some leave the ~ of --option=~/x as it is."""
+    """Return a path with ~ expanded, which some shells do not do in --option=~/x."""
     if not text:
         raise argparse.ArgumentTypeError("is empty; give a path")
     try:
@@ -128,8 +128,8 @@ def _inspect_verb(verbs: Any) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from converters import inspect
-    from converters.instruct import REFUSE
+    from dflash_jax.converters import inspect
+    from dflash_jax.converters.instruct import REFUSE
 
     if options.check_instruct:
         verdict = inspect.instruct(options.path)
@@ -160,8 +160,8 @@ def _convert_verb(verbs: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from converters import convert
-    from converters.models import open_model
+    from dflash_jax.converters import convert
+    from dflash_jax.converters.models import open_model
 
     model = open_model(options.source, taps=options.layer_ids)
     if options.dry_run:
@@ -190,8 +190,8 @@ def _compare_verb(verbs: Any) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from converters import compare
-    from converters.models import open_model
+    from dflash_jax.converters import compare
+    from dflash_jax.converters.models import open_model
 
     first, second = (
         open_model(path, taps=options.layer_ids) for path in (options.first, options.second)
@@ -222,9 +222,9 @@ def _export_verb(verbs: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from converters import convert, export
-    from converters.models import open_model
     from dflash_jax.config import DrafterConfig
+    from dflash_jax.converters import convert, export
+    from dflash_jax.converters.models import open_model
 
     model = open_model(options.source, taps=options.layer_ids)
     if options.layout == ZLAB and not isinstance(model.config, DrafterConfig):
@@ -270,7 +270,7 @@ def _print(options: argparse.Namespace, report: dict[str, Any], lines: list[str]
 
 
 def _plain(value: Any) -> Any:
-    """What JSON knows: a number that is not finite, as damaged files hold, becomes a text."""
+    """Replace non-finite numbers, which damaged files hold and JSON lacks, by text."""
     if isinstance(value, dict):
         return {key: _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -279,9 +279,9 @@ def _plain(value: Any) -> Any:
 
 
 class ProgressBar:
-    """Share of a model's weights done, on standard error where that is a terminal."""
+    """The share of a model's weights that is done, shown on standard error if it is a terminal."""
 
-    def __init__(self, model: "Model"):
+    def __init__(self, model: "StoredModel"):
         shapes = (model.tensors.shape(name) for name in model.tensors.names())
         self._total = max(1, sum(math.prod(shape) for shape in shapes))
         self._done = 0
@@ -308,7 +308,7 @@ class ProgressBar:
             print(end="\r", file=sys.stderr)
 
     def _show(self, line: str) -> None:
-        """Fills the terminal's line, and not more: a longer one could not be written over."""
+        """Fill at most one terminal line, because a longer one could not be overwritten."""
         width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
         width = min(width, 78) if width > 0 else 78
         print(f"\r{line[:width]:{width}}", end="", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Two renderings of one model, tensor by tensor: is their difference that of their types?"""
+"""Compare two forms of one model: are their differences within the error of their types?"""
 
 import math
 import os
@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from converters.expected_error import Limits, between
-from converters.models import Model
-from converters.source import TensorSource
-from converters.transforms import guess
+from dflash_jax.config import family_of
+from dflash_jax.converters.expected_error import Limits, between
+from dflash_jax.converters.models import StoredModel
+from dflash_jax.converters.source import TensorSource
+from dflash_jax.converters.transforms import guess
 
 CHUNK = 1 << 22  # weights compared at a time
 OK, WARN, FAIL, TRANSFORM = "ok", "warn", "fail", "transform"
@@ -19,7 +20,7 @@ OK, WARN, FAIL, TRANSFORM = "ok", "warn", "fail", "transform"
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor of both models. Errors are relative to the first."""
+    """The comparison of one tensor. Errors are relative to the first model."""
 
     name: str
     kinds: tuple[str, str]
@@ -30,12 +31,12 @@ class Difference:
     not_finite: int
     limits: Limits
     verdict: str
-    hint: str = ""  # the transform that would explain it
+    hint: str = ""  # a transform that would explain the difference
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Differences worst first, and what only one of the two has."""
+class ModelComparison:
+    """Differences, worst first, and tensors that only one of the two models has."""
 
     tensors: tuple[Difference, ...]
     only_first: tuple[str, ...]
@@ -50,16 +51,16 @@ class Comparison:
         return not any(wrong) and all(d.verdict in (OK, WARN) for d in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the comparison as JSON values."""
         return asdict(self) | {"agree": self.agree}
 
 
-# Config fields that layouts keep differently without the model being another one.
+# Config fields that may differ between layouts of the same model.
 _INCIDENTAL = frozenset({"dtype", "eos_token_ids", "max_length", "num_target_layers"})
-_SAME_TYPES = {"gemma4_unified_text": "gemma4_text"}  # computed alike
 
 
-def compare(first: Model, second: Model) -> Comparison:
-    """Compares inventories, configurations and every tensor both have."""
+def compare(first: StoredModel, second: StoredModel) -> ModelComparison:
+    """Compare inventories, configurations and every tensor that both models have."""
     ours, theirs = set(first.tensors.names()), set(second.tensors.names())
     both = [name for name in first.tensors.names() if name in theirs]
     unequal = [n for n in both if first.tensors.shape(n) != second.tensors.shape(n)]
@@ -69,7 +70,7 @@ def compare(first: Model, second: Model) -> Comparison:
     head = first.config.head_dim
     found = [_explained(d, first.tensors, second.tensors, head) for d in found]
     found.sort(key=lambda d: (d.not_finite == 0, -d.rms / max(d.limits.fail, 1e-12)))
-    return Comparison(
+    return ModelComparison(
         tensors=tuple(found),
         only_first=tuple(sorted(ours - theirs)),
         only_second=tuple(sorted(theirs - ours)),
@@ -90,19 +91,19 @@ def _explained(
     return replace(found, hint=guess(*tensors, head_dim, max(found.limits.fail, 1e-6)))
 
 
-def _config_differences(first: Model, second: Model) -> tuple[str, ...]:
+def _config_differences(first: StoredModel, second: StoredModel) -> tuple[str, ...]:
     a, b = first.config.to_json(), second.config.to_json()
     if first.role != second.role:
         return (f"a {first.role} against a {second.role}",)
     for fields in (a, b):
-        if (kind := fields.get("model_type")) in _SAME_TYPES:
-            fields["model_type"] = _SAME_TYPES[kind]
+        if kind := fields.get("model_type"):
+            fields["model_type"] = family_of(kind)  # types of a family differ in other fields too
     keys = [k for k in a if a[k] != b.get(k) and k not in _INCIDENTAL]
     return tuple(f"{k}: {a[k]} against {b.get(k)}" for k in keys)
 
 
 def difference(name: str, first: TensorSource, second: TensorSource) -> Difference:
-    """One tensor compared chunk by chunk, sums in float64."""
+    """Compare one tensor chunk by chunk, with sums in float64."""
     shape, kinds = first.shape(name), (first.kind(name), second.kind(name))
     width = shape[-1] if len(shape) > 1 else 1
     rows = math.prod(shape) // max(width, 1)
@@ -119,11 +120,11 @@ def difference(name: str, first: TensorSource, second: TensorSource) -> Differen
         if not finite.all():
             bad += int((~finite).sum())
             a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
-        apart = a - b
-        error += float(np.vdot(apart, apart))
+        delta = a - b
+        error += float(np.vdot(delta, delta))
         power, other = power + float(np.vdot(a, a)), other + float(np.vdot(b, b))
         product += float(np.vdot(a, b))
-        largest = max(largest, float(np.abs(apart).max(initial=0.0)))
+        largest = max(largest, float(np.abs(delta).max(initial=0.0)))
         peak = max(peak, float(np.abs(a).max(initial=0.0)))
     rms = math.sqrt(error / power) if power else math.sqrt(error)
     cosine = product / math.sqrt(power * other) if power and other else float(power == other)
@@ -140,8 +141,8 @@ def _verdict(rms: float, limits: Limits, not_finite: int) -> str:
     return WARN if rms > limits.warn else OK
 
 
-def lines(found: Comparison, worst: int) -> list[str]:
-    """The comparison as text: what is wrong first, then the worst tensors, then a summary."""
+def lines(found: ModelComparison, worst: int) -> list[str]:
+    """Return the comparison as text: problems, then the worst tensors, then a summary."""
     listed = [f"only in the first: {name}" for name in found.only_first]
     listed += [f"only in the second: {name}" for name in found.only_second]
     listed += [f"shapes differ: {line}" for line in found.shapes]

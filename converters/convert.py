@@ -1,4 +1,4 @@
-"""Any model into a folder of plain weights or a checkpoint, with an account of every tensor."""
+"""Convert any model to plain weights or a checkpoint, with a report on every tensor."""
 
 import dataclasses
 import json
@@ -8,14 +8,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from converters import names
-from converters.export import Weights, check_name, export
-from converters.forms import AUTO, HUGGING_FACE, ORBAX, SAFETENSORS
-from converters.gguf import GgufFile
-from converters.gguf.file import SHARD
-from converters.load import Progress, float_dtype
-from converters.models import Model, companions
 from dflash_jax.checkpoint import write
+from dflash_jax.converters import families
+from dflash_jax.converters.export import Weights, check_name, export
+from dflash_jax.converters.forms import AUTO, HUGGING_FACE, ORBAX, SAFETENSORS
+from dflash_jax.converters.gguf import GgufFile
+from dflash_jax.converters.gguf.file import SHARD
+from dflash_jax.converters.load import Progress, float_dtype
+from dflash_jax.converters.models import StoredModel, companions
 from dflash_jax.errors import CheckpointError, TokenizerError
 from dflash_jax.utils.atomic import new_path
 
@@ -25,17 +25,22 @@ NO_TOKENIZER = (
 )
 
 
-def chosen_dtype(model: Model, dtype: str) -> str:
-    """The dtype asked for; "auto" is that of the published weights."""
+def chosen_dtype(model: StoredModel, dtype: str) -> str:
+    """Return the requested dtype; "auto" is that of the published weights.
+
+    Raises:
+      ConfigError: the dtype is unknown.
+    """
     found = model.config.dtype if dtype == AUTO else dtype
     float_dtype(found)
     return found
 
 
-def inventory(model: Model, dtype: str) -> dict[str, Any]:
-    """Where every parameter comes from and what became of every stored tensor.
+def inventory(model: StoredModel, dtype: str) -> dict[str, Any]:
+    """Report the source of every parameter and the use of every stored tensor.
 
-    Raises CheckpointError if a parameter lacks its tensor or a tensor its parameter.
+    Raises:
+      CheckpointError: a parameter lacks its tensor, or a tensor its parameter.
     """
     model.check()
     origins = model.tensors.origins
@@ -48,7 +53,7 @@ def inventory(model: Model, dtype: str) -> dict[str, Any]:
             "shape": list(part.shape),
             "change": origins[part.name].change,
         }
-        for slot in names.slots(model.config)
+        for slot in families.slots(model.config)
         for part in slot.parts
     ]
     stored = model.tensors.source.names()
@@ -62,14 +67,14 @@ def inventory(model: Model, dtype: str) -> dict[str, Any]:
         "stored_tensors": len(stored),
         "used_tensors": len({n for row in rows for n in origins[row["tensor"]].names}),
         "ignored": dict(model.tensors.ignored),
-        "parameters": len(names.slots(model.config)),
+        "parameters": len(families.slots(model.config)),
         "types": dict(Counter(row["type"] for row in rows)),
         "tensors": rows,
     }
 
 
 def convert(
-    model: Model,
+    model: StoredModel,
     path: Path,
     *,
     to: str = SAFETENSORS,
@@ -78,12 +83,17 @@ def convert(
     tokenizer: Path | None = None,
     progress: Progress = lambda name, weights: None,
 ) -> dict[str, Any]:
-    """Writes the model and returns the inventory, which is also kept in it.
+    """Write the model and return its inventory, which is also stored with it.
 
     Args:
-      to: "safetensors", a Hugging Face folder, or "orbax", a checkpoint of ours: larger models
-        must then fit into memory.
-      tokenizer: a folder whose tokenizer is copied, in place of the model's own.
+      to: "safetensors", a Hugging Face folder, or "orbax", a checkpoint of dflash_jax, for which
+        the whole model must fit into memory.
+      tokenizer: a folder whose tokenizer is copied instead of the model's.
+
+    Raises:
+      CheckpointError: the weights do not fit their configuration, or cannot be written there.
+      ConfigError: the dtype is unknown, or this layout cannot hold the model.
+      TokenizerError: a target's tokenizer cannot be rebuilt.
     """
     for source in filter(None, (model.path, tokenizer)):
         keep_apart(source, path)
@@ -96,7 +106,7 @@ def convert(
     files |= {REPORT: json.dumps(report, indent=1) + "\n"}
     if to == ORBAX:
         config = dataclasses.replace(model.config, dtype=kind)
-        needed = sum(math.prod(slot.shape) for slot in names.slots(config))
+        needed = sum(math.prod(slot.shape) for slot in families.slots(config))
         with new_path(path, overwrite=overwrite, needed=needed * float_dtype(kind).itemsize) as at:
             write(at, config, model.load(kind, progress), files)
         return report
@@ -105,8 +115,8 @@ def convert(
     return report
 
 
-def _companions(model: Model, tokenizer: Path | None) -> dict[str, str | Path]:
-    """Tokenizer and generation files; a drafter does without."""
+def _companions(model: StoredModel, tokenizer: Path | None) -> dict[str, str | Path]:
+    """Return tokenizer and generation files, which drafters do not need."""
     if tokenizer is None:
         try:
             return model.companions()
@@ -120,9 +130,12 @@ def _companions(model: Model, tokenizer: Path | None) -> dict[str, str | Path]:
 
 
 def keep_apart(source: Path, path: Path) -> None:
-    """What is read must survive: neither it nor its files may lie at or below `path`.
+    """Check that writing to `path` would not overwrite the source.
 
-    Files of a folder may be links to elsewhere, as those fetched from a hub are.
+    Files of a folder may be links to other places, as in a download cache.
+
+    Raises:
+      CheckpointError: the source, or a file of it, lies at or below `path`.
     """
     destination = os.path.realpath(path)
     beside = source if source.is_dir() else source.parent
@@ -135,7 +148,7 @@ def keep_apart(source: Path, path: Path) -> None:
 
 
 def _read_with(source: Path, file: Path) -> bool:
-    """Whether a file is read where `source`, its folder or a .gguf file beside it, is."""
+    """Return whether a file belongs to `source`: its folder, or its set of .gguf files."""
     if source.is_dir():
         return file.suffix != ".gguf"
     own, other = SHARD.match(source.name), SHARD.match(file.name)
@@ -143,7 +156,7 @@ def _read_with(source: Path, file: Path) -> bool:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The inventory as text."""
+    """Return the inventory as text."""
     changes = Counter(row["change"] for row in report["tensors"] if row["change"])
     found = [f"{report['role']} from {report['layout']}, as {report['dtype']}"]
     found += [f"  {note}" for note in report["notes"]]
@@ -157,7 +170,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     return found
 
 
-def gguf_file(model: Model) -> GgufFile | None:
-    """The GGUF file behind a model, if there is one."""
+def gguf_file(model: StoredModel) -> GgufFile | None:
+    """Return the GGUF file that a model was read from, or None."""
     source = model.tensors.source
     return source if isinstance(source, GgufFile) else None

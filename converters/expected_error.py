@@ -1,8 +1,8 @@
-"""How far a stored type may lie from the weights it was made from, as relative RMS.
+"""The error that a stored type may have, as relative RMS.
 
-Measured by quantising matrices of several distributions; IQ1, IQ2 and IQ3 by ggml's own code, with
-equal and with log-normal importances. What lies above `fail` is damage, and above twice that a
-wrong transform rather than a coarse type.
+Measured by quantising matrices of different distributions; IQ1, IQ2 and IQ3 by ggml's own code,
+with equal and with log-normal importances. An error above `fail` is damage; above twice `fail` it
+is a wrong transform.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Relative RMS up to `warn` is usual, above `fail` is not that type's error."""
+    """Relative RMS up to `warn` is usual; above `fail` it is not caused by the type."""
 
     warn: float
     fail: float
@@ -47,7 +47,7 @@ LIMITS = {
     "IQ2_XXS": Limits(0.45, 0.60),
     "IQ1_M": Limits(0.60, 0.80),
     "IQ1_S": Limits(0.65, 0.85),
-    # Of weights that were not trained to be of these values:
+    # For weights that were not trained to have these values:
     "Q1_0": Limits(0.80, 1.05),
     "Q2_0": Limits(0.80, 1.05),
     "TQ1_0": Limits(0.90, 1.20),
@@ -56,9 +56,9 @@ LIMITS = {
 
 
 def between(first: str, second: str) -> Limits:
-    """The error expected between two renderings of the same weights: the coarser type's.
+    """Return the limits for two forms of the same weights: the coarser type's.
 
-    Two coarse types add up, at worst.
+    The errors of two coarse types add up in the worst case.
     """
     found = [LIMITS.get(kind, EXACT) for kind in (first, second)]
     coarse, fine = sorted(found, key=lambda limits: -limits.fail)

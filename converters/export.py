@@ -1,6 +1,6 @@
-"""Models written in the layouts others read: Hugging Face, speculators, drafter GGUF.
+"""Write models in the layouts of other engines: Hugging Face, speculators, drafter GGUF.
 
-The same model gives the same bytes. Output appears whole or not at all.
+The same model gives the same bytes. Output is written atomically.
 """
 
 import json
@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from converters import names
-from converters.forms import GGUF, HUGGING_FACE, LAYOUTS, SPECULATORS
-from converters.gguf import export as gguf_export
-from converters.gguf.writer import write_gguf
-from converters.load import Progress, float_dtype, kept_as, read_as
-from converters.names import published, speculators
-from converters.safetensors_writer import Planned, write_safetensors
-from converters.source import TensorSource
 from dflash_jax.config import AttentionConfig, DrafterConfig
+from dflash_jax.converters import families
+from dflash_jax.converters.forms import GGUF, HUGGING_FACE, LAYOUTS, SPECULATORS
+from dflash_jax.converters.gguf import export as gguf_export
+from dflash_jax.converters.gguf.writer import write_gguf
+from dflash_jax.converters.load import Progress, float_dtype, kept_as, read_as
+from dflash_jax.converters.names import published, speculators
+from dflash_jax.converters.safetensors_writer import Planned, write_safetensors
+from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.atomic import copy_companions, new_path
 
@@ -36,13 +36,13 @@ def _silent(name: str, weights: int) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """What is written: a configuration, its canonical tensors, and the files beside them."""
+    """A model to write: its configuration, its canonical tensors, and accompanying files."""
 
     config: AttentionConfig
     tensors: TensorSource
     companions: Mapping[str, str | Path] = field(default_factory=dict)
     tokenizer: Mapping[str, Any] = field(default_factory=dict)  # GGUF metadata of the target
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of config.json, besides its own
+    fields: Mapping[str, Any] = field(default_factory=dict)  # added to config.json
 
 
 def export(
@@ -54,10 +54,11 @@ def export(
     overwrite: bool = False,
     progress: Progress = _silent,
 ) -> None:
-    """Writes a folder (Hugging Face, speculators) or a file (GGUF) at `path`.
+    """Write a folder (Hugging Face, speculators) or a file (GGUF) at `path`.
 
-    Raises CheckpointError if it cannot be written, ConfigError for a layout that cannot hold it
-    or a name by which nobody would know it again.
+    Raises:
+      CheckpointError: it cannot be written there.
+      ConfigError: the layout cannot hold the model, or the name has the wrong ending.
     """
     writers: dict[str, Callable[[_Output], None]] = {
         HUGGING_FACE: _write_huggingface,
@@ -74,9 +75,10 @@ def export(
 
 
 def check_name(path: Path, *, folder: bool) -> None:
-    """Raises ConfigError for a folder named as a file of weights, or a GGUF file named otherwise.
+    """Check the ending of an output's name, by which readers choose the format.
 
-    Readers judge by the ending.
+    Raises:
+      ConfigError: a folder is named like a weight file, or a GGUF file is not.
     """
     if folder and path.suffix in FILES:
         raise ConfigError(f"{path} is to be a folder; give a name without {path.suffix}")
@@ -85,13 +87,13 @@ def check_name(path: Path, *, folder: bool) -> None:
 
 
 def plan(weights: Weights, dtype: np.dtype) -> list[Planned]:
-    """Every canonical tensor of the model, in the order of its name table.
+    """Return every canonical tensor of the model, in the order of its name table.
 
-    Ids are whole numbers, and what `ALWAYS_FLOAT32` names is float32, whatever the dtype.
+    Ids are integers, and parameters in `ALWAYS_FLOAT32` are float32, whatever the dtype.
     """
     return [
         Planned(part.name, WHOLE if slot.integer else kept_as(slot, dtype), part.shape)
-        for slot in names.slots(weights.config)
+        for slot in families.slots(weights.config)
         for part in slot.parts
     ]
 
@@ -110,9 +112,10 @@ class _Output:
         write: Callable[[list[Planned], Any], None],
         made: Mapping[str, np.ndarray],
     ) -> None:
-        """Hands planned tensors under their new names to a writer, and reads them for it.
+        """Pass the planned tensors, renamed, to a writer that reads them one by one.
 
-        `made` are tensors by their new names that the model does not store as they are written.
+        Args:
+          made: tensors, by new name, that are computed instead of read.
         """
         listed = plan(self.weights, self.kind)
         canonical = {rename(planned.name): planned.name for planned in listed}
@@ -138,7 +141,7 @@ def _drafter(config: AttentionConfig, layout: str) -> DrafterConfig:
 
 
 def write_huggingface(weights: Weights, folder: Path, dtype: str) -> None:
-    """A Hugging Face folder at a place of the caller's, who keeps it whole."""
+    """Write a Hugging Face folder in place; the caller makes that atomic."""
     _write_huggingface(_Output(weights, folder, dtype, float_dtype(dtype), _silent))
 
 
@@ -161,7 +164,7 @@ def _write_speculators(output: _Output) -> None:
 
 
 def _ids(tensors: TensorSource) -> np.ndarray:
-    """The token each row of a reduced head stands for."""
+    """Return the token of each row of a reduced head."""
     offsets = tensors.read("d2t").reshape(-1).astype(WHOLE)
     return offsets + np.arange(len(offsets))
 
@@ -172,7 +175,7 @@ def _write_folder(
     rename: Callable[[str], str],
     made: Mapping[str, np.ndarray] = types.MappingProxyType({}),
 ) -> None:
-    """Weights first, config.json last: a folder cut short does not load."""
+    """Write weights first and config.json last, so that an incomplete folder does not load."""
     output.place.mkdir(exist_ok=True)
     copy_companions(output.weights.companions, output.place)
     weights = output.place / "model.safetensors"
@@ -188,7 +191,7 @@ def _write_gguf(output: _Output) -> None:
     keys = gguf_export.metadata(config, output.dtype, output.weights.tokenizer)
 
     def write(planned: list[Planned], read: Callable[[Planned], np.ndarray]) -> None:
-        exact = np.dtype(np.float32)  # llama.cpp wants vectors so
+        exact = np.dtype(np.float32)  # as llama.cpp expects vectors
         kept = [Planned(p.name, exact if _exact(p) else p.dtype, p.shape) for p in planned]
         with output.place.open("wb") as file:
             write_gguf(file, keys, kept, read)
@@ -198,6 +201,6 @@ def _write_gguf(output: _Output) -> None:
 
 
 def _exact(planned: Planned) -> bool:
-    """What llama.cpp wants in float32: vectors, and tensors that are no weights of a product."""
+    """Whether llama.cpp expects float32: vectors, and tensors that are not matrix weights."""
     bare = len(planned.shape) == 1 or not planned.name.endswith(".weight")
     return bare and planned.dtype != WHOLE

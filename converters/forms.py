@@ -1,4 +1,4 @@
-"""The names of dtypes and layouts that the verbs accept; needs none of what reads and writes."""
+"""Names of dtypes and layouts that the verbs accept. Imports nothing."""
 
 AUTO = "auto"  # the dtype of the published weights
 SAFETENSORS, ORBAX = "safetensors", "orbax"  # what `convert` writes

@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from converters.safetensors import SafetensorsFile, open_safetensors
-from converters.source import Rows, TensorSource
 from dflash_jax.config.fields import has_file
+from dflash_jax.converters.safetensors import SafetensorsFile, open_safetensors
+from dflash_jax.converters.source import Rows, TensorSource
 from dflash_jax.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"  # of weights that are added to another model's
+ADAPTER = "adapter_config.json"  # a low-rank adapter, to be added to another model
 
 
 class ShardedSafetensors:
-    """Several shards seen as one source; see `converters.source.TensorSource`."""
+    """Shards, presented as one `TensorSource`."""
 
     def __init__(self, path: Path, home: dict[str, SafetensorsFile], notes: tuple[str, ...]):
         self.path = path
@@ -25,24 +25,31 @@ class ShardedSafetensors:
         self._home = home
 
     def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in file order."""
         return tuple(self._home)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         return self._shard(name).shape(name)
 
     def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of `read`."""
         return self._shard(name).dtype(name)
 
     def kind(self, name: str) -> str:
+        """Return the stored type, as its format spells it."""
         return self._shard(name).kind(name)
 
     def nbytes(self, name: str) -> int:
+        """Return the number of bytes in the file."""
         return self._shard(name).nbytes(name)
 
     def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
         return self._shard(name).read(name)
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
         return self._shard(name).read_rows(name, rows)
 
     def _shard(self, name: str) -> SafetensorsFile:
@@ -53,11 +60,15 @@ class ShardedSafetensors:
 
 
 def open_directory(path: str | Path) -> TensorSource:
-    """The weights of a folder, whether in one file or in shards."""
+    """Open the weights of a folder, in one file or in shards.
+
+    Raises:
+      CheckpointError: the folder holds no weights, or its shards do not fit their index.
+    """
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give one that holds {SINGLE}")
-    if has_file(path / SINGLE):  # before an index that was left behind, as transformers does
+    if has_file(path / SINGLE):  # takes precedence over an index, as in transformers
         return open_safetensors(path / SINGLE)
     if has_file(path / INDEX):
         return _open_sharded(path)
@@ -65,7 +76,7 @@ def open_directory(path: str | Path) -> TensorSource:
 
 
 def _instead(path: Path) -> str:
-    """What a folder without weights under their usual name holds, and what to do."""
+    """Return advice for a folder that has no weights under their usual name."""
     names = sorted(p.name for p in path.iterdir())
     if ADAPTER in names:
         return "it holds an adapter: merge it into its model, and give the folder of that"
@@ -85,7 +96,7 @@ def _open_sharded(path: Path) -> ShardedSafetensors:
             raise CheckpointError(
                 f"{path / INDEX} names the shard {file!r}; a shard must be a plain file name"
             )
-        if file not in present:  # not asked for: its name may be too long
+        if file not in present:  # compared by name, which may be too long for a path
             raise CheckpointError(f"{path} lacks the shard {file}; fetch it again")
         shards[file] = open_safetensors(path / file)
     _check_map(path, weight_map, shards)

@@ -1,6 +1,6 @@
-"""Quantised Hugging Face weights seen as plain ones: FP8 and INT8 with scales, and MXFP4.
+"""Quantised Hugging Face weights, decoded on reading: FP8 and INT8 with scales, and MXFP4.
 
-Decoded row by row as they are read; products in float32.
+Rows are decoded when they are read, with float32 products.
 """
 
 import abc
@@ -10,19 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from converters.quants.codebooks import E2M1_TABLES, halved_power
-from converters.source import Rows, TensorSource
+from dflash_jax.converters.quants.codebooks import E2M1_TABLES, halved_power
+from dflash_jax.converters.source import Rows, TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 
 SCALED_KINDS = frozenset({"F8_E4M3", "F8_E5M2", "I8"})
-SCALE_NAMES = ("_scale_inv", "_scale")  # both multiply, whatever the name says
+SCALE_NAMES = ("_scale_inv", "_scale")  # both multiply, despite the first name
 ACTIVATION_SCALES = (".input_scale", ".k_scale", ".v_scale", ".activation_scale")
 COMPRESSED_FORMATS = frozenset({"float-quantized", "int-quantized", "naive-quantized"})
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
 def dequantised(source: TensorSource, settings: Any, *, where: str) -> TensorSource:
-    """The source with its weights decoded as `quantization_config` says."""
+    """Return the source with its weights decoded according to `quantization_config`.
+
+    Raises:
+      ConfigError: the quantisation is not supported.
+      CheckpointError: a scale does not fit its weights.
+    """
     if settings is None:
         return source
     if not isinstance(settings, Mapping):
@@ -50,7 +55,7 @@ def _block_shape(settings: Mapping[str, Any], where: str) -> tuple[int, int]:
 
 
 class _Wrapped(abc.ABC):
-    """A source with some tensors decoded; the rest passes through."""
+    """A source with some tensors decoded and the others unchanged."""
 
     def __init__(self, source: TensorSource, decoded: dict[str, str], hidden: set[str]):
         self._source, self._decoded = source, decoded  # name: stored name
@@ -86,11 +91,11 @@ class _Wrapped(abc.ABC):
 
     @abc.abstractmethod
     def _decode(self, name: str, rows: Rows) -> np.ndarray:
-        """Rows of a decoded tensor as float32 [rows, last axis]."""
+        """Return rows of a decoded tensor as float32 [rows, last axis]."""
 
 
 class Scaled(_Wrapped):
-    """One-byte weights times a scale for the tensor, for each row, or for each block."""
+    """One-byte weights with a scale for the tensor, for each row, or for each block."""
 
     def __init__(self, source: TensorSource, block: tuple[int, int]):
         names = set(source.names())
@@ -139,8 +144,8 @@ class Scaled(_Wrapped):
 class MicroScaled(_Wrapped):
     """MXFP4 as gpt-oss publishes it: [E, out, in / 32, 16] bytes and a power of two for each 16.
 
-    Element 2i lies in the low nibble of byte i, 2i + 1 in the high one. Seen as the experts of
-    unquantised files: [E, in, out].
+    Element 2i is in the low nibble of byte i, 2i + 1 in the high one. Presented like the experts
+    of unquantised files: [E, in, out].
     """
 
     def __init__(self, source: TensorSource):
@@ -162,6 +167,7 @@ class MicroScaled(_Wrapped):
         super().__init__(source, decoded, hidden)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         if name not in self._decoded:
             return self._source.shape(name)
         experts, out, blocks, _ = self._source.shape(self._decoded[name])
@@ -184,7 +190,7 @@ class MicroScaled(_Wrapped):
 
 
 def _inputs_first(packed: np.ndarray) -> np.ndarray:
-    """The doubled values in the bytes [out, 16] of a block for each output: float32 [32, out]."""
+    """Return doubled values, float32 [32, out], from bytes [out, 16] of one block an output."""
     codes = packed.T.tobytes()
     low, high = (np.frombuffer(codes.translate(table), np.int8) for table in E2M1_TABLES)
     values = np.stack([low.reshape(16, -1), high.reshape(16, -1)], axis=1)

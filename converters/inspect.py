@@ -1,27 +1,31 @@
-"""What a weight file holds, from its header alone: metadata, tensors, the mix of types, sizes."""
+"""Describe a weight file by its header: metadata, tensors, mix of types, sizes."""
 
 import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from converters.gguf import GgufFile, open_gguf
-from converters.gguf.header import GgufArray
-from converters.hf import open_directory
-from converters.instruct import Verdict, check_instruct
-from converters.models import Model, open_model
-from converters.safetensors import SafetensorsFile, open_safetensors
-from converters.source import TensorSource
-from converters.taps import AUTO
-from converters.tree_source import CheckpointSource
 from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
+from dflash_jax.converters.gguf import GgufFile, open_gguf
+from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.hf import open_directory
+from dflash_jax.converters.instruct import InstructVerdict, check_instruct
+from dflash_jax.converters.models import StoredModel, open_model
+from dflash_jax.converters.safetensors import SafetensorsFile, open_safetensors
+from dflash_jax.converters.source import TensorSource
+from dflash_jax.converters.taps import AUTO
+from dflash_jax.converters.tree_source import CheckpointSource
 from dflash_jax.errors import CheckpointError, DFlashError
 
 LONGEST = 60  # characters of a metadata value shown
 
 
 def open_any(path: Path) -> TensorSource:
-    """The tensors of a .gguf or .safetensors file, a Hugging Face folder or a checkpoint."""
+    """Open a .gguf or .safetensors file, a Hugging Face folder or a checkpoint.
+
+    Raises:
+      CheckpointError: it is none of these, or damaged.
+    """
     if path.suffix == ".gguf":
         return open_gguf(path)
     if path.suffix == ".safetensors":
@@ -34,7 +38,7 @@ def open_any(path: Path) -> TensorSource:
 
 
 def inspect(path: Path, *, taps: str = AUTO) -> dict[str, Any]:
-    """A JSON-able report; a model this version cannot run is still listed, with the reason."""
+    """Return a JSON-able report, which for a model that cannot be run includes the reason."""
     source = open_any(path)
     report: dict[str, Any] = {"path": str(path)} | _model(path, taps)
     tensors = [
@@ -64,7 +68,7 @@ def inspect(path: Path, *, taps: str = AUTO) -> dict[str, Any]:
 
 def _model(path: Path, taps: str) -> dict[str, Any]:
     try:
-        model: Model = open_model(path, taps=taps)
+        model: StoredModel = open_model(path, taps=taps)
     except DFlashError as error:
         return {"model": None, "problem": str(error)}
     try:
@@ -74,7 +78,7 @@ def _model(path: Path, taps: str) -> dict[str, Any]:
     return {"model": _summary(model), "problem": None}
 
 
-def _summary(model: Model) -> dict[str, Any]:
+def _summary(model: StoredModel) -> dict[str, Any]:
     return {
         "role": model.role,
         "layout": model.layout,
@@ -96,8 +100,12 @@ def _short(value: Any) -> Any:
     return value
 
 
-def instruct(path: Path) -> Verdict:
-    """The verdict on a GGUF target; a truncated file has been refused on opening."""
+def instruct(path: Path) -> InstructVerdict:
+    """Judge whether a GGUF target is instruction-tuned.
+
+    Raises:
+      CheckpointError: the file is not GGUF, or truncated.
+    """
     source = open_any(path)
     if not isinstance(source, GgufFile):
         raise CheckpointError(f"{path} is not GGUF; --check-instruct reads GGUF metadata")
@@ -105,7 +113,7 @@ def instruct(path: Path) -> Verdict:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The report as text."""
+    """Return the report as text."""
     model = report["model"]
     found = [report["path"]]
     if model:

@@ -1,11 +1,11 @@
-"""Is a GGUF target the instruction-tuned model its drafter was trained for? By its metadata."""
+"""Judge by metadata whether a GGUF target is instruction-tuned, as its drafter expects."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.header import GgufArray
 
 ACCEPT, REFUSE, UNKNOWN = "ACCEPT", "REFUSE", "UNKNOWN"
 _TUNED = re.compile(r"(^|[^a-z])(it|instruct|instruction|chat|thinking|coder)([^a-z]|$)")
@@ -14,15 +14,15 @@ KEYS = ("general.name", "general.basename", "general.finetune", "general.size_la
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """ACCEPT, REFUSE or UNKNOWN, and what it rests on."""
+class InstructVerdict:
+    """ACCEPT, REFUSE or UNKNOWN, and the reasons."""
 
     outcome: str
     reasons: tuple[str, ...]
 
 
-def check_instruct(metadata: Mapping[str, Any], file_name: str) -> Verdict:
-    """Reads names, tags and ancestry; the model's own name outweighs what it was made from."""
+def check_instruct(metadata: Mapping[str, Any], file_name: str) -> InstructVerdict:
+    """Judge by names, tags and ancestry; the model's own name outweighs its base model's."""
     own = {key: _text(metadata.get(key)) for key in KEYS} | {"the file name": file_name}
     tuned = [
         f"{k} {v!r} says instruction-tuned" for k, v in own.items() if _TUNED.search(v.lower())
@@ -36,17 +36,19 @@ def check_instruct(metadata: Mapping[str, Any], file_name: str) -> Verdict:
     from_base = [f"{k} {v!r} is a base model" for k, v in parents.items() if _is_base(v)]
     template = "tokenizer.chat_template" in metadata
     if base and not tuned:
-        return Verdict(REFUSE, tuple(base))
+        return InstructVerdict(REFUSE, tuple(base))
     if from_base and not tuned:
-        return Verdict(REFUSE, tuple(from_base))
+        return InstructVerdict(REFUSE, tuple(from_base))
     if tuned and not base:
         kept = (*tuned, *(() if template else ("it has no chat template",)))
-        return Verdict(ACCEPT if template else UNKNOWN, kept)
+        return InstructVerdict(ACCEPT if template else UNKNOWN, kept)
     if tuned and base:
-        return Verdict(UNKNOWN, (*tuned, *base))
+        return InstructVerdict(UNKNOWN, (*tuned, *base))
     if not template:
-        return Verdict(REFUSE, ("nothing says instruction-tuned and there is no chat template",))
-    return Verdict(UNKNOWN, ("it has a chat template, but no name says instruction-tuned",))
+        return InstructVerdict(
+            REFUSE, ("nothing says instruction-tuned and there is no chat template",)
+        )
+    return InstructVerdict(UNKNOWN, ("it has a chat template, but no name says instruction-tuned",))
 
 
 def _is_base(text: str) -> bool:

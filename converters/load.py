@@ -1,52 +1,31 @@
-"""Weight files into parameter trees: checked first, then filled tensor by tensor, in parallel."""
+"""Read weight files into parameter trees: check first, then fill tensors in parallel."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from converters import names, packed
-from converters.canonical import Canonical, check
-from converters.hf import open_directory
-from converters.hf_quantised import dequantised
-from converters.names import huggingface
-from converters.names.slots import Part, Slot, same
-from converters.source import TensorSource
 from dflash_jax.checkpoint import FLOATS
 from dflash_jax.config import (
     ALWAYS_FLOAT32,
     AttentionConfig,
     DrafterConfig,
-    TargetConfig,
-    read_json,
 )
+from dflash_jax.converters import families, packed
+from dflash_jax.converters.canonical import Canonical, check
+from dflash_jax.converters.names.slots import Slot, TensorPart, same
+from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
 
 _EXPONENTS = {FLOATS["float16"]: np.uint16(0x7C00), FLOATS["bfloat16"]: np.uint16(0x7F80)}
-CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: stays in a core's cache
+CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: fits a core's cache
 
 Params = dict[str, Any]
 Progress = Callable[[str, int], None]  # a tensor's name, and how many of its weights are done
-
-
-def load_target(directory: str | Path, config: TargetConfig, dtype: str = "float32") -> Params:
-    """A target's parameters from a Hugging Face folder, as NumPy arrays of `dtype`."""
-    where = Path(directory) / "config.json"
-    stored = read_json(where).get("quantization_config")
-    source = dequantised(open_directory(directory), stored, where=str(where))
-    found = huggingface.target(source, tied=config.tie_embeddings, folder=names.folder(config))
-    return load(found, config, dtype, where=str(directory))
-
-
-def load_drafter(directory: str | Path, config: DrafterConfig, dtype: str = "float32") -> Params:
-    """A drafter's parameters from a Hugging Face folder, as NumPy arrays of `dtype`."""
-    found = huggingface.drafter(open_directory(directory), config)
-    return load(found, config, dtype, where=str(directory))
 
 
 def load(
@@ -58,14 +37,18 @@ def load(
     specs: Mapping[str, Spec] | None = None,
     progress: Progress = lambda name, weights: None,
 ) -> Params:
-    """The parameter tree of `config`; CheckpointError names everything that does not fit it.
+    """Return the parameter tree of `config`.
 
-    Integers stay integers, and what `ALWAYS_FLOAT32` names stays float32.
+    Integers stay integers, and parameters in `ALWAYS_FLOAT32` stay float32.
 
     Args:
-      specs: how parameters are packed, by path; their parts that stay float are of `dtype`.
+      specs: how parameters are packed, by path; their float parts have `dtype`.
+
+    Raises:
+      CheckpointError: the tensors do not fit the configuration, or hold non-finite values.
+      ConfigError: the dtype is unknown.
     """
-    slots, specs = names.slots(config), specs or {}
+    slots, specs = families.slots(config), specs or {}
     check(slots, found, where=where)
     kind = float_dtype(dtype)
     packing = [slot for slot in slots if "/".join(slot.path) in specs]
@@ -73,7 +56,7 @@ def load(
     arrays = [np.empty(slot.shape, kept_as(slot, kind)) for slot in slots]
     jobs = [job for slot, array in zip(slots, arrays, strict=True) for job in _jobs(slot, array)]
 
-    def run(job: "_Job") -> None:
+    def run(job: "_ReadJob") -> None:
         job.place(found)
         progress(job.part.name, job.view.size)
 
@@ -95,7 +78,7 @@ def load(
 
 
 def _check_ids(offsets: np.ndarray, config: DrafterConfig, where: str) -> None:
-    """The tokens of a reduced vocabulary must be ascending ids of the whole one."""
+    """Check that a reduced vocabulary lists ascending ids of the whole one."""
     ids = np.arange(len(offsets)) + offsets
     if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) < 1).any():
         raise CheckpointError(
@@ -105,14 +88,14 @@ def _check_ids(offsets: np.ndarray, config: DrafterConfig, where: str) -> None:
 
 
 def kept_as(slot: Slot, dtype: np.dtype) -> np.dtype:
-    """The dtype of a parameter in a model whose weights are of `dtype`."""
+    """Return the dtype of a parameter in a model whose weights have `dtype`."""
     if slot.integer:
         return np.dtype(np.int32)
     return FLOATS["float32"] if slot.path[-1] in ALWAYS_FLOAT32 else dtype
 
 
 def read_as(source: TensorSource, name: str, dtype: np.dtype, pool: Executor) -> np.ndarray:
-    """One tensor cast to `dtype`, decoded in parallel."""
+    """Return one tensor cast to `dtype`, decoded in parallel."""
     slot = same((), name, *source.shape(name))
     array = np.empty(slot.shape, dtype)
     for _ in pool.map(lambda job: job.place(source), _jobs(slot, array)):
@@ -121,7 +104,11 @@ def read_as(source: TensorSource, name: str, dtype: np.dtype, pool: Executor) ->
 
 
 def float_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a parameter dtype's name."""
+    """Return the NumPy dtype of a parameter dtype's name.
+
+    Raises:
+      ConfigError: the name is unknown.
+    """
     try:
         return FLOATS[name]
     except (KeyError, TypeError):
@@ -129,11 +116,11 @@ def float_dtype(name: str) -> np.dtype:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """A few rows of a tensor, to be read, cast and put in their place."""
+class _ReadJob:
+    """Rows of a tensor to read, cast and copy into a parameter."""
 
-    part: Part
-    view: np.ndarray  # where they go, first axis cut to these rows
+    part: TensorPart
+    view: np.ndarray  # the destination
     rows: slice
 
     def place(self, source: TensorSource) -> None:
@@ -146,7 +133,7 @@ class _Job:
         self.view[...] = values.reshape(self.view.shape)
 
 
-def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_Job]:
+def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_ReadJob]:
     for part in slot.parts:
         view = part.view(parameter)
         width = part.shape[-1] if len(part.shape) > 1 else 1
@@ -155,18 +142,18 @@ def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_Job]:
         stride = max(1, CHUNK_BYTES // max(4 * rows * width, 1))
         for start in range(0, steps, stride):
             stop = min(start + stride, steps)
-            yield _Job(part, view[start:stop], slice(start * rows, stop * rows))
+            yield _ReadJob(part, view[start:stop], slice(start * rows, stop * rows))
 
 
 def _finite(values: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite; two-byte floats by their bits, which is faster."""
+    """Return whether all values are finite; two-byte floats by their bits, which is faster."""
     mask = _EXPONENTS.get(values.dtype)
     if mask is None:
         return bool(np.isfinite(values).all())
     return not bool((values.view(np.uint16) & mask == mask).any())
 
 
-def _not_finite(part: Part, source: TensorSource, dtype: np.dtype) -> CheckpointError:
+def _not_finite(part: TensorPart, source: TensorSource, dtype: np.dtype) -> CheckpointError:
     stored = source.read(part.name)
     with np.errstate(invalid="ignore"):  # signalling NaNs
         bad = int(stored.size - np.isfinite(stored).sum())
@@ -179,7 +166,7 @@ def _not_finite(part: Part, source: TensorSource, dtype: np.dtype) -> Checkpoint
 
 
 def tree(leaves: dict[tuple[str, ...], Any]) -> Params:
-    """Nested dicts from paths."""
+    """Return nested dicts from paths."""
     root: Params = {}
     for path, leaf in leaves.items():
         node = root

@@ -1,21 +1,10 @@
-"""Any model on disk, opened: what it is, its configuration, its tensors under our names."""
+"""Open any model on disk: its configuration, and its tensors under canonical names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from converters import names
-from converters.canonical import Canonical, Origin, check
-from converters.gguf import GgufFile, drafter, open_gguf, target
-from converters.gguf.tokenizer import stop_ids, tokenizer_files
-from converters.hf import ADAPTER, ShardedSafetensors, open_directory
-from converters.hf_quantised import dequantised
-from converters.load import Params, Progress, load
-from converters.names import huggingface, speculators
-from converters.packed import stored_specs
-from converters.taps import AUTO
-from converters.tree_source import CheckpointSource
 from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
 from dflash_jax.config import (
     DrafterConfig,
@@ -26,6 +15,17 @@ from dflash_jax.config import (
 )
 from dflash_jax.config.base import id_tuple
 from dflash_jax.config.fields import has_file
+from dflash_jax.converters import families
+from dflash_jax.converters.canonical import Canonical, Origin, check
+from dflash_jax.converters.gguf import GgufFile, drafter, open_gguf, target
+from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
+from dflash_jax.converters.hf import ADAPTER, ShardedSafetensors, open_directory
+from dflash_jax.converters.hf_quantised import dequantised
+from dflash_jax.converters.load import Params, Progress, load
+from dflash_jax.converters.names import huggingface, speculators
+from dflash_jax.converters.packed import stored_specs
+from dflash_jax.converters.taps import AUTO
+from dflash_jax.converters.tree_source import CheckpointSource
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
 
@@ -42,8 +42,8 @@ Role = Literal["target", "drafter"]
 
 
 @dataclass(frozen=True)
-class Model:
-    """A model whose configuration has been read and whose tensors have not."""
+class StoredModel:
+    """A model whose configuration was read; its tensors are read on demand."""
 
     path: Path
     role: Role
@@ -53,8 +53,12 @@ class Model:
     notes: tuple[str, ...]
 
     def check(self) -> None:
-        """Raises CheckpointError unless the tensors are exactly those of the configuration."""
-        check(names.slots(self.config), self.tensors, where=str(self.path))
+        """Check that the tensors are exactly those of the configuration.
+
+        Raises:
+          CheckpointError: they are not.
+        """
+        check(families.slots(self.config), self.tensors, where=str(self.path))
 
     def load(
         self,
@@ -63,20 +67,28 @@ class Model:
         *,
         specs: Mapping[str, Spec] | None = None,
     ) -> Params:
-        """The parameter tree as NumPy arrays of `dtype`; some of it packed, by path."""
+        """Return the parameter tree as NumPy arrays of `dtype`.
+
+        Args:
+          specs: how parameters are packed, by path.
+
+        Raises:
+          CheckpointError: the tensors do not fit the configuration, or hold non-finite values.
+        """
         if isinstance(self.tensors.source, CheckpointSource) and not specs:
             return self.tensors.source.checkpoint.load(dtype)
         where = str(self.path)
         return load(self.tensors, self.config, dtype, where=where, specs=specs, progress=progress)
 
     def stored(self) -> dict[str, Spec]:
-        """How matrices are packed in the file, by path: those that can stay as they are."""
+        """Return how the file packs the matrices that can be used as they are, by path."""
         return stored_specs(self.tensors, self.config)
 
     def companions(self) -> dict[str, str | Path]:
-        """Tokenizer and generation files by name: texts where rebuilt, paths where they exist.
+        """Return tokenizer and generation files by name, as rebuilt texts or existing paths.
 
-        Raises TokenizerError for a file whose tokenizer cannot be rebuilt.
+        Raises:
+          TokenizerError: a file's tokenizer cannot be rebuilt.
         """
         if isinstance(self.tensors.source, GgufFile):
             return dict(tokenizer_files(self.tensors.source.metadata))
@@ -84,19 +96,25 @@ class Model:
 
 
 def companions(folder: Path) -> dict[str, str | Path]:
-    """Tokenizer and generation files of a folder, by name.
+    """Return tokenizer and generation files of a folder, by name.
 
-    Raises CheckpointError if one of them is no file.
+    Raises:
+      CheckpointError: one of them is not a file.
     """
     paths = (*(folder / name for name in COMPANIONS), *folder.glob(MORE_TEMPLATES))
     return {path.relative_to(folder).as_posix(): path for path in paths if has_file(path)}
 
 
-def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) -> Model:
-    """A Hugging Face folder, a speculators folder, one of our checkpoints or a .gguf file.
+def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) -> StoredModel:
+    """Open a Hugging Face folder, a speculators folder, a checkpoint or a .gguf file.
 
-    `taps` chooses the numbering of a drafter's tapped layers where the file leaves doubt.
-    Raises ConfigError if it is not of the `role` asked for.
+    Args:
+      role: the expected role; None accepts both.
+      taps: the numbering of a drafter's target layers, for files that leave it open.
+
+    Raises:
+      ConfigError: the model cannot be run, or has another role.
+      CheckpointError: its files are missing or damaged.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
@@ -112,30 +130,32 @@ def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) 
     return model
 
 
-def _from_gguf(source: GgufFile, taps: str) -> Model:
+def _from_gguf(source: GgufFile, taps: str) -> StoredModel:
     architecture = source.metadata.get("general.architecture")
     layout = f"GGUF, architecture {architecture}"
     if architecture in drafter.DRAFTER_ARCHITECTURES:
         config, dialect = drafter.read_config(source, taps)
         tensors = drafter.canonical(source, config)
         notes = (dialect.taps.line(), *dialect.notes, *source.notes)
-        return Model(source.path, "drafter", f"{layout} ({dialect.name})", config, tensors, notes)
+        return StoredModel(
+            source.path, "drafter", f"{layout} ({dialect.name})", config, tensors, notes
+        )
     found = target.read_config(source, stop_ids(source.metadata))
     tensors = target.canonical(source, found)
-    return Model(source.path, "target", layout, found, tensors, source.notes)
+    return StoredModel(source.path, "target", layout, found, tensors, source.notes)
 
 
-def _from_checkpoint(path: Path) -> Model:
+def _from_checkpoint(path: Path) -> StoredModel:
     source = CheckpointSource(open_checkpoint(path))
     config = source.checkpoint.config
     role: Role = "drafter" if isinstance(config, DrafterConfig) else "target"
     if not isinstance(config, TargetConfig | DrafterConfig):
         raise CheckpointError(f"{path} holds a {type(config).__name__}; expected a model")
     tensors = Canonical(source, {name: Origin(name) for name in source.names()}, {})
-    return Model(path, role, "our checkpoint (orbax)", config, tensors, ())
+    return StoredModel(path, role, "our checkpoint (orbax)", config, tensors, ())
 
 
-def _from_folder(path: Path, taps: str) -> Model:
+def _from_folder(path: Path, taps: str) -> StoredModel:
     where = str(path / "config.json")
     files = sorted(p.name for p in path.glob("*.gguf")) if path.is_dir() else []
     if files and not (path / "config.json").is_file():
@@ -151,23 +171,23 @@ def _from_folder(path: Path, taps: str) -> Model:
         fields, read = speculators.published_fields(fields, where=where, choice=taps)
         config = huggingface.owned(source, drafter_config(fields, where))
         tensors = huggingface.drafter(source, config)
-        return Model(path, "drafter", "speculators", config, tensors, (read.line(), *notes))
+        return StoredModel(path, "drafter", "speculators", config, tensors, (read.line(), *notes))
     if "dflash_config" in fields or "target_layer_ids" in fields:
         config = huggingface.owned(source, drafter_config(fields, where))
         line = f"taps: {list(config.target_layer_ids)}, zero-based by definition of this layout"
         tensors = huggingface.drafter(source, config)
-        return Model(path, "drafter", "Hugging Face (z-lab)", config, tensors, (line, *notes))
+        return StoredModel(path, "drafter", "Hugging Face (z-lab)", config, tensors, (line, *notes))
     fields["eos_token_id"] = _stop_ids(fields, path)
     found = target_config(fields, where)
-    tensors = huggingface.target(source, tied=found.tie_embeddings, folder=names.folder(found))
+    tensors = huggingface.target(source, tied=found.tie_embeddings, folder=families.folder(found))
     if found.tie_embeddings and "lm_head.weight" in tensors.names():
         found = replace(found, tie_embeddings=False)
         notes = (*notes, "head: the file's own, though tie_word_embeddings is true: they differ")
-    return Model(path, "target", "Hugging Face", found, tensors, notes)
+    return StoredModel(path, "target", "Hugging Face", found, tensors, notes)
 
 
 def _stop_ids(fields: dict[str, Any], path: Path) -> list[int]:
-    """End tokens of config.json, then those generation_config.json adds."""
+    """Return end tokens of config.json, then those of generation_config.json."""
     generation = path / "generation_config.json"
     both = [fields, read_json(generation) if has_file(generation) else {}]
     return list(dict.fromkeys(i for f in both for i in id_tuple(f.get("eos_token_id"))))

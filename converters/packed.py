@@ -1,4 +1,4 @@
-"""Matrices that stay packed: ggml blocks rearranged, or floats quantised while they are read."""
+"""Packed matrices: ggml blocks, rearranged, or floats that are quantised on reading."""
 
 import dataclasses
 import os
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from converters import names
-from converters.canonical import Canonical
-from converters.gguf.file import GgufFile
-from converters.names.slots import Part, Path, Slot
-from converters.quants.types import BY_NAME
 from dflash_jax.config import AttentionConfig
+from dflash_jax.converters import families
+from dflash_jax.converters.canonical import Canonical
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
+from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.errors import CheckpointError
 from dflash_jax.quant.layouts import (
     FLOAT,
@@ -34,11 +34,11 @@ Fill = Callable[[Slot, Any], np.ndarray]  # reads a parameter in a dtype; None i
 
 
 def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
-    """How the file keeps each matrix that can stay as it is, by path; empty but for GGUF."""
+    """Return how the file packs each matrix that can be used as it is, by path; GGUF only."""
     if not isinstance(found.source, GgufFile):
         return {}
     chosen = {}
-    for slot in names.slots(config):
+    for slot in families.slots(config):
         if slot.path[-1] in MATRICES | {TABLE}:
             kinds = [_kind(found, part) for part in slot.parts]
             if any(kinds):
@@ -48,8 +48,12 @@ def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
 
 def read(
     found: Canonical, slots: list[Slot], specs: Mapping[str, Spec], fill: Fill
-) -> dict[Path, Packed | Joined]:
-    """Packed parameters by path. `fill` reads what is quantised here or stays float."""
+) -> dict[Keys, Packed | Joined]:
+    """Return packed parameters by path.
+
+    Args:
+      fill: reads parameters that are quantised here or stay float.
+    """
 
     def one(slot: Slot) -> Packed | Joined:
         how = specs["/".join(slot.path)]
@@ -66,7 +70,7 @@ def read(
         return dict(zip((s.path for s in slots), pool.map(one, slots), strict=True))
 
 
-def _kind(found: Canonical, part: Part) -> str:
+def _kind(found: Canonical, part: TensorPart) -> str:
     if part.name not in found.origins:
         return FLOAT
     kind, columns = found.kind(part.name), found.origins[part.name].columns
@@ -76,7 +80,7 @@ def _kind(found: Canonical, part: Part) -> str:
 
 
 def _moved(columns: np.ndarray, kind: str) -> np.ndarray | None:
-    """An order of columns as one of blocks; None where it would tear blocks apart."""
+    """Return an order of columns as an order of blocks; None if it would split blocks."""
     size = BY_NAME[kind].block_size
     first = columns[::size]
     whole = (first[:, None] + np.arange(size)).reshape(-1)
@@ -84,7 +88,7 @@ def _moved(columns: np.ndarray, kind: str) -> np.ndarray | None:
 
 
 def _as_stored(found: Canonical, slot: Slot, kinds: list[str]) -> bool:
-    """Whether blocks of the file are kept, rather than floats quantised."""
+    """Return whether the file's blocks are used, instead of quantising floats."""
     return isinstance(found.source, GgufFile) and {_kind(found, p) for p in slot.parts} == {*kinds}
 
 
@@ -96,8 +100,8 @@ def _spec(slot: Slot, kinds: list[str]) -> Spec:
     return axes[0], tuple(zip(kinds, widths, strict=True))
 
 
-def _place(slot: Slot, part: Part) -> tuple[int, int]:
-    """The axis of the parameter that its parts divide, and the width of one."""
+def _place(slot: Slot, part: TensorPart) -> tuple[int, int]:
+    """Return the axis that divides a parameter into its parts, and the width of a part."""
     for axis, chosen in zip(part.axes, part.select, strict=False):
         if isinstance(chosen, int):
             return axis, 1
@@ -107,7 +111,7 @@ def _place(slot: Slot, part: Part) -> tuple[int, int]:
 
 
 def _uniform(found: Canonical, slot: Slot, kind: str) -> Packed:
-    """All parts in one array, in the order of the parameter's columns."""
+    """Return all parts as one array, in the order of the parameter's columns."""
     columns = slot.shape[1:]
     arrays = {
         name: np.empty((rows, *columns), dtype)
@@ -122,16 +126,16 @@ def _uniform(found: Canonical, slot: Slot, kind: str) -> Packed:
 
 
 def _alone(
-    found: Canonical, slot: Slot, part: Part, axis: int, kind: str, width: int, fill: Fill
+    found: Canonical, slot: Slot, part: TensorPart, axis: int, kind: str, width: int, fill: Fill
 ) -> Any:
-    """One part of a parameter as a weight of its own."""
+    """Return one part of a parameter as a separate weight."""
     shape = (*slot.shape[:axis], width, *slot.shape[axis + 1 :])
     select = tuple(0 if isinstance(s, int) else slice(None) for s in part.select)
     own = Slot(slot.path, shape, (dataclasses.replace(part, select=select),))
     return _uniform(found, own, kind) if kind else fill(own, None)
 
 
-def _blocks(found: Canonical, part: Part, kind: str) -> Arrays:
+def _blocks(found: Canonical, part: TensorPart, kind: str) -> Arrays:
     origin, source = found.origins[part.name], found.source
     assert isinstance(source, GgufFile)
     raw = source.raw(origin.name)

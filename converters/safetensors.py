@@ -1,4 +1,4 @@
-"""safetensors files: the header checked entry by entry, tensors mapped and read lazily."""
+"""safetensors files: headers are checked entry by entry, tensors mapped and read lazily."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from converters.source import Rows, as_rows, map_file
+from dflash_jax.converters.source import Rows, as_rows, map_file
 from dflash_jax.errors import CheckpointError
 
 DTYPES: dict[str, np.dtype] = {
@@ -47,9 +47,9 @@ class Entry:
 
 
 class SafetensorsFile:
-    """One mapped .safetensors file; see `converters.source.TensorSource`."""
+    """One mapped .safetensors file, as a `TensorSource`."""
 
-    def __init__(self, path: Path, buffer: mmap.mmap, data_start: int, header: "Header"):
+    def __init__(self, path: Path, buffer: mmap.mmap, data_start: int, header: "SafetensorsHeader"):
         self.path = path
         self.metadata = header.metadata
         self._buffer = buffer
@@ -57,22 +57,28 @@ class SafetensorsFile:
         self._entries = {entry.name: entry for entry in header.entries}
 
     def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in file order."""
         return tuple(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of `read`."""
         return DTYPES[self._entry(name).kind]
 
     def kind(self, name: str) -> str:
+        """Return the stored type, as its format spells it."""
         return self._entry(name).kind
 
     def nbytes(self, name: str) -> int:
+        """Return the number of bytes in the file."""
         entry = self._entry(name)
         return entry.end - entry.begin
 
     def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
         entry = self._entry(name)
         count = math.prod(entry.shape)
         if count == 0:
@@ -82,6 +88,7 @@ class SafetensorsFile:
         return flat.reshape(entry.shape)
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
         return as_rows(self.read(name))[rows]
 
     def _entry(self, name: str) -> Entry:
@@ -94,7 +101,7 @@ class SafetensorsFile:
 
 
 @dataclass(frozen=True)
-class Header:
+class SafetensorsHeader:
     """A checked header: tensors ordered by offset, and the free-text metadata."""
 
     entries: tuple[Entry, ...]
@@ -102,7 +109,11 @@ class Header:
 
 
 def open_safetensors(path: str | Path) -> SafetensorsFile:
-    """The mapped file, once its header has passed every check."""
+    """Map a file and check its header.
+
+    Raises:
+      CheckpointError: the file is missing, truncated or malformed.
+    """
     path = Path(path)
     buffer = map_file(path)
     if len(buffer) < 8:
@@ -121,8 +132,12 @@ def open_safetensors(path: str | Path) -> SafetensorsFile:
     return SafetensorsFile(path, buffer, 8 + length, header)
 
 
-def parse_header(raw: bytes, *, where: str) -> Header:
-    """The entries of a JSON header; anything malformed is refused with its place."""
+def parse_header(raw: bytes, *, where: str) -> SafetensorsHeader:
+    """Return the entries of a JSON header.
+
+    Raises:
+      CheckpointError: the header is malformed; the message names the place.
+    """
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{where}: the header does not start with '{{'; not safetensors")
     try:
@@ -140,7 +155,7 @@ def parse_header(raw: bytes, *, where: str) -> Header:
         )
     entries = [_entry(name, fields[name], where) for name in fields]
     entries.sort(key=lambda entry: (entry.begin, entry.end))
-    return Header(tuple(entries), metadata)
+    return SafetensorsHeader(tuple(entries), metadata)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -191,7 +206,7 @@ def _is_counts(value: Any) -> bool:
 
 
 def _check_tiling(entries: tuple[Entry, ...], size: int, *, where: str) -> None:
-    """Tensors must cover the data exactly: no overlap, no hole, nothing past the end."""
+    """Check that tensors cover the data exactly: no overlap, no gap, nothing past the end."""
     last = max((entry.end for entry in entries), default=0)
     if last > size:
         first = next(entry.name for entry in entries if entry.end > size)

@@ -1,4 +1,4 @@
-"""Writes .safetensors files tensor by tensor; the same tensors give the same bytes."""
+"""Write .safetensors files tensor by tensor; the same tensors give the same bytes."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from converters.safetensors import DTYPES
+from dflash_jax.converters.safetensors import DTYPES
 
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
@@ -23,13 +23,14 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_safetensors(
     path: Path, tensors: Sequence[Planned], read: Callable[[Planned], np.ndarray]
 ) -> None:
-    """One file; `read` is asked for each tensor in turn, so that only one is held at a time."""
+    """Write one file; `read` is called for each tensor in turn, so that one is in memory."""
     entries, position = {}, 0
     for tensor in tensors:
         entries[tensor.name] = {
@@ -48,5 +49,5 @@ def write_safetensors(
 
 
 def flat_bytes(array: np.ndarray) -> np.ndarray:
-    """The row-major bytes of an array, as uint8 [bytes]; a view if it is contiguous."""
+    """Return the row-major bytes of an array, uint8 [bytes]; a view if it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Which target layers a drafter reads: the two numberings in use, and when a file is ambiguous.
+"""Which target layers a drafter reads: the two numberings, and when a file is ambiguous.
 
 Raw: id i is the output of decoder layer i. Plus one: the same tensor is called i + 1 (the input
 of the next layer). Ours is raw. The numbers alone cannot tell which was meant.
@@ -36,16 +36,16 @@ MAX_TAPS = 64
 
 @dataclass(frozen=True)
 class Taps:
-    """Raw tap ids, and how they were found out."""
+    """Raw tap ids, and how they were determined."""
 
     ids: tuple[int, ...]
     written: tuple[int, ...]
     source: str  # the key they were written under
     convention: str
-    chosen: bool  # by the user, rather than by the rules of the dialect
+    chosen: bool  # by the user, not by the rules of the dialect
 
     def line(self) -> str:
-        """One line for a report."""
+        """Return one line for a report."""
         how = "as chosen" if self.chosen else "as this key is defined"
         written = f"{self.source} {list(self.written)}"
         return f"taps: {list(self.ids)} = {written} read as {self.convention}, {how}"
@@ -54,10 +54,15 @@ class Taps:
 def read_taps(
     written: Sequence[int], *, source: str, convention: str | None, choice: str, where: str
 ) -> Taps:
-    """Raw ids from what is written under a key.
+    """Return raw ids from the ids that a file stores under a key.
 
-    `convention` is what the key means by definition, None if writers disagree. Raises
-    CheckpointError with both readings where the file is ambiguous and `choice` is "auto".
+    Args:
+      convention: the numbering that the key has by definition; None if writers disagree.
+      choice: the user's choice of a numbering.
+
+    Raises:
+      CheckpointError: the file is ambiguous and `choice` is "auto"; the message has both readings.
+      ConfigError: `choice` is unknown, or the ids are not layers of a target.
     """
     choice = current_value("layer_ids", choice)
     if choice not in CHOICES:

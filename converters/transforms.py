@@ -1,17 +1,17 @@
-"""Names the mistake when a tensor is off by a known transform rather than by rounding."""
+"""Recognise known transforms in the difference of two tensors."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from converters.names.gguf import half_split_rows
-from converters.source import as_rows
+from dflash_jax.converters.names.gguf import half_split_rows
+from dflash_jax.converters.source import as_rows
 
 MAX_WEIGHTS = 1 << 26
 
 
 def guess(first: np.ndarray, second: np.ndarray, head_dim: int, limit: float) -> str:
-    """What makes the second tensor equal to the first within `limit` relative RMS, or ""."""
+    """Return the transform that makes the tensors equal within `limit` relative RMS, or ""."""
     if first.size > MAX_WEIGHTS:
         return ""
     a, b = first.astype(np.float64), second.astype(np.float64)

@@ -1,4 +1,4 @@
-"""A parameter tree seen as canonical tensors, for export and comparison."""
+"""A parameter tree as canonical tensors, for export and comparison."""
 
 import functools
 import math
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from converters import names
-from converters.names.slots import Part
-from converters.source import Rows, as_rows
 from dflash_jax.checkpoint import Checkpoint, Keys, Leaf, Params
 from dflash_jax.config import AttentionConfig
+from dflash_jax.converters import families
+from dflash_jax.converters.names.slots import TensorPart
+from dflash_jax.converters.source import Rows, as_rows
 from dflash_jax.errors import CheckpointError
 
 KINDS = {
@@ -24,19 +24,19 @@ KINDS = {
 
 
 class TreeSource:
-    """See `converters.source.TensorSource`; leaves are NumPy arrays or convert to them."""
+    """A `TensorSource` over a parameter tree, whose leaves are NumPy arrays or convert to them."""
 
     def __init__(self, params: Params, config: AttentionConfig):
         self._params = params
-        slots = names.slots(config)
+        slots = families.slots(config)
         found = {slot.path: leaf(params, slot.path) for slot in slots}
         self._describe({path: _described(x) for path, x in found.items() if x is not None}, config)
 
     def _describe(self, leaves: Mapping[Keys, Leaf], config: AttentionConfig) -> None:
-        self._parts: dict[str, tuple[Part, Keys]] = {}
+        self._parts: dict[str, tuple[TensorPart, Keys]] = {}
         self._leaves = leaves
         lines = []
-        for slot in names.slots(config):
+        for slot in families.slots(config):
             found = leaves.get(slot.path)
             if found is None or found.shape != slot.shape:
                 said = "missing" if found is None else f"of shape {list(found.shape)}"
@@ -50,30 +50,37 @@ class TreeSource:
             )
 
     def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in file order."""
         return tuple(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         return self._parts[name][0].shape
 
     def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of `read`."""
         return self._leaves[self._parts[name][1]].dtype
 
     def kind(self, name: str) -> str:
+        """Return the stored type, as its format spells it."""
         return KINDS.get(self.dtype(name).name, self.dtype(name).name)
 
     def nbytes(self, name: str) -> int:
+        """Return the number of bytes in the file."""
         return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
         return np.ascontiguousarray(self._view(name)).reshape(self.shape(name))
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
         view, shape = self._view(name), self.shape(name)
         width = shape[-1] if len(shape) > 1 else 1
         each, rest = divmod(view.size // view.shape[0], width)
         if not isinstance(rows, slice) or rest:
             return as_rows(self.read(name))[rows]
-        first, last, _ = rows.indices(view.size // width)  # only what holds these rows is copied
+        first, last, _ = rows.indices(view.size // width)  # copies only what holds these rows
         part = np.ascontiguousarray(view[first // each : -(-last // each)]).reshape(-1, width)
         start = first - first // each * each
         return part[start : start + max(last - first, 0)]
@@ -87,7 +94,7 @@ class TreeSource:
 
 
 class CheckpointSource(TreeSource):
-    """One of our checkpoints; all of it is read when the first tensor is."""
+    """A checkpoint of dflash_jax; reading the first tensor reads all of it."""
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
@@ -99,7 +106,7 @@ class CheckpointSource(TreeSource):
 
 
 def leaf(params: Any, path: Keys) -> Any:
-    """The leaf of a tree, or None."""
+    """Return the leaf of a tree, or None."""
     for key in path:
         if not isinstance(params, dict) or key not in params:
             return None

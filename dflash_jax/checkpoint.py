@@ -10,7 +10,6 @@ imported only when weights are written or read.
 
 import dataclasses
 import functools
-import importlib
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from dflash_jax.config import ALWAYS_FLOAT32, AttentionConfig
+from dflash_jax.config.family import config_classes
 from dflash_jax.config.fields import has_file
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.utils.atomic import MANIFEST, copy_companions, new_path
@@ -35,16 +35,6 @@ Keys = tuple[str, ...]  # path of a leaf
 
 WEIGHTS = "weights"
 FORMAT, VERSION = "dflash_jax checkpoint", 1
-CONFIGS = {  # class of a configuration: its file in dflash_jax/config
-    "DFlash2Config": "dflash2",
-    "DSparkConfig": "dspark",
-    "DrafterConfig": "dflash",
-    "Gemma4Config": "gemma4",
-    "GptOssConfig": "gpt_oss",
-    "HybridConfig": "qwen3_5",
-    "Qwen3MoeConfig": "qwen3_moe",
-    "TargetConfig": "base",
-}
 FLOATS = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -289,9 +279,7 @@ def _read_dtype(keys: Keys, leaf: Leaf, dtype: str | None) -> np.dtype:
 
 
 def _config(written: Mapping[str, Any]) -> AttentionConfig:
-    name = written["class"]
-    module = importlib.import_module(f"dflash_jax.config.{CONFIGS[name]}")
-    return getattr(module, name).from_json(written["fields"])
+    return config_classes()[written["class"]].from_json(written["fields"])
 
 
 def checksum(path: Path) -> int:

@@ -14,7 +14,7 @@ import jax
 
 from dflash_jax.checkpoint import is_checkpoint
 from dflash_jax.compiler.cache import CompilationCache, use_compilation_cache
-from dflash_jax.compiler.models import weight_specs
+from dflash_jax.compiler.models import model_axes, weight_specs
 from dflash_jax.compiler.resolve import resolve_here, wide_block
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.compiler.sharding import device_mesh, param_shardings
@@ -106,7 +106,7 @@ def load(
 
 
 class OpenModel(Protocol):
-    """A model on disk, as `converters.models.open_model` returns it."""
+    """A model on disk, as `dflash_jax.converters.models.open_model` returns it."""
 
     @property
     def path(self) -> Path:
@@ -170,7 +170,8 @@ class OpenPair:
         set_weight_layout(params, plan.weight_layout)
         params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
-        where = None if mesh is None else param_shardings(mesh, params)
+        axes = model_axes(target, drafter)
+        where = None if mesh is None else param_shardings(mesh, params, axes)
         params = params if plan.two_devices else jax.device_put(params, where)
         return Engine(target, drafter, params, plan, tokenizer=self.tokenizer, progress=progress)
 
@@ -200,7 +201,7 @@ def open_pair(
 ) -> OpenPair:
     """Open a pair without reading its weights; arguments and errors as for `load`."""
     tune_allocator()
-    from converters.models import open_model
+    from dflash_jax.converters.models import open_model
 
     target_path, drafter_path = _paths(target, drafter)
     model = open_model(target_path, role="target")
@@ -255,14 +256,14 @@ def _config(path: Path, read: Callable[[Path], Config]) -> Config:
     """Return the config of a .gguf file, of a folder with weights, or of a bare config.json."""
     if path.is_dir() and not is_checkpoint(path) and not list(path.glob("*.safetensors")):
         return read(path)
-    from converters.models import open_model
+    from dflash_jax.converters.models import open_model
 
     return open_model(path).config
 
 
 def _read_drafter(directory: Path) -> DrafterConfig:
     """Return the config of a drafter's config.json, in the published or speculators' layout."""
-    from converters.names import speculators
+    from dflash_jax.converters.names import speculators
 
     where = str(directory / "config.json")
     fields = read_json(directory / "config.json")
@@ -335,7 +336,7 @@ def load_target(
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype is {dtype!r}; expected float32, bfloat16 or float16")
     use_compilation_cache(compilation_cache)
-    from converters.models import open_model
+    from dflash_jax.converters.models import open_model
 
     model, shown = open_model(locate(source, "target"), role="target"), is_shown(progress)
     default_device()  # raises before weights are read

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 
 from dflash_jax.compiler import resolve
 from dflash_jax.compiler.models import abstract_params, weight_specs
-from dflash_jax.config import ALWAYS_FLOAT32, DrafterConfig, RopeConfig, TargetConfig
+from dflash_jax.config import ALWAYS_FLOAT32, DrafterConfig, RopeConfig, TargetConfig, read_json
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.config.gemma4 import Gemma4Config
@@ -191,6 +192,29 @@ def random_params(
         for name in tree.keys() & set(TABLES):
             tree[name] = (tree[name] * np.sqrt(len(tree[name]))).astype(tree[name].dtype)
     return params
+
+
+def folder_params(
+    directory: str | Path, config: TargetConfig | DrafterConfig, dtype: str = "float32"
+) -> dict[str, Any]:
+    """Return the parameters in a Hugging Face folder, as NumPy arrays, by a given configuration.
+
+    Raises:
+      CheckpointError: the weights are not those of the configuration.
+    """
+    from dflash_jax.converters import families, hf, hf_quantised
+    from dflash_jax.converters.load import load
+    from dflash_jax.converters.names import huggingface
+
+    source, where = hf.open_directory(directory), Path(directory) / "config.json"
+    if isinstance(config, DrafterConfig):
+        found = huggingface.drafter(source, config)
+    else:
+        stored = read_json(where).get("quantization_config")
+        source = hf_quantised.dequantised(source, stored, where=str(where))
+        folder = families.folder(config)
+        found = huggingface.target(source, tied=config.tie_embeddings, folder=folder)
+    return load(found, config, dtype, where=str(directory))
 
 
 def random_engine(

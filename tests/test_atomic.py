@@ -19,8 +19,8 @@ ORACLE = Path(__file__).parent / "oracle"
 KILLED = """
 import json, os, random, shutil, signal, sys, time
 from pathlib import Path
-from converters.convert import convert
-from converters.models import open_model
+from dflash_jax.converters.convert import convert
+from dflash_jax.converters.models import open_model
 import orbax.checkpoint
 
 source, home, to, replaces, count = json.loads(sys.argv[1])

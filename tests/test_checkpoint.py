@@ -16,6 +16,7 @@ import pytest
 from dflash_jax import checkpoint
 from dflash_jax.checkpoint import open_checkpoint, save
 from dflash_jax.config import AttentionConfig, DrafterConfig
+from dflash_jax.config.family import config_classes
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import pack
 from dflash_jax.quant.products import set_weight_layout
@@ -98,7 +99,7 @@ def test_no_configuration_class_is_forgotten():
         return {kind}.union(*(below(child) for child in kind.__subclasses__()))
 
     ours = {c for c in below(AttentionConfig) if c.__module__.startswith("dflash_jax.config")}
-    assert {c.__name__ for c in ours} == {*checkpoint.CONFIGS, "AttentionConfig"}
+    assert {c.__name__ for c in ours} == {*config_classes(), "AttentionConfig"}
 
 
 def test_an_existing_place_is_kept_and_a_failure_leaves_nothing(path, monkeypatch):

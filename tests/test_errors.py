@@ -12,7 +12,9 @@ from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import RequestError, install_hint
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [path for top in ("dflash_jax", "converters") for path in (ROOT / top).rglob("*.py")]
+SOURCES = [
+    path for top in ("dflash_jax", "converters", "recipes") for path in (ROOT / top).rglob("*.py")
+]
 
 
 def hinted(path: Path) -> set[str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import dflash_jax as dj
-from converters.convert import convert
-from converters.models import COMPANIONS, open_model
 from dflash_jax.config import read_target_config
+from dflash_jax.converters.convert import convert
+from dflash_jax.converters.models import COMPANIONS, open_model
 from dflash_jax.errors import CheckpointError
 from dflash_jax.loading import locate, open_pair
 from dflash_jax.tokenizer import FILES, MORE_TEMPLATES, Tokenizer

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CHEAP = ("01_quickstart",)
 
-# What comes with `pip install '.[train,plot]'`, which is all that the README asks for.
-KNOWN = ("converters", "dflash_jax", "jax", "matplotlib", "numpy")
+# What comes with `pip install -e '.[train,plot]'`, which is all that the README asks for.
+KNOWN = ("dflash_jax", "jax", "matplotlib", "numpy", "recipes")
 
 # Runs the code cells in one namespace, as a kernel would, and draws without a screen.
 RUN = """

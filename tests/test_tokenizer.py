@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders
 
-from converters.models import companions
 from dflash_jax import chat_template
+from dflash_jax.converters.models import companions
 from dflash_jax.errors import CheckpointError, InterruptedRequestError, RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer

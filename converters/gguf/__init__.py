@@ -1,5 +1,5 @@
 """GGUF files: a reader that checks every bound, and a writer for export."""
 
-from converters.gguf.file import GgufFile, open_gguf
+from dflash_jax.converters.gguf.file import GgufFile, open_gguf
 
 __all__ = ["GgufFile", "open_gguf"]

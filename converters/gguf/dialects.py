@@ -1,12 +1,12 @@
-"""The GGUF dialects DFlash drafters are published in: where each keeps what."""
+"""The GGUF dialects of published DFlash drafters: their keys and tensor names."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from converters.gguf.fields import Fields
-from converters.gguf.header import GgufArray
-from converters.taps import PLUS_ONE, RAW, Taps, read_taps
+from dflash_jax.converters.gguf.fields import GgufFields
+from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.taps import PLUS_ONE, RAW, Taps, read_taps
 from dflash_jax.errors import CheckpointError, ConfigError
 
 UPSTREAM = "dflash"
@@ -17,7 +17,7 @@ DRAFTER_ARCHITECTURES = {
     "gemma4-dflash-draft": "lucebox",
 }
 
-# Tap keys under the architecture's prefix, and what each means; None: writers disagree.
+# Tap keys below the architecture's prefix, and their numbering; None if writers disagree.
 UPSTREAM_TAPS = {
     "target_layers": PLUS_ONE,
     "target_layer_ids": None,
@@ -25,46 +25,12 @@ UPSTREAM_TAPS = {
 }
 OTHER_TAPS = {"dflash.target_layer_ids": RAW, "target_layer_ids": RAW}
 
-# Every spelling of a canonical tensor; {} is the layer. Exactly one must be present.
-CONFIDENCE = "confidence_head.proj.weight"
-OUTER = {
-    "fc.weight": ("fc.weight", "dflash_fc.weight", "dflash.fc.weight"),
-    "hidden_norm.weight": (
-        "enc.output_norm.weight",
-        "hidden_norm.weight",
-        "dflash_hidden_norm.weight",
-        "dflash.hidden_norm.weight",
-    ),
-    "norm.weight": ("output_norm.weight",),
-}
-IN_LAYER = {
-    "post_attention_layernorm.weight": ("ffn_norm.weight", "post_attention_norm.weight"),
-    "attention_conv.base_kernel": ("attn_conv_base",),
-    "attention_conv.kernel_projection.weight": ("attn_conv_proj.weight",),
-    "mlp_conv.base_kernel": ("ffn_conv_base",),
-    "mlp_conv.kernel_projection.weight": ("ffn_conv_proj.weight",),
-}
-OUTER |= {
-    "candidate_selector.hidden_projection.weight": (
-        "selector_hidden.weight",
-        "selector_hproj.weight",
-    ),
-    "candidate_selector.predecessor_codebook": ("selector_predecessor.weight", "selector_pred"),
-    "candidate_selector.successor_codebook": ("selector_successor.weight", "selector_succ"),
-    "markov_head.markov_w1.weight": ("markov_w1.weight",),
-    "markov_head.markov_w2.weight": ("markov_w2.weight",),
-    CONFIDENCE: ("conf_proj.weight", "confidence_proj.weight"),
-    "confidence_head.proj.bias": ("conf_proj.bias", "confidence_proj.bias"),
-    "d2t": ("d2t",),
-    "embed_tokens.weight": ("token_embd.weight",),
-    "lm_head.weight": ("output.weight",),
-}
 BORROWED = {
     "token_embd.weight": "borrowed from the target",
     "output.weight": "borrowed from the target",
     "rope_freqs.weight": "recomputed from the configuration",
 }
-# Tensors of relatives that need a model this version does not have, or whose form is not known.
+# Tensors of related drafters that are not supported, or whose form is not known.
 RELATIVES = {
     "dflash.dspark": "DSpark in lucebox's layout",
     "domino": "Domino",
@@ -77,7 +43,7 @@ RELATIVES = {
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a drafter file says beyond its geometry."""
+    """Settings of a drafter file besides its geometry."""
 
     name: str
     taps: Taps
@@ -88,8 +54,12 @@ class Dialect:
     notes: tuple[str, ...]
 
 
-def read_dialect(fields: Fields, choice: str) -> Dialect:
-    """The drafter's own settings; whatever is missing or ambiguous is refused, never guessed."""
+def read_dialect(fields: GgufFields, choice: str) -> Dialect:
+    """Return the drafter's settings.
+
+    Raises:
+      ConfigError, CheckpointError: a setting is missing, ambiguous or contradictory.
+    """
     upstream = fields.architecture == UPSTREAM
     name = DRAFTER_ARCHITECTURES[fields.architecture]
     if upstream and fields.get("hyper_connection.count"):
@@ -108,8 +78,8 @@ def read_dialect(fields: Fields, choice: str) -> Dialect:
     )
 
 
-def _notes(fields: Fields, causal: bool | None) -> Iterator[str]:
-    """What was decided without the file's help."""
+def _notes(fields: GgufFields, causal: bool | None) -> Iterator[str]:
+    """Yield notes on settings that the file leaves open."""
     if causal is None:
         ignored = " (its attention.causal is ignored: writers of this dialect always set it)"
         said = ignored if fields.get("attention.causal") is not None else ""
@@ -118,7 +88,7 @@ def _notes(fields: Fields, causal: bool | None) -> Iterator[str]:
         yield "the file has no embedding scale; the target's is used"
 
 
-def _taps(fields: Fields, keys: Mapping[str, str | None], choice: str) -> Taps:
+def _taps(fields: GgufFields, keys: Mapping[str, str | None], choice: str) -> Taps:
     present = [key for key in keys if fields.get(key) is not None]
     if not present:
         listed = " or ".join(f"{fields.architecture}.{key}" for key in keys)
@@ -144,12 +114,12 @@ def _taps(fields: Fields, keys: Mapping[str, str | None], choice: str) -> Taps:
     return readings[0]
 
 
-def _number(fields: Fields, keys: tuple[str, ...], limit: int) -> int:
+def _number(fields: GgufFields, keys: tuple[str, ...], limit: int) -> int:
     key = next((k for k in keys if fields.get(k) is not None), keys[0])
     return fields.count(key, limit)
 
 
-def _mask(fields: Fields) -> int:
+def _mask(fields: GgufFields) -> int:
     keys = ["tokenizer.ggml.mask_token_id"]
     keys += [f"{fields.architecture}.{k}" for k in ("dflash.mask_token_id", "mask_token_id")]
     found = {key: fields.metadata[key] for key in keys if key in fields.metadata}
@@ -162,7 +132,7 @@ def _mask(fields: Fields) -> int:
     return values.pop()
 
 
-def _vocabulary(fields: Fields) -> int:
+def _vocabulary(fields: GgufFields) -> int:
     tokens = fields.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, GgufArray):
         return len(tokens)

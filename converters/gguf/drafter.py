@@ -1,4 +1,4 @@
-"""Drafters in GGUF files, whatever their dialect, under one configuration and one set of names."""
+"""Drafters in GGUF files of any dialect, with one configuration and one set of names."""
 
 import dataclasses
 import re
@@ -6,30 +6,34 @@ from typing import Any
 
 import numpy as np
 
-from converters import names
-from converters.canonical import Canonical, Origin
-from converters.gguf.dialects import (
+from dflash_jax.config import FULL, SLIDING, DrafterConfig, drafter_config
+from dflash_jax.config.family import drafter_kinds
+from dflash_jax.converters import families
+from dflash_jax.converters.canonical import Canonical, Origin
+from dflash_jax.converters.gguf.dense import Shapes
+from dflash_jax.converters.gguf.dialects import (
     BORROWED,
-    CONFIDENCE,
     DRAFTER_ARCHITECTURES,
-    IN_LAYER,
-    OUTER,
     RELATIVES,
     Dialect,
     read_dialect,
 )
-from converters.gguf.fields import Fields, geometry, weight_dtype
-from converters.gguf.file import GgufFile
-from converters.gguf.header import GgufArray
-from converters.names.gguf import stored_name
-from converters.taps import AUTO
-from dflash_jax.config import FULL, SLIDING, DrafterConfig, drafter_config
+from dflash_jax.converters.gguf.fields import GgufFields, geometry, weight_dtype
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.names.gguf import stored_name
+from dflash_jax.converters.names.slots import TensorPart
+from dflash_jax.converters.taps import AUTO
 from dflash_jax.errors import CheckpointError, ConfigError
 
 
 def read_config(source: GgufFile, taps: str = AUTO) -> tuple[DrafterConfig, Dialect]:
-    """The configuration of the drafter in a file, and what its dialect said."""
-    fields = Fields(source)
+    """Return the configuration of the drafter in a file, and its dialect's settings.
+
+    Raises:
+      ConfigError, CheckpointError: the drafter is not supported, or its metadata is incomplete.
+    """
+    fields = GgufFields(source)
     if fields.architecture not in DRAFTER_ARCHITECTURES:
         raise ConfigError(
             f"{fields.where} holds the architecture {fields.architecture!r}; as a drafter this"
@@ -43,8 +47,8 @@ def read_config(source: GgufFile, taps: str = AUTO) -> tuple[DrafterConfig, Dial
 
 
 def _owned(source: GgufFile, config: DrafterConfig) -> DrafterConfig:
-    """The config with the tables of its own; a table alone serves as the head as well."""
-    if config.kind != "dspark" and not config.draft_vocab_size:
+    """Return the config with the file's own tables; a table without a head serves as both."""
+    if not drafter_kinds()[config.kind].own_tables and not config.draft_vocab_size:
         return config
     table, head = (name in source.names() for name in ("token_embd.weight", "output.weight"))
     own = head or table or bool(config.draft_vocab_size)
@@ -60,10 +64,11 @@ def _refuse_relatives(source: GgufFile) -> None:
             )
 
 
-def _hf_fields(source: GgufFile, fields: Fields, dialect: Dialect) -> dict[str, Any]:
-    kind, own = _heads(source, fields)
+def _hf_fields(source: GgufFile, fields: GgufFields, dialect: Dialect) -> dict[str, Any]:
+    shapes = {name: source.shape(name) for name in source.names()}
+    kind = _kind(shapes)
     found = geometry(fields) | {
-        "architectures": [kind],
+        "architectures": [drafter_kinds()[kind].architectures[0]],
         "model_type": "qwen3",
         "vocab_size": dialect.vocab_size,
         "block_size": dialect.block_size,
@@ -76,7 +81,7 @@ def _hf_fields(source: GgufFile, fields: Fields, dialect: Dialect) -> dict[str, 
             "input_embedding_scale": _optional(fields, "embedding_scale"),
             "output_multiplier": _optional(fields, "logit_scale"),
             "final_logit_softcapping": _optional(fields, "final_logit_softcapping"),
-            **own,
+            **families.provided(kind, "from_gguf")(fields, shapes),
         },
         "dtype": weight_dtype(source),
     }
@@ -85,32 +90,19 @@ def _hf_fields(source: GgufFile, fields: Fields, dialect: Dialect) -> dict[str, 
     return found | _windows(fields, found["num_hidden_layers"])
 
 
-SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+def _kind(shapes: Shapes) -> str:
+    """The kind of drafter that a file's tensors belong to."""
+    for kind in drafter_kinds():
+        if not shapes.keys().isdisjoint(families.provided(kind, "GGUF_MARKS", ())):
+            return kind
+    return "dflash"
 
 
-def _heads(source: GgufFile, fields: Fields) -> tuple[str, dict[str, Any]]:
-    """Which kind of drafter it is, and what is said of its heads."""
-    present = {name: source.shape(name) for name in source.names()}
-    if any(name in present for name in OUTER["candidate_selector.hidden_projection.weight"]):
-        return "DFlash2DraftModel", {key: fields.count(key, 1 << 16) for key in SIZES}
-    anchored = fields.get("sample_from_anchor")
-    said = {} if anchored is None else {"sample_from_anchor": bool(anchored)}
-    confidence = next((present[n] for n in OUTER[CONFIDENCE] if n in present), None)
-    if "markov_w1.weight" not in present and confidence is None:
-        return "DFlashDraftModel", said
-    rank = present.get("markov_w1.weight", (0, 0))[-1]
-    alone = fields.count("embedding_length", 131072)
-    if confidence is not None:
-        said["confidence_head_with_markov"] = confidence[-1] != alone
-    own = {"markov_rank": rank, "enable_confidence_head": confidence is not None}
-    return "DSparkDraftModel", said | own
-
-
-def _optional(fields: Fields, key: str) -> float | None:
+def _optional(fields: GgufFields, key: str) -> float | None:
     return None if fields.get(key) is None else fields.number(key, 0.0)
 
 
-def _windows(fields: Fields, layers: int) -> dict[str, Any]:
+def _windows(fields: GgufFields, layers: int) -> dict[str, Any]:
     if fields.get("attention.sliding_window") in (None, 0):  # as llama.cpp has it
         return {}
     window = fields.count("attention.sliding_window", 1 << 24)
@@ -135,7 +127,7 @@ def _windows(fields: Fields, layers: int) -> dict[str, Any]:
 
 
 def _check_taps(source: GgufFile, config: DrafterConfig) -> None:
-    name = next((n for n in OUTER["fc.weight"] if n in set(source.names())), None)
+    name = next((n for n in aliases("fc.weight") if n in set(source.names())), None)
     if name is None:
         return  # reported as missing with everything else
     into, taps = source.shape(name)[-1], len(config.target_layer_ids)
@@ -147,10 +139,14 @@ def _check_taps(source: GgufFile, config: DrafterConfig) -> None:
 
 
 def canonical(source: GgufFile, config: DrafterConfig) -> Canonical:
-    """The file under canonical names; tensors nobody asks for keep their own."""
+    """Return the file under canonical names; tensors that fill no parameter keep their own.
+
+    Raises:
+      CheckpointError: two tensors have the same canonical name.
+    """
     present = set(source.names())
     origins: dict[str, Origin] = {}
-    for slot in names.slots(config):
+    for slot in families.slots(config):
         for part in slot.parts:
             found = [name for name in aliases(part.name) if name in present]
             if len(found) > 1:
@@ -158,7 +154,8 @@ def canonical(source: GgufFile, config: DrafterConfig) -> Canonical:
                     f"{source.path}: {' and '.join(found)} both mean {part.name}; keep one"
                 )
             if found:
-                origins[part.name] = _origin(part.name, found[0], part.shape)
+                flat = part.name in families.provided(config.kind, "GGUF_FLAT", ())
+                origins[part.name] = _origin(part, found[0], flat=flat)
     if "lm_head.weight" not in origins and config.own_head:
         table = origins.get("embed_tokens.weight")
         if table and source.shape(table.name) == (config.choices, config.hidden_size):
@@ -170,13 +167,11 @@ def canonical(source: GgufFile, config: DrafterConfig) -> Canonical:
     return Canonical(source, origins | left_over, ignored)
 
 
-def _origin(name: str, stored: str, shape: tuple[int, ...]) -> Origin:
-    """Where a tensor lies, and what turns it into its published form."""
-    if name == "d2t":
-        return Origin(stored, change="ids to offsets", values=_offsets, reshaped=shape)
-    if name == CONFIDENCE:
-        return Origin(stored, reshaped=shape)  # some writers drop the axis of length 1
-    return Origin(stored)
+def _origin(part: TensorPart, stored: str, *, flat: bool) -> Origin:
+    """Return the stored tensor, and its conversion to the published form."""
+    if part.name == "d2t":
+        return Origin(stored, change="ids to offsets", values=_offsets, reshaped=part.shape)
+    return Origin(stored, reshaped=part.shape) if flat else Origin(stored)
 
 
 def _offsets(ids: np.ndarray) -> np.ndarray:
@@ -184,8 +179,17 @@ def _offsets(ids: np.ndarray) -> np.ndarray:
 
 
 def aliases(name: str) -> tuple[str, ...]:
-    """Every GGUF spelling of a canonical drafter tensor."""
+    """Return every GGUF spelling of a canonical drafter tensor, whatever the kind."""
+    outer, layer = (_spellings(table) for table in ("GGUF_NAMES", "GGUF_LAYER_NAMES"))
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    if match and match[2] in IN_LAYER:
-        return tuple(f"blk.{match[1]}.{alias}" for alias in IN_LAYER[match[2]])
-    return OUTER[name] if name in OUTER else (stored_name(name),)
+    if match and match[2] in layer:
+        return tuple(f"blk.{match[1]}.{alias}" for alias in layer[match[2]])
+    return outer[name] if name in outer else (stored_name(name),)
+
+
+def _spellings(table: str) -> dict[str, tuple[str, ...]]:
+    """The spellings of all kinds, by canonical name."""
+    found: dict[str, tuple[str, ...]] = {}
+    for kind in drafter_kinds():
+        found |= families.provided(kind, table, {})
+    return found

@@ -1,33 +1,39 @@
-"""A drafter's configuration as the metadata of llama.cpp's `dflash` architecture, and its names."""
+"""Metadata and tensor names of a drafter in llama.cpp's `dflash` architecture."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from converters.gguf.dialects import UPSTREAM
-from converters.gguf.drafter import SIZES, aliases
-from converters.gguf.header import STRING
-from converters.gguf.writer import BOOL, F32, I32, U32, Typed, typed
-from converters.names import published
 from dflash_jax.config import SLIDING, DrafterConfig
-from dflash_jax.config.dflash2 import DFlash2Config
-from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.converters import families
+from dflash_jax.converters.gguf.dialects import UPSTREAM
+from dflash_jax.converters.gguf.drafter import aliases
+from dflash_jax.converters.gguf.header import STRING
+from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed, typed
+from dflash_jax.converters.names import published
 from dflash_jax.errors import ConfigError
 
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 
 
 def file_name(canonical: str) -> str:
-    """The upstream name of a canonical drafter tensor."""
+    """Return the upstream name of a canonical drafter tensor."""
     return aliases(canonical)[0]
 
 
 def metadata(
     config: DrafterConfig, dtype: str, tokenizer: Mapping[str, Any] | None = None
 ) -> dict[str, Typed]:
-    """All keys of a drafter file; `tokenizer` is the metadata of a target to copy it from."""
+    """Return all keys of a drafter file.
+
+    Args:
+      tokenizer: metadata of a target whose tokenizer is copied.
+
+    Raises:
+      ConfigError: the drafter has no form in GGUF.
+    """
     if config.draft_vocab_size and not config.own_head:
-        raise ConfigError("a reduced vocabulary without a head of its own has no form in GGUF")
+        raise ConfigError("a reduced vocabulary without its own head has no form in GGUF")
     width = config.head_dim
     own = {
         "block_count": Typed(U32, config.num_layers),
@@ -45,7 +51,8 @@ def metadata(
         "block_size": Typed(U32, config.block_size),
         "target_layers": Typed(I32, [i + 1 for i in config.target_layer_ids]),
     }
-    own |= _rope(config) | _attention(config) | _scales(config) | _heads(config)
+    own |= _rope(config) | _attention(config) | _scales(config)
+    own |= families.provided(config.kind, "to_gguf")(config)
     general = {
         "general.architecture": Typed(STRING, UPSTREAM),
         "general.type": Typed(STRING, "model"),
@@ -83,7 +90,7 @@ def _rope(config: DrafterConfig) -> dict[str, Typed]:
 
 
 def _attention(config: DrafterConfig) -> dict[str, Typed]:
-    """Windows, and causality only where the layers do not imply it, as upstream writes it."""
+    """Return windows, and as upstream does, causality only if the layers do not imply it."""
     fields = published.drafter_fields(config, "float32")
     found = {}
     if fields["sliding_window"] is not None:
@@ -94,23 +101,6 @@ def _attention(config: DrafterConfig) -> dict[str, Typed]:
         raise ConfigError("causal and other layers without a window have no form in a drafter GGUF")
     if "is_causal" in fields:
         found["attention.causal"] = Typed(BOOL, fields["is_causal"])
-    return found
-
-
-def _heads(config: DrafterConfig) -> dict[str, Typed]:
-    """What DFlash 2 and DSpark add."""
-    if isinstance(config, DFlash2Config):
-        return {key: Typed(U32, getattr(config, key)) for key in SIZES}
-    found = {}
-    if isinstance(config, DSparkConfig):
-        if config.markov_rank and config.markov_head != "vanilla":
-            raise ConfigError(
-                f"a {config.markov_head} Markov head has no place in a drafter GGUF; export to the"
-                " Hugging Face layout instead"
-            )
-        found["has_confidence_head"] = Typed(BOOL, config.confidence_head)
-    if config.sample_from_anchor or config.kind == "dspark":
-        found["sample_from_anchor"] = Typed(BOOL, config.sample_from_anchor)
     return found
 
 

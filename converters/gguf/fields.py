@@ -1,4 +1,4 @@
-"""GGUF metadata read with types and limits: the numbers a model's configuration is made of."""
+"""Read GGUF metadata with types and limits: the numbers of a model's configuration."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from converters.gguf.file import GgufFile
-from converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.header import GgufArray
 from dflash_jax.errors import CheckpointError, ConfigError
 
 MAX_ARRAY = 1 << 16
-UNAPPLIED = {  # keys of other decoders, and the only values that change nothing here
+UNAPPLIED = {  # keys of other decoders, and their neutral values
     "attention.value_scale": 1.0,
     "attention.clamp_kqv": None,
     "attn_logit_softcapping": None,
@@ -23,8 +23,8 @@ UNAPPLIED = {  # keys of other decoders, and the only values that change nothing
 }
 
 
-class Fields:
-    """Metadata under one architecture's prefix; every failure names the key."""
+class GgufFields:
+    """Metadata below one architecture's prefix; every error names the key."""
 
     def __init__(self, source: GgufFile):
         self.where, self.metadata = str(source.path), source.metadata
@@ -34,16 +34,20 @@ class Fields:
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str):
             raise CheckpointError(
-                f"{self.where} has no general.architecture; fetch it again or convert it anew"
+                f"{self.where} has no general.architecture; fetch or convert it again"
             )
         self.architecture = architecture
 
     def get(self, key: str) -> Any:
-        """A value of this architecture, such as `block_count`, or None."""
+        """Return a value of this architecture, such as `block_count`, or None."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, limit: int, default: int | None = None) -> int:
-        """An integer from 1 to `limit`; a per-layer array must hold one value."""
+        """Return an integer from 1 to `limit`; a per-layer array must hold one value.
+
+        Raises:
+          ConfigError: the value is missing, or another one.
+        """
         value = self.get(key)
         if isinstance(value, GgufArray):
             values = set(self.ints(key))
@@ -58,11 +62,19 @@ class Fields:
         return value
 
     def whole(self, key: str, limit: int) -> int:
-        """An integer from 0, the default, to `limit`."""
+        """Return an integer from 0, the default, to `limit`.
+
+        Raises:
+          ConfigError: the value is another one.
+        """
         return self.count(key, limit) if self.get(key) else 0
 
     def number(self, key: str, default: float) -> float:
-        """A finite float."""
+        """Return a finite float.
+
+        Raises:
+          ConfigError: the value is another one.
+        """
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
@@ -72,7 +84,14 @@ class Fields:
         return shortest(float(value))
 
     def refuse_unless(self, neutral: Mapping[str, float | None]) -> None:
-        """Refuses keys whose value would change the output; None: the key must be absent or 0."""
+        """Check that keys have neutral values.
+
+        Args:
+          neutral: the neutral value of each key; None if the key must be absent or 0.
+
+        Raises:
+          ConfigError: another value, which would change the output.
+        """
         for key, harmless in neutral.items():
             value = self.get(key)
             if value in (None, 0, harmless):
@@ -85,7 +104,11 @@ class Fields:
             )
 
     def ints(self, key: str) -> list[int]:
-        """An array of integers or booleans, as integers."""
+        """Return an array of integers or booleans, as integers.
+
+        Raises:
+          ConfigError: the value is no such array.
+        """
         value = self.get(key)
         if not isinstance(value, GgufArray) or len(value) > MAX_ARRAY:
             raise ConfigError(
@@ -100,26 +123,29 @@ class Fields:
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal with the same float32 bits: what was written before the rounding."""
+    """Return the shortest decimal with the same float32 bits, to undo the rounding."""
     narrow = np.float32(value)
     return float(str(narrow)) if float(narrow) == value else value
 
 
 def geometry(
-    fields: Fields,
+    fields: GgufFields,
     *,
     inner: int | None = None,
     kv_heads: int | None = None,
     partial: bool = False,
     scale: float | None = None,
 ) -> dict[str, Any]:
-    """The Hugging Face fields for size and attention that all decoders share.
+    """Return the Hugging Face fields for size and attention that all decoders share.
 
     Args:
-      inner: the width of dense MLPs where no key gives one number.
-      kv_heads: likewise the number of key/value heads.
+      inner: the width of dense MLPs, if no key has one number for it.
+      kv_heads: the number of key/value heads, if no key has one number for it.
       partial: whether only a part of each head may be rotated.
       scale: of attention; None is 1 over the root of a key's width.
+
+    Raises:
+      ConfigError: a field is missing or not supported.
     """
     hidden = fields.count("embedding_length", 131072)
     heads = fields.count("attention.head_count", 1024)
@@ -146,7 +172,7 @@ def geometry(
     }
 
 
-def _scaling(fields: Fields) -> dict[str, Any] | None:
+def _scaling(fields: GgufFields) -> dict[str, Any] | None:
     kind = fields.get("rope.scaling.type")
     if kind in (None, "none"):
         fields.refuse_unless({"rope.scaling.factor": 1.0} if kind is None else {})
@@ -169,7 +195,7 @@ def _scaling(fields: Fields) -> dict[str, Any] | None:
 
 
 def weight_dtype(source: GgufFile) -> str:
-    """The dtype the published weights most likely had: that of the largest tensor."""
+    """Return the dtype of the largest tensor, as the dtype of the published weights."""
     largest = max(source.names(), key=source.nbytes, default=None)
     kind = source.kind(largest) if largest else "F32"
     return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")

@@ -1,4 +1,4 @@
-"""GGUF files and split sets of them, as sources of lazily decoded tensors."""
+"""GGUF files and split sets as sources of lazily decoded tensors."""
 
 import math
 import mmap
@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from converters import quants
-from converters.gguf.header import Header, TensorInfo, parse
-from converters.source import Rows, map_file
+from dflash_jax.converters import quants
+from dflash_jax.converters.gguf.header import GgufHeader, TensorInfo, parse
+from dflash_jax.converters.source import Rows, map_file
 from dflash_jax.errors import CheckpointError
 
 SHARD = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 MAX_SHARDS = 4096
-SCALED = frozenset({"NVFP4"})  # types whose tensors may have a scale of their own
+SCALED = frozenset({"NVFP4"})  # types whose tensors may have a separate scale
 ACTIVATION_SCALE = ".input_scale"
 
 
@@ -26,11 +26,11 @@ class Shard:
 
     path: Path
     buffer: mmap.mmap
-    header: Header
+    header: GgufHeader
 
 
 class GgufFile:
-    """One GGUF file, or a split set; see `converters.source.TensorSource`."""
+    """One GGUF file, or a split set, as a `TensorSource`."""
 
     def __init__(self, shards: list[Shard]):
         self.path = shards[0].path
@@ -57,7 +57,7 @@ class GgufFile:
             self.notes += (f"{len(unused)} scales of activations are not used",)
 
     def _find_scales(self) -> dict[str, str]:
-        """The tensors whose blocks are scaled once more, each expert's by its own number."""
+        """Return tensors that have a separate scale, one number or one for each expert."""
         found = {}
         gemma = self.metadata.get("general.architecture") == "gemma4"
         for name, (info, _) in self._tensors.items():
@@ -67,7 +67,7 @@ class GgufFile:
             if info.kind.name not in SCALED or scale is None:
                 continue
             if gemma and stem.endswith("ffn_down_exps"):
-                continue  # the router's scales, which a Gemma has by that name
+                continue  # in Gemma, the router's scales have this name
             beside = self._tensors[scale][0]
             sizes = {(1,), info.shape[:-2]}
             if beside.shape not in sizes or beside.kind.dtype is None:
@@ -79,33 +79,40 @@ class GgufFile:
         return found
 
     def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in file order."""
         return tuple(name for name in self._tensors if name not in self._beside)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, outermost axis first."""
         return self._find(name)[0].shape
 
     def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of `read`."""
         return self._find(name)[0].kind.dtype or np.dtype(np.float32)
 
     def kind(self, name: str) -> str:
+        """Return the stored type, as its format spells it."""
         return self._find(name)[0].kind.name
 
     def nbytes(self, name: str) -> int:
+        """Return the number of bytes in the file."""
         return self._find(name)[0].nbytes
 
     def raw(self, name: str) -> np.ndarray:
-        """The stored bytes as uint8 [rows, bytes of a row], a view of the mapped file."""
+        """Return the stored bytes, uint8 [rows, bytes of a row], a view of the mapped file."""
         info, shard = self._find(name)
         row = info.shape[-1] // info.kind.block_size * info.kind.block_bytes
         start = shard.header.data_start + info.offset
         return np.frombuffer(shard.buffer, np.uint8, info.nbytes, start).reshape(-1, row)
 
     def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
         shape = self.shape(name)
         rows = math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
         return self.read_rows(name, slice(0, rows)).reshape(shape)
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
         info = self._find(name)[0]
         raw = self.raw(name)
         if info.kind.dtype is not None:
@@ -117,7 +124,7 @@ class GgufFile:
         return decoded * self._scale_of(info, rows) if name in self._scales else decoded
 
     def _scale_of(self, info: TensorInfo, rows: Rows) -> np.ndarray:
-        """What chosen rows are multiplied by, as float32 [rows, 1]."""
+        """Return the scales of chosen rows, float32 [rows, 1]."""
         scale = self.read(self._scales[info.name]).astype(np.float32)
         each = np.repeat(scale, math.prod(info.shape[:-1]) // len(scale))
         return each[rows][:, None]
@@ -137,7 +144,11 @@ class GgufFile:
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """A GGUF file; given the first file of a split set, all of them."""
+    """Open a GGUF file, or the split set that it is the first file of.
+
+    Raises:
+      CheckpointError: a file is missing, truncated or malformed.
+    """
     first = _open(Path(path))
     count = first.header.metadata.get("split.count", 0)
     if type(count) is not int or not 0 <= count <= MAX_SHARDS:

@@ -1,4 +1,4 @@
-"""GGUF headers, versions 2 and 3, little-endian: every length checked before it is believed.
+"""GGUF headers, versions 2 and 3, little-endian: every length is checked before use.
 
 Layout and limits follow the published format; the limits on counts are ours.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from converters.quants.types import REMOVED, TYPES, GgmlType
+from dflash_jax.converters.quants.types import REMOVED, TYPES, GgmlType
 from dflash_jax.errors import CheckpointError
 
 MAX_KEYS, MAX_TENSORS = 1 << 16, 1 << 20
@@ -37,7 +37,7 @@ SCALARS: dict[int, str] = {
 
 @dataclass(frozen=True, eq=False)
 class GgufArray:
-    """An array of metadata, decoded only when asked for."""
+    """An array of metadata that is decoded on demand."""
 
     kind: int
     count: int
@@ -49,7 +49,11 @@ class GgufArray:
         return self.count
 
     def tolist(self) -> list[Any]:
-        """The elements as Python values."""
+        """Return the elements as Python values.
+
+        Raises:
+          CheckpointError: a string is not UTF-8.
+        """
         if self.kind != STRING:
             dtype = np.dtype(SCALARS[self.kind])
             return np.frombuffer(self._buffer, dtype, self.count, self._start).tolist()
@@ -70,7 +74,7 @@ class GgufArray:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: shape outermost first, and where its bytes lie in the data section."""
+    """One tensor: its shape, outermost axis first, and its bytes in the data section."""
 
     name: str
     kind: GgmlType
@@ -79,12 +83,13 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes in the file."""
         return math.prod(self.shape) // self.kind.block_size * self.kind.block_bytes
 
 
 @dataclass(frozen=True)
-class Header:
-    """A checked header. `notes` are oddities worth a line in a report."""
+class GgufHeader:
+    """A checked header. `notes` are oddities for a report."""
 
     version: int
     metadata: dict[str, Any]
@@ -95,7 +100,7 @@ class Header:
 
 
 class _Cursor:
-    """Reads forward through a buffer and never past its end."""
+    """A forward reader that stays within its buffer."""
 
     def __init__(self, buffer: mmap.mmap | bytes, where: str):
         self.buffer, self.where, self.position = buffer, where, 0
@@ -110,7 +115,7 @@ class _Cursor:
         )
 
     def skip(self, count: int, what: str) -> int:
-        """Steps over `count` bytes and returns where they start."""
+        """Skip `count` bytes and return their start."""
         if count > self.left():
             raise self.fail(f"{what} needs {count} bytes but {self.left()} are left")
         start = self.position
@@ -132,8 +137,12 @@ class _Cursor:
             raise self.fail(f"{what} is not UTF-8") from None
 
 
-def parse(buffer: mmap.mmap | bytes, where: str) -> Header:
-    """The header of a whole file; CheckpointError names what is wrong and where."""
+def parse(buffer: mmap.mmap | bytes, where: str) -> GgufHeader:
+    """Parse the header of a whole file.
+
+    Raises:
+      CheckpointError: the header is malformed; the message names the place.
+    """
     cursor = _Cursor(buffer, where)
     version, tensor_count, key_count = _preamble(cursor)
     metadata = _metadata(cursor, key_count)
@@ -148,11 +157,11 @@ def parse(buffer: mmap.mmap | bytes, where: str) -> Header:
     _check_names(cursor, tensors)
     data_start = round_up(cursor.position, alignment)
     notes = _check_extents(cursor, tensors, data_start, alignment)
-    return Header(version, metadata, tensors, alignment, data_start, notes)
+    return GgufHeader(version, metadata, tensors, alignment, data_start, notes)
 
 
 def round_up(position: int, alignment: int) -> int:
-    """The next multiple of `alignment`, or `position` if it is one."""
+    """Return the smallest multiple of `alignment` that is at least `position`."""
     return -(-position // alignment) * alignment
 
 
@@ -171,8 +180,8 @@ def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
         )
     if version == 1:
         raise CheckpointError(
-            f"{cursor.where} is GGUF version 1, which nobody writes any more; versions 2 and 3 are"
-            " supported: convert the model anew, or fetch a newer file"
+            f"{cursor.where} is GGUF version 1, which is obsolete; versions 2 and 3 are supported:"
+            " convert the model again, or fetch a newer file"
         )
     if version not in (2, 3):
         raise cursor.fail(f"GGUF version {version}; versions 2 and 3 are supported")
@@ -225,7 +234,7 @@ def _array(cursor: _Cursor, key: str) -> GgufArray:
 
 
 def _skip_strings(cursor: _Cursor, count: int, key: str) -> None:
-    """Finds the end of an array of strings; half a million take about 0.1 s."""
+    """Return the end of an array of strings; half a million take about 0.1 s."""
     buffer, end, position = cursor.buffer, len(cursor.buffer), cursor.position
     read = struct.Struct("<Q").unpack_from
     for i in range(count):
@@ -280,7 +289,7 @@ def _check_names(cursor: _Cursor, tensors: tuple[TensorInfo, ...]) -> None:
 def _check_extents(
     cursor: _Cursor, tensors: tuple[TensorInfo, ...], data_start: int, alignment: int
 ) -> tuple[str, ...]:
-    """Refuses truncated data and overlapping tensors; gaps and a tail are only noted."""
+    """Check for truncated data and overlapping tensors; gaps and trailing bytes are noted."""
     size = len(cursor.buffer)
     needed = data_start + max((t.offset + t.nbytes for t in tensors), default=0)
     if tensors and needed > size:

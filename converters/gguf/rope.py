@@ -1,4 +1,4 @@
-"""Llama 3's rotary scaling recovered from the divisors a GGUF file stores instead."""
+"""Recover Llama 3's rotary scaling from the divisors that a GGUF file stores."""
 
 import math
 from collections.abc import Iterator
@@ -12,13 +12,16 @@ TOLERANCE = 1e-3  # divisors are stored as float32 of a few significant operatio
 
 
 def llama3_scaling(divisors: np.ndarray, theta: float, *, where: str) -> dict[str, float | str]:
-    """The `rope_scaling` of config.json that gives these divisors [H/2].
+    """Return the `rope_scaling` of config.json that gives these divisors [H/2].
 
     A divisor is 1 for short wavelengths and `factor` for long ones. Between, with
     s = original / wavelength, 1/divisor is linear in s, from 1/factor at low_freq_factor to 1 at
-    high_freq_factor. Only ratios of the three show in the divisors, so low_freq_factor is chosen:
-    1 for published settings, else so large that a whole number is exact enough for the original
+    high_freq_factor. Divisors depend on ratios of the three only, so low_freq_factor is chosen:
+    1 for published settings, else large enough that an integer is exact enough for the original
     length.
+
+    Raises:
+      ConfigError: no scaling gives these divisors.
     """
     divisors = divisors.astype(np.float64)
     factor = float(divisors.max(initial=0.0))
@@ -47,9 +50,9 @@ def llama3_scaling(divisors: np.ndarray, theta: float, *, where: str) -> dict[st
 def _candidates(
     divisors: np.ndarray, turns: np.ndarray, factor: float
 ) -> Iterator[tuple[float, float]]:
-    """Published settings first, then what the divisors between the ends leave possible.
+    """Yield published settings first, then those that fit the divisors between the ends.
 
-    Each is high_freq_factor and the original length, for a low_freq_factor of 1.
+    Each is (high_freq_factor, original length), for a low_freq_factor of 1.
     """
     yield 4.0, 8192
     if factor <= 1.0:

@@ -1,28 +1,36 @@
-"""Targets in GGUF files: metadata into a configuration, tensors under canonical names."""
+"""Targets in GGUF files: configuration from metadata, tensors under canonical names."""
 
 from typing import Any
 
-from converters import names
-from converters.canonical import Canonical, Origin
-from converters.gguf.fields import Fields, weight_dtype
-from converters.gguf.file import GgufFile
-from converters.gguf.targets import FAMILIES, OF_TYPE
 from dflash_jax.config import TargetConfig, target_config
+from dflash_jax.config.family import family_of, gguf_architectures
+from dflash_jax.converters import families
+from dflash_jax.converters.canonical import Canonical, Origin
+from dflash_jax.converters.gguf.fields import GgufFields, weight_dtype
+from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.errors import ConfigError
 
 
 def read_config(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> TargetConfig:
-    """The configuration of the target in a file."""
+    """Return the configuration of the target in a file.
+
+    Raises:
+      ConfigError: the architecture or a setting is not supported.
+    """
     return target_config(hf_fields(source, eos_token_ids), str(source.path))
 
 
 def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str, Any]:
-    """The config.json that describes a file's target."""
-    fields = Fields(source)
-    if fields.architecture not in FAMILIES:
+    """Return the config.json that describes a file's target.
+
+    Raises:
+      ConfigError: the architecture or a setting is not supported.
+    """
+    fields = GgufFields(source)
+    if fields.architecture not in (known := gguf_architectures()):
         raise ConfigError(
             f"{fields.where} holds the architecture {fields.architecture!r}; as a target this"
-            f" version reads {', '.join(FAMILIES)}"
+            f" version reads {', '.join(known)}"
         )
     if fields.get("attention.causal") is False:
         raise ConfigError(
@@ -32,7 +40,8 @@ def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str
     present = set(source.names())
     if "token_embd.weight" not in present:
         raise ConfigError(f"{fields.where} has no token_embd.weight; it is not a whole target")
-    return FAMILIES[fields.architecture].hf_fields(fields, source) | {
+    from_gguf = families.provided(known[fields.architecture], "from_gguf")
+    return from_gguf(fields, source) | {
         "vocab_size": source.shape("token_embd.weight")[0],
         "tie_word_embeddings": "output.weight" not in present,
         "eos_token_id": list(eos_token_ids),
@@ -41,14 +50,16 @@ def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str
 
 
 def canonical(source: GgufFile, config: TargetConfig) -> Canonical:
-    """The file under canonical names; tensors nobody asks for keep their own."""
-    family = OF_TYPE[config.model_type]
+    """Return the file under canonical names; tensors that fill no parameter keep their own."""
+    family = family_of(config.model_type)
+    origin_of = families.provided(family, "gguf_origin")
+    reason_of = families.provided(family, "gguf_ignored", lambda name, config: None)
     shapes = {name: source.shape(name) for name in source.names()}
-    parts = [part.name for slot in names.slots(config) for part in slot.parts]
-    found = {name: family.origin(name, config, shapes) for name in parts}
+    parts = [part.name for slot in families.slots(config) for part in slot.parts]
+    found = {name: origin_of(name, config, shapes) for name in parts}
     origins = {name: origin for name, origin in found.items() if origin}
     used = {stored for origin in origins.values() for stored in origin.names}
     rest = [name for name in source.names() if name not in used]
-    reasons = {name: family.ignored(name, config) for name in rest}
+    reasons = {name: reason_of(name, config) for name in rest}
     left_over = {name: Origin(name) for name in rest if not reasons[name]}
     return Canonical(source, origins | left_over, {n: why for n, why in reasons.items() if why})

@@ -1,7 +1,7 @@
 """Tokenizer, chat template and stop tokens from GGUF metadata, as Hugging Face files.
 
 Byte-level BPE, Gemma 4's BPE over characters and SentencePiece's are rebuilt; other kinds are
-refused with the remedy. Facts from llama.cpp's vocabulary code and published tokenizer.json files.
+refused. Facts from llama.cpp's vocabulary code and published tokenizer.json files.
 """
 
 import json
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.header import GgufArray
 from dflash_jax.errors import CheckpointError, TokenizerError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -39,7 +39,7 @@ NORMALISED = frozenset({"qwen2", "qwen35"})  # to NFC
 WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "gpt-4o"})  # a word in the vocabulary is not split
 STARTS_BY_DEFAULT = frozenset({"llama-bpe"})  # with the beginning-of-sequence token
 
-# A file names one end token; the families end a turn with any of these.
+# A file names one end token; families end a turn with any of these.
 _CHAT = ("<|im_end|>", "<|endoftext|>")
 STOP_TEXTS = {
     "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
@@ -50,17 +50,19 @@ STOP_TEXTS = {
     "qwen35moe": _CHAT,
     "qwen3moe": _CHAT,
 }
-# Tokens that files name as ends though they only end a part: these end nothing in the family.
+# Tokens that files name as end tokens, but that end only a part of an answer in the family.
 PART_ENDS = {"gpt-oss": ("<|end|>",), "gemma4": ("</s>",)}
-SPACE = "\u2581"  # what a vocabulary of characters has for a space
+SPACE = "\u2581"  # the space in vocabularies of characters
 OF_CHARACTERS = ("gemma4", "llama")  # the latter is SentencePiece's
-LONGEST = 1024  # characters of a token that merges make
+LONGEST = 1024  # characters of a merged token
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of tokenizer.json and tokenizer_config.json; empty where a file has no tokenizer.
+    """Return the texts of tokenizer.json and tokenizer_config.json; empty without a tokenizer.
 
-    Raises TokenizerError for a tokenizer that cannot be rebuilt from metadata.
+    Raises:
+      TokenizerError: the tokenizer cannot be rebuilt from metadata.
+      CheckpointError: its metadata is damaged.
     """
     if "tokenizer.ggml.model" not in metadata:
         return {}
@@ -73,7 +75,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids that end a generation: those the file names, then those its family is known to use."""
+    """Return end tokens: those of the file, then others that its family is known to use."""
     named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     found = [i for i in named if type(i) is int]
     family = str(metadata.get("general.architecture"))
@@ -92,10 +94,10 @@ def _rebuilt(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _characters(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Characters are merged over whole texts, unknown ones fall back to bytes.
+    """Return a BPE over characters of whole texts, where unknown characters become bytes.
 
-    Gemma 4 lists its merges, and takes runs of newlines that are tokens whole, as llama.cpp does.
-    SentencePiece's merge what makes the token of the highest score; a space comes before a text.
+    Gemma 4 lists its merges, and keeps runs of newlines that are tokens, as llama.cpp does.
+    SentencePiece merges the pair with the highest score, and puts a space before the text.
     """
     tokens, kinds = _tokens(metadata)
     gemma, whole = metadata["tokenizer.ggml.model"] == "gemma4", kinds
@@ -150,7 +152,7 @@ def _characters(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scored(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> list[list[str]]:
-    """All pairs of tokens that make a third, those that make the best first."""
+    """Return all pairs of tokens that form a token, ordered by its score, best first."""
     listed = metadata.get("tokenizer.ggml.scores")
     scores = listed.tolist() if isinstance(listed, GgufArray) else []
     if len(scores) < len(tokens) or not all(map(math.isfinite, scores)):
@@ -170,7 +172,7 @@ def _scored(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) ->
 
 
 def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
-    """Ids by text, padding left out."""
+    """Return ids by text, without padding."""
     found = {t: i for i, (t, k) in enumerate(zip(tokens, kinds, strict=True)) if k != UNUSED}
     if len(found) + kinds.count(UNUSED) != len(tokens):
         raise CheckpointError("two tokens of the vocabulary are equal; fetch the file again")
@@ -218,7 +220,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pre(metadata: Mapping[str, Any]) -> Any:
-    """The name of the word pattern; some have several."""
+    """Return the name of the word pattern, one of its aliases in some files."""
     named = metadata.get("tokenizer.ggml.pre")
     return SAME_AS.get(named, named) if isinstance(named, str) else named
 
@@ -239,7 +241,7 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
 
 
 def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
-    """What tokens are in a file that does not say: named ids and <|marks|> are no text."""
+    """Return token kinds for a file without them: named ids and <|marks|> are control tokens."""
     named = {metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom")}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
 

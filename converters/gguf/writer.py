@@ -1,4 +1,4 @@
-"""Writes GGUF version 3: used to export drafters. Plain types only; no quantisation."""
+"""Write GGUF version 3, to export drafters. Plain types only; no quantisation."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +7,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from converters.gguf.header import ARRAY, SCALARS, STRING, GgufArray, round_up
-from converters.quants.types import BY_NAME
-from converters.safetensors_writer import Planned, flat_bytes
+from dflash_jax.converters.gguf.header import ARRAY, SCALARS, STRING, GgufArray, round_up
+from dflash_jax.converters.quants.types import BY_NAME
+from dflash_jax.converters.safetensors_writer import Planned, flat_bytes
 
 ALIGNMENT = 32
 U32, I32, F32, BOOL, I64 = 4, 5, 6, 7, 11
@@ -25,7 +25,7 @@ class Typed:
 
 
 def typed(value: Any) -> Typed:
-    """A value read from a file, ready to be written to another."""
+    """Return a value read from a file in the form that `write_gguf` takes."""
     if isinstance(value, GgufArray):
         return Typed(value.kind, value.tolist())
     small = type(value) is int and 0 <= value < 1 << 32
@@ -39,7 +39,7 @@ def write_gguf(
     tensors: Sequence[Planned],
     read: Callable[[Planned], np.ndarray],
 ) -> None:
-    """Writes metadata, then the tensors in order; `read` is asked for each in turn."""
+    """Write metadata, then the tensors in order; `read` is called for each in turn."""
     head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     head += [_text(key) + _typed(value) for key, value in metadata.items()]
     offset = 0

@@ -1,4 +1,4 @@
-"""Tensor names as GGUF files spell them, and the row orders they differ in."""
+"""GGUF tensor names, and the row order for rotation."""
 
 import re
 
@@ -26,7 +26,7 @@ _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def stored_name(canonical: str) -> str:
-    """The GGUF name of a canonical tensor of a dense decoder; of any other, its own."""
+    """Return the GGUF name of a tensor of a dense decoder; other tensors keep their name."""
     match = _IN_LAYER.fullmatch(canonical)
     if match and match[2] in LAYER:
         layer, stem, suffix = match.groups()
@@ -35,7 +35,7 @@ def stored_name(canonical: str) -> str:
 
 
 def fused_name(canonical: str) -> tuple[str, str] | None:
-    """For q, k and v: the name of their fused tensor, and which of the three is meant."""
+    """Return the name of the fused tensor, and which part it is, for q, k and v; else None."""
     match = re.fullmatch(r"layers\.(\d+)\.self_attn\.([qkv])_proj\.(weight|bias)", canonical)
     if match is None:
         return None
@@ -44,9 +44,9 @@ def fused_name(canonical: str) -> tuple[str, str] | None:
 
 
 def half_split_rows(heads: int, width: int) -> np.ndarray:
-    """Where each row lies in a file that pairs neighbours for rotation (2m, 2m + 1).
+    """Return the row order of a file that rotates neighbours (2m, 2m + 1) in pairs.
 
-    We pair halves (m, m + width / 2): of each head first the even rows, then the odd ones.
+    dflash_jax rotates pairs (m, m + width / 2): for each head, even rows come first.
     """
     order = np.arange(width).reshape(-1, 2).T.reshape(-1)
     return (np.arange(heads)[:, None] * width + order).reshape(-1)

@@ -1,14 +1,15 @@
-"""Tensor names as Hugging Face folders spell them, made canonical."""
+"""Canonical names for the tensors of Hugging Face folders."""
 
 import dataclasses
 import re
 
 import numpy as np
 
-from converters.canonical import Canonical, Origin
-from converters.names.slots import Folder
-from converters.source import TensorSource
 from dflash_jax.config import DrafterConfig
+from dflash_jax.config.family import drafter_kinds
+from dflash_jax.converters.canonical import Canonical, Origin
+from dflash_jax.converters.names.slots import Folder
+from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -17,7 +18,7 @@ SPELT_OTHERWISE = {  # as in the Muse drafters
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
 PLAIN = Folder()
-RESPELT = (  # pattern, usual spelling: ModelOpt's and older DSpark names, DFlash 2 modules
+RESPELT = (  # pattern, usual spelling: names of ModelOpt, older DSpark and DFlash 2 modules
     (r"^logit_head\.", "markov_head."),
     (r"^(markov_w[12])(\.weight)?$", r"markov_head.\1.weight"),
     (r"^(gate_proj|joint_proj)\.", r"markov_head.\1."),
@@ -28,7 +29,7 @@ ALWAYS_IGNORED = {r"rotary_emb\.inv_freq$": "recomputed from the configuration"}
 
 
 def target(source: TensorSource, *, tied: bool, folder: Folder = PLAIN) -> Canonical:
-    """A target's folder; a tied head that repeats the embedding is dropped, another is kept."""
+    """Return a target's tensors; a tied head is dropped if it equals the embedding table."""
     found = canonical(source, ALWAYS_IGNORED | dict(folder.ignored))
     if folder.fused:
         split_experts(found, folder.fused)
@@ -41,7 +42,11 @@ def target(source: TensorSource, *, tied: bool, folder: Folder = PLAIN) -> Canon
 
 
 def split_experts(found: Canonical, pattern: str) -> None:
-    """Gives each expert its own tensors where a folder stores all of a layer's in one."""
+    """Split tensors that hold all experts of a layer into one tensor for each expert.
+
+    Raises:
+      CheckpointError: a tensor has another shape.
+    """
     for name in [n for n in found.origins if re.search(pattern, n)]:
         stored = found.origins[name].name
         shape = found.source.shape(stored)
@@ -60,7 +65,11 @@ def split_experts(found: Canonical, pattern: str) -> None:
 
 
 def drafter(source: TensorSource, config: DrafterConfig) -> Canonical:
-    """A drafter's folder; copies of the target's embedding and head are not used."""
+    """Return a drafter's tensors; copies of the target's embedding and head are ignored.
+
+    Raises:
+      CheckpointError: t2d and d2t disagree about the reduced vocabulary.
+    """
     borrowed = "borrowed from the target"
     ignored = {r"^t2d$": "follows from d2t"}
     ignored |= {} if config.own_embedding else {r"^embed_tokens\.weight$": borrowed}
@@ -72,7 +81,7 @@ def drafter(source: TensorSource, config: DrafterConfig) -> Canonical:
 
 
 def _check_mask(source: TensorSource) -> None:
-    """t2d, where it was filled, marks the tokens that d2t lists."""
+    """Check that t2d, if it was filled, marks the tokens that d2t lists."""
     stored = {strip(name): name for name in source.names()}
     if not {"d2t", "t2d"} <= stored.keys():
         return
@@ -86,13 +95,13 @@ def _check_mask(source: TensorSource) -> None:
 
 
 def owned(source: TensorSource, config: DrafterConfig) -> DrafterConfig:
-    """The config with the embedding and head that the folder has of its own.
+    """Return the config with the embedding and head that the folder itself holds.
 
-    A DSpark drafter, or one with a reduced vocabulary, may have them. Others were trained on the
-    target's. NaN marks a table that was never filled: it is the target's, or for a head of a
-    reduced vocabulary its rows.
+    Drafters with a reduced vocabulary and kinds with `own_tables` may have them; others were
+    trained on the target's. NaN marks a table that was never filled: the target's is used, or
+    for a reduced vocabulary rows of the target's head.
     """
-    if config.kind != "dspark" and not config.draft_vocab_size:
+    if not drafter_kinds()[config.kind].own_tables and not config.draft_vocab_size:
         return config
     stored = {strip(name): name for name in source.names()}
 
@@ -108,7 +117,14 @@ def owned(source: TensorSource, config: DrafterConfig) -> DrafterConfig:
 
 
 def canonical(source: TensorSource, ignored: dict[str, str]) -> Canonical:
-    """Names without their prefix; those matching a pattern of `ignored` set aside."""
+    """Return tensors without the prefix of their names, apart from ignored ones.
+
+    Args:
+      ignored: reasons, by a pattern of canonical names.
+
+    Raises:
+      CheckpointError: two tensors have the same canonical name.
+    """
     origins: dict[str, Origin] = {}
     dropped: dict[str, str] = {}
     for name in source.names():
@@ -126,7 +142,7 @@ def canonical(source: TensorSource, ignored: dict[str, str]) -> Canonical:
 
 
 def strip(name: str) -> str:
-    """A stored name without the prefixes that wrappers add, in the usual spelling."""
+    """Return a stored name without the prefixes of wrappers, in the usual spelling."""
     prefix = next((p for p in PREFIXES if name.startswith(p)), "")
     short = name.removeprefix(prefix)
     for pattern, usual in RESPELT:

@@ -1,104 +1,71 @@
-"""Configurations written back as the config.json files others read."""
+"""Write configurations as config.json files for other engines."""
 
 from typing import Any
 
-from converters.names import qwen3_5
 from dflash_jax.config import (
     FULL,
     SLIDING,
     AttentionConfig,
     DrafterConfig,
-    HybridConfig,
     RopeConfig,
     TargetConfig,
 )
-from dflash_jax.config.dflash2 import DFlash2Config
-from dflash_jax.config.dspark import DSparkConfig
-from dflash_jax.config.gpt_oss import GptOssConfig
-from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
+from dflash_jax.config.family import drafter_kinds, family_of
+from dflash_jax.converters import families
 from dflash_jax.errors import ConfigError
-
-DRAFTERS = {
-    "dflash": "DFlashDraftModel",
-    "dflash2": "DFlash2DraftModel",
-    "dspark": "Qwen3DSparkModel",
-}
-ARCHITECTURES = {
-    "gpt_oss": "GptOssForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 
 
 def fields(config: AttentionConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a target or of a z-lab drafter whose weights are of `dtype`."""
+    """Return the config.json of a target or of a z-lab drafter whose weights are of `dtype`.
+
+    Raises:
+      ConfigError: others have no form for this model.
+    """
+    kinds = drafter_kinds()
     if isinstance(config, DrafterConfig):
-        if config.kind not in DRAFTERS or config.draft_vocab_size:
+        if config.kind not in kinds or config.draft_vocab_size:
             raise ConfigError(
                 f"a {config.kind} drafter with a vocabulary of {config.choices} has no published"
-                f" form; {', '.join(DRAFTERS)} over the whole vocabulary have"
+                f" form; {', '.join(kinds)} over the whole vocabulary have"
             )
         return drafter_fields(config, dtype)
-    if isinstance(config, TargetConfig):
-        return _target(config, dtype)
-    raise ConfigError(f"{type(config).__name__} has no published form; targets and drafters do")
-
-
-def _target(config: TargetConfig, dtype: str) -> dict[str, Any]:
-    if isinstance(config, HybridConfig):
-        return qwen3_5.published(config, dtype)
-    if config.model_type not in ARCHITECTURES:
+    if not isinstance(config, TargetConfig):
+        raise ConfigError(f"{type(config).__name__} has no published form; targets and drafters do")
+    to_hf = families.provided(family_of(config.model_type), "to_hf")
+    if to_hf is None:
         raise ConfigError(
             f"a {config.model_type} target cannot be exported;"
-            f" {', '.join((*ARCHITECTURES, *qwen3_5.ARCHITECTURES))} can."
+            f" {', '.join(families.providing('to_hf'))} can."
             " Its published folder is the form others read; `convert --to orbax` keeps it for"
             " dflash_jax"
         )
-    found: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.model_type]],
-        "model_type": config.model_type,
-    }
-    found |= (
-        _geometry(config)
-        | _experts(config)
-        | {
-            "vocab_size": config.vocab_size,
-            "tie_word_embeddings": config.tie_embeddings,
-            "max_position_embeddings": config.max_length,
-            "eos_token_id": list(config.eos_token_ids) or None,  # no list may be empty
-            "dtype": dtype,
-        }
-    )
+    return to_hf(config, dtype)
+
+
+def decoder_fields(config: TargetConfig, dtype: str, architecture: str) -> dict[str, Any]:
+    """Return the fields that decoders without recurrent layers share."""
+    found = shared_fields(config, dtype, architecture) | _geometry(config)
     if config.mlp_bias:
         found["mlp_bias"] = True
     windows = config.windows or (None,) * config.num_layers
     return found | _windows(windows, [w is not None for w in windows])
 
 
-def _experts(config: TargetConfig) -> dict[str, Any]:
-    chosen = {"num_experts_per_tok": config.experts_per_token}
-    if isinstance(config, Qwen3MoeConfig):
-        return chosen | {
-            "num_experts": config.num_experts,
-            "moe_intermediate_size": config.expert_size,
-            "norm_topk_prob": config.normalise_shares,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [i for i, sparse in enumerate(config.sparse) if not sparse],
-        }
-    if isinstance(config, GptOssConfig):
-        own: dict[str, Any] = {
-            "num_local_experts": config.num_experts,
-            "swiglu_limit": config.swiglu_limit,
-        }
-        if config.rope.kind == "default":  # to a gpt-oss null is its usual scaling
-            own["rope_scaling"] = {"rope_type": "default"}
-        return chosen | own
-    return {}
+def shared_fields(config: TargetConfig, dtype: str, architecture: str) -> dict[str, Any]:
+    """Return the fields that all exported targets share."""
+    return _sizes(config) | {
+        "architectures": [architecture],
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_length,
+        "eos_token_id": list(config.eos_token_ids) or None,  # no list may be empty
+        "dtype": dtype,
+    }
 
 
 def drafter_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a z-lab drafter, but for its reduced vocabulary."""
+    """Return the config.json of a z-lab drafter, without its reduced vocabulary."""
     optional = {
         "input_embedding_scale": (config.input_embedding_scale, None),
         "output_multiplier": (config.output_multiplier, 1.0),
@@ -109,11 +76,12 @@ def drafter_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "target_layer_ids": list(config.target_layer_ids),
     }
     own |= {key: value for key, (value, default) in optional.items() if value != default}
-    if config.sample_from_anchor != (config.kind == "dspark"):
+    if config.sample_from_anchor != type(config).sample_from_anchor:  # the kind's default
         own["sample_from_anchor"] = config.sample_from_anchor
-    own |= _heads(config)
-    found: dict[str, Any] = {"architectures": [DRAFTERS[config.kind]], "model_type": "qwen3"}
-    found |= _geometry(config) | {
+    own |= families.provided(config.kind, "to_hf")(config)
+    found = _geometry(config) | {
+        "architectures": [drafter_kinds()[config.kind].architectures[0]],
+        "model_type": "qwen3",
         "vocab_size": config.vocab_size,
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
@@ -125,23 +93,8 @@ def drafter_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     return found | _causality(config)
 
 
-def _heads(config: DrafterConfig) -> dict[str, Any]:
-    """What DFlash 2 and DSpark add."""
-    if isinstance(config, DFlash2Config):
-        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        return {name: getattr(config, name) for name in names}
-    if isinstance(config, DSparkConfig):
-        return {
-            "markov_rank": config.markov_rank,
-            "markov_head_type": config.markov_head,
-            "enable_confidence_head": config.confidence_head,
-            "confidence_head_with_markov": config.confidence_with_markov,
-        }
-    return {}
-
-
 def _causality(config: DrafterConfig) -> dict[str, Any]:
-    """Layer kinds, and `is_causal` where it differs from what the kinds imply."""
+    """Return layer kinds, and `is_causal` if it differs from what the kinds imply."""
     sliding = [window is not None for window in config.windows]
     if not any(sliding) and len(set(config.causal)) > 1:
         sliding = list(config.causal)  # a sliding layer is causal even without a window
@@ -170,9 +123,16 @@ def _windows(windows: tuple[int | None, ...], sliding: list[bool]) -> dict[str, 
 
 
 def _geometry(config: AttentionConfig) -> dict[str, Any]:
+    return _sizes(config) | {
+        "intermediate_size": config.intermediate_size,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _scaling(config.rope),
+    }
+
+
+def _sizes(config: AttentionConfig) -> dict[str, Any]:
     return {
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -180,8 +140,6 @@ def _geometry(config: AttentionConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "attention_bias": config.attention_bias,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _scaling(config.rope),
     }
 
 

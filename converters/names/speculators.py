@@ -1,4 +1,4 @@
-"""Drafters in the speculators layout: their config.json in the terms of the published one.
+"""The speculators layout of drafters, converted from and to the published config.json.
 
 The nested layer config is written as the difference from its class's defaults, so those are
 filled in here. Facts from the speculators and transformers sources.
@@ -6,14 +6,16 @@ filled in here. Facts from the speculators and transformers sources.
 
 from typing import Any
 
-from converters.names import published
-from converters.taps import AUTO, PLUS_ONE, Taps, read_taps
 from dflash_jax.config import DrafterConfig
 from dflash_jax.config.dspark import TRAINING
+from dflash_jax.config.family import drafter_kinds
 from dflash_jax.config.fields import Fields
+from dflash_jax.converters import families
+from dflash_jax.converters.names import published
+from dflash_jax.converters.taps import AUTO, PLUS_ONE, Taps, read_taps
 from dflash_jax.errors import ConfigError
 
-# Qwen3Config of transformers 5: what an absent field means.
+# Values of absent fields, as in Qwen3Config of transformers 5.
 DEFAULTS: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 22016,
@@ -28,15 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "hidden_act": "silu",
 }
-ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
-SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
-MARKOV = (
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-)
-PACKAGING = (  # fields that say nothing about the forward pass, beside those all configs share
+PACKAGING = (  # fields that do not affect the forward pass, in addition to those of all configs
     "base_model_ep_plan",
     "base_model_pp_plan",
     "base_model_tp_plan",
@@ -67,17 +61,23 @@ READ_OF_LAYERS = ("dtype", "model_type", "rope_parameters", "rope_scaling")
 
 
 def is_speculators(config: dict[str, Any]) -> bool:
-    """Whether a config.json is in this layout."""
+    """Return whether a config.json has this layout."""
     return "speculators_model_type" in config
 
 
 def published_fields(
     config: dict[str, Any], *, where: str, choice: str = AUTO
 ) -> tuple[dict[str, Any], Taps]:
-    """The fields `dflash_jax.config.drafter_config` reads, and how the taps were read."""
+    """Return the fields for `dflash_jax.config.drafter_config`, and how the taps were read.
+
+    Raises:
+      ConfigError: the drafter is not supported, or a field is unknown.
+      CheckpointError: the numbering of the taps is ambiguous.
+    """
     kind = config["speculators_model_type"]
-    if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise ConfigError(f"{where}: speculator type {kind!r} is none of {[*ARCHITECTURES]}")
+    if not isinstance(kind, str) or kind not in (classes := _classes()):
+        raise ConfigError(f"{where}: speculator type {kind!r} is none of {[*classes]}")
+    own = families.provided(kind, "FIELDS", ())
     layers = config.get("transformer_layer_config")
     if not isinstance(layers, dict):
         raise ConfigError(f"{where}: transformer_layer_config is missing; fetch the file again")
@@ -95,12 +95,12 @@ def published_fields(
         choice=choice,
         where=where,
     )
-    _refuse_unknown(config, (*READ, *(MARKOV if kind == "dspark" else ())), where)
+    _refuse_unknown(config, (*READ, *own), where)
     _refuse_unknown(layers, (*CARRIED, *READ_OF_LAYERS), f"{where}: transformer_layer_config")
     shifted = config.get("sample_from_anchor")
     fields = {key: layers[key] for key in CARRIED if key in layers}
     fields |= _rope(layers) | {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": [drafter_kinds()[kind].architectures[0]],
         "model_type": "qwen3",
         "block_size": config.get("block_size", 8),
         "draft_vocab_size": config.get("draft_vocab_size"),
@@ -111,10 +111,16 @@ def published_fields(
             "mask_token_id": config.get("mask_token_id"),
             "target_layer_ids": list(taps.ids),
             "projector_type": config.get("projector_type"),
-            **{key: config[key] for key in MARKOV if kind == "dspark" and key in config},
+            **{key: config[key] for key in own if key in config},
         },
     }
     return fields, taps
+
+
+def _classes() -> dict[str, str]:
+    """Return the class name of each kind of drafter that this layout has."""
+    found = {kind: families.provided(kind, "SPECULATOR") for kind in drafter_kinds()}
+    return {kind: name for kind, name in found.items() if name}
 
 
 def _refuse_unknown(values: dict[str, Any], known: tuple[str, ...], where: str) -> None:
@@ -133,7 +139,7 @@ def _refuse_unlike(config: dict[str, Any], layers: dict[str, Any], where: str) -
 
 
 def _rope(layers: dict[str, Any]) -> dict[str, Any]:
-    """Per-layer-kind rotary settings become the sliding ones, as speculators itself does."""
+    """Reduce rotary settings by layer kind to those of sliding layers, as speculators does."""
     found = layers.get("rope_parameters")
     if isinstance(found, dict) and "sliding_attention" in found:
         found = found["sliding_attention"]
@@ -141,21 +147,25 @@ def _rope(layers: dict[str, Any]) -> dict[str, Any]:
 
 
 def speculators_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a drafter in this layout; every field of the layers is spelt out."""
-    if (kind := config.kind) not in ARCHITECTURES:
+    """Return the config.json of a drafter in this layout, with every field of the layers.
+
+    Raises:
+      ConfigError: the drafter has no form in this layout.
+    """
+    if (kind := config.kind) not in (classes := _classes()):
         raise ConfigError(f"a {kind} drafter has no form in the speculators layout")
     fields = published.drafter_fields(config, dtype)
     if fields.get("is_causal"):
         raise ConfigError("a drafter causal in every layer has no form in the speculators layout")
     own = fields["dflash_config"]
-    markov = {key: own.pop(key) for key in MARKOV if key in own}
+    carried = {key: own.pop(key) for key in families.provided(kind, "FIELDS", ()) if key in own}
     own.pop("sample_from_anchor", None)
     if extra := sorted(set(own) - {"mask_token_id", "target_layer_ids"}):
         raise ConfigError(f"{', '.join(extra)} has no place in the speculators layout")
     layers = DEFAULTS | {key: fields[key] for key in CARRIED if key in fields}
     layers |= {"model_type": "qwen3", "rope_parameters": _rope_parameters(fields)}
     return {
-        "architectures": [SPECULATORS[kind]],
+        "architectures": [classes[kind]],
         "speculators_model_type": kind,
         "transformer_layer_config": layers,
         "draft_vocab_size": config.choices,
@@ -165,7 +175,7 @@ def speculators_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "sliding_window_non_causal": fields.get("is_causal") is False,
         "sample_from_anchor": config.sample_from_anchor,
         "dtype": dtype,
-        **markov,
+        **carried,
     }
 
 

@@ -1,11 +1,11 @@
-"""ggml block formats decoded with NumPy: bit for bit the values ggml's own scalar code gives."""
+"""Decode ggml block formats with NumPy, to the same bits as ggml's scalar code."""
 
 from collections.abc import Callable
 
 import numpy as np
 
-from converters.quants import codebooks, grids, legacy, super_blocks
-from converters.quants.types import TYPES, GgmlType
+from dflash_jax.converters.quants import codebooks, grids, legacy, super_blocks
+from dflash_jax.converters.quants.types import TYPES, GgmlType
 from dflash_jax.errors import CheckpointError
 
 Decoder = Callable[[np.ndarray, np.ndarray], None]
@@ -42,7 +42,11 @@ READABLE = frozenset(DECODERS) | frozenset(t.name for t in TYPES.values() if t.d
 
 
 def decode(kind: GgmlType, blocks: np.ndarray, out: np.ndarray) -> None:
-    """Decodes `blocks` [rows, bytes] into `out` [rows, columns], float32 and contiguous."""
+    """Decode `blocks` [rows, bytes] into `out` [rows, columns], float32 and contiguous.
+
+    Raises:
+      CheckpointError: the type cannot be decoded.
+    """
     decoder = DECODERS.get(kind.name)
     if decoder is None:
         raise CheckpointError(unreadable(kind.name))
@@ -56,7 +60,7 @@ def decode(kind: GgmlType, blocks: np.ndarray, out: np.ndarray) -> None:
 
 
 def unreadable(name: str) -> str:
-    """Why tensors of a known type cannot be decoded, and what can be done."""
+    """Return why tensors of a known type cannot be decoded, and what to do."""
     return (
         f"the type {name} cannot be decoded; readable types are {', '.join(sorted(READABLE))}."
         " Use a file quantised to one of these"

@@ -5,7 +5,7 @@ Facts from ggml-common.h and ggml-quants.c. Each decoder fills `out` [N, weights
 
 import numpy as np
 
-from converters.quants.legacy import half, interleave, nibbles
+from dflash_jax.converters.quants.legacy import half, interleave, nibbles
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Twice the e2m1 values: the stored exponent is one lower to match.
@@ -13,14 +13,14 @@ E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _tables(values: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """For each byte, the signed value of its low nibble and of its high one."""
+    """Return the signed values of the low and the high nibble of each byte."""
     codes = np.arange(256)
     signed = np.array(values, np.int8)
     return signed[codes & 15].tobytes(), signed[codes >> 4].tobytes()
 
 
 def _runs(bits: int, values: tuple[int, ...]) -> np.ndarray:
-    """For each byte, the signed values of its codes, lowest first, as one word."""
+    """Return the signed values of each byte's codes, lowest first, as one word."""
     codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1
     return np.array(values, np.int8)[codes].view(f"u{8 // bits}")[:, 0]
 

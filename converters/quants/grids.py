@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from converters.quants.legacy import half, nibbles
+from dflash_jax.converters.quants.legacy import half, nibbles
 
 QUARTER, HALF = np.float32(0.25), np.float32(0.5)
 

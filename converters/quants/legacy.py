@@ -27,7 +27,7 @@ def q4_1(blocks: np.ndarray, out: np.ndarray) -> None:
 
 
 def q5_0(blocks: np.ndarray, out: np.ndarray) -> None:
-    """w = d * (q - 16); the fifth bits lie apart."""
+    """w = d * (q - 16); the fifth bits are stored separately."""
     codes = _five_bits(blocks[:, 2:6], blocks[:, 6:])
     codes -= 16
     out.reshape(-1)[...] = codes.view(np.int8)
@@ -35,7 +35,7 @@ def q5_0(blocks: np.ndarray, out: np.ndarray) -> None:
 
 
 def q5_1(blocks: np.ndarray, out: np.ndarray) -> None:
-    """w = d * q + m; the fifth bits lie apart."""
+    """w = d * q + m; the fifth bits are stored separately."""
     out.reshape(-1)[...] = _five_bits(blocks[:, 4:8], blocks[:, 8:])
     out *= half(blocks, 0)
     out += half(blocks, 2)
@@ -55,7 +55,7 @@ def nibbles(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def interleave(parts: Sequence[np.ndarray], width: int) -> np.ndarray:
     """Bytes taken in turn from each part, `width` at a time: flat, in the parts' dtype."""
-    record = np.dtype((np.void, width))  # moved as one: far cheaper than byte by byte
+    record = np.dtype((np.void, width))  # moved as one unit, which is much faster than byte by byte
     out = np.empty((parts[0].size // width, len(parts)), record)
     for i, part in enumerate(parts):
         out[:, i] = part.reshape(-1).view(record)

@@ -5,7 +5,7 @@ A run is 32 consecutive weights; a half is four runs.
 
 import numpy as np
 
-from converters.quants.legacy import half, interleave, nibbles
+from dflash_jax.converters.quants.legacy import half, interleave, nibbles
 
 # The low bits of each byte of a word.
 LOW_2, LOW_4, LOW_6 = np.uint32(0x03030303), np.uint32(0x0F0F0F0F), np.uint32(0x3F3F3F3F)
@@ -20,7 +20,7 @@ def q2_k(blocks: np.ndarray, out: np.ndarray) -> None:
 
 
 def q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
-    """w = d * (sc - 32) * q; the third bit lies apart and is inverted."""
+    """w = d * (sc - 32) * q; the third bit is stored separately, inverted."""
     codes = _two_bits(blocks[:, 32:96])
     codes -= 4
     codes += interleave(_bit_planes(blocks[:, :32], 2), 32)

@@ -37,9 +37,9 @@ def parser() -> "argparse.ArgumentParser":
     """The whole command line."""
     import argparse
 
-    from converters.cli import add_verbs
     from dflash_jax.cli import bench, chat, explain, generate, probe, replay, serve, train, verify
     from dflash_jax.cli.options import check_values
+    from dflash_jax.converters.cli import add_verbs
     from dflash_jax.version import __version__
 
     top = argparse.ArgumentParser(
@@ -65,4 +65,4 @@ def prepare(options: "argparse.Namespace") -> None:
     tune_allocator()  # before JAX allocates
     with announced("importing JAX", shown=is_shown()), abrupt(), fewer_collections():
         engine = hasattr(options, "target")  # the verbs about weight files have none
-        importlib.import_module("dflash_jax.loading" if engine else "converters.models")
+        importlib.import_module("dflash_jax.loading" if engine else "dflash_jax.converters.models")

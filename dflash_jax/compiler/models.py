@@ -18,6 +18,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.decode.pair import Pair, Params
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
+from dflash_jax.nn.layers import MODEL_AXES, ModelAxis
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import Spec, is_matrix, spec
 from dflash_jax.quant.products import abstract, abstract_layout
@@ -135,13 +136,26 @@ def weight_specs(
 def init_params(target: TargetConfig, drafter: DrafterConfig | None, *, seed: int) -> Params:
     """Return random float32 parameters, for tests, benchmarks and training."""
     keys = jax.random.split(jax.random.key(seed))
-    params = {"target": _init_target(target, keys[0])}
+    params = {"target": _init_target(target, keys[0])["params"]}
     if drafter is not None:
-        params["drafter"] = _init_drafter(target, drafter, keys[1])
+        params["drafter"] = _init_drafter(target, drafter, keys[1])["params"]
     return params
 
 
+def model_axes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, int]:
+    """Return the axis of each weight that a mesh may split, by path with the role."""
+    found = {role: tree.get(MODEL_AXES, {}) for role, tree in _variables(target, drafter).items()}
+    leaves = jax.tree_util.tree_leaves_with_path(found, is_leaf=lambda x: isinstance(x, ModelAxis))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.axis for path, leaf in leaves
+    }
+
+
 def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Any]:
+    return {role: tree["params"] for role, tree in _variables(target, drafter).items()}
+
+
+def _variables(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Any]:
     found = {"target": _target_shapes(target)}
     return found | ({"drafter": _drafter_shapes(target, drafter)} if drafter else {})
 
@@ -149,7 +163,7 @@ def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, An
 @functools.lru_cache(maxsize=16)
 @isolated_jax_config()
 def _target_shapes(target: TargetConfig) -> dict[str, Any]:
-    """Return shapes of a target's parameters, as float32. Tracing a large model takes seconds."""
+    """Return shapes of a target's variables, as float32. Tracing a large model takes seconds."""
     return jax.eval_shape(lambda: _init_target(target, jax.random.key(0)))
 
 
@@ -165,10 +179,10 @@ _LEAST = Plan(max_length=2, block=2, chunk=1, dtype="float32", rings=False)
 def _init_target(target: TargetConfig, key: jax.Array) -> Params:
     caches, start = target_caches(target, CacheMaker(_LEAST)), jnp.zeros((1,), jnp.int32)
     module: Any = build_target(target)
-    return module.init(key, jnp.zeros((1, 1), jnp.int32), caches, start)["params"]
+    return module.init(key, jnp.zeros((1, 1), jnp.int32), caches, start)
 
 
 def _init_drafter(target: TargetConfig, drafter: DrafterConfig, key: jax.Array) -> Params:
     x, start = jnp.zeros((1, 1, target.hidden_size), jnp.float32), jnp.zeros((1,), jnp.int32)
     caches = drafter_caches(drafter, CacheMaker(_LEAST))
-    return build_drafter(paired(target, drafter)).init(key, x, caches, start)["params"]
+    return build_drafter(paired(target, drafter)).init(key, x, caches, start)

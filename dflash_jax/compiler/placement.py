@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from dflash_jax.compiler import two_devices
-from dflash_jax.compiler.models import empty_state
+from dflash_jax.compiler.models import empty_state, model_axes
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
 from dflash_jax.config import DrafterConfig, TargetConfig
@@ -18,26 +18,33 @@ from dflash_jax.quant.products import set_weight_layout
 
 
 @isolated_jax_config()
-def place_params(plan: Plan, params: Params) -> Params:
+def place_params(
+    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Params
+) -> Params:
     """Return the parameters in the layout and on the devices of the plan."""
     params = jax.tree.map(
         lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, StructuredWeight)
     )
     set_weight_layout(params, plan.weight_layout)  # in the copy of the tree
-    if plan.two_devices and "drafter" in params:
+    if plan.two_devices and drafter is not None:
         return two_devices.place_params(plan, params)
     mesh = device_mesh(plan)
-    return jax.device_put(params, None if mesh is None else param_shardings(mesh, params))
+    if mesh is None:
+        return jax.device_put(params)
+    axes = model_axes(target, drafter)
+    return jax.device_put(params, param_shardings(mesh, params, axes))
 
 
-def place_params_like(plan: Plan, params: Any, present: Params) -> Params:
+def place_params_like(
+    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Any, present: Params
+) -> Params:
     """Return parameters that can replace those present, on the same devices.
 
     Raises:
       CheckpointError: they have other names, shapes or dtypes.
     """
     try:
-        placed = place_params(plan, params)
+        placed = place_params(plan, target, drafter, params)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"what was given is no tree of parameters ({error}); give one like `engine.params`"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,13 @@ from jax.sharding import Mesh
 
 from dflash_jax.compiler import two_devices
 from dflash_jax.compiler.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
-from dflash_jax.compiler.models import abstract_params, build_pair, empty_state, idle_rules
+from dflash_jax.compiler.models import (
+    abstract_params,
+    build_pair,
+    empty_state,
+    idle_rules,
+    model_axes,
+)
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.compiler.sharding import (
     device_mesh,
@@ -106,7 +112,10 @@ def declare(
     side = _Declaration(plan, pair, params, state)
     programs = [*side.whole_steps(variants), *side.row_programs()]
     mesh = device_mesh(plan)
-    return _by_key(programs if mesh is None else (_over_devices(p, mesh) for p in programs))
+    if mesh is not None:
+        axes = model_axes(target, drafter)
+        programs = [_over_devices(p, mesh, axes) for p in programs]
+    return _by_key(programs)
 
 
 def _by_key(programs: Iterable[Program]) -> dict[ProgramKey, Program]:
@@ -313,12 +322,12 @@ def _set_row(params: None, state: None, logits_state: Any, inputs: SetLogitsStat
     return None, logits_state.set_row(inputs), None
 
 
-def _over_devices(program: Program, mesh: Mesh) -> Program:
+def _over_devices(program: Program, mesh: Mesh, axes: Mapping[str, int]) -> Program:
     """Return the program with every argument and result placed on a mesh."""
 
     def shardings(tree: Any) -> Any:
         if isinstance(tree, dict):
-            return param_shardings(mesh, tree)
+            return param_shardings(mesh, tree, axes)
         if isinstance(tree, DecodeState):
             return row_shardings(mesh, tree)
         return whole(mesh, tree)

@@ -1,11 +1,12 @@
-"""Placement of arrays when a plan spans several devices; XLA inserts the communication.
+"""Placement of arrays on the devices of a mesh; XLA inserts the communication.
 
-A mesh is (data, model). Rows are split over `data`. Split over `model` are kv heads with their
-query heads, the width of MLPs and experts, and the vocabulary of the head. Axes that the number of
-devices does not divide, and arrays without an entry here, are replicated. Results are the same
-either way; only memory and time differ.
+A mesh is (data, model). Rows are split over `data`. Over `model` go kv heads with the query heads
+they serve, the width of MLPs and experts, and the vocabulary of the head: the axis that a weight's
+declaration names (`nn.layers.weight`). An axis that the number of devices does not divide stays
+whole; results are the same either way, only memory and time differ.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,23 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dflash_jax.errors import PlanError
 from dflash_jax.plan import Plan
 from dflash_jax.state import DecodeState, LayerCache
-
-# Axis of each parameter that is split over `model`, by the last part of its name.
-MODEL_AXIS = {
-    "qkv": 1,
-    "qkv_bias": 0,
-    "sinks": 0,
-    "q": 1,
-    "kv": 1,
-    "o": 0,
-    "gate_up": 2,
-    "gate_up_bias": 1,
-    "down": 0,
-    "experts_gate_up": 3,
-    "experts_gate_up_bias": 2,
-    "experts_down": 1,
-    "head": 1,
-}
 
 
 def device_mesh(plan: Plan) -> Mesh | None:
@@ -52,15 +36,20 @@ def device_mesh(plan: Plan) -> Mesh | None:
     return Mesh(devices, ("data", "model"))
 
 
-def param_shardings(mesh: Mesh, params: Any) -> Any:
-    """Return a sharding for every parameter of a tree of arrays or of their shapes."""
+def param_shardings(mesh: Mesh, params: Any, axes: Mapping[str, int]) -> Any:
+    """Return a sharding for every parameter of a tree of arrays or of their shapes.
+
+    Args:
+      params: parameters by role, as in {"target": ..., "drafter": ...}.
+      axes: the axis that may be split, by path (see `model_axes`); others stay whole.
+    """
 
     def place(path: Any, leaf: Any) -> NamedSharding:
-        axis = MODEL_AXIS.get(path[-1].key)
-        axes: list[str | None] = [None] * len(leaf.shape)
-        if axis is not None and axis < len(axes) and leaf.shape[axis] % mesh.shape["model"] == 0:
-            axes[axis] = "model"
-        return NamedSharding(mesh, PartitionSpec(*axes))
+        axis = axes.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+        spec: list[str | None] = [None] * len(leaf.shape)
+        if axis is not None and axis < len(spec) and leaf.shape[axis] % mesh.shape["model"] == 0:
+            spec[axis] = "model"
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree_util.tree_map_with_path(place, params)
 
@@ -68,7 +57,7 @@ def param_shardings(mesh: Mesh, params: Any) -> Any:
 def row_shardings(mesh: Mesh, tree: Any) -> Any:
     """Return a sharding for every array [B, ...] of a state or a part of one.
 
-    Rows are split over `data`, and kv heads over `model` where it divides them.
+    Rows are split over `data`, and kv heads over `model` if it divides them.
     """
     rows = NamedSharding(mesh, PartitionSpec("data"))
     if isinstance(tree, DecodeState):
@@ -83,12 +72,12 @@ def row_shardings(mesh: Mesh, tree: Any) -> Any:
 
 
 def whole(mesh: Mesh, tree: Any) -> Any:
-    """Return the sharding of arrays that every device holds whole."""
+    """Return the sharding of arrays that every device holds."""
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """Return shapes with the placement of their arrays."""
+    """Return shapes with the sharding of their arrays."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
     )

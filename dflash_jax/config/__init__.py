@@ -1,12 +1,11 @@
-"""What the models are: frozen descriptions of a target and of a drafter.
+"""Configurations of targets and drafters, read from Hugging Face `config.json` files.
 
-Hugging Face `config.json` files (as published and as transformers 5 writes them) become
-configs here, one file per family. A field that is neither understood nor known to be harmless
-is refused by name. This package never imports jax.
+Each family has a file here (see `family`). Files as published and as transformers 5 writes them
+are read; a field that is neither understood nor known to be harmless is an error. This package
+never imports jax.
 """
 
 import dataclasses
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,14 @@ from dflash_jax.config.base import (
     window_kinds,
 )
 from dflash_jax.config.dflash import DrafterConfig, DrafterFields
+from dflash_jax.config.family import (
+    drafter_architectures,
+    drafter_kinds,
+    family_of,
+    model_types,
+    projector_types,
+    target_families,
+)
 from dflash_jax.config.fields import Fields, has_file, read_json
 from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
@@ -33,7 +40,6 @@ from dflash_jax.errors import ConfigError
 __all__ = [
     "ALWAYS_FLOAT32",
     "AUTO",
-    "DRAFTER_TYPES",
     "EARLY",
     "FULL",
     "LATE",
@@ -41,7 +47,6 @@ __all__ = [
     "PAIRED",
     "SLIDING",
     "TAPS_AT",
-    "TARGET_TYPES",
     "UPSTREAM",
     "AttentionConfig",
     "DrafterConfig",
@@ -50,6 +55,7 @@ __all__ = [
     "TargetConfig",
     "check_pair",
     "drafter_config",
+    "family_of",
     "paired",
     "read_drafter_config",
     "read_json",
@@ -58,88 +64,75 @@ __all__ = [
     "window_kinds",
 ]
 
-# model_type of a config.json -> the file of its family, here and in models/
-TARGET_TYPES = {
-    "gemma4": "gemma4",
-    "gemma4_text": "gemma4",
-    "gemma4_unified": "gemma4",
-    "gemma4_unified_text": "gemma4",
-    "gpt_oss": "gpt_oss",
-    "llama": "llama",
-    "qwen3": "qwen3",
-    "qwen3_5": "qwen3_5",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5",
-    "qwen3_moe": "qwen3_moe",
-}
-
-# architecture of a drafter's config.json -> the file of its kind, here and in models/
-DRAFTER_TYPES = {
-    "DFlashDraftModel": "dflash",
-    "Qwen3DFlashDraftModel": "dflash",
-    "DFlash2DraftModel": "dflash2",
-    "Qwen3DSparkModel": "dspark",
-    "DSparkDraftModel": "dspark",
-}
-PROJECTORS = {"dflash": "dflash", "dspark": "dspark"}  # `projector_type` of SpecForge, ModelOpt
-
 
 def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetConfig:
-    """The target described by a Hugging Face config; raises ConfigError for anything unknown."""
+    """Return the target that a Hugging Face config describes.
+
+    Args:
+      where: the file's name, for errors.
+
+    Raises:
+      ConfigError: the family, or a field that could affect the output, is not known.
+    """
     model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in TARGET_TYPES:
+    if not isinstance(model_type, str) or model_type not in model_types():
         raise ConfigError(
             f"{where}: model_type {model_type!r} is not a target this version runs;"
-            f" it runs {', '.join(sorted(TARGET_TYPES))}"
+            f" it runs {', '.join(sorted(model_types()))}"
         )
-    family = importlib.import_module(f"dflash_jax.config.{TARGET_TYPES[model_type]}")
     reader = Fields(fields, where)
-    config = family.from_hf(reader)
+    config = target_families()[model_types()[model_type]].from_hf(reader)
     reader.refuse_rest()
     return config
 
 
 def drafter_config(fields: dict[str, Any], where: str = "config.json") -> DrafterConfig:
-    """The drafter described by a published config, of the kind its `architectures` name."""
+    """Return the drafter that a published config describes, of the kind in `architectures`.
+
+    Args:
+      where: the file's name, for errors.
+
+    Raises:
+      ConfigError: the kind, or a field that could affect the output, is not known.
+    """
     if fields.get("model_type") in (None, "dspark"):
-        fields = fields | {"model_type": "qwen3"}  # whose defaults drafters share
+        fields = fields | {"model_type": "qwen3"}  # drafters have its defaults
     outer = Fields(fields, where)
-    heads = outer.inner("dspark_config")  # SpecForge's, apart from the rest
+    heads = outer.inner("dspark_config")  # where SpecForge writes a part of the fields
     own = outer.inner("dflash_config")
     both = DrafterFields(outer, Fields(own.values | heads.values, own.where))
-    kind = _drafter_kind(both)
-    config = importlib.import_module(f"dflash_jax.config.{kind}").from_hf(both)
+    config = drafter_kinds()[_drafter_kind(both)].from_hf(both)
     outer.refuse_rest()
     both.dflash.refuse_rest()
     return config
 
 
 def _drafter_kind(fields: DrafterFields) -> str:
-    where = fields.outer.where
+    where, known = fields.outer.where, drafter_architectures()
     named = fields.outer.get("architectures", ["DFlashDraftModel"])
-    if not isinstance(named, list) or named not in [[known] for known in DRAFTER_TYPES]:
-        raise ConfigError(
-            f"{where}: architectures is {named}; expected one of {', '.join(DRAFTER_TYPES)}"
-        )
-    kind = DRAFTER_TYPES[named[0]]
+    if not isinstance(named, list) or named not in [[name] for name in known]:
+        raise ConfigError(f"{where}: architectures is {named}; expected one of {', '.join(known)}")
+    kind, projectors = known[named[0]], projector_types()
     projector = fields.dflash.get("projector_type", kind)
-    if kind == "dflash" and projector in tuple(PROJECTORS):
-        return PROJECTORS[projector]
+    if kind == "dflash" and projector in tuple(projectors):
+        return projectors[projector]
     if projector != kind:
         raise ConfigError(
             f"{where}: projector_type is {projector!r} in a {named[0]}; only"
-            f" {', '.join(PROJECTORS)} are supported"
+            f" {', '.join(projectors)} are supported"
         )
     return kind
 
 
 def check_pair(target: TargetConfig, drafter: DrafterConfig, *, taps_at: str = AUTO) -> None:
-    """Raises ConfigError, naming every reason, when the drafter was not made for this target.
+    """Check that a drafter was made for a target.
 
     Args:
-      taps_at: where the plan takes the taps; anything but AUTO settles what the last
-        layer's output is.
+      taps_at: where the plan takes the taps; every value but AUTO defines the output of the
+        last layer.
+
+    Raises:
+      ConfigError: the two do not fit; the message lists every reason.
     """
     layers = range(target.num_layers)
     outside = [i for i in drafter.target_layer_ids if i not in layers]
@@ -171,16 +164,16 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig, *, taps_at: str = A
         )
 
 
-# What `paired` settles in a drafter's config.
+# Fields of a drafter's config that `paired` may take from the target.
 PAIRED = ("input_embedding_scale", "rounded_embedding_scale", "final_logit_softcapping")
 
 
 def paired(target: TargetConfig, drafter: DrafterConfig) -> DrafterConfig:
-    """The drafter with what its config leaves open taken from the target it drafts for.
+    """Return the drafter with fields that its config leaves open taken from its target.
 
-    Drafters read the target's embedding and speak through its head, so a silent config means
-    the target's own embedding scale and softcap (every engine that serves Gemma does so). With
-    tables of their own it means neither.
+    Drafters share the target's embedding and head, so the target's embedding scale and softcap
+    are the defaults, as in every engine that serves Gemma. Drafters with their own tables have
+    neither by default.
     """
     changes: dict[str, Any] = {}
     if drafter.input_embedding_scale is None:
@@ -195,9 +188,13 @@ def paired(target: TargetConfig, drafter: DrafterConfig) -> DrafterConfig:
 
 
 def read_target_config(directory: Path) -> TargetConfig:
-    """The target in a Hugging Face directory, end tokens completed from generation_config.json."""
+    """Return the target in a Hugging Face directory, with the end tokens of both its configs.
+
+    Raises:
+      ConfigError, CheckpointError: as of `target_config` and `read_json`.
+    """
     fields = read_json(directory / "config.json")
-    fields.pop("quantization_config", None)  # how weights are stored: read by who loads them
+    fields.pop("quantization_config", None)  # read when weights are loaded
     config = target_config(fields, str(directory / "config.json"))
     generation = directory / "generation_config.json"
     extra = id_tuple(read_json(generation).get("eos_token_id")) if has_file(generation) else ()
@@ -206,5 +203,9 @@ def read_target_config(directory: Path) -> TargetConfig:
 
 
 def read_drafter_config(directory: Path) -> DrafterConfig:
-    """The drafter in a Hugging Face directory."""
+    """Return the drafter in a Hugging Face directory.
+
+    Raises:
+      ConfigError, CheckpointError: as of `drafter_config` and `read_json`.
+    """
     return drafter_config(read_json(directory / "config.json"), str(directory / "config.json"))

@@ -1,4 +1,4 @@
-"""What all models have: attention geometry, layer windows, experts."""
+"""Fields that families share: attention geometry, layer windows, experts."""
 
 import dataclasses
 import json
@@ -8,24 +8,23 @@ import typing
 from typing import Any, Self
 
 from dflash_jax.config.fields import Fields, whole
-from dflash_jax.config.hf_defaults import integer
+from dflash_jax.config.hf_defaults import family_entry, integer
 from dflash_jax.config.rope import PLAIN, RopeConfig, longest, made_for, rope_config
 from dflash_jax.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_EXPERTS, WIDEST_HEAD = 4096, 65536
-MOST_LAYERS = 10_000  # a damaged file must not make us build endless lists
+MOST_LAYERS = 10_000  # bounds lists that a damaged file asks for
 PER_LAYER = ("windows", "causal", "recurrent", "sparse")  # fields with an entry for each layer
-NO_WINDOW = -(2**31) + 1  # how null is read
-OPT_IN = ("qwen3", "qwen3_moe")  # whose sliding_window counts only with use_sliding_window
+NO_WINDOW = -(2**31) + 1  # value of null
 
 # Parameters, by the last part of their path, that are float32 whatever the dtype of the others:
-# an exponent's rounding would grow with every token a recurrent state remembers.
+# an exponent's rounding error would grow with every token in a recurrent state.
 ALWAYS_FLOAT32 = ("a_log",)
 
-# Where drafters take a layer's output: before what a family does after its residual adds
-# (per-layer inputs, layer scalars), after that, or as Hugging Face lists hidden states, which
-# is late, but the last layer's after the final norm. AUTO is late and knows no last layer.
+# Where drafters take a layer's output: before the operations that some families apply after the
+# residual additions (per-layer inputs, layer scalars), after these, or as in Hugging Face's hidden
+# states: late, but after the final norm for the last layer. AUTO is late without a last layer.
 AUTO, EARLY, LATE, UPSTREAM = TAPS_AT = ("auto", "early", "late", "upstream")
 
 
@@ -60,12 +59,16 @@ class AttentionConfig:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON values; `from_json` is the inverse."""
+        """Return all fields as JSON values; `from_json` is the inverse."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The config written by `to_json`; other fields, types and lengths are refused."""
+        """Return the config that `to_json` wrote.
+
+        Raises:
+          ConfigError: a field is unknown, or has another type or length.
+        """
         values = _typed(cls, fields)
         layers = values.get("num_layers")
         for name in PER_LAYER:
@@ -75,14 +78,18 @@ class AttentionConfig:
 
 
 def at_least(config: Any, least: int, *names: str) -> None:
-    """Raises ConfigError for the first of these fields that is less."""
+    """Check that fields have at least a value.
+
+    Raises:
+      ConfigError: one of them is less.
+    """
     for name in names:
         if (value := getattr(config, name)) < least:
             raise ConfigError(f"{name} is {value}; it must be at least {least}")
 
 
 def _typed(cls: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """Values read from JSON as a config class has them; ConfigError names the first that is not."""
+    """Convert JSON values to the types of a config class, or raise ConfigError."""
     kinds, values = typing.get_type_hints(cls), {}
     if extra := sorted(set(fields) - set(kinds)):
         raise ConfigError(f"unknown {cls.__name__} fields {extra}; known are {sorted(kinds)}")
@@ -97,7 +104,7 @@ def _typed(cls: type, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of an annotated type; a whole number may stand for a finite float."""
+    """Return whether a value has an annotated type; integers are accepted as floats."""
     if isinstance(kind, types.UnionType):
         return any(_fits(value, one) for one in kind.__args__)
     if typing.get_origin(kind) is tuple:
@@ -114,16 +121,16 @@ class TargetConfig(AttentionConfig):
     model_type: str
     vocab_size: int
     tie_embeddings: bool = False
-    windows: tuple[int | None, ...] = ()  # per layer; None sees everything
+    windows: tuple[int | None, ...] = ()  # per layer; None is full attention
     max_length: int = 4096
-    eos_token_ids: tuple[int, ...] = ()  # ids that no token has, such as -1, are left out
+    eos_token_ids: tuple[int, ...] = ()  # ids outside the vocabulary, such as -1, are dropped
     dtype: str = "float32"  # of the published weights
     mlp_bias: bool = False  # gate, up and down have biases
-    qk_norm: bool = False  # queries and keys normalised per head before rotation
-    num_experts: int = 0  # of each layer that has some
+    qk_norm: bool = False  # queries and keys are normalised per head before rotation
+    num_experts: int = 0  # per layer with experts
     experts_per_token: int = 0
     expert_size: int = 0  # width of each expert's MLP
-    embedding_scale: float = 1.0  # times table rows, both rounded to the weights' dtype
+    embedding_scale: float = 1.0  # factor of table rows, rounded to the weights' dtype
     final_softcap: float | None = None  # logits become cap tanh(logits / cap)
 
     def __post_init__(self) -> None:
@@ -134,22 +141,26 @@ class TargetConfig(AttentionConfig):
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """What each layer is, in words."""
+        """Descriptions of the layers."""
         return window_kinds(self.windows or (None,) * self.num_layers)
 
     @property
     def conventions(self) -> tuple[str, ...]:
-        """What the family does its own way, in words."""
+        """Descriptions of what is special in the family."""
         return ("queries and keys normed",) if self.qk_norm else ()
 
 
 def window_kinds(windows: tuple[int | None, ...]) -> tuple[str, ...]:
-    """Attention layers in words."""
+    """Return descriptions of attention layers."""
     return tuple("full attention" if w is None else f"window {w}" for w in windows)
 
 
 def dense_fields(f: Fields) -> dict[str, Any]:
-    """The fields of TargetConfig that every decoder with SiLU-gated layers spells alike."""
+    """Return the fields of TargetConfig that all decoders with SiLU-gated layers share.
+
+    Raises:
+      ConfigError: a field is missing or not supported.
+    """
     f.must_be("hidden_act", "silu", "swish")
     size = geometry(f)
     windows = layer_windows(f, size["num_layers"])
@@ -165,7 +176,11 @@ def dense_fields(f: Fields) -> dict[str, Any]:
 
 
 def expert_fields(f: Fields, size: int) -> dict[str, Any]:
-    """Number, choice and size of experts; the number is spelled in two ways."""
+    """Return number, choice and size of experts; the number has two spellings.
+
+    Raises:
+      ConfigError: the numbers do not fit each other.
+    """
     names = ("num_experts", "num_local_experts")
     f.used.update(names)
     named = [name for name in names if f.get(name) is not None]
@@ -182,10 +197,10 @@ def expert_fields(f: Fields, size: int) -> dict[str, Any]:
 
 
 def geometry(f: Fields, *, rotated: int | None = None) -> dict[str, Any]:
-    """The fields of AttentionConfig.
+    """Return the fields of AttentionConfig.
 
     Args:
-      rotated: how many dimensions of a head turn; None is all.
+      rotated: number of dimensions of a head that rotate; None is all.
     """
     hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     head_dim = integer(f, "head_dim", hidden // max(heads, 1))
@@ -203,7 +218,7 @@ def geometry(f: Fields, *, rotated: int | None = None) -> dict[str, Any]:
 
 
 def layer_count(f: Fields) -> int:
-    """The number of layers, checked before anything is listed by layer."""
+    """Return the number of layers, checked before lists of that length are made."""
     if not 1 <= (layers := f.integer("num_hidden_layers")) <= MOST_LAYERS:
         raise ConfigError(
             f"{f.where}: num_hidden_layers is {layers}; expected 1 to {MOST_LAYERS:,}"
@@ -212,9 +227,8 @@ def layer_count(f: Fields) -> int:
 
 
 def switched_window(f: Fields) -> int | None:
-    """The sliding window, if there is one; Qwen3's counts only with `use_sliding_window`."""
-    opt_in = f.values.get("model_type") in OPT_IN
-    enabled = f.flag("use_sliding_window", not opt_in)
+    """Return the sliding window, if there is one and it is switched on."""
+    enabled = f.flag("use_sliding_window", not _optional_window(f))
     window = integer(f, "sliding_window", NO_WINDOW)
     if not enabled or window == NO_WINDOW:
         return None
@@ -223,11 +237,15 @@ def switched_window(f: Fields) -> int | None:
     return window
 
 
+def _optional_window(f: Fields) -> bool:
+    family = family_entry(f)
+    return family is not None and family.optional_window
+
+
 def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
-    """Kind and window of each layer."""
+    """Return kind and window of each layer."""
     window = switched_window(f)
-    opt_in = f.values.get("model_type") in OPT_IN
-    first = f.integer("max_window_layers", 28 if opt_in else num_layers)
+    first = f.integer("max_window_layers", 28 if _optional_window(f) else num_layers)
     default = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
     kinds = f.get("layer_types", default)
     known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
@@ -240,14 +258,18 @@ def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
 
 
 def dtype_name(f: Fields) -> str:
-    """The dtype of the published weights, in either spelling."""
+    """Return the dtype of the published weights, in either spelling."""
     name = f.get("dtype", f.get("torch_dtype", "float32"))
     f.used.update(("dtype", "torch_dtype"))
     return str(name).removeprefix("torch.")
 
 
 def id_tuple(value: Any) -> tuple[int, ...]:
-    """No id, one id or a list of ids, as a tuple."""
+    """Return no id, one id or a list of ids as a tuple.
+
+    Raises:
+      ConfigError: the value is none of these.
+    """
     if value is None:
         return ()
     ids = tuple(whole(i) for i in (value if isinstance(value, list) else [value]))

@@ -1,4 +1,4 @@
-"""DFlash v1 drafters, and what every drafter of the DFlash family has in common."""
+"""DFlash v1 drafters, and the fields that all kinds of drafters share."""
 
 import dataclasses
 from typing import Any
@@ -11,6 +11,7 @@ from dflash_jax.config.base import (
     geometry,
     layer_windows,
 )
+from dflash_jax.config.family import DrafterKind
 from dflash_jax.config.fields import Fields
 from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.errors import ConfigError
@@ -18,24 +19,24 @@ from dflash_jax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig(AttentionConfig):
-    """A DFlash drafter; it borrows embedding and head from its target unless it has its own."""
+    """A DFlash drafter; embedding and head are shared with its target unless it has its own."""
 
-    kind: str = "dflash"  # the file in models/ that builds it
+    kind: str = "dflash"  # name of its files (see `config.family`)
     vocab_size: int
-    block_size: int  # places fed to the drafter: the anchor, then masks
+    block_size: int  # inputs of the drafter: the anchor, then masks
     mask_token_id: int
     target_layer_ids: tuple[int, ...]  # output of decoder layer i, counted from 0
     num_target_layers: int
-    windows: tuple[int | None, ...]  # per layer; None sees everything
+    windows: tuple[int | None, ...]  # per layer; None is full attention
     causal: tuple[bool, ...]  # per layer, inside the block
     sample_from_anchor: bool = False  # place k predicts the token at anchor + k + 1, not + k
-    draft_vocab_size: int = 0  # tokens its own head can say; 0 is the whole vocabulary
+    draft_vocab_size: int = 0  # tokens of its own head; 0 is the whole vocabulary
     own_embedding: bool = False
     own_head: bool = False
-    input_embedding_scale: float | None = None  # times raw table rows; None: as the target's
-    rounded_embedding_scale: bool = False  # the scale is the target's, rounded as it does
+    input_embedding_scale: float | None = None  # factor of raw table rows; None: the target's
+    rounded_embedding_scale: bool = False  # the scale is the target's, rounded in the same way
     output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None  # 0 is none; None: as the target's
+    final_logit_softcapping: float | None = None  # 0 is none; None: the target's
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -44,38 +45,38 @@ class DrafterConfig(AttentionConfig):
 
     @property
     def step_width(self) -> int:
-        """Tokens of a decode step at the trained size: the anchor and every draft."""
+        """Tokens of a decode step at the trained size: the anchor and all drafts."""
         return self.block_size + self.sample_from_anchor
 
     @property
     def predicts_survival(self) -> bool:
-        """Whether the drafter says how likely its drafts are to be kept."""
+        """Whether the drafter predicts how likely its drafts are to be accepted."""
         return False
 
     @property
     def choices(self) -> int:
-        """Tokens a place chooses from."""
+        """Number of tokens that a draft is chosen from."""
         return self.draft_vocab_size or self.vocab_size
 
 
 @dataclasses.dataclass(frozen=True)
 class DrafterFields:
-    """A published config: drafter fields are in `dflash_config`, or else at the top level."""
+    """A published config: drafter fields are in `dflash_config`, else at the top level."""
 
     outer: Fields
     dflash: Fields
 
     def pick(self, name: str) -> Fields:
-        """Where a drafter field stands (the order of dflash 0.1.0)."""
+        """Return the object that holds a drafter field (in the order of dflash 0.1.0)."""
         self.outer.used.add(name)
         return self.dflash if self.dflash.get(name) is not None else self.outer
 
     def flag(self, name: str, default: bool) -> bool:
-        """A drafter field that is true or false."""
+        """Return a drafter field that is true or false."""
         return self.pick(name).flag(name, default)
 
 
-# Fields of relatives, and the only values that change nothing here.
+# Fields of related drafters, and their neutral values.
 NEUTRAL = {
     "rope_is_neox_style": True,
     "attention_value_scale": 1.0,
@@ -84,17 +85,20 @@ NEUTRAL = {
 
 
 def from_hf(fields: DrafterFields) -> DrafterConfig:
-    """The config of a v1 drafter; causal ones are JetSpec's."""
+    """Return the config of a v1 drafter; JetSpec's are causal."""
     return DrafterConfig(**common_fields(fields))
 
 
 def common_fields(fields: DrafterFields) -> dict[str, Any]:
-    """The fields of DrafterConfig, which every kind spells alike.
+    """Return the fields of DrafterConfig, which all kinds spell the same way.
 
-    A sliding layer is causal inside its block and a full one is not, unless the config says
-    `is_causal` at its top level or `causal` among the drafter fields (as JetSpec does).
+    A sliding layer is causal inside its block and a full one is not, unless the config has
+    `is_causal` at its top level or `causal` among the drafter fields (as in JetSpec).
 
-    Embedding scale and softcap stay None where the config is silent: `paired` takes the target's.
+    Embedding scale and softcap are None if the config lacks them; `paired` takes the target's.
+
+    Raises:
+      ConfigError: a field is missing, contradictory or not supported.
     """
     f, pick = fields.outer, fields.pick
     f.must_be("model_type", "qwen3")
@@ -113,23 +117,23 @@ def common_fields(fields: DrafterFields) -> dict[str, Any]:
     if size["rope"].kind in BY_LENGTH:
         raise ConfigError(
             f"{f.where}: rope type {size['rope'].kind!r} is not supported in a drafter, whose"
-            " cached context would have to turn again whenever the text grows"
+            " cached context would have to be rotated again whenever the text grows"
         )
     layers = layer_windows(f, size["num_layers"])
-    if fields.flag("use_swa", False):  # ModelOpt's: in every layer, whatever their types say
+    if fields.flag("use_swa", False):  # ModelOpt's: applies to every layer, whatever its type
         width = pick("swa_window_size").integer("swa_window_size")
         if width < 1:
             raise ConfigError(f"{f.where}: swa_window_size is {width}; expected a positive integer")
         layers = [(SLIDING, width)] * size["num_layers"]
     pick("swa_window_size")
     fields.dflash.used.update(("swa_window_size", "has_embed_tokens"))
-    f.used.add("has_embed_tokens")  # the weights say it
+    f.used.add("has_embed_tokens")  # determined from the weights
     for name, neutral in NEUTRAL.items():
         pick(name).must_be(name, neutral)
-    said = [x for x in (f.get("block_size"), fields.dflash.get("block_size")) if x is not None]
-    if len(said) == 2 and said[0] != said[1]:
+    sizes = [x for x in (f.get("block_size"), fields.dflash.get("block_size")) if x is not None]
+    if len(sizes) == 2 and sizes[0] != sizes[1]:
         raise ConfigError(
-            f"{f.where}: block_size is {said[0]!r}, and {said[1]!r} in dflash_config; remove the"
+            f"{f.where}: block_size is {sizes[0]!r}, and {sizes[1]!r} in dflash_config; remove the"
             " one that is wrong"
         )
     vocab = f.integer("vocab_size")
@@ -152,3 +156,11 @@ def common_fields(fields: DrafterFields) -> dict[str, Any]:
         "final_logit_softcapping": optional("final_logit_softcapping"),
         "dtype": dtype_name(f),
     }
+
+
+DRAFTER = DrafterKind(
+    config=DrafterConfig,
+    from_hf=from_hf,
+    architectures=("DFlashDraftModel", "Qwen3DFlashDraftModel"),
+    projector_types=("dflash",),
+)

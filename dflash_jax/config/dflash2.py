@@ -4,6 +4,7 @@ import dataclasses
 
 from dflash_jax.config.base import at_least
 from dflash_jax.config.dflash import DrafterConfig, DrafterFields, common_fields
+from dflash_jax.config.family import DrafterKind
 from dflash_jax.errors import ConfigError
 
 
@@ -15,7 +16,7 @@ class DFlash2Config(DrafterConfig):
     conv_kernel_size: int = 2
     conv_group_size: int = 16  # channels that share a dynamic kernel
     selector_rank: int = 256
-    selector_top_k: int = 16  # candidates per place
+    selector_top_k: int = 16  # candidates per draft
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,7 +33,7 @@ class DFlash2Config(DrafterConfig):
 
 
 def from_hf(fields: DrafterFields) -> DFlash2Config:
-    """The config of a DFlash 2 drafter."""
+    """Return the config of a DFlash 2 drafter."""
 
     def size(name: str, default: int) -> int:
         return fields.pick(name).integer(name, default)
@@ -44,3 +45,6 @@ def from_hf(fields: DrafterFields) -> DFlash2Config:
         selector_rank=size("selector_rank", 256),
         selector_top_k=size("selector_top_k", 16),
     )
+
+
+DRAFTER = DrafterKind(config=DFlash2Config, from_hf=from_hf, architectures=("DFlash2DraftModel",))

@@ -1,9 +1,10 @@
-"""DSpark drafters: every place predicts the next token, helped by a Markov head."""
+"""DSpark drafters: each position predicts the next token, corrected by a Markov head."""
 
 import dataclasses
 
 from dflash_jax.config.base import at_least
 from dflash_jax.config.dflash import DrafterConfig, DrafterFields, common_fields
+from dflash_jax.config.family import DrafterKind
 from dflash_jax.errors import ConfigError
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -22,13 +23,14 @@ class DSparkConfig(DrafterConfig):
 
     kind: str = "dspark"
     sample_from_anchor: bool = True
-    markov_rank: int = 256  # 0 leaves the Markov head out
+    markov_rank: int = 256  # 0 is no Markov head
     markov_head: str = "vanilla"
     confidence_head: bool = False
     confidence_with_markov: bool = True  # the confidence also reads the previous token
 
     @property
     def predicts_survival(self) -> bool:
+        """Whether the drafter predicts how likely its drafts are to be accepted."""
         return self.confidence_head
 
     def __post_init__(self) -> None:
@@ -46,7 +48,7 @@ class DSparkConfig(DrafterConfig):
 
 
 def from_hf(fields: DrafterFields) -> DSparkConfig:
-    """The config of a DSpark drafter, in DeepSpec's, SpecForge's or ModelOpt's spelling."""
+    """Return the config of a DSpark drafter, spelled as in DeepSpec, SpecForge or ModelOpt."""
     fields.outer.used.update(TRAINING)
     fields.dflash.used.update((*TRAINING, "projector_type"))
     fields.pick("attention_mode").must_be("attention_mode", "gqa")
@@ -60,3 +62,12 @@ def from_hf(fields: DrafterFields) -> DSparkConfig:
         confidence_head=enabled,
         confidence_with_markov=fields.flag("confidence_head_with_markov", rank > 0),
     )
+
+
+DRAFTER = DrafterKind(
+    config=DSparkConfig,
+    from_hf=from_hf,
+    architectures=("Qwen3DSparkModel", "DSparkDraftModel"),
+    projector_types=("dspark",),
+    own_tables=True,
+)

@@ -1,4 +1,4 @@
-"""Reading JSON objects so that nothing in them is ignored silently."""
+"""Read JSON objects without ignoring any field silently."""
 
 import json
 import os
@@ -84,23 +84,29 @@ HARMLESS = frozenset(
 
 
 def whole(value: Any) -> Any:
-    """A whole number, though it was written as 8.0; anything else as it is."""
+    """Return an integer if it was written as 8.0; any other value unchanged."""
     exact = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     return int(value) if exact else value
 
 
 class Fields:
-    """Reads a JSON object and remembers what was read, so that leftovers can be refused."""
+    """Reader of a JSON object that records which fields were read, to refuse the others."""
 
     def __init__(self, values: dict[str, Any], where: str):
         self.values, self.where, self.used = values, where, set()
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return a field, or the default if it is absent or null."""
         self.used.add(name)
         value = self.values.get(name)
         return default if value is None else value
 
     def integer(self, name: str, default: int | None = None) -> int:
+        """Return an integer.
+
+        Raises:
+          ConfigError: the field is absent without a default, or no 32-bit integer.
+        """
         value = whole(self.get(name, default))
         if value is None:
             raise ConfigError(f"{self.where} lacks {name!r}; add it as an integer")
@@ -109,6 +115,11 @@ class Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
+        """Return a finite number.
+
+        Raises:
+          ConfigError: the field is none.
+        """
         value = self.get(name, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not abs(value) < 1e300:
@@ -116,24 +127,44 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
+        """Return true or false.
+
+        Raises:
+          ConfigError: the field is neither.
+        """
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.where}: {name} is {value!r}; expected true or false")
         return value
 
     def must_be(self, name: str, *allowed: Any) -> None:
+        """Check that a field has an allowed value; the first is that of an absent field.
+
+        Raises:
+          ConfigError: it has another value.
+        """
         value = self.get(name, allowed[0])
         if value not in allowed:
             names = ", ".join(map(repr, allowed))
             raise ConfigError(f"{self.where}: {name} is {value!r}; only {names} is supported")
 
     def inner(self, name: str) -> "Fields":
+        """Return a reader of an inner object, which is empty if absent.
+
+        Raises:
+          ConfigError: the field is no object.
+        """
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise ConfigError(f"{self.where}: {name} is {value!r}; expected an object")
         return Fields(value, f"{self.where}: {name}")
 
     def refuse_rest(self) -> None:
+        """Check that all fields were read, apart from harmless ones.
+
+        Raises:
+          ConfigError: a field was not read, so it could change the output.
+        """
         rest = [k for k, v in self.values.items() if v is not None]
         if rest := sorted(set(rest) - self.used - HARMLESS):
             raise ConfigError(
@@ -143,10 +174,10 @@ class Fields:
 
 
 def has_file(path: Path) -> bool:
-    """Return whether a file stands at the path, which may be a link to one.
+    """Return whether the path is a file, or a link to one.
 
     Raises:
-      CheckpointError: something else stands there, such as a folder, a pipe or a broken link.
+      CheckpointError: it is something else, such as a folder, a pipe or a broken link.
     """
     if path.is_file() or not os.path.lexists(path):
         return path.is_file()
@@ -160,7 +191,12 @@ def has_file(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; CheckpointError if absent, ConfigError if it is no object."""
+    """Return the JSON object in a file.
+
+    Raises:
+      CheckpointError: the file does not exist.
+      ConfigError: it holds no JSON object.
+    """
     if not has_file(path):
         raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}")
     try:

@@ -18,12 +18,13 @@ from dflash_jax.config.base import (
     id_tuple,
     layer_count,
 )
+from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields
-from dflash_jax.config.hf_defaults import UNSAID, integer
+from dflash_jax.config.hf_defaults import integer
 from dflash_jax.config.rope import BY_LENGTH, made_for, scaled
 from dflash_jax.errors import ConfigError
 
-# Outer fields of multimodal files: what the vision and audio parts are, and their markers.
+# Outer fields of multimodal files: configs and tokens of the vision and audio parts.
 OTHER_PARTS = (
     "audio_config",
     "audio_token_id",
@@ -37,30 +38,41 @@ OTHER_PARTS = (
     "vision_config",
     "vision_soft_tokens_per_image",
 )
-# Fields of early exports that the model does not read.
+# Fields of early exports that the model does not use.
 UNREAD = (
     "attn_logit_softcapping",
     "query_pre_attn_scalar",
     "routed_layer_pattern",
     "stream_and_decode_in_f32",
 )
-PATTERN = 6  # every sixth layer is full where the config has no layer_types
-# The rotary embedding of full layers of a config that has none.
+_SIZES = {"num_key_value_heads": 4, "head_dim": 256}
+DEFAULTS = {
+    "gemma4_text": _SIZES
+    | {
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "gemma4_unified_text": _SIZES | {"max_position_embeddings": 262144, "sliding_window": 1024},
+}
+PATTERN = 6  # every sixth layer is full if the config has no layer_types
+# The rotary embedding of full layers, if a config has none.
 FULL_ROPE = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Config(TargetConfig):
-    """A Gemma 4 text model; heads, head_dim and rope of the base class are its sliding layers'."""
+    """A Gemma 4 text model. Heads, head_dim and rope of the base class are of sliding layers."""
 
     full_kv_heads: int
     full_head_dim: int
     full_rope: RopeConfig
     key_is_value: bool = False  # full layers: values are the raw keys, normed
-    shared_layers: int = 0  # so many last layers read an earlier layer's keys and values
-    shared_mlp_factor: int = 1  # how much wider those layers' MLPs are
+    shared_layers: int = 0  # number of last layers that read an earlier layer's keys and values
+    shared_mlp_factor: int = 1  # width of those layers' MLPs, relative to the others
     per_layer_size: int = 0  # width of the per-layer inputs; 0 is none
-    per_layer_rows: int = 0  # of their table, where it is longer than the vocabulary
+    per_layer_rows: int = 0  # of their table, if it is longer than the vocabulary
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,18 +89,18 @@ class Gemma4Config(TargetConfig):
             )
         if self.shared_layers:
             owners = self.windows[: self.num_layers - self.shared_layers]
-            lonely = [i for i, w in enumerate(self.windows) if w not in owners]
-            if not 0 <= self.shared_layers < self.num_layers or lonely:
+            orphans = [i for i, w in enumerate(self.windows) if w not in owners]
+            if not 0 <= self.shared_layers < self.num_layers or orphans:
                 raise ConfigError(
-                    f"num_kv_shared_layers is {self.shared_layers}, but layers {lonely} have no"
+                    f"num_kv_shared_layers is {self.shared_layers}, but layers {orphans} have no"
                     " earlier layer of their kind that keeps keys"
                 )
 
     @property
     def conventions(self) -> tuple[str, ...]:
-        """What the family does its own way, in words."""
+        """Descriptions of what is special in the family."""
         shared = f"the last {self.shared_layers} layers read earlier keys"
-        said = {
+        found = {
             "embedding times sqrt(width)": True,
             "scores unscaled": True,
             "layer scalars": True,
@@ -98,35 +110,35 @@ class Gemma4Config(TargetConfig):
             f"softcap {self.final_softcap}": self.final_softcap,
             "text only": True,
         }
-        return tuple(text for text, true in said.items() if true)
+        return tuple(text for text, applies in found.items() if applies)
 
     def source(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads: itself, or the last owner of its kind."""
+        """Return the layer whose keys and values a layer reads."""
         owners = self.num_layers - self.shared_layers
         if layer < owners:
             return layer
         return max(i for i in range(owners) if self.windows[i] == self.windows[layer])
 
     def heads(self, layer: int) -> tuple[int, int]:
-        """Key/value heads and head width of a layer."""
+        """Return key/value heads and head width of a layer."""
         if self.windows[layer] is None:
             return self.full_kv_heads, self.full_head_dim
         return self.num_kv_heads, self.head_dim
 
     def own_parts(self, layer: int) -> int:
-        """What a layer projects besides queries: 2 key and value, 1 the key alone, 0 neither."""
+        """Return the projections besides queries: 2 (key and value), 1 (key only) or 0."""
         if self.source(layer) != layer:
             return 0
         return 1 if self.key_is_value and self.windows[layer] is None else 2
 
     def mlp_size(self, layer: int) -> int:
-        """Width of a layer's dense MLP."""
+        """Return the width of a layer's dense MLP."""
         shares = layer >= self.num_layers - self.shared_layers
         return self.intermediate_size * (self.shared_mlp_factor if shares else 1)
 
 
 def from_hf(f: Fields) -> Gemma4Config:
-    """The text model of a config, whether it stands alone or is nested."""
+    """Return the text model of a config, which may be nested in a multimodal one."""
     if f.values.get("text_config") is None:
         return _text(f, f)
     f.used.update(("model_type", "dtype", *OTHER_PARTS))
@@ -142,7 +154,7 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
     f.used.add("model_type")
     f.values = f.values | {"model_type": kind}
     f.must_be("hidden_activation", "gelu_pytorch_tanh")
-    f.must_be("use_bidirectional_attention", None, "vision")  # concerns image tokens only
+    f.must_be("use_bidirectional_attention", None, "vision")  # affects image tokens only
     f.used.update(UNREAD)
     layers, hidden = layer_count(f), f.integer("hidden_size")
     heads = f.integer("num_attention_heads")
@@ -172,7 +184,7 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=dtype_name(f if f.get("dtype") else outer),
         qk_norm=True,
-        embedding_scale=math.sqrt(max(hidden, 0)),  # less is refused by the config
+        embedding_scale=math.sqrt(max(hidden, 0)),  # the config refuses negative sizes
         final_softcap=cap if cap > 0 else None,
         shared_layers=f.integer("num_kv_shared_layers", 0),
         shared_mlp_factor=2 if double else 1,
@@ -183,8 +195,8 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
 
 
 def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
-    """Window of each layer; the last layer is full whatever the file says."""
-    usual = UNSAID[f.values["model_type"]]["sliding_window"]
+    """Return the window of each layer; the last layer is always full."""
+    usual = DEFAULTS[f.values["model_type"]]["sliding_window"]
     window = integer(f, "sliding_window", usual)
     if window < 1:
         raise ConfigError(f"{f.where}: sliding_window is {window}; expected a positive integer")
@@ -200,12 +212,14 @@ def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _ropes(f: Fields, width: int, full_width: int) -> tuple[RopeConfig, RopeConfig]:
-    """Rotary embedding of sliding and of full layers, whose heads are so wide."""
+    """Return the rotary embeddings of sliding and of full layers, of these head widths."""
     both = f.inner("rope_parameters")
     sliding, full = both.inner(SLIDING), both.inner(FULL)
     full = Fields(full.values or FULL_ROPE, full.where)
     both.used.update((SLIDING, FULL))
-    both.must_be("rope_type", "default", "proportional")  # a writer's slip where all are full
+    both.must_be(
+        "rope_type", "default", "proportional"
+    )  # written by mistake if all layers are full
     both.refuse_rest()
     found = (
         scaled(sliding, f, sliding.number("rope_theta", 1e4), width),
@@ -216,7 +230,7 @@ def _ropes(f: Fields, width: int, full_width: int) -> tuple[RopeConfig, RopeConf
             f"{f.where}: rope type {by_length[0]!r} is not supported in a kind of layers"
             " (transformers fails on it)"
         )
-    # Transformers looks for `truncate` outside the two objects, where it never is.
+    # Transformers reads `truncate` outside the two objects, where it never is.
     sliding_rope, full_rope = (dataclasses.replace(rope, truncate=True) for rope in found)
     return sliding_rope, full_rope
 
@@ -226,12 +240,12 @@ def _kv_heads(f: Fields) -> int:
 
 
 def _full_layers(f: Fields, windows: tuple[int | None, ...]) -> dict[str, Any]:
-    """Sizes of full layers, in either spelling."""
+    """Return sizes of full layers, in either spelling."""
     shared = f.flag("attention_k_eq_v", False)
     heads, width = _kv_heads(f), integer(f, "head_dim", 256)
     f.used.update(("global_head_dim", "num_global_key_value_heads"))
-    per_layer = f.inner("per_layer_config")  # what differs from the sliding layers: maybe nothing
-    # Layers are numbered in text, by some writers with zeros in front.
+    per_layer = f.inner("per_layer_config")  # differences from sliding layers, if any
+    # Layer numbers are strings, in some files with leading zeros.
     sizes = {int(i) if i.isdecimal() else i: per_layer.inner(i) for i in per_layer.values}
     if "per_layer_config" not in f.values:
         own = f.integer("num_global_key_value_heads", heads) if shared else heads
@@ -256,7 +270,7 @@ def _full_layers(f: Fields, windows: tuple[int | None, ...]) -> dict[str, Any]:
 
 
 def _experts(f: Fields) -> dict[str, Any]:
-    """Expert sizes; the width has two spellings."""
+    """Return expert sizes; the width has two spellings."""
     names = ("num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size")
     f.used.update(names)
     if not f.get("enable_moe_block", False):
@@ -270,12 +284,21 @@ def _experts(f: Fields) -> dict[str, Any]:
 
 
 def _per_layer(f: Fields) -> dict[str, Any]:
-    """Width of the per-layer inputs, and the rows of their table: the vocabulary's at least."""
+    """Return the width of per-layer inputs, and the rows of their table."""
     size, vocab = integer(f, "hidden_size_per_layer_input", 0), f.integer("vocab_size")
     rows = integer(f, "vocab_size_per_layer_input", vocab) or vocab
     if size and rows < vocab:
         raise ConfigError(
             f"{f.where}: vocab_size_per_layer_input is {rows}; expected at least the vocabulary's"
-            f" size {vocab}: the tokens beyond have no vectors"
+            f" size {vocab}: other tokens would have no vectors"
         )
     return {"per_layer_size": size, "per_layer_rows": rows if size and rows != vocab else 0}
+
+
+FAMILY = Family(
+    config=Gemma4Config,
+    from_hf=from_hf,
+    model_types=("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    gguf=("gemma4",),
+    defaults=DEFAULTS,
+)

@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields
+from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields
 from dflash_jax.config.hf_defaults import integer
 from dflash_jax.errors import ConfigError
 
-# What an absent field means to transformers, where the family differs from others.
+# Values of absent fields in transformers that differ from those of other families.
 DEFAULTS = {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64}
 PUBLISHED_ROPE = {
     "rope_type": "yarn",
@@ -22,25 +23,29 @@ PUBLISHED_ROPE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(TargetConfig):
-    """A gpt-oss target; `swiglu_limit` clamps the experts' gate and up before they meet."""
+    """A gpt-oss target; `swiglu_limit` clamps the experts' gate and up projections."""
 
     swiglu_limit: float = 7.0
 
     @property
     def conventions(self) -> tuple[str, ...]:
-        """What the family does its own way, in words."""
+        """Descriptions of what is special in the family."""
         return ("biases", "attention sinks", f"experts clamped at {self.swiglu_limit:g}")
 
 
 def from_hf(f: Fields) -> GptOssConfig:
-    """The config of a gpt-oss; without `layer_types`, the even layers slide."""
+    """Return the config of a gpt-oss; without `layer_types`, even layers are sliding.
+
+    Raises:
+      ConfigError: a field is missing or not supported.
+    """
     f.must_be("use_sliding_window", True)
-    unsaid: dict[str, Any] = {
+    absent: dict[str, Any] = {
         key: value for key, value in DEFAULTS.items() if f.values.get(key) is None
     }
     if not f.values.get("rope_scaling") and f.values.get("rope_parameters") is None:
-        unsaid["rope_parameters"] = PUBLISHED_ROPE
-    read = Fields(f.values | unsaid, f.where)
+        absent["rope_parameters"] = PUBLISHED_ROPE
+    read = Fields(f.values | absent, f.where)
     fields = dense_fields(read)
     window = integer(read, "sliding_window")
     f.used.update(read.used)
@@ -56,3 +61,20 @@ def from_hf(f: Fields) -> GptOssConfig:
     if limit <= 0:
         raise ConfigError(f"{f.where}: swiglu_limit is {limit}; expected a positive number")
     return GptOssConfig(**fields, **experts, swiglu_limit=limit)
+
+
+FAMILY = Family(
+    config=GptOssConfig,
+    from_hf=from_hf,
+    model_types=("gpt_oss",),
+    gguf=("gpt-oss",),
+    defaults={
+        "gpt_oss": {
+            "max_position_embeddings": 131072,
+            "sliding_window": 128,
+            "num_key_value_heads": 8,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        }
+    },
+)

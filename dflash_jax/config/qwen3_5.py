@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6, dense and mixture of experts: recurrent layers between gated attention."""
+"""Qwen3.5 and Qwen3.6, dense and with experts: recurrent layers and gated attention."""
 
 import dataclasses
 from typing import Any
@@ -12,6 +12,7 @@ from dflash_jax.config.base import (
     geometry,
     id_tuple,
 )
+from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields
 from dflash_jax.config.hf_defaults import integer
 from dflash_jax.config.rope import longest, made_for
@@ -20,7 +21,7 @@ from dflash_jax.errors import ConfigError
 LINEAR = "linear_attention"
 WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 
-# Fields of the multimodal wrapper that text never reads.
+# Fields of the multimodal wrapper that do not affect text.
 OTHER_INPUTS = (
     "vision_config",
     "image_token_id",
@@ -28,7 +29,7 @@ OTHER_INPUTS = (
     "vision_start_token_id",
     "vision_end_token_id",
 )
-# The multi-token-prediction head, which is not loaded, and training.
+# Fields of training and of the multi-token prediction head, which is not loaded.
 UNUSED = (
     "mtp_num_hidden_layers",
     "mtp_use_dedicated_embeddings",
@@ -42,13 +43,13 @@ class HybridConfig(TargetConfig):
     """A target whose layers are Gated DeltaNet or gated attention."""
 
     recurrent: tuple[bool, ...]  # per layer
-    rotary_dim: int  # leading part of a head that is rotated
-    key_heads: int  # of the recurrent layers, as all below
+    rotary_dim: int  # number of leading dimensions of a head that are rotated
+    key_heads: int  # this and the next fields: of recurrent layers
     value_heads: int
     key_width: int
     value_width: int
     conv_kernel: int
-    shared_expert_size: int = 0  # without experts there is a dense MLP of intermediate_size
+    shared_expert_size: int = 0  # without experts, the MLP has intermediate_size
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,17 +73,17 @@ class HybridConfig(TargetConfig):
 
     @property
     def conv_channels(self) -> int:
-        """Queries, keys and values of a recurrent layer side by side."""
+        """Total width of queries, keys and values of a recurrent layer."""
         return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """In words, per layer."""
+        """Descriptions of the layers."""
         return tuple("gated delta net" if r else "gated attention" for r in self.recurrent)
 
     @property
     def conventions(self) -> tuple[str, ...]:
-        """What the family does its own way, in words."""
+        """Descriptions of what is special in the family."""
         return (
             "norms times 1 + w",
             f"{self.rotary_dim} of {self.head_dim} dimensions rotated",
@@ -92,7 +93,11 @@ class HybridConfig(TargetConfig):
 
 
 def from_hf(f: Fields) -> HybridConfig:
-    """The text part of a Qwen3.5 config, bare or inside the published multimodal one."""
+    """Return the text part of a Qwen3.5 config, which may be nested in a multimodal one.
+
+    Raises:
+      ConfigError: a field is missing or not supported.
+    """
     text = f.inner("text_config")
     if text.values:
         f.used.update(OTHER_INPUTS)
@@ -114,7 +119,7 @@ def from_hf(f: Fields) -> HybridConfig:
         **experts,
         model_type="qwen3_5_moe_text" if moe else "qwen3_5_text",
         vocab_size=reader.integer("vocab_size"),
-        tie_embeddings=f.flag("tie_word_embeddings", False),  # the outer one decides
+        tie_embeddings=f.flag("tie_word_embeddings", False),  # the outer value counts
         max_length=longest(size["rope"], made_for(reader)),
         eos_token_ids=tuple(
             dict.fromkeys(id_tuple(f.get("eos_token_id")) + id_tuple(reader.get("eos_token_id")))
@@ -132,10 +137,10 @@ def from_hf(f: Fields) -> HybridConfig:
 
 
 def _plain_rope(text: Fields, moe: bool) -> Fields:
-    """The fields with rotary settings reduced to what text needs.
+    """Return the fields with rotary settings reduced to those that text needs.
 
     The three position rows of multimodal rotary embedding are equal for text, so its sections
-    say nothing; the rotated part of a head is read apart.
+    do not matter. The rotated part of a head is read by `_partial`.
     """
     kind = "qwen3_5_moe_text" if moe else "qwen3_5_text"
     values = text.values | {"model_type": kind}
@@ -144,7 +149,7 @@ def _plain_rope(text: Fields, moe: bool) -> Fields:
         for name in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
             rope.pop(name, None)
         values[spelling] = rope or None
-    if moe:  # what a token passes through in all; published files have no such field
+    if moe:  # total width per token, which published files lack
         named = Fields(values, text.where)
         sizes = [integer(named, name) for name in ("num_experts_per_tok", *WIDTHS)]
         values["intermediate_size"] = sizes[0] * sizes[1] + sizes[2]
@@ -153,7 +158,7 @@ def _plain_rope(text: Fields, moe: bool) -> Fields:
 
 
 def _partial(text: Fields) -> float:
-    """The rotated share of a head; of the two places a rescaled embedding takes the outer."""
+    """Return the rotated share of a head; a rescaled embedding uses the outer field."""
     old, new = text.inner("rope_scaling"), text.inner("rope_parameters")
     rope, outer = old if old.values else new, text.number("partial_rotary_factor", 0.25)
     plain = rope.get("rope_type", rope.get("type", "default")) == "default"
@@ -174,7 +179,7 @@ def _recurrent_sizes(f: Fields) -> dict[str, Any]:
 
 
 def _kinds(f: Fields, layers: int) -> tuple[bool, ...]:
-    """Which layers are recurrent: `layer_types`, or all but every n-th."""
+    """Return which layers are recurrent: by `layer_types`, or all except every n-th."""
     if (every := f.integer("full_attention_interval", 4)) < 1:
         raise ConfigError(f"{f.where}: full_attention_interval is {every}; expected 1 or more")
     regular = [FULL if (i + 1) % every == 0 else LINEAR for i in range(layers)]
@@ -194,9 +199,36 @@ def _kinds(f: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def _experts(f: Fields) -> dict[str, Any]:
-    """Every layer routes; chosen weights always sum to one."""
+    """Return expert sizes; every layer has experts, whose weights sum to one."""
     f.must_be("norm_topk_prob", True)
     f.must_be("decoder_sparse_step", 1)
     f.must_be("mlp_only_layers", [])
     size, shared = (integer(f, name) for name in WIDTHS)
     return expert_fields(f, size) | {"shared_expert_size": shared}
+
+
+_SIZES = {
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+FAMILY = Family(
+    config=HybridConfig,
+    from_hf=from_hf,
+    model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    gguf=("qwen35", "qwen35moe"),
+    defaults={
+        "qwen3_5_text": _SIZES | {"num_key_value_heads": 4},
+        "qwen3_5_moe_text": _SIZES
+        | {
+            "num_key_value_heads": 2,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+    },
+)

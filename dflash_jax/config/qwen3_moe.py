@@ -1,8 +1,9 @@
-"""Qwen3-MoE: Qwen3 attention; most layers choose a few of many small MLPs."""
+"""Qwen3-MoE: Qwen3 attention, and experts in most layers."""
 
 import dataclasses
 
 from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields, switched_window
+from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields
 from dflash_jax.config.hf_defaults import integer
 from dflash_jax.errors import ConfigError
@@ -10,16 +11,19 @@ from dflash_jax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(TargetConfig):
-    """A Qwen3-MoE target; `intermediate_size` is that of its dense layers."""
+    """A Qwen3-MoE target; `intermediate_size` is of its dense layers."""
 
-    sparse: tuple[bool, ...]  # per layer; the others have one MLP
-    normalise_shares: bool  # the chosen experts' shares sum to 1
+    sparse: tuple[bool, ...]  # per layer: whether it has experts instead of one MLP
+    normalise_shares: bool  # whether the chosen experts' weights are made to sum to 1
 
 
 def from_hf(f: Fields) -> Qwen3MoeConfig:
-    """The config of a Qwen3-MoE; where its window is switched on, all layers have it.
+    """Return the config of a Qwen3-MoE; if its window is switched on, all layers have it.
 
-    So transformers has it, whatever `layer_types` or `max_window_layers` say.
+    As in transformers, `layer_types` and `max_window_layers` do not change that.
+
+    Raises:
+      ConfigError: a field is missing or not supported.
     """
     f.must_be("qkv_bias", False)
     f.must_be("use_qk_norm", True)
@@ -40,3 +44,22 @@ def from_hf(f: Fields) -> Qwen3MoeConfig:
         sparse=tuple((i + 1) % every == 0 and i not in dense for i in layers),
         normalise_shares=f.flag("norm_topk_prob", False),
     )
+
+
+FAMILY = Family(
+    config=Qwen3MoeConfig,
+    from_hf=from_hf,
+    model_types=("qwen3_moe",),
+    gguf=("qwen3moe",),
+    defaults={
+        "qwen3_moe": {
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "num_key_value_heads": 4,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        }
+    },
+    optional_window=True,
+)

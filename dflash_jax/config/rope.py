@@ -1,4 +1,4 @@
-"""Rotary embedding: what a config says of it, in any spelling and of any kind."""
+"""Rotary embedding settings of a config, in all spellings and kinds."""
 
 import dataclasses
 import math
@@ -9,9 +9,9 @@ from dflash_jax.config.hf_defaults import integer
 from dflash_jax.errors import ConfigError
 
 KINDS = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
-BY_LENGTH = ("dynamic", "longrope")  # whose frequencies depend on how long the whole text is
+BY_LENGTH = ("dynamic", "longrope")  # frequencies depend on the length of the whole text
 ORIGINAL = "original_max_position_embeddings"
-# Keys of some kinds, which to the others mean nothing.
+# Keys of some kinds, which the others ignore.
 KEYS = (
     "attention_factor",
     "beta_fast",
@@ -31,7 +31,7 @@ KEYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: base, and how its frequencies are rescaled."""
+    """Rotary embedding: its base, and the rescaling of its frequencies."""
 
     theta: float = 10000.0
     kind: str = "default"  # one of KINDS
@@ -43,13 +43,13 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin
-    partial_rotary_factor: float = 1.0  # proportional: the share of pairs that turn
-    short_factors: tuple[float, ...] = ()  # longrope, one for each pair: up to original_length
-    long_factors: tuple[float, ...] = ()  # longrope: of longer texts
-    length: int = 0  # dynamic, longrope: of the text, where it is longer than original_length
+    partial_rotary_factor: float = 1.0  # proportional: the share of pairs that rotate
+    short_factors: tuple[float, ...] = ()  # longrope, one per pair: up to original_length
+    long_factors: tuple[float, ...] = ()  # longrope: for longer texts
+    length: int = 0  # dynamic, longrope: of a text longer than original_length
 
     def for_length(self, length: int) -> "RopeConfig":
-        """The embedding of a text of so many tokens, known as a whole."""
+        """Return the embedding of a text whose length in tokens is known."""
         longer = self.kind in BY_LENGTH and length > self.original_length
         return dataclasses.replace(self, length=length) if longer else self
 
@@ -58,40 +58,49 @@ PLAIN = RopeConfig()
 
 
 def longest(rope: RopeConfig, length: int) -> int:
-    """How many positions a cache can hold, of those a target was made for.
+    """Return the number of positions, at most `length`, that a cache can hold.
 
-    Beyond the original length, keys that were written earlier would have to turn by other
-    frequencies than they did: no cache can follow, and transformers' does not either.
+    Beyond the original length, cached keys would have to be rotated by other frequencies, which
+    a cache does not support, here or in transformers.
     """
     return min(length, rope.original_length) if rope.kind in BY_LENGTH else length
 
 
 def made_for(f: Fields) -> int:
-    """How many positions a config names, or leaves to its family; 0 where neither does."""
+    """Return `max_position_embeddings` or the family's default; 0 if there is none."""
     return integer(f, "max_position_embeddings", 0)
 
 
 def rope_config(f: Fields, width: int) -> RopeConfig:
-    """Both spellings: `rope_theta` + `rope_scaling`, or `rope_parameters` with the base inside.
+    """Read `rope_theta` and `rope_scaling`, or `rope_parameters`, which holds the base as well.
 
-    The former outranks the latter, as in transformers.
+    The former take precedence, as in transformers.
 
     Args:
-      width: how many dimensions of a head are to turn.
+      width: number of dimensions of a head that rotate.
+
+    Raises:
+      ConfigError: the kind or a setting is not supported.
     """
     old, new = f.inner("rope_scaling"), f.inner("rope_parameters")
     r = old if old.values else new
     theta = r.number("rope_theta", f.number("rope_theta", 10000.0))
     outer = {name: f.get(name) for name in (ORIGINAL, "partial_rotary_factor")}
-    said = {name: value for name, value in outer.items() if value is not None}
-    return scaled(Fields(r.values | said, r.where), f, theta, width)
+    given = {name: value for name, value in outer.items() if value is not None}
+    return scaled(Fields(r.values | given, r.where), f, theta, width)
 
 
 def scaled(r: Fields, f: Fields, theta: float, width: int) -> RopeConfig:
-    """The rotary embedding of one object of a config.
+    """Return the rotary embedding of one object of a config.
 
     Args:
-      f: the config around it, which says how long texts may be.
+      r: the object.
+      f: the config that holds it, for the maximal length of texts.
+      theta: the base.
+      width: number of dimensions of a head that rotate.
+
+    Raises:
+      ConfigError: the kind or a setting is not supported.
     """
     kind = r.get("rope_type", r.get("type", "default"))
     if kind not in KINDS:
@@ -107,7 +116,7 @@ def scaled(r: Fields, f: Fields, theta: float, width: int) -> RopeConfig:
     length = made_for(f) if measured else f.integer("max_position_embeddings", 0)
     original = r.integer(ORIGINAL, 0) or length
     found: dict[str, Any] = {"theta": theta, "kind": kind, "original_length": original}
-    if kind == "default":  # transformers reads no share of it, nor a factor
+    if kind == "default":  # transformers ignores shares and factors here
         return RopeConfig(**found, factor=factor)
     if kind == "proportional":
         share = r.number("partial_rotary_factor", 1.0)
@@ -148,7 +157,7 @@ def _llama3(r: Fields) -> dict[str, Any]:
 
 
 def _yarn(r: Fields, factor: float) -> dict[str, Any]:
-    """Of yarn; a beta of 0 is none, and two scales count only together."""
+    """Return the fields of yarn; a beta of 0 is none, and scales count only as a pair."""
 
     def grown(scale: float) -> float:
         return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0
@@ -164,7 +173,7 @@ def _yarn(r: Fields, factor: float) -> dict[str, Any]:
 
 
 def _longrope(r: Fields, factor: float, original: int, width: int) -> dict[str, Any]:
-    """Of longrope: two lists with a divisor for every pair."""
+    """Return the fields of longrope: two lists with a divisor per pair."""
     found: dict[str, Any] = {}
     for name in ("short_factor", "long_factor"):
         listed = r.get(name)
@@ -181,7 +190,7 @@ def _longrope(r: Fields, factor: float, original: int, width: int) -> dict[str, 
 
 
 def _check(rope: RopeConfig, r: Fields, f: Fields, width: int) -> None:
-    """Refuses a rescaling whose formula has no answer."""
+    """Check that the formula of a rescaling is defined."""
     low, high = rope.low_freq_factor, rope.high_freq_factor
     sound = {
         "llama3": rope.original_length > 0 and high > low,

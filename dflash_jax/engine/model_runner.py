@@ -89,7 +89,7 @@ class ModelRunner:
         self._fed_rows, self._exact = plan.fed_rows, plan.exact
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
         self._copies = jax.default_backend() != "cpu"  # on a CPU, outputs are on the host already
-        self.params = place_params(plan, params)
+        self.params = place_params(plan, target, drafter, params)
         self.state: Any = place_empty_state(plan, target, drafter)
         self.prefixes = self._make_prefixes(self.params)
         self._logits = LogitsProcessor(plan.rows, target.vocab_size)
@@ -217,7 +217,8 @@ class ModelRunner:
         Raises:
           CheckpointError: they have other names, shapes or dtypes; the engine keeps its own.
         """
-        placed = place_params_like(self.plan, params, self.params)
+        parts = self.plan, self.target, self.drafter
+        placed = place_params_like(*parts, params, self.params)
         self.params, self.prefixes = placed, self._make_prefixes(placed)
 
     def prefetch(self, cursor: PromptCursor) -> None:

@@ -1,59 +1,67 @@
-"""Model architectures, looked up by file name: one target family or drafter kind per file.
+"""Modules of target families and drafter kinds: one file each, found by name.
 
-A file provides `build(config)`, its module. That of a target family also provides
-`empty_caches(config, cache)`, the per-layer caches of an empty state, made with the given
-constructor.
+The file has the name of the one in `dflash_jax/config` that registers the family. It provides
+`build(config)`, the module. A target's file also provides `empty_caches(config, cache)`, the
+per-layer caches of an empty state, made with the given constructor.
 """
 
 import importlib
 from types import ModuleType
 from typing import Any, Protocol
 
-from dflash_jax.config import TARGET_TYPES, DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, TargetConfig, family_of
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.state import Cache, LayerCache, RecurrentCache
 
 
 class MakeCache(Protocol):
-    """Makes empty caches: called for attention layers, by name for recurrent ones."""
+    """Constructor of empty caches: the call for attention layers, `recurrent` for the others."""
 
     def __call__(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache: ...
 
-    def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache: ...
+    def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:
+        """Return the cache of a recurrent layer: its state [N, P, Q] and inputs [W, C]."""
+        ...
 
 
 class Drafter(Protocol):
-    """A drafter's module. Its methods: the call, `context` and `propose` (see `DFlash`)."""
+    """A drafter's module, with methods `__call__`, `context` and `propose` (see `DFlash`)."""
 
     @property
-    def config(self) -> DrafterConfig: ...
+    def config(self) -> DrafterConfig:
+        """The configuration."""
+        ...
 
     def init(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes parameters, as of a Linen module."""
+        """Return parameters, as `nn.Module.init` does."""
         ...
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a method, as of a Linen module."""
+        """Run a method, as `nn.Module.apply` does."""
         ...
 
 
 def build_target(config: TargetConfig) -> Decoder:
-    """The module of a target config."""
-    return _family(TARGET_TYPES[config.model_type]).build(config)
+    """Return the module of a target config.
+
+    Raises:
+      ConfigError: the family is not known.
+    """
+    return _family(family_of(config.model_type)).build(config)
 
 
 def target_caches(config: TargetConfig, cache: MakeCache) -> tuple[Cache, ...]:
-    """Empty caches of a target, one per layer."""
-    return _family(TARGET_TYPES[config.model_type]).empty_caches(config, cache)
+    """Return the empty caches of a target, one per layer that has its own."""
+    return _family(family_of(config.model_type)).empty_caches(config, cache)
 
 
 def build_drafter(config: DrafterConfig) -> Drafter:
-    """The module of a drafter config."""
+    """Return the module of a drafter config."""
     return _family(config.kind).build(config)
 
 
 def drafter_caches(config: DrafterConfig, cache: MakeCache) -> tuple[LayerCache, ...]:
-    """Empty context caches of a drafter, one per layer."""
+    """Return the empty context caches of a drafter, one per layer."""
     return tuple(cache(config.num_kv_heads, config.head_dim, window) for window in config.windows)
 
 

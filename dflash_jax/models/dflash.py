@@ -1,8 +1,8 @@
-"""The DFlash v1 drafter: a block of masks, read against keys made from the target's taps.
+"""The DFlash v1 drafter: a block of masks attends to keys made from the target's taps.
 
-It has neither embedding nor head; both are the target's. Context rows enter every layer only
-as keys and values: c = norm(fc(taps)) goes straight into the key and value projections
-(drafter formulas as in the `dflash` 0.1.0 reference; own implementation).
+Embedding and head are the target's. Context rows enter every layer only as keys and values:
+c = norm(fc(taps)) is the input of the key and value projections (formulas as in the `dflash`
+0.1.0 reference; own implementation).
 """
 
 from collections.abc import Callable, Sequence
@@ -37,17 +37,18 @@ Attend = Callable[[Float[Array, "B T D"]], tuple[Float[Array, "B T D"], Kept]]
 
 
 class DrafterAttention(nn.Module):
-    """Queries from the block; keys and values from context and block by the same weights."""
+    """Attention with queries from the block, and keys and values from context and block."""
 
     config: DrafterConfig
     window: int | None
     causal: bool
 
     def setup(self) -> None:
+        """Declare the weights."""
         c = self.config
-        self.q = weight(self, "q", (c.hidden_size, c.num_heads * c.head_dim))
-        self.kv = weight(self, "kv", (c.hidden_size, c.num_kv_heads, 2, c.head_dim))
-        self.o = weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size))
+        self.q = weight(self, "q", (c.hidden_size, c.num_heads * c.head_dim), split=1)
+        self.kv = weight(self, "kv", (c.hidden_size, c.num_kv_heads, 2, c.head_dim), split=1)
+        self.o = weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0)
         self.q_norm = norm_weight(self, "q_norm", c.head_dim)
         self.k_norm = norm_weight(self, "k_norm", c.head_dim)
         if c.attention_bias:
@@ -58,7 +59,7 @@ class DrafterAttention(nn.Module):
     def queries(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T K G H"]:
-        """Normed, rotated queries, grouped by the kv head they read."""
+        """Return normed, rotated queries, grouped by the kv head that they read."""
         c = self.config
         q = dot(x, self.q)
         if c.attention_bias:
@@ -71,7 +72,7 @@ class DrafterAttention(nn.Module):
     def keys_values(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Normed, rotated keys and plain values, of context and block rows alike."""
+        """Return normed, rotated keys, and values, of context or block rows."""
         c = self.config
         kv = dot(x, self.kv)  # [B, T, K, 2, H]
         if c.attention_bias:
@@ -81,7 +82,7 @@ class DrafterAttention(nn.Module):
         return rotate(k, *rope_tables(c.rope, c.head_dim, positions)), v
 
     def output(self, heads: Float[Array, "B T N*H"]) -> Float[Array, "B T D"]:
-        """The output projection."""
+        """Apply the output projection."""
         out = dot(heads, self.o)
         return out + self.o_bias[None, None] if self.config.attention_bias else out
 
@@ -100,7 +101,7 @@ def write_finite(
     v: Float[Array, "B T K H"],
     start: Int[Array, " B"],
 ) -> LayerCache:
-    """Writes rows with non-finite numbers as 0, so that a bad draft cannot spoil later ones."""
+    """Write rows with non-finite numbers as 0, so that they do not affect later drafts."""
     k, v = (jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) for x in (k, v))
     return write_rows(cache, k, v, start)
 
@@ -113,6 +114,7 @@ class DrafterLayer(nn.Module):
     causal: bool
 
     def setup(self) -> None:
+        """Declare the weights."""
         c = self.config
         self.input_norm = norm_weight(self, "input_norm", c.hidden_size)
         self.attention = DrafterAttention(c, self.window, self.causal)
@@ -127,7 +129,7 @@ class DrafterLayer(nn.Module):
     def around(
         self, x: Float[Array, "B T D"], attend: Attend[Kept]
     ) -> tuple[Float[Array, "B T D"], Kept]:
-        """The layer around any attention: x + attend(norm(x)), then x + mlp(norm(x))."""
+        """Apply the layer with a given attention: x + attend(norm(x)), then x + mlp(norm(x))."""
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
             h, kept = attend(rms_norm(x, self.input_norm, eps))
@@ -139,14 +141,17 @@ class DrafterLayer(nn.Module):
 class DFlash(nn.Module):
     """The drafter: `context` turns taps into keys, `propose` drafts one block.
 
-    Other kinds are built around it: `layer` makes a layer of a config, its window and whether
-    it is causal inside the block.
+    Other kinds build on it.
+
+    Attributes:
+      layer: makes a layer from the config, its window, and whether it is causal in the block.
     """
 
     config: DrafterConfig
     layer: Callable[..., Any] = DrafterLayer
 
     def setup(self) -> None:
+        """Declare the weights."""
         c = self.config
         self.fc = weight(self, "fc", (len(c.target_layer_ids) * c.hidden_size, c.hidden_size))
         self.hidden_norm = norm_weight(self, "hidden_norm", c.hidden_size)
@@ -158,13 +163,13 @@ class DFlash(nn.Module):
         if c.own_embedding:
             self.embedding = weight(self, "embed", (c.hidden_size, c.vocab_size))
         if c.own_head:
-            self.head = weight(self, "head", (c.hidden_size, c.choices))
+            self.head = weight(self, "head", (c.hidden_size, c.choices), split=1)
         if c.draft_vocab_size:
             shape = (c.draft_vocab_size,)
             self.d2t = declare(self, "d2t", nn.initializers.zeros, shape, jnp.int32)
 
     def fuse(self, taps: Sequence[Float[Array, "B T D"]]) -> Float[Array, "B T D"]:
-        """c = norm(fc(taps)), the taps joined in config order."""
+        """Return c = norm(fc(taps)), with the taps concatenated in config order."""
         c = dot(jnp.concatenate(taps, axis=-1), self.fc)
         return rms_norm(c, self.hidden_norm, self.config.rms_norm_eps)
 
@@ -174,7 +179,7 @@ class DFlash(nn.Module):
         caches: Sequence[LayerCache],
         start: Int[Array, " B"],
     ) -> tuple[LayerCache, ...]:
-        """The caches with the context keys of T tokens at positions start .. start+T-1."""
+        """Return the caches with the context keys of T tokens at start .. start+T-1."""
         with jax.named_scope("context"):
             c = self.fuse(taps)
             positions = start[:, None] + jnp.arange(c.shape[1])[None, :]
@@ -190,13 +195,13 @@ class DFlash(nn.Module):
         caches: Sequence[LayerCache],
         start: Int[Array, " B"],
     ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
-        """Drafts a block whose anchor stands at position `start` of each row.
+        """Run a block whose anchor is at position `start` of each row.
 
         Args:
           x: target embeddings of [anchor, mask, mask, ...].
         Returns:
-          Hidden states after the final norm, the anchor's row included, and the caches with
-          the block's own keys at and past `start`: garbage for every later call.
+          Hidden states after the final norm, including the anchor's row, and the caches. These
+          hold the block's keys from `start` on, which later calls overwrite.
         """
         positions = start[:, None] + jnp.arange(x.shape[1])[None, :]
         x = self.scaled(x)
@@ -249,22 +254,22 @@ class DFlash(nn.Module):
         return logits if ids is None else jnp.take(logits, ids, axis=-1)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Columns of the drafter's own embedding table."""
+        """Return columns of the drafter's own embedding table."""
         return columns_of(self.embedding, tokens, self.norm.dtype)
 
     def tokens(self) -> Int[Array, " N"] | None:
-        """The target's token of each entry of the logits; None where they are the same."""
+        """Return the target's token of each logit; None for the whole vocabulary."""
         if not self.config.draft_vocab_size:
             return None
         return jnp.arange(self.config.draft_vocab_size) + self.d2t
 
     def token(self, index: Int[Array, "*places"]) -> Int[Array, "*places"]:
-        """The target's tokens of entries of the logits."""
+        """Return the target's tokens of indices into the logits."""
         ids = self.tokens()
         return index if ids is None else ids[index]
 
     def scaled(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Block embeddings, raw rows of the target's table, times the scale: its only use."""
+        """Return block embeddings, raw rows of the target's table, times the scale."""
         c = self.config
         scale = 1.0 if c.input_embedding_scale is None else c.input_embedding_scale
         if c.rounded_embedding_scale:
@@ -272,12 +277,12 @@ class DFlash(nn.Module):
         return times(x, scale)
 
     def adjust(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
-        """The drafter's multiplier, then the only softcap, on logits of the bare head."""
+        """Apply the drafter's multiplier and softcap to the head's logits."""
         c = self.config
         logits = logits * jnp.float32(c.output_multiplier)
         return softcap(logits, c.final_logit_softcapping)
 
 
 def build(config: DrafterConfig) -> DFlash:
-    """The drafter module of a config."""
+    """Return the drafter module of a config."""
     return DFlash(config)

@@ -1,7 +1,7 @@
 """The DFlash 2 drafter: v1 with dynamic convolutions in every layer, and a candidate selector.
 
-The selector rescores each place's best tokens by the token before them, and walks the block
-from left to right (formulas as in the `dflash` 0.1.0 reference; own implementation).
+The selector rescores each position's best tokens given the token before, from left to right
+(formulas as in the `dflash` 0.1.0 reference; own implementation).
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,16 @@ from dflash_jax.state import LayerCache
 
 
 class DynamicConvolution(nn.Module):
-    """A causal convolution along the block whose kernel hangs on the input, group by group.
+    """A causal convolution along the block, whose kernels depend on the input, per group.
 
-    It has two sides, before and after a sublayer, with kernels of the same input. Nothing
-    crosses the block's edges, and it starts as the identity.
+    It is applied before and after a sublayer (sides 0 and 1), with kernels from the same input.
+    The block is padded with zeros, and the convolution is initialised as the identity.
     """
 
     config: DFlash2Config
 
     def setup(self) -> None:
+        """Declare the weights."""
         c = self.config
         groups = c.hidden_size // c.conv_group_size
 
@@ -39,7 +40,7 @@ class DynamicConvolution(nn.Module):
         self.kernel = weight(self, "kernel", (c.hidden_size, 2 * c.conv_kernel_size * groups), 0.0)
 
     def kernels(self, x: Float[Array, "B T D"]) -> Float[Array, "B T 2 taps groups"]:
-        """The dynamic kernels of both sides at every place."""
+        """Return the dynamic kernels of both sides at every position."""
         c = self.config
         return dot(x, self.kernel).reshape(*x.shape[:2], 2, c.conv_kernel_size, -1)
 
@@ -58,13 +59,14 @@ class DynamicConvolution(nn.Module):
 
 
 class ConvolvedLayer(nn.Module):
-    """A drafter's layer with a convolution before and after both of its sublayers."""
+    """A drafter's layer with convolutions before and after both sublayers."""
 
     config: DFlash2Config
     window: int | None
     causal: bool
 
     def setup(self) -> None:
+        """Declare the weights."""
         c = self.config
         self.input_norm = norm_weight(self, "input_norm", c.hidden_size)
         self.attention_conv = DynamicConvolution(c)
@@ -81,7 +83,7 @@ class ConvolvedLayer(nn.Module):
     def around(
         self, x: Float[Array, "B T D"], attend: Attend[Kept]
     ) -> tuple[Float[Array, "B T D"], Kept]:
-        """As of `DrafterLayer`, with what attention and MLP take and give convolved."""
+        """As in `DrafterLayer`, with inputs and outputs of attention and MLP convolved."""
         eps, conv = self.config.rms_norm_eps, self.attention_conv
         with jax.named_scope("attention"):
             h = rms_norm(x, self.input_norm, eps)
@@ -96,11 +98,12 @@ class ConvolvedLayer(nn.Module):
 
 
 class DFlash2(nn.Module):
-    """The v1 drafter with convolved layers, and the selector's tables beside its parameters."""
+    """The v1 drafter with convolved layers, and the selector's tables."""
 
     config: DFlash2Config
 
     def setup(self) -> None:
+        """Declare the weights."""
         c = self.config
         self.backbone = DFlash(c, ConvolvedLayer)
         nn.share_scope(self, self.backbone)
@@ -159,9 +162,9 @@ class DFlash2(nn.Module):
         ids: Int[Array, "B R C"],
         anchor: Int[Array, " B"],
     ) -> Float[Array, "B R C C"]:
-        """Score of each candidate (last axis) after each of the place before, float32.
+        """Return the score of each candidate (last axis) after each one before it, float32.
 
-        The place before the first has the anchor for every candidate.
+        Before the first position, every candidate is the anchor.
         """
         first = jnp.broadcast_to(anchor[:, None, None], (ids.shape[0], 1, ids.shape[2]))
         return self.scores(hidden, unary, ids, jnp.concatenate([first, ids[:, :-1]], axis=1))
@@ -173,12 +176,12 @@ class DFlash2(nn.Module):
         ids: Int[Array, "B R C"],
         before: Int[Array, "B R P"],
     ) -> Float[Array, "B R P C"]:
-        """Score of each candidate after each of P tokens at the place before, float32."""
+        """Return the score of each candidate after each of P preceding tokens, float32."""
         query = self.predecessor[before] * dot(hidden, self.hidden)[:, :, None]  # [B, R, P, r]
         scores = product("brpk,brck->brpc", query, self.successor[ids])
         return unary[:, :, None] + scores
 
 
 def build(config: DFlash2Config) -> DFlash2:
-    """The drafter module of a config."""
+    """Return the drafter module of a config."""
     return DFlash2(config)

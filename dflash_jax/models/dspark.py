@@ -1,8 +1,8 @@
-"""The DSpark drafter: v1 shifted by one place, with a Markov head and a confidence head.
+"""The DSpark drafter: v1 shifted by one position, with a Markov and a confidence head.
 
-Place k predicts the token after it, from the anchor on. The Markov head adds to its logits what
-the token chosen just before suggests, the confidence head says how likely the draft is to be
-kept before it is drawn (arXiv 2607.05147; own implementation).
+Position k predicts the token after it, starting with the anchor. The Markov head corrects its
+logits by the token chosen just before; the confidence head predicts, before a draft is sampled,
+how likely it is to be accepted (arXiv 2607.05147; own implementation).
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ from dflash_jax.state import LayerCache
 
 
 class DSpark(nn.Module):
-    """The v1 drafter, and the heads' weights beside its parameters."""
+    """The v1 drafter with the weights of both heads."""
 
     config: DSparkConfig
 
     def setup(self) -> None:
+        """Declare the weights."""
         c = self.config
         self.backbone = DFlash(c)
         nn.share_scope(self, self.backbone)
@@ -109,9 +110,10 @@ class DSpark(nn.Module):
         previous: Float[Array, "B r"],
         state: Float[Array, "B r"],
     ) -> tuple[Float[Array, "B N"], Float[Array, "B r"]]:
-        """What the previous token adds to a place's logits, and the recurrent head's new state.
+        """Return the correction by the previous token, and the recurrent head's new state.
 
-        Each variant joins its inputs in its own order: gated [h ; e], rnn [s ; e ; h].
+        Inputs are concatenated in a different order in each variant: gated [h ; e],
+        rnn [s ; e ; h].
         """
         kind = self.config.markov_head
         if kind == "vanilla":
@@ -128,16 +130,16 @@ class DSpark(nn.Module):
         return project(jnp.tanh(out), self.w2), state
 
     def _survival(self, read: list[Float[Array, "B E"]]) -> Float[Array, "B R"] | None:
-        """Chance that each draft and all before it are kept, from what was known before it."""
+        """Return the probability that each draft and all before it are accepted."""
         if not self.config.confidence_head:
             return None
         return jnp.cumprod(nn.sigmoid(self.trust(jnp.stack(read, axis=1))), axis=1)
 
     def trust(self, read: Float[Array, "B R E"]) -> Float[Array, "B R"]:
-        """Logit of each draft's chance to be kept if all before it are.
+        """Return the logit of accepting each draft, given that all before it are accepted.
 
         Args:
-          read: hidden states, and the previous tokens' Markov rows where there are any.
+          read: hidden states, and the previous tokens' Markov rows if there are any.
         """
         c = self.config
         inputs = read if c.confidence_with_markov else read[:, :, : c.hidden_size]
@@ -146,5 +148,5 @@ class DSpark(nn.Module):
 
 
 def build(config: DSparkConfig) -> DSpark:
-    """The drafter module of a config."""
+    """Return the drafter module of a config."""
     return DSpark(config)

@@ -1,7 +1,7 @@
 """Gemma 4, text: four norms a layer, two kinds of attention, a scaled residual stream.
 
-Full layers have heads of their own width and number, and may use their raw keys as values.
-The last layers may own no keys: they read those of an earlier layer, out of its very cache.
+Full layers have other head widths and numbers, and may use their raw keys as values. The last
+layers may have no keys: they read the cache of an earlier layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +28,14 @@ from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top
 from dflash_jax.nn.rope import rope_tables, rotate
 from dflash_jax.state import LayerCache
 
-SCALE = 1.0  # of attention scores: queries and keys are normed instead
+SCALE = 1.0  # of attention scores, as queries and keys are normed
 
 
-class Attention(nn.Module):
-    """Attention of one layer; the fused weight holds, per kv head, what the layer projects.
+class Gemma4Attention(nn.Module):
+    """Attention of one layer.
 
-    G queries, then a key, then a value; no value where it is the key, neither where the layer
-    reads another's.
+    The fused weight holds, per kv head, G queries, then a key, then a value: no value if it is
+    the key, and neither if the layer reads another's.
     """
 
     config: Gemma4Config
@@ -49,9 +49,9 @@ class Attention(nn.Module):
         kv_heads, width = c.heads(self.layer)
         groups, own = c.num_heads // kv_heads, c.own_parts(self.layer)
         shape = (kv_heads, groups + own, width)
-        qkv = dot(x, weight(self, "qkv", (c.hidden_size, *shape)))
+        qkv = dot(x, weight(self, "qkv", (c.hidden_size, *shape), split=1))
         if c.attention_bias:
-            qkv += weight(self, "qkv_bias", shape)[None, None]
+            qkv += weight(self, "qkv_bias", shape, split=0)[None, None]
         turn = rope_tables(c.full_rope if window is None else c.rope, width, positions)
         q_norm = norm_weight(self, "q_norm", width)
         q = rotate(rms_norm_wide(qkv[..., :groups, :], q_norm, c.rms_norm_eps), *turn)
@@ -63,19 +63,19 @@ class Attention(nn.Module):
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
         seen = visible(positions, keys, causal=True, window=window)
         heads = attend(q, cache, seen, scale=SCALE)
-        out = dot(heads, weight(self, "o", (c.num_heads * width, c.hidden_size)))
+        out = dot(heads, weight(self, "o", (c.num_heads * width, c.hidden_size), split=0))
         if c.attention_bias:
             out += weight(self, "o_bias", (c.hidden_size,))[None, None]
         return out, cache
 
 
 def gelu_gated(gate: Array, up: Array) -> Array:
-    """gelu(gate) · up, the activation of MLP and experts."""
+    """Return gelu(gate) · up, the activation of MLP and experts."""
     return gelu_tanh(gate) * up
 
 
 class Experts(nn.Module):
-    """The chosen experts of each token, weighted; the router sees the stream unnormed.
+    """The weighted sum of each token's experts; the router reads the unnormed stream.
 
     Softmax over all experts, the largest few, divided by their sum, times a scale per expert.
     """
@@ -84,7 +84,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Routes by x, feeds the experts with h."""
+        """Route by x and apply the experts to h."""
         c = self.config
         scale = norm_weight(self, "router_scale", c.hidden_size)[None, None]
         seen = times(rms_norm_wide(x, None, c.rms_norm_eps) * scale, c.hidden_size**-0.5)
@@ -97,7 +97,7 @@ class Experts(nn.Module):
 
 
 class PerLayerInput(nn.Module):
-    """norm(project(gelu(gate(x)) · p)): what a token's own vector for this layer adds."""
+    """norm(project(gelu(gate(x)) · p)), where p is the token's vector for this layer."""
 
     config: Gemma4Config
 
@@ -109,7 +109,7 @@ class PerLayerInput(nn.Module):
         return rms_norm_wide(h, norm_weight(self, "norm", c.hidden_size), c.rms_norm_eps)
 
 
-class Layer(nn.Module):
+class Gemma4Layer(nn.Module):
     """Attention and MLP, each normed on both sides, then the per-layer input, then the scalar."""
 
     config: Gemma4Config
@@ -123,14 +123,14 @@ class Layer(nn.Module):
         positions: Int[Array, "B T"],
         p: Float[Array, "B T P"] | None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], LayerCache]:
-        """Returns the layer's output, the stream before its last two steps, and the cache."""
+        """Return the layer's output, the stream before its last two operations, and the cache."""
         c = self.config
 
         def norm(name: str, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
             return rms_norm_wide(h, norm_weight(self, name, c.hidden_size), c.rms_norm_eps)
 
         with jax.named_scope("attention"):
-            attention = Attention(c, self.layer, name="attention")
+            attention = Gemma4Attention(c, self.layer, name="attention")
             h, cache = attention(norm("input_norm", x), cache, positions)
             x = x + norm("post_attention_norm", h)
         with jax.named_scope("mlp"):
@@ -146,11 +146,12 @@ class Layer(nn.Module):
 
 
 class Gemma4(Decoder):
-    """The decoder with layers that may share caches and take inputs of their own."""
+    """The decoder with layers that may share caches and have per-layer inputs."""
 
     config: Gemma4Config  # pyrefly: ignore[bad-override-mutable-attribute]  (Linen fields are frozen)
 
     def setup(self) -> None:
+        """Declare the weights."""
         super().setup()
         c = self.config
         if c.per_layer_size:
@@ -168,13 +169,13 @@ class Gemma4(Decoder):
         start: Int[Array, " B"],
         *,
         taps: tuple[int, ...] = (),
-        chunked: bool = False,  # of no concern to attention
+        chunked: bool = False,  # no effect on attention
         taps_at: str = LATE,
     ) -> TargetOutput:
         """As `Decoder`.
 
         Args:
-          caches: of the layers that own keys; the others read theirs after they were written.
+          caches: of the layers that have keys; the others read them after they are written.
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1])[None, :]
         x = self.first(tokens)
@@ -194,7 +195,7 @@ class Gemma4(Decoder):
     def per_layer_inputs(
         self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]
     ) -> Float[Array, "B T L P"]:
-        """(norm(project(x)) + the tokens' own vectors) / sqrt(2), one vector for each layer."""
+        """Return (norm(project(x)) + the tokens' vectors) / sqrt(2), one vector per layer."""
         c = self.config
         own = jnp.take(self.layer_embedding, tokens, axis=0, mode="clip")
         own *= jnp.asarray(c.per_layer_size**0.5, own.dtype)
@@ -204,13 +205,13 @@ class Gemma4(Decoder):
 
 
 def build(config: Gemma4Config) -> nn.Module:
-    """The target module of a Gemma 4 config."""
-    return Gemma4(config, make_layer=Layer, final_norm=rms_norm_wide)
+    """Return the target module of a Gemma 4 config."""
+    return Gemma4(config, make_layer=Gemma4Layer, final_norm=rms_norm_wide)
 
 
 def empty_caches(
     config: Gemma4Config, cache: Callable[[int, int, int | None], LayerCache]
 ) -> tuple[LayerCache, ...]:
-    """One cache for each layer that owns keys; layers that share have none."""
+    """Return one cache for each layer that has keys; layers that share have none."""
     owners = range(config.num_layers - config.shared_layers)
     return tuple(cache(*config.heads(i), config.windows[i]) for i in owners)

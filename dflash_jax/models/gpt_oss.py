@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks and biases; every layer chooses experts with a clamped activation."""
+"""gpt-oss: attention sinks, biases, and experts with a clamped activation in every layer."""
 
 import functools
 
@@ -17,7 +17,7 @@ SHARPNESS = 1.702  # of the gate's sigmoid
 
 
 class ClampedMLP(nn.Module):
-    """The experts with the largest logits, weighted by a softmax over just those."""
+    """The experts with the largest logits, weighted by a softmax over these logits."""
 
     config: GptOssConfig
 
@@ -32,7 +32,7 @@ class ClampedMLP(nn.Module):
 
 
 def clamped(gate: Array, up: Array, *, limit: float) -> Array:
-    """(up + 1) · gate · sigmoid(1.702 gate): the gate clamped from above, up on both sides."""
+    """Return (up + 1) · gate · sigmoid(1.702 gate), gate clamped from above, up on both sides."""
     most = jnp.asarray(limit, gate.dtype)
     gate, up = jnp.minimum(gate, most), jnp.clip(up, -most, most)
     one, sharp = (jnp.asarray(v, gate.dtype) for v in (1.0, SHARPNESS))
@@ -40,7 +40,7 @@ def clamped(gate: Array, up: Array, *, limit: float) -> Array:
 
 
 def build(config: GptOssConfig) -> nn.Module:
-    """The target module of a gpt-oss config."""
+    """Return the target module of a gpt-oss config."""
     return Decoder(config, make_layer=_layer, final_norm=rms_norm_wide)
 
 

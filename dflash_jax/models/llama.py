@@ -9,5 +9,5 @@ __all__ = ["build", "empty_caches"]
 
 
 def build(config: TargetConfig) -> nn.Module:
-    """The target module of a Llama config."""
+    """Return the target module of a Llama config."""
     return Decoder(config)

@@ -9,5 +9,5 @@ __all__ = ["build", "empty_caches"]
 
 
 def build(config: TargetConfig) -> nn.Module:
-    """The target module of a Qwen3 config."""
+    """Return the target module of a Qwen3 config."""
     return Decoder(config)

@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6: Gated DeltaNet layers, and every fourth a gated attention layer.
+"""Qwen3.5 and Qwen3.6: Gated DeltaNet layers, and gated attention in every fourth layer.
 
 Norms multiply by 1 + w, except the one inside the recurrent layers. Text only: vision and
 multi-token-prediction weights are not part of the tree.
@@ -29,7 +29,7 @@ from dflash_jax.state import Cache, LayerCache, RecurrentCache, Update
 
 
 class GatedAttention(nn.Module):
-    """Attention whose output is gated per head and dimension, with partly rotated heads.
+    """Attention with an output gate per head and dimension, and partly rotated heads.
 
     The fused weight holds, per kv head, G pairs of query and gate, then a key and a value.
     """
@@ -43,9 +43,9 @@ class GatedAttention(nn.Module):
         c = self.config
         groups = c.num_heads // c.num_kv_heads
         shape = (c.num_kv_heads, 2 * groups + 2, c.head_dim)
-        fused = dot(x, weight(self, "qkv", (c.hidden_size, *shape)))  # [B, T, K, 2G+2, H]
+        fused = dot(x, weight(self, "qkv", (c.hidden_size, *shape), split=1))  # [B, T, K, 2G+2, H]
         if c.attention_bias:
-            fused += weight(self, "qkv_bias", shape)[None, None]
+            fused += weight(self, "qkv_bias", shape, split=0)[None, None]
         pairs = fused[..., : 2 * groups, :].reshape(*fused.shape[:3], groups, 2, c.head_dim)
         q, gate = pairs[..., 0, :], pairs[..., 1, :]  # [B, T, K, G, H]
         k, v = fused[..., 2 * groups, :], fused[..., 2 * groups + 1, :]
@@ -62,18 +62,19 @@ class GatedAttention(nn.Module):
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
         out = attend(q, cache, visible(positions, keys, causal=True, window=None))
         out = out * jax.nn.sigmoid(gate).reshape(out.shape)
-        out = dot(out, weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size)))
+        out = dot(out, weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0))
         if c.attention_bias:
             out += weight(self, "o_bias", (c.hidden_size,))[None, None]
         return out, cache
 
 
 class GatedDelta(nn.Module):
-    """Projections, a short convolution, the gated delta rule, a gated norm, a projection."""
+    """A Gated DeltaNet mixer: convolution, gated delta rule and gated norm."""
 
     config: HybridConfig
 
     def setup(self) -> None:
+        """Declare the weights."""
         c = self.config
         self.values = c.value_heads * c.value_width
         self.sizes = (c.conv_channels, self.values, c.value_heads, c.value_heads)
@@ -106,7 +107,7 @@ class GatedDelta(nn.Module):
     def heads(
         self, inputs: Float[Array, "B W+T C"]
     ) -> tuple[Float[Array, "B T K P"], Float[Array, "B T K P"], Float[Array, "B T N Q"]]:
-        """Convolved queries and keys of length one, queries scaled, and values; float32."""
+        """Return convolved queries and keys of unit length, queries scaled, and values; float32."""
         c = self.config
         keys = c.key_heads * c.key_width
         mixed = causal_conv(inputs, self.conv).astype(jnp.float32)
@@ -118,14 +119,14 @@ class GatedDelta(nn.Module):
     def gated(
         self, o: Float[Array, "B T N Q"], z: Float[Array, "B T N*Q"]
     ) -> Float[Array, "B T N*Q"]:
-        """The norm of each head, then its gate."""
+        """Apply the norm of each head, then its gate."""
         normed = rms_norm(o, self.norm, self.config.rms_norm_eps).astype(jnp.float32)
         gate = jax.nn.silu(z.astype(jnp.float32))
         return (normed.reshape(z.shape) * gate).astype(o.dtype)
 
 
 class SharedExperts(nn.Module):
-    """The chosen experts, and one that every token uses, gated by a single logit."""
+    """The chosen experts, and a shared one for every token, gated by a single logit."""
 
     config: HybridConfig
 
@@ -173,13 +174,13 @@ class HybridLayer(nn.Module):
 
 
 def _split(x: Float[Array, "B T E"], *sizes: int) -> list[Float[Array, "B T part"]]:
-    """Neighbouring parts of the last axis."""
+    """Split the last axis into parts of these sizes."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [x[..., end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def build(config: HybridConfig) -> nn.Module:
-    """The target module of a Qwen3.5 config."""
+    """Return the target module of a Qwen3.5 config."""
     return Decoder(config, make_layer=_layer, final_norm=rms_norm_from_one)
 
 
@@ -188,7 +189,7 @@ def _layer(config: HybridConfig, i: int) -> nn.Module:
 
 
 def empty_caches(config: HybridConfig, cache: MakeCache) -> tuple[Cache, ...]:
-    """Keys and values for attention layers, state and convolution inputs for the others."""
+    """Return caches: keys and values, or recurrent state and convolution inputs."""
     state = (config.value_heads, config.key_width, config.value_width)
     inputs = (config.conv_kernel - 1, config.conv_channels)
     return tuple(

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 whose layers, all or most, choose experts in place of an MLP."""
+"""Qwen3-MoE: Qwen3 with experts instead of an MLP in most layers."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ __all__ = ["build", "empty_caches"]
 
 
 class SparseMLP(nn.Module):
-    """The experts with the largest of all shares, weighted by them."""
+    """The experts with the largest softmax weights, weighted by them."""
 
     config: Qwen3MoeConfig
 
@@ -28,7 +28,7 @@ class SparseMLP(nn.Module):
 
 
 def build(config: Qwen3MoeConfig) -> nn.Module:
-    """The target module of a Qwen3-MoE config."""
+    """Return the target module of a Qwen3-MoE config."""
     return Decoder(config, make_layer=_layer)
 
 

@@ -1,8 +1,8 @@
-"""A real drafter whose proposals are overruled by a script: for tests and benchmarks.
+"""A real drafter whose drafts are replaced by a script, for tests and benchmarks.
 
-The whole drafter runs, whatever its kind, then each place says what the script holds for its
-position. With the target's own continuation as the script it is an oracle, with errors in it an
-acceptance pattern can be forced, and with non-finite entries it breaks on demand.
+The whole drafter runs, whatever its kind; then each draft is replaced by the script's token for
+its position. The target's own continuation as script gives perfect drafts, errors in it force an
+acceptance pattern, and non-finite entries simulate a broken drafter.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from dflash_jax.state import LayerCache
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScriptedConfig(DrafterConfig):
-    """The drafter that is overruled, and the size of its script."""
+    """The replaced drafter, and the size of its script."""
 
     kind: str = "scripted"
     overruled: DrafterConfig
@@ -32,21 +32,23 @@ class ScriptedConfig(DrafterConfig):
 
     @property
     def predicts_survival(self) -> bool:
+        """Whether the drafter predicts how likely its drafts are to be accepted."""
         return self.overruled.predicts_survival
 
 
 class Scripted(nn.Module):
     """A drafter and a parameter `script` [rows, positions, 2]: token ids as base-256 digits.
 
-    Digits, because ids above 256 are not exact in bfloat16. Where the number is negative, the
-    drafter's own token stands.
+    Digits, because ids above 256 are not exact in bfloat16. Negative numbers keep the drafter's
+    own token.
     """
 
     config: ScriptedConfig
 
     def setup(self) -> None:
+        """Declare the weights."""
         c = self.config
-        pairing = {name: getattr(c, name) for name in PAIRED}  # may be settled since
+        pairing = {name: getattr(c, name) for name in PAIRED}  # `paired` may have set them
         overruled: Any = build_drafter(dataclasses.replace(c.overruled, **pairing))
         self.overruled = overruled
         nn.share_scope(self, overruled)
@@ -56,7 +58,7 @@ class Scripted(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], caches: Sequence[LayerCache], start: Int[Array, " B"]
     ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
-        """As the overruled drafter."""
+        """As the replaced drafter."""
         return self.overruled(x, caches, start)
 
     def context(
@@ -65,7 +67,7 @@ class Scripted(nn.Module):
         caches: Sequence[LayerCache],
         start: Int[Array, " B"],
     ) -> tuple[LayerCache, ...]:
-        """As the overruled drafter."""
+        """As the replaced drafter."""
         return self.overruled.context(taps, caches, start)
 
     def propose(
@@ -98,5 +100,5 @@ class Scripted(nn.Module):
 
 
 def build(config: ScriptedConfig) -> Scripted:
-    """The module of a scripted drafter."""
+    """Return the module of a scripted drafter."""
     return Scripted(config)

@@ -48,9 +48,9 @@ class Attention(nn.Module):
         c = self.config
         groups = c.num_heads // c.num_kv_heads
         shape = (c.num_kv_heads, groups + 2, c.head_dim)
-        qkv = dot(x, weight(self, "qkv", (c.hidden_size, *shape)))  # [B, T, K, G+2, H]
+        qkv = dot(x, weight(self, "qkv", (c.hidden_size, *shape), split=1))  # [B, T, K, G+2, H]
         if c.attention_bias:
-            qkv += weight(self, "qkv_bias", shape)[None, None]
+            qkv += weight(self, "qkv_bias", shape, split=0)[None, None]
         qk, v = qkv[..., : groups + 1, :], qkv[..., groups + 1, :]
         if c.qk_norm:
             q_norm = norm_weight(self, "q_norm", c.head_dim)
@@ -63,10 +63,10 @@ class Attention(nn.Module):
         cache = write_rows(cache, k, v, start)
         keys = slot_positions(end, cache.slots)
         seen = visible(positions, keys, causal=True, window=self.window)
-        sinks = weight(self, "sinks", (c.num_kv_heads, groups)) if self.sinks else None
+        sinks = weight(self, "sinks", (c.num_kv_heads, groups), split=0) if self.sinks else None
         out = dot(
             attend(q, cache, seen, sinks=sinks),
-            weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size)),
+            weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0),
         )
         if c.attention_bias:
             out += weight(self, "o_bias", (c.hidden_size,))[None, None]
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
             self.embedding = weight(self, "embed", (c.hidden_size, c.vocab_size))
         self.layers = [self.make_layer(c, i) for i in range(c.num_layers)]
         self.norm = norm_weight(self, "norm", c.hidden_size)
-        self.head = weight(self, "head", (c.hidden_size, c.vocab_size))
+        self.head = weight(self, "head", (c.hidden_size, c.vocab_size), split=1)
 
     def __call__(
         self,

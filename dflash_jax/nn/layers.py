@@ -4,6 +4,7 @@ Contractions and norms accumulate in float32, whatever the dtype of weights and 
 results have the activations' dtype. Weights may be packed (`dflash_jax.quant`).
 """
 
+import dataclasses
 import functools
 import string
 from collections.abc import Callable
@@ -17,9 +18,33 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.quant.products import Weight, contract, gather
 
+MODEL_AXES = "model_axes"  # the collection of `ModelAxis` values, with the paths of parameters
 
-def weight(module: nn.Module, name: str, shape: tuple[int, ...], scale: float = 0.02) -> Any:
-    """Declare a weight of a module, initialised from a normal distribution."""
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class ModelAxis:
+    """The axis of a weight that the devices of a mesh may split."""
+
+    axis: int
+
+
+def weight(
+    module: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    scale: float = 0.02,
+    *,
+    split: int | None = None,
+) -> Any:
+    """Declare a weight of a module, normally distributed at initialisation.
+
+    Args:
+      split: the axis that the devices of a mesh may split; None keeps the weight whole. `init`
+        records it in the collection `MODEL_AXES`; other calls ignore it.
+    """
+    if split is not None and module.is_mutable_collection(MODEL_AXES):
+        module.put_variable(MODEL_AXES, name, ModelAxis(split))
     return declare(module, name, nn.initializers.normal(scale), shape)
 
 
@@ -207,11 +232,15 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate_up = dot(x, weight(self, "gate_up", (self.width, 2, self.hidden)))  # [B, T, 2, F]
+        gate_up = dot(
+            x, weight(self, "gate_up", (self.width, 2, self.hidden), split=2)
+        )  # [B, T, 2, F]
         if self.bias:
-            gate_up += weight(self, "gate_up_bias", (2, self.hidden))[None, None]
+            gate_up += weight(self, "gate_up_bias", (2, self.hidden), split=1)[None, None]
         gate, up = halves(gate_up)
-        out = dot(self.activation(gate) * up, weight(self, "down", (self.hidden, self.width)))
+        out = dot(
+            self.activation(gate) * up, weight(self, "down", (self.hidden, self.width), split=0)
+        )
         if self.bias:
             out += weight(self, "down_bias", (self.width,))[None, None]
         return out

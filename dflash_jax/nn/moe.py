@@ -35,10 +35,13 @@ def expert_weights(
     module: nn.Module, experts: int, width: int, hidden: int, *, bias: bool = False
 ) -> ExpertWeights:
     """Declare the experts of a module: `experts_gate_up`, `experts_down` and their biases."""
+    gate_up_bias = None
+    if bias:
+        gate_up_bias = weight(module, "experts_gate_up_bias", (experts, 2, hidden), split=2)
     return ExpertWeights(
-        gate_up=weight(module, "experts_gate_up", (experts, width, 2, hidden)),
-        down=weight(module, "experts_down", (experts, hidden, width)),
-        gate_up_bias=weight(module, "experts_gate_up_bias", (experts, 2, hidden)) if bias else None,
+        gate_up=weight(module, "experts_gate_up", (experts, width, 2, hidden), split=3),
+        down=weight(module, "experts_down", (experts, hidden, width), split=1),
+        gate_up_bias=gate_up_bias,
         down_bias=weight(module, "experts_down_bias", (experts, width)) if bias else None,
     )
 

@@ -1,1 +1,1 @@
-"""Training: the corpus, the target, the drafter and the command that makes the shipped pair."""
+"""Training: a drafter for a target, on the target's own answers."""

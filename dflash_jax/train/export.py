@@ -20,8 +20,8 @@ def drafter(directory: Path, config: DrafterConfig, params: dict, *, longest: in
 
 
 def _write(directory: Path, config: AttentionConfig, params: dict, fields: dict[str, Any]) -> None:
-    from converters import export
-    from converters.tree_source import TreeSource
+    from dflash_jax.converters import export
+    from dflash_jax.converters.tree_source import TreeSource
 
     weights = export.Weights(config, TreeSource(params, config), fields=fields)
     export.write_huggingface(weights, directory, DTYPE)

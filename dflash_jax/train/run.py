@@ -194,7 +194,7 @@ def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
     Raises:
       ConfigError: the drafter there is not of the shape that this run makes.
     """
-    from converters.models import open_model
+    from dflash_jax.converters.models import open_model
     from dflash_jax.loading import locate
 
     found = open_model(locate(path, "drafter"), role="drafter")
@@ -213,8 +213,8 @@ def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
 
 def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> None:
     """The drafter as a folder that other engines read, in bfloat16."""
-    from converters import export
-    from converters.tree_source import TreeSource
+    from dflash_jax.converters import export
+    from dflash_jax.converters.tree_source import TreeSource
 
     weights = export.Weights(config, TreeSource(params, config))
     export.export(weights, path, layout=export.HUGGING_FACE, dtype="bfloat16", overwrite=True)

@@ -17,9 +17,10 @@ from benchmarks.audit.cases import Course, run_case
 from benchmarks.audit.models import AuditedEngine, build
 from benchmarks.audit.scenario import Scenario, draw_scenario
 from benchmarks.audit.setups import DRAFTERS, SHORT, WEIGHTS, draw_setup
-from benchmarks.soak_families import FAMILIES
+from benchmarks.soak_families import FAMILIES, pairs
 from dflash_jax.compiler import compile_programs, declare
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.config.family import drafter_kinds, family_of, target_families
 from dflash_jax.decode import steps
 from dflash_jax.decode.logits_processing import LogitsState
 from dflash_jax.engine import forced_tokens
@@ -325,3 +326,8 @@ def test_the_audit_finds_a_seeded_fault(
 ) -> None:
     fault(monkeypatch, audited(number))
     assert first_difference(number)
+
+
+def test_every_family_and_kind_of_drafter_is_soaked() -> None:
+    assert {family_of(target.model_type) for target in FAMILIES.values()} == {*target_families()}
+    assert {drafter.kind for *_, drafter in pairs()} == {*drafter_kinds()}

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from dflash_jax import Plan, TargetModel
+from dflash_jax.compiler.programs import model_axes
 from dflash_jax.compiler.sharding import device_mesh, param_shardings
 from dflash_jax.config import TargetConfig
 from dflash_jax.testing import (
@@ -68,13 +69,13 @@ def main() -> None:
 
 def forward(target: TargetConfig) -> dict[str, Any]:
     """One forward pass, whole and with heads and widths split over two devices."""
-    params = random_params(target, None, dtype="float32", seed=0)["target"]
+    params = random_params(target, None, dtype="float32", seed=0)
     mesh = device_mesh(Plan(mesh=(1, 2)))
     assert mesh is not None
-    split = jax.device_put(params, param_shardings(mesh, params))
+    split = jax.device_put(params, param_shardings(mesh, params, model_axes(target, None)))
     ids = np.random.default_rng(0).integers(0, 96, (2, 13))
     whole, parts = (
-        np.asarray(TargetModel(target, made, "float32").forward(ids).logits)
+        np.asarray(TargetModel(target, made["target"], "float32").forward(ids).logits)
         for made in (params, split)
     )
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(split))

@@ -7,13 +7,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from dflash_jax import Plan
 from dflash_jax.compiler import resolve
+from dflash_jax.compiler.programs import init_params, model_axes
 from dflash_jax.compiler.sharding import device_mesh
+from dflash_jax.config.family import drafter_kinds
 from dflash_jax.errors import PlanError
-from dflash_jax.testing import AMPLE, tiny_target
+from dflash_jax.testing import (
+    AMPLE,
+    tiny_drafter,
+    tiny_gemma,
+    tiny_gpt_oss,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_target,
+)
 
 CASE = Path(__file__).with_name("mesh_case.py")
 FLAGS = os.environ.get("XLA_FLAGS", "")  # compiling faster, in `make test`
@@ -113,3 +124,40 @@ def test_two_hosts_say_the_same() -> None:
     assert first == second
     assert first["devices"] == 2
     assert first["said"][0] == first["said"][1]
+
+
+def test_modules_declare_the_axes_of_heads_of_widths_and_of_the_vocabulary() -> None:
+    """By the last part of a weight's path; every other weight stays whole."""
+    expected = {
+        "qkv": 1,
+        "qkv_bias": 0,
+        "sinks": 0,
+        "q": 1,
+        "kv": 1,
+        "o": 0,
+        "gate_up": 2,
+        "gate_up_bias": 1,
+        "down": 0,
+        "experts_gate_up": 3,
+        "experts_gate_up_bias": 2,
+        "experts_down": 1,
+        "head": 1,
+    }
+    own = {"own_embedding": True, "own_head": True, "attention_bias": True}
+    seen = set()
+    for target in (
+        tiny_target(model_type="llama", attention_bias=True, mlp_bias=True),
+        tiny_moe(),
+        tiny_gpt_oss(),
+        tiny_hybrid(num_experts=4, experts_per_token=2, expert_size=8, shared_expert_size=8),
+        tiny_gemma(attention_bias=True),
+    ):
+        for kind in drafter_kinds():
+            drafter = tiny_drafter(target, kind, **own)
+            params = jax.eval_shape(lambda: init_params(target, drafter, seed=0))  # noqa: B023
+            found = model_axes(target, drafter)
+            for path, _ in jax.tree_util.tree_leaves_with_path(params):
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                assert found.get(name) == expected.get(path[-1].key), name
+            seen |= {path.rpartition("/")[2] for path in found}
+    assert seen == {*expected}

@@ -77,7 +77,17 @@ def test_traced_code_imports_neither_the_host_side_nor_input_and_output(folder: 
     host = ("engine", "compiler", "cli", "loading", "target_model")
     host += ("tokenizer", "train", "testing", "utils", "bench")
     banned = [f"dflash_jax.{part}" for part in host]
-    banned += ["converters", "logging", "time", "os", "pathlib", "json", "io", "random", "warnings"]
+    banned += [
+        "dflash_jax.converters",
+        "logging",
+        "time",
+        "os",
+        "pathlib",
+        "json",
+        "io",
+        "random",
+        "warnings",
+    ]
     for path in files(f"dflash_jax/{folder}"):
         assert not [n for n in imports(path) if under(n, *banned)], path
 
@@ -102,7 +112,7 @@ def test_networks_do_not_know_how_they_are_decoded() -> None:
 
 def test_only_the_compiler_jits() -> None:
     jitting = set()
-    for path in files("dflash_jax", "converters"):
+    for path in files("dflash_jax", "converters", "recipes"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         if names & {"jax.jit", "nn.jit", "jax.pmap"} or imports(path) & {"jax.jit", "jax.pmap"}:
@@ -113,16 +123,16 @@ def test_only_the_compiler_jits() -> None:
 def test_converters_are_imported_inside_functions_of_loading_and_the_commands_alone() -> None:
     importing = set()
     for path in files("dflash_jax"):
-        if any(under(n, "converters") for n in imports(path)):
+        if any(under(n, "dflash_jax.converters") for n in imports(path)):
             importing.add(path.relative_to(ROOT / "dflash_jax").parts[0])
         top = imports(path, inside_functions=False)
-        assert not [n for n in top if under(n, "converters")], path
-    assert importing <= {"loading.py", "cli", "train"}
+        assert not [n for n in top if under(n, "dflash_jax.converters")], path
+    assert importing <= {"loading.py", "cli", "train", "testing.py"}
     assert {"loading.py", "cli"} <= importing
 
 
 def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
-    parts = ("config", "quant", "checkpoint", "errors")
+    parts = ("config", "converters", "quant", "checkpoint", "errors")
     parts += ("utils.atomic", "utils.command", "utils.deprecation")
     allowed = [f"dflash_jax.{part}" for part in parts]
     for path in files("converters"):
@@ -139,7 +149,15 @@ def test_configs_plans_requests_and_errors_are_free_of_jax() -> None:
 
 def test_flax_means_linen_and_struct() -> None:
     used = set()
-    for path in files("dflash_jax", "converters", "tests"):
+    for path in files("dflash_jax", "converters", "recipes", "tests"):
         used |= {n for n in imports(path) if under(n, "flax")}
     assert used <= {"flax.linen", "flax.struct"}
     assert "flax.linen" in used
+
+
+def test_the_recipe_of_the_shipped_pair_is_no_part_of_the_package() -> None:
+    """The trainer generates its default corpus by it, in a function, where it is there."""
+    using = {p for p in files("dflash_jax") if any(under(n, "recipes") for n in imports(p))}
+    assert using == {ROOT / "dflash_jax/train/data.py"}
+    top = imports(ROOT / "dflash_jax/train/data.py", inside_functions=False)
+    assert not [name for name in top if under(name, "recipes")]

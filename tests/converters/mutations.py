@@ -15,8 +15,8 @@ from gguf_models import Q, finish, hyperparameters, interleave
 from hypothesis import strategies as st
 from weight_files import raw_safetensors
 
-from converters.inspect import inspect
-from converters.models import open_model
+from dflash_jax.converters.inspect import inspect
+from dflash_jax.converters.models import open_model
 from dflash_jax.errors import DFlashError
 
 CONFIG = {

@@ -20,10 +20,10 @@ import safetensors.numpy
 from gguf_models import Q, finish, interleave, write_drafter, write_target
 from weight_files import ORACLE, key, raw_gguf, tensor, text
 
-from converters.cli import ProgressBar, main
-from converters.convert import keep_apart
-from converters.instruct import check_instruct
-from converters.models import open_model
+from dflash_jax.converters.cli import ProgressBar, main
+from dflash_jax.converters.convert import keep_apart
+from dflash_jax.converters.instruct import check_instruct
+from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -429,7 +429,7 @@ def test_an_interrupt_is_one_line_too(capsys, monkeypatch, target, tmp_path):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("converters.convert.inventory", interrupted)
+    monkeypatch.setattr("dflash_jax.converters.convert.inventory", interrupted)
     assert main(["convert", str(target), str(tmp_path / "x")]) == 130
     assert capsys.readouterr().err == "\nconverters: interrupted\n"
 
@@ -442,9 +442,9 @@ def test_export_copies_a_targets_tokenizer(tmp_path):
     writer.add_eos_token_id(1)
     writer.add_int32("tokenizer.ggml.padding_token_id", -1)
     finish(writer)
-    from converters.export import Weights, export
-    from converters.gguf import open_gguf
-    from converters.models import open_model
+    from dflash_jax.converters.export import Weights, export
+    from dflash_jax.converters.gguf import open_gguf
+    from dflash_jax.converters.models import open_model
 
     model = open_model(DRAFTER)
     weights = Weights(model.config, model.tensors, {}, open_gguf(tmp_path / "t.gguf").metadata)
@@ -508,10 +508,10 @@ def test_a_process_whose_output_nobody_reads_ends_quietly(target):
 
 
 def test_converters_import_nothing_that_computes():
-    allowed = {"numpy", "ml_dtypes", "converters", *sys.stdlib_module_names}
+    allowed = {"numpy", "ml_dtypes", *sys.stdlib_module_names}
     inside = ("dflash_jax.config", "dflash_jax.errors", "dflash_jax.checkpoint")
     inside += ("dflash_jax.quant.layouts", "dflash_jax.utils.command", "dflash_jax.utils.atomic")
-    inside += ("dflash_jax.utils.deprecation",)
+    inside += ("dflash_jax.utils.deprecation", "dflash_jax.converters")
     for path in (ROOT / "converters").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

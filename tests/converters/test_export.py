@@ -9,11 +9,6 @@ import pytest
 import safetensors.numpy
 from weight_files import ORACLE
 
-from converters import export
-from converters.export import Weights
-from converters.models import open_model
-from converters.names import published
-from converters.tree_source import TreeSource
 from dflash_jax.config import (
     RopeConfig,
     drafter_config,
@@ -21,6 +16,11 @@ from dflash_jax.config import (
     read_target_config,
     target_config,
 )
+from dflash_jax.converters import export
+from dflash_jax.converters.export import Weights
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.names import published
+from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.utils import atomic

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from weight_files import key, raw_gguf, tensor, text
 
-from converters.gguf import open_gguf
+from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.errors import CheckpointError
 
 U32, STRING, ARRAY = 4, 8, 9
@@ -106,7 +106,9 @@ def test_a_scale_of_another_length_is_refused(tmp_path):
 
 def test_the_first_version_is_old_and_not_damaged(tmp_path):
     (tmp_path / "x.gguf").write_bytes(raw_gguf(version=1))
-    with pytest.raises(CheckpointError, match=r"is GGUF version 1, which nobody .*fetch a newer"):
+    with pytest.raises(
+        CheckpointError, match=r"is GGUF version 1, which is obsolete.*fetch a newer"
+    ):
         open_gguf(tmp_path / "x.gguf")
 
 

@@ -7,17 +7,17 @@ import safetensors.numpy
 from gguf_models import NAMES, write_drafter
 from weight_files import ORACLE
 
-from converters import export
-from converters.canonical import Canonical, Origin
-from converters.gguf import open_gguf
-from converters.gguf.drafter import canonical, read_config
-from converters.load import load, load_drafter
-from converters.models import open_model
-from converters.taps import read_taps
-from converters.tree_source import TreeSource
 from dflash_jax.config import read_drafter_config
+from dflash_jax.converters import export
+from dflash_jax.converters.canonical import Canonical, Origin
+from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.gguf.drafter import canonical, read_config
+from dflash_jax.converters.load import load
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.taps import read_taps
+from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.testing import random_params, tiny_drafter, tiny_target
+from dflash_jax.testing import folder_params, random_params, tiny_drafter, tiny_target
 
 FOLDER = ORACLE / "drafters" / "v1_full"
 
@@ -39,7 +39,7 @@ def test_every_dialect_gives_the_parameters_of_the_published_folder(tmp_path, di
     assert config == dataclasses.replace(theirs, num_target_layers=0)
     assert str(list(theirs.target_layer_ids)) in read.taps.line()
     params = leaves(load(canonical(source, config), config, "float32", where=str(path)))
-    expected = leaves(load_drafter(folder, theirs))
+    expected = leaves(folder_params(folder, theirs))
     assert params.keys() == expected.keys()
     for at, array in params.items():
         np.testing.assert_array_equal(array, expected[at], str(at))
@@ -141,7 +141,7 @@ def test_a_dflash_2_file_gives_the_parameters_of_its_folder(tmp_path, name):
     config, _ = read_config(source)
     assert config == dataclasses.replace(read_drafter_config(folder), num_target_layers=0)
     params = leaves(load(canonical(source, config), config, "float32", where=str(path)))
-    expected = leaves(load_drafter(folder, read_drafter_config(folder)))
+    expected = leaves(folder_params(folder, read_drafter_config(folder)))
     assert params.keys() == expected.keys()
     for at, array in params.items():
         np.testing.assert_array_equal(array, expected[at], str(at))

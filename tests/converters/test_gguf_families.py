@@ -10,12 +10,12 @@ from gguf_families import log_scale, quantise_k, write_family
 from gguf_models import Q
 from weight_files import ORACLE
 
-from converters.compare import compare
-from converters.convert import inventory
-from converters.gguf import open_gguf
-from converters.gguf.target import canonical, read_config
-from converters.models import Model, open_model
 from dflash_jax.config import RopeConfig
+from dflash_jax.converters.compare import compare
+from dflash_jax.converters.convert import inventory
+from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.gguf.target import canonical, read_config
+from dflash_jax.converters.models import StoredModel, open_model
 from dflash_jax.errors import CheckpointError, ConfigError
 
 TARGETS = ORACLE / "targets"
@@ -123,7 +123,7 @@ def test_biases_of_a_mixture_may_lie_in_fused_tensors(tmp_path):
     assert model.config.attention_bias
 
 
-def changes(model: Model) -> set[str]:
+def changes(model: StoredModel) -> set[str]:
     return {origin.change for origin in model.tensors.origins.values()} - {""}
 
 
@@ -213,7 +213,7 @@ def test_rotary_divisors_of_gemma_must_make_sense(tmp_path):
 def test_a_stack_of_another_height_is_not_taken_for_the_experts(tmp_path):
     source = open_gguf(write_family(TARGETS / "qwen3_moe", tmp_path / "x.gguf"))
     config = dataclasses.replace(read_config(source), num_experts=4)
-    found = Model(source.path, "target", "GGUF", config, canonical(source, config), ())
+    found = StoredModel(source.path, "target", "GGUF", config, canonical(source, config), ())
     with pytest.raises(CheckpointError, match=r"left over: blk\.0\.ffn_gate_exps\.weight"):
         found.check()
 

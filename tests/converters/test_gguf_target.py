@@ -6,12 +6,13 @@ import pytest
 from gguf_models import finish, hyperparameters, rope_divisors, write_target
 from weight_files import ORACLE
 
-from converters.gguf import open_gguf
-from converters.gguf.rope import llama3_scaling
-from converters.gguf.target import canonical, hf_fields, read_config
-from converters.load import load, load_target
 from dflash_jax.config import read_target_config
+from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.gguf.rope import llama3_scaling
+from dflash_jax.converters.gguf.target import canonical, hf_fields, read_config
+from dflash_jax.converters.load import load
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.testing import folder_params
 
 Q = gguf.GGMLQuantizationType
 
@@ -35,7 +36,7 @@ def test_a_target_written_by_gguf_gives_the_parameters_of_its_folder(tmp_path, n
     config, params = from_gguf(write_target(folder, tmp_path / "x.gguf", fused=fused))
     theirs = read_target_config(folder)
     assert config == dataclasses.replace(theirs, eos_token_ids=())
-    expected = leaves(load_target(folder, theirs))
+    expected = leaves(folder_params(folder, theirs))
     assert leaves(params).keys() == expected.keys()
     for path, array in leaves(params).items():
         np.testing.assert_array_equal(array, expected[path], str(path))
@@ -45,7 +46,7 @@ def test_a_target_written_by_gguf_gives_the_parameters_of_its_folder(tmp_path, n
 def test_quantised_rows_are_reordered_whole(tmp_path, kind):
     folder = ORACLE / "targets" / "llama3"
     config, params = from_gguf(write_target(folder, tmp_path / "x.gguf", kind))
-    expected = leaves(load_target(folder, config))
+    expected = leaves(folder_params(folder, config))
     limit = {"F16": 5e-4, "BF16": 3e-3, "Q8_0": 0.012, "Q4_0": 0.17, "Q5_1": 0.07, "MXFP4": 0.18}
     for path, array in leaves(params).items():
         error = np.linalg.norm(array - expected[path]) / np.linalg.norm(expected[path])

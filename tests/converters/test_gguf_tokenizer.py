@@ -10,9 +10,9 @@ from gguf_models import finish
 from weight_files import ORACLE
 
 import dflash_jax as dj
-from converters.gguf import open_gguf
-from converters.gguf.tokenizer import PATTERNS, stop_ids, tokenizer_files
 from dflash_jax.cli import main
+from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.gguf.tokenizer import PATTERNS, stop_ids, tokenizer_files
 from dflash_jax.errors import CheckpointError
 from dflash_jax.loading import locate
 

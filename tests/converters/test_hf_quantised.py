@@ -7,11 +7,11 @@ import pytest
 import safetensors.numpy
 from weight_files import ORACLE, raw_safetensors
 
-from converters import hf_quantised
-from converters.hf import open_directory
-from converters.hf_quantised import dequantised
-from converters.models import open_model
-from converters.safetensors import open_safetensors
+from dflash_jax.converters import hf_quantised
+from dflash_jax.converters.hf import open_directory
+from dflash_jax.converters.hf_quantised import dequantised
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.safetensors import open_safetensors
 from dflash_jax.errors import CheckpointError, ConfigError
 
 BLOCK = (24, 40)

@@ -7,10 +7,10 @@ import pytest
 import safetensors.numpy
 from weight_files import ORACLE
 
-from converters.load import load_drafter, load_target
-from converters.models import open_model
 from dflash_jax.config import read_drafter_config, read_target_config
+from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.testing import folder_params
 
 DRAFTERS = sorted(p.name for p in (ORACLE / "drafters").glob("v1_*"))
 
@@ -33,7 +33,7 @@ def target_folder(tmp_path, name="llama3", **changes):
 def test_every_head_of_a_target_lands_in_its_group(name):
     folder = ORACLE / "targets" / name
     config = read_target_config(folder)
-    params = load_target(folder, config)
+    params = folder_params(folder, config)
     stored = safetensors.numpy.load_file(folder / "model.safetensors")
     group, width = config.num_heads // config.num_kv_heads, config.head_dim
     for i in range(config.num_layers):
@@ -53,7 +53,7 @@ def test_every_head_of_a_target_lands_in_its_group(name):
 def test_the_rest_of_a_target_is_transposed_or_copied(name):
     folder = ORACLE / "targets" / name
     config = read_target_config(folder)
-    params = load_target(folder, config)
+    params = folder_params(folder, config)
     stored = safetensors.numpy.load_file(folder / "model.safetensors")
     layer, at = params["layers_1"], "model.layers.1."
     expected = {
@@ -88,7 +88,7 @@ def size(node):
 def test_every_tensor_of_a_drafter_is_used(name):
     folder = ORACLE / "drafters" / name
     config = read_drafter_config(folder)
-    params = load_drafter(folder, config, "bfloat16")
+    params = folder_params(folder, config, "bfloat16")
     stored = safetensors.numpy.load_file(folder / "model.safetensors")
     assert sum(size(params)) == sum(v.size for v in stored.values())
     kv = params["layers_0"]["attention"]["kv"]
@@ -107,7 +107,7 @@ def test_biases_are_grouped_as_their_weights(tmp_path):
     }
     folder, config = target_folder(tmp_path, **biases)
     config = dataclasses.replace(config, attention_bias=True)
-    attention = load_target(folder, config)["layers_2"]["attention"]
+    attention = folder_params(folder, config)["layers_2"]["attention"]
     q = biases["model__layers__2__self_attn__q_proj__bias"].reshape(2, 2, 16)
     v = biases["model__layers__2__self_attn__v_proj__bias"].reshape(2, 16)
     np.testing.assert_array_equal(attention["qkv_bias"][:, :2], q)
@@ -124,7 +124,7 @@ def test_all_differences_are_named_at_once(tmp_path):
     }
     folder, config = target_folder(tmp_path, **changes)
     with pytest.raises(CheckpointError) as error:
-        load_target(folder, config)
+        folder_params(folder, config)
     for line in (
         "4 differences",
         "missing: norm.weight [64]",
@@ -139,7 +139,7 @@ def test_a_tied_head_is_dropped_when_equal_and_kept_when_not(tmp_path):
     stored = safetensors.numpy.load_file(ORACLE / "targets/qwen3/model.safetensors")
     table = stored["model.embed_tokens.weight"]
     folder, config = target_folder(tmp_path, "qwen3", lm_head__weight=table)
-    assert "embed" not in load_target(folder, config)
+    assert "embed" not in folder_params(folder, config)
     folder, _ = target_folder(tmp_path, "qwen3", lm_head__weight=table + 1)
     model = open_model(folder)
     assert not model.config.tie_embeddings
@@ -151,20 +151,20 @@ def test_a_tied_head_is_dropped_when_equal_and_kept_when_not(tmp_path):
 def test_values_that_are_not_finite_are_refused(tmp_path):
     folder, config = target_folder(tmp_path, model__norm__weight=np.full(64, np.nan, "f4"))
     with pytest.raises(CheckpointError, match=r"norm\.weight holds 64 values"):
-        load_target(folder, config)
+        folder_params(folder, config)
     folder, config = target_folder(tmp_path, model__norm__weight=np.full(64, 1e6, "f4"))
     with pytest.raises(CheckpointError, match="choose bfloat16"):
-        load_target(folder, config, "float16")
+        folder_params(folder, config, "float16")
 
 
 def test_signalling_nans_are_refused_without_a_warning(tmp_path):
     bad = np.full(64, 0x7F81, np.uint16).view(ml_dtypes.bfloat16)
     folder, config = target_folder(tmp_path, model__norm__weight=bad)
     with pytest.raises(CheckpointError, match=r"norm\.weight holds 64 values"):
-        load_target(folder, config, "bfloat16")
+        folder_params(folder, config, "bfloat16")
 
 
 def test_an_unknown_dtype_is_named():
     folder = ORACLE / "targets" / "qwen3"
     with pytest.raises(ConfigError, match="'int8' is not one of"):
-        load_target(folder, read_target_config(folder), "int8")
+        folder_params(folder, read_target_config(folder), "int8")

@@ -8,8 +8,8 @@ from gguf_families import write_family
 from gguf_models import Q, write_target
 from weight_files import ORACLE
 
-from converters.compare import compare
-from converters.models import open_model
+from dflash_jax.converters.compare import compare
+from dflash_jax.converters.models import open_model
 from dflash_jax.target_model import TargetModel
 
 TOLERANCE = 2e-4  # of the vectors, float32

@@ -7,9 +7,9 @@ import safetensors.numpy
 from gguf_models import write_drafter, write_target
 from weight_files import ORACLE
 
-from converters.models import open_model
 from dflash_jax.compiler import declare
 from dflash_jax.config import read_drafter_config, read_target_config
+from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.loading import describe, resolve_here
 from dflash_jax.plan import Plan

@@ -13,8 +13,8 @@ from gguf_models import Q, write_target
 from weight_files import ORACLE
 
 import dflash_jax as dj
-from converters.cli import main
-from converters.models import open_model
+from dflash_jax.converters.cli import main
+from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError
 
 TARGET, DRAFTER = ORACLE / "targets" / "qwen3", ORACLE / "drafters" / "v2"
@@ -85,8 +85,8 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path, capsys):
 
 
 def test_a_conversion_cut_short_leaves_no_checkpoint(tmp_path, monkeypatch):
-    from converters import convert
     from dflash_jax import checkpoint
+    from dflash_jax.converters import convert
     from dflash_jax.utils import atomic
 
     monkeypatch.setattr(atomic, "_remove", lambda path: None)  # as if killed

@@ -16,11 +16,11 @@ from gguf_models import finish, hyperparameters
 from weight_files import ORACLE
 
 import dflash_jax as dj
-from converters.cli import main as converters
-from converters.models import open_model
-from converters.quants.types import BY_NAME
 from dflash_jax.checkpoint import save
 from dflash_jax.cli import main
+from dflash_jax.converters.cli import main as converters
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.loading import open_pair
 from dflash_jax.quant import layouts

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from converters import quants
-from converters.expected_error import LIMITS
-from converters.quants import grids
-from converters.quants.types import BY_NAME, TYPES
+from dflash_jax.converters import quants
+from dflash_jax.converters.expected_error import LIMITS
+from dflash_jax.converters.quants import grids
+from dflash_jax.converters.quants.types import BY_NAME, TYPES
 
 IN_GGUF = [name for name in quants.DECODERS if hasattr(gguf.quants, name)]  # Q1_0, Q2_0 are newer
 

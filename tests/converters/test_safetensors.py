@@ -7,8 +7,8 @@ import pytest
 import safetensors.numpy
 from weight_files import entry, raw_safetensors
 
-from converters.hf import open_directory
-from converters.safetensors import DTYPES, open_safetensors
+from dflash_jax.converters.hf import open_directory
+from dflash_jax.converters.safetensors import DTYPES, open_safetensors
 from dflash_jax.errors import CheckpointError
 
 

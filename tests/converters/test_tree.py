@@ -7,9 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from converters import names
 from dflash_jax.compiler.models import init_params
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config.family import drafter_kinds, family_of, target_families
+from dflash_jax.converters import families
+from dflash_jax.converters.names.slots import Slot
 from dflash_jax.testing import (
     tiny_drafter,
     tiny_gemma,
@@ -27,7 +29,7 @@ def shapes(node, path=()) -> dict[tuple[str, ...], tuple[int, ...]]:
 
 
 def table(config: TargetConfig | DrafterConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
-    return {slot.path: slot.shape for slot in names.slots(config)}
+    return {slot.path: slot.shape for slot in families.slots(config)}
 
 
 EXPERTS = {"num_experts": 6, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 20}
@@ -43,9 +45,13 @@ TARGETS: dict[str, Callable[..., TargetConfig]] = {
 }
 BIASED = ("llama", "qwen3", "qwen3_moe")
 CASES = [
-    *((name, {"tie_embeddings": tied}) for name in names.TARGETS for tied in (False, True)),
+    *((name, {"tie_embeddings": tied}) for name in TARGETS for tied in (False, True)),
     *((name, {"attention_bias": True}) for name in BIASED),
 ]
+
+
+def test_every_target_family_is_among_the_cases():
+    assert {family_of(name) for name in TARGETS} == set(target_families())
 
 
 @pytest.mark.parametrize(("model_type", "changes"), CASES)
@@ -53,22 +59,22 @@ def test_a_name_table_fills_exactly_the_parameters_of_a_target(model_type, chang
     target = TARGETS[model_type](model_type=model_type, **changes)
     params = jax.eval_shape(lambda: init_params(target, None, seed=0))
     assert shapes(params["target"]) == table(target)
-    for slot in names.slots(target):
+    for slot in families.slots(target):
         assert_covers(slot)
 
 
-@pytest.mark.parametrize("kind", names.DRAFTERS)
+@pytest.mark.parametrize("kind", drafter_kinds())
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_name_table_fills_exactly_the_parameters_of_a_drafter(kind, bias):
     target = tiny_target()
     drafter = tiny_drafter(target, kind, attention_bias=bias)
     params = jax.eval_shape(lambda: init_params(target, drafter, seed=0))
     assert shapes(params["drafter"]) == table(drafter)
-    for slot in names.slots(drafter):
+    for slot in families.slots(drafter):
         assert_covers(slot)
 
 
-def assert_covers(slot: names.Slot) -> None:
+def assert_covers(slot: Slot) -> None:
     count = np.zeros(slot.shape, np.int32)
     for part in slot.parts:
         view = part.view(count)

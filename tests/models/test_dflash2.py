@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from converters import export
-from converters.models import open_model
 from dflash_jax import Plan
 from dflash_jax.compiler import jit, resolve
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.compiler.models import empty_state, idle_rules
 from dflash_jax.config import TargetConfig, drafter_config
 from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.converters import export
+from dflash_jax.converters.models import open_model
 from dflash_jax.decode.drafting import RowDraftSampler
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError

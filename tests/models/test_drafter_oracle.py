@@ -12,13 +12,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import dflash_jax as dj
-from converters.load import load_drafter, load_target
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.compiler.models import build_pair, empty_state
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
 from dflash_jax.engine.engine import Engine
-from dflash_jax.testing import random_params, tiny_drafter, tiny_target
+from dflash_jax.testing import folder_params, random_params, tiny_drafter, tiny_target
 
 CASES = (
     "v1_full",
@@ -48,7 +47,7 @@ def test_two_rounds_from_context_fed_as_it_comes(case: SimpleNamespace) -> None:
     check_pair(target, drafter)
     pair, v = build_pair(target, drafter), case.vectors
     params = jax.device_put(
-        {"target": load_target(case.target, target), "drafter": load_drafter(case.path, drafter)}
+        {"target": folder_params(case.target, target), "drafter": folder_params(case.path, drafter)}
     )
     plan = dj.Plan(max_length=96, block=8, chunk=case.prompt, dtype="float32")
     caches = empty_state(plan, target, drafter).draft

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from converters import export, names
-from converters.models import open_model
-from converters.names import speculators
-from converters.tree_source import TreeSource
 from dflash_jax import Plan
 from dflash_jax.compiler.models import empty_state, idle_rules
 from dflash_jax.config import DrafterConfig, drafter_config
 from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.converters import export, families
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.names import speculators
+from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.decode.drafting import RowDraftSampler
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import build_drafter
@@ -318,7 +318,7 @@ def test_jetspec_is_version_one_with_causal_blocks() -> None:
     found = drafter_config(fields)
     assert (found.kind, found.causal) == ("dflash", (True, True))
     assert drafter_config(fields | {"is_causal": False}).causal == (False, False)
-    assert names.slots(found)
+    assert families.slots(found)
 
 
 @pytest.mark.parametrize(

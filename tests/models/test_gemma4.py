@@ -16,7 +16,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
-from converters.load import load_target as load_params
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.compiler.models import build_pair, empty_state
@@ -35,6 +34,7 @@ from dflash_jax.models import build_drafter
 from dflash_jax.state import DecodeState, commit
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
+    folder_params,
     force_acceptance,
     random_engine,
     random_params,
@@ -84,7 +84,7 @@ class Blocks:
 @functools.cache
 def loaded(folder: Path) -> Blocks:
     config = read_target_config(folder)
-    return Blocks(config, jax.device_put(load_params(folder, config)))
+    return Blocks(config, jax.device_put(folder_params(folder, config)))
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -111,7 +111,9 @@ def test_logits_and_hidden_states_of_a_whole_pass(oracle: Path, name: str) -> No
 def test_a_pass_in_bfloat16_begins_with_the_bits_of_the_reference(oracle: Path, name: str) -> None:
     folder = oracle / "targets" / name
     config, v = read_target_config(folder), load_file(folder / "vectors.safetensors")
-    half = TargetModel(config, jax.device_put(load_params(folder, config, "bfloat16")), "bfloat16")
+    half = TargetModel(
+        config, jax.device_put(folder_params(folder, config, "bfloat16")), "bfloat16"
+    )
     out = half.forward(v["input_ids"])
     assert jnp.isfinite(out.logits).all()
     bits = [np.asarray(x).view(np.uint16) for x in (out.hidden[0], v["bf16.hidden.0"])]
@@ -418,9 +420,11 @@ def test_tensors_of_other_parts_are_set_aside_and_the_rest_is_checked(
 
     def load(tensors: dict[str, np.ndarray]) -> Any:
         save_file(tensors, tmp_path / "model.safetensors")
-        return load_params(tmp_path, config)
+        return folder_params(tmp_path, config)
 
-    jax.tree.map(np.testing.assert_array_equal, load(tensors | extra), load_params(folder, config))
+    jax.tree.map(
+        np.testing.assert_array_equal, load(tensors | extra), folder_params(folder, config)
+    )
     with pytest.raises(CheckpointError, match=r"left over: layers.2.self_attn.surprise"):
         load(tensors | {"model.layers.2.self_attn.surprise": np.zeros(2, "f4")})
     lacking = {k: v for k, v in tensors.items() if not k.endswith("layers.1.layer_scalar")}

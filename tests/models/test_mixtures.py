@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from converters.load import load_target as load_params
-from converters.models import open_model
-from converters.names.published import fields
 from dflash_jax import Plan
 from dflash_jax.config import SLIDING, read_target_config, target_config
 from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.names.published import fields
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models.gpt_oss import clamped
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
+    folder_params,
     random_engine,
     random_params,
     scripted_engine,
@@ -138,12 +138,12 @@ def test_stacked_experts_load_like_single_ones(oracle: Path, tmp_path: Path) -> 
     copy_config(path, tmp_path)
     save_file(stored, tmp_path / "model.safetensors")
     config = read_target_config(path)
-    same(load_params(tmp_path, config), load_params(path, config))
+    same(folder_params(tmp_path, config), folder_params(path, config))
     open_model(tmp_path, role="target").check()
     stored["model.layers.0.mlp.experts.gate_up_proj"] = np.zeros((8, 65, 64), np.float32)
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"expected \[experts, 2 x out, in\]"):
-        load_params(tmp_path, config)
+        folder_params(tmp_path, config)
 
 
 def packed(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -184,11 +184,11 @@ def test_mxfp4_experts_load_as_the_numbers_they_stand_for(oracle: Path, tmp_path
     copy_config(path, folders[1], **wider, quantization_config={"quant_method": "mxfp4"})
     config = read_target_config(folders[1])
     assert config == read_target_config(folders[0])
-    plain = load_params(folders[0], config)
-    same(load_params(folders[1], config), plain)
+    plain = folder_params(folders[0], config)
+    same(folder_params(folders[1], config), plain)
     model = open_model(folders[1], role="target")
     model.check()
-    same(model.load("bfloat16"), load_params(folders[0], config, "bfloat16"))
+    same(model.load("bfloat16"), folder_params(folders[0], config, "bfloat16"))
     stored = dense["model.layers.1.mlp.experts.gate_up_proj"]
     gates = plain["layers_1"]["mlp"]["experts_gate_up"][:, :, 0]
     np.testing.assert_array_equal(gates, stored[..., ::2])

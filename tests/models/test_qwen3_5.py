@@ -14,20 +14,20 @@ import pytest
 from safetensors.numpy import load_file
 
 import dflash_jax as dj
-from converters.load import load_target as load_params
-from converters.models import open_model
-from converters.names.published import fields
 from dflash_jax.compiler import compile_programs, jit
 from dflash_jax.compiler.keys import ProgramKey, Step
 from dflash_jax.compiler.memory import budget
 from dflash_jax.compiler.models import build_pair, empty_state
 from dflash_jax.config import read_target_config, target_config
 from dflash_jax.config.qwen3_5 import HybridConfig
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.names.published import fields
 from dflash_jax.decode.inputs import ForcedTokensInputs
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.state import DecodeState, RecurrentCache, commit
 from dflash_jax.testing import (
+    folder_params,
     random_engine,
     random_params,
     scripted_engine,
@@ -91,7 +91,7 @@ class Cached:
     def __init__(self, path: Path):
         config = read_target_config(path)
         self.pair = build_pair(config, None)
-        self.params = {"target": jax.device_put(load_params(path, config))}
+        self.params = {"target": jax.device_put(folder_params(path, config))}
         plan = dj.Plan(rows=2, max_length=160, block=8, chunk=32, dtype="float32")
         self.empty = empty_state(plan, config, None)
         self.taps = tuple(range(config.num_layers + 1))

@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import dflash_jax as dj
-from converters.load import load_target as load_params
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.models import build_pair, empty_state
 from dflash_jax.config import read_target_config
 from dflash_jax.state import DecodeState, commit
+from dflash_jax.testing import folder_params
 
 WITHIN = {"atol": 2e-4, "rtol": 0}
 
@@ -69,7 +69,7 @@ class Cached:
     def __init__(self, path: Path, *, rows: int):
         config = read_target_config(path)
         self.pair = build_pair(config, None)
-        self.params = {"target": jax.device_put(load_params(path, config))}
+        self.params = {"target": jax.device_put(folder_params(path, config))}
         plan = dj.Plan(rows=rows, max_length=160, block=8, chunk=32, dtype="float32")
         self.empty = empty_state(plan, config, None)
         self.taps = tuple(range(config.num_layers + 1))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from converters import quants
-from converters.quants.types import BY_NAME
+from dflash_jax.converters import quants
+from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import KINDS, STORED
 from dflash_jax.testing import packed_bytes

@@ -3,10 +3,10 @@
 import random
 import re
 
-from dflash_jax.train.corpus import conversation, stdlib
-from dflash_jax.train.corpus.agents import TRUNCATED
-from dflash_jax.train.corpus.exchange import Conversation, is_held_out
-from dflash_jax.train.corpus.renaming import renamed
+from recipes.tiny.corpus import conversation, stdlib
+from recipes.tiny.corpus.agents import TRUNCATED
+from recipes.tiny.corpus.exchange import Conversation, is_held_out
+from recipes.tiny.corpus.renaming import renamed
 
 COUNT = 1500
 

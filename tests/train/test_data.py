@@ -16,10 +16,11 @@ from dflash_jax.loading import load_target, locate
 from dflash_jax.server.conversation import past_calls
 from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train import data, evaluate, given, run, vocabulary
+from dflash_jax.train import data, evaluate, given, run
 from dflash_jax.train.recipe import mask_token, spread_taps
 from dflash_jax.train.recipes import SMOKE, recipe
 from dflash_jax.train.usage import Usage
+from recipes.tiny import vocabulary
 
 CHAT = {
     "messages": [

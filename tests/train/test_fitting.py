@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from converters.load import load_drafter
 from dflash_jax import Plan, load_target
 from dflash_jax.compiler.models import build_pair, weight_specs
 from dflash_jax.config import read_drafter_config
@@ -22,7 +21,7 @@ from dflash_jax.errors import ComputeError, ConfigError, DFlashError
 from dflash_jax.loading import locate, open_pair, resolve_here
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.target_model import TargetModel
-from dflash_jax.testing import random_engine, random_params, tiny_target
+from dflash_jax.testing import folder_params, random_engine, random_params, tiny_target
 from dflash_jax.train import data, drafter, evaluate, export, fitting, run
 from dflash_jax.train.files import claim
 from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
@@ -277,7 +276,7 @@ def test_a_drafter_comes_back_from_its_folder_as_it_was_trained(kind, tmp_path):
     written = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert written["max_position_embeddings"] == tiny_target().max_length
     rounded = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), params)
-    back = load_drafter(tmp_path / "drafter", read, "float32")
+    back = folder_params(tmp_path / "drafter", read, "float32")
     jax.tree.map(np.testing.assert_array_equal, back, rounded)
 
 

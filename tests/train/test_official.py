@@ -12,11 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from converters.load import load_drafter, load_target
 from dflash_jax.compiler.models import build_pair
 from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.target_model import TargetModel
-from dflash_jax.testing import random_params, tiny_target
+from dflash_jax.testing import folder_params, random_params, tiny_target
 from dflash_jax.train import drafter, export, features, fitting, run
 from dflash_jax.train.recipe import Bucket, Schedule
 from dflash_jax.train.recipes import SMOKE
@@ -56,8 +55,8 @@ def ours(folder: Path, ids: np.ndarray, anchor: int) -> np.ndarray:
     """Logits [b-1, V] of one block, by the training path."""
     configs = read_target_config(folder / "target"), read_drafter_config(folder / "drafter")
     params: dict[str, Any] = {
-        "target": load_target(folder / "target", configs[0], "float32"),
-        "drafter": load_drafter(folder / "drafter", configs[1], "float32"),
+        "target": folder_params(folder / "target", configs[0], "float32"),
+        "drafter": folder_params(folder / "drafter", configs[1], "float32"),
     }
     pair = build_pair(*configs)
 

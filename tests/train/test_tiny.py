@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from converters.load import load_drafter
 from dflash_jax import Plan, load
 from dflash_jax.cli import main
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
 from dflash_jax.loading import load_target
-from dflash_jax.train import data, evaluate, given, rows, run, tiny
+from dflash_jax.testing import folder_params
+from dflash_jax.train import data, evaluate, given, rows, run
 from dflash_jax.train.recipes import recipe
 from dflash_jax.train.usage import Usage
+from recipes.tiny import make as tiny
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def test_the_result_is_a_pair_that_fits(made):
     drafter = read_drafter_config(made / "tiny" / "drafter")
     check_pair(target, drafter)
     assert drafter.mask_token_id == target.vocab_size - 1
-    load_drafter(made / "tiny" / "drafter", drafter)
+    folder_params(made / "tiny" / "drafter", drafter)
 
 
 def test_the_card_quotes_the_measured_figures(made):
@@ -160,7 +161,7 @@ def test_the_train_verb_makes_a_drafter_for_any_folder(made, tmp_path, capsys):
     config = read_drafter_config(Path(found["drafter"]))
     check_pair(read_target_config(made / "target"), config)
     assert config.kind == "dflash2"
-    params = load_drafter(found["drafter"], config)
+    params = folder_params(found["drafter"], config)
     assert np.abs(params["predecessor"]).max() > 0
     assert main(command) == 0  # nothing is left to do
     assert main([*command, "--set", "seed=1"]) == 1

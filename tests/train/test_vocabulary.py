@@ -6,7 +6,7 @@ import pytest
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train import documents, vocabulary
+from recipes.tiny import documents, vocabulary
 
 TOOL = {"type": "function", "function": {"name": "read_file", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "read_file", "arguments": {"path": "é.py"}}}

@@ -1,0 +1,155 @@
+"""gpt-oss: biases, sinks, and stacked experts whose gates and ups alternate.
+
+In GGUF files, gates and ups are separate tensors, outputs first.
+"""
+
+import re
+from typing import Any
+
+from dflash_jax.config import FULL, SLIDING
+from dflash_jax.config.gpt_oss import GptOssConfig
+from dflash_jax.converters.canonical import Alternating, Origin
+from dflash_jax.converters.families import llama
+from dflash_jax.converters.gguf import dense, experts
+from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.names import published
+from dflash_jax.converters.names.gguf import stored_name
+from dflash_jax.converters.names.slots import Keys, Slot, TensorPart, linear, same
+from dflash_jax.errors import ConfigError
+
+
+def slots(config: GptOssConfig) -> list[Slot]:
+    """Return every parameter of the target."""
+    width = config.hidden_size
+    found = [
+        *llama.tables(config),
+        same(("norm",), "norm.weight", width),
+    ]
+    for i in range(config.num_layers):
+        at, source = (f"layers_{i}",), f"layers.{i}."
+        found += [
+            same((*at, "input_norm"), f"{source}input_layernorm.weight", width),
+            same((*at, "post_attention_norm"), f"{source}post_attention_layernorm.weight", width),
+            *llama.attention(config, (*at, "attention"), f"{source}self_attn."),
+            _sinks(config, (*at, "attention"), f"{source}self_attn."),
+            *_experts(config, (*at, "mlp"), f"{source}mlp."),
+        ]
+    return found
+
+
+def _sinks(config: GptOssConfig, at: Keys, source: str) -> Slot:
+    shape = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
+    part = TensorPart(f"{source}sinks", (config.num_heads,), (0, 1))
+    return Slot((*at, "sinks"), shape, (part,))
+
+
+def _experts(config: GptOssConfig, at: Keys, source: str) -> list[Slot]:
+    """Return router and experts, stored inputs first: [E, D, 2F] and [E, F, D]."""
+    count, width, size = config.num_experts, config.hidden_size, config.expert_size
+    weight = TensorPart(f"{source}experts.gate_up_proj", (count, width, 2 * size), (0, 1, 3, 2))
+    bias = TensorPart(f"{source}experts.gate_up_proj_bias", (count, 2 * size), (0, 2, 1))
+    return [
+        linear((*at, "router"), f"{source}router.weight", count, width),
+        same((*at, "router_bias"), f"{source}router.bias", count),
+        Slot((*at, "experts_gate_up"), (count, width, 2, size), (weight,)),
+        Slot((*at, "experts_gate_up_bias"), (count, 2, size), (bias,)),
+        same((*at, "experts_down"), f"{source}experts.down_proj", count, size, width),
+        same((*at, "experts_down_bias"), f"{source}experts.down_proj_bias", count, width),
+    ]
+
+
+def to_hf(config: GptOssConfig, dtype: str) -> dict[str, Any]:
+    """Return the config.json of a target whose weights are of `dtype`."""
+    found = published.decoder_fields(config, dtype, "GptOssForCausalLM") | {
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "swiglu_limit": config.swiglu_limit,
+    }
+    if config.rope.kind == "default":  # null would mean the family's usual scaling
+        found["rope_scaling"] = {"rope_type": "default"}
+    return found
+
+
+# GGUF
+CHOSEN_SOFTMAX = 3  # expert_gating_func: over the chosen experts only
+UNAPPLIED = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "embedding_scale": 1.0,
+    "nextn_predict_layers": None,
+}
+LAYER = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.router.weight": "ffn_gate_inp.weight",
+    "mlp.router.bias": "ffn_gate_inp.bias",
+    "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+}
+# Canonical stem: the stacks whose outputs alternate in it.
+STACKS = {
+    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "mlp.experts.down_proj": ("ffn_down_exps.weight",),
+}
+
+
+def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
+    """Return the fields of config.json that are specific to gpt-oss.
+
+    Files have no key for `truncate`, which is false in the published models.
+    """
+    fields.refuse_unless(UNAPPLIED)
+    size = fields.count("expert_feed_forward_length", 524288, fields.get("feed_forward_length"))
+    found = geometry(fields, inner=size)
+    if (scaling := found["rope_scaling"]) is None or scaling["rope_type"] != "yarn":
+        raise ConfigError(f"{fields.where} has no yarn rotary scaling, which every gpt-oss has")
+    chosen = experts.counts(fields, gating=CHOSEN_SOFTMAX)
+    return found | {
+        "model_type": "gpt_oss",
+        "intermediate_size": size,
+        "attention_bias": True,
+        "rope_scaling": scaling | {"truncate": False},
+        "sliding_window": fields.count("attention.sliding_window", 1 << 24),
+        "layer_types": _kinds(fields, found["num_hidden_layers"]),
+        "num_local_experts": chosen["num_experts"],
+        "num_experts_per_tok": chosen["num_experts_per_tok"],
+    }
+
+
+def _kinds(fields: GgufFields, layers: int) -> list[str]:
+    """Return the kind of each layer: listed, or the even ones sliding."""
+    key = "attention.sliding_window_pattern"
+    if not isinstance(fields.get(key), GgufArray):
+        fields.refuse_unless({key: 2.0})
+        return [(SLIDING, FULL)[i % 2] for i in range(layers)]
+    listed = fields.ints(key)
+    if len(listed) != layers:
+        raise ConfigError(
+            f"{fields.where}: {fields.architecture}.{key} has {len(listed)} entries for {layers}"
+            " layers"
+        )
+    return [SLIDING if slides else FULL for slides in listed]
+
+
+def gguf_origin(name: str, config: GptOssConfig, shapes: dense.Shapes) -> Origin | None:
+    """Return the stored tensor of a canonical one, and its conversion to Hugging Face's form."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    layer, stem = match.groups() if match else ("", name)
+    if stem in STACKS:
+        stored = [f"blk.{layer}.{part}" for part in STACKS[stem]]
+        fused = stored[0].replace("ffn_gate_exps", "ffn_gate_up_exps")
+        stacked = 1
+        if fused in shapes and stored[0] not in shapes:
+            stored, stacked = [fused], 2
+        axes = {len(shapes.get(part, ())) for part in stored}
+        if axes != {2 if stem.endswith("_bias") else 3}:
+            return None
+        one = len(STACKS[stem]) == 1
+        words = "inputs first" if one else "gates and ups alternate, inputs first"
+        words = "gates and ups alternate" if stem.endswith("_bias") else words
+        said = f"stacked experts: {words}"
+        return Alternating(stored[0], change=said, others=tuple(stored[1:]), stacked=stacked)
+    stored = f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name)
+    return Origin(stored) if stored in shapes else dense.origin(name, config, shapes)

@@ -1,0 +1,47 @@
+"""Qwen3, dense: Llama with queries and keys normalised per head (`qk_norm`)."""
+
+from typing import Any
+
+from dflash_jax.config import AttentionConfig, TargetConfig
+from dflash_jax.converters.canonical import Origin
+from dflash_jax.converters.families import llama
+from dflash_jax.converters.families.llama import UNAPPLIED
+from dflash_jax.converters.gguf import dense
+from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.names import published
+from dflash_jax.converters.names.slots import Keys, Slot, same
+
+
+def slots(config: TargetConfig) -> list[Slot]:
+    """Return every parameter of the target."""
+    found = llama.slots(config)
+    if not config.qk_norm:
+        return found
+    for i in range(config.num_layers):
+        found += head_norms(config, (f"layers_{i}", "attention"), f"layers.{i}.self_attn.")
+    return found
+
+
+def head_norms(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
+    """Return the norms of queries and of keys."""
+    return [same((*at, x), f"{source}{x}.weight", config.head_dim) for x in ("q_norm", "k_norm")]
+
+
+def to_hf(config: TargetConfig, dtype: str) -> dict[str, Any]:
+    """Return the config.json of a target whose weights are of `dtype`."""
+    return published.decoder_fields(config, dtype, "Qwen3ForCausalLM")
+
+
+# GGUF
+def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
+    """Return the fields of config.json that are specific to Qwen3."""
+    fields.refuse_unless(UNAPPLIED)
+    present = set(source.names())
+    bias = "blk.0.attn_q.bias" in present or "blk.0.attn_qkv.bias" in present
+    return geometry(fields) | {"model_type": "qwen3", "attention_bias": bias}
+
+
+def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
+    """Return the stored tensor of a canonical one."""
+    return dense.origin(name, config, shapes)

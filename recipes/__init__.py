@@ -1,0 +1,1 @@
+"""How models that come with this repository were made. Runs from a checkout; not installed."""

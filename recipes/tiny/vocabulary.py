@@ -1,0 +1,122 @@
+"""The tokenizer of the shipped pair: byte-level BPE, ChatML specials and the chat template.
+
+Written as Hugging Face readers expect it: tokenizer.json, tokenizer_config.json (which holds
+the template) and generation_config.json.
+"""
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from dflash_jax.errors import ConfigError
+from dflash_jax.train.files import write_json
+from recipes.tiny.corpus.exchange import Conversation
+
+END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
+MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")
+SPECIALS = (END_OF_TEXT, TURN_START, TURN_END, *MARKUP, "</tool_response>", MASK)
+TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
+
+
+def train(texts: Iterable[str], size: int) -> Tokenizer:
+    """A byte-level BPE of `size` entries, the specials last; digits stay apart.
+
+    Raises:
+      ConfigError: `size` leaves no room for the 256 bytes and the specials.
+    """
+    merges = size - len(SPECIALS)
+    if merges < 256:
+        raise ConfigError(
+            f"a vocabulary of {size} cannot hold 256 bytes and {len(SPECIALS)} special tokens;"
+            f" ask for at least {256 + len(SPECIALS)}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=merges,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    for text in SPECIALS:
+        hidden = text not in MARKUP and text != "</tool_response>"
+        tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=hidden)])
+    return tokenizer
+
+
+def token_id(tokenizer: Tokenizer, text: str) -> int:
+    """The id of one token; ConfigError if the tokenizer does not have it."""
+    found = tokenizer.token_to_id(text)
+    if found is None:
+        raise ConfigError(f"the tokenizer has no token {text!r}; train it again")
+    return found
+
+
+def save(tokenizer: Tokenizer, directory: Path, longest: int) -> None:
+    """Writes the tokenizer with its template and the generation defaults into a folder."""
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "mask_token": MASK,
+        "unk_token": None,
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": longest,
+        "added_tokens_decoder": {
+            str(key): {"content": token.content, "special": token.special}
+            | dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+            for key, token in sorted(tokenizer.get_added_tokens_decoder().items())
+        },
+        "chat_template": TEMPLATE_FILE.read_text(encoding="utf-8"),
+    }
+    write_json(directory / "tokenizer_config.json", settings)
+    ends = [token_id(tokenizer, TURN_END), token_id(tokenizer, END_OF_TEXT)]
+    generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": False}
+    write_json(directory / "generation_config.json", generation)
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+
+    def refuse(message: str) -> str:
+        raise ConfigError(message)
+
+    text = TEMPLATE_FILE.read_text(encoding="utf-8")
+    return environment.from_string(text, globals={"raise_exception": refuse})
+
+
+def render(
+    messages: Sequence[dict], *, tools: Sequence[dict] = (), opens: bool, thinking: bool = True
+) -> str:
+    """The template's text; `opens` adds the start of an assistant turn."""
+    switch = {} if thinking else {"enable_thinking": False}
+    return _template().render(
+        messages=list(messages), tools=list(tools), add_generation_prompt=opens, **switch
+    )
+
+
+def training_text(made: Conversation) -> str:
+    """A whole conversation as the model shall see it."""
+    if made.thinking:
+        return render(made.messages, tools=made.tools, opens=False)
+    prompt = render(made.messages[:-1], tools=made.tools, opens=True, thinking=False)
+    return prompt + made.messages[-1]["content"] + TURN_END + "\n"
+
+
+def prompt_text(made: Conversation) -> str:
+    """A conversation that stops before an assistant message, with that message opened."""
+    return render(made.messages, tools=made.tools, opens=True, thinking=made.thinking)

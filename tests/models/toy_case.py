@@ -1,0 +1,143 @@
+"""Loads, runs, converts and shards the toy family; its argument is an empty folder.
+
+Runs in a process that imports a copy of the package with the files of `toy/` added.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import dflash_jax as dj
+from dflash_jax.cli import main as command
+from dflash_jax.config import DrafterConfig, drafter_config, target_config
+from dflash_jax.converters import families
+from dflash_jax.converters.export import Weights, export
+from dflash_jax.converters.gguf.header import STRING
+from dflash_jax.converters.gguf.writer import F32, U32, Typed, write_gguf
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.names.gguf import stored_name
+from dflash_jax.converters.safetensors_writer import Planned
+from dflash_jax.converters.tree_source import TreeSource
+from dflash_jax.errors import ConfigError
+from dflash_jax.testing import random_params
+
+TARGET: dict[str, Any] = {
+    "model_type": "toy",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "hidden_act": "silu",
+}
+DRAFTER = TARGET | {
+    "model_type": "qwen3",
+    "architectures": ["ToyDraftModel"],
+    "num_hidden_layers": 1,
+    "num_target_layers": 3,
+    "block_size": 4,
+    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [0, 1], "toy_scale": 1.5},
+}
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def same(first: Any, second: Any) -> bool:
+    equal = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), first, second)
+    return all(jax.tree.leaves(equal))
+
+
+def write_target_gguf(path: Path, tensors: TreeSource) -> None:
+    sizes = {
+        "block_count": 3,
+        "embedding_length": 32,
+        "feed_forward_length": 48,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 8,
+    }
+    keys = {f"toy-lm.{key}": Typed(U32, value) for key, value in sizes.items()}
+    keys |= {
+        "general.architecture": Typed(STRING, "toy-lm"),
+        "toy-lm.attention.layer_norm_rms_epsilon": Typed(F32, 1e-6),
+    }
+    names = {stored_name(name): name for name in tensors.names()}
+    planned = [
+        Planned(stored, tensors.dtype(name), tensors.shape(name)) for stored, name in names.items()
+    ]
+    with path.open("wb") as file:
+        write_gguf(file, keys, planned, lambda p: tensors.read(names[p.name]))
+
+
+def convert(folder: Path, config: Any, params: Any) -> list[str]:
+    """Every form of a model, written and read; returns the forms that gave it back."""
+    tensors, found = TreeSource(params, config), []
+    drafter = isinstance(config, DrafterConfig)
+    forms = ["huggingface", "gguf"] + ["speculators"] * drafter
+    for form in forms:
+        path = folder / (f"{form}.gguf" if form == "gguf" else form)
+        if form == "gguf" and not drafter:
+            write_target_gguf(path, tensors)
+        else:
+            export(Weights(config, tensors), path, layout=form, dtype="float32")
+        for source in (path, folder / f"{form}-converted", folder / f"{form}-orbax"):
+            if source != path:
+                to = "orbax" if source.name.endswith("orbax") else "safetensors"
+                line = [
+                    "convert",
+                    path,
+                    source,
+                    "--to",
+                    to,
+                    "--tokenizer",
+                    "tiny",
+                    "--taps",
+                    "auto",
+                ]
+                assert command([str(word) for word in line]) == 0
+            model = open_model(source)
+            if same(model.load("float32"), params):
+                found.append(source.name)
+    return found
+
+
+def generate(target: Path, drafter: Path, **plan: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_length": 64, "chunk": 8, "block": 4, "dtype": "float32"}
+    engine = dj.load(target, drafter, plan=dj.Plan(**options | plan), compilation_cache=False)
+    drafted = engine.generate(PROMPT, max_tokens=12, ignore_eos=True)
+    plain = engine.generate(PROMPT, max_tokens=12, ignore_eos=True, speculative=False)
+    up = engine.params["target"]["layers_0"]["mlp"]["up"]
+    return {
+        "drafted": drafted.token_ids,
+        "plain": plain.token_ids,
+        "rounds": drafted.stats.rounds,
+        "share": up.addressable_shards[0].data.size / up.size,
+    }
+
+
+def main(folder: Path) -> None:
+    target, drafter = target_config(TARGET), drafter_config(DRAFTER)
+    params = random_params(target, drafter)
+    found: dict[str, Any] = {"forms": {}}
+    for role, config in (("target", target), ("drafter", drafter)):
+        (folder / role).mkdir()
+        found["forms"][role] = convert(folder / role, config, params[role])
+    pair = folder / "target" / "huggingface", folder / "drafter" / "huggingface"
+    found["one"] = generate(*pair)
+    found["gguf"] = generate(folder / "target" / "gguf.gguf", folder / "drafter" / "gguf.gguf")
+    found["two"] = generate(*pair, mesh=(1, 2))
+    try:
+        target_config(TARGET | {"model_type": "unheard"})
+    except ConfigError as error:
+        found["error"] = str(error)
+    found["exported"] = families.providing("to_hf")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
