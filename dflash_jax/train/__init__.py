@@ -1,1 +1,1 @@
-"""Training: the corpus, the target, the drafter and the command that makes the shipped pair."""
+"""Training of drafters, and of the shipped pair."""

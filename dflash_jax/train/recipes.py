@@ -1,4 +1,4 @@
-"""The known recipes, and settings that change one."""
+"""Named recipes, and parsing of settings that change one."""
 
 import dataclasses
 import typing
@@ -136,10 +136,10 @@ RECIPES = {
 
 
 def recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
-    """A known recipe with settings like "steps=900" or "buckets=160x16,448x6" changed.
+    """Return a named recipe, changed by settings like "steps=900" or "buckets=160x16,448x6".
 
     Raises:
-      ConfigError: an unknown name, or a setting that does not exist or cannot be read.
+      ConfigError: the name or a setting is unknown, or a value cannot be parsed.
     """
     if name not in RECIPES:
         raise ConfigError(f"preset {name!r} is not known; choose one of {', '.join(RECIPES)}")

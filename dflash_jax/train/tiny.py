@@ -15,11 +15,11 @@ from pathlib import Path
 from dflash_jax.errors import DFlashError
 from dflash_jax.train import drafter_stages, stages
 from dflash_jax.train.files import claim, write_json
-from dflash_jax.train.loop import Stopped, to_stderr
+from dflash_jax.train.loop import TrainingStopped, to_stderr
 from dflash_jax.train.presets import PRESETS, Preset, preset
 from dflash_jax.utils.allocator import tune_allocator
 
-STAGES: dict[str, Callable[[stages.Work], None]] = {
+STAGES: dict[str, Callable[[stages.Workspace], None]] = {
     "corpus": stages.corpus,
     "tokenizer": stages.tokenizer,
     "target": stages.target,
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tune_allocator()
     try:
         run(options.out, preset(options.preset), options.stage)
-    except Stopped as stop:
+    except TrainingStopped as stop:
         to_stderr(f"{stop}; run the same command to go on")
     except DFlashError as error:
         to_stderr(f"error: {error}")
@@ -61,7 +61,7 @@ def run(out: Path, chosen: Preset, last: str | None = None) -> None:
       ConfigError: the folder was begun with another preset.
     """
     claim(out, "preset.json", dataclasses.asdict(chosen))
-    work = stages.Work(out, chosen, to_stderr)
+    work = stages.Workspace(out, chosen, to_stderr)
     for name, stage in STAGES.items():
         started = time.monotonic()
         if not (out / stages.RESULT[name]).exists():

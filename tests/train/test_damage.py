@@ -47,10 +47,10 @@ def test_a_damaged_feature_cache_is_named(tmp_path: Path, lost: str, how) -> Non
     about = {"dtype": "float16", "buckets": 1, "names": ["best"]}
     (tmp_path / "about.json").write_text(json.dumps(about))
     np.save(tmp_path / "0.best.npy", np.zeros((2, 3), np.int32))
-    features.Cache(tmp_path)
+    features.FeatureCache(tmp_path)
     how(tmp_path / lost)
     with pytest.raises(CheckpointError, match=r"is damaged .*; remove it, and"):
-        features.Cache(tmp_path)
+        features.FeatureCache(tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system reserves no room")

@@ -239,17 +239,17 @@ def test_conversations_beyond_those_answered_are_learnt_as_they_stand():
     chats = [data.Example(messages=({"role": "user", "content": str(i)},)) for i in range(9)]
     examples = [*chats, data.Example(text="x = 1")]
     recipe = dataclasses.replace(SMOKE, prompts=4, given=3)
-    asked, kept = data.divided(examples, recipe)
+    asked, kept = data.split_by_answers(examples, recipe)
     assert (len(asked), len(kept)) == (5, 3)
     assert examples[-1] in asked
     assert not [x for x in kept if x in asked]
-    assert data.divided(examples, recipe) == (asked, kept)
-    assert data.divided(examples, SMOKE) == (examples, [])
+    assert data.split_by_answers(examples, recipe) == (asked, kept)
+    assert data.split_by_answers(examples, SMOKE) == (examples, [])
     few = dataclasses.replace(recipe, prompts=20)
-    assert len(data.divided(examples, few)[0]) == len(examples)
+    assert len(data.split_by_answers(examples, few)[0]) == len(examples)
     mixed, whole = (dataclasses.replace(recipe, answers=x) for x in ("mixed", "given"))
-    assert data.divided(examples, mixed) == (examples[-1:], chats)
-    assert data.divided(examples, whole) == ([], examples)
+    assert data.split_by_answers(examples, mixed) == (examples[-1:], chats)
+    assert data.split_by_answers(examples, whole) == ([], examples)
 
 
 def test_turns_that_a_template_rewrites_later_stand_alone(tokenizer, tmp_path, monkeypatch):

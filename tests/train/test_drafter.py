@@ -47,8 +47,8 @@ def programs(kind: str, family: str = "qwen3") -> Any:
 
     @jax.jit
     def trained(params, ids, anchors):
-        read = features.reading(pair, params["target"], ids, dtype="float32", keep=False)
-        return drafter.drafted(pair, params, read, ids, anchors)
+        read = features.target_features(pair, params["target"], ids, dtype="float32", keep=False)
+        return drafter.draft_hidden(pair, params, read, ids, anchors)
 
     @jax.jit
     def served(params, prefix, count, first):
@@ -75,7 +75,7 @@ def programs(kind: str, family: str = "qwen3") -> Any:
 
     @jax.jit
     def right(params, row, anchor, labels):
-        read = features.reading(pair, params["target"], row, dtype="float32", keep=keep)
+        read = features.target_features(pair, params["target"], row, dtype="float32", keep=keep)
         blocks = drafter.Blocks(anchor, labels, jnp.ones(labels.shape, bool))
         return drafter.scores(pair, params, recipe, read, row, blocks).right
 
@@ -134,8 +134,8 @@ def test_no_gradient_reaches_features_at_or_after_the_anchor():
     @jax.jit
     @jax.grad
     def slopes(taps):
-        read = features.Reading(taps, ids)
-        return (drafter.drafted(pair, params, read, ids, jnp.asarray([[anchor]])) ** 2).sum()
+        read = features.TargetFeatures(taps, ids)
+        return (drafter.draft_hidden(pair, params, read, ids, jnp.asarray([[anchor]])) ** 2).sum()
 
     taps = tuple(jax.random.normal(jax.random.key(i), (1, LENGTH, 32)) for i in range(1))
     for slope in slopes(taps):
@@ -220,7 +220,7 @@ def test_a_reading_in_chunks_equals_one_in_one_piece(monkeypatch):
 
     def read():
         made = jax.jit(
-            lambda p, x: features.reading(pair, p["target"], x, dtype="float32", keep=True)
+            lambda p, x: features.target_features(pair, p["target"], x, dtype="float32", keep=True)
         )
         return made(params, ids)
 

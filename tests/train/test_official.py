@@ -20,7 +20,7 @@ from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.train import drafter, export, features, fitting, run
 from dflash_jax.train.recipe import Bucket, Schedule
 from dflash_jax.train.recipes import SMOKE
-from dflash_jax.train.rows import Rows
+from dflash_jax.train.rows import TokenRows
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 package = pytest.importorskip("dflash.model", reason="the dflash package is not installed")
@@ -44,9 +44,9 @@ def trained(folder: Path, kind: str) -> Path:
         schedule=Schedule(steps=2, rate=1e-2),
     )
     tokens = np.random.default_rng(0).integers(0, MASK, (4, LENGTH)).astype(np.int32)
-    rows = [Rows(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))]
+    rows = [TokenRows(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))]
     config, params = fitting.fit(
-        model, recipe, MASK, rows, folder / "run", identity="x", tell=lambda line: None
+        model, recipe, MASK, rows, folder / "run", identity="x", report=lambda line: None
     )
     run.write_drafter(folder / "drafter", config, params)
     return folder
@@ -63,8 +63,8 @@ def ours(folder: Path, ids: np.ndarray, anchor: int) -> np.ndarray:
 
     @jax.jit
     def logits(params: Any, ids: Any) -> Any:
-        read = features.reading(pair, params["target"], ids, dtype="float32", keep=False)
-        hidden = drafter.drafted(pair, params, read, ids, np.asarray([[anchor]], np.int32))
+        read = features.target_features(pair, params["target"], ids, dtype="float32", keep=False)
+        hidden = drafter.draft_hidden(pair, params, read, ids, np.asarray([[anchor]], np.int32))
         plain = pair.target_call(params, hidden, method=pair.head)
         return pair.drafter_call(
             params, plain, method=lambda m, x: getattr(m, "backbone", m).adjust(x)

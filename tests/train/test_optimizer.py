@@ -47,11 +47,11 @@ def by_optax(decay: float) -> optax.GradientTransformation:
 def test_updates_are_those_of_optax() -> None:
     ours, theirs = optimizer.build(SCHEDULE, decay=0.1), by_optax(0.1)
     params = parameters(0)
-    mine, other = ours.init(params), theirs.init(params)
+    state, other = ours.init(params), theirs.init(params)
     our_update, their_update = jit(ours.update), jit(theirs.update)
     for step in range(5):
         slopes = parameters(step + 1)
-        update, mine = our_update(slopes, mine, params)
+        update, state = our_update(slopes, state, params)
         wanted, other = their_update(slopes, other, params)
         for got, want in zip(jax.tree.leaves(update), jax.tree.leaves(wanted), strict=True):
             assert np.abs(want).max() > 0 or step == 0
