@@ -70,9 +70,9 @@ class Lane:
 def lanes_of(case: "Case", *, official: bool) -> dict[str, Lane]:
     """Every lane of a case; how many rounds bare loops make comes from a first run of ours."""
     from benchmarks.lanes import BareLoop, generate
-    from dflash_jax.bench.compare import one_token_lane
+    from dflash_jax.bench.compare import one_token_engine
 
-    engine, single, loop = case.engine, one_token_lane(case.engine), BareLoop(case.engine)
+    engine, single, loop = case.engine, one_token_engine(case.engine), BareLoop(case.engine)
     rounds = {
         tuple(w.prompt): len(generate(engine, w.prompt, **case.options(w)).acceptance_lengths)
         for w in case.work

@@ -33,7 +33,7 @@ from benchmarks.environment import environment
 from benchmarks.gpu_cases import FULL, Bench, full, logits_step, planned, random_params, smoke
 from benchmarks.lanes import BareLoop, generate
 from dflash_jax import Plan
-from dflash_jax.bench.compare import one_token_lane
+from dflash_jax.bench.compare import one_token_engine
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.memory import Work, work
 from dflash_jax.compiler.roofline import Device, find_device, roofline
@@ -258,7 +258,7 @@ def forced(suite: Suite, name: str, params: Any) -> None:
     engine = Engine(target, drafter, params, plan)
     prompt = np.random.default_rng(3).integers(0, target.vocab_size - 1, length).tolist()
     options: dict[str, Any] = {"max_tokens": count, "ignore_eos": True}
-    single = one_token_lane(engine)
+    single = one_token_engine(engine)
     runs = {}
     for lane, of in (("plain", engine), ("plain1", single)):
         generate(of, prompt, **options, speculative=False)

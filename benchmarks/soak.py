@@ -22,7 +22,7 @@ import numpy as np
 
 import dflash_jax as dj
 from benchmarks.environment import environment
-from dflash_jax.bench.compare import Check
+from dflash_jax.bench.compare import LosslessCheck
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_params, scripted_engine, set_script
 
@@ -39,7 +39,7 @@ class Tally:
     rounds: int = 0
     different: int = 0
 
-    def add(self, check: Check) -> None:
+    def add(self, check: LosslessCheck) -> None:
         self.prompts += 1
         self.tokens += len(check.speculative.token_ids)
         self.rounds += check.speculative.stats.rounds
@@ -66,7 +66,7 @@ def prompts(engine: Engine, chats: int) -> list[list[int]]:
     return cut + found[:chats]
 
 
-def checks(real: Engine, max_tokens: int, chats: int) -> Iterator[tuple[str, Check]]:
+def checks(real: Engine, max_tokens: int, chats: int) -> Iterator[tuple[str, LosslessCheck]]:
     """Every prompt under every drafter of one plan."""
     params = random_params(real.target, real.drafter, dtype=real.plan.dtype, seed=1)
     drafter = jax.device_put(params["drafter"])
@@ -76,14 +76,14 @@ def checks(real: Engine, max_tokens: int, chats: int) -> Iterator[tuple[str, Che
     for prompt in prompts(real, chats):
         real.params = trained
         plain = real.generate(prompt, speculative=False, **options)
-        yield "shipped", Check(tuple(prompt), real.generate(prompt, **options), plain)
+        yield "shipped", LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
         real.params = trained | {"drafter": drafter}
-        yield "random", Check(tuple(prompt), real.generate(prompt, **options), plain)
+        yield "random", LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
         truth = [*prompt, *plain.token_ids]
         wrong = [(t + 1) % real.target.vocab_size for t in truth]
         for name, script in (("oracle", truth), ("adversarial", wrong)):
             set_script(scripted, script)
-            yield name, Check(tuple(prompt), scripted.generate(prompt, **options), plain)
+            yield name, LosslessCheck(tuple(prompt), scripted.generate(prompt, **options), plain)
     real.params = trained
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.environment import environment
 from benchmarks.soak import Tally
 from dflash_jax import Plan
-from dflash_jax.bench.compare import Check
+from dflash_jax.bench.compare import LosslessCheck
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.testing import (
     force_acceptance,
@@ -75,7 +75,7 @@ def pairs() -> Iterator[tuple[str, TargetConfig, DrafterConfig]]:
 
 def checks(
     target: TargetConfig, drafter: DrafterConfig, plan: Plan, tokens: int, seed: int
-) -> Iterator[Check]:
+) -> Iterator[LosslessCheck]:
     """`tokens` tokens by one plan, under random acceptance patterns."""
     rng, vocab = np.random.default_rng(seed), target.vocab_size
     real = random_engine(target, drafter, plan, seed=seed)
@@ -87,9 +87,9 @@ def checks(
         pattern = rng.integers(0, plan.block, tokens).tolist()
         truth = [*prompt, *plain.token_ids]
         set_script(scripted, force_acceptance(truth, length, pattern, vocab))
-        yield Check(tuple(prompt), scripted.generate(prompt, **options), plain)
+        yield LosslessCheck(tuple(prompt), scripted.generate(prompt, **options), plain)
         if length == 130 and plan.chunk == OWN_DRAFTS:
-            yield Check(tuple(prompt), real.generate(prompt, **options), plain)
+            yield LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
 
 
 def main() -> int:
