@@ -1,4 +1,4 @@
-"""Public models at full size with random weights made on the device, and steps to time alone."""
+"""Full-size public models with random weights made on the device, and single steps to time."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ PUBLISHED = Path(__file__).parents[1] / "tests" / "published"
 Configs = tuple[TargetConfig, DrafterConfig]
 
 
-# by name: the folders of target and drafter
+# folders of target and drafter by name
 FULL = {
     "qwen3-8b": ("Qwen3-8B", "Qwen3-8B-DFlash-b16"),
     "qwen3.6-27b": ("Qwen3.6-27B", "Qwen3.6-27B-DFlash"),
@@ -36,13 +36,13 @@ FULL = {
 
 
 def full(name: str) -> Configs:
-    """A public target and its drafter, from their published configs."""
+    """Return the published configs of a target and its drafter."""
     target, drafter = (PUBLISHED / folder for folder in FULL[name])
     return read_target_config(target), read_drafter_config(drafter)
 
 
 def smoke(name: str) -> Configs:
-    """A model of the same family with a few thousand weights."""
+    """Return a pair of the same family with a few thousand weights."""
     made = {"qwen3.6-27b": tiny_hybrid, "gemma-4-31b": tiny_gemma, "gpt-oss-20b": tiny_gpt_oss}
     wide = {"num_layers": 1, "windows": (None,), "hidden_size": 64, "intermediate_size": 64}
     target = made[name]() if name in made else tiny_target(**wide)
@@ -50,7 +50,7 @@ def smoke(name: str) -> Configs:
 
 
 def random_params(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Any:
-    """Parameters as the plan keeps them, never on the host; none of them zeros."""
+    """Return random non-zero parameters in the plan's formats, made on the device."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_params(plan, target, drafter))
     made = []
     for i, (path, leaf) in enumerate(leaves):
@@ -61,7 +61,7 @@ def random_params(plan: Plan, target: TargetConfig, drafter: DrafterConfig | Non
 
 @functools.lru_cache(maxsize=256)
 def _draw(shape: tuple[int, ...], dtype: str, rates: bool) -> Callable[[jax.Array], jax.Array]:
-    """A compiled draw of one leaf; scales of packed weights come small, norms near one."""
+    """Return a compiled draw of one leaf; packed scales are small, norms near one."""
 
     def draw(key: jax.Array) -> jax.Array:
         if dtype in ("int8", "uint8"):
@@ -83,13 +83,13 @@ def _draw(shape: tuple[int, ...], dtype: str, rates: bool) -> Callable[[jax.Arra
 def planned(
     target: TargetConfig, drafter: DrafterConfig | None, *, memory: int, **fields: Any
 ) -> Plan:
-    """A resolved plan for this device, of one step a call, as a GPU has it."""
+    """Return a resolved plan for this device with one step per call, as on a GPU."""
     platform = jax.local_devices()[0].platform
     return resolve(Plan(rounds=1, **fields), target, drafter, platform=platform, memory=memory)
 
 
 def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Program]:
-    """plain and plain1, verify, draft, and the whole fused step, of an exact plan."""
+    """Return plain, plain1, verify, draft and the fused step of an exact plan."""
     pair = build_pair(target, drafter)
     declared = declare(plan, target, drafter)
     ahead = declare(dataclasses.replace(plan, exact=False), target, drafter)["plain1"]
@@ -108,7 +108,7 @@ def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> d
 
 @dataclasses.dataclass
 class Bench:
-    """The parts of a decode step as executables over one state that stands at `context`."""
+    """The parts of a decode step as executables over one state at position `context`."""
 
     plan: Plan
     target: TargetConfig
@@ -123,12 +123,12 @@ class Bench:
         self.state = self._filled()
 
     def compile(self, *names: str) -> dict[str, Any]:
-        """Some of the programs."""
+        """Compile the named programs."""
         programs = part_programs(self.plan, self.target, self.drafter)
         return compile_programs(programs[name] for name in names)
 
     def run(self, executable: Any) -> Any:
-        """Dispatches one step and keeps its state."""
+        """Dispatch one step and keep its state."""
         extra = (self.block,) if executable.name == "verify" else ()
         self.state, out = executable(self.params, self.state, self.rules, *extra)
         return out
@@ -139,7 +139,7 @@ class Bench:
         return jnp.ones(shape, jnp.int32)
 
     def _filled(self) -> DecodeState:
-        """Caches full of noise, every row at the same position."""
+        """Return a state with random caches, every row at the same position."""
         shapes = jax.eval_shape(lambda: empty_state(self.plan, self.target, self.drafter))
         leaves, tree = jax.tree.flatten(shapes)
         made = [_cached(x.shape, str(x.dtype))(jax.random.key(i)) for i, x in enumerate(leaves)]
@@ -161,8 +161,8 @@ def _cached(shape: tuple[int, ...], dtype: str) -> Callable[[jax.Array], jax.Arr
 def verify_step(
     pair: Pair, params: Any, state: DecodeState, rules: RowRules, block: jax.Array
 ) -> tuple[DecodeState, Any]:
-    """The target's pass over a dictated block, the cut, the commit: a step without its draft."""
-    draft = _dictated(state, block, drafted=True)
+    """Run a step without its draft: target pass over a given block, decision, commit."""
+    draft = _given_block(state, block, drafted=True)
     _, state, out = verify_block(pair, params, state, draft, rules, sampled=False)
     return state, out
 
@@ -170,12 +170,12 @@ def verify_step(
 def logits_step(
     pair: Pair, params: Any, state: DecodeState, rules: RowRules, block: jax.Array, drafted: bool
 ) -> Any:
-    """As `verify_step` over a block, or as a plain step with its rest for junk; with logits."""
-    draft = _dictated(state, block, drafted=drafted)
+    """Run `verify_step` or a plain step with filler tokens, and return the logits."""
+    draft = _given_block(state, block, drafted=drafted)
     return verify_block(pair, params, state, draft, rules, sampled=False)
 
 
-def _dictated(state: DecodeState, block: jax.Array, *, drafted: bool) -> Draft:
+def _given_block(state: DecodeState, block: jax.Array, *, drafted: bool) -> Draft:
     block = block.at[:, 0].set(state.anchor)
     alive = jnp.ones_like(state.anchor, bool)
     return Draft(block=block, q=None, finite=alive, caches=state.draft, drafted=drafted)
@@ -184,6 +184,6 @@ def _dictated(state: DecodeState, block: jax.Array, *, drafted: bool) -> Draft:
 def draft_step(
     pair: Pair, params: Any, state: DecodeState, rules: RowRules, *, width: int
 ) -> tuple[DecodeState, Any]:
-    """The drafter's part of a step."""
+    """Run the drafter's part of a step."""
     drafted = draft_block(pair, params, state, rules, width=width, sampled=False)
     return dataclasses.replace(state, draft=drafted.caches), drafted.block

@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak [--out benchmarks/results/soak_lossless.json]
 
-Float32 and bfloat16, several block sizes, prompts of 1 token, around chunk boundaries and real
+Float32 and bfloat16, several block sizes, prompts of 1 token and around chunk boundaries, and
 held-out conversations; with the shipped drafter, a random one, an oracle that is always right
 and an adversary that is always wrong. Exits with 1 if a single token differs.
 """
@@ -32,7 +32,7 @@ BOUNDARIES = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * C
 
 @dataclasses.dataclass
 class Tally:
-    """What was compared under one heading."""
+    """Counts of compared prompts and tokens under one heading."""
 
     prompts: int = 0
     tokens: int = 0
@@ -47,7 +47,7 @@ class Tally:
 
 
 def heldout_prompts(engine: Engine, count: int) -> list[list[int]]:
-    """Held-out conversations of the shipped pair as token ids."""
+    """Return held-out conversations of the shipped pair as token ids."""
     path = Path(dj.__file__).parent / "data" / "tiny" / "heldout.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     chats = [row for row in rows if "messages" in row][:count]
@@ -58,7 +58,7 @@ def heldout_prompts(engine: Engine, count: int) -> list[list[int]]:
 
 
 def prompts(engine: Engine, chats: int) -> list[list[int]]:
-    """Prompts around every boundary, cut from held-out text, and whole conversations."""
+    """Return prompts around every chunk boundary, and whole conversations."""
     found = heldout_prompts(engine, 40)
     text = list(itertools.chain.from_iterable(found))
     starts = np.random.default_rng(0).integers(0, len(text) - 2 * CHUNK - 2, len(BOUNDARIES))
@@ -67,7 +67,7 @@ def prompts(engine: Engine, chats: int) -> list[list[int]]:
 
 
 def checks(real: Engine, max_tokens: int, chats: int) -> Iterator[tuple[str, LosslessCheck]]:
-    """Every prompt under every drafter of one plan."""
+    """Decode every prompt with every drafter of one plan."""
     params = random_params(real.target, real.drafter, dtype=real.plan.dtype, seed=1)
     drafter = jax.device_put(params["drafter"])
     options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
@@ -88,7 +88,7 @@ def checks(real: Engine, max_tokens: int, chats: int) -> Iterator[tuple[str, Los
 
 
 def main() -> int:
-    """Runs the whole grid and writes the result."""
+    """Run the whole grid and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_lossless.json"))
     parser.add_argument("--max-tokens", type=int, default=64)

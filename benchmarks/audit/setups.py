@@ -1,4 +1,4 @@
-"""What is audited: engines of every model family, drafter kind and sort of plan, from a seed."""
+"""Setups: engines of every model family, drafter kind and plan, drawn from a seed."""
 
 import dataclasses
 import random
@@ -30,14 +30,14 @@ class Setup:
     """Models and a plan.
 
     Attributes:
-      family: of the target, by the names of `FAMILIES`; "shipped" is the shipped pair, "given"
-        one from files.
-      drafter: one of `DRAFTERS`; empty where the family has its own.
+      family: family of the target in `FAMILIES`; "shipped" is the shipped pair, "given" is from
+        files.
+      drafter: one of `DRAFTERS`; empty if the family has its own.
       plan: fields of the plan.
-      shape: fields of both configs that differ from those of the small models.
-      syntax: a text that names the tool-call syntax of the target.
-      variants: of programs that requests may use.
-      scored: requests may ask for log-probabilities of their prompts.
+      shape: fields of both configs that differ from the small models.
+      syntax: a text that selects the tool-call syntax of the target.
+      variants: program variants that requests may use.
+      scored: requests may have prompt log-probabilities.
     """
 
     family: str
@@ -56,10 +56,10 @@ class Setup:
 
 
 def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
-    """Draw a setup. Successive numbers go through all families, drafters and sorts of weights.
+    """Draw a setup; successive numbers cover all families, drafters and kinds of weights.
 
     Args:
-      family: the only one to draw; all by default.
+      family: the only family to draw; all by default.
     """
     rng = random.Random(f"{seed}/setup/{number}")
     families = [family] if family else [*FAMILIES, SHIPPED]
@@ -101,7 +101,7 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
     )
 
 
-# Few programs and all that can happen: for `make test`. Every variant is compiled once.
+# Few programs but all events, for `make test`. Every variant is compiled once.
 SHORT = (
     Setup(
         family="qwen3, two windows",
