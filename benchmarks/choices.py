@@ -3,10 +3,10 @@
     python -m benchmarks.choices [--pairs 15] [--only product] [--pin 0]
         [--json benchmarks/results/choices.json]
 
-Attention over a large cache or over its used pieces; products with packed and float weights, a few
-columns at a time or at once; layouts of float matrices; the engine with and without lookahead.
-Samples are interleaved; ratios are over the first form of a group. Temporaries are those of the
-compiled program.
+Attention over the whole of a large cache and over its live pieces; products with packed weights
+and with float ones, a few columns at a time and all at once; float matrices in the orders of
+`Plan.order`; the engine with and without lookahead. Samples are taken in turn; a ratio is over
+the first form of its group. Temporaries are those of the compiled program.
 """
 
 import argparse
