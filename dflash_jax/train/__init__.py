@@ -1,1 +1,1 @@
-"""Training of drafters, and of the shipped pair."""
+"""Training: a drafter for a target, on the target's own answers."""

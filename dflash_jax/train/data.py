@@ -134,7 +134,7 @@ def _parsed(call: Any) -> Any:
 
 
 def shipped(recipe: Recipe) -> tuple[list[Example], list[Example]]:
-    """Return the seeded corpus of the shipped pair, and its held-out prompts."""
+    """The seeded corpus of the shipped pair, and its held-out prompts."""
     from dflash_jax.train.corpus import conversation, stdlib
 
     count = recipe.prompts + recipe.given

@@ -1,4 +1,4 @@
-"""From text to documents: token ids and a mask of the tokens that an assistant writes."""
+"""From text to documents: token ids with a mark on those that an assistant has to write."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,7 +10,7 @@ from dflash_jax.train.rows import Document
 
 
 def conversations(tokenizer: Tokenizer, texts: Iterable[str]) -> list[Document]:
-    """Encode rendered conversations; tokens of assistant turns, with their ends, are wanted."""
+    """Rendered conversations; what stands in assistant turns is wanted, their end included."""
     opening = tokenizer.encode(vocabulary.TURN_START + "assistant\n").ids
     end = vocabulary.token_id(tokenizer, vocabulary.TURN_END)
     return [
@@ -20,7 +20,7 @@ def conversations(tokenizer: Tokenizer, texts: Iterable[str]) -> list[Document]:
 
 
 def answers(ids: np.ndarray, opening: list[int], end: int) -> np.ndarray:
-    """Return the mask of tokens after each opening up to and including the next end."""
+    """True from behind each opening up to and including the next end."""
     wanted = np.zeros(len(ids), bool)
     inside = False
     for i, token in enumerate(ids):
@@ -33,7 +33,7 @@ def answers(ids: np.ndarray, opening: list[int], end: int) -> np.ndarray:
 
 
 def sources(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[Document]:
-    """Encode source files in pieces of `length` tokens, every token wanted, with an end token."""
+    """Source files in pieces of `length` tokens, every token wanted, the file's end marked."""
     end = vocabulary.token_id(tokenizer, vocabulary.END_OF_TEXT)
     found = []
     for encoding in tokenizer.encode_batch(list(texts)):
@@ -42,7 +42,7 @@ def sources(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[Doc
 
 
 def pieces(ids: np.ndarray, length: int) -> Iterator[Document]:
-    """Yield consecutive pieces; a last piece shorter than a quarter is dropped."""
+    """Consecutive pieces; a last one shorter than a quarter is dropped."""
     for start in range(0, len(ids), length):
         part = ids[start : start + length]
         if len(part) * 4 >= length:

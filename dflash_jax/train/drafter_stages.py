@@ -23,15 +23,15 @@ from dflash_jax.train import (
 from dflash_jax.train.corpus import conversation, stdlib
 from dflash_jax.train.files import saved_as, write_json
 from dflash_jax.train.presets import LONGEST
-from dflash_jax.train.stages import Workspace, read_corpus
+from dflash_jax.train.stages import Work, read_corpus
 
 
-def trained_target(work: Workspace) -> TargetModel:
+def trained_target(work: Work) -> TargetModel:
     """Load the exported target as an engine does: bfloat16 weights, float32 arithmetic."""
     return load_target(work.path("target"))
 
 
-def prompts(work: Workspace) -> list[regenerate.AnswerPrompt]:
+def prompts(work: Work) -> list[regenerate.AnswerPrompt]:
     """Return training conversations cut before an answer, and pieces of training sources."""
     preset, phases, made = work.preset, read_corpus(work), work.tokenizer()
     recipe = preset.drafter
@@ -48,7 +48,7 @@ def prompts(work: Workspace) -> list[regenerate.AnswerPrompt]:
     ]
 
 
-def transcripts(work: Workspace) -> list[rows.Document]:
+def transcripts(work: Work) -> list[rows.Document]:
     """Return training conversations that are longer than any answered row.
 
     Their assistant turns come from the generator and count only where the target agrees.
@@ -59,7 +59,7 @@ def transcripts(work: Workspace) -> list[rows.Document]:
     return [d for d in made if len(d.ids) > longest][: work.preset.transcripts]
 
 
-def answers(work: Workspace) -> None:
+def answers(work: Work) -> None:
     """Write the target's greedy answers to training prompts, one per row."""
     recipe = work.preset.drafter
     fill = vocabulary.token_id(work.tokenizer(), vocabulary.END_OF_TEXT)
@@ -75,7 +75,7 @@ def answers(work: Workspace) -> None:
     rows.save(work.path("answers"), rows.one_per_row(found, recipe.buckets, fill=fill))
 
 
-def drafter_model(work: Workspace) -> None:
+def drafter_model(work: Work) -> None:
     """Train the drafter against the frozen target and export it."""
     config, params = fitting.fit(
         trained_target(work),
@@ -90,7 +90,7 @@ def drafter_model(work: Workspace) -> None:
         export.drafter(partial, config, params, longest=LONGEST)
 
 
-def held_out(work: Workspace) -> None:
+def held_out(work: Work) -> None:
     """Write the held-out prompts, after checking that none occurs in training text.
 
     Raises:
@@ -118,7 +118,7 @@ def held_out(work: Workspace) -> None:
         partial.write_text("".join(lines), encoding="utf-8")
 
 
-def evaluation(work: Workspace) -> None:
+def evaluation(work: Work) -> None:
     """Measure the acceptance length on the held-out prompts by decoding them."""
     found = evaluate.evaluate(
         work.path("target"),
@@ -131,7 +131,7 @@ def evaluation(work: Workspace) -> None:
         write_json(partial, found)
 
 
-def result(work: Workspace) -> None:
+def result(work: Work) -> None:
     """Write the shipped folder: target, drafter, held-out prompts, results and model card."""
     with saved_as(work.path("result"), folder=True) as partial:
         for name in ("target", "drafter"):

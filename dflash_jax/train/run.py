@@ -218,7 +218,7 @@ def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
 
 
 def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> None:
-    """Write the drafter in bfloat16, as a Hugging Face folder."""
+    """The drafter as a folder that other engines read, in bfloat16."""
     from converters import export
     from converters.tree_source import TreeSource
 

@@ -34,7 +34,7 @@ WEIGHT_DECAY = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Workspace:
+class Work:
     """The folder of a build, its preset, and the callback for progress lines."""
 
     out: Path
@@ -62,7 +62,7 @@ class Corpus:
     sources: tuple[str, ...]
 
 
-def read_corpus(work: Workspace) -> list[Corpus]:
+def read_corpus(work: Work) -> list[Corpus]:
     """Return the result of the corpus stage, by phase."""
     found = []
     for stored in json.loads(work.path("corpus").read_text(encoding="utf-8")):
@@ -71,7 +71,7 @@ def read_corpus(work: Workspace) -> list[Corpus]:
     return found
 
 
-def corpus(work: Workspace) -> None:
+def corpus(work: Work) -> None:
     """Write seeded conversations and library sources of every phase to one JSON file."""
     stored = []
     for i, phase in enumerate(work.preset.phases):
@@ -89,7 +89,7 @@ def corpus(work: Workspace) -> None:
         partial.write_text(json.dumps(stored), encoding="utf-8")
 
 
-def tokenizer(work: Workspace) -> None:
+def tokenizer(work: Work) -> None:
     """Train the tokenizer on the first phase's sources and half of its conversations."""
     text = read_corpus(work)[0]
     share = text.conversations[: round(TOKENIZER_SHARE * len(text.conversations))]
@@ -98,7 +98,7 @@ def tokenizer(work: Workspace) -> None:
         vocabulary.train(texts, work.preset.vocabulary).save(str(partial))
 
 
-def token_rows(work: Workspace, i: int) -> tuple[rows.TokenRows, ...]:
+def token_rows(work: Work, i: int) -> tuple[rows.TokenRows, ...]:
     """Return a phase's text as packed token rows, chats and code in random order."""
     text, made, buckets = read_corpus(work)[i], work.tokenizer(), work.preset.phases[i].buckets
     chats = documents.conversations(made, map(vocabulary.training_text, text.conversations))
@@ -108,7 +108,7 @@ def token_rows(work: Workspace, i: int) -> tuple[rows.TokenRows, ...]:
     return tuple(rows.pack(everything, buckets, fill=fill))
 
 
-def target(work: Workspace) -> None:
+def target(work: Work) -> None:
     """Train the target from scratch, phase by phase, and export it with its tokenizer."""
     preset, made = work.preset, work.tokenizer()
     pad = vocabulary.token_id(made, vocabulary.END_OF_TEXT)
@@ -122,7 +122,7 @@ def target(work: Workspace) -> None:
         vocabulary.save(made, partial, LONGEST)
 
 
-def trained(work: Workspace, config: TargetConfig, params: dict, i: int) -> dict:
+def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
     """Return the parameters after phase `i`, which may add layers.
 
     Each phase starts with a new optimizer state.

@@ -19,7 +19,7 @@ from dflash_jax.train.loop import TrainingStopped, to_stderr
 from dflash_jax.train.presets import PRESETS, Preset, preset
 from dflash_jax.utils.allocator import tune_allocator
 
-STAGES: dict[str, Callable[[stages.Workspace], None]] = {
+STAGES: dict[str, Callable[[stages.Work], None]] = {
     "corpus": stages.corpus,
     "tokenizer": stages.tokenizer,
     "target": stages.target,
@@ -61,7 +61,7 @@ def run(out: Path, chosen: Preset, last: str | None = None) -> None:
       ConfigError: the folder was begun with another preset.
     """
     claim(out, "preset.json", dataclasses.asdict(chosen))
-    work = stages.Workspace(out, chosen, to_stderr)
+    work = stages.Work(out, chosen, to_stderr)
     for name, stage in STAGES.items():
         started = time.monotonic()
         if not (out / stages.RESULT[name]).exists():
