@@ -88,7 +88,7 @@ def test_broken_json_and_missing_files_are_named(tmp_path):
         data.read(tmp_path / "nowhere")
 
 
-def test_the_hold_out_hangs_on_the_question_alone(tmp_path):
+def test_the_hold_out_depends_on_the_question_alone(tmp_path):
     lines = [{"prompt": f"Question {i}?"} for i in range(400)]
     training, held_out = data.load(str(written(tmp_path, *lines)), SMOKE)
     random.Random(0).shuffle(lines)
