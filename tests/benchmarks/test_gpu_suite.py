@@ -1,4 +1,4 @@
-"""The GPU suite end to end, over tiny models on a CPU: that it runs, not how fast."""
+"""The GPU suite end to end with tiny models on a CPU, without looking at times."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training data: every form of line, a stable hold-out, prompts and masks; errors by line."""
+"""Training data: forms of lines, a stable hold-out, prompts, masks, and errors by line."""
 
 import dataclasses
 import json
@@ -138,7 +138,7 @@ def test_a_conversation_that_the_template_refuses_is_named(tokenizer):
 
 
 def test_texts_begin_with_the_start_token_as_prompts_do(tokenizer, tmp_path):
-    """Llama and Gemma never see a text without."""
+    """Llama and Gemma are only trained on text with a start token."""
     core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
     start = core.token_to_id("<|endoftext|>")
     core.post_processor = TemplateProcessing(
@@ -175,8 +175,8 @@ def test_given_answers_are_wanted_up_to_their_end(tokenizer, tmp_path):
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("said", ["Two.", "\n\nTwo.", "", "<think>\nOne.\n</think>\n\nTwo."])
 def test_a_given_answer_stands_behind_the_very_prompt_that_is_served(thinking, said):
-    """Also where a token would reach over the border, and where the template closes the thoughts
-    of an opened turn but not of one in the past.
+    """Also if a token would span the boundary, and if the template closes the reasoning of an
+    opened turn but omits it from earlier turns.
     """
     tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
     asked = {"role": "user", "content": "One?"}
@@ -191,7 +191,7 @@ def test_a_given_answer_stands_behind_the_very_prompt_that_is_served(thinking, s
 
 
 def test_calls_of_the_openai_api_are_learnt_as_the_server_replays_them(tmp_path):
-    """Their arguments are objects as texts; a template would write them otherwise, or refuse."""
+    """Their arguments are JSON texts, which a template would render differently or reject."""
     for said, meant in (('{"a":1}', {"a": 1}), ("", {}), ("{", "{"), ("[1]", "[1]"), ({}, {})):
         calls = [{"type": "function", "function": {"name": "f", "arguments": said}}]
         asked = {"role": "user", "content": "One?"}
@@ -220,7 +220,7 @@ def test_what_is_not_learnt_is_counted_aloud(tmp_path):
 
 
 def test_a_turn_without_an_end_of_its_own_is_given_whole(tokenizer):
-    """Some templates end the user's turns alone."""
+    """Some templates add an end token to user turns only."""
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>"
     bare = Tokenizer(tokenizer.core, template + "{% endif %}{% endfor %}", {})
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
@@ -255,7 +255,7 @@ def test_conversations_beyond_those_answered_are_learnt_as_they_stand():
 def test_turns_that_a_template_rewrites_later_stand_alone(tokenizer, tmp_path, monkeypatch):
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
     render = tokenizer.render
-    monkeypatch.setattr(  # it says in front how many turns there are
+    monkeypatch.setattr(  # it starts with the number of turns
         tokenizer,
         "render",
         lambda messages, **rest: f"{(len(messages) + 1) // 2}{render(messages, **rest)}",

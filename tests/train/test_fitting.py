@@ -1,4 +1,4 @@
-"""A run on a random target: resumption, devices, rows that teach nothing."""
+"""Runs on a random target: resumption, devices, rows without anchors."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def fit(out, report=lambda line: None):
 
 
 @pytest.mark.soak
-def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
+def test_a_stopped_run_resumes_to_the_same_weights(tmp_path):
     class Full(Exception):
         pass
 
@@ -96,17 +96,17 @@ def test_rows_in_which_no_block_can_start_are_refused():
 def test_rows_and_batches_that_are_not_learnt_are_counted_aloud(tmp_path, monkeypatch):
     (part,) = rows(7)
     part.wanted[3:] = False
-    told = []
-    (kept,) = fitting.usable([part], RECIPE, told.append)
+    reported = []
+    (kept,) = fitting.usable([part], RECIPE, reported.append)
     assert len(kept.tokens) == 3
-    assert told[0].startswith("using 3 of 7 rows: in the others no two neighbouring tokens")
+    assert reported[0].startswith("using 3 of 7 rows: in the others no two neighbouring tokens")
     few = dataclasses.replace(RECIPE, features="online", schedule=Schedule(steps=2, rate=1e-2))
     monkeypatch.setattr(fitting.loop, "fit", lambda run, state, *_, **__: state)
     for count, says in (9, "2 steps read 2 of 4 batches: the other rows are not learnt;"), (5, ""):
-        told.clear()
-        fitting.fit(model(), few, 96, rows(count), tmp_path, identity="x", report=told.append)
-        assert len(told) == bool(says)
-        assert "".join(told).startswith(says)
+        reported.clear()
+        fitting.fit(model(), few, 96, rows(count), tmp_path, identity="x", report=reported.append)
+        assert len(reported) == bool(says)
+        assert "".join(reported).startswith(says)
 
 
 def test_token_ids_that_the_target_does_not_have_are_refused_before_anything_is_made(tmp_path):
@@ -156,11 +156,11 @@ def test_held_out_prompts_may_hold_any_character(tmp_path, monkeypatch):
 
 
 def test_held_out_prompts_too_long_to_measure_are_counted_aloud(tmp_path):
-    path, told = tmp_path / "heldout.jsonl", []
+    path, reported = tmp_path / "heldout.jsonl", []
     path.write_text(json.dumps({"kind": "ids", "ids": [5] * 2040}) + "\n")
     drafter = locate("tiny", "drafter")
-    found = evaluate.evaluate("tiny", drafter, path, max_tokens=9, report=told.append)
-    assert told == ["ids: 1 of 1 held-out prompts are too long and were skipped"]
+    found = evaluate.evaluate("tiny", drafter, path, max_tokens=9, report=reported.append)
+    assert reported == ["ids: 1 of 1 held-out prompts are too long and were skipped"]
     assert "ids" not in found
 
 
@@ -177,7 +177,7 @@ def test_more_devices_than_there_are_is_refused():
 def test_a_folder_of_another_run_is_refused(tmp_path):
     claim(tmp_path / "run", "run.json", {"target": "z"})
     replaced = {"target": "a", "recipe": {"seed": 0, "taps": (1, 2)}}
-    claim(tmp_path / "run", "run.json", replaced)  # nothing was made there
+    claim(tmp_path / "run", "run.json", replaced)  # the folder holds only the record
     (tmp_path / "run" / "rows.npz").touch()
     claim(tmp_path / "run", "run.json", replaced)
     why = r'\(recipe\.seed was 0, is 1; target was "a", is "b"\)'

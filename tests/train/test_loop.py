@@ -1,4 +1,4 @@
-"""The loop: exact resumption, clean stops, refusal of foreign states."""
+"""The training loop: exact resumption, clean stops, rejection of other runs' states."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def start():
     return {"x": jnp.zeros(3), "n": jnp.int32(0)}
 
 
-def test_a_signal_saves_and_the_same_call_goes_on(tmp_path):
+def test_a_signal_saves_and_the_same_call_resumes(tmp_path):
     def interrupted(state, step):
         if step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -121,7 +121,7 @@ fit(test_loop.run(Path(sys.argv[1])), test_loop.start(), killed)
 """
 
 
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     step = random.randrange(9)
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", KILLED, str(tmp_path), here, str(step)]

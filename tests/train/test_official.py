@@ -1,4 +1,4 @@
-"""A trained drafter in the package of its authors: the exported folder gives our logits there.
+"""A trained drafter in the official package: the exported folder gives our logits there.
 
 Needs `pip install torch==2.13.0 transformers==5.15.0 dflash==0.1.0`; skipped elsewhere.
 """
@@ -31,7 +31,7 @@ SHIPPED = Path(str(importlib.resources.files("dflash_jax"))) / "data" / "tiny"
 
 
 def trained(folder: Path, kind: str) -> Path:
-    """A random target and a drafter that took two steps, exported as a run exports them."""
+    """Export a random target and a drafter trained for two steps, as a run does."""
     target = tiny_target(num_layers=3, vocab_size=128)
     model = TargetModel(target, random_params(target, None)["target"], "float32")
     export.target(folder / "target", target, model.params, pad=0)
@@ -53,7 +53,7 @@ def trained(folder: Path, kind: str) -> Path:
 
 
 def ours(folder: Path, ids: np.ndarray, anchor: int) -> np.ndarray:
-    """Logits [b-1, V] of one block, by the training path."""
+    """Return logits [b-1, V] of one block from the training path."""
     configs = read_target_config(folder / "target"), read_drafter_config(folder / "drafter")
     params: dict[str, Any] = {
         "target": load_target(folder / "target", configs[0], "float32"),
@@ -74,7 +74,7 @@ def ours(folder: Path, ids: np.ndarray, anchor: int) -> np.ndarray:
 
 
 def theirs(folder: Path, ids: np.ndarray, anchor: int) -> tuple[np.ndarray, Any]:
-    """The same by PyTorch: the target's prefill of what stands before the anchor, one block."""
+    """Return the same from PyTorch: prefill up to the anchor, then one block."""
     from transformers import AutoModelForCausalLM
 
     name = read_drafter_config(folder / "drafter").kind

@@ -25,7 +25,7 @@ def test_a_document_longer_than_every_bucket_is_cut():
     assert packed[1].tokens.tolist() == [list(range(16))]
 
 
-def test_apart_gives_each_document_its_row():
+def test_one_per_row_gives_each_document_its_row():
     assert len(rows.one_per_row([document(2, 0), document(2, 5)], BUCKETS, fill=9)[0].tokens) == 2
 
 
