@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.bench.replay import Turn, read_turns, replay_turn
+from dflash_jax.bench.replay import Turn, play, read_turns
 from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine
 
@@ -73,8 +73,8 @@ def test_streamed_text_is_the_whole_text(engine: Engine) -> None:
 
 def early(engine: Engine, turn: Turn) -> None:
     """The original rule ends a runaway after twelve copies."""
-    off = replay_turn(engine, turn, None)
-    on = replay_turn(engine, turn, dj.Recovery(runaway="compat"))
+    off = play(engine, turn, None)
+    on = play(engine, turn, dj.Recovery(runaway="compat"))
     assert on.equal, turn.id
     assert on.speculative.stats.recovery["runaway"] == 1
     assert len(on.speculative.token_ids) < len(off.speculative.token_ids)
@@ -88,7 +88,7 @@ def replayed(engine: Engine, turns: list[Turn]) -> None:
         if turn.kind == "runaway":
             early(engine, turn)
             turn = dataclasses.replace(turn, max_tokens=520)  # numbers may be repeated longer
-        off, on = replay_turn(engine, turn, None), replay_turn(engine, turn, dj.Recovery())
+        off, on = play(engine, turn, None), play(engine, turn, dj.Recovery())
         assert off.equal, turn.id
         assert on.equal, turn.id
         assert on.outcome != "empty", turn.id

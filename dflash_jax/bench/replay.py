@@ -145,7 +145,7 @@ def prompt_of(turn: Turn, engine: Engine) -> list[int]:
     return engine.chat_ids(turn.messages, tools=list(turn.tools) or None, **turn.variables)
 
 
-def replay_turn(engine: Engine, turn: Turn, recovery: Recovery | None) -> ReplayedTurn:
+def play(engine: Engine, turn: Turn, recovery: Recovery | None) -> ReplayedTurn:
     """Answer a turn greedily, with and without drafting."""
     options: dict[str, Any] = {
         "max_tokens": turn.max_tokens,

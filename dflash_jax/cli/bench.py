@@ -78,18 +78,18 @@ def run(options: argparse.Namespace) -> int:
     if options.count < 1 or options.repeats < 1:
         raise RequestError("--count and --repeats have to be at least 1")
     talks = read_prompts(options.data, options.count)
-    request = RequestSettings(options.max_tokens, options.temperature, options.seed)
+    asking = RequestSettings(options.max_tokens, options.temperature, options.seed)
     if options.url and options.profile is not None:
         raise RequestError("--profile looks into an engine of this process; leave --url out")
     if options.url:
-        runner: Any = OverHttp(options.url, options.name, request)
+        runner: Any = OverHttp(options.url, options.name, asking)
         settings: dict[str, Any] = {"url": options.url}
     else:
         engine = _engine(options, max(levels))
-        runner = InProcess(engine, request)
+        runner = InProcess(engine, asking)
         settings = {"target": options.target, "drafter": options.drafter}
         settings["plan"] = dataclasses.asdict(engine.plan)
-    settings |= {"data": options.data, "count": len(talks)} | dataclasses.asdict(request)
+    settings |= {"data": options.data, "count": len(talks)} | dataclasses.asdict(asking)
     with telling("measuring", quiet=options.json):
         found = summary(measure(runner, talks, levels, options.repeats), settings)
     if options.profile is not None:

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     bad = 0
     for name in settings if options.recovery == "both" else (options.recovery,):
         with telling(f"{len(turns)} turns, recovery {name}", quiet=options.json):
-            played = [replay.replay_turn(engine, turn, settings[name]) for turn in turns]
+            played = [replay.play(engine, turn, settings[name]) for turn in turns]
         unequal = [p.turn.id for p in played if not p.equal]
         missed = [p.turn.id for p in played if p.turn.expected not in (None, p.outcome)]
         bad += len(unequal) + (len(missed) if name == "on" else 0)

@@ -47,16 +47,12 @@ BLOCKS = [
     for page, text in TEXTS.items()
     for found in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 ]
-PYTHON, SHELL, REQUESTS, CLIENTS, SCREENS = (
-    [block for block in BLOCKS if (block.language, URL in block.text) == kind]
-    for kind in (
-        ("python", False),
-        ("sh", False),
-        ("sh", True),
-        ("python", True),
-        ("text", False),
-    )
+PYTHON, SHELL, SCREENS = (
+    [block for block in BLOCKS if (block.language, URL in block.text) == (kind, False)]
+    for kind in ("python", "sh", "text")
 )
+REQUESTS = [block.text for block in BLOCKS if block.language == "sh" and URL in block.text]
+[CLIENT] = [block.text for block in BLOCKS if block.language == "python" and URL in block.text]
 COMMANDS = [(block.page, line) for block in SHELL for line in block.text.splitlines()]
 INLINE = {page: re.findall(r"`dflash-jax ([^`]+)`", text) for page, text in TEXTS.items()}
 
@@ -91,11 +87,10 @@ def live(engine: Engine) -> Iterator[Live]:
 
 def test_every_block_is_of_a_kind_that_these_tests_run() -> None:
     assert sum(text.count("```") for text in TEXTS.values()) == 2 * len(BLOCKS)
-    kinds = (PYTHON, SHELL, REQUESTS, CLIENTS, SCREENS)
+    kinds = (PYTHON, SHELL, SCREENS, REQUESTS, [CLIENT])
     assert len(BLOCKS) == sum(map(len, kinds))
     assert len(PYTHON) >= 7
     assert REQUESTS
-    assert CLIENTS
     programs = {line.split()[0] for _, line in COMMANDS}
     assert programs <= {"make", "pip", "dflash-jax", "python"}
 
@@ -124,18 +119,17 @@ def test_python_runs_and_prints_what_its_comments_say(
         assert space["answer"].text in ("red", "blue")
 
 
-@pytest.mark.parametrize("text", named(CLIENTS))
 def test_an_openai_client_has_its_agent_answered(
-    text: str, live: Live, capsys: pytest.CaptureFixture[str]
+    live: Live, capsys: pytest.CaptureFixture[str]
 ) -> None:
     space: dict[str, Any] = {}
-    exec(compile(text.replace(URL, live.url), "block", "exec"), space)
+    exec(compile(CLIENT.replace(URL, live.url), "block", "exec"), space)
     space["client"].close()
     assert "tool" in [message["role"] for message in space["talk"]]
-    assert printed(text) == [capsys.readouterr().out.strip()]
+    assert printed(CLIENT) == [capsys.readouterr().out.strip()]
 
 
-@pytest.mark.parametrize("text", named(REQUESTS))
+@pytest.mark.parametrize("text", REQUESTS)
 def test_curl_streams_an_answer(text: str, live: Live) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
