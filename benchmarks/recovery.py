@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 def events_of(engine: Engine, turn: Turn) -> tuple[Live, list[controller.Event]]:
-    """Return a request with recovery on, and the device events of its history."""
+    """A request with recovery on, and the device's events in its history."""
     heard: list[controller.Event] = []
     live = engine.submit(
         prompt_of(turn, engine), max_tokens=turn.max_tokens, recovery=SETTINGS["on"]

@@ -154,7 +154,7 @@ class _Session:
         self._scripted: list[list[int]] = [[] for _ in self._engines]  # requests by row
 
     def run(self) -> dict[int, list[Live]]:
-        """Run the session and return its finished requests."""
+        """The requests, all of them ended."""
         while self._due or not all(live.done for live in self._all()):
             if not self._due and self._turn > MOST_TURNS:
                 raise StalledError(f"{self._unfinished()} requests run after {self._turn} turns")
@@ -257,7 +257,7 @@ class _Session:
 
 
 def end_request(engine: Engine, live: Live, how: str) -> None:
-    """End a request from outside: "cancel" it, or "close" or "drop" its stream."""
+    """End a request as its caller would: "cancel", or "close" or "drop" its stream."""
     if how == "cancel":
         engine.cancel(live)
         return
@@ -287,7 +287,7 @@ def _script(request: AuditRequest, reference: Answer | None, vocab: int) -> list
 
 
 class ScriptedPace(Pace):
-    """A scripted number of steps for each decoding call."""
+    """Numbers of steps that successive decoding calls make, whatever time they take."""
 
     def __init__(self, rounds: tuple[int, ...]):
         super().__init__(max(rounds))
@@ -295,7 +295,7 @@ class ScriptedPace(Pace):
         self.rounds = rounds[0]
 
     def took(self, steps: int, started: float) -> None:
-        """Advance to the next number; the times are ignored."""
+        """Go on to the next number; the times are ignored."""
         self._calls += 1
         self.rounds = self._all[self._calls % len(self._all)]
 
