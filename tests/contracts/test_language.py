@@ -128,12 +128,15 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield node.lineno, each
 
 
+@functools.cache
 def is_old(name: str) -> bool:
     plain = name.strip("_")
     return plain in OLD_NAMES or not OLD_PARTS.isdisjoint(plain.lower().split("_"))
 
 
 def old_names(path: Path) -> list[str]:
+    if not any(map(is_old, set(re.findall(r"\w+", text_of(path))))):
+        return []  # most files need not be parsed
     found = sorted({(line, name) for line, name in names(tree_of(path)) if is_old(name)})
     return [f"{relative(path)}:{line}: {name}" for line, name in found]
 
