@@ -107,8 +107,8 @@ def profile(
     finally:
         engine.cancel(live)
         engine.loop.pace = pace
-    found = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
-    return Profile(name, steps, wall / steps, _parts(found), found)
+    kernels = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
+    return Profile(name, steps, wall / steps, _parts(kernels), kernels)
 
 
 def _traced(engine: Engine, steps: int, keep: Path | None) -> tuple[float, Any]:
@@ -148,8 +148,8 @@ def _kernels(trace: Any, hlo: str, steps: int) -> tuple[Kernel, ...]:
                 parts[line[1]] = part
         if body := re.match(r"%([\w.-]+)", text):
             bodies[body[1]] = _named(text)
-    found = re.match(r"HloModule ([\w.-]+)", hlo)
-    module = found[1] if found else ""
+    header = re.match(r"HloModule ([\w.-]+)", hlo)
+    module = header[1] if header else ""
     seconds: dict[str, float] = collections.defaultdict(float)
     calls: collections.Counter[str] = collections.Counter()
     for name, spent in _events(trace, module):

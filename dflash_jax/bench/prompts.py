@@ -63,14 +63,14 @@ def read_prompts(source: str, count: int) -> list[BenchmarkPrompt]:
       RequestError: the source does not exist or cannot be read.
     """
     if source in PUBLIC:
-        found = list(_public(PUBLIC[source]))
+        prompts = list(_public(PUBLIC[source]))
     else:
         root = Path(str(importlib.resources.files("dflash_jax"))) / "data" / "tiny"
-        found = list(_lines(root / "heldout.jsonl" if source == SHIPPED else Path(source)))
-    if not found:
+        prompts = list(_lines(root / "heldout.jsonl" if source == SHIPPED else Path(source)))
+    if not prompts:
         raise RequestError(f"{source} holds no conversations")
-    random.Random(42).shuffle(found)
-    return found[:count]
+    random.Random(42).shuffle(prompts)
+    return prompts[:count]
 
 
 def _lines(path: Path) -> Iterator[BenchmarkPrompt]:

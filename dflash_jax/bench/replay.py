@@ -125,17 +125,17 @@ def _turn(fields: Any, name: str) -> Turn:
         raise ValueError("expected a JSON object")
     if unknown := [field for field in fields if field not in FIELDS]:
         raise ValueError(f"{unknown[0]!r} is not known; a turn has the fields {', '.join(FIELDS)}")
-    found: dict[str, Any] = {"id": name}
+    values: dict[str, Any] = {"id": name}
     for field, value in fields.items():
         if value is None:
             continue
         fits, expected = FIELDS[field]
         if not fits(value):
             raise ValueError(f"{field} is {json.dumps(value)[:60]}; expected {expected}")
-        found[field] = tuple(value) if isinstance(value, list) else value
-    if bool(found.get("messages")) == bool(found.get("prompt_ids")):
+        values[field] = tuple(value) if isinstance(value, list) else value
+    if bool(values.get("messages")) == bool(values.get("prompt_ids")):
         raise ValueError("expected either messages or prompt_ids")
-    return Turn(**found | {"id": str(found["id"])})
+    return Turn(**values | {"id": str(values["id"])})
 
 
 def prompt_of(turn: Turn, engine: Engine) -> list[int]:

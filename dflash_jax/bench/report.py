@@ -124,8 +124,8 @@ def summary(runs: Sequence[BenchmarkRun], settings: dict[str, Any]) -> dict[str,
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    found = {"environment": environment, "settings": settings, "pairs": pairs}
-    return found | {"runs": [run.to_json() for run in runs]}
+    report = {"environment": environment, "settings": settings, "pairs": pairs}
+    return report | {"runs": [run.to_json() for run in runs]}
 
 
 def _pairs(runs: Sequence[BenchmarkRun]) -> dict[int, tuple[BenchmarkRun, BenchmarkRun]]:
@@ -153,7 +153,7 @@ def check_plot(path: Path) -> None:
         raise RequestError(f"a picture {path} cannot be drawn; its name ends in {', '.join(known)}")
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(report: dict[str, Any], path: Path) -> None:
     """Plot throughput, acceptance by position and the histogram of acceptance lengths.
 
     Raises:
@@ -166,13 +166,13 @@ def plot(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (speed, places, lengths) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    for mode in dict.fromkeys(run["lane"] for run in found["runs"]):
-        runs = [run for run in found["runs"] if run["lane"] == mode]
+    for mode in dict.fromkeys(run["lane"] for run in report["runs"]):
+        runs = [run for run in report["runs"] if run["lane"] == mode]
         levels, values = [r["concurrency"] for r in runs], [r["tokens_per_s"] for r in runs]
         speed.plot(levels, values, marker="o", label=mode)
     speed.set(xlabel="concurrent requests", ylabel="output tokens per second")
     speed.legend()
-    drafted = next((run for run in found["runs"] if run["accepted_per_position"]), None)
+    drafted = next((run for run in report["runs"] if run["accepted_per_position"]), None)
     if drafted:
         shares, histogram = drafted["accepted_per_position"], drafted["acceptance_histogram"]
         places.bar(range(1, len(shares) + 1), shares)

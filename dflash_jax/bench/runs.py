@@ -204,7 +204,7 @@ def _read_stream(response: http.client.HTTPResponse, started: float) -> Sample:
             ids = tuple(choice.get("token_ids") or ids)
     seconds = time.perf_counter() - started
     usage, metrics = last.get("usage") or {}, last.get("metrics") or {}
-    found = metrics.get("speculative_decoding") or {}
+    decoding = metrics.get("speculative_decoding") or {}
     return Sample(
         text=text,
         tokens=usage.get("completion_tokens", 0),
@@ -213,6 +213,6 @@ def _read_stream(response: http.client.HTTPResponse, started: float) -> Sample:
         seconds=seconds,
         decode_s=metrics.get("generation_time_ms", (seconds - first) * 1e3) / 1e3,
         ids=ids,
-        acceptance_lengths=tuple(n + 1 for n in found.get("per_step_accepted", ())),
-        drafts=found.get("num_spec_tokens", 0),
+        acceptance_lengths=tuple(n + 1 for n in decoding.get("per_step_accepted", ())),
+        drafts=decoding.get("num_spec_tokens", 0),
     )

@@ -46,8 +46,8 @@ def split_attention(
     chunks = (queries, *block, anchors)
     if parts == 1:
         return some(chunks)
-    found = jax.lax.map(jax.checkpoint(some), jax.tree.map(cut, chunks))
-    return jnp.moveaxis(found, 0, 1).reshape(rows, count, width, kv * groups * head)
+    attended = jax.lax.map(jax.checkpoint(some), jax.tree.map(cut, chunks))
+    return jnp.moveaxis(attended, 0, 1).reshape(rows, count, width, kv * groups * head)
 
 
 def _attend(

@@ -72,10 +72,10 @@ def read(path: Path) -> list[Example]:
             lines = list(enumerate(file, 1))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 ({error}); save it so") from error
-    found = [_example(line, f"{path}:{i}") for i, line in lines if line.strip()]
-    if not found:
+    examples = [_example(line, f"{path}:{i}") for i, line in lines if line.strip()]
+    if not examples:
         raise ConfigError(f"{path} has no lines; expected lines like {FORMS}")
-    return found
+    return examples
 
 
 def _example(line: str, where: str) -> Example:
@@ -128,8 +128,8 @@ def _parsed(call: Any) -> Any:
     match call:
         case {"function": {"arguments": str(arguments)} as function}:
             with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(found := json.loads(arguments or "{}"), dict):
-                    return {**call, "function": {**function, "arguments": found}}
+                if isinstance(parsed := json.loads(arguments or "{}"), dict):
+                    return {**call, "function": {**function, "arguments": parsed}}
     return call
 
 
@@ -239,18 +239,20 @@ def prompts(
         elif len(texts) < recipe.text_prompts:
             texts += [(piece, line) for piece in _pieces(example, tokenizer, recipe.text_prompt)]
     chosen = [cut for one in rounds for cut in one][: recipe.prompts]
-    found = [
+    result = [
         AnswerPrompt(_given(token_ids(cut, tokenizer)), recipe.new_tokens, line)
         for cut, line in chosen
     ]
-    found += [AnswerPrompt(x, recipe.text_tokens, line) for x, line in texts[: recipe.text_prompts]]
-    if not found:
+    result += [
+        AnswerPrompt(x, recipe.text_tokens, line) for x, line in texts[: recipe.text_prompts]
+    ]
+    if not result:
         raise ConfigError(
             f"none of {len(examples)} lines gives the target anything to answer: a conversation"
             " needs a message before the assistant's and prompts above 0, a text or ids need"
             " text_prompts above 0; answers=given learns them as given"
         )
-    return found
+    return result
 
 
 def _pieces(example: Example, tokenizer: Tokenizer | None, length: int) -> list[Document]:
@@ -284,20 +286,20 @@ def held_out(
       ConfigError: a prompt cannot be encoded, which is reported before training.
     """
     rng = random.Random(f"held out {recipe.seed}")
-    found = []
+    entries = []
     for example in examples[: recipe.held_out]:
         if example.messages:
             for cut in cut_at_turns(example, rng)[:1]:
                 token_ids(cut, tokenizer)
-                found.append(cut.entry())
+                entries.append(cut.entry())
         elif example.text and tokenizer is not None:
             ids = tokenizer.encode(example.text, specials=False)
             cut = ids[: max(len(ids) - recipe.text_tokens, recipe.text_prompt)]
             text = example.text if len(ids) <= 4 * recipe.text_prompt else tokenizer.decode(cut)
-            found.append(dataclasses.replace(example, text=text).entry())
+            entries.append(dataclasses.replace(example, text=text).entry())
         else:
-            found.append(example.entry())
-    return found
+            entries.append(example.entry())
+    return entries
 
 
 def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:

@@ -210,24 +210,24 @@ def gradient(
         return jax.grad(loss, has_aux=True)(params)
 
     def added(params: dict, part: BatchPart) -> tuple[Array, objective.Sums]:
-        found = sums(pair, recipe, params, frozen, part)
-        return jnp.stack([found.loss, found.head]), found
+        totals = sums(pair, recipe, params, frozen, part)
+        return jnp.stack([totals.loss, totals.head]), totals
 
     def one(carry: Any, part: BatchPart) -> tuple[Any, None]:
-        _, pull, found = jax.vjp(lambda p: added(p, part), params, has_aux=True)
+        _, pull, totals = jax.vjp(lambda p: added(p, part), params, has_aux=True)
         slopes = [pull(unit)[0] for unit in jnp.eye(len(carry[0]), 2)]
-        return jax.tree.map(jnp.add, carry, (slopes, found)), None
+        return jax.tree.map(jnp.add, carry, (slopes, totals)), None
 
     # The divisors of loss and head loss are known only after the last part.
     slopes = [jax.tree.map(jnp.zeros_like, params)] * (1 if recipe.kind == DFLASH else 2)
     carry = (slopes, objective.Sums(*[jnp.float32(0)] * 8))
-    (slopes, found), _ = jax.lax.scan(one, carry, split_rows(whole, recipe.parts))
+    (slopes, totals), _ = jax.lax.scan(one, carry, split_rows(whole, recipe.parts))
     shares = (
-        1 / objective.divisor(found.weight),
-        recipe.head_weight / objective.divisor(found.head_weight),
+        1 / objective.divisor(totals.weight),
+        recipe.head_weight / objective.divisor(totals.head_weight),
     )
     slope = jax.tree.map(lambda *x: sum(map(operator.mul, x, shares)), *slopes)
-    return slope, objective.total(recipe, found)[1]
+    return slope, objective.total(recipe, totals)[1]
 
 
 def split_rows(tree: Any, parts: int) -> Any:
@@ -269,8 +269,8 @@ def initial(pair: Pair, seed: int) -> dict[str, Any]:
     blocks = jnp.zeros((1, 1, c.block_size, c.hidden_size))
     where = jnp.zeros((1, 1), jnp.int32)
     init = jit(functools.partial(drafter.init, method=anchored))
-    made: Any = init(jax.random.key(seed), taps, blocks, where)
-    params = made["params"]
+    variables: Any = init(jax.random.key(seed), taps, blocks, where)
+    params = variables["params"]
     if "successor" in params:
         params["successor"] = jnp.zeros_like(params["successor"])
     return params

@@ -104,7 +104,7 @@ def evaluate(
     def answers(asked: Sequence[Sequence[int]], drafted: bool) -> list[Result]:
         return [engine.generate(x, max_tokens=max_tokens, speculative=drafted) for x in asked]
 
-    found: dict[str, Any] = {"max_tokens": max_tokens, "dtype": dtype, "temperature": 0}
+    scores: dict[str, Any] = {"max_tokens": max_tokens, "dtype": dtype, "temperature": 0}
     for kind in KINDS:
         every = [prompt_ids(engine, entry) for entry in entries if entry["kind"] == kind]
         asked = [ids for ids in every if len(ids) + max_tokens <= length]
@@ -115,6 +115,6 @@ def evaluate(
             pairs = zip(results, plain, strict=False)
             equal = sum(drafted.token_ids == alone.token_ids for drafted, alone in pairs)
             row = dataclasses.asdict(score(results, engine.plan.block))
-            found[kind] = row | {"compared": len(plain), "equal": equal}
-            report(f"{kind}: {summary(found[kind])}")
-    return found
+            scores[kind] = row | {"compared": len(plain), "equal": equal}
+            report(f"{kind}: {summary(scores[kind])}")
+    return scores

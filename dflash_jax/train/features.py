@@ -69,11 +69,11 @@ def target_features(
 
     numbers = jnp.arange(count, dtype=jnp.int32)
     if count == 1:
-        found = jax.tree.map(lambda x: x[None], read(caches, (chunks[0], numbers[0]))[1])
+        outputs = jax.tree.map(lambda x: x[None], read(caches, (chunks[0], numbers[0]))[1])
     else:
-        found = jax.lax.scan(read, caches, (chunks, numbers))[1]
+        outputs = jax.lax.scan(read, caches, (chunks, numbers))[1]
     taps, hidden = jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, count * width, -1)[:, :length], found
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, count * width, -1)[:, :length], outputs
     )
     return TargetFeatures(taps, _best(pair, params, hidden), hidden if keep else None)
 
@@ -90,8 +90,8 @@ def _best(pair: Pair, params: dict[str, Any], hidden: Float[Array, "B S D"]) -> 
         logits = pair.target_call({"target": params}, x, method="logits")
         return likeliest(logits)
 
-    found = best(parts[0])[None] if count == 1 else jax.lax.map(best, parts)
-    return jnp.moveaxis(found, 0, 1).reshape(rows, -1)[:, :length]
+    tokens = best(parts[0])[None] if count == 1 else jax.lax.map(best, parts)
+    return jnp.moveaxis(tokens, 0, 1).reshape(rows, -1)[:, :length]
 
 
 class FeatureCache:
@@ -189,9 +189,9 @@ def _fill_bucket(
     def fill(start: int) -> int:
         tokens = rows.tokens[start : start + step].astype(np.int32)
         padded = np.pad(tokens, ((0, step - len(tokens)), (0, 0)))
-        found: TargetFeatures = jax.device_get(read(padded))
-        arrays = {str(j): tap for j, tap in enumerate(found.taps)} | {"best": found.best}
-        arrays |= {} if found.hidden is None else {"hidden": found.hidden}
+        features: TargetFeatures = jax.device_get(read(padded))
+        arrays = {str(j): tap for j, tap in enumerate(features.taps)} | {"best": features.best}
+        arrays |= {} if features.hidden is None else {"hidden": features.hidden}
         for name, array in arrays.items():
             values = np.asarray(array)[: len(tokens)]
             if name != "best":

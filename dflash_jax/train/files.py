@@ -34,8 +34,8 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
         if not others:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(path, wanted)
-        found = json.loads(path.read_text(encoding="utf-8"))
-        changed = differences(found, wanted)
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        changed = differences(recorded, wanted)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be made or written ({error.strerror}); give another --out"
@@ -44,7 +44,7 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
         raise ConfigError(
             f"{path} is damaged ({error}); give another --out, or remove the folder"
         ) from error
-    if found != wanted:
+    if recorded != wanted:
         raise ConfigError(
             f"{folder} was begun with other settings ({'; '.join(changed)}); give the same again,"
             " another --out, or remove the folder"
@@ -53,14 +53,14 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
 
 def differences(old: dict[str, Any], new: dict[str, Any], inside: str = "") -> list[str]:
     """Return each setting that differs, with both values."""
-    found: list[str] = []
+    changes: list[str] = []
     for name in sorted(old.keys() | new.keys()):
         before, now = (settings.get(name) for settings in (old, new))
         if isinstance(before, dict) and isinstance(now, dict):
-            found += differences(before, now, f"{inside}{name}.")
+            changes += differences(before, now, f"{inside}{name}.")
         elif before != now:
-            found.append(f"{inside}{name} was {json.dumps(before)}, is {json.dumps(now)}")
-    return found
+            changes.append(f"{inside}{name} was {json.dumps(before)}, is {json.dumps(now)}")
+    return changes
 
 
 def write_json(path: Path, value: Any) -> None:

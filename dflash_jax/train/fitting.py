@@ -150,8 +150,8 @@ def fit(
         log=out / "log.jsonl",
         batch=describe,
     )
-    found = loop.fit(run, state, advance, report=report)
-    return config, jax.device_get(found.params)
+    final = loop.fit(run, state, advance, report=report)
+    return config, jax.device_get(final.params)
 
 
 class Placement:
@@ -162,13 +162,13 @@ class Placement:
     """
 
     def __init__(self, devices: int):
-        found = jax.devices()
-        if devices > len(found):
+        available = jax.devices()
+        if devices > len(available):
             raise ConfigError(
-                f"{devices} devices were asked for, but there are {len(found)}; on a CPU,"
+                f"{devices} devices were asked for, but there are {len(available)}; on a CPU,"
                 f" XLA_FLAGS=--xla_force_host_platform_device_count={devices} makes some"
             )
-        self._mesh = Mesh(np.asarray(found[:devices]), ("data",))
+        self._mesh = Mesh(np.asarray(available[:devices]), ("data",))
 
     def replicated(self, tree: Any) -> Any:
         """Copy a tree to every device."""

@@ -22,13 +22,13 @@ def as_given(
       ends: token ids that end a turn.
       longest: longer texts are cut into pieces.
     """
-    found = []
+    documents = []
     for example in examples:
         if not example.messages:
             opening, ids = split_start_token(example, tokenizer)
             for start in range(0, len(ids), size := max(longest - len(opening), 1)):
                 part = np.asarray([*opening, *ids[start : start + size]], np.int32)
-                found.append(Document(part, np.ones(len(part), bool)))
+                documents.append(Document(part, np.ones(len(part), bool)))
             continue
         assert tokenizer is not None or token_ids(example, tokenizer)
         turns: list[Document] = []
@@ -40,8 +40,8 @@ def as_given(
                         turn.wanted[: len(earlier[0].ids)] |= earlier[0].wanted
                         turns.pop()
                     turns.append(turn)
-        found += turns
-    return found
+        documents += turns
+    return documents
 
 
 def _continues(turn: Document, earlier: Document) -> bool:
@@ -62,5 +62,5 @@ def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -
         ids = [*before, *tokenizer.encode(reply, specials=False)]
     final = range(len(ids) - 1, len(before) - 1, -1)
     last = next((j for j in final if ids[j] in ends), len(ids) - 1)
-    found = np.asarray(ids[: last + 1], np.int32)
-    return [Document(found, np.arange(len(found)) >= len(before))]
+    tokens = np.asarray(ids[: last + 1], np.int32)
+    return [Document(tokens, np.arange(len(tokens)) >= len(before))]

@@ -155,11 +155,11 @@ class MetricsWindow:
 
     def _explanation(self, number: int, metrics: dict[str, float]) -> str:
         run = self._run
-        found = ", ".join(f"{k} {v}" for k, v in metrics.items())
+        values = ", ".join(f"{k} {v}" for k, v in metrics.items())
         kept, last = number // run.save_every * run.save_every, ""
         last = f"the state after step {kept} is kept in {run.path}" if kept else "none is saved yet"
         return (
-            f"{run.label}: step {number + 1} gave {found}, at {run.batch(number)}; training"
+            f"{run.label}: step {number + 1} gave {values}, at {run.batch(number)}; training"
             f" stopped, {last}. Look at that batch, or lower the rate and train into another folder"
         )
 

@@ -84,12 +84,12 @@ def _selected(module: Any, places: Places, plain: Array, p: Array | None, loss: 
     scores = module.scores(places.hidden, unary, ids, places.previous[:, :, None])[:, :, 0]
     hit = ids == places.labels[:, :, None]
     best = jnp.take_along_axis(ids, jnp.argmax(scores, axis=-1)[:, :, None], axis=-1)[:, :, 0]
-    found = jnp.where(hit, scores, 0.0).sum(axis=-1)
+    label_score = jnp.where(hit, scores, 0.0).sum(axis=-1)
     return Scores(
         loss=_distance(loss, logits, nll, p),
         nll=nll,
         right=best == places.labels,
-        head=jax.nn.logsumexp(scores, axis=-1) - found,
+        head=jax.nn.logsumexp(scores, axis=-1) - label_score,
         head_counts=hit.any(axis=-1),
     )
 
@@ -167,11 +167,13 @@ def in_chunks(
 
     chunks = jax.tree.map(cut, places)
     if parts == 1:
-        found = jax.tree.map(lambda x: x[None], score(params, jax.tree.map(lambda x: x[0], chunks)))
+        results = jax.tree.map(
+            lambda x: x[None], score(params, jax.tree.map(lambda x: x[0], chunks))
+        )
     else:
         again = jax.checkpoint(score)
-        found = jax.lax.map(lambda chunk: again(params, chunk), chunks)
-    return jax.tree.map(joined, found)
+        results = jax.lax.map(lambda chunk: again(params, chunk), chunks)
+    return jax.tree.map(joined, results)
 
 
 def fewest_parts(count: int, elements: int, limit: int) -> int:
@@ -242,20 +244,20 @@ def sums(recipe: Recipe, scores: Scores, counts: Bool[Array, "B N R"]) -> Sums:
     )
 
 
-def total(recipe: Recipe, found: Sums) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+def total(recipe: Recipe, totals: Sums) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Return the loss of a batch, its sums divided once, and the logged metrics.
 
     `simulated` is the acceptance length over blocks whose places all count: 1 plus the number of
     leading right drafts.
     """
-    loss = found.loss / divisor(found.weight)
+    loss = totals.loss / divisor(totals.weight)
     logged = {
-        "simulated": 1.0 + found.run / divisor(found.blocks),
-        "accuracy": found.right / divisor(found.places),
-        "places": found.places,
+        "simulated": 1.0 + totals.run / divisor(totals.blocks),
+        "accuracy": totals.right / divisor(totals.places),
+        "places": totals.places,
     }
     if recipe.kind != DFLASH:
-        logged["head"] = found.head / divisor(found.head_weight)
+        logged["head"] = totals.head / divisor(totals.head_weight)
         loss += recipe.head_weight * logged["head"]
     return loss, {"loss": loss, **logged}
 

@@ -246,9 +246,9 @@ def mask_token(tokenizer: Tokenizer | None, target: TargetConfig) -> tuple[int, 
     if tokenizer is not None:
         named = (tokenizer.specials.get("mask_token"), *MASK_TOKENS)
         for text in filter(None, named):
-            found = tokenizer.core.token_to_id(text)
-            if found is not None and found < target.vocab_size:
-                return found, f"the tokenizer's {text}"
+            token = tokenizer.core.token_to_id(text)
+            if token is not None and token < target.vocab_size:
+                return token, f"the tokenizer's {text}"
         unused = 1 + max(tokenizer.core.get_vocab(with_added_tokens=True).values(), default=-1)
         if unused < target.vocab_size:
             return unused, "the first unused row of the embedding table"

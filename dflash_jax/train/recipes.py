@@ -143,7 +143,7 @@ def recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
     """
     if name not in RECIPES:
         raise ConfigError(f"preset {name!r} is not known; choose one of {', '.join(RECIPES)}")
-    found = RECIPES[name]
+    base = RECIPES[name]
     types = typing.get_type_hints(Recipe) | typing.get_type_hints(Schedule)
     inner = {f.name for f in dataclasses.fields(Schedule)}
     changed: dict[str, Any] = {}
@@ -157,8 +157,8 @@ def recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
             )
         changed[key] = _read(key, text, types[key])
     own = {key: changed.pop(key) for key in inner & changed.keys()}
-    changed["schedule"] = dataclasses.replace(found.schedule, **own)
-    return dataclasses.replace(found, **changed)
+    changed["schedule"] = dataclasses.replace(base.schedule, **own)
+    return dataclasses.replace(base, **changed)
 
 
 def _read(key: str, text: str, kind: Any) -> Any:

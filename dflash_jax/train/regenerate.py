@@ -174,10 +174,10 @@ def stored(path: Path, sizes: Sequence[int]) -> list[list[list[int]]]:
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             path.write_text(whole, encoding="utf-8")
-        found = [json.loads(line) for line in whole.splitlines()]
-        if [*map(len, found)] != list(sizes[: len(found)]):
+        groups = [json.loads(line) for line in whole.splitlines()]
+        if [*map(len, groups)] != list(sizes[: len(groups)]):
             raise ValueError("its groups have other sizes")
-    return found
+    return groups
 
 
 def grouped(

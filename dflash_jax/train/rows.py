@@ -67,14 +67,14 @@ def packed_rows(documents: Sequence[Document], length: int) -> list[list[Documen
     open_rows: list[tuple[int, list[Document]]] = []  # (room left, row)
     for document in documents:
         size = len(document.ids)
-        found = next((i for i, (room, _) in enumerate(open_rows) if room >= size), None)
-        if found is None:
+        index = next((i for i, (room, _) in enumerate(open_rows) if room >= size), None)
+        if index is None:
             rows.append([])
             open_rows = [*open_rows[-OPEN_ROWS:], (length, rows[-1])]
-            found = len(open_rows) - 1
-        room, row = open_rows[found]
+            index = len(open_rows) - 1
+        room, row = open_rows[index]
         row.append(document)
-        open_rows[found] = (room - size, row)
+        open_rows[index] = (room - size, row)
     return rows
 
 

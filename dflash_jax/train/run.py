@@ -159,13 +159,13 @@ def stored_rows(
         ends = model.config.eos_token_ids
         learnt = [given.as_given([one], model.tokenizer, ends, longest) for one in kept]
         usage.leave_out(learnt.count([]), "without an assistant's turn to learn")
-        found = [document for one in learnt for document in one]
+        rows = [document for one in learnt for document in one]
         prompts = data.prompts(asked, model.tokenizer, recipe) if asked else []
         usage.answer(asked, prompts, recipe)
         if usage:
             report(str(usage))
         if prompts:
-            found += regenerate.answer(
+            rows += regenerate.answer(
                 out / "answers.jsonl",
                 model,
                 prompts,
@@ -174,17 +174,17 @@ def stored_rows(
                 temperature=recipe.temperature,
                 seed=recipe.seed,
             )
-        check_ids((document.ids for document in found), model.config)
-        if cut := sum(len(document.ids) > longest for document in found):
-            report(f"{cut} of {len(found)} rows cut to {longest} tokens, the longest of buckets")
-        random.Random(recipe.seed).shuffle(found)
-        packing.save(path, packing.one_per_row(found, recipe.buckets, fill=fill))
+        check_ids((document.ids for document in rows), model.config)
+        if cut := sum(len(document.ids) > longest for document in rows):
+            report(f"{cut} of {len(rows)} rows cut to {longest} tokens, the longest of buckets")
+        random.Random(recipe.seed).shuffle(rows)
+        packing.save(path, packing.one_per_row(rows, recipe.buckets, fill=fill))
     return packing.load(path)
 
 
-def check_ids(found: Iterable[Sequence[int] | np.ndarray], config: TargetConfig) -> None:
+def check_ids(sequences: Iterable[Sequence[int] | np.ndarray], config: TargetConfig) -> None:
     """Raise ConfigError for token ids that the target does not have."""
-    highest = max((int(np.max(ids, initial=0)) for ids in found), default=0)
+    highest = max((int(np.max(ids, initial=0)) for ids in sequences), default=0)
     if highest >= config.vocab_size:
         raise ConfigError(
             f"the data holds token {highest}, but the target knows 0 to {config.vocab_size - 1};"
@@ -203,18 +203,18 @@ def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
     from converters.models import open_model
     from dflash_jax.loading import locate
 
-    found = open_model(locate(path, "drafter"), role="drafter")
-    kind = type(config) if type(found.config) is type(config) else DrafterConfig
+    source = open_model(locate(path, "drafter"), role="drafter")
+    kind = type(config) if type(source.config) is type(config) else DrafterConfig
     have, wanted = (
         {f.name: getattr(c, f.name, None) for f in dataclasses.fields(kind)}
-        for c in (found.config, config)
+        for c in (source.config, config)
     )
     free = ("kind", "num_target_layers", "rope", "dtype", "sample_from_anchor")
     differ = [k for k, v in wanted.items() if have[k] != v and k not in free]
-    if differ or not isinstance(found.config, DrafterConfig):
+    if differ or not isinstance(source.config, DrafterConfig):
         listed = "; ".join(f"{k} is {have[k]}, expected {wanted[k]}" for k in differ)
         raise ConfigError(f"the drafter {path} has another shape: {listed}; change the recipe")
-    return found.load("float32")
+    return source.load("float32")
 
 
 def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> None:
@@ -242,7 +242,7 @@ def measured(
         with saved_as(out / "heldout.jsonl") as partial:
             lines = (json.dumps(entry) + "\n" for entry in entries)
             partial.write_text("".join(lines), encoding="utf-8")
-        found = evaluate.evaluate(
+        scores = evaluate.evaluate(
             target,
             out / "drafter",
             out / "heldout.jsonl",
@@ -252,6 +252,6 @@ def measured(
             weights=recipe.target_weights,
         )
         with saved_as(path) as partial:
-            write_json(partial, found)
+            write_json(partial, scores)
     with sound(path):
         return dict(json.loads(path.read_text(encoding="utf-8")).items())

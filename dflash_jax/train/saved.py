@@ -64,7 +64,7 @@ def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
                     f"{folder} was saved by another preset or seed; remove it, or train into"
                     " another folder"
                 )
-            found = manager.restore(step, args=ocp.args.Composite(arrays=arrays))[ARRAYS]
+            restored = manager.restore(step, args=ocp.args.Composite(arrays=arrays))[ARRAYS]
         except CheckpointError:
             raise
         except Exception as error:  # orbax and tensorstore raise many kinds
@@ -73,7 +73,7 @@ def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
                 f"{folder / str(step)} cannot be read ({reason}); remove it, and the same command"
                 " goes on from the state saved before it"
             ) from error
-    return step, jax.tree.unflatten(structure, [found[name] for name in flat])
+    return step, jax.tree.unflatten(structure, [restored[name] for name in flat])
 
 
 def full(path: Path, error: Exception) -> CheckpointError:

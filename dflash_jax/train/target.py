@@ -43,8 +43,8 @@ def initial(model: nn.Module, config: TargetConfig, seed: int) -> dict:
         out = module(tokens, blank_caches(config, 1, 2), jnp.zeros(1, jnp.int32))
         return module.logits(out.hidden)
 
-    made: Any = jit(functools.partial(model.init, method=touch))(jax.random.key(seed))
-    return made["params"]
+    variables: Any = jit(functools.partial(model.init, method=touch))(jax.random.key(seed))
+    return variables["params"]
 
 
 def deepened(params: dict, layers: int) -> dict:

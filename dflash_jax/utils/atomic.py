@@ -61,22 +61,22 @@ def new_path(
             f"{path} needs {needed / 1e6:,.1f} MB and {parent} has {free / 1e6:,.1f} MB free;"
             " free some space or choose another place"
         )
-    made: list[partial.Partial] = []
+    temporary: list[partial.Partial] = []
     try:
         with uninterrupted():
-            made.append(partial.Partial(place))
-        yield made[0].content
+            temporary.append(partial.Partial(place))
+        yield temporary[0].content
         if durable:
-            partial.flush(made[0].content)
+            partial.flush(temporary[0].content)
         with uninterrupted():
-            made[0].publish(replaces=overwrite)
+            temporary[0].publish(replaces=overwrite)
         if durable:
             partial.flush_folder(parent)
     except OSError as error:
         raise _explained(error, path) from error
     finally:
         with uninterrupted():
-            for each in made:
+            for each in temporary:
                 _remove(each.folder)
                 each.release()
 

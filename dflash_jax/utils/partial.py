@@ -88,10 +88,10 @@ def clear(place: Path) -> None:
     """
     pattern = re.compile(re.escape(f".{_stem(place)}.") + r"(partial|old)-(\d+)-[0-9a-f]+")
     try:
-        found = [(path, pattern.fullmatch(path.name)) for path in place.parent.iterdir()]
+        folders = [(path, pattern.fullmatch(path.name)) for path in place.parent.iterdir()]
     except OSError:
         return
-    for path, match in found:
+    for path, match in folders:
         if match:
             with contextlib.suppress(OSError):
                 _clear_one(place, path, int(match[2]))
