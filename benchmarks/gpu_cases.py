@@ -89,7 +89,7 @@ def planned(
 
 
 def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Program]:
-    """Return plain, plain1, verify, draft and the fused step of an exact plan."""
+    """plain and plain1, verify, draft, and the whole fused step, of an exact plan."""
     pair = build_pair(target, drafter)
     declared = declare(plan, target, drafter)
     ahead = declare(dataclasses.replace(plan, exact=False), target, drafter)["plain1"]
@@ -128,7 +128,7 @@ class Bench:
         return compile_programs(programs[name] for name in names)
 
     def run(self, executable: Any) -> Any:
-        """Dispatch one step and keep its state."""
+        """Dispatches one step and keeps its state."""
         extra = (self.block,) if executable.name == "verify" else ()
         self.state, out = executable(self.params, self.state, self.rules, *extra)
         return out
@@ -161,8 +161,8 @@ def _cached(shape: tuple[int, ...], dtype: str) -> Callable[[jax.Array], jax.Arr
 def verify_step(
     pair: Pair, params: Any, state: DecodeState, rules: RowRules, block: jax.Array
 ) -> tuple[DecodeState, Any]:
-    """Run a step without its draft: target pass over a given block, decision, commit."""
-    draft = _given_block(state, block, drafted=True)
+    """The target's pass over a dictated block, the cut, the commit: a step without its draft."""
+    draft = _dictated(state, block, drafted=True)
     _, state, out = verify_block(pair, params, state, draft, rules, sampled=False)
     return state, out
 
@@ -170,12 +170,12 @@ def verify_step(
 def logits_step(
     pair: Pair, params: Any, state: DecodeState, rules: RowRules, block: jax.Array, drafted: bool
 ) -> Any:
-    """Run `verify_step` or a plain step with filler tokens, and return the logits."""
-    draft = _given_block(state, block, drafted=drafted)
+    """As `verify_step` over a block, or as a plain step with its rest for junk; with logits."""
+    draft = _dictated(state, block, drafted=drafted)
     return verify_block(pair, params, state, draft, rules, sampled=False)
 
 
-def _given_block(state: DecodeState, block: jax.Array, *, drafted: bool) -> Draft:
+def _dictated(state: DecodeState, block: jax.Array, *, drafted: bool) -> Draft:
     block = block.at[:, 0].set(state.anchor)
     alive = jnp.ones_like(state.anchor, bool)
     return Draft(block=block, q=None, finite=alive, caches=state.draft, drafted=drafted)
@@ -184,6 +184,6 @@ def _given_block(state: DecodeState, block: jax.Array, *, drafted: bool) -> Draf
 def draft_step(
     pair: Pair, params: Any, state: DecodeState, rules: RowRules, *, width: int
 ) -> tuple[DecodeState, Any]:
-    """Run the drafter's part of a step."""
+    """The drafter's part of a step."""
     drafted = draft_block(pair, params, state, rules, width=width, sampled=False)
     return dataclasses.replace(state, draft=drafted.caches), drafted.block

@@ -136,7 +136,7 @@ def parts() -> Iterator[Any]:
 
 
 def lanes() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the prefill and decode programs of a small model of each family, in every variant."""
+    """A small model of each family: what decodes and what feeds prompts, in every lane."""
     from dflash_jax import Plan
     from dflash_jax.compiler import declare, resolve
     from dflash_jax.compiler.programs import ALL_LANES
@@ -255,7 +255,7 @@ def main(given: list[str] | None = None) -> int:
             like = "prefill" if key.startswith("prefill") else "plain"
             row = {"model": name, "program": key, "kernels": sum(there.values())}
             alike = there <= kernels[like] if key == "forced" else there == kernels[like]
-            add(row | {f"target_as_in_{like}": alike})  # forced-token steps have no head
+            add(row | {f"target_as_in_{like}": alike})  # forced steps have no head
     for name in filter(None, options.models.split(",")):
         target, drafter = full(name)
         for weights in options.weights.split(","):

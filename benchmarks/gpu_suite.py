@@ -237,7 +237,7 @@ def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields
 
 
 def _least_work(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Work]:
-    """Return the least bytes and operations of each part; draft is fused minus plain."""
+    """Least bytes and operations of each part; a draft is a fused step less its plain one."""
     single = dataclasses.replace(plan, exact=False)
     fused, plain = (work(plan, target, drafter, n) for n in ("speculative", "plain"))
     return {

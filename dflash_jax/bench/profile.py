@@ -107,8 +107,8 @@ def profile(
     finally:
         engine.cancel(live)
         engine.loop.pace = pace
-    kernels = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
-    return Profile(name, steps, wall / steps, _parts(kernels), kernels)
+    found = _kernels(trace, engine.executables[name].compiled.as_text() or "", steps)
+    return Profile(name, steps, wall / steps, _parts(found), found)
 
 
 def _traced(engine: Engine, steps: int, keep: Path | None) -> tuple[float, Any]:

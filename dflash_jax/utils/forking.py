@@ -1,7 +1,7 @@
-"""Detection of processes that were forked while JAX was running.
+"""Processes that were forked from one in which JAX runs: it cannot be used in them.
 
-A forked process has the memory of its parent but none of its threads. JAX computes in threads, so
-a step in a forked process would wait forever.
+A fork has the memory of its parent and none of its threads. JAX computes in threads, so that a step
+would wait for ever, for a device or for a lock that nobody holds any more.
 """
 
 import os
@@ -9,11 +9,11 @@ import sys
 
 from dflash_jax.errors import ForkedProcessError
 
-_parent = 0  # process id of the parent, if this process was forked while JAX was running
+_parent = 0  # number of the process in which JAX runs, if this one was forked from it
 
 
 def check_not_forked() -> None:
-    """Raise ForkedProcessError if this process was forked while JAX was running."""
+    """Raise ForkedProcessError if this process cannot use JAX because its parent does."""
     if _parent:
         raise ForkedProcessError(
             f"process {os.getpid()} was forked from process {_parent}, in which JAX runs, and"
