@@ -76,14 +76,14 @@ def measure(url: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     neighbour = Neighbour(url)
     time.sleep(3)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     time.sleep(5)
-    found["alone"] = {"longest_gap_s": neighbour.longest(begun)}
+    found["alone"] = {"longest_gap_s": neighbour.longest(started)}
     for name, body in FIRST.items():
         for stream in (True, False):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             answer = ask(url, body | {"stream": stream})
-            entry = answer | {"longest_gap_s": neighbour.longest(begun)}
+            entry = answer | {"longest_gap_s": neighbour.longest(started)}
             found[f"{name}{', streamed' if stream else ''}"] = entry
     neighbour.stop()
     found["neighbour_texts"] = len(neighbour.texts)
@@ -92,7 +92,7 @@ def measure(url: str) -> dict[str, Any]:
 
 def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """Send one request; return its answer and the longest time without a byte."""
-    begun = last = time.perf_counter()
+    started = last = time.perf_counter()
     silence, comments = 0.0, 0
     with (
         httpx.Client(timeout=LONGEST_WAIT) as client,
@@ -105,7 +105,7 @@ def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
     end = time.perf_counter()
     return {
         "status": answer.status_code,
-        "seconds": end - begun,
+        "seconds": end - started,
         "longest_silence_s": max(silence, end - last),
         "comments": comments,
         "retry_after": answer.headers.get("retry-after"),
@@ -119,7 +119,7 @@ def served(*options: str) -> Iterator[tuple[str, dict[str, Any]]]:
     command += ["--max-length", "1024", *options]
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"XDG_CACHE_HOME": cache}
-        begun = time.perf_counter()
+        started = time.perf_counter()
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environment
         ) as process:
@@ -127,7 +127,7 @@ def served(*options: str) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 url = process.stdout.readline().split()[-1]
                 until(lambda: httpx.get(url + "/ready", timeout=LONGEST_WAIT).status_code == 200)
-                yield url, {"ready_s": time.perf_counter() - begun}
+                yield url, {"ready_s": time.perf_counter() - started}
                 process.send_signal(signal.SIGTERM)
                 process.wait(60)
             finally:

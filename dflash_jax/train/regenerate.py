@@ -93,8 +93,8 @@ def answer(
     pool = ThreadPoolExecutor(max(map(engines.count, {bucket for bucket, _ in groups})))
     with stop_flag() as flag, path.open("a", encoding="utf-8") as file:
         try:
-            begun = [pool.submit(write, i) for i in range(len(done), len(groups))]
-            for group in begun:
+            submitted = [pool.submit(write, i) for i in range(len(done), len(groups))]
+            for group in submitted:
                 done.append(group.result())
                 file.write(json.dumps(done[-1]) + "\n")
                 file.flush()

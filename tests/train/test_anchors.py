@@ -59,7 +59,7 @@ def test_every_valid_place_is_drawn_equally_often():
     assert abs(counts[2:] - 100).max() < 40
 
 
-def test_an_anchor_needs_a_wanted_token_behind_it():
+def test_an_anchor_needs_a_wanted_token_after_it():
     wanted = jnp.asarray([[True, True, False, True, True, True]])
     assert anchors.startable(wanted)[0].tolist() == [False, False, False, True, True, False]
 

@@ -173,27 +173,27 @@ def test_given_answers_are_wanted_up_to_their_end(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-@pytest.mark.parametrize("said", ["Two.", "\n\nTwo.", "", "<think>\nOne.\n</think>\n\nTwo."])
-def test_a_given_answer_stands_behind_the_very_prompt_that_is_served(thinking, said):
+@pytest.mark.parametrize("reply", ["Two.", "\n\nTwo.", "", "<think>\nOne.\n</think>\n\nTwo."])
+def test_a_given_answer_follows_the_prompt_that_is_served(thinking, reply):
     """Also if a token would span the boundary, and if the template closes the reasoning of an
     opened turn but omits it from earlier turns.
     """
     tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
     asked = {"role": "user", "content": "One?"}
-    chat = data.Example((asked, {"role": "assistant", "content": said}), thinking=thinking)
+    chat = data.Example((asked, {"role": "assistant", "content": reply}), thinking=thinking)
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
     (document,) = given.as_given([chat], tokenizer, ends, 999)
     served = tokenizer.chat([asked], **({} if thinking else {"enable_thinking": False}))
     assert document.ids[: len(served)].tolist() == served
     assert document.wanted.tolist() == [i >= len(served) for i in range(len(document.ids))]
     written = tokenizer.core.decode(document.ids[len(served) :], skip_special_tokens=False)
-    assert written == said + "<|im_end|>"
+    assert written == reply + "<|im_end|>"
 
 
 def test_calls_of_the_openai_api_are_learnt_as_the_server_replays_them(tmp_path):
     """Their arguments are JSON texts, which a template would render differently or reject."""
-    for said, meant in (('{"a":1}', {"a": 1}), ("", {}), ("{", "{"), ("[1]", "[1]"), ({}, {})):
-        calls = [{"type": "function", "function": {"name": "f", "arguments": said}}]
+    for reply, meant in (('{"a":1}', {"a": 1}), ("", {}), ("{", "{"), ("[1]", "[1]"), ({}, {})):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": reply}}]
         asked = {"role": "user", "content": "One?"}
         chat = {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": calls}]}
         (example,) = data.read(written(tmp_path, chat))
@@ -207,9 +207,9 @@ def test_calls_of_the_openai_api_are_learnt_as_the_server_replays_them(tmp_path)
 
 
 def test_what_is_not_learnt_is_counted_aloud(tmp_path):
-    asked, said = CHAT["messages"][:2]
-    long = data.Example((asked, said | {"content": "Two. " * 300}))
-    kept = [data.Example((said,)), data.Example((asked,)), data.Example((asked, said)), long]
+    asked, reply = CHAT["messages"][:2]
+    long = data.Example((asked, reply | {"content": "Two. " * 300}))
+    kept = [data.Example((reply,)), data.Example((asked,)), data.Example((asked, reply)), long]
     whole = data.Example(text="Three four. " * 300)
     chosen, told = dataclasses.replace(SMOKE, answers="given"), []
     lines = [*kept, whole]

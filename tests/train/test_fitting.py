@@ -102,11 +102,11 @@ def test_rows_and_batches_that_are_not_learnt_are_counted_aloud(tmp_path, monkey
     assert reported[0].startswith("using 3 of 7 rows: in the others no two neighbouring tokens")
     few = dataclasses.replace(RECIPE, features="online", schedule=Schedule(steps=2, rate=1e-2))
     monkeypatch.setattr(fitting.loop, "fit", lambda run, state, *_, **__: state)
-    for count, says in (9, "2 steps read 2 of 4 batches: the other rows are not learnt;"), (5, ""):
+    for count, line in (9, "2 steps read 2 of 4 batches: the other rows are not learnt;"), (5, ""):
         reported.clear()
         fitting.fit(model(), few, 96, rows(count), tmp_path, identity="x", report=reported.append)
-        assert len(reported) == bool(says)
-        assert "".join(reported).startswith(says)
+        assert len(reported) == bool(line)
+        assert "".join(reported).startswith(line)
 
 
 def test_token_ids_that_the_target_does_not_have_are_refused_before_anything_is_made(tmp_path):
