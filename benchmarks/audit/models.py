@@ -91,7 +91,7 @@ def build(setup: Setup, *, target: str = "tiny", drafter: str | None = "auto") -
         engine = scripted_engine(_random_engine(setup, plan))
     wanted = {variant: True for variant in setup.variants}
     engine.warm_up(recovery=True, **wanted)
-    engine.compile([Variant.PROMPT_LOGPROBS] if setup.scored else [])
+    engine.compile([Variant.PROMPT_LOGPROBS] if setup.prompt_logprobs else [])
     return AuditedEngine(setup, engine, _limits(setup, engine))
 
 
@@ -115,7 +115,7 @@ def _limits(setup: Setup, engine: Engine) -> Limits:
         inviting=INVITING if scripted else (),
         stop_texts=texts,
         variants=setup.variants,
-        scored=setup.scored,
+        prompt_logprobs=setup.prompt_logprobs,
         scripted=scripted,
         structured=bool(engine.target.eos_token_ids),
     )

@@ -43,7 +43,7 @@ class Limits:
       inviting: ids that recovery acts on, made likely by biases in some requests.
       stop_texts: texts from which stop strings are drawn; empty without a tokenizer.
       variants: permitted entries of `VARIANTS`.
-      scored: requests may have prompt log-probabilities.
+      prompt_logprobs: requests may have prompt log-probabilities.
       scripted: the drafter can be scripted.
       structured: there is an end token, which structured output needs.
     """
@@ -60,7 +60,7 @@ class Limits:
     inviting: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
     variants: tuple[str, ...] = VARIANTS
-    scored: bool = True
+    prompt_logprobs: bool = True
     scripted: bool = True
     structured: bool = True
 
@@ -230,7 +230,7 @@ def _draw_request(
     if "masked" in variants and limits.structured and limits.stop_texts and rng.random() < 0.3:
         options["structured"] = rng.choice(STRUCTURES)
         options.pop("min_tokens", None)  # rejected in combination
-    if limits.scored and rng.random() < 0.05:
+    if limits.prompt_logprobs and rng.random() < 0.05:
         options["prompt_logprobs"] = rng.randrange(3)
     if rng.random() < 0.15:
         options["speculative"] = False
