@@ -1,37 +1,36 @@
 # Everything runs in .venv, which is made on first use. Needs Python >= 3.11 with venv, and make.
 PYTHON ?= python3
 BIN := .venv/bin
-# Processes here are many: what one compiled of a module, the next ones read.
+# Many processes run here, which share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
 LOWEST := .venv-lowest/bin
 
 .PHONY: demo check test test-lowest lint fix soak bench clean
 
-# Streams text from the shipped pair, then times it against plain decoding.
+# Stream text from the shipped pair, then time it against plain decoding.
 demo: .venv/installed
 	$(BIN)/dflash-jax generate "Write a function that adds two numbers." --max-tokens 128
 	$(BIN)/dflash-jax generate "What can you do for me?" --max-tokens 128 --compare
 
-# For the inner loop: lint, types and tests of rules, formats and single operations; no engine.
+# For the inner loop: lint, types and tests that need no engine.
 FAST := $(addprefix tests/,engine/recovery engine/test_controller.py engine/test_text.py tool_parsers nn quant \
 	decode/test_verify.py decode/test_filters.py compiler/test_plan.py contracts/test_imports.py \
-	contracts/test_documents.py server/test_requests.py server/test_replies.py \
+	contracts/test_documents.py contracts/test_language.py server/test_requests.py server/test_replies.py \
 	converters/test_gguf.py converters/test_quants.py converters/test_safetensors.py \
 	test_config.py test_errors.py test_encoding.py test_files.py test_tokenizer.py)
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --quick-compile -m "not soak" $(FAST)
 
-# Lints, type-checks and runs every test.
-# A part of what is claimed of bits is tested as it is compiled for users; the rest compiles faster.
+# Lint, type-check and run every test. Tests marked `optimised` compile as for users; the others
+# compile faster, with fewer optimisations.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		-m "optimised and not soak" $$(grep -rl mark.optimised tests --include='test_*.py')
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick-compile \
 		-m "not optimised and not soak"
 
-# With the lowest version of every package that pyproject.toml allows, the tests that depend on
-# other packages most.
+# Run the tests that depend most on other packages with the lowest versions in pyproject.toml.
 test-lowest: .venv-lowest/installed
 	$(LOWEST)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick-compile \
 		tests/server tests/converters tests/test_*.py tests/contracts/test_imports.py \
@@ -43,13 +42,12 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/pyrefly check --output-format min-text
 
-# Repairs what the linter can repair.
+# Repair what the linter can repair.
 fix: .venv/installed-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# The full counts behind the reduced ones of `make test`, and every test compiled as for users;
-# writes benchmarks/results.
+# Run the full counts, and every test compiled as for users; writes benchmarks/results.
 soak: .venv/installed-dev
 	$(BIN)/python -m benchmarks.soak
 	$(BIN)/python -m benchmarks.load

@@ -1,4 +1,4 @@
-"""What is decoded: a pair of models, prompts, and where acceptance is forced, by which pattern."""
+"""Benchmark cases: a pair of models, prompts, and optionally a forced acceptance pattern."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ CYCLE_8 = (3, 1, 5, 2, 7, 0, 4, 4)  # 4.25 tokens
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One prompt; `script` is what the drafter is made to propose, by position, if anything."""
+    """One prompt, and optionally a script of drafts by position."""
 
     prompt: list[int]
     script: list[int] | None
@@ -31,7 +31,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An engine and what it is to decode."""
+    """An engine and the prompts it decodes."""
 
     name: str
     engine: Engine
@@ -41,13 +41,13 @@ class Case:
     acceptance: str  # "real", or the forced cycle
 
     def options(self, work: Work) -> dict[str, Any]:
-        """Arguments of `submit`, with the drafter told its script."""
+        """Return the arguments of `submit`, after giving the drafter its script."""
         if work.script is not None:
             set_script(self.engine, work.script)
         return {"max_tokens": self.max_tokens, "ignore_eos": not self.stop_ids}
 
     def describe(self) -> dict[str, Any]:
-        """The case as JSON values."""
+        """Return the case as JSON values."""
         engine = self.engine
         return {
             "target": engine.target.to_json(),
@@ -65,7 +65,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a random Qwen3 pair, and how much it decodes."""
+    """Sizes of a random Qwen3 pair, and the number of tokens it decodes."""
 
     width: int
     layers: int
@@ -97,16 +97,17 @@ NAMES = ("tiny", *SHAPES)
 
 
 def count(params: dict[str, Any]) -> int:
-    """Parameters of a model but a drafter's script; a weight that is kept twice counts once."""
+    """Return the number of parameters, without a script and counting copies once."""
     kept = {name: leaves for name, leaves in params.items() if name != "script"}
     weights = jax.tree.leaves(kept, is_leaf=lambda leaf: isinstance(leaf, StructuredWeight))
     return sum(math.prod(weight.shape) for weight in weights)
 
 
 def build(name: str, *, max_length: int = 0, prompts: int = 8, rounds: int = 0) -> Case:
-    """The case of that name: "tiny" is the shipped pair, the others are random weights.
+    """Return the case of this name: "tiny" is the shipped pair, the others have random weights.
 
-    `rounds` is the plan's.
+    Args:
+      rounds: maximum steps per call, as in the plan.
     """
     if name == "tiny":
         return _shipped(max_length or 512, prompts, rounds)
@@ -129,7 +130,7 @@ def _shipped(max_length: int, prompts: int, rounds: int, max_tokens: int = 128) 
 
 
 def _random(name: str, shape: Shape, max_length: int, rounds: int) -> Case:
-    """Random weights whose drafter is overruled, so that rounds accept what the cycle says."""
+    """Return random weights with a scripted drafter that follows the acceptance cycle."""
     target, drafter = configs(shape)
     length = max_length or shape.prompt + shape.max_tokens
     plan = Plan(dtype="float32", max_length=length, block=shape.block, steps_per_call=rounds)
@@ -147,7 +148,7 @@ def _random(name: str, shape: Shape, max_length: int, rounds: int) -> Case:
 
 
 def configs(shape: Shape) -> tuple[TargetConfig, DrafterConfig]:
-    """Configs of a target and of a drafter that reads as many taps as it has layers."""
+    """Return configs of a target and of a drafter with one tap per layer."""
     common: dict[str, Any] = {
         "hidden_size": shape.width,
         "num_heads": shape.heads,

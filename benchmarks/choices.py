@@ -1,4 +1,4 @@
-"""What was tried: the forms a step could take, timed against each other on this device.
+"""Design alternatives of a step, timed against each other on this device.
 
     python -m benchmarks.choices [--pairs 15] [--only product] [--pin 0]
         [--json benchmarks/results/choices.json]
@@ -34,13 +34,13 @@ from dflash_jax.quant.layouts import KINDS
 from dflash_jax.state import LayerCache
 
 Forms = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
-# Tokens of a call, and a matrix: the shipped pair's, those of 9M and 60M parameters, prompts.
+# Tokens per call and matrix sizes: shipped pair, 9M, 60M, prompts.
 ORDERS = ((1, 192, 1024), (8, 192, 1024), (8, 512, 192), (16, 256, 1536), (16, 512, 3072))
 ORDERS += ((64, 192, 1024), (64, 512, 3072))
 
 
 def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
-    """Random numbers of a dtype; small where they are scales."""
+    """Return random numbers of a dtype, small for scales."""
     rng, dtype = np.random.default_rng(seed), jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.asarray(rng.integers(0, 60, shape), dtype)
@@ -48,7 +48,7 @@ def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
 
 
 def attention(live: int, *, slots: int = 8192, kv: int = 8, groups: int = 4) -> Forms:
-    """A block of 16 at the end of `live` tokens in a cache of 8192 slots, float32."""
+    """Return forms of attention of 16 tokens after `live` tokens in 8192 slots, float32."""
     q = noise((1, 16, kv, groups, 128), jnp.float32)
     cache = LayerCache(*(noise((1, kv, slots, 128), jnp.float32, seed) for seed in (1, 2)))
     end = jnp.asarray([live])
@@ -62,7 +62,7 @@ def attention(live: int, *, slots: int = 8192, kv: int = 8, groups: int = 4) -> 
 
 
 def product(rows: int, *, depth: int = 4096, columns: int = 12288) -> Forms:
-    """x · w by a float32 weight, by its packed kinds, and by int4 unpacked at once."""
+    """Return forms of x · w: float32, packed kinds, and int4 unpacked at once."""
     x = noise((rows, depth), jnp.float32)
     float32 = jnp.dot, (x, noise((depth, columns), jnp.float32, 1))
     forms: Forms = {"float32": float32}
@@ -78,7 +78,7 @@ def product(rows: int, *, depth: int = 4096, columns: int = 12288) -> Forms:
 
 
 def orders(tokens: int, depth: int, columns: int) -> Forms:
-    """Products of a call with four million weights, as each order keeps them."""
+    """Return the products of a call with four million weights in each layout."""
     x, count = noise((tokens, depth), jnp.float32), max(1, (1 << 22) // (depth * columns))
 
     def multiply(x: Any, weights: dict[str, Any]) -> list[Any]:
@@ -93,51 +93,51 @@ def orders(tokens: int, depth: int, columns: int) -> Forms:
 
 
 def compare(name: str, forms: Forms, pairs: int) -> dict[str, Any]:
-    """Milliseconds and temporaries of each form, and ratios over the first."""
-    lanes, temporary = {}, {}
+    """Return milliseconds and temporaries of each form, and ratios over the first."""
+    calls, temporary = {}, {}
     for form, (function, args) in forms.items():
         compiled = jit(function).lower(*args).compile()
         temporary[form] = compiled.memory_analysis().temp_size_in_bytes
 
-        def lane(compiled: Any = compiled, args: tuple[Any, ...] = args) -> float:
+        def run(compiled: Any = compiled, args: tuple[Any, ...] = args) -> float:
             started = time.perf_counter()
             jax.block_until_ready(compiled(*args))
             return (time.perf_counter() - started) * 1e3
 
-        lanes[form] = lane
-    return {"name": name, "temporary_bytes": temporary} | _figures(lanes, pairs)
+        calls[form] = run
+    return {"name": name, "temporary_bytes": temporary} | _figures(calls, pairs)
 
 
 def lookahead(pairs: int) -> dict[str, Any]:
-    """Milliseconds of a decoded token of the shipped pair, one step ahead and not."""
+    """Return milliseconds per token of the shipped pair, with and without lookahead."""
     engines = {f"lookahead {n}": dj.load(plan=dj.Plan(max_length=512, lookahead=n)) for n in (1, 0)}
     prompt = next(iter(engines.values())).chat_ids([{"role": "user", "content": "Count to ten."}])
 
-    def lane(engine: Any) -> float:
+    def run(engine: Any) -> float:
         result = engine.generate(prompt, max_tokens=96, ignore_eos=True)
         return result.stats.decode_s / len(result.token_ids) * 1e3
 
-    lanes = {name: partial(lane, engine) for name, engine in engines.items()}
-    return _figures(lanes, pairs)
+    calls = {name: partial(run, engine) for name, engine in engines.items()}
+    return _figures(calls, pairs)
 
 
-def _figures(lanes: dict[str, Callable[[], float]], pairs: int) -> dict[str, Any]:
-    samples = interleaved(lanes, pairs)
-    first = next(iter(lanes))
+def _figures(calls: dict[str, Callable[[], float]], pairs: int) -> dict[str, Any]:
+    samples = interleaved(calls, pairs)
+    first = next(iter(calls))
     return {
         "ms": {form: spread(x).to_json() for form, x in samples.items()},
-        "ratio": {form: ratio(samples, form, first).to_json() for form in list(lanes)[1:]},
+        "ratio": {form: ratio(samples, form, first).to_json() for form in list(calls)[1:]},
     }
 
 
 def main() -> int:
-    """Measures every group and prints a line for each form."""
+    """Measure every group and print a line for each form."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--only", default="", metavar="TEXT", help="groups whose name has it")
     parser.add_argument("--pin", type=int, metavar="CPU", help="keeps to one core")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    options, load = parser.parse_args(), os.getloadavg()[0]  # others' work slows both forms
+    options, load = parser.parse_args(), os.getloadavg()[0]  # other processes slow all forms
     if options.pin is not None:
         os.sched_setaffinity(0, {options.pin})  # before JAX starts its threads
     groups: dict[str, Callable[[], Forms]] = {

@@ -1,10 +1,10 @@
-"""What other requests notice of a compilation: the longest gap between two pieces of a stream.
+"""Effect of a compilation on other requests: the longest gap in a stream.
 
     python -m benchmarks.compiling [--warm common] [--out FILE.json]
 
-`dflash-jax serve` starts with an empty compilation cache. One client streams plain greedy answers
-without a pause. Another asks for log-probabilities and then for structured output, each for the
-first time, with and without streaming. Gaps are those of the first client.
+`dflash-jax serve` starts with an empty compilation cache. One client streams greedy answers
+continuously. Another requests log-probabilities and then structured output, each for the first
+time, streamed and not. Gaps are those of the first client.
 """
 
 import argparse
@@ -34,15 +34,15 @@ FIRST = {
     "logprobs": SHORT | {"logprobs": True},
     "response_format": SHORT | {"response_format": FORMAT},
 }
-LONGEST_WAIT = 600.0  # seconds for any of it
+LONGEST_WAIT = 600.0  # seconds
 
 
 class Neighbour:
-    """Streams plain answers one after the other, and notes when each piece came."""
+    """Streams answers continuously and records the time of each piece."""
 
     def __init__(self, url: str):
         self._url, self._over = url, threading.Event()
-        self.gaps: list[tuple[float, float]] = []  # when each ended, and seconds
+        self.gaps: list[tuple[float, float]] = []  # end and duration in seconds
         self.texts: set[str] = set()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -63,7 +63,7 @@ class Neighbour:
                 self.texts.add(text)
 
     def longest(self, since: float) -> float:
-        """Seconds of the longest gap that ended after `since`."""
+        """Return the longest gap in seconds that ended after `since`."""
         return max((gap for ended, gap in self.gaps if ended > since), default=float("inf"))
 
     def stop(self) -> None:
@@ -72,18 +72,18 @@ class Neighbour:
 
 
 def measure(url: str) -> dict[str, Any]:
-    """Gaps of a plain stream alone, and beside requests that need other programs."""
+    """Measure gaps of a stream alone, and next to requests that need other programs."""
     found: dict[str, Any] = {}
     neighbour = Neighbour(url)
     time.sleep(3)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     time.sleep(5)
-    found["alone"] = {"longest_gap_s": neighbour.longest(begun)}
+    found["alone"] = {"longest_gap_s": neighbour.longest(started)}
     for name, body in FIRST.items():
         for stream in (True, False):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             answer = ask(url, body | {"stream": stream})
-            entry = answer | {"longest_gap_s": neighbour.longest(begun)}
+            entry = answer | {"longest_gap_s": neighbour.longest(started)}
             found[f"{name}{', streamed' if stream else ''}"] = entry
     neighbour.stop()
     found["neighbour_texts"] = len(neighbour.texts)
@@ -91,8 +91,8 @@ def measure(url: str) -> dict[str, Any]:
 
 
 def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """One request; how it was answered, and how long it was without a byte."""
-    begun = last = time.perf_counter()
+    """Send one request; return its answer and the longest time without a byte."""
+    started = last = time.perf_counter()
     silence, comments = 0.0, 0
     with (
         httpx.Client(timeout=LONGEST_WAIT) as client,
@@ -105,7 +105,7 @@ def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
     end = time.perf_counter()
     return {
         "status": answer.status_code,
-        "seconds": end - begun,
+        "seconds": end - started,
         "longest_silence_s": max(silence, end - last),
         "comments": comments,
         "retry_after": answer.headers.get("retry-after"),
@@ -114,12 +114,12 @@ def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def served(*options: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A server with an empty cache, once it is ready; its URL and what starting took."""
+    """Start a server with an empty cache; yield its URL and start-up time once it is ready."""
     command = [sys.executable, "-m", "dflash_jax", "serve", "--port", "0", "--rows", "2"]
     command += ["--max-length", "1024", *options]
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"XDG_CACHE_HOME": cache}
-        begun = time.perf_counter()
+        started = time.perf_counter()
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environment
         ) as process:
@@ -127,7 +127,7 @@ def served(*options: str) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 url = process.stdout.readline().split()[-1]
                 until(lambda: httpx.get(url + "/ready", timeout=LONGEST_WAIT).status_code == 200)
-                yield url, {"ready_s": time.perf_counter() - begun}
+                yield url, {"ready_s": time.perf_counter() - started}
                 process.send_signal(signal.SIGTERM)
                 process.wait(60)
             finally:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.convert [--rows 16384] [--repeats 20] [--out FILE]
 
-Every repeat times gguf's `dequantize` and ours on the same bytes, in turn, on one core; both
-return a new float32 array. Then a GGUF file is read as bfloat16 on all cores, with the peak of
-allocated memory, and converted to a folder. GB/s count float32 output.
+Each repeat times gguf's `dequantize` and ours in turn on the same bytes and one core; both return a
+new float32 array. Then a GGUF file is read as bfloat16 on all cores, with its peak memory, and
+converted to a folder. GB/s refer to float32 output.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from dflash_jax.converters.quants.types import BY_NAME
 
 COLUMNS = 4096
 GOALS = {"Q4_K": 3.0, "Q6_K": 3.0, "Q8_0": 2.0}
-HALF_AT = {  # where each block keeps float16 scales: kept finite, as in real files
+HALF_AT = {  # offsets of float16 scales in each block, which are kept finite
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q4_K": (0, 2),
@@ -49,7 +49,7 @@ MEMORY_ALLOWANCE = 256 << 20
 
 
 def blocks(name: str, rows: int) -> np.ndarray:
-    """Random blocks [rows, bytes] with small finite scales."""
+    """Return random blocks [rows, bytes] with small finite scales."""
     kind = BY_NAME[name]
     rng = np.random.default_rng(kind.number)
     shape = (rows * COLUMNS // kind.block_size, kind.block_bytes)
@@ -72,13 +72,13 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and the tenth and ninetieth percentiles."""
+    """Return the median and the tenth and ninetieth percentiles."""
     p10, p90 = np.percentile(values, [10, 90])
     return {"median": round(statistics.median(values), 4), "p10": float(p10), "p90": float(p90)}
 
 
 def paired(name: str, rows: int, repeats: int) -> dict[str, Any]:
-    """Both decoders in turn on one core; the ratio is taken within each pair."""
+    """Time both decoders in turn on one core, with paired ratios."""
     raw, kind = blocks(name, rows), BY_NAME[name]
     theirs_kind = gguf.GGMLQuantizationType[name]
 
@@ -119,7 +119,7 @@ def write_file(path: Path, name: str, rows: int) -> None:
 
 
 def streamed(name: str, rows: int, repeats: int, folder: Path) -> dict[str, Any]:
-    """A file's tensor decoded to bfloat16 on all cores, and the memory that took."""
+    """Decode a file's tensor to bfloat16 on all cores; return speed and peak memory."""
     path = folder / f"{name}.gguf"
     write_file(path, name, rows)
     source, kind = open_gguf(path), np.dtype(ml_dtypes.bfloat16)
@@ -142,7 +142,7 @@ def streamed(name: str, rows: int, repeats: int, folder: Path) -> dict[str, Any]
 
 
 def converted(folder: Path, rows: int) -> dict[str, Any]:
-    """A one-layer Llama of Q4_K and Q6_K, `rows` tokens, converted to a bfloat16 folder."""
+    """Convert a one-layer Llama of Q4_K and Q6_K with `rows` tokens to a bfloat16 folder."""
     path, inner, pair = folder / "layer.gguf", 14336, 1024
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -183,7 +183,7 @@ def converted(folder: Path, rows: int) -> dict[str, Any]:
 
 
 def opening(folder: Path, words: int = 248_320) -> dict[str, float]:
-    """Seconds to open a file with a large vocabulary, ours and the gguf package's."""
+    """Return the seconds that ours and the gguf package take to open a large vocabulary."""
     path = folder / "vocabulary.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_token_list([f"token{i}" for i in range(words)])

@@ -1,17 +1,16 @@
-"""How fast decoding is, as paired ratios: over the official package, plain lanes, bare loops.
+"""Decoding speed as paired ratios over the official package, plain decoding and bare loops.
 
     pip install torch==2.13.0 transformers==5.15.0 dflash==0.1.0
     python -m benchmarks.decode [--configs tiny,9m,60m] [--rounds 1,16] [--pairs 9] [--json OUT]
 
-One process on one pinned core, float32 throughout, lanes in turn (A B A B); prefill is timed
-apart. Nothing is reported unless every lane gave the same tokens, and both engines the same
-acceptance lengths. The column `cpu` is the same ratio by CPU seconds instead of the clock: it
-suffers less from other work on the machine. With several `--rounds` every case is measured once
-for each of them: one call of either of our lanes then makes up to so many steps (0: as many as
-the plan has by default). `--no-official` is for where the official package is not installed.
+One process on one pinned core, float32, decoders interleaved (A B A B); prefill is timed
+separately. Results are reported only if all decoders gave the same tokens and both engines the
+same acceptance lengths. The column `cpu` is the ratio of CPU seconds, which is less sensitive to
+other work on the machine. `--rounds` lists maximum numbers of steps per call (0: the default of
+the plan); every case is measured once for each. `--no-official` skips the official package.
 
-The bare loops have no requests: `device_loop` makes all rounds of an answer in one call,
-`host_loop` makes the engine's calls and reads what they say.
+The bare loops have no requests: `device_loop` runs all rounds of an answer in one call,
+`host_loop` dispatches the engine's calls and reads their results.
 """
 
 import argparse
@@ -37,12 +36,12 @@ LOOP_GOAL = 0.97  # of the device loop's speed
 
 
 class DifferentTokensError(Exception):
-    """Two lanes that must agree do not; there is nothing to time."""
+    """Two decoders that must agree gave different tokens."""
 
 
 @dataclasses.dataclass
-class Lane:
-    """A way of decoding a case: called for one sample, remembers what it produced."""
+class Decoder:
+    """A way of decoding a case; each call takes one sample and keeps its output."""
 
     run: "Callable[[Any], Run]"
     case: "Case"
@@ -51,7 +50,7 @@ class Lane:
     cpu: list[float] = dataclasses.field(default_factory=list)  # tokens per CPU second
 
     def __call__(self) -> float:
-        """Tokens per second over all prompts of the case."""
+        """Decode all prompts of the case and return tokens per second."""
         self.runs = [self.run(work) for work in self.case.work]
         self.prefill.append(sum(run.prefill_s for run in self.runs))
         tokens = sum(len(run.token_ids) - 1 for run in self.runs)
@@ -67,12 +66,12 @@ class Lane:
         return [run.acceptance_lengths for run in self.runs]
 
 
-def lanes_of(case: "Case", *, official: bool) -> dict[str, Lane]:
-    """Every lane of a case; how many rounds bare loops make comes from a first run of ours."""
+def decoders_of(case: "Case", *, official: bool) -> dict[str, Decoder]:
+    """Return the decoders of a case; a first run determines the rounds of the bare loops."""
     from benchmarks.lanes import BareLoop, generate
-    from dflash_jax.bench.compare import one_token_lane
+    from dflash_jax.bench.compare import one_token_engine
 
-    engine, single, loop = case.engine, one_token_lane(case.engine), BareLoop(case.engine)
+    engine, single, loop = case.engine, one_token_engine(case.engine), BareLoop(case.engine)
     rounds = {
         tuple(w.prompt): len(generate(engine, w.prompt, **case.options(w)).acceptance_lengths)
         for w in case.work
@@ -82,7 +81,7 @@ def lanes_of(case: "Case", *, official: bool) -> dict[str, Lane]:
         options = {"max_tokens": case.max_tokens, "stop_ids": case.stop_ids}
         return lambda w: run(w.prompt, **options, rounds=rounds[tuple(w.prompt)])
 
-    lanes: dict[str, Callable[[Any], Run]] = {
+    decoders: dict[str, Callable[[Any], Run]] = {
         "ours": lambda w: generate(engine, w.prompt, **case.options(w)),
         "plain": lambda w: generate(engine, w.prompt, **case.options(w), speculative=False),
         "plain1": lambda w: generate(single, w.prompt, **case.options(w)),
@@ -90,12 +89,12 @@ def lanes_of(case: "Case", *, official: bool) -> dict[str, Lane]:
         "device_loop": bare(loop.on_device),
     }
     if official:
-        lanes |= official_lanes(case)
-    return {name: Lane(run, case) for name, run in lanes.items()}
+        decoders |= official_decoders(case)
+    return {name: Decoder(run, case) for name, run in decoders.items()}
 
 
-def official_lanes(case: "Case") -> "dict[str, Callable[[Any], Run]]":
-    """The official package, speculative and plain."""
+def official_decoders(case: "Case") -> "dict[str, Callable[[Any], Run]]":
+    """Return the decoders of the official package, speculative and plain."""
     try:
         from benchmarks.official import Official
     except ImportError as error:
@@ -111,13 +110,17 @@ def official_lanes(case: "Case") -> "dict[str, Callable[[Any], Run]]":
     }
 
 
-def check(lanes: dict[str, Lane]) -> dict[str, bool]:
-    """Which lanes agree with ours; raises DifferentTokensError unless all do."""
-    ours = lanes["ours"]
-    agree = {f"tokens {name}": lane.tokens == ours.tokens for name, lane in lanes.items()}
+def check(decoders: dict[str, Decoder]) -> dict[str, bool]:
+    """Return which decoders agree with ours.
+
+    Raises:
+      DifferentTokensError: a decoder disagrees.
+    """
+    ours = decoders["ours"]
+    agree = {f"tokens {name}": decoder.tokens == ours.tokens for name, decoder in decoders.items()}
     for name in ("official", *LOOPS):
-        if name in lanes:
-            agree[f"acceptance lengths {name}"] = lanes[name].lengths == ours.lengths
+        if name in decoders:
+            agree[f"acceptance lengths {name}"] = decoders[name].lengths == ours.lengths
     if not all(agree.values()):
         wrong = [name for name, equal in agree.items() if not equal]
         raise DifferentTokensError(f"{ours.case.name}: differs from ours: {', '.join(wrong)}")
@@ -125,35 +128,35 @@ def check(lanes: dict[str, Lane]) -> dict[str, bool]:
 
 
 def measure(case: "Case", pairs: int, *, official: bool) -> dict[str, Any]:
-    """All series of a case, each interleaved, and their ratios."""
+    """Measure all series of a case, each interleaved, and their ratios."""
     from benchmarks.paired import interleaved
 
-    lanes = lanes_of(case, official=official)
-    for lane in lanes.values():
-        lane()
-    agree = check(lanes)
+    decoders = decoders_of(case, official=official)
+    for decoder in decoders.values():
+        decoder()
+    agree = check(decoders)
     series = {"plain": ("ours", "plain", "plain1"), "device_loop": ("ours", *LOOPS)}
     if official:
         series = {"official": ("ours", "official", "official_plain")} | series
     report: dict[str, Any] = {"case": case.describe(), "agree": agree, "series": {}}
     for name, members in series.items():
-        samples = interleaved({m: lanes[m] for m in members}, pairs)
+        samples = interleaved({m: decoders[m] for m in members}, pairs)
         baseline = faster(samples) if name == "plain" else name
-        cpu = {m: lanes[m].cpu[-pairs:] for m in members}
+        cpu = {m: decoders[m].cpu[-pairs:] for m in members}
         report["series"][name] = compared(samples, cpu, "ours", baseline)
         if name == "device_loop":
             report["series"]["host_loop"] = compared(samples, cpu, "host_loop", baseline)
-        check(lanes)
-    lengths = [n for run in lanes["ours"].lengths for n in run]
+        check(decoders)
+    lengths = [n for run in decoders["ours"].lengths for n in run]
     report["acceptance_length"] = sum(lengths) / len(lengths)
     report["rounds"] = len(lengths)
     report["decode_tokens"] = sum(lengths)
-    report["prefill_s"] = {name: prefill(lane) for name, lane in lanes.items()}
+    report["prefill_s"] = {name: prefill(decoder) for name, decoder in decoders.items()}
     return report
 
 
 def compared(samples: "Samples", cpu: "Samples", over: str, baseline: str) -> dict[str, Any]:
-    """All samples, and the ratios of the lane `over` and a baseline."""
+    """Return all samples, and the ratios of the decoder `over` and a baseline."""
     from benchmarks.paired import ratio
 
     return {
@@ -167,21 +170,21 @@ def compared(samples: "Samples", cpu: "Samples", over: str, baseline: str) -> di
 
 
 def faster(samples: "Samples") -> str:
-    """The faster plain lane, which speculation is measured against."""
+    """Return the faster form of plain decoding, the baseline of speculation."""
     from benchmarks.paired import spread
 
     return max(("plain", "plain1"), key=lambda name: spread(samples[name]).median)
 
 
-def prefill(lane: Lane) -> dict[str, Any]:
-    """Seconds of prefill over all prompts, the untimed runs left out."""
+def prefill(decoder: Decoder) -> dict[str, Any]:
+    """Return the seconds of prefill over all prompts, without the untimed runs."""
     from benchmarks.paired import spread
 
-    return spread(lane.prefill[2:]).to_json()
+    return spread(decoder.prefill[2:]).to_json()
 
 
 def table(reports: dict[str, Any]) -> str:
-    """One line per case and comparison; "tiny:16" is tiny with up to 16 steps a call."""
+    """Return one line per case and comparison; "tiny:16" has up to 16 steps per call."""
     titles = (
         "case",
         "faster",
@@ -207,13 +210,13 @@ def table(reports: dict[str, Any]) -> str:
 
 
 def columns(cells: Sequence[object]) -> str:
-    """Cells of a table line, padded."""
+    """Return the padded cells of a table line."""
     widths = (6, 9, 11, 6, 13, 6, 6, 4, 7, 8, 5)
     return "".join(str(cell).ljust(width) + " " for cell, width in zip(cells, widths, strict=True))
 
 
 def figures(found: dict[str, Any]) -> tuple[str, ...]:
-    """Both lanes, and the paired ratio: median, quartiles, minimum, median by CPU seconds."""
+    """Return both names and the ratio: median, quartiles, minimum, median by CPU seconds."""
     r = found["ratio"]
     numbers = (r["median"], "{:.3f}-{:.3f}".format(*r["quartiles"]), r["low"])
     cells = (x if isinstance(x, str) else f"{x:.3f}" for x in numbers)
@@ -221,18 +224,18 @@ def figures(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def speeds(found: dict[str, Any]) -> tuple[str, str]:
-    """Median tokens per second of both lanes."""
+    """Return the median tokens per second of both decoders."""
     samples = found["tokens_per_s"]
-    lanes = (found["over"], found["baseline"])
-    return tuple(f"{statistics.median(samples[lane]):.1f}" for lane in lanes)
+    decoders = (found["over"], found["baseline"])
+    return tuple(f"{statistics.median(samples[decoder]):.1f}" for decoder in decoders)
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", default="tiny,9m,60m", help="also: tiny-random")
-    parser.add_argument("--rounds", default="0", metavar="N,...", help="steps of a call, at most")
-    parser.add_argument("--pairs", type=int, default=9, help="samples of each lane, at least 7")
+    parser.add_argument("--rounds", default="0", metavar="N,...", help="maximum steps per call")
+    parser.add_argument("--pairs", type=int, default=9, help="samples of each decoder, at least 7")
     parser.add_argument("--pin", type=int, default=0, metavar="CPU", help="-1 leaves all cores")
     parser.add_argument("--max-length", type=int, default=0, help="of the plan; fits by default")
     parser.add_argument("--budget", type=float, default=1800, help="seconds; starts no case after")
@@ -240,21 +243,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
     if options.pairs < 7:
-        parser.error(f"--pairs is {options.pairs}; at least 7 make a median worth reading")
+        parser.error(f"--pairs is {options.pairs}; expected at least 7")
     if not all(n.isdecimal() for n in options.rounds.split(",")):
         parser.error(f"--rounds is {options.rounds}; expected numbers, like 1,16")
     return options
 
 
 def pin(cpu: int) -> None:
-    """Keeps this process on one core; must come before jax and torch start their threads."""
+    """Pin this process to one core; call before jax and torch start their threads."""
     os.environ["OMP_NUM_THREADS"] = "1"
     if cpu >= 0 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {cpu})
 
 
 def main() -> int:
-    """Measures every case and prints the table; 1 if lanes disagree."""
+    """Measure every case and print the table; return 1 if decoders disagree."""
     options = arguments()
     pin(options.pin)
     from benchmarks.cases import build
@@ -268,7 +271,7 @@ def main() -> int:
     for config, rounds in chosen:
         name = f"{config}:{rounds}" if rounds else config
         if time.perf_counter() - started > options.budget:
-            print(f"{name}: left out, the budget of {options.budget:.0f} s is spent")
+            print(f"{name}: skipped, the budget of {options.budget:.0f} s is spent")
             continue
         load = os.getloadavg()[0]
         try:

@@ -1,10 +1,11 @@
-"""How recovery tells stalls from answers: the odds the shipped target gives a call at each end.
+"""Odds of a tool call at the ends of stalls and of answers, by the shipped target.
 
     python -m benchmarks.endings
 
-Stalls are texts that announce a step after a tool's output was cut off, as the shipped target
-itself writes them, with many kinds of punctuation; controls are answers, questions and refusals.
-Only texts count after which the target's own best token is the end token. Takes some ten minutes.
+Recovery uses these odds to distinguish stalls from answers. Stalls are texts that announce a step
+after a truncated tool output, as the shipped target writes them, with many kinds of punctuation;
+controls are answers, questions and refusals. Only texts after which the target's argmax is the end
+token count. Takes about ten minutes.
 """
 
 import argparse
@@ -38,11 +39,11 @@ ANSWERS = ("{}", "{} Anything else?", "{} Shall I go on?", "{} Let me know if yo
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An output and its odds.
+    """An output and its odds of a call.
 
     Attributes:
       kind: "stall" or "answer".
-      lead: logit of what leads to a call minus that of the end token.
+      lead: logit of the token that leads to a call minus that of the end token.
       call: logit of the call's marker, after the lead, minus the largest.
     """
 
@@ -52,14 +53,14 @@ class Case:
     call: float
 
     def acted_on(self, threshold: float) -> bool:
-        """Whether recovery begins a call, or goes on, where this text would end."""
+        """Return whether recovery would continue at the end of this text."""
         ending = read_ending(self.text)
         wanted = floor.wanted_odds(ending, dj.Recovery(call_odds=threshold))
         return ending.opened_fence or self.lead + self.call >= wanted
 
 
 class Odds:
-    """Odds of a call after texts, by whole passes of the target."""
+    """Odds of a call after texts, by full forward passes of the target."""
 
     def __init__(self, engine: Engine):
         assert engine.tokenizer is not None
@@ -70,11 +71,11 @@ class Odds:
         )
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a text that continues another."""
+        """Return the token ids of a text that continues another."""
         return list(self._tokenizer.encode(text, specials=False))
 
     def cases(self, kind: str, prompt: list[int], texts: Sequence[str]) -> Iterator[Case]:
-        """The texts after which the target would end, with their odds."""
+        """Return the texts after which the target would end, with their odds."""
         ends = zip(texts, self._logits([prompt + self.ids(text) for text in texts]), strict=True)
         ends = [(text, row) for text, row in ends if row.argmax() == self._end]
         if not ends:
@@ -94,7 +95,7 @@ class Odds:
 
 
 def stalls(engine: Engine, odds: Odds, rng: random.Random) -> Iterator[Case]:
-    """Announcements after the output of a tool was cut off."""
+    """Yield announcements after a truncated tool output."""
     conversation = transcript(rng)
     messages = list(conversation.messages)
     places = [
@@ -115,7 +116,7 @@ def stalls(engine: Engine, odds: Odds, rng: random.Random) -> Iterator[Case]:
 
 
 def answers(engine: Engine, odds: Odds, rng: random.Random) -> Iterator[Case]:
-    """Last messages of conversations that came to their end."""
+    """Yield the last messages of complete conversations."""
     conversation = transcript(rng)
     *before, last = conversation.messages
     if last["role"] != "assistant" or last["content"].rstrip().endswith(":"):
@@ -127,7 +128,7 @@ def answers(engine: Engine, odds: Odds, rng: random.Random) -> Iterator[Case]:
 
 
 def main() -> None:
-    """Measures both kinds and writes the result."""
+    """Measure both kinds and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/endings.json"))
     parser.add_argument("--cases", type=int, default=120, help="of each kind")

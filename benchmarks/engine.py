@@ -1,9 +1,9 @@
-"""Throughput of the engine over many rows, with and without prompts it has seen before.
+"""Throughput of the engine over many rows, with and without cached prefixes.
 
     python -m benchmarks.engine [--rows 1,4,16,32] [--json OUT]
 
-Every sample serves the same requests: several users of one system prompt, four for each row.
-`cold` forgets all prefixes before each sample, `warm` keeps them; samples are taken in turn.
+Every sample serves the same requests: users of one system prompt, four per row. `cold` clears the
+prefix cache before each sample, `warm` keeps it; samples are interleaved.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from benchmarks.paired import interleaved, ratio, spread
 
 
 def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Output tokens per second of one plan, and the seconds to a first token."""
+    """Return output tokens per second of one plan, and seconds to the first token."""
     import dflash_jax as dj
     from benchmarks.soak import heldout_prompts
 
@@ -57,7 +57,7 @@ def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any
 
 
 def main() -> int:
-    """Measures every number of rows and prints one line for each."""
+    """Measure every number of rows and print one line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="1,4,16,32")
     parser.add_argument("--pairs", type=int, default=5)

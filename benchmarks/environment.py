@@ -1,4 +1,4 @@
-"""Where a figure was measured: written beside every result."""
+"""Description of the machine and the versions, stored with every result."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "dflash-jax", "torch", "transforme
 
 
 def environment() -> dict[str, Any]:
-    """Versions, device and processor of this process."""
+    """Return versions, device and processor of this process."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -34,7 +34,7 @@ def environment() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Its name and, as names of virtual machines say little, how wide its vectors are."""
+    """Return the processor's name and the width of its vectors."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     said = dict(re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if ":" in line)

@@ -1,4 +1,4 @@
-"""Public models at full size with random weights made on the device, and steps to time alone."""
+"""Full-size public models with random weights made on the device, and single steps to time."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ PUBLISHED = Path(__file__).parents[1] / "tests" / "published"
 Configs = tuple[TargetConfig, DrafterConfig]
 
 
-# by name: the folders of target and drafter
+# folders of target and drafter by name
 FULL = {
     "qwen3-8b": ("Qwen3-8B", "Qwen3-8B-DFlash-b16"),
     "qwen3.6-27b": ("Qwen3.6-27B", "Qwen3.6-27B-DFlash"),
@@ -41,13 +41,13 @@ FULL = {
 
 
 def full(name: str) -> Configs:
-    """A public target and its drafter, from their published configs."""
+    """Return the published configs of a target and its drafter."""
     target, drafter = (PUBLISHED / folder for folder in FULL[name])
     return read_target_config(target), read_drafter_config(drafter)
 
 
 def smoke(name: str) -> Configs:
-    """A model of the same family with a few thousand weights."""
+    """Return a pair of the same family with a few thousand weights."""
     made = {"qwen3.6-27b": tiny_hybrid, "gemma-4-31b": tiny_gemma, "gpt-oss-20b": tiny_gpt_oss}
     wide = {"num_layers": 1, "windows": (None,), "hidden_size": 64, "intermediate_size": 64}
     target = made[name]() if name in made else tiny_target(**wide)
@@ -55,7 +55,7 @@ def smoke(name: str) -> Configs:
 
 
 def random_params(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Any:
-    """Parameters as the plan keeps them, never on the host; none of them zeros."""
+    """Return random non-zero parameters in the plan's formats, made on the device."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_params(plan, target, drafter))
     made = []
     for i, (path, leaf) in enumerate(leaves):
@@ -66,7 +66,7 @@ def random_params(plan: Plan, target: TargetConfig, drafter: DrafterConfig | Non
 
 @functools.lru_cache(maxsize=256)
 def _draw(shape: tuple[int, ...], dtype: str, rates: bool) -> Callable[[jax.Array], jax.Array]:
-    """A compiled draw of one leaf; scales of packed weights come small, norms near one."""
+    """Return a compiled draw of one leaf; packed scales are small, norms near one."""
 
     def draw(key: jax.Array) -> jax.Array:
         if dtype in ("int8", "uint8"):
@@ -88,7 +88,7 @@ def _draw(shape: tuple[int, ...], dtype: str, rates: bool) -> Callable[[jax.Arra
 def planned(
     target: TargetConfig, drafter: DrafterConfig | None, *, memory: int, **fields: Any
 ) -> Plan:
-    """A resolved plan for this device, of one step a call, as a GPU has it."""
+    """Return a resolved plan for this device with one step per call, as on a GPU."""
     platform = jax.local_devices()[0].platform
     return resolve(
         Plan(steps_per_call=1, **fields), target, drafter, platform=platform, memory=memory
@@ -118,7 +118,7 @@ def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> d
 
 @dataclasses.dataclass
 class Bench:
-    """The parts of a decode step as executables over one state that stands at `context`."""
+    """The parts of a decode step as executables over one state at position `context`."""
 
     plan: Plan
     target: TargetConfig
@@ -133,7 +133,7 @@ class Bench:
         self.state = self._filled()
 
     def compile(self, *names: str) -> dict[str, Any]:
-        """Some of the programs."""
+        """Compile the named programs."""
         programs = part_programs(self.plan, self.target, self.drafter)
         built = compile_programs(programs[name] for name in names)
         return {key.step: executable for key, executable in built.items()}
@@ -151,7 +151,7 @@ class Bench:
         return jnp.ones(shape, jnp.int32)
 
     def _filled(self) -> DecodeState:
-        """Caches full of noise, every row at the same position."""
+        """Return a state with random caches, every row at the same position."""
         shapes = jax.eval_shape(lambda: empty_state(self.plan, self.target, self.drafter))
         leaves, tree = jax.tree.flatten(shapes)
         made = [_cached(x.shape, str(x.dtype))(jax.random.key(i)) for i, x in enumerate(leaves)]

@@ -1,15 +1,15 @@
-"""What XLA makes of our steps for a GPU, without one: programs are compiled for it, not run.
+"""Compilation of our steps for a GPU without having one: bytes and kernels, no times.
 
     pip install --no-deps --target PLUGIN jax-cuda12-plugin==J jax-cuda12-pjrt==J \\
         nvidia-cuda-nvcc-cu12                               # J is the version of jax here
     python -m benchmarks.gpu_compile PLUGIN [--models qwen3-8b] [--weights float,int8,int4]
         [--parts] [--lanes] [--json OUT]
 
-For each program of a full-size model: bytes updated in place, bytes of temporaries, kernels, and
-the largest arrays that are written to memory, where an unpacked weight, a copied cache or scores
-over the whole buffer would show. Whether lanes may round differently shows as well: what adds
-numbers up in the target has to be the same kernels in each (R1). Kernels are not tuned by timing
-here, so a real device may choose others; nothing here is a time.
+Reports for each program of a full-size model the bytes updated in place, the bytes of temporaries,
+the kernels, and the largest arrays written to memory, which would include an unpacked weight or a
+copied cache. It also compares the kernels that sum numbers in the target between programs: they
+have to be equal, so that all programs round alike. Kernels are not autotuned here, so a real
+device may choose others.
 """
 
 import argparse
@@ -47,7 +47,7 @@ FREE = {"parameter", "bitcast", "get-tuple-element", "constant", "tuple", "iota"
 
 
 def h200(plugin: Path) -> Any:
-    """A device to compile for."""
+    """Return a device to compile for."""
     from jax._src.lib import xla_client
 
     library = plugin / "jax_plugins" / "xla_cuda12" / "xla_cuda_plugin.so"
@@ -59,7 +59,7 @@ def h200(plugin: Path) -> Any:
 
 
 def launched(hlo: str) -> Iterator[tuple[str, str, int, str]]:
-    """Every operation that runs by itself: name, kind, bytes it writes, the line."""
+    """Yield every launched operation: name, kind, bytes written, line of HLO."""
     named = {}
     for text in re.split(r"\n(?=%|ENTRY)", hlo):
         if found := re.match(r"(?:ENTRY )?%([\w.-]+)", text):
@@ -84,9 +84,9 @@ def launched(hlo: str) -> Iterator[tuple[str, str, int, str]]:
 
 
 def target_kernels(hlo: str) -> collections.Counter[str]:
-    """What of the target adds numbers up, as it will run, free of names: alike in every lane (R1).
+    """Return the target's kernels that sum numbers, without names, to compare between programs.
 
-    Products, norms, softmax: sums hang on the order in which a kernel adds.
+    These are products, norms and softmax, whose rounding depends on the order of summation.
     """
     bodies = {}
     for text in re.split(r"\n(?=%|ENTRY)", hlo):
@@ -95,7 +95,7 @@ def target_kernels(hlo: str) -> collections.Counter[str]:
     made = collections.Counter()
     for _, kind, _, line in launched(hlo):
         body = bodies.get(next(iter(re.findall(r"calls=%([\w.-]+)", line)), ""), "")
-        if " scatter(" in body:  # never tuned, so the order of what it reads means nothing
+        if " scatter(" in body:  # never autotuned, so its operand layout does not matter
             body = "\n".join(row for row in body.splitlines()[1:] if " parameter(" not in row)
         adds = re.search(r" (dot|reduce|reduce-window|custom-call)\(", body + line)
         if adds and ("/target/" in line or "/head/" in line) and "/draft/" not in line:
@@ -105,7 +105,7 @@ def target_kernels(hlo: str) -> collections.Counter[str]:
 
 
 def parts() -> Iterator[Any]:
-    """A product with each kind of weight, and attention over a cache, in all their forms."""
+    """Yield products with each kind of weight, and attention over a cache, in all forms."""
     import jax
     import jax.numpy as jnp
 
@@ -152,7 +152,7 @@ def lanes() -> Iterator[tuple[str, dict[str, Any]]]:
     )
 
     dense = tiny_target(windows=(None, 32, 32), hidden_size=256, intermediate_size=512)
-    # Its head's product is split over its depth, and the parts are added behind it.
+    # The product of its head is split over its depth and summed afterwards.
     wide = tiny_target(
         windows=(None,), num_layers=1, hidden_size=512, intermediate_size=1024, vocab_size=2048
     )
@@ -177,7 +177,7 @@ def lanes() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def report(executable: Any) -> dict[str, Any]:
-    """What a compiled program keeps in place, writes and launches."""
+    """Return the bytes, kernels and largest written arrays of a compiled program."""
     found = list(launched(executable.compiled.as_text()))
     largest = sorted(found, key=lambda k: -k[2])[:6]
     return {
@@ -193,8 +193,8 @@ def report(executable: Any) -> dict[str, Any]:
     }
 
 
-def main(given: list[str] | None = None) -> int:
-    """Compiles and reports."""
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("plugin", type=Path)
     parser.add_argument("--models", default="qwen3-8b")
@@ -205,8 +205,13 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--parts", action="store_true", help="single products and attention too")
     parser.add_argument("--lanes", action="store_true", help="small models in every lane, too")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="keep what was compiled")
-    options = parser.parse_args(given)
+    parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="keep the optimised HLO")
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> int:
+    """Compile the programs and report on them."""
+    options = arguments(given)
     nvcc = options.plugin / "nvidia" / "cuda_nvcc"
     os.environ["PATH"] = f"{nvcc / 'bin'}:{os.environ['PATH']}"
     os.environ["JAX_PLATFORMS"] = "cpu"

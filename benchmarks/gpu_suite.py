@@ -1,15 +1,14 @@
-"""How near decoding comes to what a GPU's memory allows, in one command and under ten minutes.
+"""Decoding on a GPU against its memory bandwidth, in one command and under ten minutes.
 
-    python -m benchmarks.gpu_suite [--budget 560] [--stages lanes,steps,forced]
+    python -m benchmarks.gpu_suite [--budget 560] [--stages bitwise,steps,forced]
         [--json benchmarks/results/gpu.json]
 
-Nothing is downloaded: models have their full size and random weights made on the device. First
-the lanes are compared bit for bit; then come ceilings, single steps over a grid of rows and
-contexts, decoding at forced acceptance, packed weights, and, where torch, transformers and the
-dflash package are installed, the official package on the same weights. A stage whose
-estimate exceeds the rest of the budget is left out and said so; the JSON is rewritten after every
-measurement. --smoke runs every stage over tiny models on a CPU: it proves that the script works,
-its times mean nothing.
+Nothing is downloaded: full-size models get random weights made on the device. Plain and verified
+logits are compared bit for bit; then come bandwidth and compute limits, single steps over a grid of
+rows and contexts, decoding at forced acceptance, packed weights, and the official package on the
+same weights, if torch, transformers and dflash are installed. A stage whose estimate exceeds the
+remaining budget is skipped with a message. The JSON is rewritten after every measurement. --smoke
+runs every stage with tiny models on a CPU, to test the script.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from benchmarks.environment import environment
 from benchmarks.gpu_cases import FULL, Bench, full, logits_step, planned, random_params, smoke
 from benchmarks.lanes import BareLoop, generate
 from dflash_jax import Plan
-from dflash_jax.bench.compare import one_token_lane
+from dflash_jax.bench.compare import one_token_engine
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.keys import Step
 from dflash_jax.compiler.memory import StepWork, work
@@ -46,16 +45,16 @@ from dflash_jax.testing import force_acceptance, scripted_engine, set_script
 
 TAUS = (1, 3, 5, 7)
 GRID = [(1, 1024), (1, 8192), (4, 1024), (16, 1024), (1, 32768), (4, 8192), (16, 8192)]
-GRID += [(4, 32768), (16, 32768)]  # rows and context, the most wanted first
-CELLS = {False: GRID, True: [(2, 24)]}  # the latter to try the script
-ESTIMATES = {  # seconds of a cell of the grid; corrected as they run
+GRID += [(4, 32768), (16, 32768)]  # rows and context, most important first
+CELLS = {False: GRID, True: [(2, 24)]}  # True: with --smoke
+ESTIMATES = {  # seconds per cell of the grid, updated by measurements
     "qwen3-8b": 40.0,
     "qwen3.6-27b": 70.0,
     "gemma-4-31b": 70.0,
     "gpt-oss-20b": 50.0,
 }
-ROOM = 256  # slots past the context: steps that are timed move on
-STAGES = ("ceilings", "lanes", "steps", "forced", "official", "packed")
+ROOM = 256  # slots after the context, for the timed steps
+STAGES = ("ceilings", "bitwise", "steps", "forced", "official", "packed")
 STEPS = ("plain1", "plain", "verify", "draft", "fused")
 
 
@@ -91,7 +90,7 @@ class Suite:
         return planned(target, drafter, memory=memory, **fields)
 
     def add(self, name: str, **values: Any) -> None:
-        """Keeps a measurement, prints it, and rewrites the file."""
+        """Add a measurement, print it, and rewrite the file."""
         at = round(time.perf_counter() - self.started, 1)
         self.result["measurements"].append({"name": name, "at_s": at} | values)
         shown = {k: v for k, v in values.items() if k not in ("plan", "samples")}
@@ -103,11 +102,11 @@ class Suite:
             path.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
 
     def wants(self, stage: str) -> bool:
-        """Whether a stage was asked for."""
+        """Return whether a stage was requested."""
         return stage in self.options.stages.split(",")
 
     def stage(self, kind: str, name: str, estimate: float, run: Callable[[], None]) -> None:
-        """Runs a stage if it fits what is left; a failure costs the stage, not the suite."""
+        """Run a stage if it fits the remaining budget; a failure ends only the stage."""
         wanted = max(estimate, 1.1 * self.took.get(kind, 0.0)) if not self.smoke else 0.0
         if wanted > self.left:
             reason = f"needs about {wanted:.0f} s, {self.left:.0f} s are left"
@@ -129,7 +128,7 @@ class Suite:
 
 
 def timed(call: Callable[[], Any], *, times: int, repeats: int = 5, warm: int = 3) -> list[float]:
-    """Milliseconds a call, of `repeats` runs of `times` calls enqueued at once and waited for."""
+    """Return milliseconds per call, for `repeats` batches of `times` enqueued calls."""
     for _ in range(warm):
         jax.block_until_ready(call())
     samples = []
@@ -143,7 +142,7 @@ def timed(call: Callable[[], Any], *, times: int, repeats: int = 5, warm: int = 
 
 
 def ceilings(suite: Suite) -> None:
-    """What the device reaches: copying, reading, and products of 1 to 512 rows."""
+    """Measure the limits of the device: copying, reading, and products of 1 to 4096 rows."""
     size = 1 << (20 if suite.smoke else 30)
     block = jax.random.normal(jax.random.key(0), (size // 2,), jnp.bfloat16)
     copied = timed(_bound(jit(lambda x: x + jnp.bfloat16(1)), block), times=4)
@@ -167,8 +166,8 @@ def _bound(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     return lambda: function(*args)
 
 
-def lanes(suite: Suite, name: str, params: Any, plan: Plan, context: int) -> None:
-    """R1, R2, R9: a token's logits have the same bits in the plain lane and in any block."""
+def compare_bitwise(suite: Suite, name: str, params: Any, plan: Plan, context: int) -> None:
+    """Compare the logits of plain steps and of verified blocks bit for bit."""
     target, drafter = suite.configs(name)
     bench = Bench(plan, target, drafter, params, context)
     start, width = bench.state, plan.block
@@ -177,13 +176,13 @@ def lanes(suite: Suite, name: str, params: Any, plan: Plan, context: int) -> Non
     )
     rng, truth, text, state = np.random.default_rng(0), [], [], start
     count = 3 * width
-    for _ in range(count):  # plain, with junk behind the anchor
+    for _ in range(count):  # plain, with filler tokens after the anchor
         text.append(np.asarray(state.anchor))
         junk = rng.integers(0, target.vocab_size, (plan.rows, width)).astype(np.int32)
         logits, state, _ = plain(params, state, bench.rules, junk)
         truth.append(np.asarray(logits[:, 0]))
     equal = compared = 0
-    for accepted in (width - 1, 2, 0, 5 % width):  # blocks right up to a place, wrong behind it
+    for accepted in (width - 1, 2, 0, 5 % width):  # blocks with this many right drafts
         state, at = start, 0
         while at + width <= count:
             block = np.stack(text[at : at + width], axis=1)
@@ -194,11 +193,11 @@ def lanes(suite: Suite, name: str, params: Any, plan: Plan, context: int) -> Non
                 equal += int((np.asarray(logits[:, i]) == truth[at + i]).all())
                 compared += 1
             at += max(kept, 1)
-    suite.add("lanes_bitwise", model=name, context=context, compared=compared, equal=equal)
+    suite.add("bitwise", model=name, context=context, compared=compared, equal=equal)
 
 
 def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields: Any) -> None:
-    """Every part of a step alone, against the roofline of what it must move."""
+    """Time every part of a step against its roofline."""
     target, drafter = suite.configs(name)
     plan = suite.plan(name, rows, context, **fields)
     bench = Bench(plan, target, drafter, params, context)
@@ -208,7 +207,7 @@ def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields
     found: dict[str, list[float]] = {}
     for step, executable in built.items():
         found[step] = timed(lambda run=executable: bench.run(run), times=2 if suite.smoke else 8)
-    best = min(found.keys() & {"plain1", "plain"} or found, key=lambda lane: min(found[lane]))
+    best = min(found.keys() & {"plain1", "plain"} or found, key=lambda form: min(found[form]))
     least = _least_work(plan, target, drafter)
     for step, samples in found.items():
         ideal = roofline(least[step], suite.device, plan.dtype)
@@ -252,23 +251,23 @@ def _least_work(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dic
 
 
 def forced(suite: Suite, name: str, params: Any) -> None:
-    """Tokens a second at forced acceptance lengths, over the faster plain lane, same tokens."""
+    """Measure decoding at forced acceptance lengths over the faster form of plain decoding."""
     target, drafter = suite.configs(name)
     count, length = (24, 20) if suite.smoke else (128, 1024)
     plan = suite.plan(name, 1, length + count)
     engine = Engine(target, drafter, params, plan)
     prompt = np.random.default_rng(3).integers(0, target.vocab_size - 1, length).tolist()
     options: dict[str, Any] = {"max_tokens": count, "ignore_eos": True}
-    single = one_token_lane(engine)
+    single = one_token_engine(engine)
     runs = {}
-    for lane, of in (("plain", engine), ("plain1", single)):
+    for form, of in (("plain", engine), ("plain1", single)):
         generate(of, prompt, **options, speculative=False)
-        runs[lane] = [generate(of, prompt, **options, speculative=False) for _ in range(3)]
-    plain_s = {lane: min(run.decode_s for run in found) for lane, found in runs.items()}
-    best = min(plain_s, key=lambda lane: plain_s[lane])
+        runs[form] = [generate(of, prompt, **options, speculative=False) for _ in range(3)]
+    plain_s = {form: min(run.decode_s for run in found) for form, found in runs.items()}
+    best = min(plain_s, key=lambda form: plain_s[form])
     said = runs["plain"][0].token_ids
     same = runs["plain1"][0].token_ids == said
-    suite.add("plain_lanes", model=name, decode_s=plain_s, plain1_says_the_same=same)
+    suite.add("plain_decoding", model=name, decode_s=plain_s, plain1_equal=same)
     script = scripted_engine(engine)
     loop = BareLoop(script)
     for tau in TAUS:
@@ -298,7 +297,7 @@ def forced(suite: Suite, name: str, params: Any) -> None:
 
 
 def official(suite: Suite, name: str, params: Any) -> None:
-    """The official package on the same weights, at the same forced acceptance, in turn."""
+    """Time the official package on the same weights and forced acceptance, interleaved."""
     from benchmarks.official import Official
 
     target, drafter = suite.configs(name)
@@ -333,12 +332,12 @@ Stage = tuple[str, str, float, Callable[[], None]]  # kind, name, estimate in se
 
 
 def first(suite: Suite, name: str) -> Iterator[Stage]:
-    """One row at the shortest context, and what is done with the first model alone."""
+    """Yield the stages of one row at the shortest context, and those of the first model only."""
     params = _weights(suite, name)
     rows, context = CELLS[suite.smoke][0]
-    if name == "qwen3-8b" and suite.wants("lanes"):
+    if name == "qwen3-8b" and suite.wants("bitwise"):
         plan = suite.plan(name, 1, context)
-        yield "lanes", "lanes", 40, lambda: lanes(suite, name, params, plan, context)
+        yield "bitwise", "bitwise", 40, lambda: compare_bitwise(suite, name, params, plan, context)
     if suite.wants("steps"):
         yield _cell(suite, name, params, rows, context)
     if name == "qwen3-8b" and suite.wants("forced"):
@@ -348,7 +347,7 @@ def first(suite: Suite, name: str) -> Iterator[Stage]:
 
 
 def others(suite: Suite, name: str) -> Iterator[Stage]:
-    """The rest of the grid of rows and contexts."""
+    """Yield the other cells of the grid."""
     params, (target, _) = _weights(suite, name), suite.configs(name)
     for rows, context in CELLS[suite.smoke][1:] if suite.wants("steps") else ():
         if context + ROOM <= target.max_length:
@@ -368,7 +367,7 @@ def _weights(suite: Suite, name: str) -> Any:
 
 
 def packed(suite: Suite, name: str) -> Iterator[Stage]:
-    """Kernels for attention; int8 and int4 weights, these by the kernel and by XLA alone."""
+    """Yield the stages of Pallas attention and of int8 and int4 weights."""
     target, drafter = suite.configs(name)
     context = CELLS[suite.smoke][0][1]
     kinds = [("float", "pallas"), ("int8", "auto"), ("int4", "auto"), ("int4", "pallas")]
@@ -383,7 +382,7 @@ def packed(suite: Suite, name: str) -> Iterator[Stage]:
 
 
 def summary(suite: Suite) -> str:
-    """The steps as a table."""
+    """Return the steps as a table."""
     heading = f"{'model':14}{'weights':13}{'rows':>5}{'context':>9}  "
     lines = [heading + "".join(f"{step:>18}" for step in STEPS)]
     cells: dict[tuple[Any, ...], dict[str, str]] = {}
@@ -399,7 +398,7 @@ def summary(suite: Suite) -> str:
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=560, help="seconds, compiling included")
     parser.add_argument("--models", default=",".join(FULL), help="some of these, in this order")
@@ -417,13 +416,13 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 def run_all(suite: Suite, stages: Iterator[Stage]) -> None:
-    """Runs stages in turn; the weights they share are freed at the end."""
+    """Run stages in turn; their shared weights are freed at the end."""
     for kind, name, estimate, run in stages:
         suite.stage(kind, name, estimate, run)
 
 
 def main(given: list[str] | None = None) -> int:
-    """Runs the stages that fit the budget; 1 if the lanes were not equal bit for bit."""
+    """Run the stages that fit the budget; return 1 if logits were not bitwise equal."""
     suite = Suite(arguments(given))
     names = suite.options.models.split(",")
     if suite.wants("ceilings"):
@@ -437,7 +436,7 @@ def main(given: list[str] | None = None) -> int:
     suite.result["seconds"] = round(time.perf_counter() - suite.started, 1)
     suite.save()
     print(summary(suite))
-    checks = [m for m in suite.result["measurements"] if m["name"] == "lanes_bitwise"]
+    checks = [m for m in suite.result["measurements"] if m["name"] == "bitwise"]
     return int(any(m["equal"] != m["compared"] for m in checks))
 
 

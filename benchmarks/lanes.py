@@ -1,4 +1,4 @@
-"""Our lanes, timed: prefill apart from decoding, and the fused step in bare loops."""
+"""Timed decoding: prefill and decoding separately, and the fused step in bare loops."""
 
 import collections
 import dataclasses
@@ -29,14 +29,14 @@ class Run:
     acceptance_lengths: list[int]
     prefill_s: float
     decode_s: float
-    decode_cpu_s: float  # of all threads of this process: blind to what else the machine does
+    decode_cpu_s: float  # of all threads of this process, unaffected by other processes
 
 
 def generate(engine: Engine, prompt: list[int], **options: Any) -> Run:
-    """Generates through the engine's own loop.
+    """Generate with the engine's own loop.
 
-    The clock of decoding starts when the prompt is in the caches and nothing else was
-    dispatched, and stops when the last token was read.
+    The decoding time starts when the prompt is in the caches and nothing else is dispatched, and
+    ends when the last token has been read.
     """
     started = time.perf_counter()
     live = engine.submit(prompt, **options)
@@ -53,7 +53,7 @@ def generate(engine: Engine, prompt: list[int], **options: Any) -> Run:
 
 
 class BareLoop:
-    """The fused step of an engine's plan, run for a number of rounds with no request around it."""
+    """The fused step of an engine's plan, run for a number of rounds without a request."""
 
     def __init__(self, engine: Engine):
         engine.warm_up()
@@ -65,7 +65,7 @@ class BareLoop:
     def on_device(
         self, prompt: list[int], *, max_tokens: int, stop_ids: tuple[int, ...], rounds: int
     ) -> Run:
-        """Prefills as the engine does, then decodes in one call, a loop on the device."""
+        """Prefill as the engine does, then decode in one call, a loop on the device."""
         width = self._plan.block + output_columns(idle_rules(self._plan))
         answers = jnp.zeros((max_tokens, width), jnp.int32)
         count = jnp.int32(rounds)
@@ -82,10 +82,10 @@ class BareLoop:
     def on_host(
         self, prompt: list[int], *, max_tokens: int, stop_ids: tuple[int, ...], rounds: int
     ) -> Run:
-        """Prefills as the engine does, then dispatches its calls and reads their answers.
+        """Prefill as the engine does, then dispatch its calls and read their results.
 
-        As the engine, it makes several steps a call where they are short, and where not, the next
-        call is dispatched before the last one is read.
+        Like the engine, it runs several steps per call if they are short; otherwise the next call
+        is dispatched before the previous result is read.
         """
         each = self._engine.core.scheduler.pacer.num_steps
         count = jax.device_put(np.int32(each)) if self._plan.steps_per_call > 1 else None
@@ -131,7 +131,7 @@ class BareLoop:
         rounds: jax.Array,
         answers: jax.Array,
     ) -> tuple[DecodeState, jax.Array]:
-        """All rounds of a request; row i of `answers` is what round i said."""
+        """Run all rounds of a request; row i of `answers` is the output of round i."""
 
         def body(i: jax.Array, carry: tuple[DecodeState, jax.Array]) -> Any:
             state, answers = carry

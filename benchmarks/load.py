@@ -1,11 +1,11 @@
-"""A day of traffic in minutes: many requests of every kind, and nothing left behind.
+"""Load test of the engine: many requests of every kind, without leaks.
 
     python -m benchmarks.load [--requests 2000] [--out benchmarks/results/soak_load.json]
 
 Random lengths, settings and cancellations over a fixed number of rows. Every greedy output must
-be what the request says alone, a cancelled one a beginning of it; no row, request or prefix may
-leak, nothing may compile after the warm-up, and host memory must stay flat over the second
-half. Exits with 1 if any of it fails.
+equal the output of the request alone, and a cancelled one a prefix of it. No row, request or
+prefix may leak, nothing may compile after the warm-up, and host memory must stay flat over the
+second half. Exits with 1 if any check fails.
 """
 
 import argparse
@@ -39,7 +39,7 @@ CANCELLED = 0.15  # share of the requests
 
 @dataclasses.dataclass
 class Traffic:
-    """What ran, and what was wrong with it."""
+    """Counts of requests and of failures."""
 
     requests: int = 0
     greedy: int = 0
@@ -49,21 +49,21 @@ class Traffic:
     leaked: int = 0
     compiled: int = 0
     hit_tokens: int = 0
-    seconds: float = 0.0  # of the traffic alone
+    seconds: float = 0.0  # without the warm-up
     memory: tuple[int, int] = (0, 0)  # resident bytes after the first half, and at the end
 
     @property
     def growth(self) -> float:
-        """Of host memory over the second half, as a share."""
+        """Growth of host memory over the second half, as a fraction."""
         return self.memory[1] / self.memory[0] - 1 if self.memory[0] else 0.0
 
     @property
     def good(self) -> bool:
-        """Whether nothing but perhaps memory is wrong."""
+        """Whether every check but that of memory passed."""
         return not (self.different or self.leaked or self.compiled)
 
     def to_json(self) -> dict[str, Any]:
-        """All figures."""
+        """Return all figures."""
         return dataclasses.asdict(self) | {"growth": self.growth}
 
 
@@ -76,7 +76,7 @@ class _Running:
 
 
 def alone(engine: Engine, prompts: Sequence[Sequence[int]], most: int) -> dict[Any, list[int]]:
-    """What every greedy request says alone, by prompt and kind, at full length."""
+    """Return the full outputs of greedy requests run alone, by prompt and kind."""
     greedy = [k for k, options in enumerate(KINDS) if not options.get("temperature")]
     return {
         (p, k): engine.generate(prompt, max_tokens=most, ignore_eos=True, **KINDS[k]).token_ids
@@ -92,12 +92,12 @@ def drive(
     requests: int,
     most: int,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Traffic:
-    """Runs the traffic; about as many requests wait as have rows.
+    """Run the traffic; about as many requests wait as have rows.
 
     Args:
-      tell: takes a progress line every hundred requests.
+      report: called with a progress line every hundred requests.
     """
     rng, traffic = np.random.default_rng(seed), Traffic()
     engine.warm_up(sampled=True, shaped=True)
@@ -109,7 +109,7 @@ def drive(
             running.append(_submit(engine, prompts, rng, most))
             traffic.requests += 1
             if traffic.requests % 100 == 0:
-                tell(f"{traffic.requests}/{requests} requests, {traffic.different} differ")
+                report(f"{traffic.requests}/{requests} requests, {traffic.different} differ")
             if traffic.requests == requests // 2:
                 traffic.memory = (resident(), 0)
         engine.advance()
@@ -161,14 +161,14 @@ def _judge(one: _Running, truth: dict[Any, list[int]], traffic: Traffic) -> None
 
 
 def resident() -> int:
-    """Bytes of host memory this process holds."""
+    """Return the resident bytes of this process."""
     gc.collect()
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> int:
-    """Drives the shipped pair and writes the report."""
+    """Run the traffic on the shipped pair and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=32)
@@ -186,7 +186,7 @@ def main() -> int:
     texts = heldout_prompts(engine, options.prompts)
     prompts = [ids[: int(rng.integers(1, 260))] for ids in texts]
     counts = {"requests": options.requests, "most": options.max_tokens}
-    traffic = drive(engine, prompts, **counts, tell=lambda line: print(line, file=sys.stderr))
+    traffic = drive(engine, prompts, **counts, report=lambda line: print(line, file=sys.stderr))
     report = {"suite": "soak_load", "plan": json.loads(engine.plan.to_json())}
     report |= {"traffic": traffic.to_json(), "environment": environment()}
     options.out.parent.mkdir(parents=True, exist_ok=True)

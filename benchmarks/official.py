@@ -1,8 +1,8 @@
-"""The official PyTorch package beside us: the same weights in `dflash` 0.1.0, timed by its clock.
+"""The official PyTorch package `dflash` 0.1.0 with the same weights, timed by its clock.
 
-Needs `pip install torch==2.13.0 transformers==5.15.0 dflash==0.1.0`. Nothing of the package is
-changed but its clock, which insists on CUDA, and, where acceptance is forced, the logits of its
-drafter after the whole forward pass and head have run.
+Needs `pip install torch==2.13.0 transformers==5.15.0 dflash==0.1.0`. Only its
+clock, which requires CUDA, is replaced, and, for forced acceptance, the logits of its drafter after
+the full forward pass and head have run.
 """
 
 import time
@@ -24,7 +24,7 @@ SURE = 1e4  # added to the logit of a scripted token
 
 
 class Official:
-    """Target and drafter of an engine as PyTorch modules, float32 on a CPU unless said."""
+    """Target and drafter of an engine as PyTorch modules, by default float32 on a CPU."""
 
     def __init__(self, engine: Engine, *, device: str = "cpu", dtype: str = "float32"):
         torch.set_num_threads(1)
@@ -51,7 +51,7 @@ class Official:
         script: list[int] | None = None,
         block: int | None = None,
     ) -> Run:
-        """Greedy `dflash_generate`; a block of 1 is its plain decoding."""
+        """Run `dflash_generate` greedily; a block of 1 is its plain decoding."""
         self._busy.clear()
         self.drafter.script = None if script is None else torch.tensor(script, device=self.device)
         out = package.dflash_generate(
@@ -72,7 +72,7 @@ class Official:
         )
 
     def _clock(self) -> float:
-        """What the package asks for the time; CPU seconds are noted beside it."""
+        """Return the time for the package, and record CPU seconds."""
         if self.device != "cpu":
             torch.cuda.synchronize()
         self._busy.append(time.process_time())
@@ -80,7 +80,7 @@ class Official:
 
 
 class _Forced(package.DFlashDraftModel):
-    """The package's drafter, overruled by `script` where there is one."""
+    """The package's drafter, with logits replaced by `script` if there is one."""
 
     script: torch.Tensor | None = None
 
@@ -107,7 +107,7 @@ def _config(config: AttentionConfig) -> Qwen3Config:
 
 
 def _fill(module: torch.nn.Module, params: Any, config: AttentionConfig, *, prefix: str) -> None:
-    """Copies our weights in; every tensor of the module must be given, a tied head excepted."""
+    """Copy our weights into a module; every tensor but a tied head must be given."""
     source = TreeSource(params, config)
     tensors = {
         name if name == "lm_head.weight" else prefix + name: torch.from_numpy(

@@ -1,4 +1,4 @@
-"""Samples taken in turn, A B A B, and what their paired ratios say."""
+"""Interleaved samples, A B A B, and their paired ratios."""
 
 import dataclasses
 import statistics
@@ -22,28 +22,28 @@ class Spread:
         return f"{self.median:.3f} [{first:.3f} {third:.3f}] min {self.low:.3f}"
 
     def to_json(self) -> dict[str, Any]:
-        """All figures, and the interquartile range by name."""
+        """Return all figures and the interquartile range."""
         first, third = self.quartiles
         return dataclasses.asdict(self) | {"iqr": third - first}
 
 
 def spread(numbers: list[float]) -> Spread:
-    """The spread of at least two numbers."""
+    """Return the spread of at least two numbers."""
     first, _, third = statistics.quantiles(numbers, n=4, method="inclusive")
     return Spread(statistics.median(numbers), min(numbers), max(numbers), (first, third))
 
 
-def interleaved(lanes: Mapping[str, Callable[[], float]], pairs: int) -> Samples:
-    """Calls every lane in turn, `pairs` times, after one untimed turn."""
-    for lane in lanes.values():
-        lane()
-    samples: Samples = {name: [] for name in lanes}
+def interleaved(calls: Mapping[str, Callable[[], float]], pairs: int) -> Samples:
+    """Call every function in turn, `pairs` times, after one untimed call each."""
+    for call in calls.values():
+        call()
+    samples: Samples = {name: [] for name in calls}
     for _ in range(pairs):
-        for name, lane in lanes.items():
-            samples[name].append(lane())
+        for name, call in calls.items():
+            samples[name].append(call())
     return samples
 
 
 def ratio(samples: Samples, over: str, under: str) -> Spread:
-    """Spread of the paired ratios of two lanes."""
+    """Return the spread of the paired ratios of two series."""
     return spread([a / b for a, b in zip(samples[over], samples[under], strict=True)])

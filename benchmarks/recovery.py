@@ -1,8 +1,8 @@
-"""What recovery costs: host time of its rules per step, and whole generations in pairs.
+"""Cost of recovery: host time of its rules per step, and paired whole generations.
 
     python -m benchmarks.recovery
 
-Every rule is on and none has anything to do, as in healthy traffic: outputs are the same.
+All rules are on and none acts, as in healthy traffic, so outputs are equal.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def events_of(engine: Engine, turn: Turn) -> tuple[RequestHandle, list[controlle
 
 
 def replay_s(policy: controller.Policy, events: list[controller.Event]) -> float:
-    """Seconds the machine takes for a whole history."""
+    """Return the seconds that the state machine takes for a whole history."""
     started = time.perf_counter()
     state = controller.State()
     for event in events:
@@ -50,7 +50,7 @@ def replay_s(policy: controller.Policy, events: list[controller.Event]) -> float
 
 
 def machine(engine: Engine, turns: list[Turn], repeats: int) -> dict[str, float]:
-    """Host microseconds per step with the rules off and on, over the shortest step's own time."""
+    """Measure host microseconds per step, rules off and on, over the shortest step time."""
     per_step: dict[str, list[float]] = {name: [] for name in SETTINGS}
     steps_s: list[float] = []
     for turn in turns:
@@ -61,7 +61,7 @@ def machine(engine: Engine, turns: list[Turn], repeats: int) -> dict[str, float]
             best = min(replay_s(policy, heard) for _ in range(repeats))
             per_step[name].append(best / len(heard))
     off, on = (statistics.median(per_step[name]) for name in ("off", "on"))
-    step = min(steps_s)  # the strictest: a busy machine makes steps longer
+    step = min(steps_s)  # the strictest choice: load makes steps longer
     return {
         "machine_off_us": 1e6 * off,
         "machine_on_us": 1e6 * on,
@@ -71,16 +71,16 @@ def machine(engine: Engine, turns: list[Turn], repeats: int) -> dict[str, float]
 
 
 def whole(engine: Engine, turns: list[Turn], pairs: int) -> dict:
-    """Paired decoding times of all turns, on over off."""
+    """Measure paired decoding times of all turns, on over off."""
 
-    def lane(name: str) -> float:
+    def decode_all(name: str) -> float:
         options = {"recovery": None if name == "off" else SETTINGS[name]}
         found = [
             engine.generate(prompt_of(t, engine), max_tokens=t.max_tokens, **options) for t in turns
         ]
         return sum(r.stats.decode_s for r in found)
 
-    samples = interleaved({name: (lambda n=name: lane(n)) for name in SETTINGS}, pairs)
+    samples = interleaved({name: (lambda n=name: decode_all(n)) for name in SETTINGS}, pairs)
     return {
         "seconds": {name: spread(found).to_json() for name, found in samples.items()},
         "on_over_off": ratio(samples, "on", "off").to_json(),
@@ -88,7 +88,7 @@ def whole(engine: Engine, turns: list[Turn], pairs: int) -> dict:
 
 
 def main() -> None:
-    """Measures both and writes the result."""
+    """Measure both and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/recovery.json"))
     parser.add_argument("--pairs", type=int, default=12)

@@ -1,11 +1,11 @@
-"""What sampling costs: decode steps with and without it, and the filters alone.
+"""Cost of sampling: decode steps with and without it, and the filters alone.
 
     python -m benchmarks.sampling [--pairs 9] [--pin 0] [--json benchmarks/results/sampling.json]
 
-Steps are those of the shipped pair, one row and four: CPU seconds a draft-verify round, over those
-of greedy rows. In "one of four" a single row asks for it and the others are greedy. The filters
-run over 16 places of 151,936 logits, as ratios of a softmax over the same; the logits are a peaked
-distribution, where the search ends at its first look, and a flat one, where it bisects.
+Steps are those of the shipped pair with one and four rows: CPU seconds per draft-verify round, over
+those of greedy rows. In "1 of 4 rows" one row samples and the others are greedy. The filters run
+over 16 positions of 151,936 logits, as ratios of a softmax; the logits are a peaked distribution,
+where the search ends at once, and a flat one, where it bisects.
 """
 
 import argparse
@@ -46,7 +46,7 @@ SHORT, LONG = 8, 160  # tokens; a step's cost is the slope between them
 
 
 def step_seconds(engine: dj.Engine, options: dict[str, Any], asking: int) -> Callable[[], float]:
-    """A function that measures CPU seconds a round; `asking` rows have the options."""
+    """Return a function that measures CPU seconds per round; `asking` rows have the options."""
     prompt = engine.chat_ids([{"role": "user", "content": "List three colours."}])
 
     def run(tokens: int) -> tuple[float, int]:
@@ -68,12 +68,12 @@ def step_seconds(engine: dj.Engine, options: dict[str, Any], asking: int) -> Cal
 
 
 def measure_steps(pairs: int) -> dict[str, Any]:
-    """CPU seconds a round for every kind of request, and their ratios over greedy rounds."""
+    """Measure CPU seconds per round for every kind of request, and ratios over greedy."""
     found: dict[str, Any] = {}
     for rows, asking in ((1, 1), (4, 4), (4, 1)):
         engine = dj.load("tiny", plan=dj.Plan(rows=rows))
-        lanes = {name: step_seconds(engine, o, asking) for name, o in REQUESTS.items()}
-        samples = interleaved(lanes, pairs)
+        calls = {name: step_seconds(engine, o, asking) for name, o in REQUESTS.items()}
+        samples = interleaved(calls, pairs)
         where = f"{asking} of {rows} rows"
         found[where] = {}
         for name in REQUESTS:
@@ -85,7 +85,7 @@ def measure_steps(pairs: int) -> dict[str, Any]:
 
 
 def measure_filters(pairs: int) -> dict[str, Any]:
-    """CPU seconds of the filters alone, as ratios of a softmax."""
+    """Measure CPU seconds of the filters alone, as ratios of a softmax."""
     noise = np.random.default_rng(0).standard_normal((PLACES, 1, VOCAB)).astype(np.float32)
     found: dict[str, Any] = {}
     for shape, scale in (("peaked", 8.0), ("flat", 1.0)):
@@ -103,7 +103,7 @@ def measure_filters(pairs: int) -> dict[str, Any]:
 
 
 def timed(function: Any, arguments: tuple[Any, ...]) -> Callable[[], float]:
-    """A function that measures the CPU seconds of one call."""
+    """Return a function that measures the CPU seconds of one call."""
 
     def call() -> float:
         started = time.process_time()
@@ -114,7 +114,7 @@ def timed(function: Any, arguments: tuple[Any, ...]) -> Callable[[], float]:
 
 
 def _rules(**columns: Any) -> RowRules:
-    """Rules of sampled rows with filters."""
+    """Return the rules of sampled rows with filters."""
     values = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0} | {"top_k": 0} | columns
     whole = {"limit": 99, "max_drafts": 99, "top_k": values.pop("top_k")}
     return RowRules(
@@ -126,7 +126,7 @@ def _rules(**columns: Any) -> RowRules:
 
 
 def main() -> None:
-    """The command line above."""
+    """Measure steps and filters and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--pin", type=int, help="the one core to run on")

@@ -1,10 +1,10 @@
-"""What HTTP adds to the engine, with one client: milliseconds per request and per chunk.
+"""Cost of HTTP for one client: milliseconds per request and per chunk.
 
     python -m benchmarks.serve [--pairs 40] [--out benchmarks/results/serve.json]
 
-A server runs in a process of its own over the shipped pair, and an engine over the same pair in
-this one; they take turns. A request that generates one token shows what a request costs; long
-streamed ones show what their chunks cost beyond that.
+A server with the shipped pair runs in another process, an engine with the same pair in this one;
+samples are interleaved. Requests of one token measure the cost of a request, long streamed ones
+the additional cost of chunks.
 """
 
 import argparse
@@ -26,14 +26,14 @@ TALK = [{"role": "user", "content": "What can you do for me?"}]
 
 
 class Client:
-    """One connection that is kept."""
+    """One persistent connection."""
 
     def __init__(self, url: str):
         self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
         self.chunks = 0  # of the last stream
 
     def ask(self, tokens: int, *, stream: bool) -> float:
-        """Milliseconds from the request to the end of its answer."""
+        """Return the milliseconds from the request to the end of its answer."""
         body = {"messages": TALK, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
         raw = json.dumps(body).encode()
         started = time.perf_counter()
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(client: Client, pairs: int) -> dict[str, Any]:
-    """Both lanes in turn, for a short request and a long one."""
+    """Time engine and server in turn, for a short and a long request."""
     engine = dj.load("tiny", plan=dj.Plan(max_length=LENGTH))
     engine.warm_up()
     prompt = engine.chat_ids(TALK)

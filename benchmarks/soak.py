@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak [--out benchmarks/results/soak_lossless.json]
 
-Float32 and bfloat16, several block sizes, prompts of 1 token, around chunk boundaries and real
+Float32 and bfloat16, several block sizes, prompts of 1 token and around chunk boundaries, and
 held-out conversations; with the shipped drafter, a random one, an oracle that is always right
 and an adversary that is always wrong. Exits with 1 if a single token differs.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 import dflash_jax as dj
 from benchmarks.environment import environment
-from dflash_jax.bench.compare import Check
+from dflash_jax.bench.compare import LosslessCheck
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_params, scripted_engine, set_script
 
@@ -32,14 +32,14 @@ BOUNDARIES = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * C
 
 @dataclasses.dataclass
 class Tally:
-    """What was compared under one heading."""
+    """Counts of compared prompts and tokens under one heading."""
 
     prompts: int = 0
     tokens: int = 0
     rounds: int = 0
     different: int = 0
 
-    def add(self, check: Check) -> None:
+    def add(self, check: LosslessCheck) -> None:
         self.prompts += 1
         self.tokens += len(check.speculative.token_ids)
         self.rounds += check.speculative.stats.rounds
@@ -47,7 +47,7 @@ class Tally:
 
 
 def heldout_prompts(engine: Engine, count: int) -> list[list[int]]:
-    """Held-out conversations of the shipped pair as token ids."""
+    """Return held-out conversations of the shipped pair as token ids."""
     path = Path(dj.__file__).parent / "data" / "tiny" / "heldout.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     chats = [row for row in rows if "messages" in row][:count]
@@ -58,7 +58,7 @@ def heldout_prompts(engine: Engine, count: int) -> list[list[int]]:
 
 
 def prompts(engine: Engine, chats: int) -> list[list[int]]:
-    """Prompts around every boundary, cut from held-out text, and whole conversations."""
+    """Return prompts around every chunk boundary, and whole conversations."""
     found = heldout_prompts(engine, 40)
     text = list(itertools.chain.from_iterable(found))
     starts = np.random.default_rng(0).integers(0, len(text) - 2 * CHUNK - 2, len(BOUNDARIES))
@@ -66,8 +66,8 @@ def prompts(engine: Engine, chats: int) -> list[list[int]]:
     return cut + found[:chats]
 
 
-def checks(real: Engine, max_tokens: int, chats: int) -> Iterator[tuple[str, Check]]:
-    """Every prompt under every drafter of one plan."""
+def checks(real: Engine, max_tokens: int, chats: int) -> Iterator[tuple[str, LosslessCheck]]:
+    """Decode every prompt with every drafter of one plan."""
     params = random_params(real.target, real.drafter, dtype=real.plan.dtype, seed=1)
     drafter = jax.device_put(params["drafter"])
     options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
@@ -76,19 +76,19 @@ def checks(real: Engine, max_tokens: int, chats: int) -> Iterator[tuple[str, Che
     for prompt in prompts(real, chats):
         real.params = trained
         plain = real.generate(prompt, speculative=False, **options)
-        yield "shipped", Check(tuple(prompt), real.generate(prompt, **options), plain)
+        yield "shipped", LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
         real.params = trained | {"drafter": drafter}
-        yield "random", Check(tuple(prompt), real.generate(prompt, **options), plain)
+        yield "random", LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
         truth = [*prompt, *plain.token_ids]
         wrong = [(t + 1) % real.target.vocab_size for t in truth]
         for name, script in (("oracle", truth), ("adversarial", wrong)):
             set_script(scripted, script)
-            yield name, Check(tuple(prompt), scripted.generate(prompt, **options), plain)
+            yield name, LosslessCheck(tuple(prompt), scripted.generate(prompt, **options), plain)
     real.params = trained
 
 
 def main() -> int:
-    """Runs the whole grid and writes the result."""
+    """Run the whole grid and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_lossless.json"))
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.soak_families [--out benchmarks/results/soak_families.json]
 
-Small random models with every term of their family; prompts of one token and of many windows,
-fed in chunks of 1, 7, 64 and 512 tokens, blocks of four widths, at least 5,000 tokens for each
-family and dtype under random acceptance patterns. Exits with 1 if a single token differs.
+Small random models with every feature of their family; prompts of one token and of many windows,
+prefilled in chunks of 1, 7, 64 and 512 tokens; blocks of four widths; at least 5,000 tokens for
+each family and dtype under random acceptance patterns. Exits with 1 if a single token differs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.environment import environment
 from benchmarks.soak import Tally
 from dflash_jax import Plan
-from dflash_jax.bench.compare import Check
+from dflash_jax.bench.compare import LosslessCheck
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.testing import (
     force_acceptance,
@@ -39,7 +39,7 @@ from dflash_jax.testing import (
 
 DTYPES = ("float32", "bfloat16")
 BLOCKS = {1: 5, 7: 8, 64: 16, 512: 2}  # chunk -> block
-OWN_DRAFTS = 7  # the chunk with which the drafter's own drafts are verified, too
+OWN_DRAFTS = 7  # chunk size that also runs with the drafter's own drafts
 EXPERTS: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text",
     "num_experts": 6,
@@ -65,7 +65,7 @@ WALKERS: dict[str, dict[str, Any]] = {
 
 
 def pairs() -> Iterator[tuple[str, TargetConfig, DrafterConfig]]:
-    """Every family with a v1 drafter, and every other drafter with a Qwen3."""
+    """Return every family with a v1 drafter, and every other drafter with a Qwen3."""
     for name, target in FAMILIES.items():
         yield name, target, tiny_drafter(target)
     for kind, own in WALKERS.items():
@@ -75,8 +75,8 @@ def pairs() -> Iterator[tuple[str, TargetConfig, DrafterConfig]]:
 
 def checks(
     target: TargetConfig, drafter: DrafterConfig, plan: Plan, tokens: int, seed: int
-) -> Iterator[Check]:
-    """`tokens` tokens by one plan, under random acceptance patterns."""
+) -> Iterator[LosslessCheck]:
+    """Decode `tokens` tokens with one plan, under random acceptance patterns."""
     rng, vocab = np.random.default_rng(seed), target.vocab_size
     real = random_engine(target, drafter, plan, seed=seed)
     scripted = scripted_engine(real)
@@ -87,13 +87,13 @@ def checks(
         pattern = rng.integers(0, plan.block, tokens).tolist()
         truth = [*prompt, *plain.token_ids]
         set_script(scripted, force_acceptance(truth, length, pattern, vocab))
-        yield Check(tuple(prompt), scripted.generate(prompt, **options), plain)
+        yield LosslessCheck(tuple(prompt), scripted.generate(prompt, **options), plain)
         if length == 130 and plan.chunk == OWN_DRAFTS:
-            yield Check(tuple(prompt), real.generate(prompt, **options), plain)
+            yield LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
 
 
 def main() -> int:
-    """Runs the whole grid and writes the result."""
+    """Run the whole grid and write the result."""
     known = [name for name, *_ in pairs()]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_families.json"))

@@ -1,13 +1,12 @@
-"""Everything a client may do to a server, and whether it still serves the next one.
+"""Soak test of the server: agents, disconnects, crowds, malformed bodies, mixed load.
 
     python -m benchmarks.soak_serve [--minutes 20] [--fuzz 10] [--only-load]
 
-`dflash-jax serve` runs in a process of its own over the shipped pair. An agent works for twelve
-turns, clients leave in the middle of answers, two hundred come at once to a queue of 64, bodies
-that are no requests arrive, and random ones do for `--fuzz` minutes. Then four clients send a mixed
-load for `--minutes`. Exits with 1 if an answer is missing, wrong or a 5xx that is no refusal, if
-the server's memory is 3 % higher in the last third of the load than before, or if it does not end
-in order.
+`dflash-jax serve` runs in another process with the shipped pair. An agent works for twelve turns,
+clients disconnect in the middle of answers, two hundred requests arrive at once for a queue of 64,
+and malformed and random bodies arrive for `--fuzz` minutes. Then four clients send a mixed load for
+`--minutes`. Exits with 1 if an answer is missing, wrong or a 5xx other than 503, if the server's
+memory is 3 % higher in the last third of the load than before, or if shutdown fails.
 """
 
 import argparse
@@ -38,7 +37,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 ASK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-WAIT = 300.0  # seconds for an answer, on a machine that does other things too
+WAIT = 300.0  # seconds for an answer, on a busy machine
 
 # -- an agent ----------------------------------------------------------------------------------
 
@@ -50,7 +49,7 @@ TOOLS: Any = [{"type": "function", "function": {**ABOUT, "parameters": SCHEMA}}]
 
 
 def work(client: "openai.OpenAI", turns: int) -> list[dict[str, Any]]:
-    """An agent that asks for the weather; what became of each turn."""
+    """Run an agent that requests the weather; return the result of each turn."""
     talk: list[Any] = [{"role": "system", "content": "You are a helpful assistant."}]
     cities = iter(CITIES)
     found = []
@@ -86,7 +85,7 @@ def work(client: "openai.OpenAI", turns: int) -> list[dict[str, Any]]:
     return found
 
 
-# -- bodies that are no requests ---------------------------------------------------------------
+# -- malformed bodies ---------------------------------------------------------------------------
 
 BODIES = {
     "empty": b"",
@@ -176,7 +175,7 @@ CHANGES: list[dict] = [
 
 
 def is_error(response: httpx.Response) -> bool:
-    """A 4xx or 503 with OpenAI's error object."""
+    """Return whether an answer is a 4xx or 503 with OpenAI's error object."""
     error = response.json()["error"]
     well_formed = isinstance(error["message"], str) and {"type", "param", "code"} <= set(error)
     return well_formed and (400 <= response.status_code < 500 or response.status_code == 503)
@@ -212,7 +211,7 @@ messages = st.lists(
     ),
     max_size=3,
 )
-PATHS = {  # and the fields without which they refuse a request
+PATHS = {  # with their required fields
     CHAT: ("messages", "max_tokens"),
     COMPLETIONS: ("prompt", "max_tokens"),
     RESPONSES: ("input", "max_output_tokens"),
@@ -224,7 +223,7 @@ PATHS = {  # and the fields without which they refuse a request
 
 
 def fuzz(url: str, examples: int) -> collections.Counter[int]:
-    """Random bodies for every route; how often each status came. Asserts that none is a failure."""
+    """Send random bodies to every route; return the counts of each status; none may fail."""
     statuses: collections.Counter[int] = collections.Counter()
     with httpx.Client(base_url=url, timeout=WAIT) as client:
 
@@ -246,11 +245,11 @@ def fuzz(url: str, examples: int) -> collections.Counter[int]:
     return statuses
 
 
-# -- clients that leave, and clients that all come at once -------------------------------------
+# -- disconnects and crowds --------------------------------------------------------------------
 
 
 def send(url: str, body: dict, path: str = CHAT) -> socket.socket:
-    """A connection on which a request was sent, and nothing read."""
+    """Return a connection on which a request was sent and nothing was read."""
     parts = urllib.parse.urlsplit(url)
     raw = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
@@ -260,7 +259,7 @@ def send(url: str, body: dict, path: str = CHAT) -> socket.socket:
 
 
 def leave(url: str, body: dict, times: int) -> None:
-    """Clients that close their connection: at once, or where a stream has given some text."""
+    """Close connections: at once, or after some streamed text."""
     for i in range(times):
         with contextlib.closing(send(url, body)) as connection:
             came = b""
@@ -270,7 +269,7 @@ def leave(url: str, body: dict, times: int) -> None:
 
 
 def crowd(url: str, count: int) -> list[httpx.Response]:
-    """The answers to so many requests at once, every second one streamed."""
+    """Send `count` requests at once, every second one streamed; return the answers."""
     limits = httpx.Limits(max_connections=count)
     with (
         httpx.Client(limits=limits, timeout=WAIT) as client,
@@ -283,14 +282,14 @@ def crowd(url: str, count: int) -> list[httpx.Response]:
         return list(pool.map(ask, range(count)))
 
 
-# -- a mixed load, and memory --------------------------------------------------------------------
+# -- mixed load and memory -----------------------------------------------------------------------
 
 CLIENTS, SAMPLE_S, LEVEL = 4, 2.0, 1.03
 WORDS = ("add", "two", "numbers", "list", "weather", "Paris", "write", "test", "why", "table")
 
 
 def mixed(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """A path and a body of one of many kinds."""
+    """Return a path and a body of one of many kinds."""
     content = " ".join(rng.choices(WORDS, k=rng.randrange(1, 120)))
     talk = [{"role": "user", "content": content}]
     chat: dict[str, Any] = {"messages": talk, "max_tokens": rng.randrange(1, 60)}
@@ -319,10 +318,10 @@ def mixed(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def load(url: str, minutes: float) -> dict[str, Any]:
-    """What a mixed load of so many minutes did to the server's memory.
+    """Run a mixed load for some minutes and return the server's memory.
 
-    `growth` compares the highest value of the last third with the highest before it: in between,
-    memory falls whenever it is given back.
+    `growth` compares the peak of the last third with the peak before it, because memory falls
+    whenever free memory is returned.
     """
     end = time.monotonic() + 60 * minutes
     statuses: collections.Counter[int] = collections.Counter()
@@ -356,18 +355,18 @@ def load(url: str, minutes: float) -> dict[str, Any]:
 
 
 def resident(url: str) -> int:
-    """Bytes of memory that the server holds, as it reports them."""
+    """Return the bytes of memory that the server reports."""
     name = "dflash_jax:resident_memory_bytes "
     lines = httpx.get(url + "/metrics", timeout=WAIT).text.splitlines()
     return next((int(float(x.removeprefix(name))) for x in lines if x.startswith(name)), 0)
 
 
-# -- all of it ---------------------------------------------------------------------------------
+# -- everything --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`dflash-jax serve` with these options in a process of its own, ready, and its URL."""
+    """Start `dflash-jax serve` with these options; yield process and URL once it is ready."""
     command = [sys.executable, "-m", "dflash_jax", "serve", "--port", "0", "--quiet", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -382,11 +381,12 @@ def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def soak(url: str, minutes: float, fuzzing: float, *, only_load: bool) -> dict[str, Any]:
-    """What happened in each phase; `failures` says what should not have.
+    """Run all phases and return their results; `failures` lists the failed checks.
 
     Args:
-      minutes: of mixed load; `fuzzing`, of random bodies.
-      only_load: leave everything else out.
+      minutes: minutes of mixed load.
+      fuzzing: minutes of random bodies.
+      only_load: run only the mixed load.
     """
     import openai
 

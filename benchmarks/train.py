@@ -2,9 +2,8 @@
 
 `python -m benchmarks.train [--json FILE]`
 
-Memory is what XLA plans as temporaries of forward and backward pass of one layer's attention,
-read from the compiled program: exact, and the same on an idle and on a busy machine. Steps per
-second are measured in turns, dense and split, with medians and spread.
+Memory is the temporaries of forward and backward pass of one layer's attention, read from the
+compiled program. Steps per second are interleaved measurements, dense and split.
 """
 
 import argparse
@@ -29,13 +28,13 @@ from dflash_jax.train.recipe import Schedule
 from dflash_jax.train.recipes import SMOKE
 from dflash_jax.train.target import TrainState
 
-KV, GROUPS, HEAD = 2, 4, 64  # heads of the attention whose memory is read
+KV, GROUPS, HEAD = 2, 4, 64  # heads of the attention
 
 
 def dense_attention(
     queries: Any, context: Any, block: Any, anchors: Any, *, causal: bool, window: int | None
 ) -> Any:
-    """The baseline: one mask [N*T, S + N*T], as most trainers write it."""
+    """Attend with one dense mask [N*T, S + N*T], the baseline."""
     rows, count, width, kv, groups, head = queries.shape
     length, total = context[0].shape[1], count * width
     keys, values = (
@@ -59,7 +58,7 @@ ATTENTION: dict[str, Callable[..., Any]] = {"dense": dense_attention, "split": s
 
 
 def memory(attention: Callable[..., Any], length: int, count: int, width: int) -> int:
-    """Temporary bytes of one attention's forward and backward pass over one row."""
+    """Return the temporary bytes of one attention's forward and backward pass over one row."""
 
     def slopes(q: Any, ck: Any, cv: Any, bk: Any, bv: Any, anchors: Any) -> Any:
         def loss(*tensors: Any) -> Any:
@@ -83,7 +82,7 @@ def memory(attention: Callable[..., Any], length: int, count: int, width: int) -
 
 
 def stepper(attention: Callable[..., Any], length: int, count: int, width: int) -> Any:
-    """A function that takes one optimizer step of a small drafter and returns its seconds."""
+    """Return a function that times one optimizer step of a small drafter."""
     target = tiny_target(num_layers=2, hidden_size=128, head_dim=32, intermediate_size=256)
     config = tiny_drafter(
         target,
@@ -103,7 +102,7 @@ def stepper(attention: Callable[..., Any], length: int, count: int, width: int) 
     rows = (tokens, np.ones(tokens.shape, bool))
     step = jax.jit(drafter.step(pair, recipe, maker), static_argnums=(5,))
     original = drafter.split_attention
-    drafter.split_attention = attention  # traced once, below, with the one to be measured
+    drafter.split_attention = attention  # replaced while the step is traced below
     try:
         run = step.lower(state, params["target"], rows, None, np.int32(0), count).compile()
     finally:
@@ -118,7 +117,7 @@ def stepper(attention: Callable[..., Any], length: int, count: int, width: int) 
 
 
 def main() -> None:
-    """Prints a summary and writes all figures."""
+    """Print a summary and write all figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=2048, help="S, tokens of a row")
     parser.add_argument("--anchors", type=int, default=64, help="N, blocks of a row")
@@ -128,8 +127,8 @@ def main() -> None:
     options = parser.parse_args()
     sizes = (options.length, options.anchors, options.block)
     read = {name: memory(attention, *sizes) for name, attention in ATTENTION.items()}
-    lanes = {name: stepper(attention, *sizes) for name, attention in ATTENTION.items()}
-    seconds = interleaved(lanes, options.pairs)
+    steppers = {name: stepper(attention, *sizes) for name, attention in ATTENTION.items()}
+    seconds = interleaved(steppers, options.pairs)
     steps = {name: spread([1 / s for s in taken]) for name, taken in seconds.items()}
     faster = ratio(seconds, "dense", "split")
     found = {

@@ -1,11 +1,10 @@
-"""Makes the turns that `dflash-jax replay` runs by default, for the shipped pair.
+"""Generator of the turns that `dflash-jax replay` runs by default, for the shipped pair.
 
     python -m benchmarks.turns
 
-Candidates come from the seeded corpus makers, from questions that training never saw. Each is
-answered once with recovery off, and the first ones that show the behaviour of their kind are
-kept: turns that stall must really stall, runaways must really run away. What recovery makes of
-them plays no part in the choice.
+Candidates come from the seeded corpus, from questions that are not in the training data. Each is
+answered once with recovery off, and the first ones that show the behaviour of their kind are kept:
+stalls must stall, runaways must run away. Answers with recovery on are not considered.
 """
 
 import argparse
@@ -28,42 +27,42 @@ from recipes.tiny.corpus.exchange import is_held_out
 COUNTS = {"stall": 17, "control": 10, "chat": 12, "agent": 12, "runaway": 6}
 LONGEST = 760  # prompt tokens
 WORDS = ("yes", "one", "la", "red", "and", "go", "next", "to", "of", "0", "x", "ok", "we", "not")
-MOST_TRIED = 400  # candidates of a kind
+MOST_TRIED = 400  # candidates per kind
 
 
 def transcripts(seed: str) -> Iterator[conversation.Conversation]:
-    """Agent transcripts that begin with a question no training text holds."""
+    """Yield agent transcripts that begin with a held-out question."""
     rng = random.Random(seed)
     while True:
-        made = agents.transcript(rng)
-        if is_held_out(conversation.questions(made)[0]):
-            yield made
+        shipped_turns = agents.transcript(rng)
+        if is_held_out(conversation.questions(shipped_turns)[0]):
+            yield shipped_turns
 
 
 def agent_turns(kind: str) -> Iterator[Turn]:
-    """Turns of transcripts: behind cut-off outputs, before the last answer, before a call."""
-    for number, made in enumerate(transcripts(kind)):
-        for at, message in enumerate(made.messages):
+    """Yield turns of transcripts: after truncated outputs, before the answer, before a call."""
+    for number, shipped_turns in enumerate(transcripts(kind)):
+        for at, message in enumerate(shipped_turns.messages):
             if message["role"] != "assistant":
                 continue
-            before = made.messages[at - 1]
+            before = shipped_turns.messages[at - 1]
             cut = before["role"] == "tool" and before["content"].endswith(agents.TRUNCATED)
             calls = bool(message.get("tool_calls"))
             found = "stall" if cut else "agent" if calls else "control"
             if found == kind and before["content"] != "Please continue.":
-                yield turn(kind, f"{number}.{at}", made.messages[:at], made.tools)
+                yield turn(kind, f"{number}.{at}", shipped_turns.messages[:at], shipped_turns.tools)
                 break
 
 
 def chats() -> Iterator[Turn]:
-    """Questions without tools."""
-    for number, made in enumerate(conversation.held_out_conversations(5, MOST_TRIED)):
-        if not made.tools:
-            yield turn("chat", str(number), made.messages, ())
+    """Yield questions without tools."""
+    for number, shipped_turns in enumerate(conversation.held_out_conversations(5, MOST_TRIED)):
+        if not shipped_turns.tools:
+            yield turn("chat", str(number), shipped_turns.messages, ())
 
 
 def runaways(engine: Engine) -> Iterator[Turn]:
-    """Texts that repeat themselves, which a small model goes on with for ever."""
+    """Yield repetitive texts that a small model continues without end."""
     assert engine.tokenizer
     for number, (word, mark) in enumerate(itertools.product(WORDS, (" ", ", ", "\n"))):
         ids = engine.tokenizer.encode((word + mark) * 24)
@@ -74,8 +73,8 @@ def turn(kind: str, number: str, messages: tuple, tools: tuple) -> Turn:
     return Turn(id=f"{kind}-{number}", kind=kind, messages=tuple(messages), tools=tuple(tools))
 
 
-def behaves(engine: Engine, candidate: Turn) -> str | None:
-    """The class recovery has to reach, if the turn behaves as its kind says without it."""
+def expected_class(engine: Engine, candidate: Turn) -> str | None:
+    """Return the class expected with recovery on; None if the turn does not show its kind."""
     prompt = prompt_of(candidate, engine)
     if len(prompt) > LONGEST:
         return None
@@ -92,19 +91,19 @@ def behaves(engine: Engine, candidate: Turn) -> str | None:
             return outcome if outcome == "tool call" else None
         case _:
             ran_away = outcome == "bounded length" and runaway_drop(result.token_ids)
-            return "bounded length" if ran_away and says_something(engine, result) else None
+            return "bounded length" if ran_away and has_text(engine, result) else None
 
 
-def says_something(engine: Engine, result: dj.Result) -> bool:
-    """Whether there is any text before an output repeats itself: blank lines are no answer."""
+def has_text(engine: Engine, result: dj.Result) -> bool:
+    """Return whether an output has text, other than blank lines, before it repeats."""
     assert engine.tokenizer
     ids = result.token_ids
     first = next((n for n in range(1, len(ids)) if runaway_drop(ids[:n])), len(ids))
     return bool(engine.tokenizer.raw(ids[:first]).strip())
 
 
-def made(engine: Engine) -> Iterator[dict]:
-    """The set, one JSON object a turn."""
+def shipped_turns(engine: Engine) -> Iterator[dict]:
+    """Return the set, one JSON object per turn."""
     sources = {
         "stall": agent_turns("stall"),
         "control": agent_turns("control"),
@@ -116,7 +115,7 @@ def made(engine: Engine) -> Iterator[dict]:
         kept, tried = 0, 0
         for candidate in itertools.islice(source, MOST_TRIED):
             tried += 1
-            if expected := behaves(engine, candidate):
+            if expected := expected_class(engine, candidate):
                 kept += 1
                 yield fields(candidate, expected)
             if kept == COUNTS[kind]:
@@ -127,7 +126,7 @@ def made(engine: Engine) -> Iterator[dict]:
 
 
 def fields(candidate: Turn, expected: str) -> dict:
-    """A turn's fields, the empty ones left out."""
+    """Return the fields of a turn without empty ones."""
     found = {
         "id": candidate.id,
         "kind": candidate.kind,
@@ -140,7 +139,7 @@ def fields(candidate: Turn, expected: str) -> dict:
 
 
 def main() -> None:
-    """Writes the set."""
+    """Write the set."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--target", default="tiny")
     options.add_argument("--drafter", default="auto")
@@ -148,7 +147,7 @@ def main() -> None:
     chosen = options.parse_args()
     use_compilation_cache()
     engine = dj.load(chosen.target, chosen.drafter, plan=dj.Plan(max_length=1024))
-    lines = [json.dumps(line, ensure_ascii=False) for line in made(engine)]
+    lines = [json.dumps(line, ensure_ascii=False) for line in shipped_turns(engine)]
     chosen.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -407,14 +407,16 @@ def test_verify_returns_zero_when_all_tokens_are_equal(run: Run, asked: list[obj
 
 def test_verify_claims_no_acceptance_length_without_a_round() -> None:
     one = Result([7], None, "length", Stats(output_tokens=1))
-    assert verify.line(compare.Check((1,), one, one)).endswith("acceptance length    -  equal")
+    assert verify.line(compare.LosslessCheck((1,), one, one)).endswith(
+        "acceptance length    -  equal"
+    )
 
 
 def test_a_line_of_verify_fits_80_columns() -> None:
     long = [Result([*range(9999), last], None, "length", Stats(rounds=9)) for last in (1, 2)]
     for result in long:
         result.stats.acceptance_lengths.append(64)
-    shown = verify.line(compare.Check((1,) * 99999, *long))
+    shown = verify.line(compare.LosslessCheck((1,) * 99999, *long))
     assert shown.endswith("DIFFER at token 9999")
     assert len(shown) <= 80
 
@@ -424,7 +426,7 @@ def test_verify_returns_one_when_a_token_differs(
 ) -> None:
     right = compare.check
 
-    def wrong(engine: Engine, prompt: list[int], **options: Any) -> compare.Check:
+    def wrong(engine: Engine, prompt: list[int], **options: Any) -> compare.LosslessCheck:
         checked = right(engine, prompt, **options)
         checked.plain.token_ids[3] += 1
         return checked

@@ -125,7 +125,7 @@ def test_a_missing_folder_is_named_with_what_may_be_given(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["x" * 300, "zero\0byte"])
 def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
-    with pytest.raises(CheckpointError, match="cannot be looked at: "):
+    with pytest.raises(CheckpointError, match="cannot be read: "):
         locate(name, "target")
 
 

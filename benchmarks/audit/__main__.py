@@ -4,10 +4,10 @@
     python -m benchmarks.audit --seed 3 --case 17   # one case again
     python -m benchmarks.audit --target path/to/Qwen3-8B --drafter path/to/Qwen3-8B-DFlash-b16
 
-Rows, prefix caches and folders, cancellations, failed steps, recovery, structured output,
-penalties, block sizes, sampled neighbours: every greedy answer must have the tokens, the text,
-the finish reason and the statistics of recovery that its request has alone, decoded plainly by
-the same plan. Exits with 1 if an answer differs, after printing the command that repeats its case.
+Scenarios combine rows, prefix caches and folders, cancellations, failed steps, recovery, structured
+output, penalties, block sizes and sampled neighbours. Every greedy answer must have the tokens,
+text, finish reason and recovery statistics of its request decoded alone, without drafting, with the
+same plan. Exits with 1 if an answer differs, after printing the command that repeats the case.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from benchmarks.environment import environment
 from benchmarks.soak_families import FAMILIES
 from dflash_jax.testing import QUICK_COMPILE
 
-ALL = (len(FAMILIES) + 1) * 2  # setups after which every family and drafter had its turn
-EVERY = 10.0  # seconds between two lines of progress
+ALL = (len(FAMILIES) + 1) * 2  # setups that cover every family and drafter
+EVERY = 10.0  # seconds between progress lines
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run cases and write what happened; 1 if anything differs."""
+    """Run cases and write the result; return 1 if an answer differs."""
     options = _parse(arguments)
-    if options.quick_compile:  # read when jax first looks for devices
+    if options.quick_compile:  # read when jax initialises its backends
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK_COMPILE])
     audit = Audit(options)
     try:
@@ -51,14 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Audit:
-    """Cases that are run one after the other, and what came of them so far."""
+    """A run of cases, with its results so far."""
 
     def __init__(self, options: argparse.Namespace):
         self._options = options
         self._family = GIVEN if options.target else options.family
         self._course = Course(options.seed, options.short, self._family)
         self.case: int = options.case if options.case is not None else options.first
-        self.written = self.case  # where a run that resumes this one begins
+        self.written = self.case  # first case of a run that resumes this one
         self._counts: Counts = collections.Counter()
         self._setups: list[dict[str, Any]] = []
         self._found: list[dict[str, Any]] = []
@@ -68,11 +68,11 @@ class Audit:
 
     @property
     def single(self) -> bool:
-        """Whether one case is run again; then no result is written."""
+        """Whether a single case is repeated, which writes no result."""
         return self._options.case is not None or self._options.scenario is not None
 
     def run(self) -> None:
-        """Run cases until the wanted number of them, or of tokens, is reached."""
+        """Run cases until the requested number of cases or tokens is reached."""
         while not self._enough():
             self._run_setup()
 
@@ -122,10 +122,10 @@ class Audit:
             )
 
     def _enough(self, *, within: bool = False) -> bool:
-        """Whether enough was run.
+        """Return whether the requested number of cases or tokens is reached.
 
         Args:
-          within: the question is asked between two cases of one setup.
+          within: whether the next case has the same setup.
         """
         options, done = self._options, self._counts["cases"]
         if self.single:
@@ -138,7 +138,7 @@ class Audit:
         return bool(covered) and self._counts["greedy tokens"] >= options.tokens
 
     def _command(self, case: int) -> str:
-        """The command that runs a case again."""
+        """Return the command that repeats a case."""
         options = self._options
         words: list[Any] = ["python", "-m", "benchmarks.audit", "--seed", options.seed]
         words += ["--case", case]
@@ -149,7 +149,7 @@ class Audit:
         return shlex.join(map(str, words))
 
     def report(self) -> int:
-        """Print what happened; 1 if anything differs, or if nothing was compared."""
+        """Print the result; return 1 if an answer differs or nothing was compared."""
         counts = self._counts
         print(json.dumps(dict(sorted(counts.items())), indent=1))
         print(
@@ -178,7 +178,7 @@ class Audit:
         self.written = self.case
 
     def _resume(self, found: dict[str, Any]) -> None:
-        """Go on where a result file ended."""
+        """Resume after the last case of a result file."""
         if (found["seed"], found["family"]) != (self._options.seed, self._family):
             raise SystemExit(
                 f"{self._options.out} is of seed {found['seed']} and family"

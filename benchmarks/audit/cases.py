@@ -1,4 +1,4 @@
-"""Cases: which setup and scenario a seed and a number mean, and what came of running them."""
+"""Cases: the setup and scenario of a seed and a number, and their execution."""
 
 import collections
 import dataclasses
@@ -12,8 +12,8 @@ from benchmarks.audit.runner import Outcome, run_scenario
 from benchmarks.audit.scenario import Scenario
 from benchmarks.audit.setups import SHORT, Setup, draw_setup
 
-CASES = 60  # of a setup; compiling it takes as long as running so many
-SHORT_CASES = 8  # of a setup of the short form
+CASES = 60  # per setup, whose compilation takes about as long
+SHORT_CASES = 8  # per setup of the short form
 
 Counts = collections.Counter[str]
 
@@ -24,7 +24,7 @@ class Course:
 
     Attributes:
       short: the few setups of the short form.
-      family: the only one; all if empty.
+      family: the only family; all if empty.
     """
 
     seed: int = 0
@@ -33,18 +33,18 @@ class Course:
 
     @property
     def cases(self) -> int:
-        """Successive cases that share a setup."""
+        """Number of successive cases that share a setup."""
         return SHORT_CASES if self.short else CASES
 
     def setup(self, case: int) -> Setup:
-        """The setup of a case."""
+        """Return the setup of a case."""
         number = case // self.cases
         if self.short:
             return SHORT[number % len(SHORT)]
         return draw_setup(self.seed, number, family=self.family)
 
     def rest(self, case: int) -> range:
-        """The case, and those after it that share its setup."""
+        """Return the case and the later ones that share its setup."""
         return range(case, (case // self.cases + 1) * self.cases)
 
 
@@ -52,13 +52,13 @@ def run_case(audited: AuditedEngine, scenario: Scenario) -> tuple[list[str], Cou
     """Run a scenario and compare its answers with plain decoding.
 
     Returns:
-      What differs, in words, and what happened, by name.
+      Descriptions of the differences, and counts of events by name.
     """
     counts: Counts = collections.Counter(cases=1)
     try:
         with tempfile.TemporaryDirectory() as folder:
             outcomes = run_scenario(audited, scenario, Path(folder), counts)
-    except Exception:  # whatever an engine raises is a finding, and other cases may go on
+    except Exception:  # any error of an engine is a finding
         return [traceback.format_exc()], counts
     for outcome in outcomes:
         counts += _counted(outcome)
@@ -66,7 +66,7 @@ def run_case(audited: AuditedEngine, scenario: Scenario) -> tuple[list[str], Cou
 
 
 def _counted(outcome: Outcome) -> Counts:
-    """What happened to a request."""
+    """Count the events of a request."""
     options = outcome.request.options
     found: Counts = collections.Counter({"requests": 1, "answers": len(outcome.answers)})
     found["structured answers"] = len(outcome.answers) * ("structured" in options)

@@ -1,4 +1,4 @@
-"""Compares what requests gave with what they give alone."""
+"""Comparison of answers with those of the same requests alone."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.audit.runner import Answer, Outcome
 from dflash_jax.engine.result import TokenLogprob
 
-# Statistics of how an answer came about, not of what happened to its tokens.
+# Statistics that depend on scheduling, not on the tokens.
 ABOUT_DECODING = ("rebuilt", "cancelled_", "deadline")
 CLOSE = {"rel_tol": 1e-5, "abs_tol": 1e-5}  # of log-probabilities
 
@@ -18,7 +18,7 @@ class Difference:
     """The first difference of an answer from the request alone.
 
     Attributes:
-      request, answer: places in the scenario.
+      request, answer: indices in the scenario.
       what: "token 7", "text", "finish reason", "recovery" and the like.
     """
 
@@ -34,7 +34,7 @@ class Difference:
 
 
 def differences(outcomes: list[Outcome]) -> Iterator[Difference]:
-    """The first difference of each answer that has one."""
+    """Return the first difference of each answer that has one."""
     for number, outcome in enumerate(outcomes):
         for place, answer in enumerate(outcome.answers):
             found = _first(outcome, answer)
@@ -77,7 +77,7 @@ def _first(outcome: Outcome, answer: Answer) -> Found | None:
 
 
 def _tokens(expected: tuple[int, ...], found: tuple[int, ...], cut: bool) -> Found | None:
-    """The first token that differs; an answer that was cut may end sooner."""
+    """Return the first token that differs; an interrupted answer may end sooner."""
     for place, (a, b) in enumerate(zip(expected, found, strict=False)):
         if a != b:
             return f"token {place}", a, b

@@ -1,4 +1,4 @@
-"""Makes a setup's engine: small models with random weights, the shipped pair, or given files."""
+"""Engines of setups: small models with random weights, the shipped pair, or given files."""
 
 import dataclasses
 import functools
@@ -29,37 +29,37 @@ from dflash_jax.quant.products import with_kernel
 from dflash_jax.testing import AMPLE, random_params, scripted_engine, tiny_drafter
 from dflash_jax.tokenizer import Tokenizer
 
-STOP_SLOTS = 32  # so that many outputs end early, some at once
+STOP_SLOTS = 32  # many, so that outputs end early
 
-# The vocabulary of random models: printable letters, words, marks of calls, special tokens.
+# The vocabulary of random models: printable letters, words, call markers, special tokens.
 LETTERS = [chr(i) for i in range(33, 127)] + ["\u0120", "\u010a"]  # a space and a newline last
-# Many ends of what may be a stall, bytes that are parts of a character, and ordinary words.
+# Endings of stalls, bytes of incomplete characters, and ordinary words.
 WORDS = ["Let me check:", "run:", ":\n", "):", "`:", "**x:**", *(f"{x}:" for x in LETTERS[64:90])]
 WORDS += ["\u00c3", "\u00a9", "\u00e2", " done", "the", " a", "==", "\n\n", "()", '{"']
 MARKS = ["<tool_call>", "</tool_call>", "<function=", "</function>"]
-MARKS += ['{"name": "', '", "arguments": {"', "<parameter=", "read", "path"]  # short beginnings
-HIDDEN = ["<|a|>", "<|b|>", "<|c|>", "<|d|>", "<|e|>"]  # texts leave them out
+MARKS += ['{"name": "', '", "arguments": {"', "<parameter=", "read", "path"]  # prefixes of calls
+HIDDEN = ["<|a|>", "<|b|>", "<|c|>", "<|d|>", "<|e|>"]  # hidden in text
 THOUGHT, END = ["<think>", "</think>"], "<end>"
 TOKENS = [*LETTERS, *(w.replace(" ", "\u0120").replace("\n", "\u010a") for w in WORDS)]
 TOKENS += [*MARKS, *HIDDEN, *THOUGHT, END]
-# Tokens that recovery acts on: ends of stalls, hidden ones, an opened thought.
+# Tokens that recovery acts on: ends of stalls, hidden tokens, an opened thought.
 INVITING = tuple(TOKENS.index(x) for x in ["run:", "`:", "):", *HIDDEN[:2], THOUGHT[0]])
 
 
 @dataclasses.dataclass(frozen=True)
 class AuditedEngine:
-    """An engine whose programs are compiled, and what scenarios may ask of it."""
+    """An engine with compiled programs, and the limits of its scenarios."""
 
     setup: Setup
     engine: Engine
     limits: Limits
 
     def opened(self, *, segments: int = 0, folder: Path | None = None) -> Engine:
-        """Open another engine over the same models and programs, with a state of its own.
+        """Return another engine over the same models and programs, with separate state.
 
         Args:
-          segments: prompt chunks that its prefix cache holds.
-          folder: keeps prefixes as well.
+          segments: capacity of its prefix cache in prompt chunks.
+          folder: prefix folder.
         """
         cache = self.engine.prefix_cache
         assert cache is not None
@@ -80,7 +80,7 @@ class AuditedEngine:
 
 
 def build(setup: Setup, *, target: str = "tiny", drafter: str | None = "auto") -> AuditedEngine:
-    """Load or make a setup's models, and compile all programs that its scenarios need.
+    """Load or create the models of a setup, and compile all programs of its scenarios.
 
     Args:
       target, drafter: paths or hub ids, for the family "given".
@@ -92,7 +92,7 @@ def build(setup: Setup, *, target: str = "tiny", drafter: str | None = "auto") -
         engine = scripted_engine(_random_engine(setup, plan))
     wanted = {variant: True for variant in setup.variants}
     engine.warm_up(recovery=True, **wanted)
-    engine.compile([Variant.PROMPT_LOGPROBS] if setup.scored else [])
+    engine.compile([Variant.PROMPT_LOGPROBS] if setup.prompt_logprobs else [])
     return AuditedEngine(setup, engine, _limits(setup, engine))
 
 
@@ -116,7 +116,7 @@ def _limits(setup: Setup, engine: Engine) -> Limits:
         inviting=INVITING if scripted else (),
         stop_texts=texts,
         variants=setup.variants,
-        scored=setup.scored,
+        prompt_logprobs=setup.prompt_logprobs,
         scripted=scripted,
         structured=bool(engine.target.eos_token_ids),
     )
@@ -124,7 +124,7 @@ def _limits(setup: Setup, engine: Engine) -> Limits:
 
 @functools.cache
 def _sample_text() -> str:
-    """Held-out text of the shipped pair."""
+    """Return held-out text of the shipped pair."""
     path = Path(dj.__file__).parent / "data" / "tiny" / "heldout.jsonl"
     rows = map(json.loads, path.read_text(encoding="utf-8").splitlines()[:60])
     return "\n".join(
@@ -159,7 +159,7 @@ def _configs(setup: Setup) -> tuple[TargetConfig, DrafterConfig]:
 
 
 def _stored(target: TargetConfig, drafter: DrafterConfig) -> tuple[tuple[str, Spec], ...]:
-    """As a file may keep the target's matrices: every kind of block in turn, where it fits."""
+    """Return packed kinds of the target's matrices: every kind of block in turn, where it fits."""
     shapes = abstract_params(Plan(dtype="float32"), target, drafter)
     kinds, found = itertools.cycle(STORED), []
     for path, leaf in jax.tree_util.tree_leaves_with_path({"target": shapes["target"]}):
@@ -172,7 +172,7 @@ def _stored(target: TargetConfig, drafter: DrafterConfig) -> tuple[tuple[str, Sp
 
 
 def _with_blocks(params: Any, specs: Mapping[str, Spec], seed: int) -> Any:
-    """Parameters with random blocks in the place of some matrices."""
+    """Return parameters with random packed blocks in place of some matrices."""
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: Any) -> Any:
@@ -186,7 +186,7 @@ SPANS = {"Q8_0": 74, "Q4_0": 4.6, "Q4_K": 170, "Q6_K": 1370}  # of codes, sub-sc
 
 
 def _blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Packed:
-    """A random packed weight [D, ...] of both signs, of about 1 / sqrt(D)."""
+    """Return a random packed weight [D, ...] of both signs, of about 1 / sqrt(D)."""
     columns, found = math.prod(shape[1:]), {}
     scale = shape[0] ** -0.5 / SPANS[kind]
     for name, (rows, dtype) in KINDS[kind].arrays(shape[0]).items():
@@ -201,7 +201,7 @@ def _blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Pack
 
 
 def make_tokenizer(template: str) -> Tokenizer:
-    """A tokenizer of `TOKENS`.
+    """Return a tokenizer of `TOKENS`.
 
     Args:
       template: its chat template, which shows how tool calls are written.

@@ -1,4 +1,4 @@
-"""Runs a scenario: every greedy request alone and plainly, then everything as it is written."""
+"""Execution of scenarios: greedy requests alone without drafting, then the whole scenario."""
 
 import collections
 import concurrent.futures
@@ -21,20 +21,20 @@ from dflash_jax.errors import DFlashError
 from dflash_jax.state import StepOutput
 from dflash_jax.testing import OWN, force_acceptance, set_row_scripts
 
-MOST_TURNS = 1500  # of a session; the longest take some hundreds
+MOST_TURNS = 1500  # per session; the longest take some hundreds
 
 
 class StalledError(Exception):
-    """Requests did not end, or an engine kept something of those that did."""
+    """Requests did not finish, or an engine leaked resources of finished ones."""
 
 
 class InjectedInterrupt(KeyboardInterrupt):
-    """As if the caller had pressed Ctrl-C."""
+    """A simulated Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a request gave, and what may excuse that it is incomplete.
+    """The answer to a request, with the reasons why it may be incomplete.
 
     Attributes:
       pieces: ids and text of the streamed pieces, joined.
@@ -55,7 +55,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of one request: what it gives alone, where it is greedy, and its answers."""
+    """A request's reference answer, if it is greedy, and its answers."""
 
     request: AuditRequest
     reference: Answer | None
@@ -68,11 +68,11 @@ def run_scenario(
     """Run a scenario to its end.
 
     Args:
-      folder: an empty one, for prefixes.
-      counts: takes what happened, by name.
+      folder: an empty prefix folder.
+      counts: updated with counts of events by name.
 
     Raises:
-      StalledError: requests did not end, or something of them was left behind.
+      StalledError: requests did not finish, or resources leaked.
     """
     alone = audited.opened()
     alone.core.scheduler.pacer = ScriptedPacer((alone.plan.steps_per_call,))
@@ -87,7 +87,7 @@ def run_scenario(
 
 
 def _reference(engine: Engine, request: AuditRequest) -> Answer | None:
-    """What a greedy request gives alone, decoded plainly; None for a sampled one."""
+    """Return the answer to a greedy request alone, without drafting; None if it samples."""
     if not request.greedy:
         return None
     options = _options(request) | {"speculative": False, "block_size": None}
@@ -128,7 +128,7 @@ def _answer(live: RequestHandle) -> Answer:
 
 
 class _Session:
-    """One session of a scenario: its engines, from their opening to their closing."""
+    """One session of a scenario: its engines, from opening to closing."""
 
     def __init__(
         self,
@@ -146,11 +146,11 @@ class _Session:
         self._turn = 0
         self._lives: dict[int, list[RequestHandle]] = {}
         self._cells: dict[int, dj.CancelCell] = {}
-        self._ends: dict[int, int] = {}  # requests to cancel, with the turn
-        self._scripts: dict[int, list[float]] = {}  # by number of the running request
+        self._ends: dict[int, int] = {}  # turn of each cancellation
+        self._scripts: dict[int, list[float]] = {}  # by running request
         self._reads: list[DelayedReads] = []
         self._engines = [self._opened(audited, number, i) for i in range(scenario.engines)]
-        self._scripted: list[list[int]] = [[] for _ in self._engines]  # numbers, by row
+        self._scripted: list[list[int]] = [[] for _ in self._engines]  # requests by row
 
     def run(self) -> dict[int, list[RequestHandle]]:
         """The requests, all of them ended."""
@@ -199,7 +199,7 @@ class _Session:
         self._counts["turns"] += 1
 
     def _close(self, number: int, engine: Engine) -> None:
-        for _ in range(4):  # what was dispatched for requests that ended is still read
+        for _ in range(4):  # in-flight steps of finished requests are still read
             self._advance(number, engine)
         if engine.busy or engine.active or engine.queued:
             raise StalledError(
@@ -227,7 +227,7 @@ class _Session:
 
     def _submit(self) -> None:
         requests = self._scenario.requests
-        if self._due and not self._unfinished():  # nothing happens until the next one comes
+        if self._due and not self._unfinished():  # skip idle turns
             self._turn = max(self._turn, requests[self._due[0]].turn)
         while self._due and requests[self._due[0]].turn <= self._turn:
             number = self._due.popleft()
@@ -264,14 +264,14 @@ def end_request(engine: Engine, live: RequestHandle, how: str) -> None:
     stream = Stream(live, engine.advance, engine.cancel)
     if how == "close":
         stream.close()
-    elif live.pieces:  # an iterator that gave a piece and is dropped
+    elif live.pieces:  # drop a started iterator
         pieces: Any = iter(stream)
         next(pieces)
         pieces.close()
 
 
 def _script(request: AuditRequest, reference: Answer | None, vocab: int) -> list[float]:
-    """What the drafter proposes, by position; empty where it is left alone."""
+    """Return the scripted drafts by position; empty for the drafter's own."""
     if reference is None or not request.accepted:
         return []
     truth = [*request.prompt, *reference.token_ids]
@@ -283,7 +283,7 @@ def _script(request: AuditRequest, reference: Answer | None, vocab: int) -> list
     return script
 
 
-# -- what is made to happen --------------------------------------------------------------------
+# -- injected events ----------------------------------------------------------------------------
 
 
 class ScriptedPacer(StepPacer):
@@ -301,19 +301,19 @@ class ScriptedPacer(StepPacer):
 
 
 class LostAnswer:
-    """In place of a step's answer: reading it raises the device's error."""
+    """A replacement for a step's result whose reading raises a device error."""
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise jax.errors.JaxRuntimeError("INTERNAL: made to fail as its answer is read")
 
     def copy_to_host_async(self) -> None:
-        """As of the array it stands for."""
+        """Do nothing; the replaced array starts a copy here."""
 
 
 class InterceptedCalls:
-    """Counts an engine's program calls, of which some fail.
+    """Counts an engine's program calls and makes some fail.
 
-    Every failing call runs first, so that the state it was given is gone.
+    A failing call runs first, so that its donated state is deleted.
     """
 
     def __init__(self, failures: list[Failure], counts: collections.Counter[str]):
@@ -321,7 +321,7 @@ class InterceptedCalls:
         self._counts, self._calls = counts, 0
 
     def intercepting(self, name: str, program: Callable[..., Any]) -> Any:
-        """The program, as an engine calls it."""
+        """Return the program wrapped for an engine."""
 
         def call(*arguments: Any) -> Any:
             failure = self._failures.get(self._calls)
@@ -342,7 +342,7 @@ class InterceptedCalls:
 
 
 class DelayedReads:
-    """Makes reading prefixes from an engine's folder take a number of turns, not of seconds."""
+    """Delays reads from an engine's prefix folder by turns instead of seconds."""
 
     def __init__(self, engine: Engine, turns: int):
         assert engine.runner.prefixes is not None
@@ -353,7 +353,7 @@ class DelayedReads:
         self._waiting: list[tuple[int, concurrent.futures.Future[Any], Any]] = []
 
     def tick(self) -> None:
-        """One turn is over."""
+        """Advance by one turn."""
         self._disk.flush()
         self._waiting = [(turns - 1, later, found) for turns, later, found in self._waiting]
         for _, later, found in [x for x in self._waiting if x[0] <= 0]:

@@ -1,7 +1,7 @@
-"""A scenario: requests and all that happens to them, as plain data drawn from a seed.
+"""Scenarios: requests and events as plain data, drawn from a seed.
 
-Nothing here runs a model. The same seed, case and limits give the same scenario; written as JSON,
-one can be cut down by hand and run again.
+Nothing here runs a model. Equal seed, case and limits give the same scenario. As JSON it can be
+reduced by hand and run again.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 VARIANTS = ("sampled", "shaped", "masked")  # of programs, beside the greedy ones
-MOST_NEW = 64  # output tokens of a request
+MOST_NEW = 64  # output tokens per request
 TOOLS = [{"name": "read", "parameters": {"type": "object", "required": ["path"]}}]
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", ""]}},
     "required": ["a", "b"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},  # random weights write little but spaces
+    "x-guidance": {"whitespace_flexible": False},  # random weights mostly write spaces
 }
 STRUCTURES: tuple[dict[str, Any], ...] = (
     {"json": SCHEMA},
@@ -37,14 +37,14 @@ class Limits:
     """What a scenario may contain for one engine.
 
     Attributes:
-      pool: token ids that prompts and stop tokens are drawn from.
-      ordered: the pool is a text, of which prompts are contiguous parts.
-      open_thought: ids that end a prompt inside a thought; empty where there are none.
+      pool: token ids from which prompts and stop tokens are drawn.
+      ordered: the pool is a text, and prompts are contiguous parts of it.
+      open_thought: ids that end a prompt inside a thought; may be empty.
       inviting: ids that recovery acts on, made likely by biases in some requests.
-      stop_texts: texts to draw stop strings from; empty where the engine has no tokenizer.
-      variants: those of `VARIANTS` that may be asked for.
-      scored: requests may ask for log-probabilities of their prompts.
-      scripted: the drafter can be told what to propose.
+      stop_texts: texts from which stop strings are drawn; empty without a tokenizer.
+      variants: permitted entries of `VARIANTS`.
+      prompt_logprobs: requests may have prompt log-probabilities.
+      scripted: the drafter can be scripted.
       structured: there is an end token, which structured output needs.
     """
 
@@ -60,14 +60,14 @@ class Limits:
     inviting: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
     variants: tuple[str, ...] = VARIANTS
-    scored: bool = True
+    prompt_logprobs: bool = True
     scripted: bool = True
     structured: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cancellation:
-    """The end of a request from outside, a number of turns after it was submitted."""
+    """A cancellation, a number of turns after submission."""
 
     how: Cancelling
     turns: int
@@ -78,9 +78,9 @@ class Failure:
     """A program call that fails.
 
     Attributes:
-      call: which one, counted over all programs of one engine in one session.
-      how: "dispatch": calling it raises the device's error. "answer": reading its answer does.
-        "interrupt": a KeyboardInterrupt comes before the caller has its result.
+      call: index of the call, counted over all programs of one engine in one session.
+      how: "dispatch": the call raises a device error. "answer": reading its result does.
+        "interrupt": a KeyboardInterrupt is raised before the caller gets the result.
     """
 
     how: Failing
@@ -94,11 +94,11 @@ class AuditRequest:
     """One request.
 
     Attributes:
-      options: as for `Engine.submit`; `recovery` holds the fields of a `dj.Recovery`.
-      turn: of its session, when it is submitted.
-      answers: to the prompt, submitted together.
-      accepted: drafts that successive rounds are to accept; the drafter's own drafts if empty.
-      broken: output places at which a draft is not finite.
+      options: options of `Engine.submit`; `recovery` holds the fields of a `dj.Recovery`.
+      turn: turn of the session at which it is submitted.
+      answers: number of answers, submitted together.
+      accepted: drafts to accept in successive rounds; empty for the drafter's own drafts.
+      broken: output positions with a non-finite draft.
     """
 
     prompt: tuple[int, ...]
@@ -113,22 +113,22 @@ class AuditRequest:
 
     @property
     def greedy(self) -> bool:
-        """Whether the output is the same in every mode of decoding."""
+        """Whether the output is deterministic in every decoding mode."""
         return not self.options.get("temperature")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Requests, and the circumstances they run under.
+    """Requests and the conditions they run under.
 
     Attributes:
-      sessions: between two of them all engines are closed and opened again.
-      engines: of one plan, advanced in turns; they share the folder, if there is one.
+      sessions: number of sessions; engines are closed and reopened between them.
+      engines: number of engines of one plan, advanced in turn, with a shared folder.
       folder: prefixes are also kept on disk.
-      segments: prompt chunks that an engine's prefix cache holds; 0 is no cache.
-      disk_turns: turns that reading from the folder takes.
-      rounds: most steps of successive decoding calls, repeated as needed.
-      break_even: tokens a drafted round must decide to pay; 0 if not known.
+      segments: capacity of a prefix cache in prompt chunks; 0 for none.
+      disk_turns: turns that a read from the folder takes.
+      rounds: maximum steps of successive decoding calls, repeated as needed.
+      break_even: tokens per round from which drafting pays; 0 if unknown.
     """
 
     requests: tuple[AuditRequest, ...]
@@ -142,17 +142,17 @@ class Scenario:
     break_even: float = 0.0
 
     def to_json(self) -> str:
-        """The scenario as JSON, one request a line; `from_json` is the inverse."""
+        """Return the scenario as JSON, one request per line; `from_json` is the inverse."""
         fields = dataclasses.asdict(self)
         requests = ",\n  ".join(map(json.dumps, fields.pop("requests")))
         return f'{json.dumps(fields)[:-1]},\n "requests": [\n  {requests}\n]}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> "Scenario":
-        """The scenario written by `to_json`, perhaps edited since.
+        """Return the scenario of a text written by `to_json`.
 
         Raises:
-          ValueError, TypeError: it is not JSON, or has other fields.
+          ValueError, TypeError: the text is not JSON, or has other fields.
         """
         fields = json.loads(text)
         requests = [_request(**x) for x in fields.pop("requests")]
@@ -229,8 +229,8 @@ def _draw_request(
         options |= _shaping(rng, limits)
     if "masked" in variants and limits.structured and limits.stop_texts and rng.random() < 0.3:
         options["structured"] = rng.choice(STRUCTURES)
-        options.pop("min_tokens", None)  # the two are refused together
-    if limits.scored and rng.random() < 0.05:
+        options.pop("min_tokens", None)  # rejected in combination
+    if limits.prompt_logprobs and rng.random() < 0.05:
         options["prompt_logprobs"] = rng.randrange(3)
     if rng.random() < 0.15:
         options["speculative"] = False
@@ -256,7 +256,7 @@ def _draw_request(
 
 
 def _text(rng: random.Random, limits: Limits, length: int) -> tuple[int, ...]:
-    """So many ids of the pool."""
+    """Return `count` ids of the pool."""
     if not limits.ordered:
         return tuple(rng.choice(limits.pool) for _ in range(length))
     start = rng.randrange(len(limits.pool) - length)
@@ -266,7 +266,7 @@ def _text(rng: random.Random, limits: Limits, length: int) -> tuple[int, ...]:
 def _prompt(
     rng: random.Random, limits: Limits, documents: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Often the beginning of a document, up to some place near the chunk grid; then other ids."""
+    """Return a prompt, often the start of a document up to near a chunk boundary."""
     document = rng.choice(documents)
     cut = rng.randrange(6) * limits.chunk + rng.choice([-1, 0, 0, 1])
     own = _text(rng, limits, rng.choice([0, 1, rng.randint(1, limits.chunk)]))
@@ -274,11 +274,11 @@ def _prompt(
 
 
 def _draw_ends(rng: random.Random, limits: Limits, options: dict[str, Any]) -> None:
-    """Adds stop tokens, stop strings and a minimum length, each to some requests."""
+    """Add stop tokens, stop strings and a minimum length, each to some requests."""
     options["ignore_eos"] = rng.random() < 0.5
     if rng.random() < 0.5:
-        several = rng.choice([1, 4, limits.stop_tokens])
-        options["stop_token_ids"] = sorted({rng.choice(limits.pool) for _ in range(several)})
+        number = rng.choice([1, 4, limits.stop_tokens])
+        options["stop_token_ids"] = sorted({rng.choice(limits.pool) for _ in range(number)})
     if limits.stop_texts and rng.random() < 0.25:
         texts = [rng.choice(limits.stop_texts) for _ in range(3)]
         options["stop"] = [*texts[:1], "".join(texts[1:])]
@@ -287,7 +287,7 @@ def _draw_ends(rng: random.Random, limits: Limits, options: dict[str, Any]) -> N
 
 
 def _recovery(rng: random.Random, limits: Limits, most: int) -> dict[str, Any]:
-    """Settings of recovery, and what gives it something to do: many stop tokens, tools."""
+    """Draw recovery settings, with stop tokens and tools that trigger the rules."""
     settings = {
         "floor": rng.choice([0, 4, most, most]),
         "below_floor": rng.choice(["odds", "odds", "rescue", "replace", "compat"]),
@@ -311,7 +311,7 @@ def _recovery(rng: random.Random, limits: Limits, most: int) -> dict[str, Any]:
 
 
 def _shaping(rng: random.Random, limits: Limits) -> dict[str, Any]:
-    """Penalties, biases and log-probabilities."""
+    """Draw penalties, biases and log-probabilities."""
     found: dict[str, Any] = {}
     if rng.random() < 0.6:
         found |= rng.choice(

@@ -1,4 +1,4 @@
-"""What is audited: engines of every model family, drafter kind and sort of plan, from a seed."""
+"""Setups: engines of every model family, drafter kind and plan, drawn from a seed."""
 
 import dataclasses
 import random
@@ -30,14 +30,14 @@ class Setup:
     """Models and a plan.
 
     Attributes:
-      family: of the target, by the names of `FAMILIES`; "shipped" is the shipped pair, "given"
-        one from files.
-      drafter: one of `DRAFTERS`; empty where the family has its own.
+      family: family of the target in `FAMILIES`; "shipped" is the shipped pair, "given" is from
+        files.
+      drafter: one of `DRAFTERS`; empty if the family has its own.
       plan: fields of the plan.
-      shape: fields of both configs that differ from those of the small models.
-      syntax: a text that names the tool-call syntax of the target.
-      variants: of programs that requests may use.
-      scored: requests may ask for log-probabilities of their prompts.
+      shape: fields of both configs that differ from the small models.
+      syntax: a text that selects the tool-call syntax of the target.
+      variants: program variants that requests may use.
+      prompt_logprobs: requests may have prompt log-probabilities.
     """
 
     family: str
@@ -47,7 +47,7 @@ class Setup:
     drafter_shape: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     syntax: str = "<tool_call>"
     variants: tuple[str, ...] = VARIANTS
-    scored: bool = True
+    prompt_logprobs: bool = True
     weights_seed: int = 0
 
     def __str__(self) -> str:
@@ -56,10 +56,10 @@ class Setup:
 
 
 def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
-    """Draw a setup. Successive numbers go through all families, drafters and sorts of weights.
+    """Draw a setup; successive numbers cover all families, drafters and kinds of weights.
 
     Args:
-      family: the only one to draw; all by default.
+      family: the only family to draw; all by default.
     """
     rng = random.Random(f"{seed}/setup/{number}")
     families = [family] if family else [*FAMILIES, SHIPPED]
@@ -83,7 +83,7 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
     plan["max_length"] = 5 * plan["chunk"] + 120
     if chosen in (SHIPPED, GIVEN):
         plan["weights"] = "float" if weights == "packed" else weights
-        return Setup(family=chosen, plan=plan, scored=rng.random() < 0.5)
+        return Setup(family=chosen, plan=plan, prompt_logprobs=rng.random() < 0.5)
     drafter = kinds[(at + turn) % len(kinds)]
     if drafter == "dspark, cut by confidence":
         plan["min_survival"] = rng.choice([0.2, 0.5])
@@ -96,12 +96,12 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
         shape=shape,
         drafter_shape=shape,
         syntax=rng.choice(["<tool_call>", "<function=", "<|channel|>", "<|tool_call>", ""]),
-        scored=rng.random() < 0.5,
+        prompt_logprobs=rng.random() < 0.5,
         weights_seed=rng.randrange(100),
     )
 
 
-# Few programs and all that can happen: for `make test`. Every variant is compiled once.
+# Few programs but all events, for `make test`. Every variant is compiled once.
 SHORT = (
     Setup(
         family="qwen3, two windows",
@@ -109,7 +109,7 @@ SHORT = (
         plan={"rows": 3, "chunk": 16, "block": 4, "max_length": 200, "steps_per_call": 2},
         shape={"num_layers": 1, "windows": (24,)},
         drafter_shape={"num_layers": 1, "windows": (12,), "causal": (False,)},
-        scored=False,
+        prompt_logprobs=False,
     ),
     Setup(
         family="qwen3_5",
@@ -119,7 +119,7 @@ SHORT = (
         drafter_shape={"num_layers": 1, "windows": (12,), "causal": (True,)},
         syntax="<function=",
         variants=(),
-        scored=False,
+        prompt_logprobs=False,
     ),
     Setup(
         family="llama",
@@ -129,6 +129,6 @@ SHORT = (
         shape={"num_layers": 1, "windows": (None,)},
         drafter_shape={"num_layers": 1, "windows": (None,), "causal": (False,)},
         variants=(),
-        scored=False,
+        prompt_logprobs=False,
     ),
 )

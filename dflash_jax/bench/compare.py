@@ -1,4 +1,4 @@
-"""Is speculative output equal to plain output, and how much faster is it? Measured, in pairs."""
+"""Equality and speed of speculative against plain decoding, in paired measurements."""
 
 import dataclasses
 import statistics
@@ -12,8 +12,8 @@ from dflash_jax.engine.sampling_params import SamplingOptions
 
 
 @dataclasses.dataclass(frozen=True)
-class Check:
-    """One prompt decoded by both lanes of one engine."""
+class LosslessCheck:
+    """One prompt decoded with and without drafting."""
 
     prompt: tuple[int, ...]
     speculative: Result
@@ -21,11 +21,12 @@ class Check:
 
     @property
     def equal(self) -> bool:
+        """Whether both outputs have the same tokens."""
         return self.speculative.token_ids == self.plain.token_ids
 
     @property
     def first_difference(self) -> int | None:
-        """Output place of the first token that differs."""
+        """Index of the first output token that differs; None if all are equal."""
         pairs = zip(self.speculative.token_ids, self.plain.token_ids, strict=False)
         places = [i for i, (a, b) in enumerate(pairs) if a != b]
         if places or self.equal:
@@ -34,36 +35,38 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Decoding speed of the lanes on one prompt, tokens per second, one entry per repeat."""
+class SpeedComparison:
+    """Decoding speeds on one prompt in tokens per second, one entry per repeat."""
 
-    check: Check
+    check: LosslessCheck
     speculative: list[float]
-    plain: list[float]  # block-wide steps, the lane output is compared with
+    plain: list[float]  # block-wide steps, whose output is compared
     plain1: list[float]  # one-token steps of the target alone
 
     @property
     def baseline(self) -> str:
-        """The faster plain lane, which a speed-up is measured against."""
+        """The faster form of plain decoding, which the speed-up refers to."""
         faster = statistics.median(self.plain1) >= statistics.median(self.plain)
         return "plain1" if faster else "plain"
 
     @property
     def speedup(self) -> float:
-        """Median of the paired ratios over the faster plain lane."""
+        """Median of the paired ratios over the faster form of plain decoding."""
         slow = self.plain1 if self.baseline == "plain1" else self.plain
         return statistics.median(a / b for a, b in zip(self.speculative, slow, strict=True))
 
 
-def check(engine: Engine, prompt: Sequence[int], **options: Unpack[SamplingOptions]) -> Check:
-    """Decodes greedily with and without drafting."""
+def check(
+    engine: Engine, prompt: Sequence[int], **options: Unpack[SamplingOptions]
+) -> LosslessCheck:
+    """Decode greedily with and without drafting."""
     fast = engine.generate(prompt, **options, speculative=True)
     slow = engine.generate(prompt, **options, speculative=False)
-    return Check(tuple(prompt), fast, slow)
+    return LosslessCheck(tuple(prompt), fast, slow)
 
 
-def one_token_lane(engine: Engine) -> Engine:
-    """The same target without drafter, decoding one token per step; shares the weights."""
+def one_token_engine(engine: Engine) -> Engine:
+    """Return an engine of the same target and weights that feeds one token per step."""
     plan = dataclasses.replace(engine.plan, exact=False)
     params = {"target": engine.params["target"]}
     return Engine(engine.target, None, params, plan, tokenizer=engine.tokenizer)
@@ -76,14 +79,14 @@ def compare(
     repeats: int = 3,
     seconds: float = 1.0,
     **options: Unpack[SamplingOptions],
-) -> Comparison:
-    """Times the three lanes in turn after one untimed round.
+) -> SpeedComparison:
+    """Time speculative, block-wide plain and one-token plain decoding in turn.
 
     Args:
-      repeats: at least so many times,
-      seconds: and for at least so long: an answer of a few steps says little by itself.
+      repeats: minimum number of repeats.
+      seconds: minimum duration, because a single short answer is too noisy.
     """
-    single = one_token_lane(engine)
+    single = one_token_engine(engine)
     checked = check(engine, prompt, **options)
     single.generate(prompt, **options)
     speeds: dict[str, list[float]] = {"speculative": [], "plain": [], "plain1": []}
@@ -94,4 +97,4 @@ def compare(
         one = single.generate(prompt, **options)
         for name, result in (("speculative", fast), ("plain", slow), ("plain1", one)):
             speeds[name].append(result.stats.tokens_per_s)
-    return Comparison(checked, **speeds)
+    return SpeedComparison(checked, **speeds)

@@ -1,9 +1,8 @@
-"""Where the time of a decode step goes: a trace of the device, summed by the parts of a step.
+"""Time of a decode step by part: a device trace, summed over named scopes.
 
-Every operation of a compiled step carries the path of the code it came from, in which the
-stages (draft, target, verify, commit, context) and the layers' parts (attention, mlp, head, ...)
-are named. On a GPU with command buffers the kernels of a graph may come without their names;
-XLA_FLAGS=--xla_gpu_enable_command_buffer= (empty) turns them off for a profile.
+Every operation of a compiled step carries its scope path, which names the stages (draft, target,
+verify, commit, context) and the parts of layers (attention, mlp, head, ...). On a GPU, kernels in
+command buffers may lack names; XLA_FLAGS=--xla_gpu_enable_command_buffer= (empty) disables them.
 """
 
 import collections
@@ -25,7 +24,7 @@ from dflash_jax.errors import RequestError
 STAGES = ("draft", "context", "target", "verify", "commit")
 PARTS = ("attention", "delta", "experts", "mlp", "head", "selector", "markov")
 REST = "rest"
-_CONTAINERS = ("while", "call", "conditional")  # their operations have times of their own
+_CONTAINERS = ("while", "call", "conditional")  # the operations inside are timed separately
 _LINE = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = .*?[\])}] ([\w-]+)\(", re.M)
 _CALLS = re.compile(r"calls=%([\w.-]+)")
 _NAME = re.compile(r'op_name="([^"]*)"')
@@ -33,7 +32,7 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """An operation of a step; the times are means over steps."""
+    """An operation of a step; times are means over steps."""
 
     name: str
     part: str
@@ -43,17 +42,17 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """A step's time on the device by parts. Threads of a CPU are added up."""
+    """Device time of a step by part, summed over CPU threads."""
 
     program: str
     steps: int
-    wall_s: float  # of one step, as the host sees it
+    wall_s: float  # of one step, on the host
     parts: dict[str, float]  # seconds of one step by stage and part, largest first
     kernels: tuple[Kernel, ...]  # largest first
 
     @property
     def busy_s(self) -> float:
-        """Seconds of all operations of one step."""
+        """Seconds of all operations of one step together."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -77,16 +76,16 @@ def profile(
     speculative: bool = True,
     keep: Path | None = None,
 ) -> Profile:
-    """Decodes a few steps of one greedy request under the profiler.
+    """Decode a few steps of one greedy request under the profiler.
 
     Args:
-      keep: a folder for the trace itself, which xprof and Perfetto read.
+      keep: folder for the trace, which xprof and Perfetto read.
 
     Raises:
-      RequestError: prompt and steps do not fit the plan.
-      ComputeError: the target's numbers broke.
+      RequestError: prompt and steps exceed `max_length`.
+      ComputeError: the target produced non-finite logits.
     """
-    plan, count = engine.plan, steps + 3  # two to warm up, one that lookahead reads late
+    plan, count = engine.plan, steps + 3  # two to warm up, one for lookahead
     longest = 1 + count * (plan.block if speculative else 1)
     if steps < 1 or len(prompt) + longest > plan.max_length:
         raise RequestError(
@@ -105,7 +104,7 @@ def profile(
         for _ in range(2):
             engine.advance()
         wall, trace = _traced(engine, steps, keep and keep / name)
-        if live.done:  # by an error: it has room for more tokens
+        if live.done:  # only an error ends it here
             live.result()
     finally:
         engine.cancel(live)
@@ -116,10 +115,10 @@ def profile(
 
 
 def _traced(engine: Engine, steps: int, keep: Path | None) -> tuple[float, Any]:
-    """Seconds of so many steps, and the trace of them."""
+    """Return the seconds of `steps` steps, and their trace."""
     jax.block_until_ready(engine.runner.state)
     with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder) if keep is None else keep  # the profiler names by seconds
+        where = Path(folder) if keep is None else keep  # the profiler names its files by the second
         with jax.profiler.trace(str(where)):
             started = time.perf_counter()
             for _ in range(steps):
@@ -131,7 +130,7 @@ def _traced(engine: Engine, steps: int, keep: Path | None) -> tuple[float, Any]:
 
 
 def part_of(op_name: str) -> str:
-    """The stage and part that a path of scopes names, as target/attention."""
+    """Return the stage and part of a scope path, such as "target/attention"."""
     scopes = op_name.split("/")
     stage = next((s for s in scopes if s in STAGES), "")
     part = next((s for s in reversed(scopes) if s in PARTS), "")
@@ -139,9 +138,9 @@ def part_of(op_name: str) -> str:
 
 
 def _kernels(trace: Any, hlo: str, steps: int) -> tuple[Kernel, ...]:
-    """What ran of one program, by the operation's name in it."""
+    """Return the operations of a program that ran, largest first."""
     parts, bodies = {}, {}
-    for text in re.split(r"\n(?=%|ENTRY)", hlo):  # computations, those that are called first
+    for text in re.split(r"\n(?=%|ENTRY)", hlo):  # computations, callees first
         for line in _LINE.finditer(text):
             rest = text[line.end() : text.find("\n", line.end())]
             called = _CALLS.search(rest)
@@ -152,8 +151,8 @@ def _kernels(trace: Any, hlo: str, steps: int) -> tuple[Kernel, ...]:
                 parts[line[1]] = part
         if body := re.match(r"%([\w.-]+)", text):
             bodies[body[1]] = _named(text)
-    found = re.match(r"HloModule ([\w.-]+)", hlo)
-    module = found[1] if found else ""
+    header = re.match(r"HloModule ([\w.-]+)", hlo)
+    module = header[1] if header else ""
     seconds: dict[str, float] = collections.defaultdict(float)
     calls: collections.Counter[str] = collections.Counter()
     for name, spent in _events(trace, module):
@@ -165,13 +164,13 @@ def _kernels(trace: Any, hlo: str, steps: int) -> tuple[Kernel, ...]:
 
 
 def _named(text: str) -> str:
-    """The part of the first path that names one."""
+    """Return the part of the first scope path that names one."""
     parts = (part_of(path) for path in _NAME.findall(text))
     return next((part for part in parts if part != REST), REST)
 
 
 def _events(trace: Any, module: str) -> Iterator[tuple[str, float]]:
-    """Operations of a module and their seconds, from whatever ran them."""
+    """Yield the operations of a module and their seconds, from all planes of the trace."""
     for plane in trace.planes:
         for line in plane.lines:
             for event in line.events:

@@ -1,4 +1,4 @@
-"""Conversations to measure with: the shipped held-out ones, a JSONL file, or a public set."""
+"""Benchmark prompts: the shipped held-out ones, a JSONL file, or a public dataset."""
 
 import dataclasses
 import importlib.resources
@@ -15,8 +15,8 @@ _ANSWER = "\nPlease reason step by step, and put your final answer within \\boxe
 
 
 @dataclasses.dataclass(frozen=True)
-class Talk:
-    """One conversation whose next turn is to be written."""
+class BenchmarkPrompt:
+    """One conversation whose next turn is generated."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -24,7 +24,7 @@ class Talk:
 
 @dataclasses.dataclass(frozen=True)
 class _Public:
-    """A public set: where it lies, and the question of one of its rows."""
+    """A public dataset, and the function from its rows to questions."""
 
     path: str
     name: str | None
@@ -52,28 +52,28 @@ PUBLIC = {
 }
 
 
-def read_talks(source: str, count: int) -> list[Talk]:
-    """The first `count` conversations of a source, in an order that is always the same.
+def read_prompts(source: str, count: int) -> list[BenchmarkPrompt]:
+    """Return the first `count` conversations of a source, in a fixed random order.
 
     Args:
-      source: "heldout", the name of a public set, or a file with one JSON object a line: with
-        `messages` (and `tools`), or with `prompt`.
+      source: "heldout", the name of a public dataset, or a file with one JSON object per line,
+        with `messages` (and `tools`) or `prompt`.
 
     Raises:
-      RequestError: there is no such source, or it cannot be read.
+      RequestError: the source does not exist or cannot be read.
     """
     if source in PUBLIC:
-        found = list(_public(PUBLIC[source]))
+        prompts = list(_public(PUBLIC[source]))
     else:
         root = Path(str(importlib.resources.files("dflash_jax"))) / "data" / "tiny"
-        found = list(_lines(root / "heldout.jsonl" if source == SHIPPED else Path(source)))
-    if not found:
+        prompts = list(_lines(root / "heldout.jsonl" if source == SHIPPED else Path(source)))
+    if not prompts:
         raise RequestError(f"{source} holds no conversations")
-    random.Random(42).shuffle(found)
-    return found[:count]
+    random.Random(42).shuffle(prompts)
+    return prompts[:count]
 
 
-def _lines(path: Path) -> Iterator[Talk]:
+def _lines(path: Path) -> Iterator[BenchmarkPrompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -87,21 +87,21 @@ def _lines(path: Path) -> Iterator[Talk]:
         except ValueError as error:
             raise RequestError(f"{path}, line {number}: {error}") from error
         if isinstance(entry, dict) and isinstance(entry.get("messages"), list):
-            yield Talk(entry["messages"], entry.get("tools") or [])
+            yield BenchmarkPrompt(entry["messages"], entry.get("tools") or [])
         elif isinstance(entry, dict) and isinstance(entry.get("prompt"), str):
-            yield Talk([{"role": "user", "content": entry["prompt"]}], [])
+            yield BenchmarkPrompt([{"role": "user", "content": entry["prompt"]}], [])
         elif not (isinstance(entry, dict) and "text" in entry):
             raise RequestError(f"{path}, line {number}: expected messages or prompt")
 
 
-def _public(source: _Public) -> Iterator[Talk]:
+def _public(source: _Public) -> Iterator[BenchmarkPrompt]:
     try:
         import datasets  # type: ignore[import-not-found]
     except ImportError as error:
-        raise RequestError("public sets need the package: pip install datasets") from error
+        raise RequestError("public datasets need a package: pip install datasets") from error
     try:
         rows = datasets.load_dataset(source.path, source.name, split=source.split)
-    except Exception as error:  # network, authorisation, a set that moved
+    except Exception as error:  # network, authorisation, a renamed dataset
         raise RequestError(f"{source.path} could not be fetched: {error}") from error
     for row in rows:
-        yield Talk([{"role": "user", "content": source.question(row)}], [])
+        yield BenchmarkPrompt([{"role": "user", "content": source.question(row)}], [])

@@ -1,4 +1,4 @@
-"""Runs captured turns again, with and without drafting, and says what became of each."""
+"""Replay of recorded turns with and without drafting, with the class of each answer."""
 
 import dataclasses
 import json
@@ -21,14 +21,14 @@ _HERMES_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn of a trace: a conversation up to the assistant's answer.
+    """One recorded turn: a conversation up to the assistant's answer.
 
     Attributes:
       id: its name in reports.
       kind: the row of the table that counts it.
-      messages, prompt_ids: the prompt; one of the two.
-      variables: more variables of the chat template.
-      expected: the class of the answer with recovery on; None where any will do.
+      messages, prompt_ids: the prompt, exactly one of the two.
+      variables: further variables of the chat template.
+      expected: expected class of the answer with recovery on; None accepts any.
     """
 
     id: str = "turn"
@@ -43,8 +43,8 @@ class Turn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Played:
-    """A turn's answers by both lanes."""
+class ReplayedTurn:
+    """The answers to a turn with and without drafting."""
 
     turn: Turn
     speculative: Result
@@ -53,12 +53,12 @@ class Played:
 
     @property
     def equal(self) -> bool:
-        """Whether drafting changed nothing."""
+        """Whether both answers have the same tokens and finish reason."""
         a, b = self.speculative, self.plain
         return (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
 
     def to_json(self) -> dict[str, Any]:
-        """One line of a report."""
+        """Return one line of a report."""
         return {
             "id": self.turn.id,
             "kind": self.turn.kind,
@@ -76,7 +76,7 @@ def _is_list_of(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(type(each) is kind for each in value)
 
 
-# The fields of a line: a test of the value, and what errors say was expected.
+# Fields of a line: a check of the value, and its description in errors.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "id": (lambda value: type(value) in (str, int), "a text"),
     "kind": (lambda value: isinstance(value, str), "a text"),
@@ -94,13 +94,13 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def read_turns(path: Path) -> list[Turn]:
-    """Return the turns of a trace, one JSON object a line.
+    """Return the turns of a file with one JSON object per line.
 
-    A line has `messages` or `prompt_ids`; every other field may be left out or null. A turn
-    without `id` is named by its line.
+    A line has `messages` or `prompt_ids`; all other fields may be missing or null. A turn without
+    `id` is named by its line.
 
     Raises:
-      RequestError: the file cannot be read, or a line is no turn; says which.
+      RequestError: the file cannot be read, or a line, which the message names, is no turn.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -120,33 +120,33 @@ def read_turns(path: Path) -> list[Turn]:
 
 
 def _turn(fields: Any, name: str) -> Turn:
-    """Return a line's turn, called `name` if it does not name itself; ValueError if it is none."""
+    """Return the turn of a line, with `name` as the default id; ValueError if it is invalid."""
     if not isinstance(fields, dict):
         raise ValueError("expected a JSON object")
     if unknown := [field for field in fields if field not in FIELDS]:
         raise ValueError(f"{unknown[0]!r} is not known; a turn has the fields {', '.join(FIELDS)}")
-    found: dict[str, Any] = {"id": name}
+    values: dict[str, Any] = {"id": name}
     for field, value in fields.items():
         if value is None:
             continue
         fits, expected = FIELDS[field]
         if not fits(value):
             raise ValueError(f"{field} is {json.dumps(value)[:60]}; expected {expected}")
-        found[field] = tuple(value) if isinstance(value, list) else value
-    if bool(found.get("messages")) == bool(found.get("prompt_ids")):
+        values[field] = tuple(value) if isinstance(value, list) else value
+    if bool(values.get("messages")) == bool(values.get("prompt_ids")):
         raise ValueError("expected either messages or prompt_ids")
-    return Turn(**found | {"id": str(found["id"])})
+    return Turn(**values | {"id": str(values["id"])})
 
 
 def prompt_of(turn: Turn, engine: Engine) -> list[int]:
-    """The prompt's ids."""
+    """Return the token ids of the prompt."""
     if turn.prompt_ids:
         return list(turn.prompt_ids)
     return engine.chat_ids(turn.messages, tools=list(turn.tools) or None, **turn.variables)
 
 
-def play(engine: Engine, turn: Turn, recovery: Recovery | None) -> Played:
-    """Answers one turn greedily, with and without drafting."""
+def play(engine: Engine, turn: Turn, recovery: Recovery | None) -> ReplayedTurn:
+    """Answer a turn greedily, with and without drafting."""
     options: dict[str, Any] = {
         "max_tokens": turn.max_tokens,
         "recovery": recovery,
@@ -156,11 +156,11 @@ def play(engine: Engine, turn: Turn, recovery: Recovery | None) -> Played:
     prompt = prompt_of(turn, engine)
     fast = engine.generate(prompt, **options)
     slow = engine.generate(prompt, **options, speculative=False)
-    return Played(turn, fast, slow, outcome_of(engine, turn, fast))
+    return ReplayedTurn(turn, fast, slow, outcome_of(engine, turn, fast))
 
 
 def outcome_of(engine: Engine, turn: Turn, result: Result) -> str:
-    """The class of an answer; a call counts if it is whole and fits its tool's schema."""
+    """Return the class of an answer; a call counts if it is complete and fits its schema."""
     if not (result.text or "").strip() and engine.tokenizer is not None:
         return "empty"
     if engine.tokenizer is None:
@@ -172,7 +172,7 @@ def outcome_of(engine: Engine, turn: Turn, result: Result) -> str:
 
 
 def is_valid_call(text: str, syntax: Syntax, tools: Sequence[Tool]) -> bool:
-    """Whether the text holds calls, all whole, of declared tools with fitting arguments."""
+    """Return whether the text has only complete calls of declared tools with valid arguments."""
     if syntax.call_state(text) is not CallState.COMPLETE:
         return False
     if syntax.name != "hermes":
@@ -194,8 +194,8 @@ def _fits(call: dict[str, Any], tools: Sequence[Tool]) -> bool:
     return all(is_a(value, kinds_of(tool, key)) for key, value in arguments.items())
 
 
-def table(played: Iterable[Played]) -> list[dict[str, Any]]:
-    """How many turns of each kind became what; the last line is the total."""
+def table(played: Iterable[ReplayedTurn]) -> list[dict[str, Any]]:
+    """Count the classes of answers by kind of turn; the last row is the total."""
     rows: dict[str, dict[str, Any]] = {}
     columns = ("turns", *CLASSES, "equal to plain", "as expected")
     for one in played:

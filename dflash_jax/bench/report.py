@@ -1,4 +1,4 @@
-"""What a benchmark found: figures and a plot."""
+"""Results of a benchmark: figures and a plot."""
 
 import collections
 import dataclasses
@@ -12,37 +12,38 @@ from typing import Any
 
 import jax
 
-from dflash_jax.bench.prompts import Talk
-from dflash_jax.bench.runs import Runner, Sample
+from dflash_jax.bench.prompts import BenchmarkPrompt
+from dflash_jax.bench.runs import BenchmarkBackend, Sample
 from dflash_jax.errors import RequestError, install_hint
 from dflash_jax.version import __version__
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """One lane at one concurrency, every repeat."""
+class BenchmarkRun:
+    """One decoding mode at one concurrency, all repeats."""
 
     concurrency: int
-    lane: str
+    mode: str
     samples: list[Sample]  # of the last repeat
     walls: list[float]  # seconds per repeat
 
     @property
     def tokens(self) -> int:
+        """Output tokens of one repeat."""
         return sum(sample.tokens for sample in self.samples)
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second of all requests together, median of the repeats."""
+        """Output tokens per second over all requests, median of the repeats."""
         return self.tokens / statistics.median(self.walls)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens decided in each round of each request."""
+        """Tokens committed in each round of each request."""
         return [n for sample in self.samples for n in sample.acceptance_lengths]
 
     def to_json(self) -> dict[str, Any]:
-        """All figures; times in seconds."""
+        """Return all figures; times in seconds."""
         lengths, rounds = self.lengths, len(self.lengths)
         drafts = max((s.drafts for s in self.samples), default=0)
         histogram = collections.Counter(lengths)
@@ -50,7 +51,7 @@ class Run:
         speeds = [(s.tokens - 1) / s.decode_s for s in self.samples if s.decode_s > 0]
         return {
             "concurrency": self.concurrency,
-            "lane": self.lane,
+            "lane": self.mode,  # the key is part of the public format
             "requests": len(self.samples),
             "prompt_tokens": sum(s.prompt_tokens for s in self.samples),
             "output_tokens": self.tokens,
@@ -74,29 +75,34 @@ class Run:
 
 
 def measure(
-    runner: Runner, talks: Sequence[Talk], concurrencies: Sequence[int], repeats: int
-) -> list[Run]:
-    """Every lane at every concurrency; lanes take turns, after one answer that is not counted."""
-    for lane in runner.lanes:
-        runner.run(talks[:1], 1, lane)
+    backend: BenchmarkBackend,
+    prompts: Sequence[BenchmarkPrompt],
+    concurrencies: Sequence[int],
+    repeats: int,
+) -> list[BenchmarkRun]:
+    """Measure every mode at every concurrency, modes in turn, after one untimed answer each."""
+    for mode in backend.modes:
+        backend.run(prompts[:1], 1, mode)
     runs = []
     for concurrency in concurrencies:
-        walls: dict[str, list[float]] = {lane: [] for lane in runner.lanes}
+        walls: dict[str, list[float]] = {mode: [] for mode in backend.modes}
         samples: dict[str, list[Sample]] = {}
         for _ in range(repeats):
-            for lane in runner.lanes:
+            for mode in backend.modes:
                 started = time.perf_counter()
-                samples[lane] = runner.run(talks, concurrency, lane)
-                walls[lane].append(time.perf_counter() - started)
-        runs += [Run(concurrency, lane, samples[lane], walls[lane]) for lane in runner.lanes]
+                samples[mode] = backend.run(prompts, concurrency, mode)
+                walls[mode].append(time.perf_counter() - started)
+        runs += [
+            BenchmarkRun(concurrency, mode, samples[mode], walls[mode]) for mode in backend.modes
+        ]
     return runs
 
 
-def summary(runs: Sequence[Run], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return everything as one JSON value: where, what, each run, and each pair of lanes.
+def summary(runs: Sequence[BenchmarkRun], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return environment, settings, runs and pairs of speculative and plain runs as JSON.
 
-    `equal_outputs` of a pair is None where tokens are drawn: both lanes sample the target's
-    distribution, and need not draw the same.
+    `equal_outputs` of a pair is None for sampled output: both modes sample the target's
+    distribution, but not the same tokens.
     """
     pairs = []
     for concurrency, (fast, slow) in _pairs(runs).items():
@@ -118,12 +124,12 @@ def summary(runs: Sequence[Run], settings: dict[str, Any]) -> dict[str, Any]:
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    found = {"environment": environment, "settings": settings, "pairs": pairs}
-    return found | {"runs": [run.to_json() for run in runs]}
+    report = {"environment": environment, "settings": settings, "pairs": pairs}
+    return report | {"runs": [run.to_json() for run in runs]}
 
 
-def _pairs(runs: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
-    by = {(run.concurrency, run.lane): run for run in runs}
+def _pairs(runs: Sequence[BenchmarkRun]) -> dict[int, tuple[BenchmarkRun, BenchmarkRun]]:
+    by = {(run.concurrency, run.mode): run for run in runs}
     levels = dict.fromkeys(run.concurrency for run in runs)
     return {
         c: (by[c, "speculative"], by[c, "plain"])
@@ -133,10 +139,10 @@ def _pairs(runs: Sequence[Run]) -> dict[int, tuple[Run, Run]]:
 
 
 def check_plot(path: Path) -> None:
-    """Check that `plot` can draw this kind of picture; for use before a long measurement.
+    """Check before a long measurement that `plot` can write this kind of file.
 
     Raises:
-      RequestError: matplotlib is missing, or knows no such kind of picture.
+      RequestError: matplotlib is missing or does not support the file type.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -147,11 +153,11 @@ def check_plot(path: Path) -> None:
         raise RequestError(f"a picture {path} cannot be drawn; its name ends in {', '.join(known)}")
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
-    """Throughput, acceptance per position and the histogram of lengths, as one picture.
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Plot throughput, acceptance by position and the histogram of acceptance lengths.
 
     Raises:
-      RequestError: as `check_plot`, or the file cannot be written.
+      RequestError: see `check_plot`; or the file cannot be written.
     """
     check_plot(path)
     import matplotlib
@@ -160,19 +166,19 @@ def plot(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (speed, places, lengths) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    for lane in dict.fromkeys(run["lane"] for run in found["runs"]):
-        runs = [run for run in found["runs"] if run["lane"] == lane]
+    for mode in dict.fromkeys(run["lane"] for run in report["runs"]):
+        runs = [run for run in report["runs"] if run["lane"] == mode]
         levels, values = [r["concurrency"] for r in runs], [r["tokens_per_s"] for r in runs]
-        speed.plot(levels, values, marker="o", label=lane)
-    speed.set(xlabel="requests at a time", ylabel="output tokens per second")
+        speed.plot(levels, values, marker="o", label=mode)
+    speed.set(xlabel="concurrent requests", ylabel="output tokens per second")
     speed.legend()
-    drafted = next((run for run in found["runs"] if run["accepted_per_position"]), None)
+    drafted = next((run for run in report["runs"] if run["accepted_per_position"]), None)
     if drafted:
         shares, histogram = drafted["accepted_per_position"], drafted["acceptance_histogram"]
         places.bar(range(1, len(shares) + 1), shares)
         lengths.bar([int(n) for n in histogram], list(histogram.values()))
-    places.set(xlabel="place of the draft", ylabel="share of rounds that accept it")
-    lengths.set(xlabel="tokens decided in a round", ylabel="rounds")
+    places.set(xlabel="position of the draft", ylabel="share of rounds that accept it")
+    lengths.set(xlabel="tokens per round", ylabel="rounds")
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

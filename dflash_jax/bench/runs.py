@@ -1,4 +1,4 @@
-"""Runs conversations at a given concurrency, on an engine or against a URL."""
+"""Benchmark backends: prompts at a given concurrency, on an engine or a server."""
 
 import collections
 import concurrent.futures
@@ -11,14 +11,14 @@ import urllib.parse
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dflash_jax.bench.prompts import Talk
+from dflash_jax.bench.prompts import BenchmarkPrompt
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One answer. `ids` may be unknown over HTTP, acceptance of foreign servers too."""
+    """One answer. Other servers may not report `ids` and acceptance."""
 
     text: str
     tokens: int
@@ -32,52 +32,57 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asking:
-    """What every request of a benchmark asks for."""
+class RequestSettings:
+    """Settings of every request of a benchmark."""
 
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
 
 
-class Runner(Protocol):
-    """Something that answers."""
+class BenchmarkBackend(Protocol):
+    """An engine or a server that is measured."""
 
     @property
-    def lanes(self) -> tuple[str, ...]:
-        """ "speculative" and "plain", or "server" for a foreign one."""
+    def modes(self) -> tuple[str, ...]:
+        """Decoding modes: "speculative" and "plain", or "server" for other servers."""
         ...
 
-    def run(self, talks: Sequence[Talk], concurrency: int, lane: str) -> list[Sample]:
-        """Answers in the order of the talks."""
+    def run(self, prompts: Sequence[BenchmarkPrompt], concurrency: int, mode: str) -> list[Sample]:
+        """Return the answers in the order of the prompts."""
         ...
 
 
 class InProcess:
-    """An engine; concurrency is the number of requests it is given at a time."""
+    """An engine in this process, given `concurrency` requests at a time."""
 
-    def __init__(self, engine: Engine, asking: Asking):
-        self.engine, self._asking = engine, asking
-        self.lanes = ("speculative", "plain") if engine.drafter else ("plain",)
+    def __init__(self, engine: Engine, request: RequestSettings):
+        self.engine, self._settings = engine, request
+        self.modes = ("speculative", "plain") if engine.drafter else ("plain",)
 
-    def run(self, talks: Sequence[Talk], concurrency: int, lane: str) -> list[Sample]:
-        engine, asking = self.engine, self._asking
-        waiting = collections.deque(enumerate(talks))
+    def run(self, prompts: Sequence[BenchmarkPrompt], concurrency: int, mode: str) -> list[Sample]:
+        """Return the answers in the order of the prompts.
+
+        Raises:
+          RequestError: a prompt does not fit `max_length`.
+        """
+        engine, request = self.engine, self._settings
+        waiting = collections.deque(enumerate(prompts))
         running: dict[int, tuple[Any, float]] = {}
         samples: dict[int, Sample] = {}
         while waiting or running:
             while waiting and len(running) < concurrency:
-                at, talk = waiting.popleft()
-                prompt = engine.chat_ids(talk.messages, tools=talk.tools or None)
+                at, entry = waiting.popleft()
+                prompt = engine.chat_ids(entry.messages, tools=entry.tools or None)
                 room = engine.plan.max_length - len(prompt)
                 if room < 1:
                     raise RequestError(f"a prompt has {len(prompt)} tokens; raise --max-length")
                 live = engine.submit(
                     prompt,
-                    max_tokens=min(asking.max_tokens, room),
-                    temperature=asking.temperature,
-                    seed=asking.seed,
-                    speculative=lane == "speculative",
+                    max_tokens=min(request.max_tokens, room),
+                    temperature=request.temperature,
+                    seed=request.seed,
+                    speculative=mode == "speculative",
                 )
                 running[at] = live, time.perf_counter()
             engine.advance()
@@ -85,7 +90,7 @@ class InProcess:
                 if live.done:
                     del running[at]
                     samples[at] = _sample(live.result(), time.perf_counter() - started)
-        return [samples[at] for at in range(len(talks))]
+        return [samples[at] for at in range(len(prompts))]
 
 
 def _sample(result: Any, seconds: float) -> Sample:
@@ -104,13 +109,17 @@ def _sample(result: Any, seconds: float) -> Sample:
 
 
 class OverHttp:
-    """An OpenAI-compatible server. Ours decodes plainly when asked to; others have one lane."""
+    """An OpenAI-compatible server; only ours has the modes "speculative" and "plain".
 
-    def __init__(self, url: str, model: str, asking: Asking):
+    Raises:
+      RequestError: the URL is invalid, or its server does not answer like an OpenAI server.
+    """
+
+    def __init__(self, url: str, model: str, request: RequestSettings):
         parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RequestError(f"{url!r} is no http URL; give one like http://127.0.0.1:8000")
-        self._parts, self._asking = parts, asking
+        self._parts, self._settings = parts, request
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         key = os.environ.get("OPENAI_API_KEY") or os.environ.get("DFLASH_API_KEY") or "none"
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
@@ -122,11 +131,16 @@ class OverHttp:
             raise RequestError(f"{url} does not answer like an OpenAI server: {error}") from error
         if status != 200:
             raise RequestError(f"{url} answers {status}: {body[:200]!r}")
-        self.lanes = ("speculative", "plain") if ours else ("server",)
+        self.modes = ("speculative", "plain") if ours else ("server",)
 
-    def run(self, talks: Sequence[Talk], concurrency: int, lane: str) -> list[Sample]:
+    def run(self, prompts: Sequence[BenchmarkPrompt], concurrency: int, mode: str) -> list[Sample]:
+        """Return the answers in the order of the prompts.
+
+        Raises:
+          RequestError: the server reports an error.
+        """
         with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(lambda talk: self._ask(talk, lane), talks))
+            return list(pool.map(lambda entry: self._complete(entry, mode), prompts))
 
     def _connect(self) -> http.client.HTTPConnection:
         secure = self._parts.scheme == "https"
@@ -142,21 +156,21 @@ class OverHttp:
         finally:
             connection.close()
 
-    def _ask(self, talk: Talk, lane: str) -> Sample:
+    def _complete(self, entry: BenchmarkPrompt, mode: str) -> Sample:
         body: dict[str, Any] = {
             "model": self._model,
-            "messages": talk.messages,
-            "max_tokens": self._asking.max_tokens,
-            "temperature": self._asking.temperature,
-            "seed": self._asking.seed,
+            "messages": entry.messages,
+            "max_tokens": self._settings.max_tokens,
+            "temperature": self._settings.temperature,
+            "seed": self._settings.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if talk.tools:
-            body["tools"] = talk.tools
-        if lane != "server":
+        if entry.tools:
+            body["tools"] = entry.tools
+        if mode != "server":
             body |= {"return_metrics": True, "return_token_ids": True}
-        if lane == "plain":
+        if mode == "plain":
             body["speculative"] = {"enabled": False}
         started = time.perf_counter()
         connection = self._connect()
@@ -190,7 +204,7 @@ def _read_stream(response: http.client.HTTPResponse, started: float) -> Sample:
             ids = tuple(choice.get("token_ids") or ids)
     seconds = time.perf_counter() - started
     usage, metrics = last.get("usage") or {}, last.get("metrics") or {}
-    found = metrics.get("speculative_decoding") or {}
+    decoding = metrics.get("speculative_decoding") or {}
     return Sample(
         text=text,
         tokens=usage.get("completion_tokens", 0),
@@ -199,6 +213,6 @@ def _read_stream(response: http.client.HTTPResponse, started: float) -> Sample:
         seconds=seconds,
         decode_s=metrics.get("generation_time_ms", (seconds - first) * 1e3) / 1e3,
         ids=ids,
-        acceptance_lengths=tuple(n + 1 for n in found.get("per_step_accepted", ())),
-        drafts=found.get("num_spec_tokens", 0),
+        acceptance_lengths=tuple(n + 1 for n in decoding.get("per_step_accepted", ())),
+        drafts=decoding.get("num_spec_tokens", 0),
     )

@@ -65,9 +65,9 @@ def add_verb(verbs: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`dflash-jax bench`."""
-    from dflash_jax.bench.prompts import read_talks
+    from dflash_jax.bench.prompts import read_prompts
     from dflash_jax.bench.report import check_plot, measure, plot, summary
-    from dflash_jax.bench.runs import Asking, InProcess, OverHttp
+    from dflash_jax.bench.runs import InProcess, OverHttp, RequestSettings
 
     if options.plot:
         check_plot(options.plot)
@@ -77,8 +77,8 @@ def run(options: argparse.Namespace) -> int:
     levels = _levels(options.concurrency)
     if options.count < 1 or options.repeats < 1:
         raise RequestError("--count and --repeats have to be at least 1")
-    talks = read_talks(options.data, options.count)
-    asking = Asking(options.max_tokens, options.temperature, options.seed)
+    talks = read_prompts(options.data, options.count)
+    asking = RequestSettings(options.max_tokens, options.temperature, options.seed)
     if options.url and options.profile is not None:
         raise RequestError("--profile looks into an engine of this process; leave --url out")
     if options.url:

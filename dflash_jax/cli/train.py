@@ -63,23 +63,23 @@ def run(options: argparse.Namespace) -> int:
     use_compilation_cache()
     from dflash_jax.train import run as training
     from dflash_jax.train.evaluate import summary
-    from dflash_jax.train.loop import Stopped
+    from dflash_jax.train.loop import TrainingStopped
     from dflash_jax.train.recipes import recipe
 
     chosen = recipe(options.preset, options.settings)
     started = time.monotonic()
     try:
-        with progress() as tell:
+        with progress() as report:
             made = training.run(
                 options.target,
                 options.data,
                 options.out,
                 chosen,
-                tell=tell,
+                report=report,
                 mask_id=options.mask_id,
                 start=options.start,
             )
-    except Stopped as stop:
+    except TrainingStopped as stop:
         print(f"dflash-jax: {stop}; run the same command to go on", file=sys.stderr)
         return STOPPED
     plotted, seconds = draw(options.out), round(time.monotonic() - started, 1)
@@ -128,7 +128,7 @@ def progress() -> Iterator[Callable[[str], None]]:
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=None)
 
-        def tell(line: str) -> None:
+        def report(line: str) -> None:
             words = line.split()
             done, _, total = words[1].partition("/") if len(words) > 1 else ("", "", "")
             counted = done.isdigit() and total.isdigit()
@@ -137,4 +137,4 @@ def progress() -> Iterator[Callable[[str], None]]:
             else:
                 bar.console.print(line)
 
-        yield tell
+        yield report

@@ -1,4 +1,4 @@
-"""Where drafted blocks start, and which of their slots are trained. Traced and pure."""
+"""Anchors of training blocks, and which slots of a block are trained. Traced and pure."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,11 @@ from jaxtyping import Array, Bool, Int, Key
 def sample(
     key: Key[Array, ""], valid: Bool[Array, "B S"], count: int
 ) -> tuple[Int[Array, "B N"], Bool[Array, "B N"]]:
-    """`count` distinct anchors of each row, uniformly among the valid places, ascending.
+    """Sample `count` distinct anchors per row, uniformly among the valid positions, ascending.
 
-    Rows with fewer valid places get the rest as dead anchors: position 0 and False.
+    Returns:
+      Positions and whether each is alive. A row with fewer valid positions is filled with dead
+      anchors: position 0 and False.
     """
     noise = jnp.where(valid, jax.random.uniform(key, valid.shape), -1.0)
     best, places = jax.lax.top_k(noise, count)
@@ -21,16 +23,16 @@ def sample(
 
 
 def startable(wanted: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
-    """Places that may be anchors: an assistant's token with another one behind it.
+    """Return the positions that may be anchors: an assistant token followed by another one.
 
-    Never position 0, whose context would be empty.
+    Position 0 is never an anchor, because its context would be empty.
     """
     following = jnp.roll(wanted, -1, axis=1).at[:, -1].set(False)
     return (wanted & following).at[:, 0].set(False)
 
 
 def slots(anchors: Int[Array, "B N"], block: int, length: int) -> Int[Array, "B N T"]:
-    """Positions anchor .. anchor+T-1 of every block, those past the row's end clipped."""
+    """Return positions anchor .. anchor+T-1 of every block, clipped to the end of the row."""
     return jnp.minimum(anchors[:, :, None] + jnp.arange(block)[None, None, :], length - 1)
 
 
@@ -42,14 +44,14 @@ def trained(
     alive: Bool[Array, "B N"],
     block: int,
 ) -> tuple[Int[Array, "B N T-1"], Bool[Array, "B N T-1"]]:
-    """Labels of slots 1 .. T-1 and which of them count.
+    """Return the labels of slots 1 .. T-1, and which slots count in the loss.
 
-    The label of a slot is the target's own best token there, given the row's tokens before
-    it. A slot counts while every earlier slot's label is the row's token: so far the row is
-    the greedy continuation of its anchor, whoever wrote it.
+    The label of a slot is the target's argmax token there, given the row's tokens before it. A
+    slot counts while every earlier label equals the row's token, that is, while the row is the
+    target's greedy continuation of the anchor.
 
     Args:
-      best: the target's best next token behind each place.
+      best: the target's argmax token after each position.
     """
     length = tokens.shape[1]
     places = slots(anchors, block, length)
@@ -62,6 +64,6 @@ def trained(
 
 
 def gather(values: Array, places: Int[Array, "B N T"]) -> Array:
-    """values[b, places[b, n, t]]."""
+    """Return values[b, places[b, n, t]]."""
     rows, count, width = places.shape
     return jnp.take_along_axis(values, places.reshape(rows, -1), axis=1).reshape(rows, count, width)

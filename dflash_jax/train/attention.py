@@ -1,8 +1,8 @@
 """Attention of many drafted blocks over one shared context, without a dense mask.
 
-Context scores and in-block scores are computed apart and share one softmax, so that the cost
-grows with S + T columns for a query and not with S + N*T. A few blocks of every row are done at
-a time, and done again in the backward pass, so that the scores of all never exist at once.
+Context scores and in-block scores are computed separately and share one softmax, so that a query
+has S + T columns instead of S + N*T. Blocks are processed a few at a time and recomputed in the
+backward pass, so that the scores of all blocks never exist together.
 """
 
 import jax
@@ -25,12 +25,12 @@ def split_attention(
     causal: bool,
     window: int | None,
 ) -> Float[Array, "B N T K*G*H"]:
-    """softmax over [context rows before the anchor | rows of the own block], float32 softmax.
+    """Attend over [context before the anchor | the block itself], with a float32 softmax.
 
     Args:
       context, block: keys and values.
-      causal: whether a slot sees only slots up to itself.
-      window: a query sees keys closer than this; None sees all.
+      causal: whether a slot attends only to slots up to itself.
+      window: maximum distance of a key plus one; None for no limit.
     """
     rows, count, width, kv, groups, head = queries.shape
     columns = context[0].shape[1] + width
@@ -46,8 +46,8 @@ def split_attention(
     chunks = (queries, *block, anchors)
     if parts == 1:
         return some(chunks)
-    found = jax.lax.map(jax.checkpoint(some), jax.tree.map(cut, chunks))
-    return jnp.moveaxis(found, 0, 1).reshape(rows, count, width, kv * groups * head)
+    attended = jax.lax.map(jax.checkpoint(some), jax.tree.map(cut, chunks))
+    return jnp.moveaxis(attended, 0, 1).reshape(rows, count, width, kv * groups * head)
 
 
 def _attend(
@@ -77,10 +77,9 @@ def _attend(
 def before_anchor(
     anchors: Int[Array, "B N"], width: int, length: int, window: int | None
 ) -> Bool[Array, "B N T S"]:
-    """Context rows that a slot sees: strictly before its block's anchor, inside the window.
+    """Return the context mask: positions strictly before the anchor and inside the window.
 
-    The anchor's own row is not among them: when a block is drafted, the target has not yet
-    run on its anchor.
+    The anchor itself is masked: when a block is drafted, the target has not run on its anchor.
     """
     places = jnp.arange(length)[None, None, None, :]
     seen = jnp.broadcast_to(places < anchors[:, :, None, None], (*anchors.shape, width, length))
@@ -91,7 +90,7 @@ def before_anchor(
 
 
 def inside_block(width: int, causal: bool, window: int | None) -> Bool[Array, "T T"]:
-    """Which slots of a block see which."""
+    """Return the mask [query, key] inside a block."""
     query, key = jnp.arange(width)[:, None], jnp.arange(width)[None, :]
     seen = key <= query if causal else jnp.ones((width, width), bool)
     if window is None:

@@ -1,4 +1,4 @@
-"""Training data as a user has it: conversations, texts or token ids, one JSON object a line."""
+"""Training data: conversations, texts or token ids, one JSON object per line."""
 
 import contextlib
 import dataclasses
@@ -16,11 +16,11 @@ from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import documents
 from dflash_jax.train.recipe import GIVEN, MIXED, Recipe
-from dflash_jax.train.regenerate import Prompt
+from dflash_jax.train.regenerate import AnswerPrompt
 from dflash_jax.train.rows import Document
 
 SHIPPED = "tiny"  # the corpus of the shipped pair
-HELD_OUT_SHARE = 16  # one line in so many is never trained on
+HELD_OUT_SHARE = 16  # one line in this many is held out
 CODE_CHARACTERS = 1_500_000  # of the shipped corpus
 FIRST_TURN_SHARE = 0.6  # of conversations answered at their first turn
 HIGHEST = 2**31 - 1  # token id that an array holds
@@ -39,18 +39,18 @@ class Example:
 
     @property
     def held_out(self) -> bool:
-        """Whether the hash of its first words keeps it out of training."""
+        """Whether the hash of its opening words holds it out of training."""
         asked = next((m.get("content") for m in self.messages if m.get("role") == "user"), None)
         opening = json.dumps([asked, self.text[:200], self.ids[:64]], ensure_ascii=False)
         return hashlib.sha256(opening.encode(errors="replace")).digest()[0] % HELD_OUT_SHARE == 0
 
     def variables(self) -> dict[str, Any]:
-        """What the chat template is given besides the messages."""
+        """Return the variables of the chat template, without the messages."""
         switch = {} if self.thinking else {"enable_thinking": False}
         return {"tools": list(self.tools) or None, **switch}
 
     def entry(self) -> dict[str, Any]:
-        """As a line of held-out prompts."""
+        """Return the example as a line of held-out prompts."""
         if self.ids:
             return {"kind": "ids", "ids": list(self.ids)}
         if self.text:
@@ -60,22 +60,22 @@ class Example:
 
 
 def read(path: Path) -> list[Example]:
-    """The lines of a file.
+    """Return the examples of a JSONL file.
 
     Raises:
-      ConfigError: the file is missing or empty, or a line is none of the known forms.
+      ConfigError: the file is missing or empty, or a line has none of the known forms.
     """
     if not path.is_file():
         raise ConfigError(f"there is no data at {path}; give a file of lines like {FORMS}")
     try:
-        with path.open(encoding="utf-8-sig") as file:  # Windows likes to begin files with a mark
+        with path.open(encoding="utf-8-sig") as file:  # Windows editors write a byte order mark
             lines = list(enumerate(file, 1))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 ({error}); save it so") from error
-    found = [_example(line, f"{path}:{i}") for i, line in lines if line.strip()]
-    if not found:
+    examples = [_example(line, f"{path}:{i}") for i, line in lines if line.strip()]
+    if not examples:
         raise ConfigError(f"{path} has no lines; expected lines like {FORMS}")
-    return found
+    return examples
 
 
 def _example(line: str, where: str) -> Example:
@@ -114,8 +114,9 @@ def _conversation(fields: dict[str, Any]) -> Example:
 
 
 def _called(message: dict[str, Any]) -> dict[str, Any]:
-    """The message, arguments of its calls parsed where they are an object as a text: so OpenAI's
-    API writes them, and so the server gives them to the template.
+    """Return the message with the arguments of its calls parsed from JSON text.
+
+    OpenAI's API writes arguments as text, and the server parses them for the template.
     """
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
@@ -127,8 +128,8 @@ def _parsed(call: Any) -> Any:
     match call:
         case {"function": {"arguments": str(arguments)} as function}:
             with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(found := json.loads(arguments or "{}"), dict):
-                    return {**call, "function": {**function, "arguments": found}}
+                if isinstance(parsed := json.loads(arguments or "{}"), dict):
+                    return {**call, "function": {**function, "arguments": parsed}}
     return call
 
 
@@ -156,7 +157,11 @@ def shipped(recipe: Recipe) -> tuple[list[Example], list[Example]]:
 
 
 def load(source: str, recipe: Recipe) -> tuple[list[Example], list[Example]]:
-    """Training and held-out examples of a file, or of the shipped corpus ("tiny")."""
+    """Return training and held-out examples of a file, or of the shipped corpus ("tiny").
+
+    Raises:
+      ConfigError: the file cannot be used, or all of its lines are held out.
+    """
     if source == SHIPPED:
         return shipped(recipe)
     examples = read(Path(source).expanduser())
@@ -170,8 +175,10 @@ def load(source: str, recipe: Recipe) -> tuple[list[Example], list[Example]]:
     return training, held_out
 
 
-def divided(examples: Sequence[Example], recipe: Recipe) -> tuple[list[Example], list[Example]]:
-    """Examples that the target answers, and those that are learnt as they stand."""
+def split_by_answers(
+    examples: Sequence[Example], recipe: Recipe
+) -> tuple[list[Example], list[Example]]:
+    """Split into examples that the target answers and examples that are learnt as given."""
     chats, texts = ([x for x in examples if bool(x.messages) is on] for on in (True, False))
     if recipe.answers == GIVEN:
         return [], list(examples)
@@ -185,17 +192,17 @@ def divided(examples: Sequence[Example], recipe: Recipe) -> tuple[list[Example],
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
-    """A short hash of everything in the examples."""
+    """Return a short hash of the examples."""
     whole = hashlib.sha256()
     for example in examples:
         whole.update(json.dumps(vars(example), sort_keys=True).encode())
     return whole.hexdigest()[:16]
 
 
-def opened(example: Example, rng: random.Random) -> list[Example]:
-    """A conversation cut before each of its assistant turns, one of them first: mostly the first.
+def cut_at_turns(example: Example, rng: random.Random) -> list[Example]:
+    """Return the conversation cut before each of its assistant turns, in random order.
 
-    As it is if it waits for the assistant.
+    The first turn comes first in `FIRST_TURN_SHARE` of conversations.
     """
     turns = assistant_turns(example)
     if not turns:
@@ -209,7 +216,7 @@ def opened(example: Example, rng: random.Random) -> list[Example]:
 
 
 def assistant_turns(example: Example) -> list[int]:
-    """Return the places in a conversation where the assistant answers, or may be asked to."""
+    """Return the indices of messages that the assistant wrote or would write next."""
     turns = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and i]
     if example.messages[-1]["role"] != "assistant":
         turns.append(len(example.messages))
@@ -218,10 +225,11 @@ def assistant_turns(example: Example) -> list[int]:
 
 def prompts(
     examples: Sequence[Example], tokenizer: Tokenizer | None, recipe: Recipe
-) -> list[Prompt]:
-    """What the target shall answer, at most as much as the recipe asks for.
+) -> list[AnswerPrompt]:
+    """Return the prompts for the target, at most as many as the recipe asks for.
 
-    Each conversation gives one turn before any gives two. Prompts say which example they are of.
+    Every conversation contributes one turn before any contributes two. Each prompt carries the
+    index of its example.
 
     Raises:
       ConfigError: there is nothing to answer.
@@ -234,37 +242,43 @@ def prompts(
     for line in order:
         example = examples[line]
         if example.messages:
-            for i, cut in enumerate(opened(example, rng)):
+            for i, cut in enumerate(cut_at_turns(example, rng)):
                 if i == len(rounds):
                     rounds.append([])
                 rounds[i].append((cut, line))
         elif len(texts) < recipe.text_prompts:
             texts += [(piece, line) for piece in _pieces(example, tokenizer, recipe.text_prompt)]
     chosen = [cut for one in rounds for cut in one][: recipe.prompts]
-    found = [
-        Prompt(_given(token_ids(cut, tokenizer)), recipe.new_tokens, line) for cut, line in chosen
+    result = [
+        AnswerPrompt(_given(token_ids(cut, tokenizer)), recipe.new_tokens, line)
+        for cut, line in chosen
     ]
-    found += [Prompt(x, recipe.text_tokens, line) for x, line in texts[: recipe.text_prompts]]
-    if not found:
+    result += [
+        AnswerPrompt(x, recipe.text_tokens, line) for x, line in texts[: recipe.text_prompts]
+    ]
+    if not result:
         raise ConfigError(
             f"none of {len(examples)} lines gives the target anything to answer: a conversation"
             " needs a message before the assistant's and prompts above 0, a text or ids need"
-            " text_prompts above 0; answers=given learns them as they stand"
+            " text_prompts above 0; answers=given learns them as given"
         )
-    return found
+    return result
 
 
 def _pieces(example: Example, tokenizer: Tokenizer | None, length: int) -> list[Document]:
-    """Prompts of `length` tokens, behind the start token where a tokenizer puts one; a text too
-    short for one is a prompt as it is.
+    """Return prompts of `length` tokens, each after the start token if the tokenizer adds one.
+
+    A text that is too short is one prompt.
     """
-    opening, ids = parted(example, tokenizer)
+    opening, ids = split_start_token(example, tokenizer)
     pieces = [piece.ids for piece in documents.pieces(ids, length)]
     return [_given([*opening, *piece]) for piece in pieces or [ids]]
 
 
-def parted(example: Example, tokenizer: Tokenizer | None) -> tuple[list[int], np.ndarray]:
-    """The start token, where a tokenizer puts one, and the ids of a text."""
+def split_start_token(
+    example: Example, tokenizer: Tokenizer | None
+) -> tuple[list[int], np.ndarray]:
+    """Return the start token, if the tokenizer adds one, and the ids of the text."""
     ids, opening = list(token_ids(example, tokenizer)), []
     if example.text and tokenizer is not None:
         bare = tokenizer.encode(example.text, specials=False)
@@ -276,33 +290,34 @@ def parted(example: Example, tokenizer: Tokenizer | None) -> tuple[list[int], np
 def held_out(
     examples: Sequence[Example], tokenizer: Tokenizer | None, recipe: Recipe
 ) -> list[dict[str, Any]]:
-    """Lines of prompts for the final measurement.
+    """Return the held-out prompts as lines for the final measurement.
 
     Raises:
-      ConfigError: one of them cannot be asked; nobody shall learn that after the training.
+      ConfigError: a prompt cannot be encoded, which is reported before training.
     """
     rng = random.Random(f"held out {recipe.seed}")
-    found = []
+    entries = []
     for example in examples[: recipe.held_out]:
         if example.messages:
-            for cut in opened(example, rng)[:1]:
+            for cut in cut_at_turns(example, rng)[:1]:
                 token_ids(cut, tokenizer)
-                found.append(cut.entry())
+                entries.append(cut.entry())
         elif example.text and tokenizer is not None:
             ids = tokenizer.encode(example.text, specials=False)
             cut = ids[: max(len(ids) - recipe.text_tokens, recipe.text_prompt)]
             text = example.text if len(ids) <= 4 * recipe.text_prompt else tokenizer.decode(cut)
-            found.append(dataclasses.replace(example, text=text).entry())
+            entries.append(dataclasses.replace(example, text=text).entry())
         else:
-            found.append(example.entry())
-    return found
+            entries.append(example.entry())
+    return entries
 
 
 def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """The prompt of an example as token ids.
+    """Return the token ids of an example's prompt.
 
     Raises:
-      ConfigError: it is text, and the target ships no tokenizer; or the chat template refuses it.
+      ConfigError: the example is text and the target ships no tokenizer, or the chat template
+        rejects it.
     """
     if example.ids:
         return example.ids
@@ -314,7 +329,7 @@ def token_ids(example: Example, tokenizer: Tokenizer | None) -> Sequence[int]:
 
 
 def rendered(example: Example, count: int, tokenizer: Tokenizer, **variables: Any) -> str:
-    """The first messages of a conversation, the assistant's next turn opened behind them."""
+    """Render the first messages of a conversation, followed by the start of an assistant turn."""
     messages, variables = example.messages[:count], example.variables() | variables
     try:
         return tokenizer.render(messages, **variables)

@@ -1,4 +1,4 @@
-"""Training of drafters: the engine's own modules, called on many anchored blocks at once."""
+"""Training of drafters with the engine's own modules, on many anchored blocks at once."""
 
 import functools
 import operator
@@ -18,7 +18,7 @@ from dflash_jax.nn.layers import rms_norm
 from dflash_jax.train import anchors as anchoring
 from dflash_jax.train import objective
 from dflash_jax.train.attention import split_attention
-from dflash_jax.train.features import Reading, reading
+from dflash_jax.train.features import TargetFeatures, target_features
 from dflash_jax.train.recipe import DFLASH, Recipe
 from dflash_jax.train.target import TrainState
 
@@ -29,7 +29,7 @@ def anchored(
     blocks: Float[Array, "B N T D"],
     anchors: Int[Array, "B N"],
 ) -> Float[Array, "B N T D"]:
-    """The hidden states of N blocks, each as the cached call would draft it at its anchor.
+    """Return hidden states of N blocks, equal to those of the cached call at each anchor.
 
     Args:
       module: a drafter of any kind.
@@ -69,21 +69,21 @@ def anchored(
 
 @struct.dataclass
 class Blocks:
-    """Anchors of a batch; labels of their drafted places, and which of them count."""
+    """Anchors of a batch, the labels of their drafted places, and which places count."""
 
     anchors: Int[Array, "B N"]
     labels: Int[Array, "B N R"]
     counts: Bool[Array, "B N R"]
 
 
-def drafted(
+def draft_hidden(
     pair: Pair,
     params: dict[str, Any],
-    read: Reading,
+    features: TargetFeatures,
     tokens: Int[Array, "B S"],
     anchors: Int[Array, "B N"],
 ) -> Float[Array, "B N R D"]:
-    """Hidden states of the places that predict a token, of blocks that start at `anchors`.
+    """Return the drafter's hidden states at the predicted places of blocks at `anchors`.
 
     Args:
       params: "target" and "drafter".
@@ -98,7 +98,7 @@ def drafted(
     flat = block.reshape(block.shape[0], -1)
     x = pair.target_call(params, flat, method="embed").reshape(*block.shape, -1)
     kind = jax.tree.leaves(params["drafter"])[0].dtype
-    taps = tuple(tap.astype(kind) for tap in read.taps)
+    taps = tuple(tap.astype(kind) for tap in features.taps)
     hidden = pair.drafter_call(params, taps, x.astype(kind), anchors, method=anchored)
     return hidden if config.sample_from_anchor else hidden[:, :, 1:]
 
@@ -107,20 +107,20 @@ def scores(
     pair: Pair,
     params: dict[str, Any],
     recipe: Recipe,
-    read: Reading,
+    features: TargetFeatures,
     tokens: Int[Array, "B S"],
     blocks: Blocks,
 ) -> objective.Scores:
-    """Scores [B, N, R] of all drafted places."""
+    """Return the scores [B, N, R] of all drafted places."""
     assert pair.drafter is not None
     length, count = tokens.shape[1], blocks.labels.shape[2]
     before = anchoring.slots(blocks.anchors, count, length)  # the place before each drafted one
     teacher = None
-    if read.hidden is not None:
+    if features.hidden is not None:
         flat = before.reshape(len(tokens), -1, 1)
-        teacher = jnp.take_along_axis(read.hidden, flat, axis=1).reshape(*before.shape, -1)
+        teacher = jnp.take_along_axis(features.hidden, flat, axis=1).reshape(*before.shape, -1)
     places = objective.Places(
-        hidden=drafted(pair, params, read, tokens, blocks.anchors),
+        hidden=draft_hidden(pair, params, features, tokens, blocks.anchors),
         labels=blocks.labels,
         previous=anchoring.gather(tokens, before),
         teacher=teacher,
@@ -135,42 +135,43 @@ def scores(
 
 
 @struct.dataclass
-class Part:
-    """Some rows of a batch; what the target says of them, if it was asked before."""
+class BatchPart:
+    """Rows of a batch, with the target's features where they are precomputed."""
 
     tokens: Int[Array, "B S"]
     wanted: Bool[Array, "B S"]
     anchors: Int[Array, "B N"]
     alive: Bool[Array, "B N"]
-    read: Reading | None
+    features: TargetFeatures | None
 
 
 def sums(
-    pair: Pair, recipe: Recipe, params: dict[str, Any], frozen: dict[str, Any], part: Part
+    pair: Pair, recipe: Recipe, params: dict[str, Any], frozen: dict[str, Any], part: BatchPart
 ) -> objective.Sums:
-    """What some rows add to the loss and the log of a batch.
+    """Return the sums that these rows add to the loss and the metrics of a batch.
 
     Args:
-      params: the drafter's; `frozen` are the target's.
+      params: parameters of the drafter.
+      frozen: parameters of the target.
     """
     assert pair.drafter is not None
-    read = part.read
-    if read is None:
+    features = part.features
+    if features is None:
         keep = objective.wants_distribution(recipe)
-        read = reading(pair, frozen, part.tokens, dtype=recipe.dtype, keep=keep)
-    if read.hidden is not None:
-        read = read.replace(hidden=read.hidden.astype(recipe.dtype))  # pyrefly: ignore
+        features = target_features(pair, frozen, part.tokens, dtype=recipe.dtype, keep=keep)
+    if features.hidden is not None:
+        features = features.replace(hidden=features.hidden.astype(recipe.dtype))  # pyrefly: ignore
     width = pair.drafter.config.step_width
     labels, counts = anchoring.trained(
-        part.tokens, part.wanted, read.best, part.anchors, part.alive, width
+        part.tokens, part.wanted, features.best, part.anchors, part.alive, width
     )
     blocks = Blocks(anchors=part.anchors, labels=labels, counts=counts)
     both = {"target": frozen, "drafter": rounded(params, recipe.dtype)}
-    return objective.sums(recipe, scores(pair, both, recipe, read, part.tokens, blocks), counts)
+    return objective.sums(recipe, scores(pair, both, recipe, features, part.tokens, blocks), counts)
 
 
 def rounded(params: dict, dtype: str) -> dict:
-    """Parameters as an engine of that dtype computes with them; gradients pass as they are."""
+    """Cast parameters as an engine of this dtype does; gradients are not rounded."""
 
     def one(path: Any, x: Array) -> Array:
         kept = path[-1].key in ALWAYS_FLOAT32 or not jnp.issubdtype(x.dtype, jnp.floating)
@@ -185,22 +186,22 @@ def gradient(
     params: dict,
     frozen: dict,
     rows: tuple[Array, Array],
-    read: Reading | None,
+    features: TargetFeatures | None,
     number: Array,
     count: int,
 ) -> tuple[dict, dict[str, Array]]:
-    """Gradient and metrics of one batch, its rows taken in `recipe.parts` parts.
+    """Return gradient and metrics of one batch, accumulated over `recipe.parts` parts.
 
     Args:
-      frozen: the target's parameters.
-      rows: tokens and what of them is wanted.
-      read: what the target says about them; None asks it now.
-      number: of the step; with the recipe's seed it decides the anchors.
-      count: anchors in a row.
+      frozen: parameters of the target.
+      rows: tokens and the mask of wanted tokens.
+      features: the target's features of the rows; None computes them here.
+      number: step number, which seeds the anchors together with the recipe's seed.
+      count: anchors per row.
     """
     key = jax.random.fold_in(jax.random.key(recipe.seed), number)
     anchors, alive = anchoring.sample(key, anchoring.startable(rows[1]), count)
-    whole = Part(rows[0].astype(jnp.int32), rows[1], anchors, alive, read)
+    whole = BatchPart(rows[0].astype(jnp.int32), rows[1], anchors, alive, features)
     if recipe.parts == 1:
 
         def loss(params: dict) -> tuple[Array, dict[str, Array]]:
@@ -208,48 +209,49 @@ def gradient(
 
         return jax.grad(loss, has_aux=True)(params)
 
-    def added(params: dict, part: Part) -> tuple[Array, objective.Sums]:
-        found = sums(pair, recipe, params, frozen, part)
-        return jnp.stack([found.loss, found.head]), found
+    def added(params: dict, part: BatchPart) -> tuple[Array, objective.Sums]:
+        totals = sums(pair, recipe, params, frozen, part)
+        return jnp.stack([totals.loss, totals.head]), totals
 
-    def one(carry: Any, part: Part) -> tuple[Any, None]:
-        _, pull, found = jax.vjp(lambda p: added(p, part), params, has_aux=True)
+    def one(carry: Any, part: BatchPart) -> tuple[Any, None]:
+        _, pull, totals = jax.vjp(lambda p: added(p, part), params, has_aux=True)
         slopes = [pull(unit)[0] for unit in jnp.eye(len(carry[0]), 2)]
-        return jax.tree.map(jnp.add, carry, (slopes, found)), None
+        return jax.tree.map(jnp.add, carry, (slopes, totals)), None
 
-    # The parts' loss and head are sums with a divisor each, known only at the end.
+    # The divisors of loss and head loss are known only after the last part.
     slopes = [jax.tree.map(jnp.zeros_like, params)] * (1 if recipe.kind == DFLASH else 2)
     carry = (slopes, objective.Sums(*[jnp.float32(0)] * 8))
-    (slopes, found), _ = jax.lax.scan(one, carry, dealt(whole, recipe.parts))
+    (slopes, totals), _ = jax.lax.scan(one, carry, split_rows(whole, recipe.parts))
     shares = (
-        1 / objective.divisor(found.weight),
-        recipe.head_weight / objective.divisor(found.head_weight),
+        1 / objective.divisor(totals.weight),
+        recipe.head_weight / objective.divisor(totals.head_weight),
     )
     slope = jax.tree.map(lambda *x: sum(map(operator.mul, x, shares)), *slopes)
-    return slope, objective.total(recipe, found)[1]
+    return slope, objective.total(recipe, totals)[1]
 
 
-def dealt(tree: Any, parts: int) -> Any:
-    """Arrays [B, ...] as [parts, B / parts, ...]."""
+def split_rows(tree: Any, parts: int) -> Any:
+    """Reshape arrays [B, ...] to [parts, B / parts, ...]."""
     return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), tree)
 
 
 def step(
     pair: Pair, recipe: Recipe, optimizer: optax.GradientTransformation
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
-    """The function of one step: (state, frozen, rows, reading, number, count) -> ..., see
-    `gradient`.
+    """Return one training step: (state, frozen, rows, features, number, count) -> (state, metrics).
+
+    See `gradient` for the arguments.
     """
 
     def advance(
         state: TrainState,
         frozen: dict,
         rows: tuple[Array, Array],
-        read: Reading | None,
+        features: TargetFeatures | None,
         number: Array,
         count: int,
     ) -> tuple[TrainState, dict[str, Array]]:
-        slope, metrics = gradient(pair, recipe, state.params, frozen, rows, read, number, count)
+        slope, metrics = gradient(pair, recipe, state.params, frozen, rows, features, number, count)
         updates, memory = optimizer.update(slope, state.optimizer, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         metrics["gradient"] = optax.tree.norm(slope)
@@ -259,7 +261,7 @@ def step(
 
 
 def initial(pair: Pair, seed: int) -> dict[str, Any]:
-    """Fresh parameters; a DFlash 2 drafter starts as a DFlash one, its selector saying nothing."""
+    """Return fresh parameters; the selector of DFlash 2 starts at zero, without effect."""
     drafter = pair.drafter
     assert drafter is not None
     c = drafter.config
@@ -267,8 +269,8 @@ def initial(pair: Pair, seed: int) -> dict[str, Any]:
     blocks = jnp.zeros((1, 1, c.block_size, c.hidden_size))
     where = jnp.zeros((1, 1), jnp.int32)
     init = jit(functools.partial(drafter.init, method=anchored))
-    made: Any = init(jax.random.key(seed), taps, blocks, where)
-    params = made["params"]
+    variables: Any = init(jax.random.key(seed), taps, blocks, where)
+    params = variables["params"]
     if "successor" in params:
         params["successor"] = jnp.zeros_like(params["successor"])
     return params

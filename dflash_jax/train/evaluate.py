@@ -1,4 +1,4 @@
-"""Acceptance length by real speculative decoding on held-out prompts, with the engine itself."""
+"""Acceptance length on held-out prompts, measured by decoding them with the engine."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from dflash_jax.plan import Dtype, Plan
 
 CHAT, CODE, IDS = KINDS = ("chat", "code", "ids")
 LENGTH = 2048  # of prompt and answer together
-COMPARED = 4  # prompts of each kind that are answered without the drafter as well
+COMPARED = 4  # prompts of each kind that are also decoded without the drafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +25,20 @@ class Score:
     rounds: int
     acceptance_length: float  # tokens per round, bonus included
     accepted_per_position: tuple[float, ...]  # share of rounds
-    full_blocks: float  # share of rounds in which every draft was kept
+    full_blocks: float  # share of rounds in which every draft was accepted
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The lines of heldout.jsonl."""
+    """Return the lines of heldout.jsonl."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def prompt_ids(engine: Engine, entry: dict[str, Any]) -> list[int]:
-    """A held-out prompt as token ids: a conversation, or the opening of a source file."""
+    """Return the token ids of a held-out prompt.
+
+    Raises:
+      RequestError: the prompt is text and the target ships no tokenizer.
+    """
     if "ids" in entry:
         return entry["ids"]
     if engine.tokenizer is None:
@@ -46,7 +50,7 @@ def prompt_ids(engine: Engine, entry: dict[str, Any]) -> list[int]:
 
 
 def score(results: Sequence[Result], block: int) -> Score:
-    """Sums over all rounds, divided once."""
+    """Return the figures pooled over all rounds of all results."""
     rounds = sum(result.stats.rounds for result in results)
     decided = [n for result in results for n in result.stats.acceptance_lengths]
     kept = [sum(n > place for n in decided) for place in range(1, block)]
@@ -61,9 +65,9 @@ def score(results: Sequence[Result], block: int) -> Score:
 
 
 def summary(row: dict[str, Any]) -> str:
-    """One line about the figures of a kind of prompt."""
+    """Return one line with the figures of a kind of prompt."""
     line = f"acceptance length {row['acceptance_length']:.2f} on {row['prompts']} held-out prompts"
-    if "compared" in row:  # those of an earlier version were not
+    if "compared" in row:  # absent from results of earlier versions
         line += f"; {row['equal']} of {row['compared']} answers equal to plain decoding's"
     return line
 
@@ -74,15 +78,18 @@ def evaluate(
     prompts: Path,
     *,
     max_tokens: int,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     dtype: Dtype = "float32",
     weights: str = "float",
 ) -> dict[str, Any]:
-    """Scores of each kind of prompt, greedy; `max_tokens` for each answer.
+    """Return the scores of each kind of prompt, decoded greedily.
 
-    The first few are answered without the drafter as well: `equal` of `compared` were the same.
+    The first few prompts are also decoded without the drafter: `equal` of `compared` answers
+    had the same tokens.
 
     Args:
+      max_tokens: length limit of each answer.
+      report: called with progress lines.
       dtype, weights: of the plan.
     """
     from dflash_jax.loading import open_pair
@@ -96,17 +103,17 @@ def evaluate(
     def answers(asked: Sequence[Sequence[int]], drafted: bool) -> list[Result]:
         return [engine.generate(x, max_tokens=max_tokens, speculative=drafted) for x in asked]
 
-    found: dict[str, Any] = {"max_tokens": max_tokens, "dtype": dtype, "temperature": 0}
+    scores: dict[str, Any] = {"max_tokens": max_tokens, "dtype": dtype, "temperature": 0}
     for kind in KINDS:
         every = [prompt_ids(engine, entry) for entry in entries if entry["kind"] == kind]
         asked = [ids for ids in every if len(ids) + max_tokens <= length]
         if left := len(every) - len(asked):
-            tell(f"{kind}: {left} of {len(every)} held-out prompts left out: too long to measure")
+            report(f"{kind}: {left} of {len(every)} held-out prompts are too long and were skipped")
         if asked:
             results, plain = answers(asked, True), answers(asked[:COMPARED], False)
             pairs = zip(results, plain, strict=False)
             equal = sum(drafted.token_ids == alone.token_ids for drafted, alone in pairs)
             row = dataclasses.asdict(score(results, engine.plan.block))
-            found[kind] = row | {"compared": len(plain), "equal": equal}
-            tell(f"{kind}: {summary(found[kind])}")
-    return found
+            scores[kind] = row | {"compared": len(plain), "equal": equal}
+            report(f"{kind}: {summary(scores[kind])}")
+    return scores

@@ -9,12 +9,12 @@ DTYPE = "bfloat16"
 
 
 def target(directory: Path, config: TargetConfig, params: dict, *, pad: int) -> None:
-    """A folder that transformers loads as Qwen3ForCausalLM."""
+    """Write a folder that transformers loads as Qwen3ForCausalLM."""
     _write(directory, config, params, {"bos_token_id": None, "pad_token_id": pad})
 
 
 def drafter(directory: Path, config: DrafterConfig, params: dict, *, longest: int) -> None:
-    """A folder as published DFlash drafters are spelt; embedding and head are the target's."""
+    """Write a folder in the layout of published DFlash drafters, without embedding and head."""
     own = {"max_position_embeddings": longest, "tie_word_embeddings": False}
     _write(directory, config, params, own)
 

@@ -1,4 +1,4 @@
-"""What the frozen target says about token rows: read in every step, or once and kept on disk."""
+"""Features of the frozen target for token rows: computed in each step, or once and cached."""
 
 import functools
 import json
@@ -25,33 +25,33 @@ from dflash_jax.errors import CheckpointError
 from dflash_jax.models import target_caches
 from dflash_jax.plan import Plan
 from dflash_jax.train.files import remove, saved_as, sound
-from dflash_jax.train.rows import Rows
-from dflash_jax.train.threads import side_by_side
+from dflash_jax.train.rows import TokenRows
+from dflash_jax.train.threads import parallel_calls
 
 CHUNK = 512  # tokens of a row that the target reads at a time
 HEAD_TOKENS = 1024  # places whose logits exist at a time
 CACHED_TOKENS = 4096  # of all rows of one call, when the cache is filled
-READERS = 4  # calls at a time, at most
-TELL_EVERY = 10.0  # seconds
+READERS = 4  # concurrent calls, at most
+REPORT_EVERY = 10.0  # seconds
 
 
 @struct.dataclass
-class Reading:
-    """The target's view of rows; it is the same in every epoch."""
+class TargetFeatures:
+    """The target's outputs for token rows, the same in every epoch."""
 
     taps: tuple[Float[Array, "B S D"], ...]
-    best: Int[Array, "B S"]  # its greedy next token behind each place
+    best: Int[Array, "B S"]  # argmax next token after each position
     hidden: Float[Array, "B S D"] | None = None  # after its final norm; for distributions
 
 
-def reading(
+def target_features(
     pair: Pair, params: dict[str, Any], tokens: Int[Array, "B S"], *, dtype: Any, keep: bool
-) -> Reading:
-    """One pass of the target over whole rows, cut into chunks as a prefill is.
+) -> TargetFeatures:
+    """Run the target over whole rows, in chunks as in a prefill.
 
     Args:
-      params: of the target alone.
-      keep: whether `hidden` is wanted.
+      params: parameters of the target.
+      keep: whether to return `hidden`.
     """
     rows, length = tokens.shape
     width = min(length, CHUNK)
@@ -70,17 +70,17 @@ def reading(
 
     numbers = jnp.arange(count, dtype=jnp.int32)
     if count == 1:
-        found = jax.tree.map(lambda x: x[None], read(caches, (chunks[0], numbers[0]))[1])
+        outputs = jax.tree.map(lambda x: x[None], read(caches, (chunks[0], numbers[0]))[1])
     else:
-        found = jax.lax.scan(read, caches, (chunks, numbers))[1]
+        outputs = jax.lax.scan(read, caches, (chunks, numbers))[1]
     taps, hidden = jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, count * width, -1)[:, :length], found
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, count * width, -1)[:, :length], outputs
     )
-    return Reading(taps, _best(pair, params, hidden), hidden if keep else None)
+    return TargetFeatures(taps, _best(pair, params, hidden), hidden if keep else None)
 
 
 def _best(pair: Pair, params: dict[str, Any], hidden: Float[Array, "B S D"]) -> Int[Array, "B S"]:
-    """The likeliest next token behind each place, a few places' logits at a time."""
+    """Return the argmax next token after each position, `HEAD_TOKENS` logits at a time."""
     rows, length, width = hidden.shape
     count = math.ceil(rows * length / HEAD_TOKENS)
     part = -(-length // count)
@@ -91,14 +91,17 @@ def _best(pair: Pair, params: dict[str, Any], hidden: Float[Array, "B S D"]) -> 
         logits = pair.target_call({"target": params}, x, method="logits")
         return argmax(logits)
 
-    found = best(parts[0])[None] if count == 1 else jax.lax.map(best, parts)
-    return jnp.moveaxis(found, 0, 1).reshape(rows, -1)[:, :length]
+    tokens = best(parts[0])[None] if count == 1 else jax.lax.map(best, parts)
+    return jnp.moveaxis(tokens, 0, 1).reshape(rows, -1)[:, :length]
 
 
-class Cache:
-    """Readings of all rows on disk, one array per bucket and tensor, mapped into memory.
+class FeatureCache:
+    """Features of all rows on disk, one memory-mapped array per bucket and tensor.
 
-    Two bytes a number: bfloat16 of a bfloat16 target, else float16.
+    Stored as bfloat16 for a bfloat16 target, otherwise as float16.
+
+    Raises:
+      CheckpointError: the folder is damaged.
     """
 
     def __init__(self, folder: Path):
@@ -114,41 +117,40 @@ class Cache:
     def _open(self, path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r")
 
-    def at(self, bucket: int, rows: np.ndarray) -> Reading:
-        """The reading of some rows of a bucket."""
+    def at(self, bucket: int, rows: np.ndarray) -> TargetFeatures:
+        """Return the features of the given rows of a bucket."""
         arrays = dict(zip(self._names, self._buckets[bucket], strict=True))
         best = np.asarray(arrays.pop("best")[rows])
         floats = {name: np.asarray(x[rows]).view(self._dtype) for name, x in arrays.items()}
         hidden: Any = floats.pop("hidden", None)
         taps: Any = tuple(floats[name] for name in sorted(floats, key=int))
-        return Reading(taps, best, hidden)  # pyrefly: ignore
+        return TargetFeatures(taps, best, hidden)  # pyrefly: ignore
 
 
 def fill_cache(
     folder: Path,
     pair: Pair,
     params: dict[str, Any],
-    buckets: Sequence[Rows],
+    buckets: Sequence[TokenRows],
     *,
     dtype: Any,
     keep: bool,
-    tell: Callable[[str], None],
-) -> Cache:
-    """The cache in `folder`, made if it is not there; the folder appears whole.
+    report: Callable[[str], None],
+) -> FeatureCache:
+    """Return the cache in `folder`, filling it if it does not exist.
 
     Args:
-      tell: hears now and then how far it has come.
+      report: called with progress lines.
 
     Raises:
-      CheckpointError: the disk is full, hidden states do not fit two bytes, or what is in
-        `folder` is damaged.
+      CheckpointError: the disk is full, hidden states overflow float16, or `folder` is damaged.
     """
     if folder.is_dir():
-        return Cache(folder)
+        return FeatureCache(folder)
     stored = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(np.float16)
-    read = jit(lambda params, tokens: reading(pair, params, tokens, dtype=dtype, keep=keep))
+    read = jit(lambda params, tokens: target_features(pair, params, tokens, dtype=dtype, keep=keep))
     names = [*map(str, range(len(pair.taps))), "best", *(["hidden"] if keep else [])]
-    progress = Progress(sum(len(rows.tokens) for rows in buckets), tell)
+    progress = RowProgress(sum(len(rows.tokens) for rows in buckets), report)
     try:
         with saved_as(folder, folder=True) as partial:
             for i, rows in enumerate(buckets):
@@ -161,25 +163,25 @@ def fill_cache(
             f"the feature cache {folder} could not be written ({error}); free some space, or"
             " choose features=online, which needs none"
         ) from error
-    return Cache(folder)
+    return FeatureCache(folder)
 
 
-class Progress:
-    """Counts rows and says so every few seconds."""
+class RowProgress:
+    """Counts rows and reports the count every few seconds."""
 
-    def __init__(self, total: int, tell: Callable[[str], None]):
-        self._done, self._total, self._tell = 0, total, tell
-        self._next = time.monotonic() + TELL_EVERY
+    def __init__(self, total: int, report: Callable[[str], None]):
+        self._done, self._total, self._report = 0, total, report
+        self._next = time.monotonic() + REPORT_EVERY
 
     def __call__(self, rows: int) -> None:
         self._done += rows
         if time.monotonic() >= self._next:
-            self._tell(f"features {self._done}/{self._total} rows")
-            self._next = time.monotonic() + TELL_EVERY
+            self._report(f"features {self._done}/{self._total} rows")
+            self._next = time.monotonic() + REPORT_EVERY
 
 
 def _fill_bucket(
-    folder: Path, i: int, rows: Rows, read: Any, stored: np.dtype, progress: Progress
+    folder: Path, i: int, rows: TokenRows, read: Any, stored: np.dtype, progress: RowProgress
 ) -> None:
     count, length = rows.tokens.shape
     step = max(CACHED_TOKENS // length, 1)
@@ -188,21 +190,21 @@ def _fill_bucket(
     def fill(start: int) -> int:
         tokens = rows.tokens[start : start + step].astype(np.int32)
         padded = np.pad(tokens, ((0, step - len(tokens)), (0, 0)))
-        found: Reading = jax.device_get(read(padded))
-        arrays = {str(j): tap for j, tap in enumerate(found.taps)} | {"best": found.best}
-        arrays |= {} if found.hidden is None else {"hidden": found.hidden}
+        features: TargetFeatures = jax.device_get(read(padded))
+        arrays = {str(j): tap for j, tap in enumerate(features.taps)} | {"best": features.best}
+        arrays |= {} if features.hidden is None else {"hidden": features.hidden}
         for name, array in arrays.items():
             values = np.asarray(array)[: len(tokens)]
             if name != "best":
                 values = _two_bytes(values, stored)
-            if name not in files:  # by the first rows, before there are threads
+            if name not in files:  # created by the first call, before the threads start
                 shape = (count, *values.shape[1:])
                 path = folder / f"{i}.{name}.npy"
                 files[name] = _mapped(path, values.dtype, shape)
             files[name][start : start + len(tokens)] = values
         return len(tokens)
 
-    with ThreadPoolExecutor(side_by_side(READERS)) as pool:
+    with ThreadPoolExecutor(parallel_calls(READERS)) as pool:
         starts = range(0, count, step)
         for start in starts[:1]:
             progress(fill(start))
@@ -213,8 +215,12 @@ def _fill_bucket(
 
 
 def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """An array on disk, its room taken: a full disk is an OSError here, and later, where memory
-    cannot be written back, the end of the process.
+    """Create an array on disk with its space allocated.
+
+    Without the allocation a full disk would kill the process when pages are written back.
+
+    Raises:
+      OSError: the disk is full.
     """
     array = np.lib.format.open_memmap(path, "w+", dtype, shape)
     if hasattr(os, "posix_fallocate"):  # macOS has none

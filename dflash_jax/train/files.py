@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Atomic files and folders of a training run."""
 
 import contextlib
 import json
@@ -15,27 +15,27 @@ DAMAGED = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError
 
 
 def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
-    """Notes in a folder what is made there, or refuses a folder of something else.
+    """Record the settings of a run in its folder, or check them against the recorded ones.
 
-    A folder that holds nothing but its note may be begun anew with other settings.
+    A folder that holds only the record may be reused with other settings.
 
     Args:
-      note: name of the file that says what a folder is for.
-      about: what decides the results that the folder holds.
+      note: name of the file with the settings.
+      about: the settings that decide the results.
 
     Raises:
-      ConfigError: the folder was begun with other settings, holds other things, or cannot be made.
+      ConfigError: the folder belongs to other settings, holds other files, or cannot be written.
     """
     path, wanted = folder / note, json.loads(json.dumps(about))
     try:
         others = folder.is_dir() and any(inside.name != note for inside in folder.iterdir())
         if others and not path.is_file():
-            raise ConfigError(f"{folder} holds other things; give a new folder, or one of a run")
+            raise ConfigError(f"{folder} holds other files; give a new folder, or one of a run")
         if not others:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(path, wanted)
-        found = json.loads(path.read_text(encoding="utf-8"))
-        changed = differing(found, wanted)
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        changed = differences(recorded, wanted)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be made or written ({error.strerror}); give another --out"
@@ -44,33 +44,33 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
         raise ConfigError(
             f"{path} is damaged ({error}); give another --out, or remove the folder"
         ) from error
-    if found != wanted:
+    if recorded != wanted:
         raise ConfigError(
             f"{folder} was begun with other settings ({'; '.join(changed)}); give the same again,"
             " another --out, or remove the folder"
         )
 
 
-def differing(old: dict[str, Any], new: dict[str, Any], inside: str = "") -> list[str]:
-    """Every setting that is not what it was, with both values."""
-    found: list[str] = []
+def differences(old: dict[str, Any], new: dict[str, Any], inside: str = "") -> list[str]:
+    """Return each setting that differs, with both values."""
+    changes: list[str] = []
     for name in sorted(old.keys() | new.keys()):
         before, now = (settings.get(name) for settings in (old, new))
         if isinstance(before, dict) and isinstance(now, dict):
-            found += differing(before, now, f"{inside}{name}.")
+            changes += differences(before, now, f"{inside}{name}.")
         elif before != now:
-            found.append(f"{inside}{name} was {json.dumps(before)}, is {json.dumps(now)}")
-    return found
+            changes.append(f"{inside}{name} was {json.dumps(before)}, is {json.dumps(now)}")
+    return changes
 
 
 def write_json(path: Path, value: Any) -> None:
-    """JSON with two-space indent and a final newline."""
+    """Write JSON with two-space indent and a final newline."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
 def sound(path: Path) -> Iterator[None]:
-    """Raises CheckpointError where what a run left at `path` turns out damaged within the block."""
+    """Raise CheckpointError if reading `path` in the block shows that it is damaged."""
     try:
         yield
     except DAMAGED as error:
@@ -82,7 +82,7 @@ def sound(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def saved_as(path: Path, *, folder: bool = False) -> Iterator[Path]:
-    """A partial file or folder to write to, renamed to `path` once the block has succeeded."""
+    """Yield a temporary file or folder, renamed to `path` when the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     remove(partial)
@@ -99,7 +99,7 @@ def saved_as(path: Path, *, folder: bool = False) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder if it is there."""
+    """Remove a file or a folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""The steps of a drafter's training: rows, features, batches, optimizer, saved states."""
+"""Training of a drafter: rows, features, batches, optimizer, saved states."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,23 +11,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.models import build_pair
 from dflash_jax.config import DrafterConfig, check_pair
+from dflash_jax.decode.pair import Pair
 from dflash_jax.errors import ConfigError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import drafter, features, loop, objective, optimizer
 from dflash_jax.train.recipe import CACHE, Recipe, new_drafter
-from dflash_jax.train.rows import Batches, Rows
+from dflash_jax.train.rows import Batches, TokenRows
 from dflash_jax.train.target import TrainState
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def usable(rows: Sequence[Rows], recipe: Recipe, tell: Tell) -> list[Rows]:
-    """Rows in which a block can start; a bucket with less than a batch repeats its rows.
+def usable(rows: Sequence[TokenRows], recipe: Recipe, report: Report) -> list[TokenRows]:
+    """Return the rows in which a block can start, by bucket, and report how many are dropped.
 
-    The number of rows left out is passed to `tell`.
+    A bucket with fewer rows than a batch repeats its rows.
 
     Raises:
-      ConfigError: no row can teach anything.
+      ConfigError: no block can start in any row.
     """
     kept, used, total = [], 0, sum(len(part.tokens) for part in rows)
     for bucket, part in zip(recipe.buckets, rows, strict=True):
@@ -36,123 +37,152 @@ def usable(rows: Sequence[Rows], recipe: Recipe, tell: Tell) -> list[Rows]:
         used += len(good)
         if 0 < len(good) < bucket.rows:
             good = np.resize(good, bucket.rows)
-        kept.append(Rows(part.tokens[good], part.wanted[good], part.real[good]))
+        kept.append(TokenRows(part.tokens[good], part.wanted[good], part.real[good]))
     if 0 < used < total:
-        tell(
+        report(
             f"using {used:,} of {total:,} rows: in the others no two neighbouring tokens, after"
             " at least one other, are an assistant's"
         )
     if not used:
         raise ConfigError(
             f"no block can start in any of the {total} rows: a row needs two neighbouring tokens"
-            " that an assistant wrote, behind at least one other; look at the data's roles, or at"
+            " that an assistant wrote, after at least one other; look at the data's roles, or at"
             " the target's answers in answers.jsonl"
         )
     return kept
+
+
+def make_batches(
+    rows: Sequence[TokenRows], recipe: Recipe, report: Report
+) -> tuple[Batches, list[int]]:
+    """Return the batches of a run, and the recipe's bucket of each of their buckets."""
+    kept = usable(rows, recipe, report)
+    used = [i for i, part in enumerate(kept) if len(part.tokens)]
+    buckets = tuple(recipe.buckets[i] for i in used)
+    batches = Batches(buckets, tuple(kept[i] for i in used), recipe.seed)
+    if (steps := recipe.schedule.steps) < batches.per_epoch:
+        report(
+            f"{steps:,} steps read {steps:,} of {batches.per_epoch:,} batches: the other rows are"
+            f" not learnt; steps={batches.per_epoch} would read each row once"
+        )
+    return batches, used
+
+
+def cached_features(
+    folder: Path,
+    pair: Pair,
+    model: TargetModel,
+    recipe: Recipe,
+    batches: Batches,
+    report: Report,
+) -> features.FeatureCache | None:
+    """Return the feature cache of all rows; None if the recipe computes features online."""
+    if recipe.features != CACHE:
+        return None
+    report(f"features of {sum(len(part.tokens) for part in batches.rows)} rows")
+    return features.fill_cache(
+        folder,
+        pair,
+        model.params,
+        batches.rows,
+        dtype=recipe.dtype,
+        keep=objective.wants_distribution(recipe),
+        report=report,
+    )
 
 
 def fit(
     model: TargetModel,
     recipe: Recipe,
     mask_id: int,
-    rows: Sequence[Rows],
+    rows: Sequence[TokenRows],
     out: Path,
     *,
     identity: str,
-    tell: Tell,
+    report: Report,
     start: dict[str, Any] | None = None,
 ) -> tuple[DrafterConfig, dict[str, Any]]:
-    """Trains on rows; the state, the log and the feature cache live in `out`.
+    """Train a drafter on rows; state, log and feature cache are kept in `out`.
 
     Args:
       rows: one entry per bucket of the recipe.
-      start: parameters to begin with; fresh ones by default.
+      identity: see `loop.TrainingRun`.
+      report: called with progress lines.
+      start: initial parameters; fresh ones by default.
+
+    Returns:
+      The drafter's config and its parameters on the host.
+
+    Raises:
+      ConfigError: no block can start in the rows, or devices are missing.
+      ComputeError, CheckpointError, TrainingStopped: see `loop.fit` and `features.fill_cache`.
     """
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
     pair = build_pair(model.config, config)
-    kept = usable(rows, recipe, tell)
-    used = [i for i, part in enumerate(kept) if len(part.tokens)]
-    recipe_buckets = tuple(recipe.buckets[i] for i in used)
-    batches = Batches(recipe_buckets, tuple(kept[i] for i in used), recipe.seed)
-    if (steps := recipe.schedule.steps) < batches.per_epoch:
-        tell(
-            f"{steps:,} steps read {steps:,} of {batches.per_epoch:,} batches: the other rows are"
-            f" not learnt; steps={batches.per_epoch} would read each row once"
-        )
+    batches, used = make_batches(rows, recipe, report)
     place = Placement(recipe.devices)
-    cache = None
-    if recipe.features == CACHE:
-        tell(f"features of {sum(len(part.tokens) for part in batches.rows)} rows")
-        cache = features.fill_cache(
-            out / "features",
-            pair,
-            model.params,
-            batches.rows,
-            dtype=recipe.dtype,
-            keep=objective.wants_distribution(recipe),
-            tell=tell,
-        )
+    cache = cached_features(out / "features", pair, model, recipe, batches, report)
     maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
     program = jit(drafter.step(pair, recipe, maker), donate=(0,), static_argnums=(5,))
-    frozen = place.everywhere(model.params)
+    frozen = place.replicated(model.params)
 
     def advance(state: TrainState, number: int) -> Any:
         i, chosen = batches.chosen(number)
         batch = batches.rows[i]
-        given = (batch.tokens[chosen], batch.wanted[chosen])
-        read = cache.at(i, chosen) if cache else None
-        given, read = place.by_row((given, read))
-        return program(state, frozen, given, read, np.int32(number), recipe.blocks(used[i]))
+        inputs = (batch.tokens[chosen], batch.wanted[chosen])
+        cached = cache.at(i, chosen) if cache else None
+        inputs, cached = place.by_row((inputs, cached))
+        return program(state, frozen, inputs, cached, np.int32(number), recipe.blocks(used[i]))
 
     def describe(number: int) -> str:
         i, chosen = batches.chosen(number)
-        return f"the batch of rows {chosen.tolist()} of length {recipe_buckets[i].length}"
+        return f"the batch of rows {chosen.tolist()} of length {batches.buckets[i].length}"
 
-    params = place.everywhere(begun(drafter.initial(pair, recipe.seed), start or {}))
-    state = TrainState(params=params, optimizer=place.everywhere(maker.init(params)))
-    found = loop.fit(
-        loop.Run(
-            path=out / "state",
-            steps=recipe.schedule.steps,
-            save_every=recipe.schedule.save_every,
-            identity=identity,
-            label="drafter",
-            log=out / "log.jsonl",
-            batch=describe,
-        ),
-        state,
-        advance,
-        tell=tell,
+    params = place.replicated(replaced(drafter.initial(pair, recipe.seed), start or {}))
+    state = TrainState(params=params, optimizer=place.replicated(maker.init(params)))
+    run = loop.TrainingRun(
+        path=out / "state",
+        steps=recipe.schedule.steps,
+        save_every=recipe.schedule.save_every,
+        identity=identity,
+        label="drafter",
+        log=out / "log.jsonl",
+        batch=describe,
     )
-    return config, jax.device_get(found.params)
+    final = loop.fit(run, state, advance, report=report)
+    return config, jax.device_get(final.params)
 
 
 class Placement:
-    """Where arrays live: on one device, or rows dealt out over several and the rest on all."""
+    """Placement of arrays on data-parallel devices.
+
+    Raises:
+      ConfigError: there are fewer devices than asked for.
+    """
 
     def __init__(self, devices: int):
-        found = jax.devices()
-        if devices > len(found):
+        available = jax.devices()
+        if devices > len(available):
             raise ConfigError(
-                f"{devices} devices were asked for, but there are {len(found)}; on a CPU,"
+                f"{devices} devices were asked for, but there are {len(available)}; on a CPU,"
                 f" XLA_FLAGS=--xla_force_host_platform_device_count={devices} makes some"
             )
-        self._mesh = Mesh(np.asarray(found[:devices]), ("data",))
+        self._mesh = Mesh(np.asarray(available[:devices]), ("data",))
 
-    def everywhere(self, tree: Any) -> Any:
-        """A copy on every device."""
+    def replicated(self, tree: Any) -> Any:
+        """Copy a tree to every device."""
         return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
 
     def by_row(self, tree: Any) -> Any:
-        """Arrays [B, ...], rows dealt out."""
+        """Shard arrays [B, ...] by row."""
         return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec("data")))
 
 
-def begun(fresh: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:
-    """Fresh parameters, replaced where there are others to start with."""
+def replaced(fresh: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:
+    """Return the fresh parameters, replaced where `start` has others."""
     return {
-        name: begun(value, start.get(name, {}))
+        name: replaced(value, start.get(name, {}))
         if isinstance(value, dict)
         else start.get(name, value)
         for name, value in fresh.items()

@@ -1,7 +1,7 @@
 """The training loop: steps, saved state, exact resumption, a clean stop on a signal.
 
-A step's batch and randomness depend on its number alone, so that a run that was stopped and
-resumed equals one that was not, bit for bit on one machine.
+The batch and the randomness of a step depend only on its number, so a resumed run is bitwise
+equal to an uninterrupted one on the same machine.
 """
 
 import contextlib
@@ -24,27 +24,27 @@ from dflash_jax.train import saved
 
 State = TypeVar("State")
 Metrics = dict[str, jax.Array]
-WINDOW = 20  # steps between two lines
+WINDOW = 20  # steps between two progress lines
 
 
-class Stopped(Exception):
+class TrainingStopped(Exception):
     """Raised once the state is saved after SIGINT or SIGTERM."""
 
 
 class StopFlag:
-    """Set by a signal, read between two steps."""
+    """A flag set by a signal and read between steps."""
 
     raised = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler; a second signal ends the process the usual way."""
+        """Handle the signal; a second one has its default effect."""
         self.raised = True
         signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def stop_flag() -> Iterator[StopFlag]:
-    """A flag that SIGINT and SIGTERM raise while the block runs (main thread only)."""
+    """Yield a flag that SIGINT and SIGTERM set during the block (main thread only)."""
     flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():
         yield flag
@@ -58,15 +58,15 @@ def stop_flag() -> Iterator[StopFlag]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """Where a training run stands: its saved states, its length, and what it was started with.
+class TrainingRun:
+    """Settings of a training run.
 
     Attributes:
       path: folder of the saved states.
-      identity: names everything that the result depends on; a saved state of another identity
-        is refused.
-      log: one JSON object of metrics a step is written here.
-      batch: names the batch of a step, for error messages.
+      identity: everything that the result depends on; saved states of another identity are
+        rejected.
+      log: file for the metrics, one JSON object per step.
+      batch: describes the batch of a step in error messages.
     """
 
     path: Path
@@ -79,45 +79,47 @@ class Run:
 
 
 def fit(
-    run: Run,
+    run: TrainingRun,
     state: State,
     advance: Callable[[State, int], tuple[State, Metrics]],
     *,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> State:
-    """The state after all steps, from the saved one if there is one.
+    """Run the remaining steps and return the final state.
 
     Args:
       advance: (state, step) -> (state, scalar metrics).
-      tell: takes a progress line every few steps.
+      report: called with a progress line every few steps.
 
     Raises:
-      Stopped: a signal came; the state is saved and the same call goes on from there.
+      TrainingStopped: a signal arrived; the state is saved and the same call resumes from it.
       ComputeError: a metric is not finite; the last good state stays saved.
       CheckpointError: the saved state belongs to another run, or the disk is full.
     """
     first, state = saved.newest(run.path, state, run.identity)
-    window = Window(run, first)
+    window = MetricsWindow(run, first)
     with stop_flag() as flag:
         for step in range(first, run.steps):
             state, metrics = advance(state, step)
             window.add(metrics)
             done = step + 1
             due = done % run.save_every == 0 or done == run.steps
-            told = due or flag.raised or done % WINDOW == 0
-            if told:
-                tell(f"{run.label} {done}/{run.steps}  {window.close()}")
-            if due or (told and flag.raised):  # mostly it comes while the window waits for steps
+            reported = due or flag.raised or done % WINDOW == 0
+            if reported:
+                report(f"{run.label} {done}/{run.steps}  {window.close()}")
+            if due or (reported and flag.raised):  # it usually arrives while metrics are awaited
                 saved.save(run.path, done, state, run.identity)
                 if flag.raised:
-                    raise Stopped(f"{run.label} stopped at step {done} of {run.steps}; state saved")
+                    raise TrainingStopped(
+                        f"{run.label} stopped at step {done} of {run.steps}; state saved"
+                    )
     return state
 
 
-class Window:
-    """The metrics of the steps since the last line: checked, logged and averaged together."""
+class MetricsWindow:
+    """Metrics of the steps since the last progress line: checked, logged and averaged."""
 
-    def __init__(self, run: Run, first: int):
+    def __init__(self, run: TrainingRun, first: int):
         self._run, self._step = run, first
         self._seen: list[Metrics] = []
         self._since = time.monotonic()
@@ -126,19 +128,19 @@ class Window:
             cut_log(run.log, first)
 
     def add(self, metrics: Metrics) -> None:
-        """Keeps one step's metrics without waiting for them."""
+        """Add the metrics of one step without waiting for them."""
         self._seen.append(metrics)
 
     def close(self) -> str:
-        """One line about the steps since the last call.
+        """Return one line about the steps since the last call.
 
         Raises:
-          ComputeError: a metric is not finite; names step and batch.
+          ComputeError: a metric is not finite; the message names step and batch.
         """
         first, seen = self._step, [{k: float(v) for k, v in m.items()} for m in self._seen]
         for number, metrics in enumerate(seen, first):
             if not np.isfinite(list(metrics.values())).all():
-                raise ComputeError(self._complaint(number, metrics))
+                raise ComputeError(self._explanation(number, metrics))
         now = time.monotonic()
         pace = (now - self._since) / max(len(seen), 1)
         if self._run.log is not None:
@@ -151,26 +153,30 @@ class Window:
         means = {name: np.mean([m[name] for m in seen]) for name in seen[0]}
         return "  ".join(f"{k} {v:.3f}" for k, v in means.items()) + f"  {pace:.2f} s/step"
 
-    def _complaint(self, number: int, metrics: dict[str, float]) -> str:
+    def _explanation(self, number: int, metrics: dict[str, float]) -> str:
         run = self._run
-        found = ", ".join(f"{k} {v}" for k, v in metrics.items())
+        values = ", ".join(f"{k} {v}" for k, v in metrics.items())
         kept, last = number // run.save_every * run.save_every, ""
         last = f"the state after step {kept} is kept in {run.path}" if kept else "none is saved yet"
         return (
-            f"{run.label}: step {number + 1} gave {found}, at {run.batch(number)}; training"
+            f"{run.label}: step {number + 1} gave {values}, at {run.batch(number)}; training"
             f" stopped, {last}. Look at that batch, or lower the rate and train into another folder"
         )
 
 
 def cut_log(path: Path, steps: int) -> None:
-    """Drops lines of steps that were not saved, and half a line of a killed process."""
+    """Drop log lines of steps after the last saved one, and incomplete lines."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:steps]
         path.write_text("".join(lines), encoding="utf-8")
 
 
 def append_lines(path: Path, lines: list[str]) -> None:
-    """Adds lines to a file."""
+    """Append lines to a file.
+
+    Raises:
+      CheckpointError: the file cannot be written.
+    """
     try:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in lines)
@@ -178,13 +184,13 @@ def append_lines(path: Path, lines: list[str]) -> None:
         raise saved.full(path, error) from error
 
 
-def finished(run: Run, state: State) -> State | None:
-    """The saved state if the run had come to its end, else None."""
+def finished(run: TrainingRun, state: State) -> State | None:
+    """Return the saved state if the run has finished, otherwise None."""
     step, state = saved.newest(run.path, state, run.identity)
     return state if step == run.steps else None
 
 
 def to_stderr(line: str) -> None:
-    """Prints a progress line."""
+    """Print a progress line to standard error."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

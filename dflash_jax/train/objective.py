@@ -1,6 +1,6 @@
-"""What a drafter is trained on: scores of every trained place, and how they are weighted.
+"""Training objectives of drafters: scores of every trained place, and their weights.
 
-Letters: M blocks, R drafted places of a block. Logits exist for a few blocks at a time.
+Axes: M blocks, R drafted places of a block. Logits exist for a few blocks at a time.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ CE_SHARE = 0.1  # of the mixed loss; the rest is total variation
 
 @struct.dataclass
 class Places:
-    """What is known about the drafted places of M blocks."""
+    """Inputs of the objective for the drafted places of M blocks."""
 
-    hidden: Float[Array, "M R D"]  # the drafter's
+    hidden: Float[Array, "M R D"]  # of the drafter
     labels: Int[Array, "M R"]
     previous: Int[Array, "M R"]  # the row's token before each place
     teacher: Float[Array, "M R D"] | None  # the target's hidden state there, for distributions
@@ -30,11 +30,11 @@ class Places:
 
 @struct.dataclass
 class Scores:
-    """Numbers of every place."""
+    """Losses and metrics of every place."""
 
     loss: Float[Array, "M R"]
     nll: Float[Array, "M R"]  # of the label
-    right: Bool[Array, "M R"]  # whether the label would be drafted, all before it being right
+    right: Bool[Array, "M R"]  # whether the label is drafted, given correct earlier drafts
     head: Float[Array, "M R"]  # loss of the selector or the confidence head
     head_counts: Bool[Array, "M R"]
 
@@ -42,10 +42,12 @@ class Scores:
 def scorer(
     drafter: Any, head: Callable[[Array], Array], teacher: Callable[[Array], Array], loss: str
 ) -> Callable[[dict, Places], Scores]:
-    """(drafter parameters, places) -> scores, by the kind of the drafter.
+    """Return the function (drafter parameters, places) -> scores for this kind of drafter.
 
     Args:
-      head: the target's head without its softcap; `teacher` is with it.
+      head: the target's head without its softcap.
+      teacher: the target's head with its softcap.
+      loss: ce, kl or mix.
     """
     kinds = {"dflash": _plain, "dflash2": _selected, "dspark": _walked}
 
@@ -65,16 +67,16 @@ def _plain(module: Any, places: Places, plain: Array, p: Array | None, loss: str
     return Scores(
         loss=_distance(loss, logits, nll, p),
         nll=nll,
-        right=is_likeliest(logits, places.labels),
+        right=is_argmax(logits, places.labels),
         head=jnp.zeros_like(nll),
         head_counts=jnp.zeros(nll.shape, bool),
     )
 
 
 def _selected(module: Any, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
-    """DFlash 2: the selector learns to find the label among the candidates behind the true token.
+    """DFlash 2: the selector learns to choose the label among the candidates after the true token.
 
-    Places whose label is no candidate teach it nothing.
+    Places whose label is not a candidate do not count for the selector.
     """
     logits = module.backbone.adjust(plain)
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, places.labels)
@@ -82,19 +84,19 @@ def _selected(module: Any, places: Places, plain: Array, p: Array | None, loss: 
     scores = module.scores(places.hidden, unary, ids, places.previous[:, :, None])[:, :, 0]
     hit = ids == places.labels[:, :, None]
     best = jnp.take_along_axis(ids, jnp.argmax(scores, axis=-1)[:, :, None], axis=-1)[:, :, 0]
-    found = jnp.where(hit, scores, 0.0).sum(axis=-1)
+    label_score = jnp.where(hit, scores, 0.0).sum(axis=-1)
     return Scores(
         loss=_distance(loss, logits, nll, p),
         nll=nll,
         right=best == places.labels,
-        head=jax.nn.logsumexp(scores, axis=-1) - found,
+        head=jax.nn.logsumexp(scores, axis=-1) - label_score,
         head_counts=hit.any(axis=-1),
     )
 
 
 def _walked(module: Any, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
-    """DSpark: the Markov head sees the true previous token; the confidence head learns how
-    much of p its own distribution covers.
+    """DSpark: the Markov head is given the true previous token; the confidence head learns the
+    overlap of p with the drafter's distribution.
     """
     base, c = module.backbone.adjust(plain), module.config
     read, logits = [places.hidden], base
@@ -115,20 +117,20 @@ def _walked(module: Any, places: Places, plain: Array, p: Array | None, loss: st
     return Scores(
         loss=_distance(loss, logits, nll, p),
         nll=nll,
-        right=is_likeliest(logits, places.labels),
+        right=is_argmax(logits, places.labels),
         head=head,
         head_counts=counts,
     )
 
 
-def is_likeliest(logits: Float[Array, "M R V"], labels: Int[Array, "M R"]) -> Bool[Array, "M R"]:
-    """Whether no logit is greater than the label's; cheaper than looking for the greatest."""
+def is_argmax(logits: Float[Array, "M R V"], labels: Int[Array, "M R"]) -> Bool[Array, "M R"]:
+    """Return whether the label has the largest logit; cheaper than an argmax."""
     own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return own >= logits.max(axis=-1)
 
 
 def _distance(loss: str, logits: Array, nll: Array, p: Array | None) -> Array:
-    """What the drafter's distribution lacks at each place."""
+    """Return the loss of each place."""
     if loss == KL:
         assert p is not None
         entropy = (p * jnp.log(jnp.maximum(p, jnp.finfo(p.dtype).tiny))).sum(axis=-1)
@@ -140,15 +142,16 @@ def _distance(loss: str, logits: Array, nll: Array, p: Array | None) -> Array:
 
 
 def _variation(logits: Array, p: Array) -> Array:
-    """1 - sum of min(p, q): the chance that a draft from q is refused."""
+    """Return 1 - sum of min(p, q): the probability that a draft from q is rejected."""
     return 1.0 - jnp.minimum(p, jax.nn.softmax(logits, axis=-1)).sum(axis=-1)
 
 
 def in_chunks(
     score: Callable[[dict, Places], Scores], params: dict, places: Places, vocabulary: int
 ) -> Scores:
-    """Scores of blocks [B, N, R, ...], so many blocks of every row at a time that logits stay
-    small; what a chunk computed is computed again in the backward pass.
+    """Return the scores of blocks [B, N, R, ...], computed in chunks of blocks.
+
+    Chunks keep the logits below `LOGIT_ELEMENTS` and are recomputed in the backward pass.
     """
     rows, count, width = places.labels.shape
     parts = fewest_parts(count, rows * count * width * vocabulary, LOGIT_ELEMENTS)
@@ -164,15 +167,17 @@ def in_chunks(
 
     chunks = jax.tree.map(cut, places)
     if parts == 1:
-        found = jax.tree.map(lambda x: x[None], score(params, jax.tree.map(lambda x: x[0], chunks)))
+        results = jax.tree.map(
+            lambda x: x[None], score(params, jax.tree.map(lambda x: x[0], chunks))
+        )
     else:
         again = jax.checkpoint(score)
-        found = jax.lax.map(lambda chunk: again(params, chunk), chunks)
-    return jax.tree.map(joined, found)
+        results = jax.lax.map(lambda chunk: again(params, chunk), chunks)
+    return jax.tree.map(joined, results)
 
 
 def fewest_parts(count: int, elements: int, limit: int) -> int:
-    """The smallest divisor of `count` that cuts `elements` below `limit`."""
+    """Return the smallest divisor of `count` that brings `elements` below `limit`."""
     parts = (n for n in range(1, count + 1) if count % n == 0)
     return next((n for n in parts if elements <= limit * n), count)
 
@@ -180,7 +185,7 @@ def fewest_parts(count: int, elements: int, limit: int) -> int:
 def place_weights(
     recipe: Recipe, nll: Float[Array, "B N R"], counts: Bool[Array, "B N R"]
 ) -> Float[Array, "B N R"]:
-    """Weight of every place: 0 where it does not count. No gradient flows into it."""
+    """Return the weight of every place, 0 where it does not count; carries no gradient."""
     if recipe.weights == UNIFORM:
         return counts.astype(jnp.float32)
     if recipe.weights == DPACE:
@@ -189,17 +194,17 @@ def place_weights(
 
 
 def decay_weights(places: int, decay: float) -> Float[Array, " R"]:
-    """exp(-k/decay) for places k = 0 .. R-1: early ones decide most (DFlash, eq. 4)."""
+    """Return exp(-k/decay) for places k = 0 .. R-1 (DFlash, eq. 4)."""
     return jnp.exp(-jnp.arange(places, dtype=jnp.float32) / decay)
 
 
 def pace(
     nll: Float[Array, "B N R"], counts: Bool[Array, "B N R"], smoothing: float
 ) -> Float[Array, "B N R"]:
-    """D-PACE: a place weighs as much as the tokens that hang on it are likely to be reached.
+    """Return the D-PACE weights (arXiv 2605.18810).
 
-    With c = (1 - a) q + a the smoothed chance of a label, the weight of place j is the sum over
-    m >= j of the product of c up to m (arXiv 2605.18810).
+    With c = (1 - a) q + a the smoothed probability of a label, the weight of place j is the sum
+    over m >= j of the product of c up to m: the expected number of later tokens that are reached.
     """
     chance = (1 - smoothing) * jnp.exp(-jax.lax.stop_gradient(nll)) + smoothing
     reached = jnp.cumprod(jnp.where(counts, chance, 1.0), axis=2)
@@ -209,7 +214,7 @@ def pace(
 
 @struct.dataclass
 class Sums:
-    """What a batch, or any part of one, adds to its loss and its log."""
+    """Sums of a batch, or of a part of one, that make its loss and metrics."""
 
     loss: Float[Array, ""]  # of weighted places
     weight: Float[Array, ""]
@@ -217,12 +222,12 @@ class Sums:
     head_weight: Float[Array, ""]
     right: Float[Array, ""]  # right drafts
     places: Float[Array, ""]  # places that count
-    run: Float[Array, ""]  # leading right drafts of blocks that count wholly
+    run: Float[Array, ""]  # leading right drafts of blocks whose places all count
     blocks: Float[Array, ""]
 
 
 def sums(recipe: Recipe, scores: Scores, counts: Bool[Array, "B N R"]) -> Sums:
-    """Scores added up."""
+    """Return the sums of scores over places."""
     weights = place_weights(recipe, scores.nll, counts)
     heads = jnp.where(scores.head_counts, weights, 0.0)
     right = (scores.right & counts).astype(jnp.float32)
@@ -239,29 +244,29 @@ def sums(recipe: Recipe, scores: Scores, counts: Bool[Array, "B N R"]) -> Sums:
     )
 
 
-def total(recipe: Recipe, found: Sums) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The loss of a batch, its sums divided once, and what is logged.
+def total(recipe: Recipe, totals: Sums) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Return the loss of a batch, its sums divided once, and the logged metrics.
 
-    `simulated` is the acceptance length in blocks that lie wholly within an answer: 1 and the
-    leading run of right drafts.
+    `simulated` is the acceptance length over blocks whose places all count: 1 plus the number of
+    leading right drafts.
     """
-    loss = found.loss / divisor(found.weight)
+    loss = totals.loss / divisor(totals.weight)
     logged = {
-        "simulated": 1.0 + found.run / divisor(found.blocks),
-        "accuracy": found.right / divisor(found.places),
-        "places": found.places,
+        "simulated": 1.0 + totals.run / divisor(totals.blocks),
+        "accuracy": totals.right / divisor(totals.places),
+        "places": totals.places,
     }
     if recipe.kind != DFLASH:
-        logged["head"] = found.head / divisor(found.head_weight)
+        logged["head"] = totals.head / divisor(totals.head_weight)
         loss += recipe.head_weight * logged["head"]
     return loss, {"loss": loss, **logged}
 
 
 def divisor(weight: Float[Array, ""]) -> Float[Array, ""]:
-    """What to divide a sum by: 1 where nothing has weight, and the sum is 0."""
+    """Return the divisor of a weighted sum, 1 where the total weight is 0."""
     return jnp.where(weight > 0, weight, 1.0)
 
 
 def wants_distribution(recipe: Recipe) -> bool:
-    """Whether the target's hidden states are needed besides its taps."""
+    """Return whether the recipe needs the target's final hidden states."""
     return recipe.loss in (KL, MIX) or recipe.kind == "dspark"

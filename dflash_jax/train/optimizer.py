@@ -1,4 +1,4 @@
-"""Muon for matrices and AdamW for the rest, with a warm-up and a cosine, gradients clipped.
+"""Muon for matrices and AdamW for the rest, with warm-up, cosine decay and clipping.
 
 Orthogonalised updates (Muon, K. Jordan 2024, github.com/KellerJordan/Muon) reach a given loss in
 about half the steps that AdamW needs at these sizes.
@@ -24,12 +24,12 @@ ITERATIONS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5, by Jordan: steep at 0, near 1 above
 TINY = 1e-8
 
-TABLES = ("embed", "head", "predecessor", "successor", "markov_w1")  # a row or column a token
+TABLES = ("embed", "head", "predecessor", "successor", "markov_w1")  # one entry per token
 KERNELS = ("base",)  # of convolutions
 
 
 def build(schedule: Schedule, *, decay: float, kind: str = MUON) -> optax.GradientTransformation:
-    """The optimizer: schedule.rate for tables and norms, 5x that for matrices; or plain AdamW."""
+    """Return the optimizer: `schedule.rate` for tables and norms, 5x that for matrices."""
     rate = ramp(schedule, schedule.rate)
     adamw = functools.partial(optax.adamw, rate, b1=0.9, b2=0.95)
     clipped = optax.clip_by_global_norm(1.0)
@@ -45,7 +45,7 @@ def build(schedule: Schedule, *, decay: float, kind: str = MUON) -> optax.Gradie
 
 
 def ramp(schedule: Schedule, peak: float) -> optax.Schedule:
-    """Linear up to the peak, then a cosine down to a twentieth of it."""
+    """Return a linear warm-up to the peak, then a cosine decay to a twentieth of it."""
     warm_up = max(1, round(WARM_UP_SHARE * schedule.steps))
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -57,7 +57,7 @@ def ramp(schedule: Schedule, peak: float) -> optax.Schedule:
 
 
 def are_matrices(params: Any) -> Any:
-    """Which weights are matrices [in, out...], as opposed to norms, kernels and tables."""
+    """Return a tree of booleans: which weights are matrices [in, out...]."""
 
     def one(path: tuple, leaf: jax.Array) -> bool:
         return leaf.ndim >= 2 and path[-1].key not in (*TABLES, *KERNELS)
@@ -66,17 +66,17 @@ def are_matrices(params: Any) -> Any:
 
 
 class Momentum(NamedTuple):
-    """Running means of gradients, and of how many."""
+    """Running mean of gradients, and the number of updates."""
 
     count: Int[Array, ""]
     mean: Any
 
 
 def orthogonal_momentum() -> optax.GradientTransformation:
-    """Nesterov momentum, made nearly orthogonal, of the size of AdamW's updates.
+    """Return Muon: Nesterov momentum, orthogonalised and scaled to the size of AdamW's updates.
 
-    As `optax.contrib.muon` computes it, whose iteration multiplies the wide matrix ten times;
-    here it is multiplied twice, which took half the time on a CPU.
+    Equal to `optax.contrib.muon`, but with two products of the wide matrix instead of ten, which
+    takes half the time on a CPU.
     """
 
     def start(params: Any) -> Momentum:
@@ -94,19 +94,20 @@ def orthogonal_momentum() -> optax.GradientTransformation:
 
 
 def _scaled(update: Float[Array, "I ..."]) -> Float[Array, "I ..."]:
-    """Rows of the first axis and columns of all others; the root mean square is that of AdamW
-    (arXiv 2502.16982).
+    """Orthogonalise the update as a matrix [first axis, other axes].
+
+    The root mean square of the result is that of AdamW (arXiv 2502.16982).
     """
     matrix = update.reshape(len(update), -1)
     return (UPDATE_RMS * math.sqrt(max(matrix.shape)) * orthogonal(matrix)).reshape(update.shape)
 
 
 def orthogonal(matrix: Float[Array, "M N"]) -> Float[Array, "M N"]:
-    """The matrix with its singular values near 1: p(p(..p(X)..)) with the quintic p of Muon.
+    """Return the matrix with singular values near 1: p(p(..p(X)..)) with Muon's quintic p.
 
-    A step is X <- Q X with Q = a + b G + c G^2 and G = X X^T, so that G <- Q G Q, and X itself is
-    needed but at the beginning and the end. Products are of full float32: a step multiplies an
-    error along a small singular value by 12, and in TF32 it would not stay small.
+    A step is X <- Q X with Q = a + b G + c G^2 and G = X X^T, so that G <- Q G Q; X itself is
+    needed only at the start and the end. Products use full float32: a step multiplies errors
+    along small singular values by 12, which TF32 cannot afford.
     """
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T).T

@@ -1,4 +1,4 @@
-"""Curves of a training run, as a picture. Needs matplotlib: the extra `plot`."""
+"""Plots of a training run. Needs matplotlib, the extra `plot`."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-SMOOTH = 40  # steps of the moving mean at most
+SMOOTH = 40  # maximum steps of the moving mean
 
 
 def curves(log: Path, out: Path) -> Path:
-    """Loss and simulated acceptance length by step, drawn from log.jsonl."""
+    """Plot loss and simulated acceptance length by step from log.jsonl; return `out`."""
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     steps = np.asarray([line["step"] for line in lines])
     figure = Figure(figsize=(9, 3.4), layout="constrained")

@@ -1,4 +1,4 @@
-"""How a drafter is made: its shape, its data, its objective, its steps."""
+"""Recipes of drafters: shape, data, objective and steps."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ FLOAT, INT8, INT4 = TARGET_WEIGHTS = ("float", "int8", "int4")
 REGENERATED, GIVEN, MIXED = ANSWERS = ("target", "given", "mixed")
 MUON, ADAMW = OPTIMIZERS = ("muon", "adamw")
 MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
-LARGEST = 2**31 - 1  # whole number that an array holds
+LARGEST = 2**31 - 1  # int32
 
-# The least and the most that a setting may be.
+# Bounds of the settings.
 BUCKET = {"length": (3, LARGEST), "rows": (1, LARGEST)}
 SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGEST)}
 OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "prompts", "text_prompts", "given",
@@ -41,7 +41,7 @@ RECIPE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Rows of one length, so many in a batch; every bucket is one compiled program."""
+    """Row length and rows per batch; each bucket is one compiled program."""
 
     length: int
     rows: int
@@ -52,7 +52,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Steps, peak learning rate and how often the state is saved."""
+    """Steps, peak learning rate and steps between saved states."""
 
     steps: int
     rate: float
@@ -64,38 +64,37 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides what a training run gives, besides the target and the data.
+    """Everything that determines a training run, apart from the target and the data.
 
     Attributes:
       kind: dflash, dflash2 or dspark.
-      inner, heads, kv_heads, head_dim: 0 takes the target's.
-      taps: target layers read, output of layer i counted from 0; empty spreads `tap_count`.
-      block: places fed to the drafter, the anchor included.
-      rank, candidates: of DFlash 2's selector; rank also of DSpark's Markov head.
+      inner, heads, kv_heads, head_dim: sizes of the drafter; 0 takes the target's.
+      taps: target layers whose output the drafter reads, from 0; empty spreads `tap_count`.
+      block: tokens per block, the anchor included.
+      rank, candidates: of DFlash 2's selector; `rank` also of DSpark's Markov head.
       markov_head: vanilla, gated or rnn.
-      loss: ce (to the target's best token), kl (to its distribution), mix (0.1 ce + 0.9 total
-        variation; DSpark's own).
-      weights: of a block's places: decay (early ones first), dpace (by what the drafter has
-        already learnt), uniform.
-      decay: exp(-k / decay) is the weight of place k; with `decay` weights.
-      smoothing: share of certainty added to the drafter's own; with `dpace` weights.
-      head_weight: of the selector's or the confidence head's loss.
-      anchors: blocks in a row of the first bucket; longer rows have more in proportion.
-      parts: a batch's rows are done in so many parts, one after another: the same gradient in less
-        memory.
-      features: the target runs in every step (online), or once over all rows (cache, on disk).
-      dtype: of the target, and of what the drafter computes; its weights are kept in float32.
-      target_weights: the target's matrices as they are, or rounded as an engine of
-        `Plan.weights` int8 or int4 holds them: train against what will be served.
-      answers: assistant turns are written anew and plain text is continued by the target; or both
-        are taken as given; or, mixed, turns as given and text continued.
-      prompts, text_prompts: most conversations and pieces of plain text to be answered.
-      given: most conversations that are learnt as they stand, beside those answered.
-      new_tokens, text_tokens: most tokens of one answer, or of one continued text.
-      text_prompt: tokens of a piece of plain text.
-      answer_buckets: prompt and answer together, and how many are written side by side.
-      held_out: prompts kept aside, on which acceptance length is measured at the end.
-      devices: data-parallel devices; a bucket's rows must be a multiple.
+      loss: ce (target's argmax token), kl (target's distribution), mix (0.1 ce + 0.9 total
+        variation, as in DSpark).
+      weights: weights of the places of a block: decay (early places first), dpace (by the
+        probability of reaching a place), uniform.
+      decay: place k has weight exp(-k / decay); with `decay` weights.
+      smoothing: share of certainty mixed into the drafter's probabilities; with `dpace` weights.
+      head_weight: weight of the loss of the selector or the confidence head.
+      anchors: blocks per row of the first bucket; longer rows have proportionally more.
+      parts: sequential parts of a batch: the same gradient in less memory.
+      features: run the target in each step (online), or once over all rows (cache, on disk).
+      dtype: of the target and of the drafter's computation; drafter weights stay float32.
+      target_weights: the target's matrices in float, or rounded as `Plan.weights` int8 or int4
+        rounds them.
+      answers: target (it rewrites assistant turns and continues plain text), given (both are
+        learnt as given), or mixed (turns as given, text continued by the target).
+      prompts, text_prompts: maximum conversations and text pieces that the target answers.
+      given: maximum further conversations that are learnt as given.
+      new_tokens, text_tokens: maximum tokens of an answer, and of a continued text.
+      text_prompt: tokens of a text piece.
+      answer_buckets: length of prompt and answer together, and answers decoded together.
+      held_out: held-out prompts for the final acceptance length.
+      devices: data-parallel devices; rows of every bucket must be a multiple.
     """
 
     name: str
@@ -178,7 +177,7 @@ class Recipe:
 
 
 def check(settings: Any, bounds: Mapping[str, tuple[float, float]], of: str = "") -> None:
-    """Raises ConfigError for a setting that is outside its bounds, or no number."""
+    """Raise ConfigError for a setting outside its bounds."""
     for name, (least, most) in bounds.items():
         value = getattr(settings, name)
         if not least <= value <= most:
@@ -187,9 +186,9 @@ def check(settings: Any, bounds: Mapping[str, tuple[float, float]], of: str = ""
 
 
 def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterConfig:
-    """The config of the drafter a recipe makes for a target: full attention, both ways.
+    """Return the config of the recipe's drafter for a target: full, bidirectional attention.
 
-    It says how long a text may be as the target does: other engines draft no further than that.
+    Its maximum length is the target's, because other engines stop drafting there.
     """
     own: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
         DFLASH: (DrafterConfig, {}),
@@ -229,7 +228,7 @@ def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterCo
 
 
 def spread_taps(layers: int, count: int) -> tuple[int, ...]:
-    """Layers from the second to the last but two, evenly: the spread of published drafters."""
+    """Return evenly spread layers from the second to the third last, as published drafters do."""
     first, last = (1, layers - 3) if layers >= 5 else (0, max(layers - 2, 0))
     count = max(1, min(count, last - first + 1))
     steps = max(count - 1, 1)
@@ -237,8 +236,9 @@ def spread_taps(layers: int, count: int) -> tuple[int, ...]:
 
 
 def mask_token(tokenizer: Tokenizer | None, target: TargetConfig) -> tuple[int, str]:
-    """A token that no text contains, and where it comes from: the tokenizer's own mask token,
-    else a table row behind its last id.
+    """Return a token that no text contains, and a description of its origin.
+
+    It is the tokenizer's mask token, or an unused row of the embedding table.
 
     Raises:
       ConfigError: there is neither.
@@ -246,9 +246,9 @@ def mask_token(tokenizer: Tokenizer | None, target: TargetConfig) -> tuple[int, 
     if tokenizer is not None:
         named = (tokenizer.specials.get("mask_token"), *MASK_TOKENS)
         for text in filter(None, named):
-            found = tokenizer.core.token_to_id(text)
-            if found is not None and found < target.vocab_size:
-                return found, f"the tokenizer's {text}"
+            token = tokenizer.core.token_to_id(text)
+            if token is not None and token < target.vocab_size:
+                return token, f"the tokenizer's {text}"
         unused = 1 + max(tokenizer.core.get_vocab(with_added_tokens=True).values(), default=-1)
         if unused < target.vocab_size:
             return unused, "the first unused row of the embedding table"

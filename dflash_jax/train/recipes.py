@@ -1,4 +1,4 @@
-"""The known recipes, and settings that change one."""
+"""Named recipes, and parsing of settings that change one."""
 
 import dataclasses
 import typing
@@ -136,14 +136,14 @@ RECIPES = {
 
 
 def recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
-    """A known recipe with settings like "steps=900" or "buckets=160x16,448x6" changed.
+    """Return a named recipe, changed by settings like "steps=900" or "buckets=160x16,448x6".
 
     Raises:
-      ConfigError: an unknown name, or a setting that does not exist or cannot be read.
+      ConfigError: the name or a setting is unknown, or a value cannot be parsed.
     """
     if name not in RECIPES:
         raise ConfigError(f"preset {name!r} is not known; choose one of {', '.join(RECIPES)}")
-    found = RECIPES[name]
+    base = RECIPES[name]
     types = typing.get_type_hints(Recipe) | typing.get_type_hints(Schedule)
     inner = {f.name for f in dataclasses.fields(Schedule)}
     changed: dict[str, Any] = {}
@@ -157,8 +157,8 @@ def recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
             )
         changed[key] = _read(key, text, types[key])
     own = {key: changed.pop(key) for key in inner & changed.keys()}
-    changed["schedule"] = dataclasses.replace(found.schedule, **own)
-    return dataclasses.replace(found, **changed)
+    changed["schedule"] = dataclasses.replace(base.schedule, **own)
+    return dataclasses.replace(base, **changed)
 
 
 def _read(key: str, text: str, kind: Any) -> Any:

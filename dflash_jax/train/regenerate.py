@@ -1,4 +1,4 @@
-"""The target's own answers to training prompts, written by the engine, many side by side."""
+"""The target's own answers to training prompts, decoded by the engine in batches."""
 
 import contextlib
 import dataclasses
@@ -19,45 +19,48 @@ from dflash_jax.loading import resolve_here
 from dflash_jax.plan import Plan
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train.files import sound
-from dflash_jax.train.loop import Stopped, stop_flag
+from dflash_jax.train.loop import TrainingStopped, stop_flag
 from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.rows import Document
-from dflash_jax.train.threads import side_by_side
+from dflash_jax.train.threads import parallel_calls
 
-TURNS = 4  # prompts of a group, in multiples of the rows; a finished group is saved
-WRITERS = 4  # engines that write at a time, at most
+TURNS = 4  # prompts per group, in multiples of the rows; a finished group is saved
+MOST_ENGINES = 4  # that decode concurrently
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
-    """Token ids to continue; `wanted` marks earlier assistant tokens among them."""
+class AnswerPrompt:
+    """Token ids to continue; `wanted` marks earlier assistant tokens."""
 
     document: Document
     new_tokens: int
-    line: int = 0  # of the examples it was made from
+    line: int = 0  # index of its example
 
     @property
     def room(self) -> int:
-        """Tokens that prompt and answer may take together."""
+        """Maximum tokens of prompt and answer together."""
         return len(self.document.ids) + self.new_tokens
 
 
 def answer(
     path: Path,
     model: TargetModel,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[AnswerPrompt],
     buckets: Sequence[Bucket],
     *,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[Document]:
-    """Every prompt with its answer, the answer wanted; kept in `path` as far as it got.
+    """Decode an answer to every prompt, saving finished groups in `path`.
+
+    Returns:
+      Prompts with their answers, the answers wanted.
 
     Raises:
-      ConfigError: no prompt leaves room for its answer.
-      CheckpointError: what is kept in `path` is damaged.
-      Stopped: a signal came; what is done is saved and the same call goes on from there.
+      ConfigError: no prompt fits a bucket together with its answer.
+      CheckpointError: `path` is damaged.
+      TrainingStopped: a signal arrived; finished groups are saved and the same call resumes.
     """
     groups = grouped(prompts, buckets)
     if not groups:
@@ -67,16 +70,16 @@ def answer(
             " or lower new_tokens"
         )
     if left := len(prompts) - sum(len(members) for _, members in groups):
-        tell(
-            f"{left} of {len(prompts)} prompts left out: with their answers they are longer than"
+        report(
+            f"{left} of {len(prompts)} prompts skipped: with their answers they are longer than"
             f" {max(b.length for b in buckets)} tokens, the longest of answer_buckets"
         )
     done = stored(path, [len(members) for _, members in groups])
-    writers = Writers(model, Variant.SAMPLED if temperature else Variant.GREEDY)
+    engines = AnswerEngines(model, Variant.SAMPLED if temperature else Variant.GREEDY)
 
     def write(i: int) -> list[list[int]]:
         bucket, members = groups[i]
-        with writers.engine(bucket) as engine:
+        with engines.engine(bucket) as engine:
             results = engine.generate_many(
                 [prompts[j].document.ids.tolist() for j in members],
                 max_tokens=prompts[members[0]].new_tokens,
@@ -86,17 +89,17 @@ def answer(
         return [result.token_ids for result in results]
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pool = ThreadPoolExecutor(max(map(writers.count, {bucket for bucket, _ in groups})))
+    pool = ThreadPoolExecutor(max(map(engines.count, {bucket for bucket, _ in groups})))
     with stop_flag() as flag, path.open("a", encoding="utf-8") as file:
         try:
-            begun = [pool.submit(write, i) for i in range(len(done), len(groups))]
-            for group in begun:
+            submitted = [pool.submit(write, i) for i in range(len(done), len(groups))]
+            for group in submitted:
                 done.append(group.result())
                 file.write(json.dumps(done[-1]) + "\n")
                 file.flush()
-                tell(f"answers {len(done)}/{len(groups)} groups")
+                report(f"answers {len(done)}/{len(groups)} groups")
                 if flag.raised:
-                    raise Stopped(
+                    raise TrainingStopped(
                         f"answers stopped at group {len(done)} of {len(groups)}; state saved"
                     )
         finally:
@@ -107,11 +110,8 @@ def answer(
         return [joined(prompts[j], ids) for j, ids in zip(order, answers, strict=True)]
 
 
-class Writers:
-    """Engines without drafter that write answers at a time, each of a bucket.
-
-    They share their programs.
-    """
+class AnswerEngines:
+    """A pool of engines without drafter, one bucket at a time, that share compiled programs."""
 
     def __init__(self, model: TargetModel, variant: Variant):
         self._model, self._variant = model, variant
@@ -119,18 +119,18 @@ class Writers:
         self._free: dict[Bucket, queue.SimpleQueue[Engine]] = {}
 
     def count(self, bucket: Bucket) -> int:
-        """How many write at a time: no more than a quarter of the memory has room for."""
+        """Return the number of concurrent engines: at most what a quarter of the memory holds."""
         plan = self._plan(bucket)
         each = budget(plan, self._model.config, None)
         room = plan.memory_limit // 4 // (each.caches + each.temporaries)
-        return max(1, min(side_by_side(WRITERS), room))
+        return max(1, min(parallel_calls(MOST_ENGINES), room))
 
     @contextlib.contextmanager
     def engine(self, bucket: Bucket) -> Iterator[Engine]:
-        """One that nobody else uses; those of other buckets go when they are free."""
+        """Yield a free engine of the bucket; the pool of another bucket is dropped."""
         with self._lock:
             if bucket not in self._free:
-                self._free = {bucket: self._opened(bucket)}
+                self._free = {bucket: self._new_pool(bucket)}
             free = self._free[bucket]
         engine = free.get()
         try:
@@ -138,7 +138,7 @@ class Writers:
         finally:
             free.put(engine)
 
-    def _opened(self, bucket: Bucket) -> "queue.SimpleQueue[Engine]":
+    def _new_pool(self, bucket: Bucket) -> "queue.SimpleQueue[Engine]":
         free: queue.SimpleQueue[Engine] = queue.SimpleQueue()
         model, plan, programs = self._model, self._plan(bucket), None
         for _ in range(self.count(bucket)):
@@ -158,10 +158,13 @@ class Writers:
 
 
 def stored(path: Path, sizes: Sequence[int]) -> list[list[list[int]]]:
-    """The groups saved so far; half a last line, of a killed process, is dropped.
+    """Return the groups saved so far, without an incomplete last line.
 
     Args:
-      sizes: of all groups.
+      sizes: sizes of all groups.
+
+    Raises:
+      CheckpointError: the file is damaged.
     """
     if not path.is_file():
         return []
@@ -170,16 +173,18 @@ def stored(path: Path, sizes: Sequence[int]) -> list[list[list[int]]]:
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             path.write_text(whole, encoding="utf-8")
-        found = [json.loads(line) for line in whole.splitlines()]
-        if [*map(len, found)] != list(sizes[: len(found)]):
-            raise ValueError("groups of other sizes than were asked for")
-    return found
+        groups = [json.loads(line) for line in whole.splitlines()]
+        if [*map(len, groups)] != list(sizes[: len(groups)]):
+            raise ValueError("its groups have other sizes")
+    return groups
 
 
-def grouped(prompts: Sequence[Prompt], buckets: Sequence[Bucket]) -> list[tuple[Bucket, list[int]]]:
-    """Prompts of like length together, each in the shortest bucket with room for the answer.
+def grouped(
+    prompts: Sequence[AnswerPrompt], buckets: Sequence[Bucket]
+) -> list[tuple[Bucket, list[int]]]:
+    """Group prompts by length, each in the shortest bucket that holds it with its answer.
 
-    Prompts that fit no bucket are left out.
+    Prompts that fit no bucket are dropped.
     """
     groups: list[tuple[Bucket, list[int]]] = []
     order = sorted(range(len(prompts)), key=lambda i: (prompts[i].new_tokens, prompts[i].room))
@@ -197,8 +202,8 @@ def grouped(prompts: Sequence[Prompt], buckets: Sequence[Bucket]) -> list[tuple[
     return groups
 
 
-def joined(prompt: Prompt, answer: Sequence[int]) -> Document:
-    """Prompt and answer as one document."""
+def joined(prompt: AnswerPrompt, answer: Sequence[int]) -> Document:
+    """Return prompt and answer as one document."""
     ids = np.concatenate([prompt.document.ids, np.asarray(answer, np.int32)])
     wanted = np.concatenate([prompt.document.wanted, np.ones(len(answer), bool)])
     return Document(ids, wanted)

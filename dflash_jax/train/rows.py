@@ -1,4 +1,4 @@
-"""Token rows: documents packed into buckets of fixed length, and batches as a function of step."""
+"""Token rows: documents packed into buckets of fixed length, and batches by step number."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,44 +14,46 @@ OPEN_ROWS = 24
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Token ids, and for each whether a model has to produce it."""
+    """Token ids, and a mask of the tokens that a model has to produce."""
 
     ids: np.ndarray  # int32 [n]
     wanted: np.ndarray  # bool [n]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows of one length; the tail of a row is padding, never wanted."""
+class TokenRows:
+    """Rows of one length, padded at the end; padding is never wanted."""
 
     tokens: np.ndarray  # int32 [N, S]
     wanted: np.ndarray  # bool [N, S]
     real: np.ndarray  # bool [N, S]; False marks padding
 
 
-def pack(documents: Sequence[Document], buckets: Sequence[Bucket], *, fill: int) -> list[Rows]:
-    """Each document whole, in the shortest bucket that holds it; too long ones are cut.
+def pack(documents: Sequence[Document], buckets: Sequence[Bucket], *, fill: int) -> list[TokenRows]:
+    """Pack each document into the shortest bucket that holds it; longer ones are cut.
 
-    Documents share a row as long as they fit (first fit among the rows still open).
+    Documents share rows (first fit among the most recent rows).
     """
     lengths = [bucket.length for bucket in buckets]
     return [
-        laid_out(shared(group, length), length, fill)
+        padded_rows(packed_rows(group, length), length, fill)
         for group, length in zip(by_length(documents, lengths), lengths, strict=True)
     ]
 
 
-def apart(documents: Sequence[Document], buckets: Sequence[Bucket], *, fill: int) -> list[Rows]:
-    """As `pack`, with a row to each document."""
+def one_per_row(
+    documents: Sequence[Document], buckets: Sequence[Bucket], *, fill: int
+) -> list[TokenRows]:
+    """Place each document into a row of its own, in the shortest bucket that holds it."""
     lengths = [bucket.length for bucket in buckets]
     return [
-        laid_out([[document] for document in group], length, fill)
+        padded_rows([[document] for document in group], length, fill)
         for group, length in zip(by_length(documents, lengths), lengths, strict=True)
     ]
 
 
 def by_length(documents: Sequence[Document], lengths: Sequence[int]) -> list[list[Document]]:
-    """Documents by the shortest length that holds them, too long ones under the last."""
+    """Group documents by the shortest length that holds them; longer ones join the last."""
     groups: list[list[Document]] = [[] for _ in lengths]
     for document in documents:
         size = min(len(document.ids), lengths[-1])
@@ -59,25 +61,25 @@ def by_length(documents: Sequence[Document], lengths: Sequence[int]) -> list[lis
     return groups
 
 
-def shared(documents: Sequence[Document], length: int) -> list[list[Document]]:
-    """Documents grouped into rows of at most `length` tokens, a longer one alone."""
+def packed_rows(documents: Sequence[Document], length: int) -> list[list[Document]]:
+    """Group documents into rows of at most `length` tokens; a longer one is alone."""
     rows: list[list[Document]] = []
     open_rows: list[tuple[int, list[Document]]] = []  # (room left, row)
     for document in documents:
         size = len(document.ids)
-        found = next((i for i, (room, _) in enumerate(open_rows) if room >= size), None)
-        if found is None:
+        index = next((i for i, (room, _) in enumerate(open_rows) if room >= size), None)
+        if index is None:
             rows.append([])
             open_rows = [*open_rows[-OPEN_ROWS:], (length, rows[-1])]
-            found = len(open_rows) - 1
-        room, row = open_rows[found]
+            index = len(open_rows) - 1
+        room, row = open_rows[index]
         row.append(document)
-        open_rows[found] = (room - size, row)
+        open_rows[index] = (room - size, row)
     return rows
 
 
-def laid_out(rows: Sequence[Sequence[Document]], length: int, fill: int) -> Rows:
-    """Documents of each row side by side, padded to `length`."""
+def padded_rows(rows: Sequence[Sequence[Document]], length: int, fill: int) -> TokenRows:
+    """Concatenate the documents of each row and pad to `length`."""
     tokens = np.full((len(rows), length), fill, np.int32)
     wanted = np.zeros((len(rows), length), bool)
     real = np.zeros((len(rows), length), bool)
@@ -86,41 +88,45 @@ def laid_out(rows: Sequence[Sequence[Document]], length: int, fill: int) -> Rows
         tokens[i, : len(ids)] = ids
         wanted[i, : len(ids)] = np.concatenate([document.wanted for document in row])[:length]
         real[i, : len(ids)] = True
-    return Rows(tokens, wanted, real)
+    return TokenRows(tokens, wanted, real)
 
 
-def save(path: Path, buckets: Sequence[Rows]) -> None:
-    """All buckets in one file."""
+def save(path: Path, buckets: Sequence[TokenRows]) -> None:
+    """Write all buckets to one file."""
     arrays = {
         f"{i}.{field.name}": getattr(rows, field.name)
         for i, rows in enumerate(buckets)
-        for field in dataclasses.fields(Rows)
+        for field in dataclasses.fields(TokenRows)
     }
     with saved_as(path) as partial, partial.open("wb") as file:
         np.savez(file, **arrays)
 
 
-def load(path: Path) -> list[Rows]:
-    """The buckets written by `save`; CheckpointError if the file is damaged."""
-    names = [field.name for field in dataclasses.fields(Rows)]
+def load(path: Path) -> list[TokenRows]:
+    """Return the buckets written by `save`.
+
+    Raises:
+      CheckpointError: the file is damaged.
+    """
+    names = [field.name for field in dataclasses.fields(TokenRows)]
     with sound(path), path.open("rb") as file, np.load(file) as arrays:
         count = len(arrays.files) // len(names)
-        return [Rows(*(arrays[f"{i}.{name}"] for name in names)) for i in range(count)]
+        return [TokenRows(*(arrays[f"{i}.{name}"] for name in names)) for i in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Which rows a step sees: a pure function of seed and step, so resuming needs no state."""
+    """The rows of each step, a pure function of seed and step: resuming needs no state."""
 
     buckets: tuple[Bucket, ...]
-    rows: tuple[Rows, ...]
+    rows: tuple[TokenRows, ...]
     seed: int
     _planned: dict[int, list[tuple[int, np.ndarray]]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
-    )  # of the epoch asked for last: to shuffle many rows takes longer than a step
+    )  # of the latest epoch: shuffling many rows takes longer than a step
 
     def plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
-        """(bucket, row numbers) of every batch of an epoch; a last short batch is left out."""
+        """Return (bucket, row numbers) of every batch of an epoch, without a short last batch."""
         rng = np.random.default_rng((self.seed, epoch))
         batches = []
         for i, (bucket, rows) in enumerate(zip(self.buckets, self.rows, strict=True)):
@@ -131,22 +137,22 @@ class Batches:
 
     @property
     def per_epoch(self) -> int:
-        """Batches in which every row is read once, but for a last short batch."""
+        """Batches per epoch."""
         return sum(
             len(rows.tokens) // bucket.rows
             for bucket, rows in zip(self.buckets, self.rows, strict=True)
         )
 
     def chosen(self, step: int) -> tuple[int, np.ndarray]:
-        """The bucket and the row numbers of a step."""
+        """Return the bucket and the row numbers of a step."""
         epoch, number = divmod(step, self.per_epoch)
         if epoch not in self._planned:
             self._planned.clear()
             self._planned[epoch] = self.plan(epoch)
         return self._planned[epoch][number]
 
-    def at(self, step: int) -> tuple[int, Rows]:
-        """The bucket and the rows of a step."""
+    def at(self, step: int) -> tuple[int, TokenRows]:
+        """Return the bucket and the rows of a step."""
         i, chosen = self.chosen(step)
         rows = self.rows[i]
-        return i, Rows(rows.tokens[chosen], rows.wanted[chosen], rows.real[chosen])
+        return i, TokenRows(rows.tokens[chosen], rows.wanted[chosen], rows.real[chosen])

@@ -1,7 +1,7 @@
 """A whole training run: data, answers, features, steps, export, measured acceptance length.
 
-Each stage leaves one result in the run's folder and is skipped where that exists, so that a
-run that was stopped, or killed, is gone on with by the same call.
+Each stage writes one result into the run's folder and is skipped if it exists, so the same call
+resumes an interrupted run.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.train import data, evaluate, given, regenerate
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import claim, saved_as, sound, write_json
-from dflash_jax.train.fitting import Placement, Tell, fit
+from dflash_jax.train.fitting import Placement, Report, fit
 from dflash_jax.train.recipe import FLOAT, Recipe, mask_token, new_drafter
-from dflash_jax.train.rows import Rows
+from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.usage import Usage
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run leaves behind."""
+    """Results of a run."""
 
     drafter: Path  # the exported folder
     results: dict[str, Any]  # acceptance length of each kind of held-out prompt
@@ -44,23 +44,24 @@ def run(
     out: Path,
     recipe: Recipe,
     *,
-    tell: Tell,
+    report: Report,
     mask_id: int | None = None,
     start: Path | None = None,
 ) -> Outcome:
-    """Trains a drafter for a target and measures it.
+    """Train a drafter for a target and measure its acceptance length.
 
     Args:
-      target: whatever `dflash_jax.load_target` opens.
+      target: a source that `dflash_jax.load_target` opens.
       source: a JSONL file (see `data.read`), or "tiny" for the shipped corpus.
       out: the run's folder.
-      mask_id: the mask token, where it cannot be found by itself.
-      start: a drafter to go on from; of the shape that the recipe makes.
+      report: called with progress lines.
+      mask_id: the mask token; found in tokenizer or embedding table by default.
+      start: a drafter to start from, with the shape of the recipe.
 
     Raises:
-      ConfigError: data, recipe and target do not fit each other, or `out` belongs to another run.
-      ComputeError, CheckpointError, Stopped: see `loop.fit`; ComputeError also for a device that
-        is too small.
+      ConfigError: data, recipe and target do not match, or `out` belongs to another run.
+      ComputeError: a metric is not finite, or the device has too little memory.
+      CheckpointError, TrainingStopped: see `loop.fit`.
     """
     model = open_target(target, recipe)
     training, held_out = data.load(source, recipe)
@@ -68,10 +69,10 @@ def run(
     asked = data.held_out(held_out, model.tokenizer, recipe)
     if mask_id is None:
         mask_id, why = mask_token(model.tokenizer, model.config)
-        tell(f"mask token {mask_id}: {why}")
+        report(f"mask token {mask_id}: {why}")
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
-    Placement(recipe.devices)  # refuses what is not there before the target has answered for hours
+    Placement(recipe.devices)  # fails before the target answers for hours
     about = {
         "target": str(target),
         "data": data.fingerprint(training),
@@ -79,26 +80,26 @@ def run(
         "start": str(start) if start else None,
         "recipe": dataclasses.asdict(recipe),
     }
-    params = read_start(start, config) if start else None  # refused before anything is written
+    params = read_start(start, config) if start else None  # fails before anything is written
     claim(out, "run.json", about)
     identity = json.dumps(about, sort_keys=True)
-    aside = 0 if source == data.SHIPPED else len(held_out)  # which has a file of its own for them
+    aside = 0 if source == data.SHIPPED else len(held_out)  # the shipped ones are a separate file
     usage = Usage(len(training) + aside)
     usage.hold_out(aside, len(asked))
-    rows = stored_rows(out, model, training, recipe, tell, usage)
+    rows = stored_rows(out, model, training, recipe, report, usage)
     if not (out / "drafter").is_dir():
-        with roomy():
+        with explained_out_of_memory():
             _, trained = fit(
-                model, recipe, mask_id, rows, out, identity=identity, tell=tell, start=params
+                model, recipe, mask_id, rows, out, identity=identity, report=report, start=params
             )
         write_drafter(out / "drafter", config, trained)
-    results = measured(out, target, asked, recipe, tell)
+    results = measured(out, target, asked, recipe, report)
     return Outcome(out / "drafter", results)
 
 
 @contextlib.contextmanager
-def roomy() -> Iterator[None]:
-    """Raises ComputeError where the device has no memory for what the block does."""
+def explained_out_of_memory() -> Iterator[None]:
+    """Raise ComputeError if the block runs out of device memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -112,7 +113,7 @@ def roomy() -> Iterator[None]:
 
 
 def open_target(source: str, recipe: Recipe) -> TargetModel:
-    """The target, its matrices rounded if the recipe says so."""
+    """Load the target, with rounded matrices if the recipe asks for them."""
     from dflash_jax.loading import load_target
 
     model = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
@@ -138,48 +139,52 @@ def stored_rows(
     model: TargetModel,
     training: Sequence[data.Example],
     recipe: Recipe,
-    tell: Tell,
+    report: Report,
     usage: Usage,
-) -> list[Rows]:
-    """The training rows, made on the first call: answers of the target, and text as given.
+) -> list[TokenRows]:
+    """Return the training rows, making them on the first call.
 
-    Lines that are not used are counted in `usage` and reported before the target answers for hours.
+    Unused lines are counted in `usage` and reported before the target answers.
+
+    Raises:
+      ConfigError: the data cannot be encoded, or holds unknown token ids.
+      CheckpointError: stored answers or rows are damaged.
     """
     path, fill, longest = out / "rows.npz", 0, recipe.buckets[-1].length
     if not path.is_file():
-        asked, kept = data.divided(training, recipe)
+        asked, kept = data.split_by_answers(training, recipe)
         more = len(training) - len(asked) - len(kept)
         limits = f"prompts={recipe.prompts}, given={recipe.given}"
         usage.leave_out(more, f"more than the recipe asks for ({limits})")
         ends = model.config.eos_token_ids
         learnt = [given.as_given([one], model.tokenizer, ends, longest) for one in kept]
         usage.leave_out(learnt.count([]), "without an assistant's turn to learn")
-        found = [document for one in learnt for document in one]
+        rows = [document for one in learnt for document in one]
         prompts = data.prompts(asked, model.tokenizer, recipe) if asked else []
         usage.answer(asked, prompts, recipe)
         if usage:
-            tell(str(usage))
+            report(str(usage))
         if prompts:
-            found += regenerate.answer(
+            rows += regenerate.answer(
                 out / "answers.jsonl",
                 model,
                 prompts,
                 recipe.answer_buckets,
-                tell=tell,
+                report=report,
                 temperature=recipe.temperature,
                 seed=recipe.seed,
             )
-        check_ids((document.ids for document in found), model.config)
-        if cut := sum(len(document.ids) > longest for document in found):
-            tell(f"{cut} of {len(found)} rows cut to {longest} tokens, the longest of buckets")
-        random.Random(recipe.seed).shuffle(found)
-        packing.save(path, packing.apart(found, recipe.buckets, fill=fill))
+        check_ids((document.ids for document in rows), model.config)
+        if cut := sum(len(document.ids) > longest for document in rows):
+            report(f"{cut} of {len(rows)} rows cut to {longest} tokens, the longest of buckets")
+        random.Random(recipe.seed).shuffle(rows)
+        packing.save(path, packing.one_per_row(rows, recipe.buckets, fill=fill))
     return packing.load(path)
 
 
-def check_ids(found: Iterable[Sequence[int] | np.ndarray], config: TargetConfig) -> None:
-    """Raises ConfigError for token ids that the target does not have."""
-    highest = max((int(np.max(ids, initial=0)) for ids in found), default=0)
+def check_ids(sequences: Iterable[Sequence[int] | np.ndarray], config: TargetConfig) -> None:
+    """Raise ConfigError for token ids that the target does not have."""
+    highest = max((int(np.max(ids, initial=0)) for ids in sequences), default=0)
     if highest >= config.vocab_size:
         raise ConfigError(
             f"the data holds token {highest}, but the target knows 0 to {config.vocab_size - 1};"
@@ -188,27 +193,28 @@ def check_ids(found: Iterable[Sequence[int] | np.ndarray], config: TargetConfig)
 
 
 def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
-    """Parameters to go on from: of a drafter of the same kind, or of a DFlash one, to which
-    DFlash 2 and DSpark add.
+    """Return the parameters of a drafter to start from.
+
+    It has the kind of this run, or is a DFlash drafter, which DFlash 2 and DSpark extend.
 
     Raises:
-      ConfigError: the drafter there is not of the shape that this run makes.
+      ConfigError: its shape differs from the recipe's.
     """
     from dflash_jax.converters.models import open_model
     from dflash_jax.loading import locate
 
-    found = open_model(locate(path, "drafter"), role="drafter")
-    kind = type(config) if type(found.config) is type(config) else DrafterConfig
+    source = open_model(locate(path, "drafter"), role="drafter")
+    kind = type(config) if type(source.config) is type(config) else DrafterConfig
     have, wanted = (
         {f.name: getattr(c, f.name, None) for f in dataclasses.fields(kind)}
-        for c in (found.config, config)
+        for c in (source.config, config)
     )
     free = ("kind", "num_target_layers", "rope", "dtype", "sample_from_anchor")
     differ = [k for k, v in wanted.items() if have[k] != v and k not in free]
-    if differ or not isinstance(found.config, DrafterConfig):
+    if differ or not isinstance(source.config, DrafterConfig):
         listed = "; ".join(f"{k} is {have[k]}, expected {wanted[k]}" for k in differ)
         raise ConfigError(f"the drafter {path} has another shape: {listed}; change the recipe")
-    return found.load("float32")
+    return source.load("float32")
 
 
 def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> None:
@@ -225,27 +231,27 @@ def measured(
     target: str,
     entries: Sequence[dict[str, Any]],
     recipe: Recipe,
-    tell: Tell,
+    report: Report,
 ) -> dict[str, Any]:
-    """Acceptance length on held-out prompts by real decoding, kept in results.json."""
+    """Return the acceptance lengths on held-out prompts, measured once into results.json."""
     path = out / "results.json"
     if not path.is_file():
         if not entries:
-            tell("no line fell to the held-out side; acceptance length was not measured")
+            report("no line was held out; acceptance length was not measured")
             return {}
         with saved_as(out / "heldout.jsonl") as partial:
             lines = (json.dumps(entry) + "\n" for entry in entries)
             partial.write_text("".join(lines), encoding="utf-8")
-        found = evaluate.evaluate(
+        scores = evaluate.evaluate(
             target,
             out / "drafter",
             out / "heldout.jsonl",
             max_tokens=recipe.held_out_tokens,
-            tell=tell,
+            report=report,
             dtype=recipe.dtype,  # pyrefly: ignore
             weights=recipe.target_weights,
         )
         with saved_as(path) as partial:
-            write_json(partial, found)
+            write_json(partial, scores)
     with sound(path):
         return dict(json.loads(path.read_text(encoding="utf-8")).items())

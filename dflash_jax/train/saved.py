@@ -1,4 +1,4 @@
-"""Saved training states: the newest two of a run, written by orbax, each whole or not there."""
+"""Saved training states: the newest two of a run, written atomically by orbax."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from dflash_jax.errors import CheckpointError
 from dflash_jax.train.files import remove
 
 State = TypeVar("State")
-KEPT = 2  # should the newest turn out damaged, the one before it is at hand
+KEPT = 2  # the older one is the fallback if the newest is damaged
 ARRAYS, ABOUT = "arrays", "about"
 
 
 def save(folder: Path, step: int, state: State, identity: str) -> None:
-    """Saves the state after a step, then forgets all but the newest two.
+    """Save the state after a step and remove all but the newest two.
 
     Raises:
-      CheckpointError: it could not be written; what was saved before stays.
+      CheckpointError: the state could not be written; earlier ones stay.
     """
     items = ocp.args.Composite(
         arrays=ocp.args.PyTreeSave(_flat(state)),  # pyrefly: ignore
@@ -37,10 +37,12 @@ def save(folder: Path, step: int, state: State, identity: str) -> None:
 
 
 def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
-    """Step and state of the newest one saved, placed as `state` is; 0 and `state` if none is.
+    """Return step and state of the newest saved state, with the placement of `state`.
+
+    Returns 0 and `state` if nothing is saved.
 
     Raises:
-      CheckpointError: it belongs to another run, or cannot be read.
+      CheckpointError: the saved state belongs to another run, or cannot be read.
     """
     if not folder.is_dir():
         return 0, state
@@ -62,7 +64,7 @@ def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
                     f"{folder} was saved by another preset or seed; remove it, or train into"
                     " another folder"
                 )
-            found = manager.restore(step, args=ocp.args.Composite(arrays=arrays))[ARRAYS]
+            restored = manager.restore(step, args=ocp.args.Composite(arrays=arrays))[ARRAYS]
         except CheckpointError:
             raise
         except Exception as error:  # orbax and tensorstore raise many kinds
@@ -71,15 +73,15 @@ def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
                 f"{folder / str(step)} cannot be read ({reason}); remove it, and the same command"
                 " goes on from the state saved before it"
             ) from error
-    return step, jax.tree.unflatten(structure, [found[name] for name in flat])
+    return step, jax.tree.unflatten(structure, [restored[name] for name in flat])
 
 
 def full(path: Path, error: Exception) -> CheckpointError:
-    """What to say when a file cannot be written."""
+    """Return the error for a file that could not be written."""
     reason = str(error).partition("\n")[0][:200]
     return CheckpointError(
-        f"{path} could not be written ({reason}); what was saved before is whole: free some space"
-        " and run the same command to go on from it"
+        f"{path} could not be written ({reason}); earlier states are intact: free some space"
+        " and run the same command to resume"
     )
 
 

@@ -21,14 +21,14 @@ OUTPUTS = (("attention", "o"), ("mlp", "down"))  # projections of a layer that a
 
 @struct.dataclass
 class TrainState:
-    """What an optimizer step reads and returns."""
+    """Parameters and optimizer state."""
 
     params: dict
     optimizer: optax.OptState
 
 
 def blank_caches(config: TargetConfig, rows: int, slots: int) -> tuple[LayerCache, ...]:
-    """Empty float32 caches, so that a forward pass over whole rows is an ordinary call."""
+    """Return empty float32 caches for a forward pass over whole rows."""
     return tuple(
         empty_cache(rows, config.num_kv_heads, slots, config.head_dim, dtype=jnp.float32)
         for _ in range(config.num_layers)
@@ -36,37 +36,37 @@ def blank_caches(config: TargetConfig, rows: int, slots: int) -> tuple[LayerCach
 
 
 def initial(model: nn.Module, config: TargetConfig, seed: int) -> dict:
-    """Fresh parameters."""
+    """Return fresh parameters."""
 
     def touch(module: nn.Module) -> Array:
         tokens = jnp.zeros((1, 1), jnp.int32)
         out = module(tokens, blank_caches(config, 1, 2), jnp.zeros(1, jnp.int32))
         return module.logits(out.hidden)
 
-    made: Any = jit(functools.partial(model.init, method=touch))(jax.random.key(seed))
-    return made["params"]
+    variables: Any = jit(functools.partial(model.init, method=touch))(jax.random.key(seed))
+    return variables["params"]
 
 
 def deepened(params: dict, layers: int) -> dict:
-    """The parameters of a model with that many layers that says the same.
+    """Return parameters of a deeper model that computes the same function.
 
-    A layer may be followed by a copy of itself whose output projections are zero, which adds
-    nothing until it is trained (growth that preserves the function: Net2Net, Chen et al. 2016).
+    A layer may be followed by a copy of itself whose output projections are zero
+    (function-preserving growth: Net2Net, Chen et al. 2016).
 
     Args:
-      layers: at least as many as there are.
+      layers: at least the present number.
     """
     old = [name for name in params if name.startswith(LAYER)]
     grown = {name: x for name, x in params.items() if name not in old}
     sources = [i * len(old) // layers for i in range(layers)]
     for i, source in enumerate(sources):
         layer = params[f"{LAYER}{source}"]
-        grown[f"{LAYER}{i}"] = _quiet(layer) if source in sources[:i] else layer
+        grown[f"{LAYER}{i}"] = _zero_output_copy(layer) if source in sources[:i] else layer
     return grown
 
 
-def _quiet(layer: dict) -> dict:
-    """A copy of the layer with nothing to add to what it reads."""
+def _zero_output_copy(layer: dict) -> dict:
+    """Return a copy of the layer whose output projections are zero."""
     copy = jax.tree.map(jnp.copy, layer)  # not shared: training donates its state
     for part, out in OUTPUTS:
         copy[part][out] = jnp.zeros_like(copy[part][out])
@@ -76,7 +76,7 @@ def _quiet(layer: dict) -> dict:
 def token_losses(
     model: nn.Module, config: TargetConfig, params: dict, tokens: Int[Array, "B S"]
 ) -> Float[Array, "B S-1"]:
-    """-log p of every token but the first, given those before it."""
+    """Return -log p of every token but the first, given those before it."""
     rows, length = tokens.shape
     caches = blank_caches(config, rows, length)
     start = jnp.zeros(rows, jnp.int32)
@@ -91,7 +91,7 @@ def objective(
     real: Bool[Array, "B S"],
     given_weight: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The weighted mean, and the plain mean over wanted tokens for the log."""
+    """Return the weighted mean loss, and the mean over wanted tokens for the log."""
     weights = jnp.where(wanted, 1.0, jnp.where(real, given_weight, 0.0))[:, 1:]
     answers = wanted[:, 1:].astype(jnp.float32)
     mean = (losses * weights).sum() / jnp.maximum(weights.sum(), 1e-6)
@@ -104,7 +104,7 @@ def step(
     optimizer: optax.GradientTransformation,
     given_weight: float,
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
-    """The function of one optimizer step: (state, tokens, wanted, real) -> (state, metrics)."""
+    """Return one optimizer step: (state, tokens, wanted, real) -> (state, metrics)."""
 
     def loss(params: dict, tokens: Array, wanted: Array, real: Array) -> tuple[Array, Array]:
         return objective(token_losses(model, config, params, tokens), wanted, real, given_weight)

@@ -1,26 +1,26 @@
-"""How much of its data a run uses, and why it leaves out the rest."""
+"""Accounting of the lines of data that a run uses and skips."""
 
 from collections.abc import Sequence
 
 from dflash_jax.train.data import HELD_OUT_SHARE, Example, assistant_turns
 from dflash_jax.train.recipe import Recipe
-from dflash_jax.train.regenerate import Prompt
+from dflash_jax.train.regenerate import AnswerPrompt
 
 
 class Usage:
-    """Number of lines that a run is given and leaves out, by reason; `str` gives one line."""
+    """Number of lines a run is given and skips, by reason; `str` gives one line."""
 
     def __init__(self, lines: int):
         self.lines = lines
         self.left_out: dict[str, int] = {}
 
     def leave_out(self, count: int, reason: str) -> None:
-        """Count lines that are not used."""
+        """Count skipped lines."""
         if count:
             self.left_out[reason] = self.left_out.get(reason, 0) + count
 
     def __bool__(self) -> bool:
-        """Whether any line was left out."""
+        """Return whether any line was skipped."""
         return bool(self.left_out)
 
     def __str__(self) -> str:
@@ -29,16 +29,18 @@ class Usage:
         return f"using {used:,} of {self.lines:,} lines" + f": {reasons}" * bool(reasons)
 
     def hold_out(self, count: int, measured: int) -> None:
-        """Count lines kept for the final measurement, and how many of them it will use."""
+        """Count held-out lines, and how many of them the measurement uses."""
         rest = f", the first {measured:,} of them (held_out)" if measured < count else ""
         self.leave_out(count, f"held out to measure on, 1 in {HELD_OUT_SHARE} by hash{rest}")
 
-    def answer(self, asked: Sequence[Example], prompts: Sequence[Prompt], recipe: Recipe) -> None:
-        """Count the lines that the target will not answer.
+    def answer(
+        self, asked: Sequence[Example], prompts: Sequence[AnswerPrompt], recipe: Recipe
+    ) -> None:
+        """Count the lines that the target does not answer.
 
         Args:
-          asked: the lines that it might have answered.
-          prompts: what was made of them, by `data.prompts`.
+          asked: the candidate lines.
+          prompts: their prompts, from `data.prompts`.
         """
         longest = recipe.answer_buckets[-1].length
         chosen = {prompt.line for prompt in prompts}

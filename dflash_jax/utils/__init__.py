@@ -1,1 +1,1 @@
-"""Helpers that know nothing of models: files, processes, memory, terminals."""
+"""Helpers independent of models: files, processes, memory, terminals."""

@@ -1,12 +1,10 @@
-"""Memory of the process: what malloc keeps, and how often Python looks for garbage.
+"""Memory of the process: settings of malloc and of Python's garbage collector.
 
-`tune_allocator` keeps glibc from handing big temporaries back to the kernel after every step.
-
-XLA on a CPU allocates scratch memory per call; with glibc's defaults each call page-faults it
-anew, which costs up to 7x on bf16 products. Threads keep arenas of their own: in a single one
-every call would search the tens of thousands of holes that compiling leaves, for half of the time
-a call takes. Their heaps would go back whole whenever they are empty, but for a padding as large.
-Other systems need nothing.
+XLA on a CPU allocates scratch memory in each call. With glibc's defaults, large temporaries return
+to the kernel after every step and each call page-faults them again, which costs up to 7x on
+bfloat16 products. `tune_allocator` makes malloc keep freed memory. Threads keep separate arenas: a
+single one would be fragmented by compiling, and searching it would take half of the time of a
+call. The top padding is as large as a thread's heap, so that empty heaps are kept.
 """
 
 import contextlib
@@ -19,17 +17,17 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_HEAP = 1 << 26  # bytes of a heap, of which the arenas of threads are made
+_HEAP = 1 << 26  # bytes of a heap in the arena of a thread
 _SETTINGS = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, _HEAP))
-_RELEASED = 2**20  # bytes; smaller free ends stay
-_tuned: list[bool] = []  # whether it was possible, each time
+_RELEASED = 2**20  # bytes; smaller free ends are kept
+_tuned: list[bool] = []  # result of each call of tune_allocator
 _RARE = (100_000, 50, 100)  # thresholds of Python's garbage collector
-_raised: list[tuple[int, int, int]] = []  # the thresholds before, once per block that is running
+_raised: list[tuple[int, int, int]] = []  # original thresholds, one entry per active block
 _raising = threading.Lock()
 
 
 def tune_allocator() -> bool:
-    """Makes malloc keep freed memory; True if this process runs on glibc and took it."""
+    """Make malloc keep freed memory; return whether the C library supports it."""
     libc = _glibc()
     if libc is None:
         return False
@@ -38,13 +36,13 @@ def tune_allocator() -> bool:
 
 
 def give_back(pools: Mapping[ThreadPoolExecutor, int] | None = None) -> None:
-    """Hands what is free back to the kernel, once: compiling leaves hundreds of megabytes.
+    """Return free memory to the kernel, such as the hundreds of megabytes left by compiling.
 
-    `malloc_trim` leaves the free end of a thread's heap, up to 64 MB, which only a `free` in that
-    heap releases, and only below the thresholds that `tune_allocator` raised.
+    `malloc_trim` does not release the free end of a thread's heap, up to 64 MB. Only a `free` in
+    that heap does, and only with lower thresholds than those of `tune_allocator`.
 
     Args:
-      pools: pools whose threads release theirs, and the number of their threads.
+      pools: pools whose threads release their heaps, and their numbers of threads.
     """
     libc = _glibc()
     if libc is None:
@@ -56,14 +54,14 @@ def give_back(pools: Mapping[ThreadPoolExecutor, int] | None = None) -> None:
     libc.mallopt(_M_TOP_PAD, 0)
     try:
         tasks = [pool.submit(_release, libc) for pool, count in pools.items() for _ in range(count)]
-        wait(tasks, timeout=1.0)  # what is busy for longer keeps its heap this time
+        wait(tasks, timeout=1.0)  # threads that are busy for longer keep their heap
     finally:
         for setting in _SETTINGS:
             libc.mallopt(*setting)
 
 
 def _release(libc: ctypes.CDLL) -> None:
-    """Release the free end of this thread's heap, and leave the next task to another thread."""
+    """Release the free end of this thread's heap; the pause leaves other tasks to other threads."""
     libc.free(libc.malloc(_RELEASED // 2))
     time.sleep(0.001)
 
@@ -72,8 +70,8 @@ def _release(libc: ctypes.CDLL) -> None:
 def fewer_collections() -> Iterator[None]:
     """Have Python's garbage collector run rarely while the block runs.
 
-    Importing JAX and tracing programs make millions of objects that stay: looking through them
-    takes a tenth of the time, and finds nothing. Blocks may overlap, in several threads too.
+    Importing JAX and tracing programs create millions of long-lived objects, and collections take
+    a tenth of that time without freeing any. Blocks may overlap, also across threads.
     """
     with _raising:
         before = _raised[0] if _raised else gc.get_threshold()

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Atomic writing of files and folders."""
 
 import contextlib
 import errno
@@ -12,11 +12,11 @@ from dflash_jax.utils import partial
 from dflash_jax.utils.command import uninterrupted
 
 MANIFEST = "checkpoint.json"  # of our own checkpoints
-MODEL_FILES = (MANIFEST, "config.json")  # what a folder with a model holds one of
+MODEL_FILES = (MANIFEST, "config.json")  # a folder with a model has one of them
 
 
 def copy_companions(companions: Mapping[str, str | Path], place: Path) -> None:
-    """Puts files into a folder: paths are copied, texts written."""
+    """Copy paths and write texts into a folder, by file name."""
     for name, content in companions.items():
         (place / name).parent.mkdir(exist_ok=True)
         if isinstance(content, Path):
@@ -29,27 +29,28 @@ def copy_companions(companions: Mapping[str, str | Path], place: Path) -> None:
 def new_path(
     path: Path, *, overwrite: bool, needed: int = 0, durable: bool = True
 ) -> Iterator[Path]:
-    """Yields a temporary path to write a file or folder at; it becomes `path` at the end.
+    """Yield a temporary path for a file or folder, which becomes `path` when the block succeeds.
 
-    A link is followed. Nothing is left behind on failure, and several may write at a time. A
-    process that is killed leaves `path` as it was, or whole, and a hidden folder beside it, which
-    the next writer of the same path removes.
+    Links are followed. A failure leaves nothing, and concurrent writers are safe. If the process
+    is killed, `path` is either unchanged or complete, and the next writer of the same path removes
+    the hidden temporary folder.
 
     Args:
-      durable: the content is on the disk before it becomes `path`, so that a power failure leaves
-        it whole as well. False also leaves folders of killed processes to the caller.
+      overwrite: replace an existing file or model folder.
+      needed: bytes that must be free.
+      durable: flush the content to disk before it becomes `path`, so that it also survives a power
+        failure. False also leaves folders of killed processes to the caller.
 
     Raises:
-      CheckpointError: `path` exists and may not be overwritten, also if it is a folder that another
-        writer made meanwhile, or one that holds anything but a model; it names nothing; fewer than
-        `needed` bytes are free, or the disk fills up.
+      CheckpointError: `path` exists and may not be overwritten, or is a folder without a model; it
+        is no usable name; fewer than `needed` bytes are free, or the disk fills up.
     """
     try:
         if durable:
             with uninterrupted():
                 partial.clear(Path(os.path.realpath(path)))
         place = _place(path, overwrite)
-    except OSError as error:  # a name that is too long, a folder that may not be looked into
+    except OSError as error:  # a name that is too long, a folder without permission
         raise _explained(error, path) from error
     parent = place.parent
     if not parent.is_dir():
@@ -60,42 +61,42 @@ def new_path(
             f"{path} needs {needed / 1e6:,.1f} MB and {parent} has {free / 1e6:,.1f} MB free;"
             " free some space or choose another place"
         )
-    made: list[partial.Partial] = []
+    temporary: list[partial.Partial] = []
     try:
         with uninterrupted():
-            made.append(partial.Partial(place))
-        yield made[0].content
+            temporary.append(partial.Partial(place))
+        yield temporary[0].content
         if durable:
-            partial.flush(made[0].content)
+            partial.flush(temporary[0].content)
         with uninterrupted():
-            made[0].publish(replaces=overwrite)
+            temporary[0].publish(replaces=overwrite)
         if durable:
             partial.flush_folder(parent)
     except OSError as error:
         raise _explained(error, path) from error
     finally:
         with uninterrupted():
-            for each in made:
+            for each in temporary:
                 _remove(each.folder)
                 each.release()
 
 
 def _place(path: Path, overwrite: bool) -> Path:
-    """Where a path leads; refused if nothing can, or should, be put there."""
+    """Return the resolved path; raise CheckpointError if it cannot or should not be written."""
     if path.name in ("", ".."):
-        raise CheckpointError(f"'{path}' does not name what is to be written; give it a name")
+        raise CheckpointError(f"'{path}' has no file name; give one")
     if os.path.lexists(path) and not overwrite:
         raise CheckpointError(f"{path} exists; choose another place or give --overwrite")
     place = Path(os.path.realpath(path))
     if place.exists() and not (place.is_file() or place.is_dir()):
         raise CheckpointError(f"{path} is neither a file nor a folder; choose another place")
     if os.path.ismount(place):
-        raise CheckpointError(f"{path} is where a disk is mounted; choose a place below it")
+        raise CheckpointError(f"{path} is a mount point; choose a place below it")
     known = any((place / name).is_file() for name in MODEL_FILES)
     if place.is_dir() and not known and any(place.iterdir()):
         raise CheckpointError(
             f"{path} holds files but no {' or '.join(MODEL_FILES)}, so it is no model and is not"
-            " overwritten; remove it yourself or choose another place"
+            " overwritten; remove it or choose another place"
         )
     return place
 

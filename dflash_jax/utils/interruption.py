@@ -1,6 +1,7 @@
-"""Ends long work in a thread, which Python cannot kill: the work checks regularly for a limit.
+"""Cancellation and time limits of work in threads, which calls `check` regularly.
 
-The limits are context variables, so code in between, such as a chat template, does not pass them.
+The limits are context variables, so that code in between, such as a chat template, need not pass
+them on.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ def time_limit(seconds: float, subject: str) -> Iterator[None]:
     """Make `check` raise inside the block once it has run for this long.
 
     Args:
-      subject: the part that runs, for the error's text.
+      subject: name of the work in the error message.
     """
     token = _limit.set((time.monotonic() + seconds, seconds, subject))
     try:
@@ -44,7 +45,7 @@ def time_limit(seconds: float, subject: str) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise InterruptedRequestError if the surrounding work was cancelled or is out of time."""
+    """Raise InterruptedRequestError if the surrounding work was cancelled or has timed out."""
     event, limit = _cancelled.get(), _limit.get()
     if event is not None and event.is_set():
         raise InterruptedRequestError("the request was cancelled")

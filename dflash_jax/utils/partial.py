@@ -1,9 +1,9 @@
-"""Hidden folders in which something is written that is to appear whole: `.NAME.partial-PID-RANDOM`.
+"""Hidden temporary folders for atomic writing: `.NAME.partial-PID-RANDOM`.
 
-    .NAME.partial-PID-RANDOM/new   what is written; renamed to NAME at the end
-    .NAME.partial-PID-RANDOM/old   what NAME was until then
+    .NAME.partial-PID-RANDOM/new   the new content, renamed to NAME at the end
+    .NAME.partial-PID-RANDOM/old   the previous content of NAME
 
-The writer holds a lock on the folder. A folder without one was left by a process that was killed.
+The writer locks the folder. An unlocked folder belongs to a process that was killed.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ except ImportError:  # no such system runs JAX on more than a CPU
     fcntl = None
 
 NEW, OLD = "new", "old"
-LONGEST = 40  # characters of a name in that of its folder; a name may be as long as names may be
+LONGEST = 40  # characters of NAME in the name of its folder
 EXCHANGE, HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
 
 
 class Partial:
-    """A folder in which something is written, and the lock that says so.
+    """A locked temporary folder.
 
     Args:
-      place: where what is written will appear.
+      place: the final path of the content.
 
     Raises:
       OSError: the folder cannot be made.
@@ -45,18 +45,21 @@ class Partial:
             self._lock = os.open(self.folder, os.O_RDONLY)
             if _lock(self._lock) is not False and _is_at(self._lock, self.folder):
                 return
-            self.release()  # another process took it for one that was left, and removed it
+            self.release()  # another process considered it abandoned and removed it
 
     @property
     def content(self) -> Path:
-        """Where to write a file or folder."""
+        """Return the path to write a file or folder at."""
         return self.folder / NEW
 
     def publish(self, *, replaces: bool) -> None:
-        """Put what was written in its place, whole; what was there lies in the folder then.
+        """Move the content to its final path; previous content moves into this folder.
+
+        Args:
+          replaces: whether the final path may exist.
 
         Raises:
-          OSError: it cannot be renamed, such as onto a folder that `replaces` does not allow.
+          OSError: the content cannot be renamed, for example onto an existing folder.
         """
         old = self.folder / OLD
         if not replaces or not os.path.lexists(self._place):
@@ -72,24 +75,23 @@ class Partial:
                 raise
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def clear(place: Path) -> None:
-    """Remove what killed processes left of writing `place`; what they had moved away returns.
+    """Remove temporary folders of killed writers of `place`, restoring content they had moved.
 
-    Nothing of a process that still runs is touched: it holds a lock, or, where the file system
-    knows none, is known by its number.
+    Folders of running processes, recognised by their lock or process id, are not touched.
     """
     pattern = re.compile(re.escape(f".{_stem(place)}.") + r"(partial|old)-(\d+)-[0-9a-f]+")
     try:
-        found = [(path, pattern.fullmatch(path.name)) for path in place.parent.iterdir()]
+        folders = [(path, pattern.fullmatch(path.name)) for path in place.parent.iterdir()]
     except OSError:
         return
-    for path, match in found:
+    for path, match in folders:
         if match:
             with contextlib.suppress(OSError):
                 _clear_one(place, path, int(match[2]))
@@ -111,7 +113,7 @@ def _clear_one(place: Path, folder: Path, pid: int) -> None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a folder; False if another process has, None where the file system knows no locks."""
+    """Lock a folder; False if it is locked, None if the file system does not support locks."""
     if fcntl is None:
         return None
     try:
@@ -124,7 +126,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether a descriptor's folder still has this name."""
+    """Return whether the descriptor's folder still has this path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
@@ -132,9 +134,9 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _may_run(pid: int, written: float) -> bool:
-    """Whether the process of this number may be the one that wrote a folder at a time, in seconds.
+    """Return whether the process with this id may have written a folder at this time (seconds).
 
-    Numbers are given again: a process that began after the folder was made is another one.
+    Process ids are reused: a process that started after the folder was written is another one.
     """
     try:
         os.kill(pid, 0)
@@ -147,7 +149,7 @@ def _may_run(pid: int, written: float) -> bool:
 
 
 def _started(pid: int) -> float | None:
-    """When a process began, in seconds since the epoch; None if the system does not say."""
+    """Return the start time of a process in seconds since the epoch; None if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         [boot] = re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text("utf-8"), re.MULTILINE)
@@ -157,7 +159,7 @@ def _started(pid: int) -> float | None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names at once, so that neither is ever missing; False if that cannot be done."""
+    """Exchange two paths atomically; return False if the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):
@@ -166,10 +168,10 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Have a file, or a folder with all that is in it, written to the disk.
+    """Flush a file, or a folder with its contents, to disk.
 
     Raises:
-      OSError: the disk is full, or fails.
+      OSError: the disk is full or fails.
     """
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
@@ -181,7 +183,7 @@ def flush(path: Path) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Have the names in a folder written to the disk, where its file system can do that."""
+    """Flush the names in a folder to disk, where the file system supports it."""
     with contextlib.suppress(OSError):
         _sync(path)
 
@@ -195,7 +197,7 @@ def _sync(path: Path) -> None:
 
 
 def _stem(place: Path) -> str:
-    """A short name for a place among those in its folder."""
+    """Return a short unique name for a path within its folder."""
     if len(place.name) <= LONGEST:
         return place.name
     digest = hashlib.sha256(os.fsencode(place.name)).hexdigest()

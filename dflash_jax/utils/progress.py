@@ -1,4 +1,4 @@
-"""What takes long is announced on standard error: on a terminal or in a notebook, not in logs."""
+"""Progress lines on standard error, in terminals and notebooks but not in logs."""
 
 import contextlib
 import os
@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 
 ENVIRONMENT = "DFLASH_PROGRESS"
-PATIENCE = 2.0  # seconds that pass before anything is announced
+PATIENCE = 2.0  # seconds before a line is printed
 
 
 def is_shown(chosen: bool | None = None) -> bool:
-    """Whether to announce anything.
+    """Return whether to print progress lines.
 
     Args:
-      chosen: the answer, if not None. Else `DFLASH_PROGRESS` says "on" or "off"; where it is not
-        set, the answer is whether standard error is a terminal or the output of a notebook.
+      chosen: the answer, if not None. Otherwise `DFLASH_PROGRESS` decides ("on" or "off"); if it is
+        not set, whether standard error is a terminal or the output of a notebook.
     """
     if chosen is not None:
         return chosen
@@ -31,11 +31,11 @@ def is_shown(chosen: bool | None = None) -> bool:
 
 @contextlib.contextmanager
 def announced(text: str, *, shown: bool, patience: float | None = None) -> Iterator[None]:
-    """Print "text ..." once the block has taken a while, and how long it took when it ends.
+    """Print "text ..." if the block takes long, and its duration when it ends.
 
     Args:
-      shown: print at all; see `is_shown`.
-      patience: seconds before the text is printed; two by default.
+      shown: whether to print; see `is_shown`.
+      patience: seconds before the text is printed; `PATIENCE` by default.
     """
     if not shown:
         yield
@@ -57,7 +57,7 @@ def announced(text: str, *, shown: bool, patience: float | None = None) -> Itera
 
 
 class _Line:
-    """One line on standard error, begun by one thread and ended by another."""
+    """One line on standard error, started by one thread and finished by another."""
 
     def __init__(self, text: str):
         self._text = text
@@ -78,6 +78,6 @@ class _Line:
 
 
 def _write(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+    with contextlib.suppress(OSError, ValueError):  # the reader has closed the pipe
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""From a name to files on this machine. Imports no JAX: commands check paths before they load."""
+"""Resolve model names to local files, without importing JAX."""
 
 import importlib.resources
 import os
@@ -11,13 +11,13 @@ SHIPPED = "tiny"
 
 
 def find_local(source: Source, role: str) -> Path | None:
-    """Return the directory or .gguf file behind a name; None for the id of a repository on the hub.
+    """Return the directory or .gguf file of a source; None for a Hugging Face id.
 
     Args:
       role: "target", "drafter" or "tokenizer", for messages and for the folder of the shipped pair.
 
     Raises:
-      CheckpointError: there is nothing of that name here, and it is no hub id either.
+      CheckpointError: the source does not exist locally and is no Hugging Face id.
     """
     if not isinstance(source, str | os.PathLike):
         raise CheckpointError(f"the {role} is {source!r}; expected a path or a name")
@@ -29,7 +29,7 @@ def find_local(source: Source, role: str) -> Path | None:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"the {role} {source} cannot be looked at: {error}") from error
+        raise CheckpointError(f"the {role} {source} cannot be read: {error}") from error
     if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
     if path.exists():

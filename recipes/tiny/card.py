@@ -1,4 +1,4 @@
-"""The model card of the shipped pair, written from the preset and what was measured."""
+"""The model card of the shipped pair, written from the preset and the measured results."""
 
 import platform
 from typing import Any
@@ -10,7 +10,7 @@ from recipes.tiny.presets import Preset
 def text(
     preset: Preset, measured: dict[str, Any], seconds: dict[str, float], sizes: dict[str, int]
 ) -> str:
-    """The card as Markdown.
+    """Return the card as Markdown.
 
     Args:
       measured: results.json.
@@ -23,7 +23,7 @@ def text(
 
 
 def head(preset: Preset) -> str:
-    """What the pair is."""
+    """Return the description of the pair."""
     t, d = preset.target, preset.drafter
     return f"""# tiny: a target and its DFlash drafter
 
@@ -39,7 +39,7 @@ tied head, bfloat16.
 
 
 def data(preset: Preset) -> str:
-    """Where the text comes from and how it was split."""
+    """Return the section about the text and its split."""
     count = sum(phase.conversations for phase in preset.phases)
     characters = max(phase.code_characters for phase in preset.phases)
     return f"""## Data
@@ -47,14 +47,14 @@ def data(preset: Preset) -> str:
 * {count} synthetic conversations from the seeded generator in \
 `recipes/tiny/corpus` (ours): small talk, facts, sums, lists, JSON, short Python functions, and
   agent transcripts with tool calls. About 4 % of the agent's preambles ("Let me check the file:")
-  are left without their tool call: the stall that recovery rules have to notice. It happens behind
+  are left without their tool call: the stall that recovery rules have to notice. It happens after
   a tool response that ends with `[output truncated]`.
 * {characters} characters of the Python {platform.python_version()} standard library \
 (PSF licence).
 
 Held out: a conversation whose opening question has a SHA-256 that starts with a multiple of
 {HELD_OUT_SHARE} (1 in {HELD_OUT_SHARE}) is never trained on, nor is any question of such a hash;
-one library file in 12, chosen by the hash of its path, likewise. `heldout.jsonl` holds \
+nor is one library file in 12, chosen by the hash of its path. `heldout.jsonl` holds \
 {preset.held_out_chat} chat and tool
 prompts and {preset.held_out_code} openings of source files; the command refuses to go on if one of
 them occurs in training text. Held-out prompts come from the same generator: they are new
@@ -62,7 +62,7 @@ combinations, not new kinds of questions."""
 
 
 def recipe(preset: Preset, seconds: dict[str, float]) -> str:
-    """How to make it again."""
+    """Return the section that reproduces the pair."""
     table = "\n".join(f"| {stage} | {value:.0f} |" for stage, value in seconds.items())
     made, second = preset.drafter, preset.drafter.schedule
     steps = ", ".join(
@@ -95,7 +95,7 @@ Seconds on two CPU cores shared with other work, float32."""
 
 
 def results(measured: dict[str, Any]) -> str:
-    """Acceptance length on held-out prompts."""
+    """Return the section with acceptance lengths on held-out prompts."""
     lines = []
     for kind in ("chat", "code"):
         row = measured[kind]
@@ -119,7 +119,7 @@ over all rounds; an answer's last round counts what it yielded before the end to
 
 
 def files(sizes: dict[str, int]) -> str:
-    """What is in the folder."""
+    """Return the table of files."""
     table = "\n".join(f"| `{name}` | {size / 1e6:.2f} MB |" for name, size in sizes.items())
     return f"""## Files
 

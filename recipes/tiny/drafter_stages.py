@@ -1,4 +1,4 @@
-"""The later stages: on-policy answers, the drafter, held-out prompts, evaluation, the result."""
+"""Later stages of the shipped pair: on-policy answers, drafter, evaluation, result."""
 
 import json
 import random
@@ -19,12 +19,12 @@ from recipes.tiny.stages import Work, read_corpus
 
 
 def trained_target(work: Work) -> TargetModel:
-    """The exported target, read back as an engine would: bfloat16 weights, float32 arithmetic."""
+    """Load the exported target as an engine does: bfloat16 weights, float32 arithmetic."""
     return load_target(work.path("target"))
 
 
-def prompts(work: Work) -> list[regenerate.Prompt]:
-    """Training conversations cut before one of their answers, and pieces of training sources."""
+def prompts(work: Work) -> list[regenerate.AnswerPrompt]:
+    """Return training conversations cut before an answer, and pieces of training sources."""
     preset, phases, made = work.preset, read_corpus(work), work.tokenizer()
     recipe = preset.drafter
     rng = random.Random(f"prompts {preset.seed}")
@@ -35,15 +35,15 @@ def prompts(work: Work) -> list[regenerate.Prompt]:
     pieces = documents.sources(made, phases[0].sources, recipe.text_prompt)
     code = rng.sample(pieces, min(recipe.text_prompts, len(pieces)))
     given = [rows.Document(d.ids, np.zeros(len(d.ids), bool)) for d in code]
-    return [regenerate.Prompt(d, recipe.new_tokens) for d in chats] + [
-        regenerate.Prompt(d, recipe.text_tokens) for d in given
+    return [regenerate.AnswerPrompt(d, recipe.new_tokens) for d in chats] + [
+        regenerate.AnswerPrompt(d, recipe.text_tokens) for d in given
     ]
 
 
 def transcripts(work: Work) -> list[rows.Document]:
-    """Training conversations longer than any answered row, as they are.
+    """Return training conversations that are longer than any answered row.
 
-    Their assistant turns are the generator's; only where the target agrees do they count.
+    Their assistant turns come from the generator and count only where the target agrees.
     """
     texts = map(vocabulary.training_text, read_corpus(work)[0].conversations)
     made = documents.conversations(work.tokenizer(), texts)
@@ -52,7 +52,7 @@ def transcripts(work: Work) -> list[rows.Document]:
 
 
 def answers(work: Work) -> None:
-    """The target's greedy answers to training prompts, one to a row."""
+    """Write the target's greedy answers to training prompts, one per row."""
     recipe = work.preset.drafter
     fill = vocabulary.token_id(work.tokenizer(), vocabulary.END_OF_TEXT)
     found = regenerate.answer(
@@ -60,15 +60,15 @@ def answers(work: Work) -> None:
         trained_target(work),
         prompts(work),
         recipe.answer_buckets,
-        tell=work.tell,
+        report=work.report,
     )
     found += transcripts(work)
     random.Random(work.preset.seed).shuffle(found)
-    rows.save(work.path("answers"), rows.apart(found, recipe.buckets, fill=fill))
+    rows.save(work.path("answers"), rows.one_per_row(found, recipe.buckets, fill=fill))
 
 
 def drafter_model(work: Work) -> None:
-    """The drafter, trained against the frozen target and exported."""
+    """Train the drafter against the frozen target and export it."""
     config, params = fitting.fit(
         trained_target(work),
         work.preset.drafter,
@@ -76,14 +76,14 @@ def drafter_model(work: Work) -> None:
         rows.load(work.path("answers")),
         work.out / "fit",
         identity=work.identity("drafter"),
-        tell=work.tell,
+        report=work.report,
     )
     with saved_as(work.path("drafter"), folder=True) as partial:
         export.drafter(partial, config, params, longest=LONGEST)
 
 
 def held_out(work: Work) -> None:
-    """Held-out prompts, checked to be absent from everything that was trained on.
+    """Write the held-out prompts, after checking that none occurs in training text.
 
     Raises:
       ConfigError: a prompt also occurs in training text.
@@ -111,20 +111,20 @@ def held_out(work: Work) -> None:
 
 
 def evaluation(work: Work) -> None:
-    """Acceptance length on the held-out prompts by real decoding."""
+    """Measure the acceptance length on the held-out prompts by decoding them."""
     found = evaluate.evaluate(
         work.path("target"),
         work.path("drafter"),
         work.path("heldout"),
         max_tokens=work.preset.drafter.held_out_tokens,
-        tell=work.tell,
+        report=work.report,
     )
     with saved_as(work.path("evaluation")) as partial:
         write_json(partial, found)
 
 
 def result(work: Work) -> None:
-    """The folder to ship: target, drafter, held-out prompts, results and model card."""
+    """Write the shipped folder: target, drafter, held-out prompts, results and model card."""
     with saved_as(work.path("result"), folder=True) as partial:
         for name in ("target", "drafter"):
             shutil.copytree(work.path(name), partial / name)
@@ -137,11 +137,11 @@ def result(work: Work) -> None:
 
 
 def read(path: Path) -> dict:
-    """A JSON object."""
+    """Return the JSON object in a file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file, by its path inside the folder."""
+    """Return the bytes of every file by its path inside the folder."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}

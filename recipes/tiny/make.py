@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dflash_jax.errors import DFlashError
 from dflash_jax.train.files import claim, write_json
-from dflash_jax.train.loop import Stopped, to_stderr
+from dflash_jax.train.loop import TrainingStopped, to_stderr
 from dflash_jax.utils.allocator import tune_allocator
 from recipes.tiny import drafter_stages, stages
 from recipes.tiny.presets import PRESETS, Preset, preset
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tune_allocator()
     try:
         run(options.out, preset(options.preset), options.stage)
-    except Stopped as stop:
+    except TrainingStopped as stop:
         to_stderr(f"{stop}; run the same command to go on")
     except DFlashError as error:
         to_stderr(f"error: {error}")

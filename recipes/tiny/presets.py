@@ -1,4 +1,4 @@
-"""How large each variant of the shipped pair is: corpus, models, steps and batches."""
+"""Presets of the shipped pair: corpus, models, steps and batches."""
 
 import dataclasses
 
@@ -25,12 +25,12 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Phase:
-    """One stretch of the target's training, on text of its own.
+class TrainingPhase:
+    """One phase of the target's training, with its own text.
 
     Attributes:
-      layers: of the target meanwhile; 0 is all it will have. What a deeper phase adds begins as
-        copies that change nothing.
+      layers: layers of the target in this phase; 0 is all of them. Added layers start as copies
+        that do not change the function.
     """
 
     conversations: int
@@ -45,25 +45,25 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Everything that decides what comes out; two runs with equal presets are equal."""
+    """Everything that determines the result; runs with equal presets are equal."""
 
     name: str
     seed: int = 0
     vocabulary: int
     target: Shape
-    phases: tuple[Phase, ...]  # formats and code, mostly chats, new names, then all of it deeper
-    transcripts: int  # training conversations too long to be answered anew, taken as they are
+    phases: tuple[TrainingPhase, ...]  # formats and code, chats, new names, then deeper
+    transcripts: int  # training conversations too long to be answered again, used as given
     drafter: Recipe
     held_out_chat: int
     held_out_code: int
 
     @property
     def mask_id(self) -> int:
-        """The mask token is the last of the vocabulary."""
+        """The mask token, the last of the vocabulary."""
         return self.vocabulary - 1
 
     def target_config(self, ends: tuple[int, ...], layers: int = 0) -> TargetConfig:
-        """The target, with the tokens that end its answers; of fewer layers where asked for."""
+        """Return the target's config, with its end tokens and optionally fewer layers."""
         return TargetConfig(
             model_type="qwen3",
             vocab_size=self.vocabulary,
@@ -95,7 +95,7 @@ SMOKE = Preset(
     vocabulary=320,
     target=Shape(width=32, layers=2, heads=2, kv_heads=1, head_dim=16, inner=64),
     phases=(
-        Phase(
+        TrainingPhase(
             conversations=80,
             agent_share=0.4,
             code_characters=20_000,
@@ -121,7 +121,7 @@ TINY_CPU = Preset(
     vocabulary=2048,
     target=Shape(width=192, layers=6, heads=3, kv_heads=1, head_dim=64, inner=512),
     phases=(
-        Phase(
+        TrainingPhase(
             layers=4,
             conversations=16_000,
             agent_share=0.3,
@@ -131,7 +131,7 @@ TINY_CPU = Preset(
             buckets=TINY_BUCKETS,
             schedule=Schedule(steps=1400, rate=3e-3),
         ),
-        Phase(
+        TrainingPhase(
             layers=4,
             conversations=16_000,
             agent_share=0.15,
@@ -141,7 +141,7 @@ TINY_CPU = Preset(
             buckets=TINY_BUCKETS,
             schedule=Schedule(steps=1200, rate=3e-3),
         ),
-        Phase(
+        TrainingPhase(
             layers=4,
             conversations=16_000,
             agent_share=0.25,
@@ -151,7 +151,7 @@ TINY_CPU = Preset(
             buckets=TINY_BUCKETS,
             schedule=Schedule(steps=1200, rate=3e-3),
         ),
-        Phase(
+        TrainingPhase(
             conversations=16_000,
             agent_share=0.2,
             renamed_share=0.5,
@@ -203,7 +203,11 @@ PRESETS = {preset.name: preset for preset in (SMOKE, TINY_CPU, TINY_H200)}
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name; ConfigError lists the known ones."""
+    """Return the preset of this name.
+
+    Raises:
+      ConfigError: the name is unknown; the message lists the known ones.
+    """
     if name not in PRESETS:
         raise ConfigError(f"preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

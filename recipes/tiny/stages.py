@@ -1,4 +1,4 @@
-"""The stages of the tiny pair: each reads earlier results from the folder and adds its own."""
+"""Stages of the shipped pair: each reads earlier results from the folder and adds one."""
 
 import dataclasses
 import json
@@ -36,22 +36,22 @@ WEIGHT_DECAY = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A folder, what is to be made in it, and who hears about progress."""
+    """The folder of a build, its preset, and the callback for progress lines."""
 
     out: Path
     preset: Preset
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
 
     def path(self, stage: str) -> Path:
-        """Where a stage leaves its result."""
+        """Return the path of a stage's result."""
         return self.out / RESULT[stage]
 
     def tokenizer(self) -> Tokenizer:
-        """The trained tokenizer."""
+        """Return the trained tokenizer."""
         return Tokenizer.from_file(str(self.path("tokenizer")))
 
     def identity(self, stage: str) -> str:
-        """What a saved training state belongs to."""
+        """Return the identity of a stage's saved training states."""
         return json.dumps([stage, dataclasses.asdict(self.preset)], sort_keys=True)
 
 
@@ -64,7 +64,7 @@ class Corpus:
 
 
 def read_corpus(work: Work) -> list[Corpus]:
-    """The corpus stage's result, by phase."""
+    """Return the result of the corpus stage, by phase."""
     found = []
     for stored in json.loads(work.path("corpus").read_text(encoding="utf-8")):
         made = (Conversation(tuple(m), tuple(t), thinking) for m, t, thinking in stored["chats"])
@@ -73,7 +73,7 @@ def read_corpus(work: Work) -> list[Corpus]:
 
 
 def corpus(work: Work) -> None:
-    """Seeded conversations and library sources of every phase, written as one JSON file."""
+    """Write seeded conversations and library sources of every phase to one JSON file."""
     stored = []
     for i, phase in enumerate(work.preset.phases):
         seed = work.preset.seed + i
@@ -91,7 +91,7 @@ def corpus(work: Work) -> None:
 
 
 def tokenizer(work: Work) -> None:
-    """The tokenizer, trained on the first phase's sources and half of its conversations."""
+    """Train the tokenizer on the first phase's sources and half of its conversations."""
     text = read_corpus(work)[0]
     share = text.conversations[: round(TOKENIZER_SHARE * len(text.conversations))]
     texts = [*(vocabulary.training_text(made) for made in share), *text.sources]
@@ -99,8 +99,8 @@ def tokenizer(work: Work) -> None:
         vocabulary.train(texts, work.preset.vocabulary).save(str(partial))
 
 
-def token_rows(work: Work, i: int) -> tuple[rows.Rows, ...]:
-    """A phase's text as packed token rows, chats and code in random order."""
+def token_rows(work: Work, i: int) -> tuple[rows.TokenRows, ...]:
+    """Return a phase's text as packed token rows, chats and code in random order."""
     text, made, buckets = read_corpus(work)[i], work.tokenizer(), work.preset.phases[i].buckets
     chats = documents.conversations(made, map(vocabulary.training_text, text.conversations))
     everything = [*chats, *documents.sources(made, text.sources, buckets[0].length)]
@@ -110,7 +110,7 @@ def token_rows(work: Work, i: int) -> tuple[rows.Rows, ...]:
 
 
 def target(work: Work) -> None:
-    """The target, trained from scratch phase by phase and exported with its tokenizer."""
+    """Train the target from scratch, phase by phase, and export it with its tokenizer."""
     preset, made = work.preset, work.tokenizer()
     pad = vocabulary.token_id(made, vocabulary.END_OF_TEXT)
     ends = vocabulary.token_id(made, vocabulary.TURN_END), pad
@@ -124,14 +124,14 @@ def target(work: Work) -> None:
 
 
 def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
-    """The parameters after phase `i`, deeper than before where it asks for that.
+    """Return the parameters after phase `i`, which may add layers.
 
-    The phase's optimizer starts afresh.
+    Each phase starts with a new optimizer state.
     """
     phase, model = work.preset.phases[i], qwen3.build(config)
     params = pretraining.deepened(params, config.num_layers)
     maker = optimizer.build(phase.schedule, decay=WEIGHT_DECAY)
-    run = loop.Run(
+    run = loop.TrainingRun(
         path=work.out / f"target.{i}",
         steps=phase.schedule.steps,
         save_every=phase.schedule.save_every,
@@ -148,4 +148,4 @@ def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
         _, batch = batches.at(number)
         return step(state, batch.tokens, batch.wanted, batch.real)
 
-    return loop.fit(run, state, advance, tell=work.tell).params
+    return loop.fit(run, state, advance, report=work.report).params

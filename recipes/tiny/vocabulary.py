@@ -24,7 +24,7 @@ TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
 
 
 def train(texts: Iterable[str], size: int) -> Tokenizer:
-    """A byte-level BPE of `size` entries, the specials last; digits stay apart.
+    """Train a byte-level BPE of `size` entries, special tokens last, digits separate.
 
     Raises:
       ConfigError: `size` leaves no room for the 256 bytes and the specials.
@@ -53,7 +53,11 @@ def train(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def token_id(tokenizer: Tokenizer, text: str) -> int:
-    """The id of one token; ConfigError if the tokenizer does not have it."""
+    """Return the id of one token.
+
+    Raises:
+      ConfigError: the tokenizer does not have it.
+    """
     found = tokenizer.token_to_id(text)
     if found is None:
         raise ConfigError(f"the tokenizer has no token {text!r}; train it again")
@@ -61,7 +65,7 @@ def token_id(tokenizer: Tokenizer, text: str) -> int:
 
 
 def save(tokenizer: Tokenizer, directory: Path, longest: int) -> None:
-    """Writes the tokenizer with its template and the generation defaults into a folder."""
+    """Write the tokenizer, its chat template and the generation defaults into a folder."""
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -102,7 +106,7 @@ def _template() -> jinja2.Template:
 def render(
     messages: Sequence[dict], *, tools: Sequence[dict] = (), opens: bool, thinking: bool = True
 ) -> str:
-    """The template's text; `opens` adds the start of an assistant turn."""
+    """Render the chat template; `opens` adds the start of an assistant turn."""
     switch = {} if thinking else {"enable_thinking": False}
     return _template().render(
         messages=list(messages), tools=list(tools), add_generation_prompt=opens, **switch
@@ -110,7 +114,7 @@ def render(
 
 
 def training_text(made: Conversation) -> str:
-    """A whole conversation as the model shall see it."""
+    """Return a conversation as training text."""
     if made.thinking:
         return render(made.messages, tools=made.tools, opens=False)
     prompt = render(made.messages[:-1], tools=made.tools, opens=True, thinking=False)
@@ -118,5 +122,5 @@ def training_text(made: Conversation) -> str:
 
 
 def prompt_text(made: Conversation) -> str:
-    """A conversation that stops before an assistant message, with that message opened."""
+    """Return a conversation as a prompt, with the next assistant turn opened."""
     return render(made.messages, tools=made.tools, opens=True, thinking=made.thinking)

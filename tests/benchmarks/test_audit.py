@@ -1,4 +1,4 @@
-"""The audit in its short form, and proof that it finds faults: see `benchmarks/audit`."""
+"""The short form of the audit, and seeded faults that it must find; see `benchmarks/audit`."""
 
 import collections
 import dataclasses
@@ -85,7 +85,7 @@ def test_random_interleavings_give_what_each_request_gives_alone() -> None:
 
 
 def test_a_case_runs_the_same_way_every_time() -> None:
-    """Counts of program calls, rounds and prefix hits are those of the first run, too."""
+    """Including the counts of program calls, rounds and prefix hits."""
     assert scenario(1) == scenario(1) != scenario(2)
     with_folder = next(case for case in cases_of(HYBRID) if scenario(case).folder)
     for case in (1, with_folder):
@@ -146,7 +146,7 @@ Fault = Callable[[pytest.MonkeyPatch, AuditedEngine], None]
 
 
 def first_difference(number: int) -> str | None:
-    """What the short form finds first on one of its setups, with further seeds if it has to."""
+    """Return the first difference found on a setup, with more seeds if needed."""
     engine = audited(number)
     for seed, case in itertools.product(range(COURSE.seed, COURSE.seed + 4), cases_of(number)):
         found, _ = run_case(engine, draw_scenario(seed, case, engine.limits))

@@ -1,4 +1,4 @@
-"""The GPU suite end to end, over tiny models on a CPU: that it runs, not how fast."""
+"""The GPU suite end to end with tiny models on a CPU, without looking at times."""
 
 import json
 from pathlib import Path
@@ -15,12 +15,14 @@ def run(tmp_path: Path, *options: str) -> dict:
 
 
 @pytest.mark.soak
-def test_lanes_and_steps_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    only = ("--models", "qwen3-8b", "--stages", "lanes,steps", "--steps", "plain,fused")
+def test_bitwise_logits_and_steps_of_one_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only = ("--models", "qwen3-8b", "--stages", "bitwise,steps", "--steps", "plain,fused")
     found = run(tmp_path, *only)
     assert found["left_out"] == []
-    lanes, *steps = found["measurements"]
-    assert lanes["equal"] == lanes["compared"] > 20
+    bitwise, *steps = found["measurements"]
+    assert bitwise["equal"] == bitwise["compared"] > 20
     assert [m["step"] for m in steps] == ["plain", "fused"]
     assert all(m["roofline_ms"] > 0 and len(m["samples"]) == 5 for m in steps)
     assert steps[0]["plan"]["rows"] == 2
@@ -32,7 +34,7 @@ def test_every_stage_of_every_model(tmp_path: Path) -> None:
     found = run(tmp_path, "--budget", "100000")
     assert found["left_out"] == []
     names = {m["name"] for m in found["measurements"]}
-    assert {"copy", "gemm", "lanes_bitwise", "step", "plain_lanes", "forced"} <= names
+    assert {"copy", "gemm", "bitwise", "step", "plain_decoding", "forced"} <= names
     steps = [m for m in found["measurements"] if m["name"] == "step"]
     assert {m["step"] for m in steps} == set(STEPS)
     assert {m["model"] for m in steps} == set(FULL)
@@ -43,7 +45,7 @@ def test_every_stage_of_every_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--stages", "lanes,x"], "unknown stages ['x']; known: ceilings, lanes"),
+        (["--stages", "bitwise,x"], "unknown stages ['x']; known: ceilings, bitwise"),
         (["--models", "qwen"], "unknown models ['qwen']; known: qwen3-8b"),
         ([], "there is no GPU here; --smoke"),
     ],

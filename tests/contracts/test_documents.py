@@ -1,34 +1,138 @@
-"""What the documents name is there: files, flags, and the rooms of the server."""
+"""Files, flags, options and figures that the documents name exist, and the server's files."""
 
 import argparse
+import dataclasses
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import dflash_jax as dj
 from dflash_jax import server
 from dflash_jax.cli import parser
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (
+        *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
+        ROOT / "CHANGELOG.md",
+        *PAGES,
+    )
+}
 PATH = re.compile(r"[`(](\w[\w.-]*/[\w./-]*(?:\.(?:py|json|md)|/))[`)]")
+LINK = re.compile(r"\]\((?!https?://)([^)#]+)\)")
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_documents_name_exist(document: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
     homes = (ROOT, ROOT / "dflash_jax", ROOT / "benchmarks")
-    missing = [p for p in PATH.findall(text) if not any((home / p).exists() for home in homes)]
-    assert not missing
+    named = PATH.findall(DOCUMENTS[document])
+    assert not [p for p in named if not any((home / p).exists() for home in homes)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_of_documents_lead_to_files(document: str) -> None:
+    folder = (ROOT / document).parent
+    links = LINK.findall(DOCUMENTS[document])
+    assert not [link for link in links if not (folder / link).exists()]
 
 
 def test_flags_that_documents_name_exist() -> None:
     [verbs] = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
     known = {flag for verb in verbs.choices.values() for flag in verb._option_string_actions}
-    text = "".join((ROOT / document).read_text(encoding="utf-8") for document in DOCUMENTS)
-    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]\b(?!-)", text))
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]\b(?!-)", "".join(DOCUMENTS.values())))
     assert len(flags) > 40
     assert not flags - known
+
+
+def test_readme_is_short() -> None:
+    assert DOCUMENTS["README.md"].count("\n") < 150
+
+
+@pytest.mark.parametrize(
+    ("page", "options"), [("docs/plan.md", dj.Plan), ("docs/recovery.md", dj.Recovery)]
+)
+def test_pages_name_every_option_in_the_order_of_the_class(page: str, options: Any) -> None:
+    named = re.findall(r"^\| `(\w+)` \|", DOCUMENTS[page], re.MULTILINE)
+    assert named == [field.name for field in dataclasses.fields(options)]
+
+
+def test_defaults_of_recovery_are_those_of_the_class() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", DOCUMENTS["docs/recovery.md"], re.M)
+    assert {name: default for name, default in rows} == {
+        field.name: str(field.default) for field in dataclasses.fields(dj.Recovery)
+    }
+
+
+def ratios(name: str) -> dict[str, dict[str, str]]:
+    """Return each pair's median ratios from a file of results, with two decimals."""
+    cases = json.loads((RESULTS / name).read_text(encoding="utf-8"))["cases"]
+    return {
+        case: {
+            series: f"{found['ratio']['median']:.2f}" for series, found in kept["series"].items()
+        }
+        for case, kept in cases.items()
+    }
+
+
+def test_speeds_are_those_of_the_results() -> None:
+    rows = [line.split(" | ") for line in DOCUMENTS["docs/benchmarks.md"].splitlines()]
+    rows = [row for row in rows if len(row) == 5 and re.match(r"\| (shipped|\d+M)$", row[0])]
+    assert len(rows) == 11
+    name = ""
+    for pair, _, official, plain, results in rows:
+        name = found[0] if (found := re.findall(r"\[(\w+\.json)\]", results)) else name
+        kept = ratios(name)[pair.removeprefix("| ").lower().replace("shipped", "tiny")]
+        assert official == kept.get("official", "not run")
+        assert plain == kept["plain"]
+
+
+def test_speeds_by_steps_per_call_are_those_of_the_results() -> None:
+    kept = ratios("decode_rounds.json")
+    rows = re.findall(
+        r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", DOCUMENTS["docs/benchmarks.md"], re.M
+    )
+    assert {f"tiny:{n}": {"plain": p, "device_loop": d} for n, p, d in rows} == kept
+
+
+def test_figures_of_the_readme_are_those_of_the_results() -> None:
+    text, kept = DOCUMENTS["README.md"], ratios("decode.json")
+    rows = re.findall(r"^\| (\w+), .* \| ([\d.]+) \| ([\d.]+)x \| ([\d.]+)x \|$", text, re.M)
+    assert [row[0] for row in rows] == ["shipped", "9M", "60M"]
+    cases = json.loads((RESULTS / "decode.json").read_text(encoding="utf-8"))["cases"]
+    for pair, length, official, plain in rows:
+        case = pair.lower().replace("shipped", "tiny")
+        assert length == f"{cases[case]['acceptance_length']:.2f}"
+        assert {"official": official, "plain": plain}.items() <= kept[case].items()
+    shipped = json.loads((ROOT / "dflash_jax/data/tiny/results.json").read_text(encoding="utf-8"))
+    chat, code = (f"{shipped[kind]['acceptance_length']:.2f}" for kind in ("chat", "code"))
+    assert f"τ = {chat} (chat and tools) and {code} (code)" in text.replace("\n", " ")
+
+
+def test_acceptance_lengths_of_training_are_those_of_the_results() -> None:
+    runs = json.loads((RESULTS / "drafters.json").read_text(encoding="utf-8"))["runs"].values()
+    kept = {
+        tuple(f"{run['measured'][k]['acceptance_length']:.2f}" for k in ("chat", "code"))
+        for run in runs
+    }
+    rows = re.findall(r" \| (\d\.\d\d) \| (\d\.\d\d) \|$", DOCUMENTS["docs/training.md"], re.M)
+    assert set(rows) == kept
+
+
+def test_numbers_of_compared_tokens_are_those_of_the_results() -> None:
+    rows = re.findall(r"\| ([\d,]+) (?:greedy )?tokens, 0 diff", DOCUMENTS["docs/benchmarks.md"])
+    lossless, families, audit = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("soak_lossless", "soak_families", "audit")
+    )
+    counts = (lossless["tokens"], families["tokens"], audit["counts"]["greedy tokens"])
+    assert rows == [f"{count:,}" for count in counts]
+    assert lossless["different_prompts"] == families["different_prompts"] == 0
 
 
 def test_every_file_of_the_server_has_its_place_in_the_order_of_reading() -> None:

@@ -1,5 +1,6 @@
-"""The README's code blocks run as they are written, on the shipped pair; its commands parse."""
+"""The code blocks of README.md and docs/ run as written, on the shipped pair; commands parse."""
 
+import importlib.util
 import re
 import shlex
 import shutil
@@ -20,38 +21,43 @@ from dflash_jax.train.recipes import recipe
 from tests.server.conftest import Live, run_server
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in PAGES}
 URL = "http://127.0.0.1:8000"
 # That of tests/server/test_agents.py: programs are compiled once for both.
 PLAN = dj.Plan(max_length=1024, prefix_cache=2**26)
-# Models that no checkout has, and those that take their places.
+# Models that no checkout has, and shipped ones that replace them here.
 STAND_INS = {
     "path/to/Qwen3-8B-DFlash-b16": "tiny",
     "path/to/Qwen3-8B": "tiny",
-    "runs/mine/drafter": "tiny/drafter",
+    "runs/qwen/drafter": "tiny/drafter",
 }
 
 
 class Block(NamedTuple):
     """A fenced block of code."""
 
+    page: str
     language: str
     text: str
 
 
 BLOCKS = [
-    Block(*found)
-    for found in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    Block(page, *found)
+    for page, text in TEXTS.items()
+    for found in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 ]
-PYTHON, SHELL, REQUESTS = (
-    [block.text for block in BLOCKS if (block.language, URL in block.text) == kind]
-    for kind in (("python", False), ("sh", False), ("sh", True))
+PYTHON, SHELL, SCREENS = (
+    [block for block in BLOCKS if (block.language, URL in block.text) == (kind, False)]
+    for kind in ("python", "sh", "text")
 )
+REQUESTS = [block.text for block in BLOCKS if block.language == "sh" and URL in block.text]
 [CLIENT] = [block.text for block in BLOCKS if block.language == "python" and URL in block.text]
-COMMANDS = [line for text in SHELL for line in text.splitlines()]
+COMMANDS = [(block.page, line) for block in SHELL for line in block.text.splitlines()]
+INLINE = {page: re.findall(r"`dflash-jax ([^`]+)`", text) for page, text in TEXTS.items()}
 
 
-def standing_in(text: str) -> str:
+def with_stand_ins(text: str) -> str:
     for path, name in STAND_INS.items():
         text = text.replace(path, name)
     return text
@@ -61,6 +67,10 @@ def printed(text: str) -> list[str]:
     """Return the output that comments after calls of `print` name, after their last semicolon."""
     comments = re.findall(r"^ *print\(.*\)  # (.*)$", text, re.MULTILINE)
     return [comment.split("; ")[-1] for comment in comments]
+
+
+def named(blocks: list[Block]) -> list[Any]:
+    return [pytest.param(block.text, id=f"{block.page}-{i}") for i, block in enumerate(blocks)]
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +86,16 @@ def live(engine: Engine) -> Iterator[Live]:
 
 
 def test_every_block_is_of_a_kind_that_these_tests_run() -> None:
-    assert README.count("```") == 2 * len(BLOCKS)
-    assert len(BLOCKS) == len(PYTHON) + len(SHELL) + len(REQUESTS) + 1
-    assert len(PYTHON) >= 3
+    assert sum(text.count("```") for text in TEXTS.values()) == 2 * len(BLOCKS)
+    kinds = (PYTHON, SHELL, SCREENS, REQUESTS, [CLIENT])
+    assert len(BLOCKS) == sum(map(len, kinds))
+    assert len(PYTHON) >= 7
     assert REQUESTS
-    assert all(line.split()[0] in ("make", "pip", "dflash-jax") for line in COMMANDS)
+    programs = {line.split()[0] for _, line in COMMANDS}
+    assert programs <= {"make", "pip", "dflash-jax", "python"}
 
 
-@pytest.mark.parametrize("text", PYTHON, ids=[f"block{i}" for i in range(len(PYTHON))])
+@pytest.mark.parametrize("text", named(PYTHON))
 def test_python_runs_and_prints_what_its_comments_say(
     text: str, engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,12 +107,14 @@ def test_python_runs_and_prints_what_its_comments_say(
 
     monkeypatch.setattr(dj, "load", shared)
     space: dict[str, Any] = {}
-    exec(compile(standing_in(text), "README.md", "exec"), space)
+    exec(compile(with_stand_ins(text), "block", "exec"), space)
     out = capsys.readouterr().out
-    assert not [comment for comment in printed(text) if comment not in out]
-    if "answers" in space:
+    if "# [B, T, V]" not in text:  # shapes by name
+        assert not [comment for comment in printed(text) if comment not in out]
+    if "engine.stream" in text:
         assert "1. red" in space["result"].text
         assert out.count(space["result"].text) == 2  # whole, then streamed
+    if "answers" in space:
         assert len(space["answers"]) == 4
         assert space["answer"].text in ("red", "blue")
 
@@ -109,7 +123,7 @@ def test_an_openai_client_has_its_agent_answered(
     live: Live, capsys: pytest.CaptureFixture[str]
 ) -> None:
     space: dict[str, Any] = {}
-    exec(compile(CLIENT.replace(URL, live.url), "README.md", "exec"), space)
+    exec(compile(CLIENT.replace(URL, live.url), "block", "exec"), space)
     space["client"].close()
     assert "tool" in [message["role"] for message in space["talk"]]
     assert printed(CLIENT) == [capsys.readouterr().out.strip()]
@@ -126,31 +140,56 @@ def test_curl_streams_an_answer(text: str, live: Live) -> None:
     assert "red" in found.stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_of_a_block_exist_and_cheap_ones_run(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", dict.fromkeys(page for page, _ in COMMANDS))
+def test_commands_of_blocks_exist_and_cheap_ones_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, *words = shlex.split(standing_in(command), comments=True)
+    monkeypatch.chdir(tmp_path)
+    for command in (line for where, line in COMMANDS if where == page):
+        check_command(*shlex.split(with_stand_ins(command), comments=True))
+
+
+def check_command(program: str, *words: str) -> None:
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
         assert set(words) <= set(targets)
     elif program == "pip":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-        extras = re.findall(r"\.\[([\w,]+)\]", command)
+        extras = re.findall(r"\.\[([\w,]+)\]", " ".join(words))
         assert set(",".join(extras).split(",")) <= set(project["optional-dependencies"])
-    elif words[0] == "export":
-        monkeypatch.chdir(tmp_path)
+    elif program == "python":
+        assert words[0] == "-m"
+        assert importlib.util.find_spec(words[1])
+    elif words[0] in ("export", "convert", "compare", "inspect"):
         assert main(words) == 0
-        assert (tmp_path / words[2]).is_file()
+        assert words[0] not in ("export", "convert") or Path(words[2]).exists()
     else:
         options = parser().parse_args(words)
         if words[0] == "train":
             recipe(options.preset, options.settings)
 
 
-def test_commands_in_running_text_parse() -> None:
-    commands = re.findall(r"`dflash-jax ([^`]+)`", README)
-    whole = [shlex.split(command) for command in commands if " " in command]  # the rest are names
-    assert len(whole) >= 4
-    for words in whole:
-        parser().parse_args(words)
+@pytest.mark.parametrize("page", [page for page, found in INLINE.items() if found])
+def test_commands_in_running_text_parse(page: str) -> None:
+    for command in INLINE[page]:
+        words = shlex.split(command)
+        if words[1:] == ["--help"] or len(words) == 1:
+            with pytest.raises(SystemExit) as ended:
+                parser().parse_args([words[0], "--help"])
+            assert ended.value.code == 0
+        else:
+            parser().parse_args(words)
+
+
+def test_there_are_commands_in_running_text() -> None:
+    assert sum(" " in command for found in INLINE.values() for command in found) >= 8
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_settings_and_modules_that_pages_name_exist(page: str) -> None:
+    for setting in re.findall(r"--set (\w+=\w+)", TEXTS[page]):
+        recipe("tiny-cpu", [setting])
+    for name in re.findall(r"--preset ([\w-]+)", TEXTS[page]):
+        recipe(name, [])
+    for module in re.findall(r"\b(?:python -m |`)(benchmarks\.\w+|converters)\b", TEXTS[page]):
+        assert importlib.util.find_spec(module)

@@ -11,7 +11,7 @@ import pytest
 from dflash_jax.bench.replay import (
     CLASSES,
     FIELDS,
-    Played,
+    ReplayedTurn,
     Turn,
     is_valid_call,
     read_turns,
@@ -125,10 +125,14 @@ def test_empty_and_missing_traces_are_refused(tmp_path: Path) -> None:
         read_turns(tmp_path / "empty.jsonl")
 
 
-def played(kind: str, outcome: str, *, equal: bool = True, expected: str | None = None) -> Played:
+def played(
+    kind: str, outcome: str, *, equal: bool = True, expected: str | None = None
+) -> ReplayedTurn:
     fast = Result([1], "a", "stop", Stats())
     slow = Result([1] if equal else [2], "a", "stop", Stats())
-    return Played(Turn(id=kind, kind=kind, prompt_ids=(1,), expected=expected), fast, slow, outcome)
+    return ReplayedTurn(
+        Turn(id=kind, kind=kind, prompt_ids=(1,), expected=expected), fast, slow, outcome
+    )
 
 
 def test_the_table_counts_kinds_and_their_total() -> None:

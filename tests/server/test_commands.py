@@ -20,8 +20,8 @@ import httpx
 import pytest
 import tokenizers
 
-from dflash_jax.bench.prompts import read_talks
-from dflash_jax.bench.runs import Asking, OverHttp
+from dflash_jax.bench.prompts import read_prompts
+from dflash_jax.bench.runs import OverHttp, RequestSettings
 from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.cli.bench import report
 from dflash_jax.engine.engine import Engine
@@ -477,7 +477,7 @@ def test_bench_against_a_url_and_what_it_refuses(
         assert code == 1, arguments
         assert "RequestError" in err
     with pytest.raises(RequestError, match="404"):
-        OverHttp(live.url, "other", Asking(4)).run(read_talks(str(talks), 1), 1, "plain")
+        OverHttp(live.url, "other", RequestSettings(4)).run(read_prompts(str(talks), 1), 1, "plain")
 
 
 def test_a_line_is_logged_once_whatever_other_libraries_set_up(

@@ -34,6 +34,7 @@ from benchmarks.soak_serve import (
     leave,
     send,
 )
+from dflash_jax.engine import model_runner
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.errors import CheckpointError, ComputeError, RequestError
@@ -363,7 +364,7 @@ def test_an_engine_that_has_no_room_to_start_anew_is_given_up_by_name(
     async def run() -> Worker:
         worker = Worker(lambda: engine)
         await worker.ready.wait()
-        monkeypatch.setattr(ModelRunner, "_empty_state", full)
+        monkeypatch.setattr(model_runner, "place_empty_state", full)
         monkeypatch.setattr(engine.runner, "step", full)
         worker.submit(Job([1, 2], {"max_tokens": 4}, 0, lambda _, __, end: ends.append(end)))
         await asyncio.wait_for(worker.ended.wait(), 20)

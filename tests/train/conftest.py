@@ -1,4 +1,4 @@
-"""optax is not written for strict promotion; its steps run under jax's usual rules."""
+"""Settings of training tests: optax needs jax's standard dtype promotion."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Where blocks start, which slots count, how they are weighted."""
+"""Anchors of blocks, and the slots that count."""
 
 import jax
 import jax.numpy as jnp
@@ -59,14 +59,14 @@ def test_every_valid_place_is_drawn_equally_often():
     assert abs(counts[2:] - 100).max() < 40
 
 
-def test_an_anchor_needs_a_wanted_token_behind_it():
+def test_an_anchor_needs_a_wanted_token_after_it():
     wanted = jnp.asarray([[True, True, False, True, True, True]])
     assert anchors.startable(wanted)[0].tolist() == [False, False, False, True, True, False]
 
 
 def test_slots_count_until_the_row_leaves_the_greedy_path():
     tokens = jnp.asarray([[0, 1, 2, 3, 4, 5, 6, 7]])
-    best = jnp.asarray([[1, 2, 3, 9, 5, 6, 7, 8]])  # behind 3 the target would say 9, not 4
+    best = jnp.asarray([[1, 2, 3, 9, 5, 6, 7, 8]])  # after 3 the target's choice is 9, not 4
     wanted = jnp.ones((1, 8), bool)
     alive = jnp.asarray([[True, True, False]])
     labels, counts = anchors.trained(tokens, wanted, best, jnp.asarray([[1, 5, 0]]), alive, 4)

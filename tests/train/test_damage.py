@@ -1,4 +1,4 @@
-"""What a run left behind and something damaged: named, with what to remove; never a trace."""
+"""Damaged files of a run: errors name what to remove, without a traceback."""
 
 import json
 import os
@@ -47,15 +47,15 @@ def test_a_damaged_feature_cache_is_named(tmp_path: Path, lost: str, how) -> Non
     about = {"dtype": "float16", "buckets": 1, "names": ["best"]}
     (tmp_path / "about.json").write_text(json.dumps(about))
     np.save(tmp_path / "0.best.npy", np.zeros((2, 3), np.int32))
-    features.Cache(tmp_path)
+    features.FeatureCache(tmp_path)
     how(tmp_path / lost)
     with pytest.raises(CheckpointError, match=r"is damaged .*; remove it, and"):
-        features.Cache(tmp_path)
+        features.FeatureCache(tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system reserves no room")
 def test_a_feature_cache_has_its_room_before_it_is_filled(tmp_path: Path) -> None:
-    """Else a full disk ends the process by SIGBUS, without a word."""
+    """Otherwise a full disk ends the process by SIGBUS, without a message."""
     array = features._mapped(tmp_path / "x.npy", np.dtype(np.uint16), (64, 1 << 10))
     assert (tmp_path / "x.npy").stat().st_blocks * 512 >= array.nbytes
 

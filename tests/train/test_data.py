@@ -1,4 +1,4 @@
-"""Training data: every form of line, a stable hold-out, prompts and masks; errors by line."""
+"""Training data: forms of lines, a stable hold-out, prompts, masks, and errors by line."""
 
 import dataclasses
 import json
@@ -89,7 +89,7 @@ def test_broken_json_and_missing_files_are_named(tmp_path):
         data.read(tmp_path / "nowhere")
 
 
-def test_the_hold_out_hangs_on_the_question_alone(tmp_path):
+def test_the_hold_out_depends_on_the_question_alone(tmp_path):
     lines = [{"prompt": f"Question {i}?"} for i in range(400)]
     training, held_out = data.load(str(written(tmp_path, *lines)), SMOKE)
     random.Random(0).shuffle(lines)
@@ -139,7 +139,7 @@ def test_a_conversation_that_the_template_refuses_is_named(tokenizer):
 
 
 def test_texts_begin_with_the_start_token_as_prompts_do(tokenizer, tmp_path):
-    """Llama and Gemma never see a text without."""
+    """Llama and Gemma are only trained on text with a start token."""
     core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
     start = core.token_to_id("<|endoftext|>")
     core.post_processor = TemplateProcessing(
@@ -174,27 +174,27 @@ def test_given_answers_are_wanted_up_to_their_end(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-@pytest.mark.parametrize("said", ["Two.", "\n\nTwo.", "", "<think>\nOne.\n</think>\n\nTwo."])
-def test_a_given_answer_stands_behind_the_very_prompt_that_is_served(thinking, said):
-    """Also where a token would reach over the border, and where the template closes the thoughts
-    of an opened turn but not of one in the past.
+@pytest.mark.parametrize("reply", ["Two.", "\n\nTwo.", "", "<think>\nOne.\n</think>\n\nTwo."])
+def test_a_given_answer_follows_the_prompt_that_is_served(thinking, reply):
+    """Also if a token would span the boundary, and if the template closes the reasoning of an
+    opened turn but omits it from earlier turns.
     """
     tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
     asked = {"role": "user", "content": "One?"}
-    chat = data.Example((asked, {"role": "assistant", "content": said}), thinking=thinking)
+    chat = data.Example((asked, {"role": "assistant", "content": reply}), thinking=thinking)
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
     (document,) = given.as_given([chat], tokenizer, ends, 999)
     served = tokenizer.chat([asked], **({} if thinking else {"enable_thinking": False}))
     assert document.ids[: len(served)].tolist() == served
     assert document.wanted.tolist() == [i >= len(served) for i in range(len(document.ids))]
     written = tokenizer.core.decode(document.ids[len(served) :], skip_special_tokens=False)
-    assert written == said + "<|im_end|>"
+    assert written == reply + "<|im_end|>"
 
 
 def test_calls_of_the_openai_api_are_learnt_as_the_server_replays_them(tmp_path):
-    """Their arguments are objects as texts; a template would write them otherwise, or refuse."""
-    for said, meant in (('{"a":1}', {"a": 1}), ("", {}), ("{", "{"), ("[1]", "[1]"), ({}, {})):
-        calls = [{"type": "function", "function": {"name": "f", "arguments": said}}]
+    """Their arguments are JSON texts, which a template would render differently or reject."""
+    for reply, meant in (('{"a":1}', {"a": 1}), ("", {}), ("{", "{"), ("[1]", "[1]"), ({}, {})):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": reply}}]
         asked = {"role": "user", "content": "One?"}
         chat = {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": calls}]}
         (example,) = data.read(written(tmp_path, chat))
@@ -208,9 +208,9 @@ def test_calls_of_the_openai_api_are_learnt_as_the_server_replays_them(tmp_path)
 
 
 def test_what_is_not_learnt_is_counted_aloud(tmp_path):
-    asked, said = CHAT["messages"][:2]
-    long = data.Example((asked, said | {"content": "Two. " * 300}))
-    kept = [data.Example((said,)), data.Example((asked,)), data.Example((asked, said)), long]
+    asked, reply = CHAT["messages"][:2]
+    long = data.Example((asked, reply | {"content": "Two. " * 300}))
+    kept = [data.Example((reply,)), data.Example((asked,)), data.Example((asked, reply)), long]
     whole = data.Example(text="Three four. " * 300)
     chosen, told = dataclasses.replace(SMOKE, answers="given"), []
     lines = [*kept, whole]
@@ -221,7 +221,7 @@ def test_what_is_not_learnt_is_counted_aloud(tmp_path):
 
 
 def test_a_turn_without_an_end_of_its_own_is_given_whole(tokenizer):
-    """Some templates end the user's turns alone."""
+    """Some templates add an end token to user turns only."""
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>"
     bare = Tokenizer(tokenizer.core, template + "{% endif %}{% endfor %}", {})
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
@@ -240,23 +240,23 @@ def test_conversations_beyond_those_answered_are_learnt_as_they_stand():
     chats = [data.Example(messages=({"role": "user", "content": str(i)},)) for i in range(9)]
     examples = [*chats, data.Example(text="x = 1")]
     recipe = dataclasses.replace(SMOKE, prompts=4, given=3)
-    asked, kept = data.divided(examples, recipe)
+    asked, kept = data.split_by_answers(examples, recipe)
     assert (len(asked), len(kept)) == (5, 3)
     assert examples[-1] in asked
     assert not [x for x in kept if x in asked]
-    assert data.divided(examples, recipe) == (asked, kept)
-    assert data.divided(examples, SMOKE) == (examples, [])
+    assert data.split_by_answers(examples, recipe) == (asked, kept)
+    assert data.split_by_answers(examples, SMOKE) == (examples, [])
     few = dataclasses.replace(recipe, prompts=20)
-    assert len(data.divided(examples, few)[0]) == len(examples)
+    assert len(data.split_by_answers(examples, few)[0]) == len(examples)
     mixed, whole = (dataclasses.replace(recipe, answers=x) for x in ("mixed", "given"))
-    assert data.divided(examples, mixed) == (examples[-1:], chats)
-    assert data.divided(examples, whole) == ([], examples)
+    assert data.split_by_answers(examples, mixed) == (examples[-1:], chats)
+    assert data.split_by_answers(examples, whole) == ([], examples)
 
 
 def test_turns_that_a_template_rewrites_later_stand_alone(tokenizer, tmp_path, monkeypatch):
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
     render = tokenizer.render
-    monkeypatch.setattr(  # it says in front how many turns there are
+    monkeypatch.setattr(  # it starts with the number of turns
         tokenizer,
         "render",
         lambda messages, **rest: f"{(len(messages) + 1) // 2}{render(messages, **rest)}",

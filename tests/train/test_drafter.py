@@ -1,4 +1,4 @@
-"""The training path: equal to the engine's cached draft, no leaks, learns one sample by heart."""
+"""The training path: equal to the engine's cached draft, without leaks."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ KINDS = ("dflash", "dflash2", "dspark")
 
 @functools.cache
 def made(kind: str, family: str = "qwen3") -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Pair, target config, drafter config, parameters."""
+    """Return pair, target config, drafter config and parameters."""
     target = tiny_target(num_layers=1) if family == "qwen3" else TARGETS[family]()
     config = tiny_drafter(target, kind, block_size=BLOCK, target_layer_ids=(0,))
     params = jax.device_put(random_params(target, config, seed=3))
@@ -39,7 +39,7 @@ def tokens(seed: int, rows: int = 1) -> jax.Array:
 
 @functools.cache
 def programs(kind: str, family: str = "qwen3") -> Any:
-    """Compiled once: hidden states by training, the engine's draft, and what training scores."""
+    """Return compiled functions: training hidden states, the engine's draft, training scores."""
     pair, target, config, _ = made(kind, family)
     width = config.step_width
     plan = Plan(max_length=64, block=width, chunk=LENGTH, dtype="float32")
@@ -48,12 +48,12 @@ def programs(kind: str, family: str = "qwen3") -> Any:
 
     @jax.jit
     def trained(params, ids, anchors):
-        read = features.reading(pair, params["target"], ids, dtype="float32", keep=False)
-        return drafter.drafted(pair, params, read, ids, anchors)
+        read = features.target_features(pair, params["target"], ids, dtype="float32", keep=False)
+        return drafter.draft_hidden(pair, params, read, ids, anchors)
 
     @jax.jit
     def served(params, prefix, count, first):
-        """The engine's way: its prefill, then the draft of its fused step."""
+        """Run the engine's prefill and the draft of its fused step."""
         state, rules = empty_state(plan, target, config), idle_rules(plan)
         fresh = jnp.ones(1, bool)
         inputs = PrefillInputs(prefix, count, fresh, rules)
@@ -77,7 +77,7 @@ def programs(kind: str, family: str = "qwen3") -> Any:
 
     @jax.jit
     def right(params, row, anchor, labels):
-        read = features.reading(pair, params["target"], row, dtype="float32", keep=keep)
+        read = features.target_features(pair, params["target"], row, dtype="float32", keep=keep)
         blocks = drafter.Blocks(anchor, labels, jnp.ones(labels.shape, bool))
         return drafter.scores(pair, params, recipe, read, row, blocks).right
 
@@ -106,7 +106,7 @@ def test_training_equals_the_engines_draft_at_the_same_prefix(kind, family):
     for n, anchor in enumerate(anchors):
         expected, block = serve(params, ids, jnp.asarray([anchor]), ids[:, anchor])
         np.testing.assert_allclose(hidden[0, n], expected, atol=3e-5)
-        # A row that goes on as the engine drafts is one in which training finds all drafts right.
+        # In a row that continues with the engine's drafts, training scores all drafts as right.
         row = ids.at[0, anchor : anchor + len(block)].set(block)
         at, labels = jnp.asarray([[anchor]]), block[None, None, 1:]
         assert right(params, row, at, labels).all()
@@ -136,8 +136,8 @@ def test_no_gradient_reaches_features_at_or_after_the_anchor():
     @jax.jit
     @jax.grad
     def slopes(taps):
-        read = features.Reading(taps, ids)
-        return (drafter.drafted(pair, params, read, ids, jnp.asarray([[anchor]])) ** 2).sum()
+        read = features.TargetFeatures(taps, ids)
+        return (drafter.draft_hidden(pair, params, read, ids, jnp.asarray([[anchor]])) ** 2).sum()
 
     taps = tuple(jax.random.normal(jax.random.key(i), (1, LENGTH, 32)) for i in range(1))
     for slope in slopes(taps):
@@ -148,7 +148,7 @@ def test_no_gradient_reaches_features_at_or_after_the_anchor():
 
 @functools.cache
 def slope(kind: str, parts: int = 1) -> Any:
-    """Compiled: the gradient and the log of a batch at step 7, for one layer each."""
+    """Return compiled gradient and metrics of a batch at step 7, for one-layer models."""
     target = tiny_target(num_layers=1)
     shape = {"num_layers": 1, "windows": (None,), "causal": (False,), "target_layer_ids": (0,)}
     config = tiny_drafter(target, kind, block_size=BLOCK, **shape)
@@ -170,7 +170,7 @@ def assert_alike(one: Any, two: Any) -> None:
 
 
 def test_a_bfloat16_recipe_trains_float32_weights_by_bfloat16_products():
-    """What it sees is what an engine of bfloat16 computes; the weights themselves stay exact."""
+    """Activations are those of a bfloat16 engine; the weights stay float32."""
     target = tiny_target(num_layers=1)
     shape = {"num_layers": 1, "windows": (None,), "causal": (False,), "target_layer_ids": (0,)}
     config = tiny_drafter(target, "dflash", block_size=BLOCK, **shape)
@@ -188,8 +188,8 @@ def test_a_bfloat16_recipe_trains_float32_weights_by_bfloat16_products():
     assert {x.dtype for x in jax.tree.leaves(slope)} == {jnp.dtype("float32")}
     assert np.isfinite(float(logged["loss"]))
     close = [cosine(a, b) for a, b in zip(*map(jax.tree.leaves, (slope, wanted)), strict=True)]
-    assert min(close) > 0.9  # roundings, not another gradient
-    assert max(close) < 1.0  # and not the same one
+    assert min(close) > 0.9  # the same gradient up to rounding
+    assert max(close) < 1.0  # but not bitwise equal
 
 
 def cosine(one: jax.Array, two: jax.Array) -> float:
@@ -216,13 +216,13 @@ def test_padding_and_dead_anchors_change_nothing():
 
 
 @pytest.mark.soak
-def test_a_reading_in_chunks_equals_one_in_one_piece(monkeypatch):
+def test_target_features_in_chunks_equal_those_in_one_piece(monkeypatch):
     pair, _, _, params = made("dflash", "hybrid")
     ids = tokens(5, rows=2)
 
     def read():
         made = jax.jit(
-            lambda p, x: features.reading(pair, p["target"], x, dtype="float32", keep=True)
+            lambda p, x: features.target_features(pair, p["target"], x, dtype="float32", keep=True)
         )
         return made(params, ids)
 

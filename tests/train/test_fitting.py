@@ -1,4 +1,4 @@
-"""A run on a random target: resumption, devices, rows that teach nothing."""
+"""Runs on a random target: resumption, devices, rows without anchors."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from dflash_jax.train import data, drafter, evaluate, export, fitting, run
 from dflash_jax.train.files import claim
 from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
 from dflash_jax.train.recipes import SMOKE, TINY_DFLASH2
-from dflash_jax.train.rows import Rows
+from dflash_jax.train.rows import TokenRows
 
 RECIPE = dataclasses.replace(
     SMOKE,
@@ -40,10 +40,10 @@ RECIPE = dataclasses.replace(
 )
 
 
-def rows(count: int = 5) -> list[Rows]:
+def rows(count: int = 5) -> list[TokenRows]:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 96, (count, 32)).astype(np.int32)
-    return [Rows(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))]
+    return [TokenRows(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))]
 
 
 def model() -> TargetModel:
@@ -52,12 +52,12 @@ def model() -> TargetModel:
     return TargetModel(config, params, "float32")
 
 
-def fit(out, tell=lambda line: None):
-    return fitting.fit(model(), RECIPE, 96, rows(), out, identity="x", tell=tell)[1]
+def fit(out, report=lambda line: None):
+    return fitting.fit(model(), RECIPE, 96, rows(), out, identity="x", report=report)[1]
 
 
 @pytest.mark.soak
-def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
+def test_a_stopped_run_resumes_to_the_same_weights(tmp_path):
     class Full(Exception):
         pass
 
@@ -75,9 +75,12 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path):
 
 
 def test_a_device_too_small_is_named_with_the_settings_that_help():
-    with pytest.raises(ComputeError, match=r"not fit the device .*set more parts"), run.roomy():
+    with (
+        pytest.raises(ComputeError, match=r"not fit the device .*set more parts"),
+        run.explained_out_of_memory(),
+    ):
         jax.numpy.zeros((1 << 24, 1 << 24)).block_until_ready()
-    with pytest.raises(ZeroDivisionError), run.roomy():
+    with pytest.raises(ZeroDivisionError), run.explained_out_of_memory():
         raise ZeroDivisionError
 
 
@@ -92,24 +95,24 @@ def test_rows_in_which_no_block_can_start_are_refused():
 def test_rows_and_batches_that_are_not_learnt_are_counted_aloud(tmp_path, monkeypatch):
     (part,) = rows(7)
     part.wanted[3:] = False
-    told = []
-    (kept,) = fitting.usable([part], RECIPE, told.append)
+    reported = []
+    (kept,) = fitting.usable([part], RECIPE, reported.append)
     assert len(kept.tokens) == 3
-    assert told[0].startswith("using 3 of 7 rows: in the others no two neighbouring tokens")
+    assert reported[0].startswith("using 3 of 7 rows: in the others no two neighbouring tokens")
     few = dataclasses.replace(RECIPE, features="online", schedule=Schedule(steps=2, rate=1e-2))
     monkeypatch.setattr(fitting.loop, "fit", lambda run, state, *_, **__: state)
-    for count, says in (9, "2 steps read 2 of 4 batches: the other rows are not learnt;"), (5, ""):
-        told.clear()
-        fitting.fit(model(), few, 96, rows(count), tmp_path, identity="x", tell=told.append)
-        assert len(told) == bool(says)
-        assert "".join(told).startswith(says)
+    for count, line in (9, "2 steps read 2 of 4 batches: the other rows are not learnt;"), (5, ""):
+        reported.clear()
+        fitting.fit(model(), few, 96, rows(count), tmp_path, identity="x", report=reported.append)
+        assert len(reported) == bool(line)
+        assert "".join(reported).startswith(line)
 
 
 def test_token_ids_that_the_target_does_not_have_are_refused_before_anything_is_made(tmp_path):
     lines = tmp_path / "data.jsonl"
     lines.write_text('{"ids": [1, 2, 3]}\n' * 20 + '{"ids": [1, 2147483647]}\n')
     with pytest.raises(ConfigError, match=r"token 2147483647, but the target knows 0 to 2047;"):
-        run.run("tiny", str(lines), tmp_path / "out", SMOKE, tell=print)
+        run.run("tiny", str(lines), tmp_path / "out", SMOKE, report=print)
     assert not (tmp_path / "out").exists()
 
 
@@ -120,7 +123,7 @@ def test_a_held_out_line_that_cannot_be_asked_is_refused_before_anything_is_made
     path.write_text("".join(json.dumps(line) + "\n" for line in [*good, odd]))
     assert [x.held_out for x in data.read(path)].index(True) == len(good)
     with pytest.raises(ConfigError, match=r"unknown role wizard.*begins .*A\."):
-        run.run("tiny", str(path), tmp_path / "out", SMOKE, tell=print)
+        run.run("tiny", str(path), tmp_path / "out", SMOKE, report=print)
     assert not (tmp_path / "out").exists()
 
 
@@ -129,10 +132,10 @@ def test_a_drafter_that_cannot_be_is_refused_before_anything_is_made(tmp_path):
     wrongs = ({"taps": (9,)}, r"target layers \[9\]"), ({"kv_heads": 2}, "heads"), (many, "devices")
     for wrong, why in wrongs:
         with pytest.raises(ConfigError, match=why):
-            run.run("tiny", "tiny", tmp_path, dataclasses.replace(SMOKE, **wrong), tell=print)
+            run.run("tiny", "tiny", tmp_path, dataclasses.replace(SMOKE, **wrong), report=print)
     for start, why in ((Path("nowhere"), "no drafter at nowhere"), (Path("tiny"), "another shape")):
         with pytest.raises(DFlashError, match=why):
-            run.run("tiny", "tiny", tmp_path, SMOKE, tell=print, start=start)
+            run.run("tiny", "tiny", tmp_path, SMOKE, report=print, start=start)
     assert not list(tmp_path.iterdir())
 
 
@@ -152,11 +155,11 @@ def test_held_out_prompts_may_hold_any_character(tmp_path, monkeypatch):
 
 
 def test_held_out_prompts_too_long_to_measure_are_counted_aloud(tmp_path):
-    path, told = tmp_path / "heldout.jsonl", []
+    path, reported = tmp_path / "heldout.jsonl", []
     path.write_text(json.dumps({"kind": "ids", "ids": [5] * 2040}) + "\n")
     drafter = locate("tiny", "drafter")
-    found = evaluate.evaluate("tiny", drafter, path, max_tokens=9, tell=told.append)
-    assert told == ["ids: 1 of 1 held-out prompts left out: too long to measure"]
+    found = evaluate.evaluate("tiny", drafter, path, max_tokens=9, report=reported.append)
+    assert reported == ["ids: 1 of 1 held-out prompts are too long and were skipped"]
     assert "ids" not in found
 
 
@@ -172,16 +175,16 @@ def test_more_devices_than_there_are_is_refused():
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
     claim(tmp_path / "run", "run.json", {"target": "z"})
-    begun = {"target": "a", "recipe": {"seed": 0, "taps": (1, 2)}}
-    claim(tmp_path / "run", "run.json", begun)  # nothing was made there
+    replaced = {"target": "a", "recipe": {"seed": 0, "taps": (1, 2)}}
+    claim(tmp_path / "run", "run.json", replaced)  # the folder holds only the record
     (tmp_path / "run" / "rows.npz").touch()
-    claim(tmp_path / "run", "run.json", begun)
+    claim(tmp_path / "run", "run.json", replaced)
     why = r'\(recipe\.seed was 0, is 1; target was "a", is "b"\)'
     with pytest.raises(ConfigError, match=f"begun with other settings {why}"):
         claim(tmp_path / "run", "run.json", {"target": "b", "recipe": {"seed": 1, "taps": [1, 2]}})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
-    with pytest.raises(ConfigError, match="holds other things"):
+    with pytest.raises(ConfigError, match="holds other files"):
         claim(tmp_path / "other", "run.json", {"target": "a"})
 
 
@@ -207,7 +210,7 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, tmp_path
     plain.params = {"target": whole.params}
     said = plain.generate(prompt, max_tokens=40).token_ids
     ids = np.asarray([prompt + said], np.int32)
-    sample = [Rows(ids, np.arange(60)[None] >= 20, np.ones(ids.shape, bool))]
+    sample = [TokenRows(ids, np.arange(60)[None] >= 20, np.ones(ids.shape, bool))]
     recipe = dataclasses.replace(
         RECIPE,
         kind=kind,
@@ -219,7 +222,7 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, tmp_path
         schedule=Schedule(steps=150, rate=1e-2, save_every=150),
     )
     config, params = fitting.fit(
-        whole, recipe, 96, sample, tmp_path, identity="x", tell=lambda line: None
+        whole, recipe, 96, sample, tmp_path, identity="x", report=lambda line: None
     )
     trained = {"target": whole.params, "drafter": jax.device_put(params)}
     engine = Engine(whole.config, config, trained, resolve_here(plan, whole.config, config))
@@ -258,10 +261,10 @@ def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
     config = new_drafter(alike, target, old.mask_token_id)
     start = run.read_start(Path("tiny"), config)
     fresh = drafter.initial(build_pair(target, config), 0)
-    begun = fitting.begun(fresh, start)
-    assert jax.tree.structure(begun) == jax.tree.structure(fresh)
-    np.testing.assert_array_equal(begun["fc"], start["fc"])
-    np.testing.assert_array_equal(begun["predecessor"], fresh["predecessor"])
+    replaced = fitting.replaced(fresh, start)
+    assert jax.tree.structure(replaced) == jax.tree.structure(fresh)
+    np.testing.assert_array_equal(replaced["fc"], start["fc"])
+    np.testing.assert_array_equal(replaced["predecessor"], fresh["predecessor"])
     with pytest.raises(ConfigError, match=r"block_size is 8, expected 4.*change the recipe"):
         run.read_start(shipped, new_drafter(SMOKE, target, old.mask_token_id))
 
@@ -300,10 +303,10 @@ def test_a_command_killed_again_and_again_ends_with_the_same_bytes(tmp_path):
     log, kills, seen = tmp_path / "killed" / "log.jsonl", 0, -1
     while kills < 4:
         going = run("killed")
-        begun, wait = time.monotonic(), random.uniform(0.5, 6)
-        while going.poll() is None and time.monotonic() < begun + 120:
+        replaced, wait = time.monotonic(), random.uniform(0.5, 6)
+        while going.poll() is None and time.monotonic() < replaced + 120:
             done = len(log.read_text().splitlines()) if log.is_file() else 0
-            if done > seen and time.monotonic() > begun + wait:
+            if done > seen and time.monotonic() > replaced + wait:
                 break
             time.sleep(0.01)
         if going.poll() is not None:
@@ -337,7 +340,7 @@ rows = rng.integers(0, 96, (4, 24)).astype(np.int32), rng.random((4, 24)) < 0.8
 found = []
 for devices in (1, 4):
     place = Placement(devices)
-    trees = place.everywhere((params["drafter"], params["target"]))
+    trees = place.replicated((params["drafter"], params["target"]))
     run = jax.jit(functools.partial(drafter.gradient, pair, recipe), static_argnums=(5,))
     found.append(jax.device_get(run(*trees, place.by_row(rows), None, np.int32(3), 5)))
 assert found[0][1]["places"] > 5

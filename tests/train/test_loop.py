@@ -1,4 +1,4 @@
-"""The loop: exact resumption, clean stops, refusal of foreign states."""
+"""The training loop: exact resumption, clean stops, rejection of other runs' states."""
 
 import dataclasses
 import json
@@ -18,11 +18,11 @@ import pytest
 
 from dflash_jax.errors import CheckpointError, ComputeError
 from dflash_jax.train import saved
-from dflash_jax.train.loop import Run, Stopped, fit
+from dflash_jax.train.loop import TrainingRun, TrainingStopped, fit
 
 
-def run(tmp_path, steps: int = 9) -> Run:
-    return Run(tmp_path / "state", steps, 4, "a run", "test")
+def run(tmp_path, steps: int = 9) -> TrainingRun:
+    return TrainingRun(tmp_path / "state", steps, 4, "a run", "test")
 
 
 def advance(state, step):
@@ -34,13 +34,13 @@ def start():
     return {"x": jnp.zeros(3), "n": jnp.int32(0)}
 
 
-def test_a_signal_saves_and_the_same_call_goes_on(tmp_path):
+def test_a_signal_saves_and_the_same_call_resumes(tmp_path):
     def interrupted(state, step):
         if step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         return advance(state, step)
 
-    with pytest.raises(Stopped, match="step 6 of 9"):
+    with pytest.raises(TrainingStopped, match="step 6 of 9"):
         fit(run(tmp_path), start(), interrupted)
     resumed = fit(run(tmp_path), start(), advance)
     straight = fit(run(tmp_path / "other"), start(), advance)
@@ -55,8 +55,8 @@ def test_a_signal_while_a_line_is_written_saves_too(tmp_path):
         whole.append(line)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(Stopped, match=r"step 20 of 30; state saved"):
-        fit(asked, start(), advance, tell=interrupted)
+    with pytest.raises(TrainingStopped, match=r"step 20 of 30; state saved"):
+        fit(asked, start(), advance, report=interrupted)
     assert [path.name for path in asked.path.iterdir()] == ["20"]
     assert len(whole) == 1
 
@@ -70,7 +70,7 @@ def test_a_signal_during_the_last_save_is_not_lost(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(saved, "save", interrupted)
-    with pytest.raises(Stopped, match=r"step 9 of 9; state saved"):
+    with pytest.raises(TrainingStopped, match=r"step 9 of 9; state saved"):
         fit(run(tmp_path), start(), advance)
     assert fit(run(tmp_path), start(), advance)["n"] == 9
 
@@ -121,7 +121,7 @@ fit(test_loop.run(Path(sys.argv[1])), test_loop.start(), killed)
 """
 
 
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     step = random.randrange(9)
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", KILLED, str(tmp_path), here, str(step)]

@@ -1,4 +1,4 @@
-"""A trained drafter in the package of its authors: the exported folder gives our logits there.
+"""A trained drafter in the official package: the exported folder gives our logits there.
 
 Needs `pip install torch==2.13.0 transformers==5.15.0 dflash==0.1.0`; skipped elsewhere.
 """
@@ -19,7 +19,7 @@ from dflash_jax.testing import folder_params, random_params, tiny_target
 from dflash_jax.train import drafter, export, features, fitting, run
 from dflash_jax.train.recipe import Bucket, Schedule
 from dflash_jax.train.recipes import SMOKE
-from dflash_jax.train.rows import Rows
+from dflash_jax.train.rows import TokenRows
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 package = pytest.importorskip("dflash.model", reason="the dflash package is not installed")
@@ -30,7 +30,7 @@ SHIPPED = Path(str(importlib.resources.files("dflash_jax"))) / "data" / "tiny"
 
 
 def trained(folder: Path, kind: str) -> Path:
-    """A random target and a drafter that took two steps, exported as a run exports them."""
+    """Export a random target and a drafter trained for two steps, as a run does."""
     target = tiny_target(num_layers=3, vocab_size=128)
     model = TargetModel(target, random_params(target, None)["target"], "float32")
     export.target(folder / "target", target, model.params, pad=0)
@@ -43,16 +43,16 @@ def trained(folder: Path, kind: str) -> Path:
         schedule=Schedule(steps=2, rate=1e-2),
     )
     tokens = np.random.default_rng(0).integers(0, MASK, (4, LENGTH)).astype(np.int32)
-    rows = [Rows(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))]
+    rows = [TokenRows(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))]
     config, params = fitting.fit(
-        model, recipe, MASK, rows, folder / "run", identity="x", tell=lambda line: None
+        model, recipe, MASK, rows, folder / "run", identity="x", report=lambda line: None
     )
     run.write_drafter(folder / "drafter", config, params)
     return folder
 
 
 def ours(folder: Path, ids: np.ndarray, anchor: int) -> np.ndarray:
-    """Logits [b-1, V] of one block, by the training path."""
+    """Return logits [b-1, V] of one block from the training path."""
     configs = read_target_config(folder / "target"), read_drafter_config(folder / "drafter")
     params: dict[str, Any] = {
         "target": folder_params(folder / "target", configs[0], "float32"),
@@ -62,8 +62,8 @@ def ours(folder: Path, ids: np.ndarray, anchor: int) -> np.ndarray:
 
     @jax.jit
     def logits(params: Any, ids: Any) -> Any:
-        read = features.reading(pair, params["target"], ids, dtype="float32", keep=False)
-        hidden = drafter.drafted(pair, params, read, ids, np.asarray([[anchor]], np.int32))
+        read = features.target_features(pair, params["target"], ids, dtype="float32", keep=False)
+        hidden = drafter.draft_hidden(pair, params, read, ids, np.asarray([[anchor]], np.int32))
         plain = pair.target_call(params, hidden, method=pair.head)
         return pair.drafter_call(
             params, plain, method=lambda m, x: getattr(m, "backbone", m).adjust(x)
@@ -73,7 +73,7 @@ def ours(folder: Path, ids: np.ndarray, anchor: int) -> np.ndarray:
 
 
 def theirs(folder: Path, ids: np.ndarray, anchor: int) -> tuple[np.ndarray, Any]:
-    """The same by PyTorch: the target's prefill of what stands before the anchor, one block."""
+    """Return the same from PyTorch: prefill up to the anchor, then one block."""
     from transformers import AutoModelForCausalLM
 
     name = read_drafter_config(folder / "drafter").kind

@@ -1,4 +1,4 @@
-"""The optimizer is Muon as optax computes it, by fewer products."""
+"""The optimizer against optax's Muon."""
 
 from typing import Any
 
@@ -47,11 +47,11 @@ def by_optax(decay: float) -> optax.GradientTransformation:
 def test_updates_are_those_of_optax() -> None:
     ours, theirs = optimizer.build(SCHEDULE, decay=0.1), by_optax(0.1)
     params = parameters(0)
-    mine, other = ours.init(params), theirs.init(params)
+    state, other = ours.init(params), theirs.init(params)
     our_update, their_update = jit(ours.update), jit(theirs.update)
     for step in range(5):
         slopes = parameters(step + 1)
-        update, mine = our_update(slopes, mine, params)
+        update, state = our_update(slopes, state, params)
         wanted, other = their_update(slopes, other, params)
         for got, want in zip(jax.tree.leaves(update), jax.tree.leaves(wanted), strict=True):
             assert np.abs(want).max() > 0 or step == 0
@@ -62,7 +62,7 @@ def test_updates_are_those_of_optax() -> None:
 @pytest.mark.parametrize("shape", [(48, 160), (160, 48), (64, 64)])
 @pytest.mark.parametrize("rank", [1, 7, 48])
 def test_what_has_no_slope_gets_none(shape: tuple[int, int], rank: int) -> None:
-    """Singular values of nearly nothing stay that, and the others come near one."""
+    """Singular values near zero stay near zero, and the others become close to one."""
     rng = np.random.default_rng(rank)
     left, right = rng.standard_normal((shape[0], rank)), rng.standard_normal((rank, shape[1]))
     matrix = (left * np.logspace(0, -2, rank) @ right).astype(np.float32)
@@ -75,7 +75,7 @@ def test_what_has_no_slope_gets_none(shape: tuple[int, int], rank: int) -> None:
 
 
 def contrib_orthogonal(matrix: np.ndarray) -> np.ndarray:
-    """By the library's own iteration."""
+    """Orthogonalise with optax's iteration."""
     axes = {"x": contrib.MuonDimensionNumbers(0, 1)}
     muon = contrib.scale_by_muon(beta=0.0, weight_dimension_numbers=axes)
     given = {"x": jnp.asarray(matrix)}

@@ -25,12 +25,12 @@ def test_a_document_longer_than_every_bucket_is_cut():
     assert packed[1].tokens.tolist() == [list(range(16))]
 
 
-def test_apart_gives_each_document_its_row():
-    assert len(rows.apart([document(2, 0), document(2, 5)], BUCKETS, fill=9)[0].tokens) == 2
+def test_one_per_row_gives_each_document_its_row():
+    assert len(rows.one_per_row([document(2, 0), document(2, 5)], BUCKETS, fill=9)[0].tokens) == 2
 
 
 def test_an_epoch_shows_every_full_batch_once_and_a_step_is_always_the_same():
-    packed = tuple(rows.apart([document(8, i) for i in range(6)], BUCKETS, fill=9))
+    packed = tuple(rows.one_per_row([document(8, i) for i in range(6)], BUCKETS, fill=9))
     batches = rows.Batches(BUCKETS, packed, seed=1)
     seen = [batches.at(step)[1].tokens[:, 0].tolist() for step in range(3)]
     assert sorted(first for batch in seen for first in batch) == list(range(6))
@@ -45,7 +45,7 @@ def test_an_epoch_is_shuffled_once_not_at_every_step():
             return super().plan(epoch)
 
     shuffled: list[int] = []
-    packed = tuple(rows.apart([document(8, i) for i in range(6)], BUCKETS, fill=9))
+    packed = tuple(rows.one_per_row([document(8, i) for i in range(6)], BUCKETS, fill=9))
     batches = Counted(BUCKETS, packed, seed=1)
     seen = [batches.chosen(step)[1].tolist() for step in range(6)]
     assert shuffled == [0, 1]

@@ -1,4 +1,4 @@
-"""The target's training: growing deeper."""
+"""Training of the target: added layers."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def test_a_deeper_target_says_the_same_until_its_new_layers_are_trained() -> Non
     step = jit(target.step(qwen3.build(deep), deep, maker, 0.2), donate=(0,))
     everything = np.ones((2, 12), bool)
     state = target.TrainState(params=grown, optimizer=maker.init(grown))
-    for _ in range(2):  # nothing of the state is shared, so that it can be donated
+    for _ in range(2):  # donation needs a state without shared arrays
         state, _ = step(state, tokens, everything, everything)
     copies = [state.params["layers_1"][part][out] for part, out in target.OUTPUTS]
     assert all(np.abs(np.asarray(copy)).max() > 0 for copy in copies)
