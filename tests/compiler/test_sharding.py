@@ -12,7 +12,7 @@ import pytest
 
 from dflash_jax import Plan
 from dflash_jax.compiler import resolve
-from dflash_jax.compiler.programs import init_params, model_axes
+from dflash_jax.compiler.models import init_params, model_axes
 from dflash_jax.compiler.sharding import device_mesh
 from dflash_jax.config.family import drafter_kinds
 from dflash_jax.errors import PlanError
