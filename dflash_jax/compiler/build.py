@@ -218,6 +218,7 @@ class CompiledPrograms:
 
     Attributes:
       programs: all programs of the plan.
+      variants: the programs of each variant.
       executables: those that are compiled.
       seconds: time spent compiling.
       label: the model's name, for log lines.
@@ -225,6 +226,7 @@ class CompiledPrograms:
 
     def __init__(self, programs: Mapping[ProgramKey, Program]):
         self.programs = dict(programs)
+        self.variants = keys_by_variant(self.programs)
         self.executables: dict[ProgramKey, Executable] = {}
         self.seconds = 0.0
         self.label = ""
@@ -234,19 +236,13 @@ class CompiledPrograms:
         self._compiled = 0
         self._lock = threading.Lock()
 
-    @property
-    def variants(self) -> dict[Variant, tuple[ProgramKey, ...]]:
-        """The programs of each variant."""
-        return keys_by_variant(self.programs)
-
     def missing(self, variants: Iterable[Variant]) -> list[ProgramKey]:
         """Return the programs of the variants that are not compiled."""
         return [key for key in self.keys(variants) if key not in self.executables]
 
     def keys(self, variants: Iterable[Variant]) -> list[ProgramKey]:
         """Return the programs of the variants, each once."""
-        known = self.variants
-        return list(dict.fromkeys(key for variant in variants for key in known[variant]))
+        return list(dict.fromkeys(key for variant in variants for key in self.variants[variant]))
 
     def want(self, variants: Iterable[Variant]) -> None:
         """Count the variants' programs among those that will be compiled."""

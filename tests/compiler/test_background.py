@@ -53,11 +53,11 @@ def test_every_program_is_of_a_variant_and_a_variant_has_all_that_its_requests_u
     tiny: Engine,
 ) -> None:
     found = tiny.compiled.variants
-    assert set().union(*found.values()) == set(tiny.programs)
+    assert set().union(*found.values()) == set(tiny.compiled.programs)
     forced = {ProgramKey(Step.FORCED_TOKENS), ProgramKey(Step.REPLACE_ANCHOR)}
     scored, logits = ProgramKey(Step.PROMPT_LOGPROBS), ProgramKey(Step.SET_LOGITS_STATE)
     for variant in STEP_VARIANTS:
-        needed = {key for key in tiny.programs if key.variant in (variant, None)}
+        needed = {key for key in tiny.compiled.programs if key.variant in (variant, None)}
         others = forced | {scored}
         if variant not in (Variant.PENALIZED, Variant.CONSTRAINED):
             others |= {logits}
@@ -181,7 +181,7 @@ def test_traces_are_dropped_once_a_program_is_compiled(tiny: Engine) -> None:
         gc.collect()
         return sum(type(x).__name__ == "JaxprEqn" for x in gc.get_objects())
 
-    made = [compile_programs([tiny.programs[ProgramKey(Step.PLAIN, Variant.SAMPLED)]])]
+    made = [compile_programs([tiny.compiled.programs[ProgramKey(Step.PLAIN, Variant.SAMPLED)]])]
     before = operations()  # those of functions that programs share are kept, and few
-    made.append(compile_programs([tiny.programs[ProgramKey(Step.PREFILL, Variant.SAMPLED)]]))
+    made.append(compile_programs([tiny.compiled.programs[ProgramKey(Step.PREFILL, Variant.SAMPLED)]]))
     assert operations() - before < 200

@@ -39,8 +39,8 @@ def disturbed() -> Iterator[None]:
 def test_programs_are_the_same_under_any_settings(tiny: Engine, disturbed: None) -> None:
     plan = dataclasses.replace(tiny.plan, prefix_cache=1 << 20)
     made = declare(plan, tiny.target, tiny.drafter)
-    for key in made.keys() & tiny.programs.keys():
-        assert made[key].arguments == tiny.programs[key].arguments
+    for key in made.keys() & tiny.compiled.programs.keys():
+        assert made[key].arguments == tiny.compiled.programs[key].arguments
     compile_programs([made[ProgramKey(Step.CLEAR_ROWS)]])  # refused if it copied its state
 
 

@@ -14,7 +14,7 @@ def warm(tiny3: Engine) -> Engine:
 
 
 def test_warm_up_compiles_both_variants_once(warm: Engine) -> None:
-    missing = set(warm.programs) - set(warm.executables)
+    missing = set(warm.compiled.programs) - set(warm.executables)
     assert not [key for key in missing if {Variant.GREEDY, Variant.SAMPLED} & {*key.needed_by}]
     before = dict(warm.executables)
     assert warm.warm_up(sampled=True) < 0.05
