@@ -167,8 +167,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         import asyncio
 
-        from dflash_jax.server.gate import Settings
-        from dflash_jax.server.run import Listening, Running, log_to_stderr, serve
+        from dflash_jax.server.middleware import Settings
+        from dflash_jax.server.run import RunningServer, ServerConfig, log_to_stderr, serve
     except ImportError as error:
         raise RequestError(
             f"serving needs more packages ({error}); {install_hint('serve')}"
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace) -> int:
         cors=tuple(options.cors),
         allowed_hosts=tuple(options.allowed_host),
     )
-    listening = Listening(
+    listening = ServerConfig(
         host=options.host,
         port=options.port,
         drain=options.drain,
@@ -210,7 +210,7 @@ def run(options: argparse.Namespace) -> int:
 
     engines = {name: functools.partial(make, pair) for name, pair in pairs.items()}
 
-    def started(running: Running) -> None:
+    def started(running: RunningServer) -> None:
         print(f"listening on {running.url}", flush=True)
 
     compiler = BackgroundCompiler()
@@ -243,13 +243,13 @@ def _pairs(options: argparse.Namespace) -> dict[str, Any]:
 
 def _defaults(options: argparse.Namespace) -> Any:
     from dflash_jax.engine.recovery import OFF, Recovery
-    from dflash_jax.server.models import Defaults
+    from dflash_jax.server.models import RequestDefaults
 
     asked = Recovery.from_environment(os.environ)
     chosen = {"off": (OFF, OFF), "tools": (OFF, Recovery()), "all": (Recovery(), Recovery())}
     named = (asked, asked) if asked != OFF else chosen["tools"]
     plain, with_tools = chosen[options.recovery] if options.recovery else named
-    return Defaults(
+    return RequestDefaults(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         recovery=plain,

@@ -4,14 +4,14 @@ import json
 import math
 from typing import Any
 
-from dflash_jax.server import figures
-from dflash_jax.server.anthropic_content import is_begun, messages_of
-from dflash_jax.server.conversation import check_tools, conversation, offered
-from dflash_jax.server.fields import Common, common, texts
+from dflash_jax.server import statistics
+from dflash_jax.server.conversation import check_tools, conversation, parse_tools
+from dflash_jax.server.fields import CommonFields, common, texts
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.protocol import Ask, Problem, decode, new_id
-from dflash_jax.server.reply import Part, Reply
-from dflash_jax.server.thinking import budget_of, thoughts
+from dflash_jax.server.message_formats import continues_assistant, messages_from_anthropic
+from dflash_jax.server.protocol import GenerationRequest, Problem, decode, new_id
+from dflash_jax.server.reply import Reply, ReplyPart
+from dflash_jax.server.thinking import positive_budget, thoughts
 from dflash_jax.server.writer import named
 from dflash_jax.tokenizer import well_formed
 from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
@@ -20,7 +20,7 @@ from dflash_jax.tool_parsers.tool_schema import is_deep
 SIGNATURE = "unsigned"  # of thoughts; clients drop those that have none
 
 
-class MessagesRequest(Common, kw_only=True):
+class MessagesRequest(CommonFields, kw_only=True):
     """POST /v1/messages, and its count_tokens."""
 
     messages: list[dict[str, Any]]
@@ -41,7 +41,7 @@ class MessagesRequest(Common, kw_only=True):
     inference_geo: Any = None
 
 
-def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
+def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest:
     """The request as an `Ask`; `counting` asks for no max_tokens."""
     found, unknown = decode(body, MessagesRequest)
     if found.thread is not None:
@@ -79,7 +79,7 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
             param="tool_choice.type",
         )  # fmt: skip
     wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
-    tools, declared, chosen = offered(given, wanted, places)
+    tools, declared, chosen = parse_tools(given, wanted, places)
     template, more_warnings = thoughts(
         found.chat_template_kwargs,
         word=output.get("effort"),
@@ -88,19 +88,21 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
     )
     warnings += more_warnings
     stop = (*asked["stop"], *texts(found.stop_sequences))
-    budget = budget_of((found.thinking or {}).get("budget_tokens")) or asked["thinking_budget"]
+    budget = (
+        positive_budget((found.thinking or {}).get("budget_tokens")) or asked["thinking_budget"]
+    )
     more: dict[str, Any] = {"warnings": tuple(warnings), "stop": stop, "thinking_budget": budget}
-    return Ask(
+    return GenerationRequest(
         api="messages",
-        messages=conversation(messages_of(found.system, found.messages)),
+        messages=conversation(messages_from_anthropic(found.system, found.messages)),
         tools=tools,
-        declared=declared,
-        choice=chosen,
-        parallel=not choice.get("disable_parallel_tool_use"),
-        template=template,
-        continue_final=is_begun(found.messages),
+        declared_tools=declared,
+        tool_choice=chosen,
+        parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
+        template_kwargs=template,
+        continue_final_message=continues_assistant(found.messages),
         max_tokens=found.max_tokens,
-        clamp=True,
+        clamp_max_tokens=True,
         **asked | more,
     )
 
@@ -193,15 +195,15 @@ class MessagesWriter:
         """What a finished answer adds to Anthropic's own fields."""
         [reply] = self.generation.replies
         found: dict[str, Any] = {"finish_details": reply.details}
-        if self.generation.ask.token_ids:
+        if self.generation.request.return_token_ids:
             found["token_ids"] = reply.ids
             found["prompt_token_ids"] = self.generation.prompts[0].ids
-        return found | figures.asked_for(self.generation, self.id)
+        return found | statistics.requested_statistics(self.generation, self.id)
 
     def _usage(self) -> dict[str, Any]:
         stats = [reply.result.stats for reply in self.generation.replies if reply.result]
         prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        reused = figures.cached(stats) if self._reused is None else self._reused
+        reused = statistics.cached(stats) if self._reused is None else self._reused
         return {
             "input_tokens": prompt_tokens - reused,
             "cache_read_input_tokens": reused,
@@ -224,9 +226,9 @@ class MessagesWriter:
         }
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: ReplyPart) -> dict[str, Any]:
     """A content block."""
-    if part.kind == "thoughts":
+    if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
     if part.call is None:
         return {"type": "text", "text": part.text}

@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from dflash_jax.server import figures
-from dflash_jax.server.conversation import conversation, offered
-from dflash_jax.server.fields import Sampling, sampling
-from dflash_jax.server.protocol import Ask, Problem, decode
+from dflash_jax.server import statistics
+from dflash_jax.server.conversation import conversation, parse_tools
+from dflash_jax.server.fields import OpenAIFields, sampling
+from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.thinking import budget_of, thoughts
-from dflash_jax.server.writer import OpenAI
+from dflash_jax.server.thinking import positive_budget, thoughts
+from dflash_jax.server.writer import OpenAIWriter
 from dflash_jax.tool_parsers.events import Arguments, CallBegun, Content, Event, Thinking
 
 
-class ChatRequest(Sampling, kw_only=True):
+class ChatRequest(OpenAIFields, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
@@ -31,7 +31,7 @@ class ChatRequest(Sampling, kw_only=True):
     continue_final_message: bool | None = None
 
 
-def decode_chat(body: bytes) -> Ask:
+def decode_chat(body: bytes) -> GenerationRequest:
     """POST /v1/chat/completions."""
     found, unknown = decode(body, ChatRequest)
     reasoning, thinking = found.reasoning, found.thinking
@@ -47,31 +47,31 @@ def decode_chat(body: bytes) -> Ask:
     )
     if found.add_generation_prompt is not None:
         template["add_generation_prompt"] = found.add_generation_prompt
-    tools, declared, choice = offered(found.tools, found.tool_choice)
+    tools, declared, choice = parse_tools(found.tools, found.tool_choice)
     if found.top_logprobs and not found.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     common = sampling(found, unknown)
     common["warnings"] += warnings
-    budget = budget_of((thinking or {}).get("budget_tokens"))
-    budget = budget or budget_of((reasoning or {}).get("max_tokens"))
+    budget = positive_budget((thinking or {}).get("budget_tokens"))
+    budget = budget or positive_budget((reasoning or {}).get("max_tokens"))
     common["thinking_budget"] = budget or common["thinking_budget"]
     if found.max_completion_tokens is not None:
         common["max_tokens"] = found.max_completion_tokens
-    return Ask(
+    return GenerationRequest(
         api="chat",
         messages=conversation(found.messages),
         tools=tools,
-        declared=declared,
-        choice=choice,
-        parallel=found.parallel_tool_calls is not False,
-        template=template,
-        continue_final=bool(found.continue_final_message),
+        declared_tools=declared,
+        tool_choice=choice,
+        parallel_tool_calls=found.parallel_tool_calls is not False,
+        template_kwargs=template,
+        continue_final_message=bool(found.continue_final_message),
         logprobs=(found.top_logprobs or 0) if found.logprobs else None,
         **common,
     )
 
 
-class ChatWriter(OpenAI):
+class ChatWriter(OpenAIWriter):
     """/v1/chat/completions."""
 
     prefix, kind = "chatcmpl-", "chat.completion"
@@ -98,16 +98,16 @@ class ChatWriter(OpenAI):
                     call = {"index": index, "function": {"arguments": text}}
                     out += self._chunk(reply, {"tool_calls": [call]})
         if reply.result is not None:
-            choice = figures.of_choice(reply, self.ask, self.id)
-            out += self._chunk(reply, {}, choice, **self._last(reply))
+            choice = statistics.choice_statistics(reply, self.request, self.id)
+            out += self._chunk(reply, {}, choice, **self._final_fields(reply))
         return out
 
     def _chunk(
         self, reply: Reply, delta: dict[str, Any], choice: dict[str, Any] | None = None, **more: Any
     ) -> bytes:
         base: dict[str, Any] = {"index": reply.index, "delta": delta, "finish_reason": None}
-        base["logprobs"] = self._fresh_logprobs(reply)
-        return self._line(base | (choice or {}), more)
+        base["logprobs"] = self._new_logprobs(reply)
+        return self._chunk_event(base | (choice or {}), more)
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
         calls = [
@@ -120,19 +120,21 @@ class ChatWriter(OpenAI):
         ]
         message: dict[str, Any] = {"role": "assistant"}
         message["content"] = reply.content if reply.content or not calls else None
-        if reply.thoughts:
-            message["reasoning_content"] = message["reasoning"] = reply.thoughts
-            detail = {"type": "reasoning.text", "text": reply.thoughts, "index": 0}
+        if reply.reasoning:
+            message["reasoning_content"] = message["reasoning"] = reply.reasoning
+            detail = {"type": "reasoning.text", "text": reply.reasoning, "index": 0}
             message["reasoning_details"] = [detail]
         if calls:
             message["tool_calls"] = calls
         choice: dict[str, Any] = {"index": reply.index, "message": message}
         choice["logprobs"] = self._logprobs(reply.logprobs)
-        return choice | figures.of_choice(reply, self.ask, self.id)
+        return choice | statistics.choice_statistics(reply, self.request, self.id)
 
     def whole(self) -> dict[str, Any]:
-        return super().whole() | self._prompt_ids() | self._of_prompt(self.generation.replies[0])
+        return (
+            super().whole() | self._prompt_ids() | self._prompt_logprobs(self.generation.replies[0])
+        )
 
     def _prompt_ids(self) -> dict[str, Any]:
         found = {"prompt_token_ids": self.generation.prompts[0].ids}
-        return found if self.ask.token_ids else {}
+        return found if self.request.return_token_ids else {}

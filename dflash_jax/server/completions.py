@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from dflash_jax.server import figures
-from dflash_jax.server.fields import Sampling, sampling
-from dflash_jax.server.protocol import MOST_CHOICES, Ask, Problem, decode
+from dflash_jax.server import statistics
+from dflash_jax.server.fields import OpenAIFields, sampling
+from dflash_jax.server.protocol import MOST_CHOICES, GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.writer import OpenAI
+from dflash_jax.server.writer import OpenAIWriter
 from dflash_jax.tool_parsers.events import Content, Event
 
 
-class CompletionRequest(Sampling, kw_only=True):
+class CompletionRequest(OpenAIFields, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
@@ -20,7 +20,7 @@ class CompletionRequest(Sampling, kw_only=True):
     logprobs: int | None = None
 
 
-def decode_completion(body: bytes) -> Ask:
+def decode_completion(body: bytes) -> GenerationRequest:
     """POST /v1/completions."""
     found, unknown = decode(body, CompletionRequest)
     prompts: list[Any] = [found.prompt]
@@ -39,7 +39,7 @@ def decode_completion(body: bytes) -> Ask:
         )  # fmt: skip
     if len(prompts) > MOST_CHOICES:
         raise Problem(400, f"{len(prompts)} prompts; at most {MOST_CHOICES}", param="prompt")
-    return Ask(
+    return GenerationRequest(
         api="completions",
         prompts=prompts,
         echo=bool(found.echo),
@@ -48,13 +48,13 @@ def decode_completion(body: bytes) -> Ask:
     )
 
 
-class CompletionWriter(OpenAI):
+class CompletionWriter(OpenAIWriter):
     """/v1/completions."""
 
     prefix, kind = "cmpl-", "text_completion"
 
     def start(self) -> bytes:
-        if not self.ask.echo:
+        if not self.request.echo:
             return b""
         replies = self.generation.replies
         return b"".join(self._chunk(reply, self._echo(reply)) for reply in replies)
@@ -62,30 +62,30 @@ class CompletionWriter(OpenAI):
     def events(self, reply: Reply, events: list[Event]) -> bytes:
         text = "".join(event.text for event in events if isinstance(event, Content))
         if reply.result is not None:
-            return self._chunk(reply, text, self._end(reply), **self._last(reply))
+            return self._chunk(reply, text, self._end(reply), **self._final_fields(reply))
         return self._chunk(reply, text) if text else b""
 
     def _chunk(
         self, reply: Reply, text: str, choice: dict[str, Any] | None = None, **more: Any
     ) -> bytes:
         base: dict[str, Any] = {"index": reply.index, "text": text, "finish_reason": None}
-        base["logprobs"] = self._fresh_logprobs(reply)
-        return self._line(base | (choice or {}), more)
+        base["logprobs"] = self._new_logprobs(reply)
+        return self._chunk_event(base | (choice or {}), more)
 
     def _end(self, reply: Reply) -> dict[str, Any]:
-        end = figures.of_choice(reply, self.ask, self.id)
-        prompt = self.generation.prompts[reply.index // self.ask.n]
-        return end | ({"prompt_token_ids": prompt.ids} if self.ask.token_ids else {})
+        end = statistics.choice_statistics(reply, self.request, self.id)
+        prompt = self.generation.prompts[reply.index // self.request.n]
+        return end | ({"prompt_token_ids": prompt.ids} if self.request.return_token_ids else {})
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
-        text = (self._echo(reply) if self.ask.echo else "") + reply.content
-        prompt = reply.result.prompt_logprobs if reply.result and self.ask.echo else None
+        text = (self._echo(reply) if self.request.echo else "") + reply.content
+        prompt = reply.result.prompt_logprobs if reply.result and self.request.echo else None
         logprobs = self._logprobs([*(prompt or ()), *reply.logprobs])
         base = {"index": reply.index, "text": text, "logprobs": logprobs}
-        return base | self._end(reply) | self._of_prompt(reply)
+        return base | self._end(reply) | self._prompt_logprobs(reply)
 
     def _echo(self, reply: Reply) -> str:
-        given = self.ask.prompts[reply.index // self.ask.n]
+        given = self.request.prompts[reply.index // self.request.n]
         if isinstance(given, str):
             return given
         tokenizer = self.generation.model.engine.tokenizer

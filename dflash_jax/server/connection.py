@@ -1,10 +1,16 @@
-"""Connections of clients that may close their sending side and go on reading."""
+"""HTTP connections and responses of clients that may disconnect at any time."""
 
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any
 
 import h11
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.writer import encode
 
@@ -24,7 +30,7 @@ class Connection(H11Protocol):
     reset, after which writing fails. So what says nothing is sent, now and then.
     """
 
-    _heard_all = False  # the client sends nothing more
+    _half_closed = False  # the client sends nothing more
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays open: a whole request is being answered."""
@@ -33,8 +39,8 @@ class Connection(H11Protocol):
             return False
         if not cycle.response_started and cycle.scope["http_version"] == "1.0":
             return False  # HTTP/1.0 has no answer that says nothing
-        if not self._heard_all:
-            self._heard_all = True
+        if not self._half_closed:
+            self._half_closed = True
             self._probe(FIRST_PAUSE)
         return True
 
@@ -68,5 +74,69 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """Nothing else comes from this client, unless it had sent it already."""
         super().on_response_complete()
-        if self._heard_all and self.cycle.response_complete:
+        if self._half_closed and self.cycle.response_complete:
             self.transport.close()
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection."""
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def drain_events(events: AsyncIterator[Any]) -> None:
+    async for _ in events:
+        pass
+
+
+async def unless_disconnected(work: Awaitable[Any], receive: Receive) -> Any:
+    """The work's result; raises Gone, and ends the work, if the client leaves before."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_disconnected(receive))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnected
+    finally:
+        for future in (task, gone):
+            if not future.done():
+                future.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await future
+
+
+class EventStreamResponse(Response):
+    """Server-sent events, watched for a client that goes away even while nothing is sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, chunks: AsyncGenerator[bytes]):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._generation, self._chunks = generation, chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        allow_comments(scope)
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        try:
+            with contextlib.suppress(ClientDisconnected, OSError):
+                await unless_disconnected(self._send(send), receive)
+        finally:
+            await self._chunks.aclose()
+            self._generation.cancel("disconnect")  # should the chunks never have been begun
+
+    async def _send(self, send: Send) -> None:
+        async for chunk in self._chunks:
+            if chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A value as a JSON response."""
+    return Response(encode(value), status, headers, "application/json")

@@ -9,7 +9,7 @@ from urllib.parse import unquote_to_bytes
 
 from dflash_jax.errors import RequestError
 from dflash_jax.server.protocol import Message, Problem, check_entries
-from dflash_jax.tool_parsers.tool_schema import Choice, Tool, choice_of, is_deep, tools_of
+from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice, choice_of, is_deep, tools_of
 
 MOST_MESSAGES = 8192  # templates take time for each, however short
 MOST_TOOLS = 1024
@@ -19,9 +19,9 @@ TEXT_MEDIA = re.compile(r"text/[\w.+-]+|application/(json|xml|yaml|x-yaml|toml)"
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def offered(
+def parse_tools(
     tools: list[dict[str, Any]] | None, choice: Any, places: Sequence[str] = ()
-) -> tuple[list[dict[str, Any]], tuple[Tool, ...], Choice]:
+) -> tuple[list[dict[str, Any]], tuple[Tool, ...], ToolChoice]:
     """Tools as the model is shown them, as calls are checked against them, and the choice.
 
     Args:
@@ -44,7 +44,7 @@ def offered(
             )
     declared = tools_of(given)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        declared, choice = _allowed(choice, declared)
+        declared, choice = _allowed_tools(choice, declared)
     if isinstance(choice, str) and choice not in ("none", "auto", "required", "any"):
         raise Problem(
             400, f"tool_choice is {choice!r}; expected none, auto, required or a function",
@@ -80,7 +80,9 @@ def check_messages(given: Sequence[Any], param: str = "messages") -> None:
         )
 
 
-def _allowed(choice: Mapping[str, Any], declared: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], str]:
+def _allowed_tools(
+    choice: Mapping[str, Any], declared: tuple[Tool, ...]
+) -> tuple[tuple[Tool, ...], str]:
     """The tools that `allowed_tools` leaves to the model, all of which it is shown; its mode."""
     body = choice.get("allowed_tools", choice)
     body = body if isinstance(body, Mapping) else {}
@@ -107,12 +109,12 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     system: list[Any] = []  # contents of neighbouring system messages, the last in `made`
     for at, given in enumerate(messages):
         where = f"messages[{at}]"
-        message = _modern(given)
+        message = _normalized(given)
         role = message.get("role")
         if role not in ROLES:
             known = ", ".join(ROLES)
             raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
-        read = text_of if role == "assistant" else texts_of
+        read = content_text if role == "assistant" else content_texts
         message["content"] = read(message.get("content"), f"{where}.content")
         if role != "assistant":
             message.pop("tool_calls", None)  # nobody else calls
@@ -122,7 +124,7 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             thought = message.pop("reasoning", None)  # vLLM's name for it
             if isinstance(thought, str) and not message.get("reasoning_content"):
                 message["reasoning_content"] = thought
-            message["tool_calls"] = past_calls(message.get("tool_calls"), where)
+            message["tool_calls"] = parse_tool_calls(message.get("tool_calls"), where)
             if not message["tool_calls"]:
                 del message["tool_calls"]
         elif message["content"] is None and role == "tool":
@@ -139,7 +141,7 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return made
 
 
-def _modern(given: Mapping[str, Any]) -> Message:
+def _normalized(given: Mapping[str, Any]) -> Message:
     """A message with today's names: `developer` is `system`, functions are tools."""
     message = dict(given)
     role = message.get("role")
@@ -160,26 +162,26 @@ def _join_system(made: list[Message], contents: Sequence[Any]) -> None:
         first, *rest = [content] if isinstance(content, str) else content
         texts[-1].append(first)
         texts += [[text] for text in rest]
-    made[-1]["content"] = _one(["\n\n".join(text) for text in texts])
+    made[-1]["content"] = _unwrap(["\n\n".join(text) for text in texts])
 
 
-def _one(texts: list[str]) -> str | list[str]:
+def _unwrap(texts: list[str]) -> str | list[str]:
     return texts[0] if len(texts) == 1 else texts
 
 
-def text_of(content: Any, param: str) -> str | None:
+def content_text(content: Any, param: str) -> str | None:
     """As `texts_of`, but one text: what a model wrote in one go, and a client cut into parts."""
-    found = texts_of(content, param)
+    found = content_texts(content, param)
     return "".join(found) if isinstance(found, list) else found
 
 
-def texts_of(content: Any, param: str) -> str | list[str] | None:
+def content_texts(content: Any, param: str) -> str | list[str] | None:
     """The text of a message's content, which stands at `param`, or its texts if it has more."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise Problem(400, "content is neither a text nor a list", param=param)
-    return _one([_part_text(part, param) for part in content] or [""])
+    return _unwrap([_part_text(part, param) for part in content] or [""])
 
 
 def _part_text(part: Any, param: str) -> str:
@@ -245,7 +247,7 @@ def _file_text(file: Any) -> str | None:
     return _lines(file.get("filename"), text)
 
 
-def past_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """`tool_calls` of an assistant's message, arguments parsed where they are JSON objects."""
     if calls is None:
         return []

@@ -8,8 +8,8 @@ import msgspec
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
-from dflash_jax.server.thinking import budget_of
-from dflash_jax.server.unsupported_fields import ignored
+from dflash_jax.server.thinking import positive_budget
+from dflash_jax.server.unsupported_fields import check_unknown_fields
 
 
 class StreamOptions(msgspec.Struct):
@@ -19,7 +19,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Speculation(msgspec.Struct, forbid_unknown_fields=True):
+class SpeculationFields(msgspec.Struct, forbid_unknown_fields=True):
     """Our `speculative`: without drafts, or with fewer of them, the tokens are the same."""
 
     enabled: bool | None = None
@@ -27,7 +27,7 @@ class Speculation(msgspec.Struct, forbid_unknown_fields=True):
     mode: Literal["auto", "dflash", "off"] | None = None
 
 
-class Common(msgspec.Struct, kw_only=True):
+class CommonFields(msgspec.Struct, kw_only=True):
     """Fields of every API; most are extensions of one server or another."""
 
     model: str | None = None
@@ -52,7 +52,7 @@ class Common(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    speculative: Speculation | None = None
+    speculative: SpeculationFields | None = None
     recovery: bool | str | dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     timeout: float | None = None
@@ -74,7 +74,7 @@ class Common(msgspec.Struct, kw_only=True):
     priority: Any = None
 
 
-class Sampling(Common, kw_only=True):
+class OpenAIFields(CommonFields, kw_only=True):
     """Fields that chat completions and completions share."""
 
     stream_options: StreamOptions | None = None
@@ -87,7 +87,7 @@ class Sampling(Common, kw_only=True):
     include_stop_str_in_output: bool | None = None
 
 
-PASSED = (
+ENGINE_OPTIONS = (
     "temperature",
     "top_p",
     "top_k",
@@ -112,7 +112,7 @@ NEUTRAL = {
 
 
 def common(
-    found: Common, unknown: Mapping[str, Any], form: Any, where: str = "response_format"
+    found: CommonFields, unknown: Mapping[str, Any], form: Any, where: str = "response_format"
 ) -> dict[str, Any]:
     """What every API's request says, as arguments of `Ask`.
 
@@ -121,7 +121,7 @@ def common(
       form: the format of the output that is asked for; `where` is its place in the request.
     """
     options: dict[str, Any] = {}
-    for name in PASSED:
+    for name in ENGINE_OPTIONS:
         value = first(found, name, *ALIASES.get(name, ()))
         if value is not None and value not in NEUTRAL.get(name, ()):
             options[name] = value
@@ -133,8 +133,8 @@ def common(
     if found.seed not in (None, -1):  # -1 is no seed to vLLM and llama.cpp
         options["seed"] = found.seed % 2**32
     if found.logit_bias:
-        options["logit_bias"] = biases(found.logit_bias)
-    options |= drafting(found.speculative)
+        options["logit_bias"] = logit_biases(found.logit_bias)
+    options |= speculation_options(found.speculative)
     if found.timeout is not None and not found.timeout > 0:
         raise Problem(400, f"timeout is {found.timeout}; expected seconds above 0", param="timeout")
     return {
@@ -143,14 +143,14 @@ def common(
         "grammar": grammar(found, form, where),
         "stop": texts(found.stop),
         "stream": bool(found.stream),
-        "recovery": recovery_of(found.recovery),
-        "thinking_budget": budget_of(found.thinking_token_budget),
+        "recovery": parse_recovery(found.recovery),
+        "thinking_budget": positive_budget(found.thinking_token_budget),
         "timeout": found.timeout,
-        "token_ids": bool(found.return_token_ids),
+        "return_token_ids": bool(found.return_token_ids),
         "timings": bool(found.timings_per_token),
         "metrics": bool(found.return_metrics),
         "meta_info": bool(found.return_meta_info),
-        "warnings": ignored(unknown),
+        "warnings": check_unknown_fields(unknown),
     }
 
 
@@ -160,7 +160,7 @@ def first(found: Any, *names: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def sampling(found: Sampling, unknown: Mapping[str, Any]) -> dict[str, Any]:
+def sampling(found: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str, Any]:
     """What a request to chat completions or completions says, as arguments of `Ask`."""
     n = 1 if found.n is None else found.n
     if not 1 <= n <= MOST_CHOICES:
@@ -177,13 +177,13 @@ def sampling(found: Sampling, unknown: Mapping[str, Any]) -> dict[str, Any]:
         "max_tokens": first(found, "max_tokens", "max_output_tokens"),
         "stop": (*asked["stop"], *texts(found.stop_sequences)),
         "prompt_logprobs": found.prompt_logprobs,
-        "keep_stop": bool(found.include_stop_str_in_output),
-        "usage_chunk": bool(wanted.include_usage),
-        "usage_each": bool(wanted.include_usage and wanted.continuous_usage_stats),
+        "include_stop_str": bool(found.include_stop_str_in_output),
+        "include_usage": bool(wanted.include_usage),
+        "continuous_usage_stats": bool(wanted.include_usage and wanted.continuous_usage_stats),
     }
 
 
-def drafting(asked: Speculation | None) -> dict[str, Any]:
+def speculation_options(asked: SpeculationFields | None) -> dict[str, Any]:
     """Our `speculative` as arguments of `Engine.submit`."""
     if asked is None:
         return {}
@@ -197,7 +197,7 @@ RECOVERY = ("floor", "below_floor", "tool_prefix", "call_odds", "call_retry", "s
             "answer_reserve", "close_text", "floor_in_thought")  # fmt: skip
 
 
-def recovery_of(given: bool | str | Mapping[str, Any] | None) -> Recovery | None:
+def parse_recovery(given: bool | str | Mapping[str, Any] | None) -> Recovery | None:
     """Our `recovery`: on, off or settings; what concerns the server's files is its own."""
     if given is None or isinstance(given, bool):
         return {None: None, True: Recovery(), False: OFF}[given]
@@ -219,7 +219,7 @@ def recovery_of(given: bool | str | Mapping[str, Any] | None) -> Recovery | None
         raise Problem(400, f"recovery: {error}", param="recovery") from None
 
 
-def biases(given: Mapping[str, float]) -> dict[int, float]:
+def logit_biases(given: Mapping[str, float]) -> dict[int, float]:
     """`logit_bias` with token ids as numbers."""
     try:
         return {int(i): value for i, value in given.items()}
@@ -237,7 +237,7 @@ def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 GRAMMARS = ("json", "regex", "choice", "grammar")
 
 
-def grammar(found: Common, form: Any, where: str) -> tuple[str, Any] | None:
+def grammar(found: CommonFields, form: Any, where: str) -> tuple[str, Any] | None:
     """What the output has to match: one of GRAMMARS, and its value."""
     asked = [
         ("json", found.guided_json),

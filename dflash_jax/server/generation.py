@@ -15,26 +15,25 @@ from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.cancellation import Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.errors import QueueFullError, RequestError
-from dflash_jax.server.background import LONG_PROMPT, in_thread
-from dflash_jax.server.conversation import past_calls
-from dflash_jax.server.fields import PASSED
+from dflash_jax.server.background import LONG_PROMPT, in_thread, unfinished
+from dflash_jax.server.conversation import parse_tool_calls
+from dflash_jax.server.fields import ENGINE_OPTIONS
 from dflash_jax.server.jobs import Job, still_compiling
-from dflash_jax.server.models import Model
+from dflash_jax.server.models import ServedModel
 from dflash_jax.server.prompt import (
-    Prompt,
+    EncodedPrompt,
     chat_prompt,
-    check_length,
     message_size,
+    resolve_max_tokens,
     text_prompts,
 )
-from dflash_jax.server.protocol import Ask, Problem
+from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.structures import unfinished
 from dflash_jax.tool_parsers.events import Event
 from dflash_jax.tool_parsers.grammar import behind_thought, call_grammar
 
-COMPLETION = 16  # tokens of completions that name no max_tokens, as OpenAI has it
-COMPILING_PAUSE = 5.0  # seconds after which a stream says that programs are being compiled
+COMPLETION_MAX_TOKENS = 16  # tokens of completions that name no max_tokens, as OpenAI has it
+COMPILING_KEEPALIVE_S = 5.0  # seconds after which a stream says that programs are being compiled
 MOST_GRAMMAR = 2**18  # characters: larger grammars take seconds, in which nothing else is served
 
 
@@ -54,15 +53,15 @@ class Generation:
 
     def __init__(
         self,
-        model: Model,
-        ask: Ask,
-        prompts: list[Prompt],
+        model: ServedModel,
+        request: GenerationRequest,
+        prompts: list[EncodedPrompt],
         timeout: float | None,
         *,
         compile_wait: float = math.inf,
         request_id: str = "",
     ):
-        self.model, self.ask, self.prompts = model, ask, prompts
+        self.model, self.request, self.prompts = model, request, prompts
         self.request_id = request_id
         self.started = time.perf_counter()
         self.first_token: float | None = None
@@ -70,91 +69,103 @@ class Generation:
         engine = model.engine
         self.replies: list[Reply] = []
         self._jobs: list[Job] = []
-        self._news: asyncio.Queue[News] = asyncio.Queue()
+        self._updates: asyncio.Queue[News] = asyncio.Queue()
         for prompt in prompts:
             options = self._options(engine, prompt)
-            for copy in range(ask.n):
+            for copy in range(request.n):
                 index = len(self.replies)
-                reply = Reply(index, ask, engine.tokenizer, model.syntax, thinking=prompt.thinking)
-                reply.holds_calls = ask.stream and options.get("recovery", OFF).repeated_calls > 0
+                reply = Reply(
+                    index, request, engine.tokenizer, model.syntax, thinking=prompt.thinking
+                )
+                reply.filter_repeated_calls = (
+                    request.stream and options.get("recovery", OFF).repeated_calls > 0
+                )
                 if "seed" in options:
-                    options = options | {"seed": (ask.options["seed"] + copy) % 2**32}
+                    options = options | {"seed": (request.options["seed"] + copy) % 2**32}
                 self.replies.append(reply)
-                self._jobs.append(Job(prompt.ids, options, index, self._hear))
+                self._jobs.append(Job(prompt.ids, options, index, self._on_update))
         if not model.worker.room(len(self._jobs)):
             raise queue_full()
         loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
         if timeout is not None:
             self._timers.append(loop.call_later(timeout, self.cancel, "deadline"))
-        if compile_wait < math.inf and not ask.stream:  # a stream is told how long it takes
-            self._timers.append(loop.call_later(compile_wait, self._wait_no_longer))
+        if compile_wait < math.inf and not request.stream:  # a stream is told how long it takes
+            self._timers.append(loop.call_later(compile_wait, self._refuse_uncompiled))
         for job in self._jobs:
             model.worker.submit(job)
 
-    def _options(self, engine: Engine, prompt: Prompt) -> dict[str, Any]:
+    def _options(self, engine: Engine, prompt: EncodedPrompt) -> dict[str, Any]:
         """Arguments of `Engine.submit`."""
-        ask = self.ask
+        request = self.request
         defaults = self.model.defaults
-        options: dict[str, Any] = {"temperature": defaults.temperature} | ask.options
-        if ask.stop:
-            options["stop"] = ask.stop
-        if ask.logprobs is not None:
-            options["logprobs"] = ask.logprobs
-        of_prompt = [ask.prompt_logprobs, ask.logprobs if ask.echo else None]
+        options: dict[str, Any] = {"temperature": defaults.temperature} | request.options
+        if request.stop:
+            options["stop"] = request.stop
+        if request.logprobs is not None:
+            options["logprobs"] = request.logprobs
+        of_prompt = [request.prompt_logprobs, request.logprobs if request.echo else None]
         if asked := [n for n in of_prompt if n is not None]:
             options["prompt_logprobs"] = max(asked)
-        if ask.choice.kind in ("required", "named"):  # leaves no answer that had a grammar
+        if request.tool_choice.kind in ("required", "named"):  # leaves no answer that had a grammar
             options["structured"] = {"grammar": self._calls(engine, prompt)}
-        elif ask.grammar is not None:
-            kind, value = ask.grammar
-            options["structured"] = {kind: value} | self._around(engine, prompt)
+        elif request.grammar is not None:
+            kind, value = request.grammar
+            options["structured"] = {kind: value} | self._grammar_around(engine, prompt)
         if len(str(options.get("structured", ""))) > MOST_GRAMMAR:
             raise Problem(
                 400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
                 code="grammar_too_large",
             )  # fmt: skip
-        default = defaults.max_tokens or (COMPLETION if ask.api == "completions" else 0)
-        most = check_length(prompt.ids, ask, engine.plan.max_length, default)
-        recovery = ask.recovery or (defaults.with_tools if ask.declared else defaults.recovery)
-        if ask.thinking_budget is not None and ask.thinking_budget < most:
-            recovery = dataclasses.replace(recovery, answer_reserve=most - ask.thinking_budget)
+        default = defaults.max_tokens or (
+            COMPLETION_MAX_TOKENS if request.api == "completions" else 0
+        )
+        most = resolve_max_tokens(prompt.ids, request, engine.plan.max_length, default)
+        recovery = request.recovery or (
+            defaults.with_tools if request.declared_tools else defaults.recovery
+        )
+        if request.thinking_budget is not None and request.thinking_budget < most:
+            recovery = dataclasses.replace(recovery, answer_reserve=most - request.thinking_budget)
         if recovery != OFF:
             options["recovery"] = recovery
-        if ask.declared:
-            choice = {"name": ask.choice.name} if ask.choice.name else ask.choice.kind
-            options |= {"tools": ask.tools, "tool_choice": choice}
+        if request.declared_tools:
+            choice = (
+                {"name": request.tool_choice.name}
+                if request.tool_choice.name
+                else request.tool_choice.kind
+            )
+            options |= {"tools": request.tools, "tool_choice": choice}
         return options | {"max_tokens": most}
 
-    def _around(self, engine: Engine, prompt: Prompt) -> dict[str, str]:
+    def _grammar_around(self, engine: Engine, prompt: EncodedPrompt) -> dict[str, str]:
         """What may come before an answer that has a grammar, and instead of it."""
         syntax, tokenizer = self.model.syntax, engine.tokenizer
         if syntax is None or tokenizer is None:
             return {}
-        if self.ask.declared and self.ask.choice.kind == "auto":
+        if self.request.declared_tools and self.request.tool_choice.kind == "auto":
             return {"around": self._calls(engine, prompt, answer=True)}
         if syntax.thought is None or not prompt.thinking:
             return {}
         return {"around": behind_thought(syntax.thought.closing, tokenizer.special_texts)}
 
-    def _calls(self, engine: Engine, prompt: Prompt, *, answer: bool = False) -> str:
+    def _calls(self, engine: Engine, prompt: EncodedPrompt, *, answer: bool = False) -> str:
         """The grammar of a call that has to be made, unless an answer is given."""
-        ask, syntax = self.ask, self.model.syntax
+        request, syntax = self.request, self.model.syntax
         if syntax is None or engine.tokenizer is None:
             raise Problem(400, "this model's template knows no tool calls", param="tool_choice")
         return call_grammar(
             syntax,
-            ask.declared,
-            ask.choice,
+            request.declared_tools,
+            request.tool_choice,
             engine.tokenizer.special_texts,
             thinking=prompt.thinking,
-            thoughts=ask.template.get("enable_thinking") is not False,
-            parallel=ask.parallel,
+            thoughts=request.template_kwargs.get("enable_thinking") is not False,
+            parallel=request.parallel_tool_calls,
             answer=answer,
         )
 
-    def _hear(self, index: int, pieces: list[Piece], end: Result | Exception | None) -> None:
-        self._news.put_nowait((index, pieces, end))
+    def _on_update(self, index: int, pieces: list[Piece], end: Result | Exception | None) -> None:
+        self._updates.put_nowait((index, pieces, end))
 
     def cancel(self, reason: Reason) -> None:
         """Ends all outputs; after a deadline they are answers, otherwise nobody wants them.
@@ -167,7 +178,7 @@ class Generation:
             self._refuse(shutting_down())
             return
         if reason == "deadline" and self.waits_for:
-            self._wait_no_longer()
+            self._refuse_uncompiled()
             return
         if reason == "deadline" and pending:
             self._refuse(unfinished())
@@ -176,13 +187,13 @@ class Generation:
             self.cut = self.cut or (reason, self.phase)
         self._leave(reason)
 
-    def _wait_no_longer(self) -> None:
+    def _refuse_uncompiled(self) -> None:
         """Refuses a request whose programs are not compiled yet."""
         if waits_for := self.waits_for:
             self._refuse(still_compiling(self.model.engine.compiled, waits_for))
 
     def _refuse(self, problem: Problem) -> None:
-        self._news.put_nowait((0, [], problem))
+        self._updates.put_nowait((0, [], problem))
 
     def _leave(self, reason: Reason) -> None:
         for job, reply in zip(self._jobs, self.replies, strict=True):
@@ -228,7 +239,7 @@ class Generation:
         """The next news, or None if none comes for so many seconds."""
         try:
             async with asyncio.timeout(pause):
-                return await self._news.get()
+                return await self._updates.get()
         except TimeoutError:
             return None
 
@@ -247,7 +258,7 @@ class Generation:
         left, failed = len(self._jobs), False
         try:
             while left:
-                shorter = pause if pause is None else min(pause, COMPILING_PAUSE)
+                shorter = pause if pause is None else min(pause, COMPILING_KEEPALIVE_S)
                 news = await self._next(shorter if self.waits_for else pause)
                 if news is None:
                     yield None
@@ -256,11 +267,11 @@ class Generation:
                 reply = self.replies[index]
                 if isinstance(end, Exception):
                     failed = True
-                    raise problem_of(end, self.ask.api)
+                    raise to_problem(end, self.request.api)
                 if pieces and self.first_token is None:
                     self.first_token = time.perf_counter()
                 events = [event for piece in pieces for event in reply.push(piece)]
-                if reply.enough and pieces and end is None:
+                if reply.satisfied and pieces and end is None:
                     self.model.worker.cancel(self._jobs[index])
                 if end is not None:
                     left -= 1
@@ -285,13 +296,13 @@ class Generation:
         ids = list(reply.ids)
         while ids and ids[-1] in stop:
             ids.pop()
-        if (lead := self.prompts[reply.index // self.ask.n].lead()) is None:
+        if (lead := self.prompts[reply.index // self.request.n].lead()) is None:
             return
         calls = [
             {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
             for call in reply.calls
         ]
-        message = {"content": reply.content, "tool_calls": past_calls(calls, "")}
+        message = {"content": reply.content, "tool_calls": parse_tool_calls(calls, "")}
         self.model.turns.remember(message, [*lead, *ids])
 
 
@@ -305,7 +316,7 @@ def shutting_down() -> Problem:
     return Problem(503, "the server is shutting down", code="draining", retry_s=5)
 
 
-async def prepare(model: Model, ask: Ask) -> list[Prompt]:
+async def prepare(model: ServedModel, request: GenerationRequest) -> list[EncodedPrompt]:
     """The prompts of a request, made in a thread: templates and encoding may take seconds.
 
     Raises:
@@ -313,18 +324,22 @@ async def prepare(model: Model, ask: Ask) -> list[Prompt]:
     """
     engine = model.engine
     tokenizer, most = engine.tokenizer, engine.plan.max_length
-    if ask.messages is None:
-        size = sum(len(given) for given in ask.prompts if isinstance(given, str))
-        make = functools.partial(text_prompts, ask, tokenizer, most)
-        return await in_thread(make, long=size > LONG_PROMPT, param=ask.source)
+    if request.messages is None:
+        size = sum(len(given) for given in request.prompts if isinstance(given, str))
+        make = functools.partial(text_prompts, request, tokenizer, most)
+        return await in_thread(make, long=size > LONG_PROMPT, param=request.source)
     thought = model.syntax.thought if model.syntax else None
-    size = sum(map(message_size, ask.messages)) + 200 * len(ask.tools)
-    make = functools.partial(chat_prompt, ask, tokenizer, model.turns, thought, most)
-    return [await in_thread(make, long=size > LONG_PROMPT, param=ask.source)]
+    size = sum(map(message_size, request.messages)) + 200 * len(request.tools)
+    make = functools.partial(chat_prompt, request, tokenizer, model.turns, thought, most)
+    return [await in_thread(make, long=size > LONG_PROMPT, param=request.source)]
 
 
-NAMED = {*PASSED, "logit_bias", "stop"}  # options that requests call what the engine does
-FIELDS = {  # options of the engine that requests call otherwise
+SAME_NAME = {
+    *ENGINE_OPTIONS,
+    "logit_bias",
+    "stop",
+}  # options that requests call what the engine does
+FIELD_OF_OPTION = {  # options of the engine that requests call otherwise
     "block_size": "speculative.block_size",
     "responses.max_tokens": "max_output_tokens",
     "chat.logprobs": "top_logprobs",
@@ -332,7 +347,7 @@ FIELDS = {  # options of the engine that requests call otherwise
 }
 
 
-def problem_of(error: Exception, api: str) -> Problem:
+def to_problem(error: Exception, api: str) -> Problem:
     """What a client is told of an error in the engine's thread, in the words of its request."""
     if isinstance(error, Problem):
         return error
@@ -344,6 +359,6 @@ def problem_of(error: Exception, api: str) -> Problem:
     option, is_, rest = text.partition(" is ")
     if not is_ or not option.isidentifier():
         word = text.partition(" ")[0]
-        return Problem(400, text, param=word if word in NAMED else None)
-    param = FIELDS.get(f"{api}.{option}", FIELDS.get(option, option))
+        return Problem(400, text, param=word if word in SAME_NAME else None)
+    param = FIELD_OF_OPTION.get(f"{api}.{option}", FIELD_OF_OPTION.get(option, option))
     return Problem(400, f"{param} is {rest}", param=param)

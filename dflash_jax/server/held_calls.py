@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
 
 
-class HeldCalls:
+class RepeatedCallFilter:
     """Pass events on, but for calls that so far equal the last one, and what follows them.
 
     A call is held while its name is that of the call before and its arguments begin as that one's

@@ -11,16 +11,16 @@ from starlette.responses import Response
 
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.background import in_thread, read_body
-from dflash_jax.server.conversation import conversation, offered
-from dflash_jax.server.fields import PASSED
-from dflash_jax.server.gate import Gate, Handler, Settings
+from dflash_jax.server.connection import json_response
+from dflash_jax.server.conversation import conversation, parse_tools
+from dflash_jax.server.fields import ENGINE_OPTIONS
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.models import Model, Models
-from dflash_jax.server.protocol import Ask, Problem, decode
-from dflash_jax.server.streaming import json_answer
+from dflash_jax.server.middleware import Handler, Middleware, Settings
+from dflash_jax.server.models import ServedModel, ServedModels
+from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.thinking import EFFORTS
-from dflash_jax.server.unsupported_fields import ignored
+from dflash_jax.server.unsupported_fields import check_unknown_fields
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.version import __version__
 
@@ -49,7 +49,7 @@ class DetokenizeRequest(msgspec.Struct):
     model: str | None = None
 
 
-class Information:
+class InfoRoutes:
     """Handlers of the routes that generate nothing.
 
     Args:
@@ -58,8 +58,8 @@ class Information:
 
     def __init__(
         self,
-        models: Models,
-        gate: Gate,
+        models: ServedModels,
+        gate: Middleware,
         settings: Settings,
         metrics: Metrics,
         parameters: dict[str, tuple[str, ...]],
@@ -90,32 +90,32 @@ class Information:
             "/props": self._props,
         }
 
-    async def _count_tokens(self, request: Request) -> Response:
+    async def _count_tokens(self, raw_request: Request) -> Response:
         read = functools.partial(decode_messages, counting=True)
-        ask = await read_body(read, await self._gate.body(request))
-        [prompt] = await prepare(self._models.named(ask.model), ask)
-        return json_answer({"input_tokens": len(prompt.ids)})
+        request = await read_body(read, await self._gate.body(raw_request))
+        [prompt] = await prepare(self._models.named(request.model), request)
+        return json_response({"input_tokens": len(prompt.ids)})
 
-    async def _tokenize(self, request: Request) -> Response:
+    async def _tokenize(self, raw_request: Request) -> Response:
         read = functools.partial(decode, kind=TokenizeRequest)
-        found, unknown = await read_body(read, await self._gate.body(request))
-        warnings = ignored(unknown)
+        found, unknown = await read_body(read, await self._gate.body(raw_request))
+        warnings = check_unknown_fields(unknown)
         model = self._models.named(found.model)
         tokenizer = model.engine.tokenizer
         if tokenizer is None:
             raise Problem(400, "this model ships no tokenizer")
         most = model.engine.plan.max_length
         if found.messages is not None:
-            ask = await in_thread(_asked, found, long=True)
-            ids = (await prepare(model, ask))[0].ids
+            request = await in_thread(_conversation_request, found, long=True)
+            ids = (await prepare(model, request))[0].ids
         else:
-            ids = await in_thread(_ids, found, tokenizer, most, long=True, param="content")
+            ids = await in_thread(_text_ids, found, tokenizer, most, long=True, param="content")
         more = {"warnings": list(warnings)} if warnings else {}
         return await in_thread(_tokens_answer, found, tokenizer, ids, most, more, long=True)
 
-    async def _detokenize(self, request: Request) -> Response:
+    async def _detokenize(self, raw_request: Request) -> Response:
         read = functools.partial(decode, kind=DetokenizeRequest)
-        found, _ = await read_body(read, await self._gate.body(request))
+        found, _ = await read_body(read, await self._gate.body(raw_request))
         engine = self._models.named(found.model).engine
         if engine.tokenizer is None:
             raise Problem(400, "this model ships no tokenizer")
@@ -128,44 +128,46 @@ class Information:
         if outside := [i for i in found.tokens if not 0 <= i < known]:
             raise Problem(400, f"tokens {outside[:5]} are not from 0 to {known - 1}")
         text = await in_thread(engine.tokenizer.raw, found.tokens, long=True)
-        return json_answer({"content": text, "prompt": text})
+        return json_response({"content": text, "prompt": text})
 
-    async def _list_models(self, request: Request) -> Response:
-        data = [_described(model) for model in self._models]
+    async def _list_models(self, raw_request: Request) -> Response:
+        data = [_model_entry(model) for model in self._models]
         found: dict[str, Any] = {"object": "list", "data": data}
-        if "client_version" in request.query_params:
+        if "client_version" in raw_request.query_params:
             found["models"] = []  # Codex looks for its catalogue; to an empty one it adds its own
-        if _is_anthropic(request):
-            found["data"] = [entry | _as_anthropic(entry) for entry in data]
+        if _is_anthropic(raw_request):
+            found["data"] = [entry | _anthropic_fields(entry) for entry in data]
             ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
             found |= {"has_more": False} | ends
-        return json_answer(found)
+        return json_response(found)
 
-    async def _one_model(self, request: Request) -> Response:
-        if not request.path_params["name"]:  # "/v1/models/"
-            return await self._list_models(request)
-        found = _described(self._models.named(request.path_params["name"]))
-        return json_answer(found | (_as_anthropic(found) if _is_anthropic(request) else {}))
+    async def _one_model(self, raw_request: Request) -> Response:
+        if not raw_request.path_params["name"]:  # "/v1/models/"
+            return await self._list_models(raw_request)
+        found = _model_entry(self._models.named(raw_request.path_params["name"]))
+        return json_response(
+            found | (_anthropic_fields(found) if _is_anthropic(raw_request) else {})
+        )
 
-    async def _health(self, request: Request) -> Response:
+    async def _health(self, raw_request: Request) -> Response:
         for model in self._models:
             if model.worker.error is not None:
                 raise Problem(500, f"{model.name}: {model.worker.error}", code="engine_failed")
-        return json_answer({"status": "ok"})
+        return json_response({"status": "ok"})
 
-    async def _ready(self, request: Request) -> Response:
+    async def _ready(self, raw_request: Request) -> Response:
         self._gate.check_open()
         for model in self._models:
             _ = model.engine
-        return json_answer({"status": "ready"})
+        return json_response({"status": "ready"})
 
-    async def _show_metrics(self, request: Request) -> Response:
+    async def _show_metrics(self, raw_request: Request) -> Response:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return Response(self._metrics.text(self._models), media_type=kind)
 
-    async def _props(self, request: Request) -> Response:
+    async def _props(self, raw_request: Request) -> Response:
         limits = {"max_body": self._gate.max_body, "timeout": self._settings.timeout}
-        endpoints = sorted(route.path for route in request.app.routes)
+        endpoints = sorted(route.path for route in raw_request.app.routes)
         found = {
             "schema": 2,
             "build_info": f"dflash_jax {__version__}",
@@ -175,28 +177,28 @@ class Information:
             "limits": limits,
             "parameters": self._parameters,
         }
-        return json_answer(found | _default_model(self._models[0]))
+        return json_response(found | _default_model(self._models[0]))
 
 
-def _asked(found: TokenizeRequest) -> Ask:
+def _conversation_request(found: TokenizeRequest) -> GenerationRequest:
     """The conversation whose tokens are asked for."""
-    tools, declared, choice = offered(found.tools, None)
+    tools, declared, choice = parse_tools(found.tools, None)
     template = dict(found.chat_template_kwargs or {})
     if found.add_generation_prompt is not None:
         template["add_generation_prompt"] = found.add_generation_prompt
-    return Ask(
+    return GenerationRequest(
         api="chat",
         model=None,
         messages=conversation(found.messages or ()),
         tools=tools,
-        declared=declared,
-        choice=choice,
-        template=template,
-        continue_final=bool(found.continue_final_message),
+        declared_tools=declared,
+        tool_choice=choice,
+        template_kwargs=template,
+        continue_final_message=bool(found.continue_final_message),
     )
 
 
-def _ids(found: TokenizeRequest, tokenizer: Tokenizer, max_length: int) -> list[int]:
+def _text_ids(found: TokenizeRequest, tokenizer: Tokenizer, max_length: int) -> list[int]:
     """The tokens of a text; refused if they are certainly more than the model holds."""
     text = found.content if found.content is not None else found.prompt
     if text is None:
@@ -222,19 +224,19 @@ def _tokens_answer(
             param="with_pieces" if found.with_pieces else "return_token_strs",
         )  # fmt: skip
     if found.with_pieces:
-        answer["tokens"] = [{"id": i, "piece": _piece(tokenizer, i)} for i in ids]
+        answer["tokens"] = [{"id": i, "piece": _token_piece(tokenizer, i)} for i in ids]
     if found.return_token_strs:
         answer["token_strs"] = [tokenizer.core.id_to_token(i) for i in ids]
-    return json_answer(answer | more)
+    return json_response(answer | more)
 
 
-def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+def _token_piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
     """A token's text, or its bytes where they are no text."""
     text, known = tokenizer.raw([token]), tokenizer.raw_bytes(token)
     return list(known) if known is not None and "\ufffd" in text else text
 
 
-def _described(model: Model) -> dict[str, Any]:
+def _model_entry(model: ServedModel) -> dict[str, Any]:
     found: dict[str, Any] = {
         "id": model.name,
         "object": "model",
@@ -247,11 +249,11 @@ def _described(model: Model) -> dict[str, Any]:
     return found
 
 
-def _is_anthropic(request: Request) -> bool:
-    return "anthropic-version" in request.headers
+def _is_anthropic(raw_request: Request) -> bool:
+    return "anthropic-version" in raw_request.headers
 
 
-def _as_anthropic(model: dict[str, Any]) -> dict[str, Any]:
+def _anthropic_fields(model: dict[str, Any]) -> dict[str, Any]:
     """What Anthropic's clients read of a model beside its id."""
     made = datetime.datetime.fromtimestamp(model["created"], datetime.UTC)
     found = {"type": "model", "display_name": model["id"], "lifecycle": "active"}
@@ -259,8 +261,8 @@ def _as_anthropic(model: dict[str, Any]) -> dict[str, Any]:
     return found | {"created_at": made.isoformat().replace("+00:00", "Z")} | most
 
 
-def _properties(model: Model) -> dict[str, Any]:
-    found = _described(model)
+def _properties(model: ServedModel) -> dict[str, Any]:
+    found = _model_entry(model)
     if (engine := model.worker.engine) is None:
         return found
     syntax = model.syntax
@@ -276,7 +278,7 @@ def _properties(model: Model) -> dict[str, Any]:
     }
 
 
-def _default_model(model: Model) -> dict[str, Any]:
+def _default_model(model: ServedModel) -> dict[str, Any]:
     """The first model in the words in which llama.cpp's and lucebox's clients look for it."""
     worker = model.worker
     found: dict[str, Any] = {"model_alias": model.name, "daemon": {"alive": worker.error is None}}
@@ -294,7 +296,7 @@ def _default_model(model: Model) -> dict[str, Any]:
         "speculative_mode": "dflash" if drafter else "off",
         "speculative": {"drafter": getattr(drafter, "kind", None), "block_size": plan.block},
         "reasoning": {"supported": thinks, "efforts": list(EFFORTS) if thinks else []},
-        "sampling": {"capabilities": [*PASSED, "seed", "logit_bias", "logprobs"]},
+        "sampling": {"capabilities": [*ENGINE_OPTIONS, "seed", "logit_bias", "logprobs"]},
         "prefix_cache": {"bytes": plan.prefix_cache, "on_disk": bool(plan.prefix_folder)},
         "tool_replay": {"turns": len(model.turns)},
         "capabilities": {"chat": template is not None, "tools": syntax is not None},

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server.figures import cached, queued_s
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.models import Model
+from dflash_jax.server.models import ServedModel
+from dflash_jax.server.statistics import cached, queued_s
 from dflash_jax.version import __version__
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -23,7 +23,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._engines = _Engines()
+        self._engines = _EngineCollector()
         self._registry.register(self._engines)
         self._waiting = self._gauge("num_requests_waiting", "Outputs without a row yet.")
         self._running = self._gauge("num_requests_running", "Outputs that have a row.")
@@ -99,7 +99,7 @@ class Metrics:
         """Books a request that was ended early: in its "body", "queued", "prompt" or "output"."""
         self._cancelled.labels(reason, phase).inc()
 
-    def text(self, models: Iterable[Model]) -> bytes:
+    def text(self, models: Iterable[ServedModel]) -> bytes:
         """The exposition text."""
         self._engines.models = models
         pairs = ((m.worker.active, m.worker.engine) for m in models)
@@ -109,11 +109,11 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Engines:
+class _EngineCollector:
     """What engines count themselves, read whenever somebody asks."""
 
     def __init__(self) -> None:
-        self.models: Iterable[Model] = ()
+        self.models: Iterable[ServedModel] = ()
 
     def describe(self) -> list[Metric]:
         """None: there may be no engine yet."""

@@ -11,17 +11,17 @@ import numpy as np
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
-from dflash_jax.server.prompt import ToolTurns
+from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.worker import Worker
 from dflash_jax.tool_parsers import Syntax, syntax_of
 
 ANY = "any"
-UNNAMED = (None, "", ANY, "dummy")  # the last is what Hugging Face's client says for none
+NO_NAME = (None, "", ANY, "dummy")  # the last is what Hugging Face's client says for none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Defaults:
+class RequestDefaults:
     """What requests get that do not say.
 
     Attributes:
@@ -36,15 +36,15 @@ class Defaults:
 
 
 @dataclasses.dataclass
-class Model:
+class ServedModel:
     """A loaded pair under its name."""
 
     name: str
     worker: Worker
-    defaults: Defaults = dataclasses.field(default_factory=Defaults)
+    defaults: RequestDefaults = dataclasses.field(default_factory=RequestDefaults)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     last_used_ms: int = 0
-    turns: ToolTurns = dataclasses.field(default_factory=ToolTurns)
+    turns: ToolTurnCache = dataclasses.field(default_factory=ToolTurnCache)
 
     @property
     def engine(self) -> Engine:
@@ -75,24 +75,24 @@ class Model:
         return syntax_of(tokenizer.teaches if tokenizer else None)
 
 
-class Models:
+class ServedModels:
     """All loaded pairs; the first is the default."""
 
-    def __init__(self, models: Sequence[Model]):
+    def __init__(self, models: Sequence[ServedModel]):
         self._models = list(models)
 
-    def __iter__(self) -> Iterator[Model]:
+    def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
 
-    def __getitem__(self, at: int) -> Model:
+    def __getitem__(self, at: int) -> ServedModel:
         return self._models[at]
 
-    def named(self, name: str | None) -> Model:
+    def named(self, name: str | None) -> ServedModel:
         """The model of this name; for `UNNAMED` the one used last, else the first."""
         for model in self:
             if name == model.name:
                 return model
-        if name in UNNAMED:
+        if name in NO_NAME:
             return max(self, key=lambda m: m.last_used_ms)
         known = ", ".join(model.name for model in self)
         raise Problem(

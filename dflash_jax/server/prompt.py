@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from dflash_jax.errors import RequestError
-from dflash_jax.server.protocol import NO_LIMIT, Ask, Message, Problem
+from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Message, Problem
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.syntax import Thought
 
-MARK = f"\ue000{secrets.token_hex(8)}\ue001"  # stands for a remembered turn; unknown to clients
+PLACEHOLDER = (
+    f"\ue000{secrets.token_hex(8)}\ue001"  # stands for a remembered turn; unknown to clients
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """Ids of a prompt, and how its reply begins.
 
     Attributes:
@@ -34,12 +36,14 @@ class Prompt:
     lead: Callable[[], tuple[int, ...] | None] = tuple
 
 
-class ToolTurns:
+class ToolTurnCache:
     """Ids of the assistant's past tool turns by call id, the oldest forgotten first."""
 
     def __init__(self, most_ids: int = 8_000_000, most_turns: int = 50_000):
         self._most_ids, self._most_turns = most_ids, most_turns
-        self._turns: collections.OrderedDict[tuple[str, ...], _Turn] = collections.OrderedDict()
+        self._turns: collections.OrderedDict[tuple[str, ...], _StoredTurn] = (
+            collections.OrderedDict()
+        )
         self._size = 0
         self._lock = threading.Lock()  # prompts are made in several threads
 
@@ -48,7 +52,7 @@ class ToolTurns:
 
     def remember(self, message: Message, ids: Sequence[int]) -> None:
         """Keeps what the model wrote in a turn that clients will repeat as this message."""
-        turn = _Turn(array.array("I", ids), json.dumps(_said(message)))
+        turn = _StoredTurn(array.array("I", ids), json.dumps(_comparable(message)))
         with self._lock:
             self._turns[_call_ids(message)] = turn
             self._size += len(ids)
@@ -66,11 +70,11 @@ class ToolTurns:
                 return None
             self._turns.move_to_end(key)
             turn = self._turns[key]
-        said = json.loads(json.dumps(_said(message)))  # its tuples become lists
+        said = json.loads(json.dumps(_comparable(message)))  # its tuples become lists
         return tuple(turn.ids) if json.loads(turn.said) == said else None
 
 
-class _Turn(NamedTuple):
+class _StoredTurn(NamedTuple):
     """A turn in few bytes: tuples and dictionaries take six times the memory."""
 
     ids: "array.array[int]"
@@ -81,7 +85,7 @@ def _call_ids(message: Message) -> tuple[str, ...]:
     return tuple(str(call.get("id")) for call in message.get("tool_calls") or ())
 
 
-def _said(message: Message) -> tuple[str, list[Any]]:
+def _comparable(message: Message) -> tuple[str, list[Any]]:
     """What of a turn a client may edit; space around the text is nobody's edit."""
     functions = [call["function"] for call in message["tool_calls"]]
     text = (message.get("content") or "").strip()
@@ -95,32 +99,34 @@ def message_size(message: Message) -> int:
     return 40 + sum(map(len, texts)) + 100 * len(message.get("tool_calls") or ())
 
 
-def text_prompts(ask: Ask, tokenizer: Tokenizer | None, max_length: int) -> list[Prompt]:
+def text_prompts(
+    request: GenerationRequest, tokenizer: Tokenizer | None, max_length: int
+) -> list[EncodedPrompt]:
     """The prompts of a request that gives them as texts or ids.
 
     Raises:
       Problem: the model has no tokenizer.
       PromptTooLongError: a text has certainly more than `max_length` tokens.
     """
-    if tokenizer is None and any(isinstance(given, str) for given in ask.prompts):
+    if tokenizer is None and any(isinstance(given, str) for given in request.prompts):
         raise Problem(400, "this model ships no tokenizer; give token ids", param="prompt")
     made = []
-    for given in ask.prompts:
+    for given in request.prompts:
         if isinstance(given, str):
             assert tokenizer is not None
             tokenizer.check_fits(given, max_length)
             given = tokenizer.encode(given)
-        made.append(Prompt(list(given)))
+        made.append(EncodedPrompt(list(given)))
     return made
 
 
 def chat_prompt(
-    ask: Ask,
+    request: GenerationRequest,
     tokenizer: Tokenizer | None,
-    turns: ToolTurns,
+    turns: ToolTurnCache,
     thought: Thought | None,
     max_length: int = sys.maxsize,
-) -> Prompt:
+) -> EncodedPrompt:
     """The prompt of a conversation.
 
     Raises:
@@ -130,28 +136,32 @@ def chat_prompt(
     if tokenizer is None:
         raise Problem(400, "this model ships no tokenizer; use /v1/completions with token ids")
     try:
-        return _chat_prompt(ask, tokenizer, turns, thought, max_length)
+        return _chat_prompt(request, tokenizer, turns, thought, max_length)
     except Problem as problem:
-        problem.param = ask.source if problem.param == "messages" else problem.param
+        problem.param = request.source if problem.param == "messages" else problem.param
         raise
 
 
 def _chat_prompt(
-    ask: Ask, tokenizer: Tokenizer, turns: ToolTurns, thought: Thought | None, max_length: int
-) -> Prompt:
-    messages = [tokenizer.plain(message) for message in ask.messages or ()]
-    variables: dict[str, Any] = {"tools": ask.tools or None} | ask.template
-    if ask.continue_final:
-        return _continued(messages, tokenizer, variables, max_length)
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    turns: ToolTurnCache,
+    thought: Thought | None,
+    max_length: int,
+) -> EncodedPrompt:
+    messages = [tokenizer.plain(message) for message in request.messages or ()]
+    variables: dict[str, Any] = {"tools": request.tools or None} | request.template_kwargs
+    if request.continue_final_message:
+        return _continued_prompt(messages, tokenizer, variables, max_length)
     recalled: list[tuple[int, ...]] = []
     marked: list[Message] = []
     for message in messages:
         if message["role"] == "assistant" and (past := turns.recall(message)) is not None:
             recalled.append(past)
-            message = {"role": "assistant", "content": MARK}
+            message = {"role": "assistant", "content": PLACEHOLDER}
         marked.append(message)
     text = _render(tokenizer, marked, variables)
-    parts = text.split(MARK)
+    parts = text.split(PLACEHOLDER)
     if len(parts) != len(recalled) + 1:  # this template treats contents in a way of its own
         recalled, marked = [], messages
         parts = [text := _render(tokenizer, messages, variables)]
@@ -161,12 +171,14 @@ def _chat_prompt(
         ids += turn
         ids += tokenizer.encode(part, specials=False)
     opened = thought is not None and text.rstrip().endswith(thought.opening.rstrip())
-    return Prompt(ids, opened, functools.partial(_lead, marked, tokenizer, variables, text))
+    return EncodedPrompt(
+        ids, opened, functools.partial(_lead_ids, marked, tokenizer, variables, text)
+    )
 
 
-def _continued(
+def _continued_prompt(
     messages: list[Message], tokenizer: Tokenizer, variables: dict[str, Any], max_length: int
-) -> Prompt:
+) -> EncodedPrompt:
     """The prompt that ends inside the last message, so that it is continued."""
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
@@ -174,30 +186,30 @@ def _continued(
             400, "continue_final_message needs an assistant's text as the last message",
             param="continue_final_message",
         )  # fmt: skip
-    marked = [*messages[:-1], last | {"content": (last["content"] or "") + MARK}]
+    marked = [*messages[:-1], last | {"content": (last["content"] or "") + PLACEHOLDER}]
     text = _render(tokenizer, marked, variables | {"add_generation_prompt": False})
-    before, mark, _ = text.rpartition(MARK)
+    before, mark, _ = text.rpartition(PLACEHOLDER)
     if not mark:
         raise Problem(400, "this model's chat template cannot continue a message")
     tokenizer.check_fits(before, max_length)
-    return Prompt(tokenizer.encode(before, specials=False))
+    return EncodedPrompt(tokenizer.encode(before, specials=False))
 
 
-def _lead(
+def _lead_ids(
     marked: list[Message], tokenizer: Tokenizer, variables: dict[str, Any], text: str
 ) -> tuple[int, ...] | None:
     """Ids that the generation prompt has beyond the header of an assistant's past message.
 
     None where the prompt does not begin with that header, as in harmony: a channel is part of it.
     """
-    past = [*marked, {"role": "assistant", "content": MARK}]
+    past = [*marked, {"role": "assistant", "content": PLACEHOLDER}]
     for behind in ([{"role": "tool", "content": "."}], []):
         try:
             rest = variables | {"add_generation_prompt": False}
             later = _render(tokenizer, [*past, *behind], rest)
         except Problem:  # the template wants more of a tool's answer than we can invent
             continue
-        header = MARK.join(later.split(MARK)[: text.count(MARK) + 1])
+        header = PLACEHOLDER.join(later.split(PLACEHOLDER)[: text.count(PLACEHOLDER) + 1])
         if not (header and text.startswith(header)):
             return None
         return tuple(tokenizer.encode(text.removeprefix(header), specials=False))
@@ -212,19 +224,21 @@ def _render(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, 
         except RequestError:
             if all(message["role"] != "system" for message in messages[1:]):
                 raise
-            return tokenizer.render(_led(messages), **variables)
+            return tokenizer.render(_system_first(messages), **variables)
     except RequestError as error:
         raise Problem(400, str(error), param="messages") from None
 
 
-def _led(messages: list[Message]) -> list[Message]:
+def _system_first(messages: list[Message]) -> list[Message]:
     """All system messages as one, before the others."""
     system = [m["content"] for m in messages if m["role"] == "system"]
     rest = [m for m in messages if m["role"] != "system"]
     return [{"role": "system", "content": "\n\n".join(system)}, *rest]
 
 
-def check_length(prompt: Sequence[int], ask: Ask, most: int, default: int) -> int:
+def resolve_max_tokens(
+    prompt: Sequence[int], request: GenerationRequest, most: int, default: int
+) -> int:
     """The max_tokens to use for a prompt.
 
     Args:
@@ -235,8 +249,8 @@ def check_length(prompt: Sequence[int], ask: Ask, most: int, default: int) -> in
       Problem: prompt and output do not fit together.
     """
     free = most - len(prompt)
-    asked = ask.max_tokens
-    if free < 1 or (asked is not None and asked > free and not ask.clamp):
+    asked = request.max_tokens
+    if free < 1 or (asked is not None and asked > free and not request.clamp_max_tokens):
         output = "" if asked in (None, NO_LIMIT) else f" and max_tokens is {asked}"
         told = f"the prompt has {len(prompt)} tokens{output}"
         if free < 1:  # in the words by which agents know that they have to shorten it
@@ -245,13 +259,13 @@ def check_length(prompt: Sequence[int], ask: Ask, most: int, default: int) -> in
             400,
             f"{told}; this model's maximum context length is {most} tokens for prompt and output"
             " together; shorten the prompt or lower max_tokens",
-            param=ask.source,
+            param=request.source,
             code="context_length_exceeded",
         )
     if asked is None:
         return min(default or free, free)
     if asked == NO_LIMIT:
         return free
-    if asked == 0 and ask.echo:  # the engine gives a token at least, which is left out
+    if asked == 0 and request.echo:  # the engine gives a token at least, which is left out
         return 1
     return min(asked, free)

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from dflash_jax.engine.recovery import Recovery
-from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, Choice, Tool, is_deep
+from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, Tool, ToolChoice, is_deep
 
 Message = dict[str, Any]
 MOST_CHOICES = 64
@@ -68,31 +68,37 @@ class Problem(Exception):
         return {"type": "error", "error": inner | more}
 
 
-AUTO = Choice("auto")
+AUTO = ToolChoice("auto")
 Api = Literal["chat", "completions", "responses", "messages"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What is to be generated, whichever API asked.
+class GenerationRequest:
+    """A validated generation request, independent of the API it came through.
 
     Attributes:
-      messages: a conversation in the chat completions shape, else `prompts` is given.
-      prompts: texts or token ids, one output each (times n).
-      tools: as they are shown to the model; `declared` is what calls are checked against.
-      options: arguments of `Engine.submit` that were given.
-      grammar: what the output has to match: a pair of kind and value.
-      template: variables for the chat template.
-      recovery: rules for this request; None leaves them to the server.
-      thinking_budget: tokens after which an open thought is closed.
-      echo: what to put before the output: nothing, or the prompt.
-      max_tokens: None for the server's default, `NO_LIMIT` for what fits; 0, only with `echo`, asks
-        for no output.
-      echoed: fields of the request that the answer repeats.
-      keep: called with the answer, for requests that ask for it or refer to it.
-      clamp: shorten max_tokens to what fits, instead of refusing.
-      usage_chunk: a stream's last chunk has `usage`; `usage_each`: every chunk has.
-      warnings: what was ignored.
+      messages: the conversation as chat completions messages; None if `prompts` is given.
+      prompts: texts or lists of token ids; each gets `n` outputs.
+      tools: tool definitions as the chat template receives them.
+      declared_tools: the same tools as calls are checked against them.
+      options: arguments of `Engine.submit` that the client set.
+      grammar: structured output: a kind ("json", "regex", "choice" or "grammar") and its value.
+      template_kwargs: variables of the chat template.
+      recovery: recovery rules of this request; None takes the server's.
+      thinking_budget: most tokens of reasoning before it is closed.
+      max_tokens: None takes the server's default, `NO_LIMIT` all that fits; 0, valid with `echo`
+        only, generates nothing.
+      clamp_max_tokens: reduce max_tokens to what fits instead of refusing the request.
+      include_usage: send `usage` in a stream's last chunk.
+      continuous_usage_stats: send `usage` in every chunk.
+      logprobs: number of alternatives per output token; None for no log probabilities.
+      prompt_logprobs: the same for prompt tokens (vLLM's field).
+      include_stop_str: keep the stop string that ended the output in the text.
+      echo: put the prompt in front of the output.
+      echoed_fields: request fields that the response repeats.
+      store: called with the finished response; None if it is not stored.
+      timeout: seconds.
+      warnings: fields that were ignored, as sentences.
     """
 
     api: Api
@@ -100,30 +106,30 @@ class Ask:
     messages: list[Message] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
     tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    declared: tuple[Tool, ...] = ()
-    choice: Choice = AUTO
-    parallel: bool = True
+    declared_tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = AUTO
+    parallel_tool_calls: bool = True
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grammar: tuple[str, Any] | None = None
-    template: dict[str, Any] = dataclasses.field(default_factory=dict)
-    continue_final: bool = False
+    template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    continue_final_message: bool = False
     recovery: Recovery | None = None
     thinking_budget: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
     max_tokens: int | None = None
-    clamp: bool = False
+    clamp_max_tokens: bool = False
     stream: bool = False
-    usage_chunk: bool = False
-    usage_each: bool = False
-    logprobs: int | None = None  # alternatives asked for; None for no log probabilities
-    prompt_logprobs: int | None = None  # likewise of the prompt, in vLLM's words
-    keep_stop: bool = False  # leave the stop string in that ended the output
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str: bool = False
     echo: bool = False
-    echoed: dict[str, Any] = dataclasses.field(default_factory=dict)
-    keep: Callable[..., None] | None = None
+    echoed_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    store: Callable[..., None] | None = None
     timeout: float | None = None
-    token_ids: bool = False
+    return_token_ids: bool = False
     timings: bool = False
     metrics: bool = False
     meta_info: bool = False
@@ -131,7 +137,7 @@ class Ask:
 
     @property
     def source(self) -> str:
-        """The field that holds what the prompt is made of."""
+        """Name of the request field that the prompt comes from."""
         return {"responses": "input", "completions": "prompt"}.get(self.api, "messages")
 
 
@@ -156,7 +162,7 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
     if is_deep(raw):
         name = next((name for name, value in raw.items() if is_deep([value])), None)
         raise _too_deep(name or "the body", name)
-    for name in _whole_numbers(kind) & raw.keys():
+    for name in _integer_fields(kind) & raw.keys():
         if isinstance(given := raw[name], float) and given.is_integer():
             raw[name] = int(given)  # some languages write 8 as 8.0
     try:
@@ -202,10 +208,10 @@ def check_entries(
         "values": MOST_VALUES if most_values is None else most_values,
     }
     found = dict.fromkeys(most, 0)
-    if _symbols(text) <= MOST_ENTRIES and text.count(b",") <= most["values"]:
+    if _count_structure(text) <= MOST_ENTRIES and text.count(b",") <= most["values"]:
         return
-    for part in _outside_texts(text):
-        found["objects, arrays and keys"] += _symbols(part)
+    for part in _outside_strings(text):
+        found["objects, arrays and keys"] += _count_structure(part)
         found["values"] += part.count(b",")
         for kind, count in found.items():
             if count > most[kind]:
@@ -215,11 +221,11 @@ def check_entries(
                 )  # fmt: skip
 
 
-def _symbols(part: bytes) -> int:
+def _count_structure(part: bytes) -> int:
     return sum(map(part.count, (b"[", b"{", b":")))
 
 
-def _outside_texts(body: bytes) -> Iterator[bytes]:
+def _outside_strings(body: bytes) -> Iterator[bytes]:
     """The parts of a JSON text outside of its strings, joined slice by slice."""
     inside = escaped = False  # of a string; the last character was a backslash that escapes
     for at in range(0, len(body), SLICE):
@@ -231,7 +237,7 @@ def _outside_texts(body: bytes) -> Iterator[bytes]:
 
 
 @functools.cache
-def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
+def _integer_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     """Fields of a body that are whole numbers."""
     fields = msgspec.structs.fields(kind)
     return frozenset(field.encode_name for field in fields if field.type == int | None)

@@ -7,8 +7,8 @@ from typing import Any
 from dflash_jax.engine.detokenizer import OutputText
 from dflash_jax.engine.recovery import repeated_calls
 from dflash_jax.engine.result import Piece, Result, TokenLogprob
-from dflash_jax.server.held_calls import HeldCalls
-from dflash_jax.server.protocol import Ask, new_id
+from dflash_jax.server.held_calls import RepeatedCallFilter
+from dflash_jax.server.protocol import GenerationRequest, new_id
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax
 from dflash_jax.tool_parsers.events import (
@@ -27,7 +27,7 @@ DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")  # at the 
 
 
 @dataclasses.dataclass
-class Call:
+class ToolCall:
     """A tool call; `arguments` is JSON text, whole once `done`."""
 
     id: str
@@ -37,12 +37,12 @@ class Call:
 
 
 @dataclasses.dataclass
-class Part:
+class ReplyPart:
     """A piece of an answer; they stand in the order in which they were written."""
 
     kind: str  # "thoughts", "content" or "call"
     text: str = ""
-    call: Call | None = None
+    call: ToolCall | None = None
 
 
 class Reply:
@@ -56,54 +56,58 @@ class Reply:
     def __init__(
         self,
         index: int,
-        ask: Ask,
+        request: GenerationRequest,
         tokenizer: Tokenizer | None,
         syntax: Syntax | None,
         *,
         thinking: bool = False,
     ):
-        self.index, self._ask = index, ask
-        chat = ask.api != "completions"
+        self.index, self._request = index, request
+        chat = request.api != "completions"
         syntax = syntax if chat else None
         if tokenizer and syntax:
-            tokenizer = tokenizer.showing(syntax.markers(calls=bool(ask.declared)))
-        self._tokenizer, self._syntax, self._opened = tokenizer, syntax, thinking
+            tokenizer = tokenizer.showing(syntax.markers(calls=bool(request.declared_tools)))
+        self._tokenizer, self._syntax, self._starts_thinking = tokenizer, syntax, thinking
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []  # of `ids`, where they were asked for
         self.reported = 0  # log-probabilities in chunks that were sent
         self.said = tokenizer.stream() if tokenizer else None  # the text of the tokens among them
         self.thinking_tokens = 0
         # Nothing more is wanted: a stop string came, the only call is done, or there is no room.
-        self.enough = ask.max_tokens == 0
+        self.satisfied = request.max_tokens == 0
         self.result: Result | None = None
-        self.holds_calls = False  # hold back streamed calls that may repeat the one before
-        self._held = HeldCalls()
+        self.filter_repeated_calls = (
+            False  # hold back streamed calls that may repeat the one before
+        )
+        self._held = RepeatedCallFilter()
         self.shortened = False  # the answer lacks tokens that are among `ids`
         self.cut = ""  # why the server ended it: "deadline", "call", ...
         self._begin()
 
     def _begin(self) -> None:
         """Nothing was read yet."""
-        ask = self._ask
-        among_calls = bool(self._syntax and ask.declared)  # in which no stop string counts
-        self._text = OutputText(self._tokenizer, () if among_calls else ask.stop)
+        request = self._request
+        among_calls = bool(
+            self._syntax and request.declared_tools
+        )  # in which no stop string counts
+        self._text = OutputText(self._tokenizer, () if among_calls else request.stop)
         self._parser = OutputParser(
             self._syntax,
-            ask.declared,
-            thinking=self._opened,
-            stop=ask.stop if among_calls else (),
-            slips=ask.grammar is None,
+            request.declared_tools,
+            thinking=self._starts_thinking,
+            stop=request.stop if among_calls else (),
+            slips=request.grammar is None,
         )
-        self.content = self.thoughts = ""
+        self.content = self.reasoning = ""
         self.answer_logprobs: list[TokenLogprob] = []  # those outside thoughts and calls
-        self.calls: list[Call] = []
-        self._parts: list[Part] = []
+        self.calls: list[ToolCall] = []
+        self._parts: list[ReplyPart] = []
 
     def push(self, piece: Piece) -> list[Event]:
         """What a piece adds; texts of one kind in a row are one event."""
         events: list[Event] = []
         for at, token in enumerate(piece.token_ids):
-            if self.enough:
+            if self.satisfied:
                 break
             self.ids.append(token)
             self.logprobs += (likely := piece.logprobs[at : at + 1])
@@ -111,7 +115,7 @@ class Reply:
             events += new
             self.thinking_tokens += thinking
             if self.stop_string is not None:
-                self.enough = True
+                self.satisfied = True
         return list(joined(events))
 
     def _read(self, token: int, likely: Sequence[TokenLogprob]) -> tuple[list[Event], bool]:
@@ -134,26 +138,28 @@ class Reply:
         """What was held back, once the engine is done."""
         self.result = result
         looped = max(result.stats.recovery[name] for name in DROPPED)
-        if looped and not (self._ask.stream or self.enough or self.cut):  # what was sent stays
+        if looped and not (
+            self._request.stream or self.satisfied or self.cut
+        ):  # what was sent stays
             self._shorten(looped)
             self.shortened = True
         events = [] if self.cut == "call" else self._take(self._parser.push(self._text.finish()))
         if self.cut != "call":
             events += self._take(self._parser.finish())
-        if not self._cut_short:  # what the model itself left unfinished stays so
+        if not self._cancel_running:  # what the model itself left unfinished stays so
             events += self._take(self._parser.unfinished_call())
         if result.stats.recovery[repeated_calls.KIND]:
             self.shortened |= self._held.drop()
-        events += self._told(self._held.release())
-        if self._ask.keep_stop and self.stop_string:
+        events += self._apply(self._held.release())
+        if self._request.include_stop_str and self.stop_string:
             kind = Thinking if self._parser.thinking else Content
             events += self._take([kind(self.stop_string)])
         return list(joined(events))
 
     def _take(self, events: list[Event]) -> list[Event]:
-        return self._told(self._held.push(events) if self.holds_calls else events)
+        return self._apply(self._held.push(events) if self.filter_repeated_calls else events)
 
-    def _told(self, events: list[Event]) -> list[Event]:
+    def _apply(self, events: list[Event]) -> list[Event]:
         """Add events to the answer; return those that are part of it."""
         for at, event in enumerate(events):
             match event:
@@ -161,39 +167,39 @@ class Reply:
                     self.content += text
                     self._write("content", text)
                 case Thinking(text):
-                    self.thoughts += text
-                    self._write("thoughts", text)
+                    self.reasoning += text
+                    self._write("reasoning", text)
                 case CallBegun(_, name):
-                    self.calls.append(Call(new_id("call_"), name))
-                    self._parts.append(Part("call", call=self.calls[-1]))
+                    self.calls.append(ToolCall(new_id("call_"), name))
+                    self._parts.append(ReplyPart("call", call=self.calls[-1]))
                 case Arguments(index, text):
                     self.calls[index].arguments += text
                 case CallDone(index):
                     call = self.calls[index]
                     call.done, call.arguments = True, call.arguments or "{}"
-                    if not self._ask.parallel:
-                        self.enough, self.cut = True, "call"
+                    if not self._request.parallel_tool_calls:
+                        self.satisfied, self.cut = True, "call"
                         return events[: at + 1]
         return events
 
     def _write(self, kind: str, text: str) -> None:
         """Goes on with a part, or begins one."""
         if not self._parts or self._parts[-1].kind != kind:
-            self._parts.append(Part(kind))
+            self._parts.append(ReplyPart(kind))
         self._parts[-1].text += text
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ReplyPart]:
         """The answer in order, without calls whose arguments are not complete."""
         return [part for part in self._parts if part.call is None or part.call.done]
 
     @property
-    def done_calls(self) -> list[Call]:
+    def done_calls(self) -> list[ToolCall]:
         """Calls whose arguments are complete."""
         return [call for call in self.calls if call.done]
 
     @property
-    def _cut_short(self) -> bool:
+    def _cancel_running(self) -> bool:
         """Whether a limit or the caller ended the output, not the model."""
         assert self.result is not None
         return bool(self.cut) or self.result.finish_reason in ("length", "cancelled")
@@ -201,7 +207,7 @@ class Reply:
     @property
     def _open_call(self) -> bool:
         """Whether the output was cut short inside a tool call."""
-        return self._parser.calling and self._parser.unfinished and self._cut_short
+        return self._parser.calling and self._parser.unfinished and self._cancel_running
 
     @property
     def undeclared(self) -> list[str]:
@@ -238,7 +244,7 @@ class Reply:
             return "tool_calls"
         if self.cut == "call" or self.stop_string:
             return "stop"
-        if self._ask.max_tokens == 0 or self.result.finish_reason in ("length", "cancelled"):
+        if self._request.max_tokens == 0 or self.result.finish_reason in ("length", "cancelled"):
             return "length"
         return "stop"
 
@@ -249,7 +255,7 @@ class Reply:
         stats = self.result.stats
         loop = next((kind for kind in LOOPS if stats.recovery[kind]), None)
         reason = self.cut or ("stop_sequence" if self.stop_string else self.result.finish_reason)
-        total = 0 if self._ask.max_tokens == 0 else stats.output_tokens
+        total = 0 if self._request.max_tokens == 0 else stats.output_tokens
         found: dict[str, Any] = {
             "reason": {"stop": "end_of_turn", "call": "one_tool_call"}.get(reason, reason),
             "thinking_tokens": self.thinking_tokens,

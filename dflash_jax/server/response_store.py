@@ -8,7 +8,7 @@ from dflash_jax.server.protocol import Problem
 Item = dict[str, Any]
 
 
-class Talk(NamedTuple):
+class StoredResponse(NamedTuple):
     """A conversation that ended in a response, as JSON: objects take six times the memory."""
 
     items: bytes  # all of them, a list
@@ -21,7 +21,7 @@ class Talk(NamedTuple):
         return len(self.items) + len(self.answer)
 
 
-class Kept:
+class ResponseStore:
     """Conversations that ended in a response, the oldest forgotten first.
 
     Args:
@@ -30,13 +30,13 @@ class Kept:
 
     def __init__(self, most_bytes: int = 2**25):
         self._most, self._size = most_bytes, 0
-        self._talks: dict[str, Talk] = {}  # by the response's id
+        self._talks: dict[str, StoredResponse] = {}  # by the response's id
         self._responses: dict[str, str] = {}  # ids of responses, by ids of items they consist of
 
     def keep(self, answer: dict[str, Any], given: list[Item]) -> None:
         """Keeps a response, and the items it was given."""
         made = answer["output"]
-        talk = Talk(_json([*given, *made]), _json(answer), [item["id"] for item in made])
+        talk = StoredResponse(_json([*given, *made]), _json(answer), [item["id"] for item in made])
         self._talks[answer["id"]] = talk
         self._size += talk.size
         self._responses |= dict.fromkeys(talk.made, answer["id"])
@@ -55,7 +55,7 @@ class Kept:
         for item in talk.made:
             del self._responses[item]
 
-    def _talk(self, response: str) -> Talk:
+    def _talk(self, response: str) -> StoredResponse:
         found = self._talks.get(response)
         if found is None:
             raise Problem(404, f"the response {response!r} is not kept here", param="response_id")

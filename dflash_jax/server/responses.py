@@ -4,15 +4,15 @@ import functools
 import time
 from typing import Any
 
-from dflash_jax.server import figures
-from dflash_jax.server.conversation import check_tools, conversation, offered
-from dflash_jax.server.fields import Common, common
+from dflash_jax.server import statistics
+from dflash_jax.server.conversation import check_tools, conversation, parse_tools
+from dflash_jax.server.fields import CommonFields, common
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.items import messages_of
 from dflash_jax.server.logprobs import chat_logprobs
-from dflash_jax.server.protocol import NO_LIMIT, Ask, Problem, decode, new_id
-from dflash_jax.server.reply import Part, Reply
-from dflash_jax.server.response_store import Kept
+from dflash_jax.server.message_formats import messages_from_responses
+from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Problem, decode, new_id
+from dflash_jax.server.reply import Reply, ReplyPart
+from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.thinking import thoughts
 from dflash_jax.server.writer import named
 from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
@@ -20,7 +20,7 @@ from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Conte
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 
-class ResponsesRequest(Common, kw_only=True):
+class ResponsesRequest(CommonFields, kw_only=True):
     """POST /v1/responses."""
 
     input: str | list[dict[str, Any]]
@@ -45,13 +45,13 @@ class ResponsesRequest(Common, kw_only=True):
     client_metadata: Any = None
 
 
-def decode_responses(body: bytes, kept: Kept | None = None) -> Ask:
+def decode_responses(body: bytes, kept: ResponseStore | None = None) -> GenerationRequest:
     """The request as an `Ask`.
 
     Args:
       kept: responses it may refer to, where its own is kept unless it says `store: false`.
     """
-    kept = kept or Kept()
+    kept = kept or ResponseStore()
     found, unknown = decode(body, ResponsesRequest)
     for name in ("background", "prompt", "conversation"):
         if getattr(found, name):
@@ -80,22 +80,22 @@ def decode_responses(body: bytes, kept: Kept | None = None) -> Ask:
         inner = {key: tool[key] for key in keys if tool.get(key) is not None}
         given.append({"type": "function", "function": inner})
         places.append(f"tools[{at}]")
-    tools, declared, choice = offered(given, found.tool_choice, places)
+    tools, declared, choice = parse_tools(given, found.tool_choice, places)
     template, more = thoughts(found.chat_template_kwargs, reasoning=found.reasoning)
     warnings += more
     likely = found.top_logprobs or LOGPROBS in (found.include or ())
-    return Ask(
+    return GenerationRequest(
         api="responses",
-        messages=conversation(messages_of(found.instructions, items)),
+        messages=conversation(messages_from_responses(found.instructions, items)),
         tools=tools,
-        declared=declared,
-        choice=choice,
-        parallel=found.parallel_tool_calls is not False,
-        template=template,
+        declared_tools=declared,
+        tool_choice=choice,
+        parallel_tool_calls=found.parallel_tool_calls is not False,
+        template_kwargs=template,
         max_tokens=found.max_output_tokens,
         logprobs=(found.top_logprobs or 0) if likely else None,
-        echoed=_echoed(found),
-        keep=None if found.store is False else functools.partial(kept.keep, given=items),
+        echoed_fields=_echoed(found),
+        store=None if found.store is False else functools.partial(kept.keep, given=items),
         **asked | {"warnings": tuple(warnings)},
     )
 
@@ -142,11 +142,11 @@ class ResponsesWriter:
     def whole(self) -> dict[str, Any]:
         [reply] = self.generation.replies
         items: list[dict[str, Any]] = []
-        for part in reply.parts or [Part("content")]:
-            if part.kind == "thoughts":
+        for part in reply.parts or [ReplyPart("content")]:
+            if part.kind == "reasoning":
                 items.append(_reasoning(new_id("rs_"), part.text))
             elif part.call is None:
-                items.append(_message(new_id("msg_"), part.text, self._fresh_logprobs()))
+                items.append(_message(new_id("msg_"), part.text, self._new_logprobs()))
             else:
                 call = part.call
                 items.append(_call(new_id("fc_"), call.id, call.name, call.arguments))
@@ -165,7 +165,7 @@ class ResponsesWriter:
             match event:
                 case Content(text):
                     out += self._enter("message")
-                    likely = self._fresh_logprobs()
+                    likely = self._new_logprobs()
                     self._likely += likely
                     place = {"content_index": 0, "logprobs": likely}
                     out += self._delta("response.output_text.delta", text, **place)
@@ -205,7 +205,7 @@ class ResponsesWriter:
         self._sequence += 1
         return named({"type": kind, "sequence_number": self._sequence} | fields)
 
-    def _fresh_logprobs(self) -> list[dict[str, Any]]:
+    def _new_logprobs(self) -> list[dict[str, Any]]:
         """Those of the answer's text that were not given yet; none where nobody asked."""
         [reply] = self.generation.replies
         entries = reply.answer_logprobs[reply.reported :]
@@ -252,7 +252,7 @@ class ResponsesWriter:
         if status is None:
             status = "incomplete" if item["type"] == "function_call" else "completed"
         if item["type"] == "message":
-            likely = self._likely + self._fresh_logprobs()
+            likely = self._likely + self._new_logprobs()
             item = _message(item["id"], text, likely, status)
             out = self._place("response.output_text.done", text=text, logprobs=likely)
             out += self._place("response.content_part.done", part=item["content"][0])
@@ -273,12 +273,12 @@ class ResponsesWriter:
     def _ended(self, items: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
         """The whole response, which is kept for requests that refer to it."""
         answer = self._response(items, reply)
-        if keep := self.generation.ask.keep:
+        if keep := self.generation.request.store:
             keep(answer)
         return answer
 
     def _response(self, items: list[dict[str, Any]], reply: Reply | None) -> dict[str, Any]:
-        ask = self.generation.ask
+        request = self.generation.request
         cut = reply is not None and reply.finish_reason == "length"
         status = "incomplete" if cut else "completed" if reply else "in_progress"
         temperature = self.generation.model.defaults.temperature
@@ -292,21 +292,21 @@ class ResponsesWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "model": self.generation.model.name,
             "output": items,
-            "temperature": ask.options.get("temperature", temperature),
-            "top_p": ask.options.get("top_p", 1.0),
-            "top_logprobs": ask.logprobs or 0,
+            "temperature": request.options.get("temperature", temperature),
+            "top_p": request.options.get("top_p", 1.0),
+            "top_logprobs": request.logprobs or 0,
             "usage": self._usage() if reply else None,
-        } | ask.echoed
+        } | request.echoed_fields
         if reply is None:
             return found
         found["finish_details"] = reply.details
-        if ask.token_ids:
+        if request.return_token_ids:
             found["token_ids"] = reply.ids
             found["prompt_token_ids"] = self.generation.prompts[0].ids
-        return found | figures.asked_for(self.generation, self.id)
+        return found | statistics.requested_statistics(self.generation, self.id)
 
     def _usage(self) -> dict[str, Any]:
-        found = figures.usage(self.generation)
+        found = statistics.usage(self.generation)
         return {
             "input_tokens": found["prompt_tokens"],
             "input_tokens_details": found["prompt_tokens_details"] | {"cache_write_tokens": 0},

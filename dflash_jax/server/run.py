@@ -21,8 +21,8 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.server.app import Server
 from dflash_jax.server.connection import Connection
-from dflash_jax.server.gate import Settings
-from dflash_jax.server.models import Defaults, Model
+from dflash_jax.server.middleware import Settings
+from dflash_jax.server.models import RequestDefaults, ServedModel
 from dflash_jax.server.worker import Warm, Worker
 
 log = logging.getLogger("dflash_jax.server")
@@ -31,7 +31,7 @@ ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # as where IPv6 is known by 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Listening:
+class ServerConfig:
     """Where and how long a server listens.
 
     Attributes:
@@ -45,11 +45,11 @@ class Listening:
     port: int = 8000
     drain: float = 30.0
     warm: Warm = "none"
-    defaults: Defaults = dataclasses.field(default_factory=Defaults)
+    defaults: RequestDefaults = dataclasses.field(default_factory=RequestDefaults)
     settings: Settings = dataclasses.field(default_factory=Settings)
 
 
-class _Uvicorn(uvicorn.Server):
+class _DrainingServer(uvicorn.Server):
     """Drains on the first signal, and ends the process normally; a second signal hurries it."""
 
     def __init__(self, config: uvicorn.Config, routes: Server, drain: float):
@@ -78,7 +78,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 @dataclasses.dataclass(frozen=True)
-class Running:
+class RunningServer:
     """A server that listens."""
 
     url: str
@@ -94,9 +94,9 @@ class Running:
 
 async def serve(
     engines: Mapping[str, Callable[[], Engine]],
-    listening: Listening,
+    listening: ServerConfig,
     *,
-    started: Callable[[Running], None] | None = None,
+    started: Callable[[RunningServer], None] | None = None,
     compiler: BackgroundCompiler | None = None,
 ) -> None:
     """Serves until a signal comes.
@@ -115,7 +115,7 @@ async def serve(
         name: Worker(make, name=name, warm=listening.warm, compiler=compiler)
         for name, make in engines.items()
     }
-    models = [Model(name, worker, listening.defaults) for name, worker in workers.items()]
+    models = [ServedModel(name, worker, listening.defaults) for name, worker in workers.items()]
     bound = [listening.host, *(each.getsockname()[0] for each in sockets)]
     server = Server(models, listening.settings, bound)
     config = uvicorn.Config(
@@ -131,7 +131,7 @@ async def serve(
         access_log=False,
         timeout_graceful_shutdown=round(listening.drain) + 5,
     )
-    runner = _Uvicorn(config, server, listening.drain)
+    runner = _DrainingServer(config, server, listening.drain)
     watch = asyncio.ensure_future(_watch(runner, workers))
     announce = asyncio.ensure_future(_announce(runner, server, started))
     try:
@@ -189,7 +189,7 @@ async def _watch(runner: uvicorn.Server, workers: Mapping[str, Worker]) -> None:
 
 
 async def _announce(
-    runner: _Uvicorn, server: Server, started: Callable[[Running], None] | None
+    runner: _DrainingServer, server: Server, started: Callable[[RunningServer], None] | None
 ) -> None:
     while not runner.started:
         await asyncio.sleep(0.01)
@@ -199,7 +199,9 @@ async def _announce(
     log.info("listening on %s", url)
     if started:
         stop = functools.partial(runner.handle_exit, signal.SIGTERM, None)
-        started(Running(url, port, server, functools.partial(loop.call_soon_threadsafe, stop)))
+        started(
+            RunningServer(url, port, server, functools.partial(loop.call_soon_threadsafe, stop))
+        )
     await asyncio.gather(*(model.worker.ready.wait() for model in server.models))
     log.info("ready: %s serves %s", url, ", ".join(model.name for model in server.models))
 

@@ -49,11 +49,11 @@ def thoughts(
     return found | dict(given or {}), warnings
 
 
-def budget_of(tokens: Any) -> int | None:
+def positive_budget(tokens: Any) -> int | None:
     """A thinking budget; 0 and less is none."""
     return tokens if isinstance(tokens, int) and tokens > 0 else None
 
 
-def thought_of(*parts: str | None) -> str:
+def join_reasoning(*parts: str | None) -> str:
     """Thoughts of one turn as one."""
     return "\n\n".join(part for part in parts if part)

@@ -24,11 +24,11 @@ from dflash_jax.engine.lanes import variants_of
 from dflash_jax.engine.recovery.cancellation import Reason
 from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import ComputeError, DFlashError
+from dflash_jax.server.background import StructureThreads, unfinished
 from dflash_jax.server.jobs import Job, News, still_compiling
-from dflash_jax.server.structures import StructureThreads, unfinished
 
 log = logging.getLogger("dflash_jax.server")
-FAILURES = 2  # failed turns in a row after which an engine is given up
+MAX_FAILURES = 2  # failed turns in a row after which an engine is given up
 Warm = Literal["none", "common", "all"]
 FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is ready
     "none": (Variant.GREEDY,),
@@ -118,7 +118,7 @@ class Worker:
             log.info("loading %s", self._name)
             self.engine = self._make()
         except Exception as error:
-            self._give_up(error)
+            self._fail(error)
             return
         self._compile(self.engine)
         while not self._stopping:
@@ -151,7 +151,7 @@ class Worker:
     def _warmed(self, future: concurrent.futures.Future[None]) -> None:
         if not future.cancelled() and (error := future.exception()):
             assert isinstance(error, Exception)
-            self._give_up(error)
+            self._fail(error)
             self._stopping = True
         elif not future.cancelled():
             log.info("%s is ready", self._name)
@@ -219,14 +219,14 @@ class Worker:
             job.waits_for = missing
             self._waiting.append(job)
             future = self._compiler.want(compiled, missing, urgent=True)
-            go_on = functools.partial(self._go_on, job, time.perf_counter())
-            future.add_done_callback(lambda future: self._commands.put(lambda: go_on(future)))
+            resume = functools.partial(self._resume, job, time.perf_counter())
+            future.add_done_callback(lambda future: self._commands.put(lambda: resume(future)))
         if job in self._jobs or job in self._waiting:
             self._call(self._deliver, [(job, [], None)])
             if job.waits_for and job.cell:
                 self._cancel(job)
 
-    def _go_on(self, job: Job, since: float, future: concurrent.futures.Future[None]) -> None:
+    def _resume(self, job: Job, since: float, future: concurrent.futures.Future[None]) -> None:
         """Queues a request whose programs were compiled, unless it ended meanwhile."""
         if job not in self._waiting:
             return
@@ -284,18 +284,20 @@ class Worker:
         parts = old.target, old.drafter, old.params, old.plan
         old.runner.drop()  # there may be no room for two states
         try:
-            new = None if self._failures >= FAILURES else Engine(*parts, tokenizer=old.tokenizer)
+            new = (
+                None if self._failures >= MAX_FAILURES else Engine(*parts, tokenizer=old.tokenizer)
+            )
         except Exception as last:
             new, error = None, last
         if new is None:
-            self._give_up(error)
+            self._fail(error)
             self._stopping = True
             return
         new.share_programs(old)
         new.grammars = new.call_grammars.grammars = old.grammars
         self.engine = new
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         self.error = error
         self._call(self.ended.set)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dflash_jax.engine.result import TokenLogprob
-from dflash_jax.server import figures
+from dflash_jax.server import statistics
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from dflash_jax.server.protocol import Api, Problem, new_id
@@ -19,7 +19,7 @@ encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
-class Writer(Protocol):
+class ResponseWriter(Protocol):
     """One API's way to answer. The stream methods give server-sent events."""
 
     id: str  # of the answer
@@ -55,18 +55,18 @@ def named(value: dict[str, Any]) -> bytes:
     return b"event: " + value["type"].encode() + b"\n" + data(value)
 
 
-def alive(api: Api, text: str) -> bytes:
+def keepalive_event(api: Api, text: str) -> bytes:
     """What keeps a stream from being silent: a comment, and in Anthropic's API its own event."""
     return f": {text}\n".encode() + (named({"type": "ping"}) if api == "messages" else b"\n")
 
 
-class OpenAI(abc.ABC):
+class OpenAIWriter(abc.ABC):
     """What chat completions and completions have in common."""
 
     prefix = kind = ""
 
     def __init__(self, generation: Generation):
-        self.generation, self.ask = generation, generation.ask
+        self.generation, self.request = generation, generation.request
         self.id = new_id(self.prefix)
         self._head = {
             "id": self.id,
@@ -82,7 +82,7 @@ class OpenAI(abc.ABC):
         return data(problem.to_json()) + DONE
 
     def close(self) -> bytes:
-        tail = data(self._object([], **self._usage())) if self.ask.usage_chunk else b""
+        tail = data(self._object([], **self._usage())) if self.request.include_usage else b""
         return tail + DONE
 
     def whole(self) -> dict[str, Any]:
@@ -93,10 +93,10 @@ class OpenAI(abc.ABC):
     def _choice(self, reply: Reply) -> dict[str, Any]:
         """A finished output as one entry of `choices`."""
 
-    def _line(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
+    def _chunk_event(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
         """A chunk with one choice."""
-        if self.ask.usage_each:
-            more = {"usage": figures.usage(self.generation)} | more
+        if self.request.continuous_usage_stats:
+            more = {"usage": statistics.usage(self.generation)} | more
         return data(self._object([choice], **more))
 
     def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -104,8 +104,8 @@ class OpenAI(abc.ABC):
 
     def _usage(self) -> dict[str, Any]:
         """usage, and the figures that were asked for."""
-        usage = figures.usage(self.generation)
-        return {"usage": usage} | figures.asked_for(self.generation, self.id)
+        usage = statistics.usage(self.generation)
+        return {"usage": usage} | statistics.requested_statistics(self.generation, self.id)
 
     def _logprobs(
         self, entries: list[TokenLogprob], said: TextStream | None = None
@@ -115,33 +115,37 @@ class OpenAI(abc.ABC):
         Args:
           said: the output before them, to which they are added; None where it begins with them.
         """
-        if self.ask.logprobs is None:
+        if self.request.logprobs is None:
             return None
         tokenizer = self.generation.model.engine.tokenizer
-        if self.ask.api == "chat":
+        if self.request.api == "chat":
             return chat_logprobs(entries, tokenizer)
         return completion_logprobs(entries, tokenizer, said)
 
-    def _fresh_logprobs(self, reply: Reply) -> dict[str, Any] | None:
+    def _new_logprobs(self, reply: Reply) -> dict[str, Any] | None:
         """Those of a chunk: what no chunk has had yet."""
         entries, reply.reported = reply.logprobs[reply.reported :], len(reply.logprobs)
         return self._logprobs(entries, reply.said)
 
-    def _of_prompt(self, reply: Reply) -> dict[str, Any]:
+    def _prompt_logprobs(self, reply: Reply) -> dict[str, Any]:
         """vLLM's log-probabilities of the prompt, where they were asked for."""
-        most = self.ask.prompt_logprobs
+        most = self.request.prompt_logprobs
         found = None if reply.result is None else reply.result.prompt_logprobs
         if most is None or found is None:
             return {}
         tokenizer = self.generation.model.engine.tokenizer
         return {"prompt_logprobs": prompt_logprobs(found, most, tokenizer)}
 
-    def _last(self, reply: Reply) -> dict[str, Any]:
+    def _final_fields(self, reply: Reply) -> dict[str, Any]:
         """What the end of an output adds to its chunk."""
-        if self.ask.stream and not self.ask.usage_chunk and len(self.generation.replies) == 1:
+        if (
+            self.request.stream
+            and not self.request.include_usage
+            and len(self.generation.replies) == 1
+        ):
             found = self._usage()
             return {k: v for k, v in found.items() if k != "usage"}
         last = all(reply.result for reply in self.generation.replies)
-        told = self.ask.stream and not self.ask.usage_chunk and last
-        found = figures.warnings(self.generation) if told else []
+        told = self.request.stream and not self.request.include_usage and last
+        found = statistics.warnings(self.generation) if told else []
         return {"warnings": found} if found else {}

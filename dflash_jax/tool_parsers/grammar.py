@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_jax.tool_parsers.gemma4 import QUOTE
 from dflash_jax.tool_parsers.syntax import Syntax
-from dflash_jax.tool_parsers.tool_schema import Choice, Tool, kinds_of
+from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice, kinds_of
 
 Quote = Callable[[str], str]
 DEFINITIONS = ("$defs", "definitions")  # where a schema's references point
@@ -45,7 +45,7 @@ def _without_unknown_formats(schema: Any) -> Any:
 def call_grammar(
     syntax: Syntax,
     tools: Sequence[Tool],
-    choice: Choice,
+    choice: ToolChoice,
     specials: Collection[str],
     *,
     thinking: bool = False,

@@ -24,7 +24,7 @@ HARMONY_MESSAGE = "<|message|>"
 RECIPIENT = " to=functions."
 
 
-class Stopped(Exception):
+class StopStringFound(Exception):
     """A stop string came."""
 
 
@@ -120,7 +120,7 @@ class OutputParser:
             next(self._reader, None)
         except Ended:
             self.unfinished = True
-        except Stopped:
+        except StopStringFound:
             pass
         if self._text.ended and not self.calls:
             blank, self._blank = self._blank, ""
@@ -297,7 +297,7 @@ class OutputParser:
     def _tell(self, text: str) -> None:
         self._write(text)
         if self._stops.found is not None:
-            raise Stopped
+            raise StopStringFound
 
     def _write(self, text: str) -> None:
         if not text:

@@ -50,19 +50,19 @@ class Tool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class ToolChoice:
     """A normalised `tool_choice`; `name` is the tool a "named" one demands."""
 
     kind: Literal["auto", "none", "required", "named"]
     name: str | None = None
 
 
-AUTO = Choice("auto")
+AUTO = ToolChoice("auto")
 WORDS = {
     "auto": AUTO,
-    "none": Choice("none"),
-    "required": Choice("required"),
-    "any": Choice("required"),
+    "none": ToolChoice("none"),
+    "required": ToolChoice("required"),
+    "any": ToolChoice("required"),
 }
 
 
@@ -80,7 +80,7 @@ def tools_of(declared: Any) -> tuple[Tool, ...]:
     return tuple(found.values())
 
 
-def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> Choice:
+def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     """A request's `tool_choice`; absent and unknown words are "auto".
 
     Raises:
@@ -98,10 +98,10 @@ def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> Choice:
             f"tool_choice names the tool {name!r}, but the declared tools are: {known};"
             " declare it, or choose one of those"
         )
-    return Choice("named", name)
+    return ToolChoice("named", name)
 
 
-def call_beginnings(tools: Sequence[Tool], choice: Choice, syntax: Syntax) -> tuple[str, ...]:
+def call_beginnings(tools: Sequence[Tool], choice: ToolChoice, syntax: Syntax) -> tuple[str, ...]:
     """Return the texts with which a call may be begun for an answer that stalled, one a tool.
 
     A text names the tool and its first parameter. A tool that is demanded or preferred is the only

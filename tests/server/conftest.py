@@ -14,8 +14,8 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.loading import locate
-from dflash_jax.server.gate import Settings
-from dflash_jax.server.run import Listening, Running, serve
+from dflash_jax.server.middleware import Settings
+from dflash_jax.server.run import RunningServer, ServerConfig, serve
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 from dflash_jax.tokenizer import Tokenizer
 
@@ -28,10 +28,10 @@ PLAN = Plan(rows=ROWS, max_length=CONTEXT, chunk=64, block=4, queue=QUEUE, prefi
 
 
 @dataclasses.dataclass
-class Live:
+class LiveServer:
     """A server in a thread, and clients for it."""
 
-    running: Running
+    running: RunningServer
     thread: threading.Thread
 
     @property
@@ -72,16 +72,16 @@ class Live:
 
 def run_server(
     make: Callable[[], Engine],
-    listening: Listening,
+    listening: ServerConfig,
     *,
     others: dict[str, Callable] | None = None,
     ready: bool = True,
-) -> Live:
+) -> LiveServer:
     """A server in a thread, once it is ready; with others or `ready=False`, once it listens."""
-    found: list[Running] = []
+    found: list[RunningServer] = []
     listens = threading.Event()
 
-    def started(running: Running) -> None:
+    def started(running: RunningServer) -> None:
         found.append(running)
         listens.set()
 
@@ -89,7 +89,7 @@ def run_server(
     thread = threading.Thread(target=asyncio.run, args=(main,), daemon=True)
     thread.start()
     assert listens.wait(30)
-    live = Live(found[0], thread)
+    live = LiveServer(found[0], thread)
     while ready and not others and httpx.get(live.url + "/ready").status_code == 503:
         time.sleep(0.01)
     return live
@@ -117,9 +117,9 @@ def random_tiny() -> Engine:
 
 
 @pytest.fixture(scope="session")
-def live(random_tiny: Engine) -> Iterator[Live]:
+def live(random_tiny: Engine) -> Iterator[LiveServer]:
     settings = Settings(max_body=2**20, keepalive=0.05)
-    running = run_server(lambda: random_tiny, Listening(port=0, drain=5, settings=settings))
+    running = run_server(lambda: random_tiny, ServerConfig(port=0, drain=5, settings=settings))
     yield running
     running.openai.close()
     running.anthropic.close()

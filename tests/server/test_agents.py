@@ -9,27 +9,27 @@ import pytest
 
 import dflash_jax as dj
 from benchmarks.soak_serve import ABOUT, SCHEMA, TOOLS, work
-from dflash_jax.server.run import Listening
-from tests.server.conftest import Live, run_server
+from dflash_jax.server.run import ServerConfig
+from tests.server.conftest import LiveServer, run_server
 
 TURNS = 12
 
 
 @pytest.fixture(scope="module")
-def shipped() -> Iterator[Live]:
+def shipped() -> Iterator[LiveServer]:
     def make() -> dj.Engine:
         engine = dj.load("tiny", plan=dj.Plan(max_length=1024, prefix_cache=2**26))
         engine.warm_up()
         return engine
 
-    live = run_server(make, Listening(port=0, drain=1))
+    live = run_server(make, ServerConfig(port=0, drain=1))
     yield live
     live.openai.close()
     live.anthropic.close()
     live.stop()
 
 
-def test_an_agent_of_twelve_turns_is_never_left_without_an_answer(shipped: Live) -> None:
+def test_an_agent_of_twelve_turns_is_never_left_without_an_answer(shipped: LiveServer) -> None:
     turns = work(shipped.openai, TURNS)
     assert len(turns) == TURNS
     before: list[int] = []
@@ -45,12 +45,12 @@ def test_an_agent_of_twelve_turns_is_never_left_without_an_answer(shipped: Live)
     assert sum(len(turn["calls"]) for turn in turns) >= TURNS // 3
 
 
-def prompt_of(live: Live, talk: list[Any]) -> list[int]:
+def prompt_of(live: LiveServer, talk: list[Any]) -> list[int]:
     body = {"messages": talk, "tools": TOOLS}
     return httpx.post(live.url + "/tokenize", json=body).json()["tokens"]
 
 
-def test_streamed_calls_are_the_whole_ones(shipped: Live) -> None:
+def test_streamed_calls_are_the_whole_ones(shipped: LiveServer) -> None:
     talk: Any = [{"role": "user", "content": "Check the weather in Paris."}]
     create = shipped.openai.chat.completions.create
     more: Any = {"model": "tiny", "messages": talk, "tools": TOOLS, "max_tokens": 64}
@@ -87,7 +87,7 @@ def test_streamed_calls_are_the_whole_ones(shipped: Live) -> None:
     assert [json.loads(item.arguments) for item in items] == used
 
 
-def test_anthropics_tool_runner_sends_the_whole_conversation(shipped: Live) -> None:
+def test_anthropics_tool_runner_sends_the_whole_conversation(shipped: LiveServer) -> None:
     from anthropic import beta_tool
 
     heard: list[str] = []
@@ -126,7 +126,7 @@ STALLED = [  # the shipped target announces here what it does next, and ends
 WEATHER = [{"role": "user", "content": "Check the weather in Paris."}]
 
 
-def ask_messages(live: Live, **fields: Any) -> dict[str, Any]:
+def ask_messages(live: LiveServer, **fields: Any) -> dict[str, Any]:
     """What /v1/messages answers an agent that has the tools Read and Bash."""
     body = {"max_tokens": 96, "temperature": 0, "tools": READ_AND_BASH} | fields
     response = httpx.post(f"{live.url}/v1/messages", json=body, timeout=120)
@@ -134,7 +134,7 @@ def ask_messages(live: Live, **fields: Any) -> dict[str, Any]:
     return response.json()
 
 
-def test_a_stalled_answer_calls_a_declared_tool(shipped: Live) -> None:
+def test_a_stalled_answer_calls_a_declared_tool(shipped: LiveServer) -> None:
     """It called `read_file` before, which the target knows from its training, and was lost."""
     system = "You are an agent. Use the tools when they help."
     free = ask_messages(shipped, system=system, messages=STALLED, recovery="off")
@@ -155,7 +155,7 @@ def test_a_stalled_answer_calls_a_declared_tool(shipped: Live) -> None:
         assert (text, call["input"]) == (free["content"][0], first["input"])
 
 
-def test_a_call_of_an_undeclared_tool_reaches_the_agent(shipped: Live) -> None:
+def test_a_call_of_an_undeclared_tool_reaches_the_agent(shipped: LiveServer) -> None:
     answer = ask_messages(shipped, messages=WEATHER)
     [call] = answer["content"]
     assert (call["type"], call["name"]) == ("tool_use", "get_weather")

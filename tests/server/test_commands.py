@@ -33,7 +33,7 @@ from dflash_jax.loading import locate
 from dflash_jax.server.run import log_to_stderr, url_of
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.command import INTERRUPTED
-from tests.server.conftest import Live
+from tests.server.conftest import LiveServer
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -455,7 +455,7 @@ LANE = {
 
 
 def test_bench_against_a_url_and_what_it_refuses(
-    live: Live, run: Run, talks: Path, tmp_path: Path
+    live: LiveServer, run: Run, talks: Path, tmp_path: Path
 ) -> None:
     code, out, _ = run("bench", "--url", live.url, "--data", talks, "-n", 12, "--json")
     assert code == 0

@@ -18,11 +18,11 @@ from dflash_jax.compiler import Program, build
 from dflash_jax.compiler.variants import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
-from dflash_jax.server.gate import Settings
 from dflash_jax.server.jobs import Job
-from dflash_jax.server.run import Listening, log_to_stderr
+from dflash_jax.server.middleware import Settings
+from dflash_jax.server.run import ServerConfig, log_to_stderr
 from dflash_jax.server.worker import Warm, Worker
-from tests.server.conftest import QUEUE, Live, run_server
+from tests.server.conftest import QUEUE, LiveServer, run_server
 
 LONG = ASK | {"max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
 LOGPROBS = ASK | {"logprobs": True}
@@ -34,7 +34,7 @@ RECOVERY = {  # a request of each API that may have tokens forced
     MESSAGES: ASK | {"model": "tiny", "recovery": True},
 }
 LIKELY = [Variant.GREEDY, Variant.SAMPLED]
-Start = Callable[..., Live]
+Start = Callable[..., LiveServer]
 
 
 class Gate:
@@ -75,12 +75,12 @@ def cold(engine: Engine) -> Engine:
 @pytest.fixture
 def start(random_tiny: Engine, gate: Gate) -> Iterator[Start]:
     """Starts servers over cold engines."""
-    started: list[Live] = []
+    started: list[LiveServer] = []
 
-    def begin(*, warm: Warm = "none", ready: bool = True, **settings: Any) -> Live:
+    def begin(*, warm: Warm = "none", ready: bool = True, **settings: Any) -> LiveServer:
         engine = cold(random_tiny)
         chosen = Settings(**{"keepalive": 0.05, "compile_wait": 60.0} | settings)
-        listening = Listening(port=0, drain=20, warm=warm, settings=chosen)
+        listening = ServerConfig(port=0, drain=20, warm=warm, settings=chosen)
         started.append(run_server(lambda: engine, listening, ready=ready))
         return started[-1]
 
@@ -91,14 +91,14 @@ def start(random_tiny: Engine, gate: Gate) -> Iterator[Start]:
 
 
 @contextlib.contextmanager
-def streaming(live: Live, body: dict[str, Any], path: str = CHAT) -> Iterator[Iterator[str]]:
+def streaming(live: LiveServer, body: dict[str, Any], path: str = CHAT) -> Iterator[Iterator[str]]:
     """The lines of a streamed answer."""
     with httpx.stream("POST", live.url + path, json=body | {"stream": True}, timeout=120) as answer:
         assert answer.status_code == 200
         yield answer.iter_lines()
 
 
-def states(live: Live) -> dict[str, str]:
+def states(live: LiveServer) -> dict[str, str]:
     """The state of each variant, by /props."""
     [model] = httpx.get(live.url + "/props").json()["models"]
     return {name: each["state"] for name, each in model["programs"].items()}
@@ -328,7 +328,7 @@ def test_nothing_but_greedy_programs_need_be_compiled(random_tiny: Engine) -> No
     engine = cold(random_tiny)
     for name in set(engine.executables) - set(engine.compiled.names([Variant.GREEDY])):
         del engine.executables[name]
-    live = run_server(lambda: engine, Listening(port=0, warm="none"))
+    live = run_server(lambda: engine, ServerConfig(port=0, warm="none"))
     found = states(live)
     assert found.pop("greedy") == "ready"
     assert set(found.values()) == {"on demand"}
@@ -377,7 +377,7 @@ def test_phases_refusals_and_the_end_are_logged(
 
 
 def test_every_line_of_a_request_has_the_id_of_its_headers(
-    live: Live, logged: pytest.LogCaptureFixture
+    live: LiveServer, logged: pytest.LogCaptureFixture
 ) -> None:
     whole = httpx.post(live.url + CHAT, json=ASK | {"n": 2}, timeout=60)
     streamed = httpx.post(live.url + CHAT, json=ASK | {"stream": True}, timeout=60)

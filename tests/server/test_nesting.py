@@ -11,12 +11,12 @@ from benchmarks.soak_serve import CHAT, COMPLETIONS, MESSAGES, PATHS, RESPONSES,
 from dflash_jax.server.anthropic import MessagesRequest, _input
 from dflash_jax.server.chat import ChatRequest, decode_chat
 from dflash_jax.server.completions import CompletionRequest
-from dflash_jax.server.conversation import past_calls
+from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.information import DetokenizeRequest, TokenizeRequest
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.responses import ResponsesRequest
 from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, parsed
-from tests.server.conftest import Live
+from tests.server.conftest import LiveServer
 
 BODIES = {
     CHAT: ChatRequest,
@@ -107,7 +107,7 @@ def nested() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_no_depth_of_a_value_is_an_internal_error(live: Live, path: str) -> None:
+def test_no_depth_of_a_value_is_an_internal_error(live: LiveServer, path: str) -> None:
     cases = [(name, text) for at, name, text in nested() if at == path]
     with (
         httpx.Client(base_url=live.url, timeout=60) as client,
@@ -141,4 +141,4 @@ def test_deep_arguments_are_texts() -> None:
     assert parsed(text, "otherwise") == "otherwise"
     assert _input(text) == {"raw": text}
     call = {"function": {"name": "f", "arguments": text}}
-    assert past_calls([call], "messages[0]") == [call]
+    assert parse_tool_calls([call], "messages[0]") == [call]

@@ -8,8 +8,8 @@ from dflash_jax.errors import RequestError
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import (
-    Choice,
     Tool,
+    ToolChoice,
     call_beginnings,
     choice_of,
     parsed,
@@ -99,7 +99,7 @@ def test_the_calls_that_recovery_may_begin(
 def test_calls_of_several_tools_begin_alike_up_to_the_name(family: str) -> None:
     names = ("read", "read_file", "write")
     syntax, declared = SYNTAXES[family], tools_of([tool(name, "x") for name in names])
-    texts = call_beginnings(declared, Choice("auto"), syntax)
+    texts = call_beginnings(declared, ToolChoice("auto"), syntax)
     for name, text in zip(names, texts, strict=True):
         assert text.removeprefix(syntax.opening).lstrip(' "').startswith(name)
     assert not [a for a in texts for b in texts if a != b and b.startswith(a)]
@@ -113,7 +113,7 @@ def test_T6_a_demanded_tool_that_nobody_declared_is_refused(choice: Any) -> None
 
 def test_schemas_keep_their_order_and_choices_compare() -> None:
     assert tools_of([TERMINAL]) == (Tool("terminal", TERMINAL["function"]["parameters"]),)
-    assert choice_of(named("a"), tools_of([A])) == Choice("named", "a")
+    assert choice_of(named("a"), tools_of([A])) == ToolChoice("named", "a")
     assert tools_of("text") == ()
 
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_written_as_json_is_not_read_as_json() -> None:
 def test_schemas_that_are_none_do_no_harm() -> None:
     for schema in ({"properties": 3}, {"properties": ["a"], "required": [["a"], {}]}):
         declared = tools_of([{"name": "a", "parameters": schema}])
-        assert call_beginnings(declared, Choice("auto"), XML) == (OF_A,)
+        assert call_beginnings(declared, ToolChoice("auto"), XML) == (OF_A,)
         assert typed("1", declared[0], "a") == "1"
         parser = OutputParser(XML, declared)
         assert parser.push('{"a": 1}') + parser.finish()

@@ -6,7 +6,7 @@ from typing import Any
 
 from dflash_jax.engine.result import Stats
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.protocol import Ask
+from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.reply import Reply
 
 
@@ -17,10 +17,10 @@ def usage(generation: Generation) -> dict[str, Any]:
     unfinished = [len(reply.ids) for reply in replies if not reply.result]
     prompt = sum(len(prompt.ids) for prompt in generation.prompts)
     completion = sum(s.output_tokens for s in stats) + sum(unfinished)
-    if generation.ask.max_tokens == 0:
+    if generation.request.max_tokens == 0:
         completion = 0
     thinking = sum(reply.thinking_tokens for reply in replies)
-    more = _pace(stats) if stats and generation.ask.timings else {}
+    more = _totals(stats) if stats and generation.request.timings else {}
     return more | {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -30,7 +30,7 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
-def _pace(stats: Sequence[Stats]) -> dict[str, Any]:
+def _totals(stats: Sequence[Stats]) -> dict[str, Any]:
     """How long the outputs took in all, and how many drafts were right."""
     prefill, decode = sum(s.prefill_s for s in stats), sum(s.decode_s for s in stats)
     tokens, drafted = sum(s.output_tokens for s in stats), sum(s.drafted for s in stats)
@@ -44,16 +44,16 @@ def _pace(stats: Sequence[Stats]) -> dict[str, Any]:
     }
 
 
-def asked_for(generation: Generation, answer_id: str) -> dict[str, Any]:
+def requested_statistics(generation: Generation, answer_id: str) -> dict[str, Any]:
     """The figures that a finished request asked for, and warnings."""
-    ask = generation.ask
+    request = generation.request
     stats = [reply.result.stats for reply in generation.replies if reply.result]
     found: dict[str, Any] = {}
-    if ask.timings:
+    if request.timings:
         found["timings"] = timings(stats[0])
-    if ask.metrics:
+    if request.metrics:
         found["metrics"] = metrics(stats[0]) if len(stats) == 1 else None
-    if ask.meta_info:
+    if request.meta_info:
         found["meta_info"] = {"id": answer_id} | meta_info(stats[0])
     if texts := warnings(generation):
         found["warnings"] = texts
@@ -63,13 +63,13 @@ def asked_for(generation: Generation, answer_id: str) -> dict[str, Any]:
 def warnings(generation: Generation) -> list[str]:
     """Return the warnings about a request and about its finished outputs, each once."""
     of_replies = (text for reply in generation.replies if reply.result for text in reply.warnings)
-    return list(dict.fromkeys((*generation.ask.warnings, *of_replies)))
+    return list(dict.fromkeys((*generation.request.warnings, *of_replies)))
 
 
-def of_choice(reply: Reply, ask: Ask, answer_id: str) -> dict[str, Any]:
+def choice_statistics(reply: Reply, request: GenerationRequest, answer_id: str) -> dict[str, Any]:
     """What a finished entry of `choices` adds to OpenAI's fields: vLLM's and SGLang's."""
     assert reply.result is not None
-    stop_ids = ask.options.get("stop_token_ids") or ()
+    stop_ids = request.options.get("stop_token_ids") or ()
     last = next(reversed(reply.ids), None)
     by_id = reply.finish_reason == "stop" and not reply.stop_string and last in stop_ids
     found: dict[str, Any] = {
@@ -77,16 +77,16 @@ def of_choice(reply: Reply, ask: Ask, answer_id: str) -> dict[str, Any]:
         "finish_details": reply.details,
         "stop_reason": last if by_id else reply.stop_string,
     }
-    if ask.token_ids:
+    if request.return_token_ids:
         found["token_ids"] = reply.ids
-    if ask.meta_info:
+    if request.meta_info:
         found["meta_info"] = {"id": answer_id} | meta_info(reply.result.stats)
     return found
 
 
 def reused(generation: Generation) -> int:
     """Prompt tokens that were not computed anew; a prompt with several answers counts once."""
-    n, replies = generation.ask.n, generation.replies
+    n, replies = generation.request.n, generation.replies
     groups = (replies[at : at + n] for at in range(0, len(replies), n))
     return sum(cached([r.result.stats for r in group if r.result]) for group in groups)
 

@@ -15,11 +15,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflash_jax.server.access import ANY, AllowedHosts, is_json, is_own_page
 from dflash_jax.server.background import POOLS
+from dflash_jax.server.connection import ClientDisconnected, json_response
 from dflash_jax.server.generation import shutting_down
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.models import Models
+from dflash_jax.server.models import ServedModels
 from dflash_jax.server.protocol import Problem, new_id
-from dflash_jax.server.streaming import Gone, json_answer
 from dflash_jax.utils.allocator import give_back
 
 log = logging.getLogger("dflash_jax.server")
@@ -60,13 +60,13 @@ class Settings:
     allowed_hosts: tuple[str, ...] = ()
 
 
-class Gate:
+class Middleware:
     """Lets requests in, and turns what goes wrong behind it into error objects."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, models: Models):
+    def __init__(self, settings: Settings, metrics: Metrics, models: ServedModels):
         self._settings, self._metrics, self._models = settings, metrics, models
         self.draining = False
-        self._gives_back = False  # soon
+        self._trim_scheduled = False  # soon
 
     @property
     def max_body(self) -> int:
@@ -77,7 +77,7 @@ class Gate:
         longest = max((engine.plan.max_length for engine in engines), default=0)
         return min(max(BYTES_PER_TOKEN * longest, LEAST_BODY), MOST_BODY)
 
-    def surrounding(self, app: ASGIApp, hosts: AllowedHosts) -> ASGIApp:
+    def wrap_app(self, app: ASGIApp, hosts: AllowedHosts) -> ASGIApp:
         """The application behind the checks that requests have to pass whatever their path."""
 
         async def checked(scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,36 +94,38 @@ class Gate:
 
         return checked
 
-    def guarded(self, handler: Handler) -> Handler:
+    def wrap_handler(self, handler: Handler) -> Handler:
         """The handler, for those who may come in; what it raises becomes an answer."""
 
         async def answer(request: Request) -> Response:
             request.state.id = number = new_id("req_")
             try:
                 self._check_headers(request)
-                self._authorise(request)
-                return _numbered(await handler(request), number)
+                self._check_key(request)
+                return _with_request_id(await handler(request), number)
             except Problem as problem:
                 if problem.status >= 500 and request.scope["path"] not in OPEN_PATHS:
-                    log_refusal(number, problem)
+                    log_error(number, problem)
                 return self._refuse(problem, number)
-            except Gone:
+            except ClientDisconnected:
                 return Response(status_code=499)
             except Exception as error:
                 log.exception("%s failed", number)
                 problem = Problem(500, f"internal error: {type(error).__name__}")
                 return self._refuse(problem, number)
             finally:
-                if getattr(request.state, "body_size", 0) > LARGE and not self._gives_back:
-                    self._gives_back = True
-                    asyncio.get_running_loop().call_later(GIVE_BACK_S, self._give_back)
+                if getattr(request.state, "body_size", 0) > LARGE and not self._trim_scheduled:
+                    self._trim_scheduled = True
+                    asyncio.get_running_loop().call_later(GIVE_BACK_S, self._trim_memory)
 
         return answer
 
     async def no_route(self, request: Request, error: Any) -> Response:
         """The answer where no route or method fits; OPTIONS asks what does."""
         if request.method == "OPTIONS" and error.status_code == 405:
-            return _numbered(Response(status_code=204, headers=error.headers), new_id("req_"))
+            return _with_request_id(
+                Response(status_code=204, headers=error.headers), new_id("req_")
+            )
         message = f"{request.method} {request.scope['path']} does not exist"
         unknown = Problem(error.status_code, message, code="unknown_url")
         refusal = self._refuse(unknown, new_id("req_"))
@@ -157,7 +159,7 @@ class Gate:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 self._metrics.cancelled("disconnect", "body")
-                raise Gone
+                raise ClientDisconnected
             body += message.get("body", b"")
             request.state.body_size = len(body)
             if len(body) > most:
@@ -165,9 +167,9 @@ class Gate:
             if not message.get("more_body", False):
                 return bytes(body)
 
-    def _give_back(self) -> None:
+    def _trim_memory(self) -> None:
         """Have malloc give back what is free, in a thread: it takes tens of milliseconds."""
-        self._gives_back = False
+        self._trim_scheduled = False
         threading.Thread(target=give_back, args=(POOLS,), name="give-back", daemon=True).start()
 
     def check_open(self) -> None:
@@ -181,7 +183,7 @@ class Gate:
         if problem.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         body = problem.to_json() | {"request_id": number}
-        return _numbered(json_answer(body, problem.status, headers), number)
+        return _with_request_id(json_response(body, problem.status, headers), number)
 
     def _check_headers(self, request: Request) -> None:
         if sum(len(name) + len(value) for name, value in request.headers.raw) > MOST_HEADERS:
@@ -205,7 +207,7 @@ class Gate:
                 code="unsupported_content_type",
             )
 
-    def _authorise(self, request: Request) -> None:
+    def _check_key(self, request: Request) -> None:
         if not self._settings.api_keys or request.scope["path"] in OPEN_PATHS:
             return
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -245,12 +247,12 @@ def _check_hosts(headers: Headers, hosts: AllowedHosts) -> None:
         )
 
 
-def log_refusal(number: str, problem: Problem) -> None:
+def log_error(number: str, problem: Problem) -> None:
     """Log why the server could not serve a request, under the request's id."""
     log.warning("%s answered with %d: %s", number, problem.status, problem.message)
 
 
-def _numbered(response: Response, number: str) -> Response:
+def _with_request_id(response: Response, number: str) -> Response:
     """The response with an id by which it can be named, in the headers of either API."""
     for header in ("request-id", "x-request-id"):
         response.headers[header] = number
