@@ -36,7 +36,7 @@ class OutputText:
         syntax = syntax_of(tokenizer.teaches) if tokenizer and tools and stop else None
         if tokenizer and syntax:
             self._marked = tokenizer.showing(syntax.markers(calls=True)).stream()
-            self._parser = OutputParser(syntax, tools, thinking=thinking, stop=stop, slips=slips)
+            self._parser = OutputParser(syntax, tools, thinking=thinking, stop=stop, lenient=slips)
         self.text = ""
 
     @property

@@ -14,7 +14,14 @@ from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.thinking import positive_budget, thoughts
 from dflash_jax.server.writer import named
 from dflash_jax.tokenizer import well_formed
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tool_parsers.events import (
+    Content,
+    Event,
+    Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from dflash_jax.tool_parsers.tool_schema import is_deep
 
 SIGNATURE = "unsigned"  # of thoughts; clients drop those that have none
@@ -152,12 +159,12 @@ class MessagesWriter:
                 case Thinking(text):
                     out += self._enter("thinking", {"thinking": "", "signature": ""})
                     out += self._delta({"type": "thinking_delta", "thinking": text})
-                case CallBegun(index, name):
+                case ToolCallStart(index, name):
                     block = {"id": reply.calls[index].id, "name": name, "input": {}}
                     out += self._leave() + self._enter("tool_use", block)
-                case Arguments(_, text):
+                case ToolCallDelta(_, text):
                     out += self._delta({"type": "input_json_delta", "partial_json": text})
-                case CallDone():
+                case ToolCallEnd():
                     out += self._leave()
         return out
 

@@ -9,7 +9,7 @@ from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.thinking import positive_budget, thoughts
 from dflash_jax.server.writer import OpenAIWriter
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, Content, Event, Thinking
+from dflash_jax.tool_parsers.events import Content, Event, Thinking, ToolCallDelta, ToolCallStart
 
 
 class ChatRequest(OpenAIFields, kw_only=True):
@@ -90,11 +90,11 @@ class ChatWriter(OpenAIWriter):
                     out += self._chunk(reply, {"content": text})
                 case Thinking(text):
                     out += self._chunk(reply, {"reasoning_content": text, "reasoning": text})
-                case CallBegun(index, name):
+                case ToolCallStart(index, name):
                     head = {"index": index, "id": reply.calls[index].id, "type": "function"}
                     call = head | {"function": {"name": name, "arguments": ""}}
                     out += self._chunk(reply, {"tool_calls": [call]})
-                case Arguments(index, text):
+                case ToolCallDelta(index, text):
                     call = {"index": index, "function": {"arguments": text}}
                     out += self._chunk(reply, {"tool_calls": [call]})
         if reply.result is not None:

@@ -30,7 +30,7 @@ from dflash_jax.server.prompt import (
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.tool_parsers.events import Event
-from dflash_jax.tool_parsers.grammar import behind_thought, call_grammar
+from dflash_jax.tool_parsers.grammar import after_thought_grammar, call_grammar
 
 COMPLETION_MAX_TOKENS = 16  # tokens of completions that name no max_tokens, as OpenAI has it
 COMPILING_KEEPALIVE_S = 5.0  # seconds after which a stream says that programs are being compiled
@@ -146,7 +146,7 @@ class Generation:
             return {"around": self._calls(engine, prompt, answer=True)}
         if syntax.thought is None or not prompt.thinking:
             return {}
-        return {"around": behind_thought(syntax.thought.closing, tokenizer.special_texts)}
+        return {"around": after_thought_grammar(syntax.thought.closing, tokenizer.special_texts)}
 
     def _calls(self, engine: Engine, prompt: EncodedPrompt, *, answer: bool = False) -> str:
         """The grammar of a call that has to be made, unless an answer is given."""

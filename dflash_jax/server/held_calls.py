@@ -2,7 +2,14 @@
 
 from collections.abc import Iterable
 
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tool_parsers.events import (
+    Content,
+    Event,
+    Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 
 class RepeatedCallFilter:
@@ -23,18 +30,18 @@ class RepeatedCallFilter:
         given: list[Event] = []
         for event in events:
             match event:
-                case CallBegun(_, name):
+                case ToolCallStart(_, name):
                     self._name, self._arguments = name, ""
                     if self._last is None or name != self._last[0]:
                         given += self.release()
                     else:
                         self._held.append(event)
                         continue
-                case Arguments(_, text):
+                case ToolCallDelta(_, text):
                     self._arguments += text
                     if self._last is None or not self._last[1].startswith(self._arguments):
                         given += self.release()
-                case CallDone():
+                case ToolCallEnd():
                     call = (self._name, self._arguments)
                     if call != self._last:
                         given += self.release()

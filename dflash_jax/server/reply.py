@@ -12,12 +12,12 @@ from dflash_jax.server.protocol import GenerationRequest, new_id
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax
 from dflash_jax.tool_parsers.events import (
-    Arguments,
-    CallBegun,
-    CallDone,
     Content,
     Event,
     Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
     joined,
 )
 from dflash_jax.tool_parsers.stream import OutputParser
@@ -96,7 +96,7 @@ class Reply:
             request.declared_tools,
             thinking=self._starts_thinking,
             stop=request.stop if among_calls else (),
-            slips=request.grammar is None,
+            lenient=request.grammar is None,
         )
         self.content = self.reasoning = ""
         self.answer_logprobs: list[TokenLogprob] = []  # those outside thoughts and calls
@@ -169,12 +169,12 @@ class Reply:
                 case Thinking(text):
                     self.reasoning += text
                     self._write("reasoning", text)
-                case CallBegun(_, name):
+                case ToolCallStart(_, name):
                     self.calls.append(ToolCall(new_id("call_"), name))
                     self._parts.append(ReplyPart("call", call=self.calls[-1]))
-                case Arguments(index, text):
+                case ToolCallDelta(index, text):
                     self.calls[index].arguments += text
-                case CallDone(index):
+                case ToolCallEnd(index):
                     call = self.calls[index]
                     call.done, call.arguments = True, call.arguments or "{}"
                     if not self._request.parallel_tool_calls:

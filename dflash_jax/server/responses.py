@@ -15,7 +15,14 @@ from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.thinking import thoughts
 from dflash_jax.server.writer import named
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tool_parsers.events import (
+    Content,
+    Event,
+    Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
@@ -172,13 +179,13 @@ class ResponsesWriter:
                 case Thinking(text):
                     out += self._enter("reasoning")
                     out += self._delta("response.reasoning_text.delta", text, content_index=0)
-                case CallBegun(index, name):
+                case ToolCallStart(index, name):
                     call_id = reply.calls[index].id
                     out += self._leave()
                     out += self._enter("function_call", call_id, name)
-                case Arguments(_, text):
+                case ToolCallDelta(_, text):
                     out += self._delta("response.function_call_arguments.delta", text)
-                case CallDone():
+                case ToolCallEnd():
                     out += self._leave("completed")
         return out
 

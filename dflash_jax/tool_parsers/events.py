@@ -19,7 +19,7 @@ class Content:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CallBegun:
+class ToolCallStart:
     """A call of a declared tool; calls are numbered from 0."""
 
     index: int
@@ -27,7 +27,7 @@ class CallBegun:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Arguments:
+class ToolCallDelta:
     """The next piece of a call's arguments, as JSON text."""
 
     index: int
@@ -35,13 +35,13 @@ class Arguments:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CallDone:
+class ToolCallEnd:
     """The call's arguments are complete."""
 
     index: int
 
 
-Event = Thinking | Content | CallBegun | Arguments | CallDone
+Event = Thinking | Content | ToolCallStart | ToolCallDelta | ToolCallEnd
 
 
 def joined(events: Iterable[Event]) -> Iterator[Event]:
@@ -53,8 +53,8 @@ def joined(events: Iterable[Event]) -> Iterator[Event]:
                 last = Thinking(a + b)
             case (Content(a), Content(b)):
                 last = Content(a + b)
-            case (Arguments(i, a), Arguments(j, b)) if i == j:
-                last = Arguments(i, a + b)
+            case (ToolCallDelta(i, a), ToolCallDelta(j, b)) if i == j:
+                last = ToolCallDelta(i, a + b)
             case _:
                 if last is not None:
                     yield last

@@ -66,7 +66,7 @@ def call_grammar(
 
     def quote(text: str) -> str:
         """A text as grammar symbols: its special tokens by name, the rest as strings."""
-        return _symbols(text, specials)
+        return _terminals(text, specials)
 
     calls = " | ".join(_CALLS[syntax.name](tool, quote) for tool in allowed)
     several = parallel and syntax.name in ("hermes", "qwen_xml", "gemma4")
@@ -84,17 +84,21 @@ def call_grammar(
 THOUGHT = [r"TEXT: /(.|\n)*/", r"BLANK: /\n*/"]
 
 
-def behind_thought(closing: str, specials: Collection[str]) -> str:
+def after_thought_grammar(closing: str, specials: Collection[str]) -> str:
     """A Lark grammar of the rest of a thought, up to `closing`, and of the grammar `answer`."""
-    return "\n".join([f"start: TEXT {_symbols(closing, specials)} BLANK @answer", *THOUGHT])
+    return "\n".join([f"start: TEXT {_terminals(closing, specials)} BLANK @answer", *THOUGHT])
 
 
-def _symbols(text: str, specials: Collection[str]) -> str:
+def _terminals(text: str, specials: Collection[str]) -> str:
     found = [(text.find(s), s) for s in specials if s and s in text]
     if not found:
         return json.dumps(text, ensure_ascii=False) if text else ""
     at, special = min(found)
-    parts = [_symbols(text[:at], specials), special, _symbols(text[at + len(special) :], specials)]
+    parts = [
+        _terminals(text[:at], specials),
+        special,
+        _terminals(text[at + len(special) :], specials),
+    ]
     return " ".join(part for part in parts if part)
 
 
@@ -123,7 +127,7 @@ def _xml(tool: Tool, quote: Quote) -> str:
     shared = {key: tool.parameters[key] for key in DEFINITIONS if key in tool.parameters}
 
     def value(name: str, schema: Any) -> str:
-        if texts := _choices(schema):
+        if texts := _enum_texts(schema):
             return "(" + " | ".join(map(quote, texts)) + f") {end}"
         if "string" in (kinds_of(tool, name) or ("string",)):  # read back as it is written
             return "parameter"
@@ -139,7 +143,7 @@ def _xml(tool: Tool, quote: Quote) -> str:
 
 def _gemma4(tool: Tool, quote: Quote) -> str:
     def value(schema: Any) -> str:
-        if texts := _choices(schema):
+        if texts := _enum_texts(schema):
             return "(" + " | ".join(quote(QUOTE + text + QUOTE) for text in texts) + ")"
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         kinds = {"string": "quoted", "integer": "INTEGER", "number": "NUMBER", "boolean": "truth"}
@@ -163,7 +167,7 @@ def _parameters(tool: Tool) -> list[tuple[str, Any, bool]]:
     return [(name, schema, name in required) for name, schema in tool.properties.items()]
 
 
-def _choices(schema: Any) -> list[str]:
+def _enum_texts(schema: Any) -> list[str]:
     """The texts a parameter may have, where its schema lists them."""
     values = schema.get("enum") if isinstance(schema, Mapping) else None
     return values if isinstance(values, list) and all(isinstance(v, str) for v in values) else []

@@ -10,30 +10,30 @@ from typing import Any
 
 from dflash_jax.tool_parsers.gemma4 import QUOTE
 from dflash_jax.tool_parsers.stops import overlap
-from dflash_jax.tool_parsers.tool_schema import parsed
+from dflash_jax.tool_parsers.tool_schema import parse_json
 
-Reader = Generator[None, None, None]
+ParseSteps = Generator[None, None, None]
 
 
-NO_WORD = re.compile(r"[^\w.:-]")
+NON_WORD = re.compile(r"[^\w.:-]")
 MARKS = "\"'`"
-DEEPEST = 64  # lists and objects in each other
+MAX_NESTING = 64  # lists and objects in each other
 
 
-def as_written(word: str) -> Any:
+def bare_word_value(word: str) -> Any:
     """What a bare word means as JSON, if it is any."""
-    return parsed(word, word)
+    return parse_json(word, word)
 
 
-class Ended(Exception):
+class EndOfOutput(Exception):
     """The output ended where a reader needs more."""
 
 
-class NoCall(Exception):
+class NotACall(Exception):
     """What was begun like a call is none."""
 
 
-class Arriving:
+class TextBuffer:
     """Text that is still arriving. Its generators yield while they wait for more.
 
     Attributes:
@@ -44,37 +44,37 @@ class Arriving:
         self.buffer = ""
         self.ended = False
         self.recorded = 0
-        self._record: list[str] | None = None  # the pieces of what was taken
+        self._recording: list[str] | None = None  # the pieces of what was taken
 
-    def keep_record(self) -> None:
+    def start_recording(self) -> None:
         """Records what is taken from now on."""
-        self._record, self.recorded = [], 0
+        self._recording, self.recorded = [], 0
 
-    def drop_record(self) -> str:
+    def stop_recording(self) -> str:
         """Ends the record, and returns it."""
-        record = "".join(self._record or ())
-        self._record, self.recorded = None, 0
+        record = "".join(self._recording or ())
+        self._recording, self.recorded = None, 0
         return record
 
-    def put_back(self) -> None:
+    def rewind(self) -> None:
         """Puts what was recorded back in front, and ends the record."""
-        self.buffer = self.drop_record() + self.buffer
+        self.buffer = self.stop_recording() + self.buffer
 
     def take(self, count: int) -> str:
         """The first characters, which are gone then."""
         taken, self.buffer = self.buffer[:count], self.buffer[count:]
-        if self._record is not None:
-            self._record.append(taken)
+        if self._recording is not None:
+            self._recording.append(taken)
             self.recorded += len(taken)
         return taken
 
-    def more(self) -> Reader:
+    def more(self) -> ParseSteps:
         """Waits for more text. Raises Ended if none will come."""
         if self.ended:
-            raise Ended
+            raise EndOfOutput
         yield
 
-    def flow(
+    def scan(
         self, markers: Iterable[str], show: Callable[[str], None]
     ) -> Generator[None, None, str | None]:
         """Shows text as it becomes certain, up to a marker, which it takes and returns."""
@@ -114,7 +114,7 @@ class Arriving:
     def word(self) -> Generator[None, None, str]:
         """Letters, digits and `_.:-` up to anything else."""
         at = 0
-        while not (end := NO_WORD.search(self.buffer, at)):
+        while not (end := NON_WORD.search(self.buffer, at)):
             at = len(self.buffer)
             yield from self.more()
         return self.take(end.start())
@@ -139,24 +139,24 @@ class Arriving:
                 if self.buffer.startswith(word):
                     return self.take(len(word)) if take else word
             if not any(word.startswith(self.buffer) for word in words):
-                raise NoCall
+                raise NotACall
             yield from self.more()
 
-    def expect(self, word: str) -> Reader:
+    def expect(self, word: str) -> ParseSteps:
         yield from self.one_of(word)
 
     def string(self) -> Generator[None, None, str]:
         """A JSON string."""
         if (yield from self.peek()) != '"':
-            raise NoCall
+            raise NotACall
         pieces: list[str] = []
         yield from self.value(pieces.append, unpack=False)
         try:
             return json.loads("".join(pieces))
         except json.JSONDecodeError:
-            raise NoCall from None
+            raise NotACall from None
 
-    def value(self, show: Callable[[str], None], *, unpack: bool = True) -> Reader:
+    def value(self, show: Callable[[str], None], *, unpack: bool = True) -> ParseSteps:
         """Shows a JSON value's text.
 
         Args:
@@ -214,7 +214,7 @@ class Arriving:
         return name
 
     def gemma_value(
-        self, end: str = "}", read: Callable[[str], Any] = as_written, depth: int = 0
+        self, end: str = "}", read: Callable[[str], Any] = bare_word_value, depth: int = 0
     ) -> Generator[None, None, Any]:
         """A value in Gemma's notation; texts may stand in other quotes as well.
 
@@ -229,8 +229,8 @@ class Arriving:
         if first in MARKS:
             return (yield from self._quoted())
         if first in "{[":
-            if depth > DEEPEST:
-                raise NoCall
+            if depth > MAX_NESTING:
+                raise NotACall
             yield from self.character()
             items: dict[str, Any] = {}
             while (yield from self.peek()) not in "}]":

@@ -8,32 +8,32 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dflash_jax.tool_parsers.tool_schema import KINDS, Tool, kinds_of, parsed
+from dflash_jax.tool_parsers.tool_schema import KINDS, Tool, kinds_of, parse_json
 
 OPENS = ("<tool_call>", "<function=", "<tool_code>")
-WORDS = ("<tool_call>", "<function=")  # of these, texts about tools may speak
+AMBIGUOUS_OPENS = ("<tool_call>", "<function=")  # of these, texts about tools may speak
 CLOSES = ("</tool_call>", "</function>", "</tool_code>")
-VERB = "call:"  # NAME{key: value}
-BARE = tuple(f'{{{space}"name"' for space in ("", " ", "\n", "\n  ", "\n    ", "\n\t"))
+CALL_PREFIX = "call:"  # NAME{key: value}
+BARE_OPENS = tuple(f'{{{space}"name"' for space in ("", " ", "\n", "\n  ", "\n    ", "\n\t"))
 FENCE = "```"
 LOOK_BACK = 80  # characters in which a line begins, if white space is all it has
 
-NEXT = re.compile(r"(?:(?<=\n)|^)<parameter=(?P<name>[^<>\n]+)>|</[^<>\s]+>")
-TAIL = re.compile(r"</[^<>\s]+>\s*(?:<[^<>\n]*)?\Z|<[^<>\n]*\Z")  # tags that may yet be such
-BEHIND = ("</tool_call>", "<tool_call>", "<function=")  # what may follow a call
+NEXT_TAG = re.compile(r"(?:(?<=\n)|^)<parameter=(?P<name>[^<>\n]+)>|</[^<>\s]+>")
+OPEN_TAIL = re.compile(r"</[^<>\s]+>\s*(?:<[^<>\n]*)?\Z|<[^<>\n]*\Z")  # tags that may yet be such
+AFTER_CALL = ("</tool_call>", "<tool_call>", "<function=")  # what may follow a call
 
 
-def untagged(tools: Mapping[str, Tool], taken: Sequence[str]) -> tuple[str, ...]:
+def untagged_openings(tools: Mapping[str, Tool], taken: Sequence[str]) -> tuple[str, ...]:
     """Beginnings of calls that may as well be text: a tool's name as a tag, JSON, a verb.
 
     Args:
       taken: markers that mean something else.
     """
     tags = (f"<{name}>" for name in tools)
-    return (*BARE, VERB, *(tag for tag in tags if tag not in taken))
+    return (*BARE_OPENS, CALL_PREFIX, *(tag for tag in tags if tag not in taken))
 
 
-class Before:
+class ShownText:
     """What was shown so far, as far as it tells whether an untagged call may begin behind it."""
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ class Before:
         """Whether an untagged call may begin with this marker here."""
         if self._fenced:
             return False
-        if marker in BARE:
+        if marker in BARE_OPENS:
             return self._end.rstrip(" \t")[-1:] in ("", "\n")
-        return marker != VERB or not re.search(r"[\w.:-]\Z", self._end)
+        return marker != CALL_PREFIX or not re.search(r"[\w.:-]\Z", self._end)
 
 
-def fits(tool: Tool, text: str) -> bool:
+def is_arguments_object(tool: Tool, text: str) -> bool:
     """Whether a text is an object of the tool's arguments and nothing else can be meant."""
-    found = parsed(text, None)
+    found = parse_json(text, None)
     if not (isinstance(found, dict) and found and found.keys() <= tool.properties.keys()):
         return False
     required = tool.parameters.get("required")
@@ -79,7 +79,7 @@ def is_a(value: Any, kinds: Collection[str]) -> bool:
     return not kinds or any(isinstance(value, KINDS.get(kind, object)) for kind in kinds)
 
 
-def unclosed(
+def implied_end(
     buffer: str,
     start: int,
     tool: Tool | None,
@@ -101,10 +101,10 @@ def unclosed(
     """
     names = set(tool.properties if tool else ()) - set(given)
     last = closed if closed >= 0 else len(buffer)
-    for found in NEXT.finditer(buffer, start, last):
+    for found in NEXT_TAG.finditer(buffer, start, last):
         if found[0] in ends:
             rest = buffer[found.end() :].lstrip()
-            if rest.startswith(BEHIND) if rest else ended:
+            if rest.startswith(AFTER_CALL) if rest else ended:
                 return found.start()
         elif found["name"] and found["name"].strip() in names:
             return found.start()
@@ -113,7 +113,7 @@ def unclosed(
     return None
 
 
-def settled(buffer: str, start: int) -> int:
+def rescan_from(buffer: str, start: int) -> int:
     """From where a value has to be looked at again, once more of it came."""
-    tail = TAIL.search(buffer, start)
+    tail = OPEN_TAIL.search(buffer, start)
     return tail.start() if tail else len(buffer)

@@ -58,7 +58,7 @@ class ToolChoice:
 
 
 AUTO = ToolChoice("auto")
-WORDS = {
+CHOICES = {
     "auto": AUTO,
     "none": ToolChoice("none"),
     "required": ToolChoice("required"),
@@ -87,11 +87,11 @@ def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> ToolChoice:
       RequestError: it names a tool that was not declared.
     """
     if not isinstance(tool_choice, Mapping):
-        return WORDS.get(str(tool_choice), AUTO)
+        return CHOICES.get(str(tool_choice), AUTO)
     function = tool_choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else tool_choice.get("name")
-    if name is None and isinstance(kind := tool_choice.get("type"), str) and kind in WORDS:
-        return WORDS[kind]
+    if name is None and isinstance(kind := tool_choice.get("type"), str) and kind in CHOICES:
+        return CHOICES[kind]
     if name not in [tool.name for tool in tools]:
         known = ", ".join(tool.name for tool in tools) or "none"
         raise RequestError(
@@ -115,7 +115,7 @@ def call_beginnings(tools: Sequence[Tool], choice: ToolChoice, syntax: Syntax) -
     return tuple(syntax.begin(name, parameter) for name, parameter in safe)
 
 
-def typed(text: str, tool: Tool | None, parameter: str) -> Any:
+def typed_value(text: str, tool: Tool | None, parameter: str) -> Any:
     """The value of an XML parameter, by the type its tool declares; a text if that fails."""
     kinds = kinds_of(tool, parameter)
     if text == "null":
@@ -124,10 +124,10 @@ def typed(text: str, tool: Tool | None, parameter: str) -> Any:
         return text
     if "boolean" in kinds and (word := text.strip().lower()) in ("true", "false"):
         return word == "true"
-    return parsed(text, text)
+    return parse_json(text, text)
 
 
-def parsed(text: str, otherwise: Any) -> Any:
+def parse_json(text: str, otherwise: Any) -> Any:
     """The value of a JSON text; something else where it is none, or none that may be written."""
     try:
         found = json.loads(text)
@@ -163,11 +163,11 @@ def kinds_of(tool: Tool | None, parameter: str) -> set[str]:
             todo += parts if isinstance(parts := schema.get(word), list) else ()
         if isinstance(place := schema.get("$ref"), str) and place not in met:
             met.add(place)
-            todo.append(_referred(tool.parameters, place))
+            todo.append(_resolve_reference(tool.parameters, place))
     return kinds
 
 
-def _referred(schema: Any, place: str) -> Any:
+def _resolve_reference(schema: Any, place: str) -> Any:
     """What a reference such as #/$defs/NAME means."""
     for step in place.removeprefix("#/").split("/"):
         schema = schema.get(step) if isinstance(schema, Mapping) else None

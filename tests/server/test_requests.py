@@ -16,7 +16,7 @@ from dflash_jax.server.prompt import resolve_max_tokens
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tool_parsers import SYNTAXES
-from dflash_jax.tool_parsers.events import CallBegun
+from dflash_jax.tool_parsers.events import ToolCallStart
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import call_beginnings
 
@@ -184,7 +184,7 @@ def test_tool_names_may_have_as_many_characters_as_anthropics(name: str) -> None
     assert call_beginnings(request.declared_tools, request.tool_choice, syntax) == ()
     parser = OutputParser(syntax, request.declared_tools)
     events = parser.push(syntax.render(long, {"a": 1})) + parser.finish()
-    assert [event.name for event in events if isinstance(event, CallBegun)] == [long]
+    assert [event.name for event in events if isinstance(event, ToolCallStart)] == [long]
     with pytest.raises(Problem, match="1 to 128 letters"):
         messages(tools=[{"name": long + "n"}])
 

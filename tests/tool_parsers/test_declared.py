@@ -12,9 +12,9 @@ from dflash_jax.tool_parsers.tool_schema import (
     ToolChoice,
     call_beginnings,
     choice_of,
-    parsed,
+    parse_json,
     tools_of,
-    typed,
+    typed_value,
 )
 
 XML = SYNTAXES["qwen_xml"]
@@ -167,19 +167,19 @@ SCHEMA: dict[str, Any] = {
 def test_a_text_becomes_the_value_its_schema_asks_for(
     parameter: str, text: str, value: object
 ) -> None:
-    assert typed(text, Tool("f", SCHEMA), parameter) == value
+    assert typed_value(text, Tool("f", SCHEMA), parameter) == value
 
 
 def test_what_cannot_be_written_as_json_is_not_read_as_json() -> None:
     for text in ("NaN", "[Infinity]", "9" * 5000, "[" * 100_000, "x", ""):
-        assert parsed(text, None) is None
-    assert parsed('{"a": [1.5]}', None) == {"a": [1.5]}
+        assert parse_json(text, None) is None
+    assert parse_json('{"a": [1.5]}', None) == {"a": [1.5]}
 
 
 def test_schemas_that_are_none_do_no_harm() -> None:
     for schema in ({"properties": 3}, {"properties": ["a"], "required": [["a"], {}]}):
         declared = tools_of([{"name": "a", "parameters": schema}])
         assert call_beginnings(declared, ToolChoice("auto"), XML) == (OF_A,)
-        assert typed("1", declared[0], "a") == "1"
+        assert typed_value("1", declared[0], "a") == "1"
         parser = OutputParser(XML, declared)
         assert parser.push('{"a": 1}') + parser.finish()

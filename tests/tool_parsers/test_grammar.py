@@ -9,8 +9,8 @@ from dflash_jax.engine.structured.grammars import Grammar, Grammars
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
-from dflash_jax.tool_parsers.events import Arguments
-from dflash_jax.tool_parsers.grammar import behind_thought, call_grammar
+from dflash_jax.tool_parsers.events import ToolCallDelta
+from dflash_jax.tool_parsers.grammar import after_thought_grammar, call_grammar
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
@@ -129,7 +129,7 @@ def test_a_structure_may_stand_behind_a_thought_or_beside_calls(
             grammar.accept([2040])
         return grammar
 
-    behind = behind_thought("</think>", SPECIALS)
+    behind = after_thought_grammar("</think>", SPECIALS)
     assert not said(f"Hm {text} hm.\n</think>\n\n{text}", behind).error
     assert said("Hm.\n</think>\n\nSo.", behind).error
     assert said(text, behind).error
@@ -189,8 +189,8 @@ def test_what_a_grammar_demands_is_what_the_parser_reads(
     text = said(family, {"a": value})
     grammar = call_grammar(SYNTAXES[family], [tool], ToolChoice("required"), SPECIALS)
     assert matches(tokenizer, grammar, text)
-    events = OutputParser(SYNTAXES[family], [tool], slips=False).push(text)
-    written = "".join(event.text for event in events if isinstance(event, Arguments))
+    events = OutputParser(SYNTAXES[family], [tool], lenient=False).push(text)
+    written = "".join(event.text for event in events if isinstance(event, ToolCallDelta))
     assert json.loads(written) == {"a": value}
 
 

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.tool_parsers import SYNTAXES
-from dflash_jax.tool_parsers import malformed_calls as slips
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tool_parsers import SYNTAXES, malformed_calls
+from dflash_jax.tool_parsers.events import (
+    Content,
+    Event,
+    Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import Tool
 
@@ -38,13 +44,13 @@ def read_by(parser: OutputParser, pieces: Sequence[str]) -> Read:
     calls: list[list] = []
     for event in events:
         match event:
-            case CallBegun(index, name):
+            case ToolCallStart(index, name):
                 assert index == len(calls)
                 calls.append([name, "", False])
-            case Arguments(index, text):
+            case ToolCallDelta(index, text):
                 assert not calls[index][2]
                 calls[index][1] += text
-            case CallDone(index):
+            case ToolCallEnd(index):
                 calls[index] = [calls[index][0], json.loads(calls[index][1] or "{}"), True]
     thoughts = "".join(e.text for e in events if isinstance(e, Thinking))
     content = "".join(e.text for e in events if isinstance(e, Content))
@@ -142,7 +148,7 @@ def test_names_that_no_tool_can_have_are_text() -> None:
 
 def test_where_a_grammar_says_what_comes_only_declared_tools_are_called() -> None:
     raw = '{"name": "other", "parameters": {"path": "x"}}'
-    parser = OutputParser(SYNTAXES["llama"], TOOLS, slips=False)
+    parser = OutputParser(SYNTAXES["llama"], TOOLS, lenient=False)
     assert read_by(parser, list(raw)) == ("", raw, [], False)
 
 
@@ -165,7 +171,7 @@ def test_json_that_is_no_call_is_content_where_calls_have_no_tags() -> None:
 def test_arguments_arrive_while_they_are_written() -> None:
     parser = OutputParser(SYNTAXES["hermes"], TOOLS)
     parser.push('<tool_call>\n{"name": "read", "arguments": {"pa')
-    assert parser.push('th": "ab') == [Arguments(0, 'th": "ab')]
+    assert parser.push('th": "ab') == [ToolCallDelta(0, 'th": "ab')]
 
 
 def test_arguments_before_the_name_and_arguments_in_a_string() -> None:
@@ -209,8 +215,8 @@ def test_any_mixture_of_markup_is_read_alike_however_it_is_cut(
     ]
     words += ["<|message|>", "<parameter=path>", "\n", " ", "\\", thought(family, "x")]
     words += [
-        *slips.OPENS,
-        *slips.BARE,
+        *malformed_calls.OPENS,
+        *malformed_calls.BARE_OPENS,
         "call:",
         "read",
         "<read>",
@@ -230,12 +236,21 @@ def test_any_mixture_of_markup_is_read_alike_however_it_is_cut(
 def test_no_output_is_lost(data: st.DataObject, family: str) -> None:
     syntax = SYNTAXES[family]
     words = [*syntax.opens, *syntax.closes, syntax.render("other", {"a": 1}), "<tool_call>", "a"]
-    words += [*slips.CLOSES, *slips.BARE, "{", "}", '"read"', "\n", "<function=", "call:read{"]
+    words += [
+        *malformed_calls.CLOSES,
+        *malformed_calls.BARE_OPENS,
+        "{",
+        "}",
+        '"read"',
+        "\n",
+        "<function=",
+        "call:read{",
+    ]
     raw = "".join(data.draw(st.lists(st.sampled_from(words), max_size=6)))
     parser = OutputParser(syntax, TOOLS)
     events = parser.push(raw) + parser.finish() + parser.unfinished_call()
     given_ = "".join(e.text for e in events if isinstance(e, Content))
-    assert given_.strip() or any(isinstance(e, CallDone) for e in events) or not raw.strip()
+    assert given_.strip() or any(isinstance(e, ToolCallEnd) for e in events) or not raw.strip()
 
 
 def read_lenient(family: str, pieces: Sequence[str]) -> list[Event]:
@@ -246,8 +261,8 @@ def read_lenient(family: str, pieces: Sequence[str]) -> list[Event]:
         last = merged[-1] if merged else None
         if isinstance(event, Thinking | Content) and type(last) is type(event):
             merged[-1] = type(event)(last.text + event.text)
-        elif isinstance(event, Arguments) and isinstance(last, Arguments):
-            merged[-1] = Arguments(event.index, last.text + event.text)
+        elif isinstance(event, ToolCallDelta) and isinstance(last, ToolCallDelta):
+            merged[-1] = ToolCallDelta(event.index, last.text + event.text)
         else:
             merged.append(event)
     return merged
@@ -273,7 +288,7 @@ def test_slips_of_a_model_leak_nothing_and_leave_one_json_object(
         assert (content, unfinished) == ("", False)
         assert [call[1:] for call in calls] == [(arguments, True)]
     events = OutputParser(SYNTAXES["hermes"], TOOLS).push(raw)
-    written = "".join(event.text for event in events if isinstance(event, Arguments))
+    written = "".join(event.text for event in events if isinstance(event, ToolCallDelta))
     assert json.loads(written) == arguments
 
 
@@ -441,7 +456,7 @@ def test_the_arguments_of_the_only_tool_are_a_call_if_nothing_else_is_said(step:
 
     raw = '<think>\nhm\n</think>\n\n{"path": "x", "count": 3}\n'
     assert said(raw) == ("hm\n", "", [("read", {"path": "x", "count": 3}, True)], False)
-    assert said(raw, slips=False) == ("hm\n", raw[raw.index("{") :], [], False)
+    assert said(raw, lenient=False) == ("hm\n", raw[raw.index("{") :], [], False)
     for other in (
         '{"count": 3}',
         '{"path": 3}',
@@ -467,7 +482,7 @@ def test_of_a_long_value_only_the_end_is_looked_at_again() -> None:
         ("code\n</function>\n<to", "</function>\n<to"),
         ("code\n<parameter=pa", "<parameter=pa"),
     ):
-        assert value[slips.settled(value, 0) :] == again
+        assert value[malformed_calls.rescan_from(value, 0) :] == again
 
 
 @pytest.mark.parametrize("step", [1, 4, 1000])
@@ -526,7 +541,7 @@ def test_a_call_that_breaks_behind_its_name_is_content_as_well(step: int) -> Non
     events += parser.finish()
     content = "".join(e.text for e in events if isinstance(e, Content))
     assert content == raw
-    assert [e for e in events if isinstance(e, CallDone)] == []
+    assert [e for e in events if isinstance(e, ToolCallEnd)] == []
     assert (parser.calls, parser.unreadable) == (1, 1)
 
 
@@ -582,11 +597,11 @@ def test_arguments_are_one_json_object_whatever_stands_in_them() -> None:
         for family in ("hermes", "gemma4"):
             parser = OutputParser(SYNTAXES[family], TOOLS)
             events = [event for c in raw for event in parser.push(c)]
-            assert [type(e) for e in events if not isinstance(e, Arguments)] == [
-                CallBegun,
-                CallDone,
+            assert [type(e) for e in events if not isinstance(e, ToolCallDelta)] == [
+                ToolCallStart,
+                ToolCallEnd,
             ]
-            text = "".join(e.text for e in events if isinstance(e, Arguments))
+            text = "".join(e.text for e in events if isinstance(e, ToolCallDelta))
             text.encode()  # as whoever sends it does
             assert json.loads(text, parse_constant=float) == arguments, raw
 
@@ -649,13 +664,13 @@ def test_a_thought_that_is_opened_twice() -> None:
 def test_fences_and_lines_are_counted_however_text_is_cut() -> None:
     text = "a\n``" + "`json\n" + "x" * 200 + "\n"
     for step in (1, 2, 3, 1000):
-        before = slips.Before()
+        before = malformed_calls.ShownText()
         for i in range(0, len(text), step):
             before.add(text[i : i + step])
-        assert not before.allows(slips.BARE[0])
+        assert not before.allows(malformed_calls.BARE_OPENS[0])
         before.add("``")
         before.add("`\n")
-        assert before.allows(slips.BARE[0])
+        assert before.allows(malformed_calls.BARE_OPENS[0])
         before.add("call")
-        assert not before.allows(slips.VERB)
+        assert not before.allows(malformed_calls.CALL_PREFIX)
         assert not before.blank
