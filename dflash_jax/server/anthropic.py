@@ -5,14 +5,14 @@ import math
 from typing import Any
 
 from dflash_jax.server import statistics
-from dflash_jax.server.conversation import check_tools, conversation, parse_tools
-from dflash_jax.server.fields import CommonFields, common, texts
+from dflash_jax.server.conversation import check_tools, parse_messages, parse_tools
+from dflash_jax.server.fields import CommonFields, common_arguments, stop_strings
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.message_formats import continues_assistant, messages_from_anthropic
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode, new_id
 from dflash_jax.server.reply import Reply, ReplyPart
-from dflash_jax.server.thinking import positive_budget, thoughts
-from dflash_jax.server.writer import named
+from dflash_jax.server.thinking import positive_budget, reasoning_options
+from dflash_jax.server.writer import sse_event
 from dflash_jax.tokenizer import well_formed
 from dflash_jax.tool_parsers.events import (
     Content,
@@ -61,7 +61,7 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
     form, where = output.get("format"), "output_config.format"
     if form is None:
         form, where = found.output_format, "output_format"
-    asked = common(found, unknown, form, where)
+    asked = common_arguments(found, unknown, form, where)
     warnings = list(asked["warnings"])
     check_tools(found.tools)
     given = []
@@ -87,21 +87,21 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
         )  # fmt: skip
     wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
     tools, declared, chosen = parse_tools(given, wanted, places)
-    template, more_warnings = thoughts(
+    template, more_warnings = reasoning_options(
         found.chat_template_kwargs,
         word=output.get("effort"),
         where="output_config.effort",
         thinking=found.thinking,
     )
     warnings += more_warnings
-    stop = (*asked["stop"], *texts(found.stop_sequences))
+    stop = (*asked["stop"], *stop_strings(found.stop_sequences))
     budget = (
         positive_budget((found.thinking or {}).get("budget_tokens")) or asked["thinking_budget"]
     )
     more: dict[str, Any] = {"warnings": tuple(warnings), "stop": stop, "thinking_budget": budget}
     return GenerationRequest(
         api="messages",
-        messages=conversation(messages_from_anthropic(found.system, found.messages)),
+        messages=parse_messages(messages_from_anthropic(found.system, found.messages)),
         tools=tools,
         declared_tools=declared,
         tool_choice=chosen,
@@ -133,7 +133,7 @@ class MessagesWriter:
         self._at = -1  # content block being written
         self._open = ""  # its type, while it is open
 
-    def whole(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         [reply] = self.generation.replies
         content = [_block(part) for part in reply.parts]
         return self._message(content, reply, self._usage()) | self._more()
@@ -147,7 +147,7 @@ class MessagesWriter:
             return b""
         self._reused = self.generation.cached
         message = self._message([], None, self._usage())
-        return named({"type": "message_start", "message": message})
+        return sse_event({"type": "message_start", "message": message})
 
     def events(self, reply: Reply, events: list[Event]) -> bytes:
         out = self._begin()
@@ -173,10 +173,10 @@ class MessagesWriter:
         end = {"stop_reason": _reason(reply), "stop_sequence": reply.stop_string}
         delta = {"type": "message_delta", "delta": end, "usage": self._usage()}
         out = self._begin() + self._leave()
-        return out + named(delta | self._more()) + named({"type": "message_stop"})
+        return out + sse_event(delta | self._more()) + sse_event({"type": "message_stop"})
 
-    def problem(self, problem: Problem) -> bytes:
-        return named(problem.to_json())
+    def error(self, problem: Problem) -> bytes:
+        return sse_event(problem.to_json())
 
     def _enter(self, kind: str, block: dict[str, Any]) -> bytes:
         if self._open == kind:
@@ -184,10 +184,10 @@ class MessagesWriter:
         out = self._leave()
         self._at, self._open = self._at + 1, kind
         start = {"type": "content_block_start", "index": self._at}
-        return out + named(start | {"content_block": {"type": kind} | block})
+        return out + sse_event(start | {"content_block": {"type": kind} | block})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return named({"type": "content_block_delta", "index": self._at, "delta": delta})
+        return sse_event({"type": "content_block_delta", "index": self._at, "delta": delta})
 
     def _leave(self) -> bytes:
         if not self._open:
@@ -196,7 +196,7 @@ class MessagesWriter:
         if self._open == "thinking":
             out = self._delta({"type": "signature_delta", "signature": SIGNATURE})
         self._open = ""
-        return out + named({"type": "content_block_stop", "index": self._at})
+        return out + sse_event({"type": "content_block_stop", "index": self._at})
 
     def _more(self) -> dict[str, Any]:
         """What a finished answer adds to Anthropic's own fields."""

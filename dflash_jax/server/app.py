@@ -26,7 +26,7 @@ from dflash_jax.server.connection import (
     json_response,
     unless_disconnected,
 )
-from dflash_jax.server.generation import Generation, Told, prepare
+from dflash_jax.server.generation import Generation, ReplyEvents, prepare
 from dflash_jax.server.information import InfoRoutes
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings, log_error
@@ -71,7 +71,7 @@ class Server:
         self._settings, self._metrics = settings, Metrics()
         self._gate = Middleware(settings, self._metrics, self.models)
         self._running: set[Generation] = set()
-        self._kept = ResponseStore()
+        self._store = ResponseStore()
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
         shared = self.models, self._gate, settings, self._metrics
         information = InfoRoutes(*shared, parameters)
@@ -79,15 +79,15 @@ class Server:
             "/v1/chat/completions": self._generation_handler(decode_chat),
             "/v1/completions": self._generation_handler(decode_completion),
             "/v1/responses": self._generation_handler(
-                functools.partial(decode_responses, kept=self._kept)
+                functools.partial(decode_responses, store=self._store)
             ),
             "/v1/messages": self._generation_handler(decode_messages),
         }
         wrap_handler = self._gate.wrap_handler
         routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]
         routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
-        kept = wrap_handler(self._stored_response)
-        routes.append(Route("/v1/responses/{response_id}", kept, methods=["GET", "DELETE"]))
+        stored = wrap_handler(self._stored_response)
+        routes.append(Route("/v1/responses/{response_id}", stored, methods=["GET", "DELETE"]))
         handlers: Any = {404: self._gate.no_route, 405: self._gate.no_route}
         keys = bool(settings.api_keys)
         hosts = allowed_hosts(bound, settings.allowed_hosts, has_keys=keys)
@@ -143,7 +143,7 @@ class Server:
                 return EventStreamResponse(generation, chunks)
             await unless_disconnected(drain_events(events), raw_request.receive)
             self._record(generation, writer.id)
-            return json_response(writer.whole())
+            return json_response(writer.to_json())
 
         return handler
 
@@ -157,35 +157,35 @@ class Server:
         model = self.models.named(request.model)
         return model, request, await prepare(model, request)
 
-    async def _track(self, generation: Generation) -> AsyncGenerator[Told]:
+    async def _track(self, generation: Generation) -> AsyncGenerator[ReplyEvents]:
         """The generation's events; it counts as running until they end."""
         self._running.add(generation)
         events = generation.events(self._settings.keepalive)
         logged = False  # that it waits for programs
         try:
-            async for news in events:
+            async for update in events:
                 if generation.waits_for and not logged:
                     logged = True
                     log.info("%s waits: %s", generation.request_id, generation.status)
-                yield news
+                yield update
         finally:
             self._running.discard(generation)
             await events.aclose()
-            if generation.cut:
-                self._metrics.cancelled(*generation.cut)
+            if generation.cancelled:
+                self._metrics.cancelled(*generation.cancelled)
 
     async def _chunks(
-        self, generation: Generation, writer: ResponseWriter, events: AsyncGenerator[Told]
+        self, generation: Generation, writer: ResponseWriter, events: AsyncGenerator[ReplyEvents]
     ) -> AsyncGenerator[bytes]:
         """A stream's chunks. Closing the iterator cancels the outputs."""
         try:
             yield writer.start()
             if generation.waits_for:
                 yield keepalive_event(generation.request.api, generation.status)
-            async for news in events:
-                if news is None:
+            async for update in events:
+                if update is None:
                     yield keepalive_event(generation.request.api, generation.status)
-                elif chunk := writer.events(*news):
+                elif chunk := writer.events(*update):
                     yield chunk
             yield writer.close()
             self._record(generation, writer.id)
@@ -193,7 +193,7 @@ class Server:
             self._metrics.failed(problem.status)
             if problem.status >= 500:
                 log_error(generation.request_id, problem)
-            yield writer.problem(problem)
+            yield writer.error(problem)
         finally:
             await events.aclose()
 
@@ -201,11 +201,11 @@ class Server:
         """A response given once more, or forgotten."""
         number = raw_request.path_params["response_id"]
         if raw_request.method == "DELETE":
-            self._kept.forget(number)
+            self._store.delete(number)
             return json_response({"id": number, "object": "response", "deleted": True})
         if raw_request.query_params.get("stream", "false").lower() not in ("false", "0"):
             raise Problem(400, "a kept response is not streamed; leave it out", param="stream")
-        return json_response(self._kept.answer(number))
+        return json_response(self._store.get(number))
 
     def _record(self, generation: Generation, answer: str) -> None:
         """Metrics, and one line in the log."""

@@ -3,11 +3,11 @@
 from typing import Any
 
 from dflash_jax.server import statistics
-from dflash_jax.server.conversation import conversation, parse_tools
-from dflash_jax.server.fields import OpenAIFields, sampling
+from dflash_jax.server.conversation import parse_messages, parse_tools
+from dflash_jax.server.fields import OpenAIFields, openai_arguments
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.thinking import positive_budget, thoughts
+from dflash_jax.server.thinking import positive_budget, reasoning_options
 from dflash_jax.server.writer import OpenAIWriter
 from dflash_jax.tool_parsers.events import Content, Event, Thinking, ToolCallDelta, ToolCallStart
 
@@ -38,7 +38,7 @@ def decode_chat(body: bytes) -> GenerationRequest:
     given = dict(found.chat_template_kwargs or {})
     if found.enable_thinking is not None:
         given.setdefault("enable_thinking", found.enable_thinking)
-    template, warnings = thoughts(
+    template, warnings = reasoning_options(
         given,
         word=found.reasoning_effort,
         where="reasoning_effort",
@@ -50,7 +50,7 @@ def decode_chat(body: bytes) -> GenerationRequest:
     tools, declared, choice = parse_tools(found.tools, found.tool_choice)
     if found.top_logprobs and not found.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    common = sampling(found, unknown)
+    common = openai_arguments(found, unknown)
     common["warnings"] += warnings
     budget = positive_budget((thinking or {}).get("budget_tokens"))
     budget = budget or positive_budget((reasoning or {}).get("max_tokens"))
@@ -59,7 +59,7 @@ def decode_chat(body: bytes) -> GenerationRequest:
         common["max_tokens"] = found.max_completion_tokens
     return GenerationRequest(
         api="chat",
-        messages=conversation(found.messages),
+        messages=parse_messages(found.messages),
         tools=tools,
         declared_tools=declared,
         tool_choice=choice,
@@ -130,9 +130,11 @@ class ChatWriter(OpenAIWriter):
         choice["logprobs"] = self._logprobs(reply.logprobs)
         return choice | statistics.choice_statistics(reply, self.request, self.id)
 
-    def whole(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return (
-            super().whole() | self._prompt_ids() | self._prompt_logprobs(self.generation.replies[0])
+            super().to_json()
+            | self._prompt_ids()
+            | self._prompt_logprobs(self.generation.replies[0])
         )
 
     def _prompt_ids(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dflash_jax.server import statistics
-from dflash_jax.server.fields import OpenAIFields, sampling
+from dflash_jax.server.fields import OpenAIFields, openai_arguments
 from dflash_jax.server.protocol import MOST_CHOICES, GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.writer import OpenAIWriter
@@ -44,7 +44,7 @@ def decode_completion(body: bytes) -> GenerationRequest:
         prompts=prompts,
         echo=bool(found.echo),
         logprobs=found.logprobs,
-        **sampling(found, unknown),
+        **openai_arguments(found, unknown),
     )
 
 

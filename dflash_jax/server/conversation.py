@@ -95,7 +95,7 @@ def _allowed_tools(
     return tuple(tool for tool in declared if tool.name in names), mode
 
 
-def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Messages as chat templates want them.
 
     Contents are texts, or lists of them, which the tokenizer joins as its template would;

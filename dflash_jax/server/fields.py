@@ -111,7 +111,7 @@ NEUTRAL = {
 }
 
 
-def common(
+def common_arguments(
     found: CommonFields, unknown: Mapping[str, Any], form: Any, where: str = "response_format"
 ) -> dict[str, Any]:
     """What every API's request says, as arguments of `Ask`.
@@ -122,7 +122,7 @@ def common(
     """
     options: dict[str, Any] = {}
     for name in ENGINE_OPTIONS:
-        value = first(found, name, *ALIASES.get(name, ()))
+        value = first_given(found, name, *ALIASES.get(name, ()))
         if value is not None and value not in NEUTRAL.get(name, ()):
             options[name] = value
     if len(found.stop_token_ids or ()) > MOST_STOP_IDS:
@@ -140,8 +140,8 @@ def common(
     return {
         "model": found.model,
         "options": options,
-        "grammar": grammar(found, form, where),
-        "stop": texts(found.stop),
+        "grammar": output_grammar(found, form, where),
+        "stop": stop_strings(found.stop),
         "stream": bool(found.stream),
         "recovery": parse_recovery(found.recovery),
         "thinking_budget": positive_budget(found.thinking_token_budget),
@@ -154,13 +154,13 @@ def common(
     }
 
 
-def first(found: Any, *names: str) -> Any:
+def first_given(found: Any, *names: str) -> Any:
     """The first of these fields that was given."""
     values = (getattr(found, name) for name in names)
     return next((value for value in values if value is not None), None)
 
 
-def sampling(found: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str, Any]:
+def openai_arguments(found: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str, Any]:
     """What a request to chat completions or completions says, as arguments of `Ask`."""
     n = 1 if found.n is None else found.n
     if not 1 <= n <= MOST_CHOICES:
@@ -171,11 +171,11 @@ def sampling(found: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str, Any]:
             param="prompt_logprobs",
         )  # fmt: skip
     wanted = found.stream_options or StreamOptions()
-    asked = common(found, unknown, found.response_format)
+    asked = common_arguments(found, unknown, found.response_format)
     return asked | {
         "n": n,
-        "max_tokens": first(found, "max_tokens", "max_output_tokens"),
-        "stop": (*asked["stop"], *texts(found.stop_sequences)),
+        "max_tokens": first_given(found, "max_tokens", "max_output_tokens"),
+        "stop": (*asked["stop"], *stop_strings(found.stop_sequences)),
         "prompt_logprobs": found.prompt_logprobs,
         "include_stop_str": bool(found.include_stop_str_in_output),
         "include_usage": bool(wanted.include_usage),
@@ -192,7 +192,7 @@ def speculation_options(asked: SpeculationFields | None) -> dict[str, Any]:
     return {} if asked.block_size is None else {"block_size": asked.block_size}
 
 
-RECOVERY = ("floor", "below_floor", "tool_prefix", "call_odds", "call_retry", "skip_phrase",
+RECOVERY_FIELDS = ("floor", "below_floor", "tool_prefix", "call_odds", "call_retry", "skip_phrase",
             "empty_retry", "repeat_limit", "runaway", "loop_tokens", "watchdog", "repeated_calls",
             "answer_reserve", "close_text", "floor_in_thought")  # fmt: skip
 
@@ -208,9 +208,9 @@ def parse_recovery(given: bool | str | Mapping[str, Any] | None) -> Recovery | N
                 param="recovery",
             )  # fmt: skip
         return Recovery() if given == "on" else OFF
-    if unknown := sorted(set(given) - set(RECOVERY)):
+    if unknown := sorted(set(given) - set(RECOVERY_FIELDS)):
         raise Problem(
-            400, f"recovery has no {unknown[0]!r}; known are {', '.join(RECOVERY)}",
+            400, f"recovery has no {unknown[0]!r}; known are {', '.join(RECOVERY_FIELDS)}",
             param="recovery",
         )  # fmt: skip
     try:
@@ -229,15 +229,15 @@ def logit_biases(given: Mapping[str, float]) -> dict[int, float]:
         ) from None
 
 
-def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """Stop strings; empty ones are left out."""
     return tuple(s for s in ([stop] if isinstance(stop, str) else stop or ()) if s)
 
 
-GRAMMARS = ("json", "regex", "choice", "grammar")
+GRAMMAR_KINDS = ("json", "regex", "choice", "grammar")
 
 
-def grammar(found: CommonFields, form: Any, where: str) -> tuple[str, Any] | None:
+def output_grammar(found: CommonFields, form: Any, where: str) -> tuple[str, Any] | None:
     """What the output has to match: one of GRAMMARS, and its value."""
     asked = [
         ("json", found.guided_json),
@@ -247,9 +247,9 @@ def grammar(found: CommonFields, form: Any, where: str) -> tuple[str, Any] | Non
     ]
     structured = found.structured_outputs or {}
     wanted = {key for key, value in structured.items() if value not in (None, False)}
-    if others := sorted(wanted - set(GRAMMARS)):
+    if others := sorted(wanted - set(GRAMMAR_KINDS)):
         raise Problem(
-            400, f"structured_outputs has no {others[0]!r}; known are {', '.join(GRAMMARS)}",
+            400, f"structured_outputs has no {others[0]!r}; known are {', '.join(GRAMMAR_KINDS)}",
             param=f"structured_outputs.{others[0]}",
         )  # fmt: skip
     asked += [(key, structured[key]) for key in wanted]

@@ -37,8 +37,8 @@ COMPILING_KEEPALIVE_S = 5.0  # seconds after which a stream says that programs a
 MOST_GRAMMAR = 2**18  # characters: larger grammars take seconds, in which nothing else is served
 
 
-News = tuple[int, list[Piece], Result | Exception | None]
-Told = tuple[Reply, list[Event]] | None
+ReplyUpdate = tuple[int, list[Piece], Result | Exception | None]
+ReplyEvents = tuple[Reply, list[Event]] | None
 
 
 class Generation:
@@ -65,11 +65,11 @@ class Generation:
         self.request_id = request_id
         self.started = time.perf_counter()
         self.first_token: float | None = None
-        self.cut: tuple[Reason, str] | None = None  # why it ended early, and in which phase
+        self.cancelled: tuple[Reason, str] | None = None  # why it ended early, and in which phase
         engine = model.engine
         self.replies: list[Reply] = []
         self._jobs: list[Job] = []
-        self._updates: asyncio.Queue[News] = asyncio.Queue()
+        self._updates: asyncio.Queue[ReplyUpdate] = asyncio.Queue()
         for prompt in prompts:
             options = self._options(engine, prompt)
             for copy in range(request.n):
@@ -84,7 +84,7 @@ class Generation:
                     options = options | {"seed": (request.options["seed"] + copy) % 2**32}
                 self.replies.append(reply)
                 self._jobs.append(Job(prompt.ids, options, index, self._on_update))
-        if not model.worker.room(len(self._jobs)):
+        if not model.worker.has_room(len(self._jobs)):
             raise queue_full()
         loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
@@ -108,7 +108,7 @@ class Generation:
         if asked := [n for n in of_prompt if n is not None]:
             options["prompt_logprobs"] = max(asked)
         if request.tool_choice.kind in ("required", "named"):  # leaves no answer that had a grammar
-            options["structured"] = {"grammar": self._calls(engine, prompt)}
+            options["structured"] = {"grammar": self._call_grammar(engine, prompt)}
         elif request.grammar is not None:
             kind, value = request.grammar
             options["structured"] = {kind: value} | self._grammar_around(engine, prompt)
@@ -143,12 +143,12 @@ class Generation:
         if syntax is None or tokenizer is None:
             return {}
         if self.request.declared_tools and self.request.tool_choice.kind == "auto":
-            return {"around": self._calls(engine, prompt, answer=True)}
+            return {"around": self._call_grammar(engine, prompt, answer=True)}
         if syntax.thought is None or not prompt.thinking:
             return {}
         return {"around": after_thought_grammar(syntax.thought.closing, tokenizer.special_texts)}
 
-    def _calls(self, engine: Engine, prompt: EncodedPrompt, *, answer: bool = False) -> str:
+    def _call_grammar(self, engine: Engine, prompt: EncodedPrompt, *, answer: bool = False) -> str:
         """The grammar of a call that has to be made, unless an answer is given."""
         request, syntax = self.request, self.model.syntax
         if syntax is None or engine.tokenizer is None:
@@ -184,8 +184,8 @@ class Generation:
             self._refuse(unfinished())
             return
         if any(reply.result is None for reply in self.replies):
-            self.cut = self.cut or (reason, self.phase)
-        self._leave(reason)
+            self.cancelled = self.cancelled or (reason, self.phase)
+        self._cancel_jobs(reason)
 
     def _refuse_uncompiled(self) -> None:
         """Refuses a request whose programs are not compiled yet."""
@@ -195,10 +195,10 @@ class Generation:
     def _refuse(self, problem: Problem) -> None:
         self._updates.put_nowait((0, [], problem))
 
-    def _leave(self, reason: Reason) -> None:
+    def _cancel_jobs(self, reason: Reason) -> None:
         for job, reply in zip(self._jobs, self.replies, strict=True):
             if reply.result is None:
-                reply.cut = reply.cut or reason
+                reply.ended_by = reply.ended_by or reason
                 self.model.worker.cancel(job, None if reason == "deadline" else reason)
 
     @property
@@ -235,7 +235,7 @@ class Generation:
             return "output"
         return "prompt" if self.progress[0] else "queued"
 
-    async def _next(self, pause: float | None) -> News | None:
+    async def _next_update(self, pause: float | None) -> ReplyUpdate | None:
         """The next news, or None if none comes for so many seconds."""
         try:
             async with asyncio.timeout(pause):
@@ -243,7 +243,7 @@ class Generation:
         except TimeoutError:
             return None
 
-    async def events(self, pause: float | None = None) -> AsyncGenerator[Told]:
+    async def events(self, pause: float | None = None) -> AsyncGenerator[ReplyEvents]:
         """New events of an output; those of its end come with `reply.result` set.
 
         The first, empty, says that the engine took the request.
@@ -259,11 +259,11 @@ class Generation:
         try:
             while left:
                 shorter = pause if pause is None else min(pause, COMPILING_KEEPALIVE_S)
-                news = await self._next(shorter if self.waits_for else pause)
-                if news is None:
+                update = await self._next_update(shorter if self.waits_for else pause)
+                if update is None:
                     yield None
                     continue
-                index, pieces, end = news
+                index, pieces, end = update
                 reply = self.replies[index]
                 if isinstance(end, Exception):
                     failed = True
@@ -285,7 +285,7 @@ class Generation:
             for timer in self._timers:
                 timer.cancel()
             if failed:  # that outranks a cancellation
-                self._leave("disconnect")
+                self._cancel_jobs("disconnect")
             elif left:
                 self.cancel("disconnect")
             self.model.last_used_ms = int(time.time() * 1000)
@@ -303,7 +303,7 @@ class Generation:
             for call in reply.calls
         ]
         message = {"content": reply.content, "tool_calls": parse_tool_calls(calls, "")}
-        self.model.turns.remember(message, [*lead, *ids])
+        self.model.tool_turns.put(message, [*lead, *ids])
 
 
 def queue_full() -> Problem:
@@ -330,7 +330,7 @@ async def prepare(model: ServedModel, request: GenerationRequest) -> list[Encode
         return await in_thread(make, long=size > LONG_PROMPT, param=request.source)
     thought = model.syntax.thought if model.syntax else None
     size = sum(map(message_size, request.messages)) + 200 * len(request.tools)
-    make = functools.partial(chat_prompt, request, tokenizer, model.turns, thought, most)
+    make = functools.partial(chat_prompt, request, tokenizer, model.tool_turns, thought, most)
     return [await in_thread(make, long=size > LONG_PROMPT, param=request.source)]
 
 

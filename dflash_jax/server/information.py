@@ -12,7 +12,7 @@ from starlette.responses import Response
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.background import in_thread, read_body
 from dflash_jax.server.connection import json_response
-from dflash_jax.server.conversation import conversation, parse_tools
+from dflash_jax.server.conversation import parse_messages, parse_tools
 from dflash_jax.server.fields import ENGINE_OPTIONS
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
@@ -189,7 +189,7 @@ def _conversation_request(found: TokenizeRequest) -> GenerationRequest:
     return GenerationRequest(
         api="chat",
         model=None,
-        messages=conversation(found.messages or ()),
+        messages=parse_messages(found.messages or ()),
         tools=tools,
         declared_tools=declared,
         tool_choice=choice,
@@ -298,6 +298,6 @@ def _default_model(model: ServedModel) -> dict[str, Any]:
         "reasoning": {"supported": thinks, "efforts": list(EFFORTS) if thinks else []},
         "sampling": {"capabilities": [*ENGINE_OPTIONS, "seed", "logit_bias", "logprobs"]},
         "prefix_cache": {"bytes": plan.prefix_cache, "on_disk": bool(plan.prefix_folder)},
-        "tool_replay": {"turns": len(model.turns)},
+        "tool_replay": {"turns": len(model.tool_turns)},
         "capabilities": {"chat": template is not None, "tools": syntax is not None},
     }

@@ -30,17 +30,17 @@ class Job:
     listener: Listener
     live: Live | None = None
     given: int = 0  # pieces handed over
-    ended: bool = False  # somebody wants its end
-    over: bool = False  # its listener was given its end
+    cancelled: bool = False  # somebody wants its end
+    finished: bool = False  # its listener was given its end
     waits_for: tuple[Variant, ...] = ()  # variants whose programs are still being compiled
     cell: CancelCell = dataclasses.field(default_factory=CancelCell)
 
     @property
     def pending(self) -> bool:
         """Whether its structure is still being compiled, as far as is known."""
-        return self.live is None and not self.over and "structured" in self.options
+        return self.live is None and not self.finished and "structured" in self.options
 
-    def news(self) -> "tuple[Job, list[Piece], Result | Exception | None] | None":
+    def take_update(self) -> "tuple[Job, list[Piece], Result | Exception | None] | None":
         """What the listener has not heard yet."""
         assert self.live is not None
         pieces = self.live.pieces[self.given :]
@@ -53,7 +53,7 @@ class Job:
             return self, pieces, error
 
 
-News = tuple[Job, list[Piece], Result | Exception | None]
+JobUpdate = tuple[Job, list[Piece], Result | Exception | None]
 
 
 def still_compiling(compiled: CompiledPrograms, variants: Sequence[Variant]) -> Problem:

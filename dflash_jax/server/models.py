@@ -44,7 +44,7 @@ class ServedModel:
     defaults: RequestDefaults = dataclasses.field(default_factory=RequestDefaults)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     last_used_ms: int = 0
-    turns: ToolTurnCache = dataclasses.field(default_factory=ToolTurnCache)
+    tool_turns: ToolTurnCache = dataclasses.field(default_factory=ToolTurnCache)
 
     @property
     def engine(self) -> Engine:

@@ -50,7 +50,7 @@ class ToolTurnCache:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def remember(self, message: Message, ids: Sequence[int]) -> None:
+    def put(self, message: Message, ids: Sequence[int]) -> None:
         """Keeps what the model wrote in a turn that clients will repeat as this message."""
         turn = _StoredTurn(array.array("I", ids), json.dumps(_comparable(message)))
         with self._lock:
@@ -59,7 +59,7 @@ class ToolTurnCache:
             while self._size > self._most_ids or len(self._turns) > self._most_turns:
                 self._size -= len(self._turns.popitem(last=False)[1].ids)
 
-    def recall(self, message: Message) -> tuple[int, ...] | None:
+    def lookup(self, message: Message) -> tuple[int, ...] | None:
         """What the model wrote, for an assistant's message that repeats a turn and all its calls.
 
         None where the client changed the text, a name or an argument: it wants that to be read.
@@ -156,7 +156,7 @@ def _chat_prompt(
     recalled: list[tuple[int, ...]] = []
     marked: list[Message] = []
     for message in messages:
-        if message["role"] == "assistant" and (past := turns.recall(message)) is not None:
+        if message["role"] == "assistant" and (past := turns.lookup(message)) is not None:
             recalled.append(past)
             message = {"role": "assistant", "content": PLACEHOLDER}
         marked.append(message)

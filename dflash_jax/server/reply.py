@@ -71,7 +71,9 @@ class Reply:
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []  # of `ids`, where they were asked for
         self.reported = 0  # log-probabilities in chunks that were sent
-        self.said = tokenizer.stream() if tokenizer else None  # the text of the tokens among them
+        self.logprob_text = (
+            tokenizer.stream() if tokenizer else None
+        )  # the text of the tokens among them
         self.thinking_tokens = 0
         # Nothing more is wanted: a stop string came, the only call is done, or there is no room.
         self.satisfied = request.max_tokens == 0
@@ -79,12 +81,12 @@ class Reply:
         self.filter_repeated_calls = (
             False  # hold back streamed calls that may repeat the one before
         )
-        self._held = RepeatedCallFilter()
+        self._repeated_calls = RepeatedCallFilter()
         self.shortened = False  # the answer lacks tokens that are among `ids`
-        self.cut = ""  # why the server ended it: "deadline", "call", ...
-        self._begin()
+        self.ended_by = ""  # why the server ended it: "deadline", "call", ...
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Nothing was read yet."""
         request = self._request
         among_calls = bool(
@@ -110,27 +112,27 @@ class Reply:
             if self.satisfied:
                 break
             self.ids.append(token)
-            self.logprobs += (likely := piece.logprobs[at : at + 1])
-            new, thinking = self._read(token, likely)
+            self.logprobs += (logprobs := piece.logprobs[at : at + 1])
+            new, thinking = self._read(token, logprobs)
             events += new
             self.thinking_tokens += thinking
             if self.stop_string is not None:
                 self.satisfied = True
         return list(joined(events))
 
-    def _read(self, token: int, likely: Sequence[TokenLogprob]) -> tuple[list[Event], bool]:
+    def _read(self, token: int, logprobs: Sequence[TokenLogprob]) -> tuple[list[Event], bool]:
         """What a token adds, and whether it is one of a thought."""
         parser = self._parser
         thinking, calling = parser.thinking, parser.calling
-        events = self._take(parser.push(self._text.push([token])))
+        events = self._filter_and_apply(parser.push(self._text.push([token])))
         thinking, calling = thinking or parser.thinking, calling or parser.calling
         if not (thinking or calling):
-            self.answer_logprobs += likely
+            self.answer_logprobs += logprobs
         return events, thinking
 
-    def _shorten(self, count: int) -> None:
+    def _drop_last_tokens(self, count: int) -> None:
         """Leaves the last tokens out of what was said; they stay among `ids`."""
-        self._begin()
+        self._reset()
         for at, token in enumerate(self.ids[: len(self.ids) - count]):
             self._read(token, self.logprobs[at : at + 1])
 
@@ -139,25 +141,31 @@ class Reply:
         self.result = result
         looped = max(result.stats.recovery[name] for name in DROPPED)
         if looped and not (
-            self._request.stream or self.satisfied or self.cut
+            self._request.stream or self.satisfied or self.ended_by
         ):  # what was sent stays
-            self._shorten(looped)
+            self._drop_last_tokens(looped)
             self.shortened = True
-        events = [] if self.cut == "call" else self._take(self._parser.push(self._text.finish()))
-        if self.cut != "call":
-            events += self._take(self._parser.finish())
-        if not self._cancel_running:  # what the model itself left unfinished stays so
-            events += self._take(self._parser.unfinished_call())
+        events = (
+            []
+            if self.ended_by == "call"
+            else self._filter_and_apply(self._parser.push(self._text.finish()))
+        )
+        if self.ended_by != "call":
+            events += self._filter_and_apply(self._parser.finish())
+        if not self._ended_early:  # what the model itself left unfinished stays so
+            events += self._filter_and_apply(self._parser.unfinished_call())
         if result.stats.recovery[repeated_calls.KIND]:
-            self.shortened |= self._held.drop()
-        events += self._apply(self._held.release())
+            self.shortened |= self._repeated_calls.drop()
+        events += self._apply(self._repeated_calls.release())
         if self._request.include_stop_str and self.stop_string:
             kind = Thinking if self._parser.thinking else Content
-            events += self._take([kind(self.stop_string)])
+            events += self._filter_and_apply([kind(self.stop_string)])
         return list(joined(events))
 
-    def _take(self, events: list[Event]) -> list[Event]:
-        return self._apply(self._held.push(events) if self.filter_repeated_calls else events)
+    def _filter_and_apply(self, events: list[Event]) -> list[Event]:
+        return self._apply(
+            self._repeated_calls.push(events) if self.filter_repeated_calls else events
+        )
 
     def _apply(self, events: list[Event]) -> list[Event]:
         """Add events to the answer; return those that are part of it."""
@@ -165,10 +173,10 @@ class Reply:
             match event:
                 case Content(text):
                     self.content += text
-                    self._write("content", text)
+                    self._append("content", text)
                 case Thinking(text):
                     self.reasoning += text
-                    self._write("reasoning", text)
+                    self._append("reasoning", text)
                 case ToolCallStart(_, name):
                     self.calls.append(ToolCall(new_id("call_"), name))
                     self._parts.append(ReplyPart("call", call=self.calls[-1]))
@@ -178,11 +186,11 @@ class Reply:
                     call = self.calls[index]
                     call.done, call.arguments = True, call.arguments or "{}"
                     if not self._request.parallel_tool_calls:
-                        self.satisfied, self.cut = True, "call"
+                        self.satisfied, self.ended_by = True, "call"
                         return events[: at + 1]
         return events
 
-    def _write(self, kind: str, text: str) -> None:
+    def _append(self, kind: str, text: str) -> None:
         """Goes on with a part, or begins one."""
         if not self._parts or self._parts[-1].kind != kind:
             self._parts.append(ReplyPart(kind))
@@ -199,15 +207,15 @@ class Reply:
         return [call for call in self.calls if call.done]
 
     @property
-    def _cancel_running(self) -> bool:
+    def _ended_early(self) -> bool:
         """Whether a limit or the caller ended the output, not the model."""
         assert self.result is not None
-        return bool(self.cut) or self.result.finish_reason in ("length", "cancelled")
+        return bool(self.ended_by) or self.result.finish_reason in ("length", "cancelled")
 
     @property
-    def _open_call(self) -> bool:
+    def _ends_in_call(self) -> bool:
         """Whether the output was cut short inside a tool call."""
-        return self._parser.calling and self._parser.unfinished and self._cancel_running
+        return self._parser.calling and self._parser.unfinished and self._ended_early
 
     @property
     def undeclared(self) -> list[str]:
@@ -224,7 +232,7 @@ class Reply:
         ]
         if self._parser.unreadable:
             found.append("a tool call could not be read; it is part of the text")
-        if self._open_call:
+        if self._ends_in_call:
             found.append(
                 "the output was cut inside a tool call, which is incomplete; it is left out of"
                 " answers that are not streamed"
@@ -240,9 +248,9 @@ class Reply:
     def finish_reason(self) -> str:
         """In OpenAI's words: stop, length or tool_calls."""
         assert self.result is not None
-        if self.done_calls and not self._open_call:
+        if self.done_calls and not self._ends_in_call:
             return "tool_calls"
-        if self.cut == "call" or self.stop_string:
+        if self.ended_by == "call" or self.stop_string:
             return "stop"
         if self._request.max_tokens == 0 or self.result.finish_reason in ("length", "cancelled"):
             return "length"
@@ -254,7 +262,9 @@ class Reply:
         assert self.result is not None
         stats = self.result.stats
         loop = next((kind for kind in LOOPS if stats.recovery[kind]), None)
-        reason = self.cut or ("stop_sequence" if self.stop_string else self.result.finish_reason)
+        reason = self.ended_by or (
+            "stop_sequence" if self.stop_string else self.result.finish_reason
+        )
         total = 0 if self._request.max_tokens == 0 else stats.output_tokens
         found: dict[str, Any] = {
             "reason": {"stop": "end_of_turn", "call": "one_tool_call"}.get(reason, reason),
@@ -266,7 +276,7 @@ class Reply:
             found["undeclared_tools"] = self.undeclared
         if self._parser.unreadable:
             found["unreadable_calls"] = self._parser.unreadable
-        if self._open_call:
+        if self._ends_in_call:
             found["unfinished_call"] = True
         if self.stop_string:
             found["stop_sequence"] = self.stop_string

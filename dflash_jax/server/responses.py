@@ -5,16 +5,16 @@ import time
 from typing import Any
 
 from dflash_jax.server import statistics
-from dflash_jax.server.conversation import check_tools, conversation, parse_tools
-from dflash_jax.server.fields import CommonFields, common
+from dflash_jax.server.conversation import check_tools, parse_messages, parse_tools
+from dflash_jax.server.fields import CommonFields, common_arguments
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs
 from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Problem, decode, new_id
 from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.response_store import ResponseStore
-from dflash_jax.server.thinking import thoughts
-from dflash_jax.server.writer import named
+from dflash_jax.server.thinking import reasoning_options
+from dflash_jax.server.writer import sse_event
 from dflash_jax.tool_parsers.events import (
     Content,
     Event,
@@ -52,13 +52,13 @@ class ResponsesRequest(CommonFields, kw_only=True):
     client_metadata: Any = None
 
 
-def decode_responses(body: bytes, kept: ResponseStore | None = None) -> GenerationRequest:
+def decode_responses(body: bytes, store: ResponseStore | None = None) -> GenerationRequest:
     """The request as an `Ask`.
 
     Args:
       kept: responses it may refer to, where its own is kept unless it says `store: false`.
     """
-    kept = kept or ResponseStore()
+    store = store or ResponseStore()
     found, unknown = decode(body, ResponsesRequest)
     for name in ("background", "prompt", "conversation"):
         if getattr(found, name):
@@ -68,9 +68,9 @@ def decode_responses(body: bytes, kept: ResponseStore | None = None) -> Generati
     items = found.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    items = kept.whole(found.previous_response_id, items)
+    items = store.resolve_input(found.previous_response_id, items)
     text = found.text or {}
-    asked = common(found, unknown, text.get("format"), "text.format")
+    asked = common_arguments(found, unknown, text.get("format"), "text.format")
     warnings = list(asked["warnings"])
     if found.truncation == "auto":
         warnings.append("truncation was ignored: an input that is too long is refused")
@@ -88,12 +88,12 @@ def decode_responses(body: bytes, kept: ResponseStore | None = None) -> Generati
         given.append({"type": "function", "function": inner})
         places.append(f"tools[{at}]")
     tools, declared, choice = parse_tools(given, found.tool_choice, places)
-    template, more = thoughts(found.chat_template_kwargs, reasoning=found.reasoning)
+    template, more = reasoning_options(found.chat_template_kwargs, reasoning=found.reasoning)
     warnings += more
     likely = found.top_logprobs or LOGPROBS in (found.include or ())
     return GenerationRequest(
         api="responses",
-        messages=conversation(messages_from_responses(found.instructions, items)),
+        messages=parse_messages(messages_from_responses(found.instructions, items)),
         tools=tools,
         declared_tools=declared,
         tool_choice=choice,
@@ -102,7 +102,7 @@ def decode_responses(body: bytes, kept: ResponseStore | None = None) -> Generati
         max_tokens=found.max_output_tokens,
         logprobs=(found.top_logprobs or 0) if likely else None,
         echoed_fields=_echoed(found),
-        store=None if found.store is False else functools.partial(kept.keep, given=items),
+        store=None if found.store is False else functools.partial(store.put, given=items),
         **asked | {"warnings": tuple(warnings)},
     )
 
@@ -146,7 +146,7 @@ class ResponsesWriter:
         self._text = ""
         self._likely: list[dict[str, Any]] = []  # log probabilities of that text
 
-    def whole(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         [reply] = self.generation.replies
         items: list[dict[str, Any]] = []
         for part in reply.parts or [ReplyPart("content")]:
@@ -201,7 +201,7 @@ class ResponsesWriter:
         kind = "incomplete" if response["status"] == "incomplete" else "completed"
         return out + self._event(f"response.{kind}", response=response)
 
-    def problem(self, problem: Problem) -> bytes:
+    def error(self, problem: Problem) -> bytes:
         response = self._response(self._items, None) | {
             "status": "failed",
             "error": {"code": "server_error", "message": problem.message},
@@ -210,7 +210,7 @@ class ResponsesWriter:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._sequence += 1
-        return named({"type": kind, "sequence_number": self._sequence} | fields)
+        return sse_event({"type": kind, "sequence_number": self._sequence} | fields)
 
     def _new_logprobs(self) -> list[dict[str, Any]]:
         """Those of the answer's text that were not given yet; none where nobody asked."""

@@ -8,7 +8,7 @@ from dflash_jax.server.protocol import Problem
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def thoughts(
+def reasoning_options(
     given: Mapping[str, Any] | None,
     *,
     word: Any = None,

@@ -25,12 +25,12 @@ from dflash_jax.engine.recovery.cancellation import Reason
 from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import ComputeError, DFlashError
 from dflash_jax.server.background import StructureThreads, unfinished
-from dflash_jax.server.jobs import Job, News, still_compiling
+from dflash_jax.server.jobs import Job, JobUpdate, still_compiling
 
 log = logging.getLogger("dflash_jax.server")
 MAX_FAILURES = 2  # failed turns in a row after which an engine is given up
 Warm = Literal["none", "common", "all"]
-FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is ready
+COMPILED_FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is ready
     "none": (Variant.GREEDY,),
     "common": (Variant.GREEDY, Variant.SAMPLED),
     "all": tuple(Variant),
@@ -69,13 +69,13 @@ class Worker:
         self.error: Exception | None = None  # why there is no engine (any more)
         self.ended = asyncio.Event()  # of the loop: the engine can or may not be used any more
         self.ready = asyncio.Event()
-        self._structures = StructureThreads(self._decide, self._prepare, self._refuse)
+        self._structures = StructureThreads(self._is_fast, self._prepare, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     # -- for the event loop -------------------------------------------------------------------
 
-    def room(self, jobs: int) -> bool:
+    def has_room(self, jobs: int) -> bool:
         """Whether so many more jobs may wait or run; `Plan.queue` of them may."""
         return self.engine is not None and self.active + jobs <= self.engine.plan.queue
 
@@ -130,14 +130,14 @@ class Worker:
                 except queue.Empty:
                     break
             if self._jobs:
-                self._turn()
+                self._step()
         self.engine.close()
 
     def _compile(self, engine: Engine) -> None:
         """Has the programs compiled that requests are likely to need, the likeliest first."""
         compiled, compiler = engine.compiled, self._compiler
         served = [x for x in Variant if x is not Variant.CONSTRAINED or engine.grammars.available]
-        first = [variant for variant in FIRST[self._warm] if variant in served]
+        first = [variant for variant in COMPILED_FIRST[self._warm] if variant in served]
         later = [variant for variant in served if variant not in first]
         if self._warm == "none":
             later = []
@@ -146,9 +146,9 @@ class Worker:
         there = compiler.want(compiled, first, urgent=True)
         for variant in later:
             compiler.want(compiled, [variant])
-        there.add_done_callback(lambda future: self._commands.put(lambda: self._warmed(future)))
+        there.add_done_callback(lambda future: self._commands.put(lambda: self._on_warm(future)))
 
-    def _warmed(self, future: concurrent.futures.Future[None]) -> None:
+    def _on_warm(self, future: concurrent.futures.Future[None]) -> None:
         if not future.cancelled() and (error := future.exception()):
             assert isinstance(error, Exception)
             self._fail(error)
@@ -157,7 +157,7 @@ class Worker:
             log.info("%s is ready", self._name)
             self._call(self.ready.set)
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         assert self.engine is not None
         try:
             self.engine.advance()
@@ -165,33 +165,33 @@ class Worker:
             self._recover(_as_exception(error))
             return
         self._failures = 0
-        self._tell([news for job in self._jobs if (news := job.news())])
+        self._publish([news for job in self._jobs if (news := job.take_update())])
 
-    def _tell(self, news: list[News]) -> None:
+    def _publish(self, news: list[JobUpdate]) -> None:
         ended = {id(job) for job, _, end in news if end is not None}
         self._jobs = [job for job in self._jobs if id(job) not in ended]
         if news:
             self._call(self._deliver, news)
 
-    def _deliver(self, news: list[News]) -> None:
+    def _deliver(self, news: list[JobUpdate]) -> None:
         for job, pieces, end in news:
-            if not job.over:
-                job.over = end is not None
-                self.active -= job.over
+            if not job.finished:
+                job.finished = end is not None
+                self.active -= job.finished
                 job.listener(job.index, pieces, end)
 
     def _refuse(self, job: Job, error: Exception) -> None:
         self._call(self._deliver, [(job, [], error)])
 
-    def _decide(self, job: Job) -> bool:
+    def _is_fast(self, job: Job) -> bool:
         """Whether `_prepare` will take no longer than a short trial of its structure."""
         assert self.engine is not None
-        return job.ended or self.engine.grammars.decide(job.options["structured"])
+        return job.cancelled or self.engine.grammars.decide(job.options["structured"])
 
     def _prepare(self, job: Job) -> None:
         """Checks a job's request and makes its grammar, in this thread or the structures'."""
         assert self.engine is not None
-        if job.ended:
+        if job.cancelled:
             return
         try:
             [live] = self.engine.prepare(job.prompt, cancel=job.cell, **job.options)
@@ -206,7 +206,7 @@ class Worker:
     def _accept(self, job: Job, live: Live) -> None:
         """Queues a prepared request, or has its programs compiled before."""
         assert self.engine is not None
-        if job.ended:  # while its structure was compiled
+        if job.cancelled:  # while its structure was compiled
             return
         job.live = live
         compiled, variants = self.engine.compiled, variants_of(live.request)
@@ -253,7 +253,7 @@ class Worker:
         self._jobs.append(job)
 
     def _cancel(self, job: Job) -> None:
-        job.ended = True
+        job.cancelled = True
         if waiting := job in self._waiting:
             self._waiting.remove(job)
         if job.live is None:
@@ -263,8 +263,8 @@ class Worker:
         elif not job.live.done:
             assert self.engine is not None
             self.engine.cancel(job.live)
-            if news := job.news():
-                self._tell([news])
+            if news := job.take_update():
+                self._publish([news])
 
     def _stop(self) -> None:
         for job in [*self._jobs, *self._waiting]:
@@ -278,7 +278,9 @@ class Worker:
         failure = error if isinstance(error, DFlashError) else ComputeError(
             f"the computation failed ({type(error).__name__}: {error}); see the server's log"
         )  # fmt: skip
-        self._tell([(job, job.live.pieces[job.given :], failure) for job in self._jobs if job.live])
+        self._publish(
+            [(job, job.live.pieces[job.given :], failure) for job in self._jobs if job.live]
+        )
         self._failures += 1
         old = self.engine
         parts = old.target, old.drafter, old.params, old.plan

@@ -36,28 +36,28 @@ class ResponseWriter(Protocol):
         """After the last output."""
         ...
 
-    def problem(self, problem: Problem) -> bytes:
+    def error(self, problem: Problem) -> bytes:
         """Instead of the rest."""
         ...
 
-    def whole(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The answer as one object."""
         ...
 
 
-def data(value: Any) -> bytes:
+def sse_data(value: Any) -> bytes:
     """A server-sent event without a name."""
     return b"data: " + encode(value) + b"\n\n"
 
 
-def named(value: dict[str, Any]) -> bytes:
+def sse_event(value: dict[str, Any]) -> bytes:
     """A server-sent event whose name is the value's type."""
-    return b"event: " + value["type"].encode() + b"\n" + data(value)
+    return b"event: " + value["type"].encode() + b"\n" + sse_data(value)
 
 
 def keepalive_event(api: Api, text: str) -> bytes:
     """What keeps a stream from being silent: a comment, and in Anthropic's API its own event."""
-    return f": {text}\n".encode() + (named({"type": "ping"}) if api == "messages" else b"\n")
+    return f": {text}\n".encode() + (sse_event({"type": "ping"}) if api == "messages" else b"\n")
 
 
 class OpenAIWriter(abc.ABC):
@@ -78,14 +78,14 @@ class OpenAIWriter(abc.ABC):
     def start(self) -> bytes:
         return b""
 
-    def problem(self, problem: Problem) -> bytes:
-        return data(problem.to_json()) + DONE
+    def error(self, problem: Problem) -> bytes:
+        return sse_data(problem.to_json()) + DONE
 
     def close(self) -> bytes:
-        tail = data(self._object([], **self._usage())) if self.request.include_usage else b""
+        tail = sse_data(self._object([], **self._usage())) if self.request.include_usage else b""
         return tail + DONE
 
-    def whole(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         choices = [self._choice(reply) for reply in self.generation.replies]
         return self._object(choices, **self._usage())
 
@@ -97,7 +97,7 @@ class OpenAIWriter(abc.ABC):
         """A chunk with one choice."""
         if self.request.continuous_usage_stats:
             more = {"usage": statistics.usage(self.generation)} | more
-        return data(self._object([choice], **more))
+        return sse_data(self._object([choice], **more))
 
     def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"object": self.kind, **self._head, "choices": choices, **more}
@@ -125,7 +125,7 @@ class OpenAIWriter(abc.ABC):
     def _new_logprobs(self, reply: Reply) -> dict[str, Any] | None:
         """Those of a chunk: what no chunk has had yet."""
         entries, reply.reported = reply.logprobs[reply.reported :], len(reply.logprobs)
-        return self._logprobs(entries, reply.said)
+        return self._logprobs(entries, reply.logprob_text)
 
     def _prompt_logprobs(self, reply: Reply) -> dict[str, Any]:
         """vLLM's log-probabilities of the prompt, where they were asked for."""

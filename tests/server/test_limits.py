@@ -22,11 +22,11 @@ from dflash_jax.server import background, middleware, protocol
 from dflash_jax.server import conversation as conversations
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.chat import decode_chat
-from dflash_jax.server.conversation import MOST_MESSAGES, MOST_TOOLS, conversation
+from dflash_jax.server.conversation import MOST_MESSAGES, MOST_TOOLS, parse_messages
 from dflash_jax.server.fields import MOST_STOP_IDS
 from dflash_jax.server.message_formats import messages_from_anthropic, messages_from_responses
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.middleware import Gate, Settings
+from dflash_jax.server.middleware import Middleware, Settings
 from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem, check_entries
 from dflash_jax.server.response_store import ResponseStore
@@ -309,7 +309,7 @@ def test_arguments_of_too_many_values_are_refused_before_they_are_decoded(
     monkeypatch.setattr(conversations.json, "loads", lambda text: pytest.fail("decoded"))
     call = {"function": {"name": "f", "arguments": arguments}}
     with pytest.raises(Problem, match="the call's JSON has more than 10 values") as told:
-        conversation([USER, {"role": "assistant", "tool_calls": [call]}])
+        parse_messages([USER, {"role": "assistant", "tool_calls": [call]}])
     assert told.value.param == "messages[1].tool_calls"
 
 
@@ -321,8 +321,8 @@ def test_the_largest_body_follows_from_the_longest_context(lengths: list[int], b
     plans = [SimpleNamespace(max_length=length) for length in lengths]
     engines = [None, *(SimpleNamespace(plan=plan) for plan in plans)]  # one is still loading
     models: Any = [SimpleNamespace(worker=SimpleNamespace(engine=engine)) for engine in engines]
-    assert Gate(Settings(), Metrics(), models).max_body == bound * 2**20
-    assert Gate(Settings(max_body=7), Metrics(), models).max_body == 7
+    assert Middleware(Settings(), Metrics(), models).max_body == bound * 2**20
+    assert Middleware(Settings(max_body=7), Metrics(), models).max_body == 7
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -383,11 +383,11 @@ def test_kept_responses_take_little_more_memory_than_is_allowed() -> None:
         for number in range(1000):
             item = {"id": f"msg_{number}", "content": [{"type": "output_text", "text": "x" * 50}]}
             answer = {"id": f"resp_{number}", "output": [item], "usage": {"input_tokens": number}}
-            kept.keep(answer, [{"role": "user", "content": "y" * 50}])
-        assert kept.answer("resp_999") == answer
+            kept.put(answer, [{"role": "user", "content": "y" * 50}])
+        assert kept.get("resp_999") == answer
         assert taken() < 3 * 200_000
     with pytest.raises(Problem, match="not kept"):
-        kept.answer("resp_0")
+        kept.get("resp_0")
 
 
 def test_remembered_turns_take_few_bytes_an_id() -> None:
@@ -399,21 +399,21 @@ def test_remembered_turns_take_few_bytes_an_id() -> None:
 
     with traced() as taken:
         for number in range(600):
-            turns.remember(message(number), range(1000 + number, 1000 + number + count))
+            turns.put(message(number), range(1000 + number, 1000 + number + count))
         assert taken() < 10 * 50_000
-    assert turns.recall(message(599)) == tuple(range(1599, 1699))
-    assert turns.recall(message(0)) is None
+    assert turns.lookup(message(599)) == tuple(range(1599, 1699))
+    assert turns.lookup(message(0)) is None
     edited = message(599)
     edited["tool_calls"][0]["function"]["arguments"] = {"a": [599, {"b": 2.5}]}
-    assert turns.recall(edited) is None
+    assert turns.lookup(edited) is None
 
 
 def test_neighbouring_system_messages_are_joined_part_by_part() -> None:
     contents: list[Any] = ["a", ["b", "c"], "d", ["e"]]
     parts = [[{"type": "text", "text": t} for t in c] if c is not str(c) else c for c in contents]
-    made = conversation([*({"role": "system", "content": c} for c in parts), USER])
+    made = parse_messages([*({"role": "system", "content": c} for c in parts), USER])
     assert [m["content"] for m in made] == [["a\n\nb", "c\n\nd\n\ne"], "a"]
-    alone = conversation(
+    alone = parse_messages(
         [{"role": "system", "content": "a"}, USER, {"role": "system", "content": "b"}]
     )
     assert [m["content"] for m in alone] == ["a", "a", "b"]

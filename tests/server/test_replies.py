@@ -15,7 +15,7 @@ from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
 from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
-from dflash_jax.server.conversation import conversation, parse_tools
+from dflash_jax.server.conversation import parse_messages, parse_tools
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
 from dflash_jax.server.models import RequestDefaults
@@ -53,7 +53,7 @@ def tokenizer() -> Tokenizer:
 
 def asked(api: str = "chat", **changes: Any) -> GenerationRequest:
     tools, declared, choice = parse_tools(TOOLS, None)
-    messages = conversation([{"role": "user", "content": "Read a.txt"}])
+    messages = parse_messages([{"role": "user", "content": "Read a.txt"}])
     base = GenerationRequest(
         api=api,
         model=None,
@@ -106,7 +106,7 @@ def streamed(writer: Any, reply: Reply, events: list[list]) -> list[dict]:
 def test_chat_splits_thought_content_and_call(tokenizer: Tokenizer) -> None:
     request = asked()
     reply, events = replied(tokenizer, TURN, request)
-    [choice] = ChatWriter(generation(reply, request)).whole()["choices"]
+    [choice] = ChatWriter(generation(reply, request)).to_json()["choices"]
     message = choice["message"]
     assert message["reasoning_content"].strip() == "Look first."
     assert message["reasoning"] == message["reasoning_content"]
@@ -136,7 +136,7 @@ def test_chat_splits_thought_content_and_call(tokenizer: Tokenizer) -> None:
 def test_anthropic_has_a_block_for_each(tokenizer: Tokenizer) -> None:
     request = asked("messages")
     reply, events = replied(tokenizer, TURN, request)
-    whole = MessagesWriter(generation(reply, request)).whole()
+    whole = MessagesWriter(generation(reply, request)).to_json()
     assert [b["type"] for b in whole["content"]] == ["thinking", "text", "tool_use"]
     assert whole["content"][2]["input"] == {"path": "a.txt"}
     assert whole["stop_reason"] == "tool_use"
@@ -160,7 +160,7 @@ def test_anthropic_has_a_block_for_each(tokenizer: Tokenizer) -> None:
 def test_responses_have_an_item_for_each(tokenizer: Tokenizer) -> None:
     request = asked("responses")
     reply, events = replied(tokenizer, TURN, request)
-    whole = ResponsesWriter(generation(reply, request)).whole()
+    whole = ResponsesWriter(generation(reply, request)).to_json()
     kinds = ["reasoning", "message", "function_call"]
     assert [item["type"] for item in whole["output"]] == kinds
     assert whole["status"] == "completed"
@@ -185,7 +185,7 @@ def test_responses_have_an_item_for_each(tokenizer: Tokenizer) -> None:
 def test_a_call_that_was_cut_off_is_length_and_no_call(tokenizer: Tokenizer) -> None:
     request = asked()
     reply, _ = replied(tokenizer, "Let me look:\n" + CALL[:50], request, end="length")
-    [choice] = ChatWriter(generation(reply, request)).whole()["choices"]
+    [choice] = ChatWriter(generation(reply, request)).to_json()["choices"]
     assert choice["finish_reason"] == "length"
     assert "tool_calls" not in choice["message"]
     assert choice["message"]["content"] == "Let me look:"
@@ -200,7 +200,7 @@ def whole_and_streamed(
     """The answer to a text as one object, its stream, and the reply."""
     request = asked(api)
     reply, events = replied(tokenizer, text, request, end=end)
-    whole = writer(generation(reply, request)).whole()
+    whole = writer(generation(reply, request)).to_json()
     live = dataclasses.replace(request, stream=True)
     return whole, streamed(writer(generation(reply, live)), reply, events), reply
 
@@ -410,7 +410,7 @@ def test_a_stop_string_behind_a_call_leaves_the_call_to_be_answered(tokenizer: T
     turn = TURN.removesuffix("<|im_end|>") + "\n\nThe answer is STOP here"
     request = asked("messages", stop=("STOP",))
     reply, _ = replied(tokenizer, turn, request)
-    whole = MessagesWriter(generation(reply, request)).whole()
+    whole = MessagesWriter(generation(reply, request)).to_json()
     assert reply.stop_string == "STOP"
     assert (reply.finish_reason, whole["stop_reason"]) == ("tool_calls", "tool_use")
 
@@ -434,7 +434,7 @@ def test_G10_a_loop_behind_a_whole_call_leaves_the_call_and_is_told(tokenizer: T
     reply.result.stats.recovery["runaway"] += 1
     assert reply.finish_reason == "tool_calls"
     assert reply.details["degenerate_decode"] is True
-    assert MessagesWriter(generation(reply, request)).whole()["stop_reason"] == "tool_use"
+    assert MessagesWriter(generation(reply, request)).to_json()["stop_reason"] == "tool_use"
 
 
 def test_a_stop_string_of_markup_works_and_is_named(tokenizer: Tokenizer) -> None:
@@ -459,7 +459,7 @@ def test_a_past_tool_turn_is_in_the_prompt_as_the_model_wrote_it(
     talk: list[dict] = [{"role": "user", "content": "Read a.txt"}]
     expected: list[int] = []
     for turn in range(4):
-        request = asked(messages=conversation(talk), template_kwargs=template)
+        request = asked(messages=parse_messages(talk), template_kwargs=template)
         prompt = chat_prompt(request, tokenizer, turns, thought)
         assert prompt.ids[: len(expected)] == expected
         raw = f" Odd  spacing {turn}:{CALL}"
@@ -471,7 +471,7 @@ def test_a_past_tool_turn_is_in_the_prompt_as_the_model_wrote_it(
         said = {"role": "assistant", "content": f"Odd  spacing {turn}:", "tool_calls": [call]}
         lead = prompt.lead()
         assert lead is not None
-        turns.remember(conversation([said])[0], [*lead, *ids])
+        turns.put(parse_messages([said])[0], [*lead, *ids])
         talk.append(said)
         talk.append({"role": "tool", "tool_call_id": call_id, "content": "hello"})
 
@@ -500,7 +500,7 @@ def test_turns_whose_header_names_a_channel_are_left_to_the_template(tokenizer: 
     harmony, turns = Tokenizer(tokenizer.core, CHANNELS, {}), ToolTurnCache()
     said = called("c")
     for talk in ([], [said, {"role": "tool", "content": "hello"}]):
-        request = asked(messages=conversation([{"role": "user", "content": "Read a.txt"}, *talk]))
+        request = asked(messages=parse_messages([{"role": "user", "content": "Read a.txt"}, *talk]))
         prompt = chat_prompt(request, harmony, turns, None)
         generation: Any = SimpleNamespace(
             request=request, prompts=[prompt], model=SimpleNamespace(turns=turns, engine=ENDLESS)
@@ -530,7 +530,7 @@ def test_turns_without_a_header_are_left_to_the_template(
     tokenizer: Tokenizer, template: str
 ) -> None:
     bare = Tokenizer(tokenizer.core, template, {})
-    request = asked(messages=conversation([{"role": "user", "content": "Hi"}]))
+    request = asked(messages=parse_messages([{"role": "user", "content": "Hi"}]))
     assert chat_prompt(request, bare, ToolTurnCache(), None).lead() is None
 
 
@@ -544,7 +544,7 @@ def test_unknown_calls_are_rendered_by_the_template(tokenizer: Tokenizer) -> Non
         },
         {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "hello"}]},
     ]
-    request = asked(messages=conversation(talk))
+    request = asked(messages=parse_messages(talk))
     ids = chat_prompt(request, tokenizer, ToolTurnCache(), None).ids
     assert '{"name": "read_file", "arguments": {"path": "a.txt"}}' in tokenizer.showing(
         ["<tool_call>"]
@@ -554,39 +554,39 @@ def test_unknown_calls_are_rendered_by_the_template(tokenizer: Tokenizer) -> Non
 def test_old_turns_are_forgotten_first() -> None:
     turns = ToolTurnCache(most_ids=10)
     for i in range(4):
-        turns.remember(called(str(i)), [i] * 4)
-    recalled = [turns.recall(called(str(i))) for i in range(4)]
+        turns.put(called(str(i)), [i] * 4)
+    recalled = [turns.lookup(called(str(i))) for i in range(4)]
     assert recalled == [None, None, (2,) * 4, (3,) * 4]
 
 
 def called(call_id: str, content: str | None = "Look:", **changes: str) -> dict[str, Any]:
     function = {"name": "read_file", "arguments": '{"path": "a.txt", "n": 1}'} | changes
     call = {"id": call_id, "type": "function", "function": function}
-    [message] = conversation([{"role": "assistant", "content": content, "tool_calls": [call]}])
+    [message] = parse_messages([{"role": "assistant", "content": content, "tool_calls": [call]}])
     return message
 
 
 def test_a_past_turn_that_the_client_changed_is_not_put_back() -> None:
     turns = ToolTurnCache()
-    turns.remember(called("c"), [1, 2])
-    assert turns.recall(called("c", arguments='{"n": 1.0,"path": "a.txt"}')) == (1, 2)
-    assert turns.recall(called("c", "Look:\n")) == (1, 2)
-    assert turns.recall(called("c", arguments='{"path": "b.txt", "n": 1}')) is None
-    assert turns.recall(called("c", "Look away:")) is None
-    assert turns.recall(called("c", None)) is None
-    assert turns.recall(called("c", name="write_file")) is None
+    turns.put(called("c"), [1, 2])
+    assert turns.lookup(called("c", arguments='{"n": 1.0,"path": "a.txt"}')) == (1, 2)
+    assert turns.lookup(called("c", "Look:\n")) == (1, 2)
+    assert turns.lookup(called("c", arguments='{"path": "b.txt", "n": 1}')) is None
+    assert turns.lookup(called("c", "Look away:")) is None
+    assert turns.lookup(called("c", None)) is None
+    assert turns.lookup(called("c", name="write_file")) is None
 
 
 def test_a_continued_message_ends_the_prompt(tokenizer: Tokenizer) -> None:
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, I"}]
-    request = asked(messages=conversation(talk), continue_final_message=True, tools=[])
+    request = asked(messages=parse_messages(talk), continue_final_message=True, tools=[])
     assert tokenizer.decode(chat_prompt(request, tokenizer, ToolTurnCache(), None).ids).endswith(
         "Hello, I"
     )
 
 
 def test_developer_is_system_and_neighbouring_system_messages_are_one() -> None:
-    talk = conversation(
+    talk = parse_messages(
         [
             {"role": "developer", "content": "A"},
             {"role": "system", "content": [{"type": "text", "text": "B"}]},
@@ -654,7 +654,7 @@ def test_system_messages_lead_where_the_template_takes_them_nowhere_else(
     wrap_handler = Tokenizer(tokenizer.core, GUARDED, {})
 
     def text(tokenizer: Tokenizer, *talk: dict[str, Any]) -> str:
-        request = asked(messages=conversation(talk), tools=[])
+        request = asked(messages=parse_messages(talk), tools=[])
         return tokenizer.raw(chat_prompt(request, tokenizer, ToolTurnCache(), None).ids)
 
     lifted = text(wrap_handler, *talk).replace("\n\n", "|").replace("\n", "")
@@ -858,7 +858,7 @@ def test_what_is_said_behind_a_call_stands_behind_it(
     request = asked(api)
     reply, events = replied(tokenizer, f"{CALL}\nDone.<|im_end|>", request)
     whole, part = place
-    assert [item["type"] for item in writer(generation(reply, request)).whole()[whole]] == kinds
+    assert [item["type"] for item in writer(generation(reply, request)).to_json()[whole]] == kinds
     chunks = streamed(writer(generation(reply, request)), reply, events)
     begun = ("content_block_start", "response.output_item.added")
     assert [c[part]["type"] for c in chunks if c["type"] in begun] == kinds
@@ -875,7 +875,7 @@ def test_every_api_says_exactly_why_an_output_ended(
     reply, events = replied(tokenizer, "Round and round", request, end="length")
     assert reply.result is not None
     reply.result.stats.recovery["repeat"] = 1
-    whole = writer(generation(reply, request)).whole()
+    whole = writer(generation(reply, request)).to_json()
     chunks = streamed(writer(generation(reply, request)), reply, events)
     found = whole["choices"][0] if api == "chat" else whole
     assert found["finish_details"]["degenerate_decode"] is True
@@ -885,7 +885,7 @@ def test_every_api_says_exactly_why_an_output_ended(
 
 def test_a_response_that_failed_says_so_by_a_code_that_clients_know(tokenizer: Tokenizer) -> None:
     reply, _ = replied(tokenizer, "So", request := asked("responses"))
-    raw = ResponsesWriter(generation(reply, request)).problem(
+    raw = ResponsesWriter(generation(reply, request)).error(
         Problem(500, "x", code="compute_failed")
     )
     response = json.loads(raw.partition(b"data: ")[2])["response"]
@@ -904,10 +904,10 @@ def test_an_item_that_was_cut_off_is_incomplete(tokenizer: Tokenizer, end: str) 
     assert chunks[-1]["response"]["output"] == [done, *text]
     told = [item["content"][0]["text"] for item in text]
     assert told == ([] if end == "length" else [CALL[: CALL.index("txt")]])
-    whole = ResponsesWriter(generation(reply, request)).whole()["output"]
+    whole = ResponsesWriter(generation(reply, request)).to_json()["output"]
     assert [item["content"][0]["text"] for item in whole] == (told or [""])
     reply, events = replied(tokenizer, "Some text", request, end="length")
-    [item] = ResponsesWriter(generation(reply, request)).whole()["output"]
+    [item] = ResponsesWriter(generation(reply, request)).to_json()["output"]
     chunks = streamed(ResponsesWriter(generation(reply, request)), reply, events)
     [done] = [c["item"] for c in chunks if c["type"] == "response.output_item.done"]
     assert (item["status"], done["status"]) == ("incomplete", "incomplete")
@@ -930,7 +930,7 @@ def test_the_input_of_a_tool_is_an_object_that_can_be_sent(
     request = asked("messages")
     text = f'<tool_call>\n{{"name": "read_file", "arguments": {arguments}}}\n</tool_call><|im_end|>'
     reply, _ = replied(tokenizer, text, request)
-    [block] = MessagesWriter(generation(reply, request)).whole()["content"]
+    [block] = MessagesWriter(generation(reply, request)).to_json()["content"]
     assert block["input"] == given
     encode(block)
 
@@ -987,7 +987,7 @@ def test_a_response_repeats_what_was_asked(tokenizer: Tokenizer) -> None:
     def whole(body: dict[str, Any]) -> dict[str, Any]:
         request = decode_responses(json.dumps({"input": "hi"} | body).encode())
         reply, _ = replied(tokenizer, "{}", request)
-        return ResponsesWriter(generation(reply, request)).whole()
+        return ResponsesWriter(generation(reply, request)).to_json()
 
     assert repeated.items() <= whole(repeated).items()
     none = whole({"tools": [tool], "tool_choice": "none"})
@@ -1011,7 +1011,7 @@ def test_later_requests_refer_to_a_response_and_to_its_items(
         request = decode_responses(json.dumps(first | more).encode(), kept)
         reply, events = replied(tokenizer, TURN, request)
         writer = ResponsesWriter(generation(reply, request))
-        return streamed(writer, reply, events)[-1]["response"] if stream else writer.whole()
+        return streamed(writer, reply, events)[-1]["response"] if stream else writer.to_json()
 
     def later(*items: Any, **more: Any) -> list[dict[str, Any]]:
         body = {"input": [*items, result], **more}
@@ -1030,7 +1030,7 @@ def test_later_requests_refer_to_a_response_and_to_its_items(
     assert more["previous_response_id"] == answer["id"]
     assert later(previous_response_id=more["id"])[0] == question
 
-    kept = ResponseStore(most_bytes=1)
+    kept = ResponseStore(max_bytes=1)
     for gone in (answered(), answered(store=False)):
         with pytest.raises(Problem, match="not kept") as caught:
             later(previous_response_id=gone["id"])
