@@ -1,8 +1,8 @@
-"""One output as a client sees it: thoughts, content and calls, and why it ended."""
+"""One output as the client sees it: reasoning, content, tool calls and the finish reason."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from dflash_jax.engine.detokenizer import OutputText
 from dflash_jax.engine.recovery import repeated_calls
@@ -22,13 +22,15 @@ from dflash_jax.tool_parsers.events import (
 )
 from dflash_jax.tool_parsers.stream import OutputParser
 
-LOOPS = ("repeat", "runaway", "period", repeated_calls.KIND)  # rules that end a looping output
-DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")  # at the end of whole answers
+# Recovery rules that end an output because it repeats itself.
+LOOPS = ("repeat", "runaway", "period", repeated_calls.KIND)
+# Counters of tokens that recovery leaves out at the end of an answer.
+DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")
 
 
 @dataclasses.dataclass
 class ToolCall:
-    """A tool call; `arguments` is JSON text, whole once `done`."""
+    """A tool call; `arguments` is JSON text, complete once `done`."""
 
     id: str
     name: str
@@ -38,19 +40,31 @@ class ToolCall:
 
 @dataclasses.dataclass
 class ReplyPart:
-    """A piece of an answer; they stand in the order in which they were written."""
+    """A run of reasoning or content, or a tool call, in output order."""
 
-    kind: str  # "thoughts", "content" or "call"
+    kind: Literal["reasoning", "content", "call"]
     text: str = ""
     call: ToolCall | None = None
 
 
 class Reply:
-    """Turns the pieces of one output into events, and keeps their sum.
+    """One output of a request: parses its pieces into events, and accumulates them.
 
     Args:
-      index: which of the request's outputs it is.
-      thinking: the prompt opened a thought.
+      index: position among the outputs of the request.
+      thinking: the prompt ends inside reasoning.
+
+    Attributes:
+      ids: output token ids.
+      logprobs: log probabilities of `ids`, if requested.
+      answer_logprobs: those of tokens outside reasoning and tool calls.
+      reported: number of log probabilities that were sent in chunks.
+      logprob_text: text of the tokens whose log probabilities were sent.
+      satisfied: no further output is needed: a stop string was found, the only allowed call is
+        complete, or max_tokens is 0.
+      filter_repeated_calls: hold back streamed calls that may repeat the previous one.
+      shortened: the answer leaves out tokens that are among `ids`.
+      ended_by: why the server ended the output ("deadline", "call", ...); empty if it did not.
     """
 
     def __init__(
@@ -63,65 +77,77 @@ class Reply:
         thinking: bool = False,
     ):
         self.index, self._request = index, request
-        chat = request.api != "completions"
-        syntax = syntax if chat else None
+        if request.api == "completions":
+            syntax = None
         if tokenizer and syntax:
             tokenizer = tokenizer.showing(syntax.markers(calls=bool(request.declared_tools)))
         self._tokenizer, self._syntax, self._starts_thinking = tokenizer, syntax, thinking
+        self._takes_engine_text = self._engine_text_suffices()
         self.ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []  # of `ids`, where they were asked for
-        self.reported = 0  # log-probabilities in chunks that were sent
-        self.logprob_text = (
-            tokenizer.stream() if tokenizer else None
-        )  # the text of the tokens among them
+        self.logprobs: list[TokenLogprob] = []
+        self.reported = 0
+        self.logprob_text = tokenizer.stream() if tokenizer else None
         self.thinking_tokens = 0
-        # Nothing more is wanted: a stop string came, the only call is done, or there is no room.
         self.satisfied = request.max_tokens == 0
         self.result: Result | None = None
-        self.filter_repeated_calls = (
-            False  # hold back streamed calls that may repeat the one before
-        )
+        self.filter_repeated_calls = False
         self._repeated_calls = RepeatedCallFilter()
-        self.shortened = False  # the answer lacks tokens that are among `ids`
-        self.ended_by = ""  # why the server ended it: "deadline", "call", ...
+        self.shortened = False
+        self.ended_by = ""
         self._reset()
 
+    def _engine_text_suffices(self) -> bool:
+        """Return whether `Piece.text` can be used instead of decoding the ids a second time.
+
+        It cannot where the parser needs special tokens that the engine leaves out, where tokens
+        have to be counted as reasoning one by one, or where the stop string, which the engine
+        leaves out as well, has to be known.
+        """
+        syntax, request = self._syntax, self._request
+        parsed = syntax is not None and bool(syntax.thought or request.declared_tools)
+        marked = self._tokenizer is not None and bool(self._tokenizer.shown)
+        return not (parsed or marked or request.stop)
+
     def _reset(self) -> None:
-        """Nothing was read yet."""
+        """Start over with an empty answer."""
         request = self._request
-        among_calls = bool(
-            self._syntax and request.declared_tools
-        )  # in which no stop string counts
-        self._text = OutputText(self._tokenizer, () if among_calls else request.stop)
+        # With tools, the parser looks for stop strings: they do not count inside calls.
+        parser_stops = bool(self._syntax and request.declared_tools)
+        self._text = OutputText(self._tokenizer, () if parser_stops else request.stop)
         self._parser = OutputParser(
             self._syntax,
             request.declared_tools,
             thinking=self._starts_thinking,
-            stop=request.stop if among_calls else (),
+            stop=request.stop if parser_stops else (),
             lenient=request.grammar is None,
         )
         self.content = self.reasoning = ""
-        self.answer_logprobs: list[TokenLogprob] = []  # those outside thoughts and calls
+        self.answer_logprobs: list[TokenLogprob] = []
         self.calls: list[ToolCall] = []
         self._parts: list[ReplyPart] = []
 
     def push(self, piece: Piece) -> list[Event]:
-        """What a piece adds; texts of one kind in a row are one event."""
+        """Return the events of a piece; adjacent texts of one kind are one event."""
+        if self._takes_engine_text and not self.satisfied:
+            self.ids += piece.token_ids
+            self.logprobs += piece.logprobs
+            self.answer_logprobs += piece.logprobs
+            return self._filter_and_apply(self._parser.push(piece.text))
         events: list[Event] = []
         for at, token in enumerate(piece.token_ids):
             if self.satisfied:
                 break
             self.ids.append(token)
             self.logprobs += (logprobs := piece.logprobs[at : at + 1])
-            new, thinking = self._read(token, logprobs)
+            new, thinking = self._push_token(token, logprobs)
             events += new
             self.thinking_tokens += thinking
             if self.stop_string is not None:
                 self.satisfied = True
         return list(joined(events))
 
-    def _read(self, token: int, logprobs: Sequence[TokenLogprob]) -> tuple[list[Event], bool]:
-        """What a token adds, and whether it is one of a thought."""
+    def _push_token(self, token: int, logprobs: Sequence[TokenLogprob]) -> tuple[list[Event], bool]:
+        """Return the events of a token, and whether it belongs to reasoning."""
         parser = self._parser
         thinking, calling = parser.thinking, parser.calling
         events = self._filter_and_apply(parser.push(self._text.push([token])))
@@ -131,28 +157,24 @@ class Reply:
         return events, thinking
 
     def _drop_last_tokens(self, count: int) -> None:
-        """Leaves the last tokens out of what was said; they stay among `ids`."""
+        """Leave the last tokens out of the answer; they stay in `ids`."""
         self._reset()
         for at, token in enumerate(self.ids[: len(self.ids) - count]):
-            self._read(token, self.logprobs[at : at + 1])
+            self._push_token(token, self.logprobs[at : at + 1])
 
     def finish(self, result: Result) -> list[Event]:
-        """What was held back, once the engine is done."""
+        """Return the events that were held back until the engine finished the output."""
         self.result = result
         looped = max(result.stats.recovery[name] for name in DROPPED)
-        if looped and not (
-            self._request.stream or self.satisfied or self.ended_by
-        ):  # what was sent stays
+        # A stream cannot be shortened: its text has been sent.
+        if looped and not (self._request.stream or self.satisfied or self.ended_by):
             self._drop_last_tokens(looped)
             self.shortened = True
-        events = (
-            []
-            if self.ended_by == "call"
-            else self._filter_and_apply(self._parser.push(self._text.finish()))
-        )
+        events: list[Event] = []
         if self.ended_by != "call":
+            events += self._filter_and_apply(self._parser.push(self._text.finish()))
             events += self._filter_and_apply(self._parser.finish())
-        if not self._ended_early:  # what the model itself left unfinished stays so
+        if not self._ended_early:  # the model itself left the call unfinished: it is content
             events += self._filter_and_apply(self._parser.unfinished_call())
         if result.stats.recovery[repeated_calls.KIND]:
             self.shortened |= self._repeated_calls.drop()
@@ -163,12 +185,12 @@ class Reply:
         return list(joined(events))
 
     def _filter_and_apply(self, events: list[Event]) -> list[Event]:
-        return self._apply(
-            self._repeated_calls.push(events) if self.filter_repeated_calls else events
-        )
+        if self.filter_repeated_calls:
+            events = self._repeated_calls.push(events)
+        return self._apply(events)
 
     def _apply(self, events: list[Event]) -> list[Event]:
-        """Add events to the answer; return those that are part of it."""
+        """Add events to the answer; return those up to the end of the only allowed call."""
         for at, event in enumerate(events):
             match event:
                 case Content(text):
@@ -190,45 +212,45 @@ class Reply:
                         return events[: at + 1]
         return events
 
-    def _append(self, kind: str, text: str) -> None:
-        """Goes on with a part, or begins one."""
+    def _append(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        """Extend the last part, or add one of another kind."""
         if not self._parts or self._parts[-1].kind != kind:
             self._parts.append(ReplyPart(kind))
         self._parts[-1].text += text
 
     @property
     def parts(self) -> list[ReplyPart]:
-        """The answer in order, without calls whose arguments are not complete."""
+        """Return the parts in output order, without incomplete calls."""
         return [part for part in self._parts if part.call is None or part.call.done]
 
     @property
     def done_calls(self) -> list[ToolCall]:
-        """Calls whose arguments are complete."""
+        """Return the calls whose arguments are complete."""
         return [call for call in self.calls if call.done]
 
     @property
     def _ended_early(self) -> bool:
-        """Whether a limit or the caller ended the output, not the model."""
+        """Return whether a limit or the caller ended the output, rather than the model."""
         assert self.result is not None
         return bool(self.ended_by) or self.result.finish_reason in ("length", "cancelled")
 
     @property
     def _ends_in_call(self) -> bool:
-        """Whether the output was cut short inside a tool call."""
+        """Return whether the output was cut short inside a tool call."""
         return self._parser.calling and self._parser.unfinished and self._ended_early
 
     @property
-    def undeclared(self) -> list[str]:
-        """Tools that were called and not declared, each once."""
+    def undeclared_tools(self) -> list[str]:
+        """Return the names of undeclared tools that were called, without duplicates."""
         return list(dict.fromkeys(self._parser.undeclared))
 
     @property
     def warnings(self) -> list[str]:
-        """Return what a caller should know about the output's tool calls."""
+        """Return warnings about the tool calls of the output."""
         found = [
             f"the model called the tool {name!r}, which the request does not declare; the call is"
             " passed on as the model made it"
-            for name in self.undeclared
+            for name in self.undeclared_tools
         ]
         if self._parser.unreadable:
             found.append("a tool call could not be read; it is part of the text")
@@ -241,12 +263,12 @@ class Reply:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the output."""
+        """Return the stop string that ended the output."""
         return self._text.stopped_by or self._parser.stopped_by
 
     @property
     def finish_reason(self) -> str:
-        """In OpenAI's words: stop, length or tool_calls."""
+        """Return OpenAI's finish reason: "stop", "length" or "tool_calls"."""
         assert self.result is not None
         if self.done_calls and not self._ends_in_call:
             return "tool_calls"
@@ -258,7 +280,7 @@ class Reply:
 
     @property
     def details(self) -> dict[str, Any]:
-        """`finish_details`: the exact reason, and what the tokens were."""
+        """Return `finish_details`: the exact reason, and token counts by kind."""
         assert self.result is not None
         stats = self.result.stats
         loop = next((kind for kind in LOOPS if stats.recovery[kind]), None)
@@ -272,8 +294,8 @@ class Reply:
             "content_tokens": total - self.thinking_tokens,
             "total_tokens": total,
         }
-        if self.undeclared:
-            found["undeclared_tools"] = self.undeclared
+        if self.undeclared_tools:
+            found["undeclared_tools"] = self.undeclared_tools
         if self._parser.unreadable:
             found["unreadable_calls"] = self._parser.unreadable
         if self._ends_in_call:

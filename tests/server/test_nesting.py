@@ -15,7 +15,7 @@ from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.information import DetokenizeRequest, TokenizeRequest
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.responses import ResponsesRequest
-from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, parsed
+from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, parse_json
 from tests.server.conftest import LiveServer
 
 BODIES = {
@@ -138,7 +138,7 @@ def test_values_that_are_nested_too_deeply_are_refused_by_name(depth: int) -> No
 
 def test_deep_arguments_are_texts() -> None:
     text = '{"a":' * 300 + "1" + "}" * 300
-    assert parsed(text, "otherwise") == "otherwise"
+    assert parse_json(text, "otherwise") == "otherwise"
     assert _input(text) == {"raw": text}
     call = {"function": {"name": "f", "arguments": text}}
     assert parse_tool_calls([call], "messages[0]") == [call]

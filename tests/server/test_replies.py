@@ -8,7 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dflash_jax.engine.detokenizer import OutputText
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
 from dflash_jax.loading import locate
@@ -65,6 +68,20 @@ def asked(api: str = "chat", **changes: Any) -> GenerationRequest:
     return dataclasses.replace(base, **changes)
 
 
+def pieces(
+    tokenizer: Tokenizer, ids: list[int], width: int, *, logprobs: bool = False
+) -> list[Piece]:
+    """The pieces of an engine that emits `width` tokens at a time."""
+    text = OutputText(tokenizer)
+    made = []
+    for i in range(0, len(ids), width):
+        part = ids[i : i + width]
+        found = tuple(TokenLogprob(token, -1.0, ()) for token in part) if logprobs else ()
+        made.append(Piece(tuple(part), text.push(part), found))
+    rest = text.finish()
+    return [*made, Piece((), rest)] if rest else made
+
+
 def replied(
     tokenizer: Tokenizer,
     text: str,
@@ -76,9 +93,7 @@ def replied(
     """The reply to `ask` whose raw text is given, and its events by piece."""
     ids = tokenizer.encode(text, specials=False)
     reply = Reply(0, request, tokenizer, SYNTAXES["hermes"])
-    events = []
-    for i in range(0, len(ids), width):
-        events.append(reply.push(Piece(tuple(ids[i : i + width]), "")))
+    events = [reply.push(piece) for piece in pieces(tokenizer, ids, width)]
     stats = Stats(prompt_tokens=5, output_tokens=len(ids))
     events.append(reply.finish(Result(ids, text, end, stats)))
     return reply, events
@@ -1067,11 +1082,75 @@ def test_offsets_go_on_from_chunk_to_chunk(tokenizer: Tokenizer) -> None:
     writer = CompletionWriter(generation(reply, request))
     writer.generation.model.engine = SimpleNamespace(tokenizer=tokenizer)
     offsets = []
-    for i in ids:
-        new = reply.push(Piece((i,), "", (TokenLogprob(i, -1.0, ()),)))
-        raw = writer.events(reply, new)
+    for piece in pieces(tokenizer, ids, 1, logprobs=True):
+        raw = writer.events(reply, reply.push(piece))
         offsets += json.loads(raw.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"]
     assert offsets == completion_logprobs(reply.logprobs, tokenizer)["text_offset"]
+
+
+WITHOUT_MARKUP = [  # outputs that contain no markup to parse
+    pytest.param("completions", "hermes", {"tools": [], "declared_tools": ()}, id="completions"),
+    pytest.param("completions", "hermes", {}, id="completions-with-tools"),
+    pytest.param("chat", None, {}, id="no-syntax"),
+    pytest.param("chat", "llama", {"tools": [], "declared_tools": ()}, id="no-tools-no-reasoning"),
+    pytest.param("chat", None, {"max_tokens": 0}, id="no-output"),
+]
+
+
+@pytest.mark.parametrize(("api", "family", "changes"), WITHOUT_MARKUP)
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), width=st.integers(1, 5), end=st.sampled_from(["stop", "length"]))
+def test_the_engines_text_gives_the_answer_that_decoding_the_ids_gives(
+    tokenizer: Tokenizer,
+    api: str,
+    family: str | None,
+    changes: dict[str, Any],
+    data: st.DataObject,
+    width: int,
+    end: str,
+) -> None:
+    """Ids of any kind: special ones, and halves of characters, also at the end."""
+    ids = data.draw(st.lists(st.integers(0, tokenizer.size - 1), max_size=24))
+    ids += data.draw(st.sampled_from([[], tokenizer.encode("é😀", specials=False)[:-1]]))
+    dropped = data.draw(st.integers(0, min(len(ids), 3)))
+    stream = data.draw(st.booleans())
+    request = asked(api, logprobs=0, stream=stream, **changes)
+    answers = []
+    for takes_engine_text in (True, False):
+        reply = Reply(0, request, tokenizer, SYNTAXES[family] if family else None)
+        assert reply._takes_engine_text
+        reply._takes_engine_text = takes_engine_text
+        made = generation(reply, request)
+        made.model.engine = SimpleNamespace(tokenizer=tokenizer)
+        writer = (CompletionWriter if api == "completions" else ChatWriter)(made)
+        writer._head |= {"id": "id", "created": 0}
+        raw = [writer.start()]
+        parts = pieces(tokenizer, ids, width, logprobs=True)
+        for piece in parts[:-1]:
+            raw.append(writer.events(reply, reply.push(piece)))
+        stats = Stats(prompt_tokens=5, output_tokens=len(ids))
+        stats.recovery["runaway_dropped_tokens"] = dropped
+        last = reply.push(parts[-1]) if parts else []  # the server gets it together with the end
+        last += reply.finish(Result(ids, "", end, stats))
+        raw += [writer.events(reply, last), writer.close()]
+        sent = raw if stream else writer.to_json()
+        answers.append((sent, reply.content, reply.ids, reply.logprobs, reply.answer_logprobs))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("api", "family", "changes"),
+    [
+        pytest.param("chat", "hermes", {"tools": [], "declared_tools": ()}, id="reasoning"),
+        pytest.param("chat", "llama", {}, id="tools"),
+        pytest.param("completions", "hermes", {"stop": ("x",)}, id="stop-strings"),
+    ],
+)
+def test_ids_are_decoded_again_where_markup_or_a_stop_string_has_to_be_found(
+    tokenizer: Tokenizer, api: str, family: str, changes: dict[str, Any]
+) -> None:
+    reply = Reply(0, asked(api, **changes), tokenizer, SYNTAXES[family])
+    assert not reply._takes_engine_text
 
 
 def test_cached_tokens_of_several_prompts_are_added_up() -> None:
