@@ -1,4 +1,4 @@
-"""The routes that generate: from a body to a generation, and back as one answer or a stream."""
+"""The ASGI application, and the routes that generate."""
 
 import asyncio
 import dataclasses
@@ -54,11 +54,14 @@ BODIES = {
 
 
 class Server:
-    """Models behind routes. `app` is the ASGI application.
+    """Serves models over HTTP.
 
     Args:
       models: the first is the default.
-      bound: the name or address it listens on, and the addresses of that name.
+      bound: the host that the server listens on, and the addresses it resolves to.
+
+    Attributes:
+      app: the ASGI application.
     """
 
     def __init__(
@@ -69,11 +72,11 @@ class Server:
     ):
         self.models = ServedModels(models)
         self._settings, self._metrics = settings, Metrics()
-        self._gate = Middleware(settings, self._metrics, self.models)
+        self._middleware = Middleware(settings, self._metrics, self.models)
         self._running: set[Generation] = set()
         self._store = ResponseStore()
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
-        shared = self.models, self._gate, settings, self._metrics
+        shared = self.models, self._middleware, settings, self._metrics
         information = InfoRoutes(*shared, parameters)
         posts = information.posts | {
             "/v1/chat/completions": self._generation_handler(decode_chat),
@@ -83,17 +86,17 @@ class Server:
             ),
             "/v1/messages": self._generation_handler(decode_messages),
         }
-        wrap_handler = self._gate.wrap_handler
+        wrap_handler = self._middleware.wrap_handler
         routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]
         routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
         stored = wrap_handler(self._stored_response)
         routes.append(Route("/v1/responses/{response_id}", stored, methods=["GET", "DELETE"]))
-        handlers: Any = {404: self._gate.no_route, 405: self._gate.no_route}
+        handlers: Any = {404: self._middleware.no_route, 405: self._middleware.no_route}
         keys = bool(settings.api_keys)
         hosts = allowed_hosts(bound, settings.allowed_hosts, has_keys=keys)
         inner = Starlette(routes=routes, exception_handlers=handlers)
-        self.app: ASGIApp = self._gate.wrap_app(inner, hosts)
-        if settings.cors:  # outermost: pages read refusals as well, and preflights have no key
+        self.app: ASGIApp = self._middleware.wrap_app(inner, hosts)
+        if settings.cors:  # outermost: error responses need its headers, preflights have no key
             from starlette.middleware.cors import CORSMiddleware
 
             self.app = CORSMiddleware(
@@ -106,13 +109,13 @@ class Server:
             )
 
     def drain(self, seconds: float) -> None:
-        """Takes no more requests, and ends those that still run after so many seconds."""
-        if not self._gate.draining:
+        """Refuse new requests, and end running ones after this many seconds."""
+        if not self._middleware.draining:
             log.info(
                 "draining: running requests: %d; those not finished in %g s are ended",
                 len(self._running), seconds,
             )  # fmt: skip
-        self._gate.draining = True
+        self._middleware.draining = True
         asyncio.get_running_loop().call_later(seconds, self._cancel_running)
 
     def _cancel_running(self) -> None:
@@ -121,14 +124,14 @@ class Server:
 
     def _generation_handler(self, read: Callable[[bytes], GenerationRequest]) -> Handler:
         async def handler(raw_request: Request) -> Response:
-            body = await self._gate.body(raw_request)
-            self._gate.check_open()
+            body = await self._middleware.body(raw_request)
+            self._middleware.check_open()
             try:
-                understood = await unless_disconnected(self._parse(read, body), raw_request.receive)
+                parsed = await unless_disconnected(self._parse(read, body), raw_request.receive)
             except ClientDisconnected:
                 self._metrics.cancelled("disconnect", "tokenisation")
                 raise
-            model, request, prompts = understood
+            model, request, prompts = parsed
             limits = [t for t in (request.timeout, self._settings.timeout) if t is not None]
             generation = Generation(
                 model, request, prompts, min(limits, default=None),
@@ -138,7 +141,7 @@ class Server:
             events = self._track(generation)
             if request.stream:
                 while await unless_disconnected(anext(events), raw_request.receive) is None:
-                    pass  # refused requests end here
+                    pass  # errors before the first update are not streamed
                 chunks = self._chunks(generation, writer, events)
                 return EventStreamResponse(generation, chunks)
             await unless_disconnected(drain_events(events), raw_request.receive)
@@ -150,7 +153,7 @@ class Server:
     async def _parse(
         self, read: Callable[[bytes], GenerationRequest], body: bytes
     ) -> tuple[ServedModel, GenerationRequest, list[EncodedPrompt]]:
-        """What a body asks for, and of which model."""
+        """Return the model, the request and its prompts."""
         request = await read_body(read, body)
         if self._settings.metrics:
             request = dataclasses.replace(request, metrics=True, timings=True)
@@ -158,10 +161,10 @@ class Server:
         return model, request, await prepare(model, request)
 
     async def _track(self, generation: Generation) -> AsyncGenerator[ReplyEvents]:
-        """The generation's events; it counts as running until they end."""
+        """Yield the generation's events, and keep it in `_running` until they end."""
         self._running.add(generation)
         events = generation.events(self._settings.keepalive)
-        logged = False  # that it waits for programs
+        logged = False  # at most once: it waits for programs
         try:
             async for update in events:
                 if generation.waits_for and not logged:
@@ -177,7 +180,7 @@ class Server:
     async def _chunks(
         self, generation: Generation, writer: ResponseWriter, events: AsyncGenerator[ReplyEvents]
     ) -> AsyncGenerator[bytes]:
-        """A stream's chunks. Closing the iterator cancels the outputs."""
+        """Yield the chunks of a stream. Closing the generator cancels the outputs."""
         try:
             yield writer.start()
             if generation.waits_for:
@@ -198,17 +201,17 @@ class Server:
             await events.aclose()
 
     async def _stored_response(self, raw_request: Request) -> Response:
-        """A response given once more, or forgotten."""
-        number = raw_request.path_params["response_id"]
+        """Handle GET and DELETE of a stored response."""
+        response_id = raw_request.path_params["response_id"]
         if raw_request.method == "DELETE":
-            self._store.delete(number)
-            return json_response({"id": number, "object": "response", "deleted": True})
+            self._store.delete(response_id)
+            return json_response({"id": response_id, "object": "response", "deleted": True})
         if raw_request.query_params.get("stream", "false").lower() not in ("false", "0"):
             raise Problem(400, "a kept response is not streamed; leave it out", param="stream")
-        return json_response(self._store.get(number))
+        return json_response(self._store.get(response_id))
 
-    def _record(self, generation: Generation, answer: str) -> None:
-        """Metrics, and one line in the log."""
+    def _record(self, generation: Generation, response_id: str) -> None:
+        """Record metrics and log one line per output."""
         self._metrics.ended(generation)
         if not requests.isEnabledFor(logging.INFO):
             return
@@ -222,7 +225,7 @@ class Server:
             requests.info(
                 "%s %s %s: %d prompt tokens (%d cached), %d new, first after %.3f s, %.1f tok/s,"
                 " acceptance length %s, %s, %.3f s in all%s",
-                generation.request_id, answer, generation.model.name, stats.prompt_tokens,
+                generation.request_id, response_id, generation.model.name, stats.prompt_tokens,
                 stats.cached_tokens, stats.output_tokens, stats.first_token_s,
                 stats.tokens_per_s, tau, reply.finish_reason, seconds, notes,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: requests read into an `Ask`, answers and stream chunks."""
+"""OpenAI's /v1/chat/completions: request decoding, responses and stream chunks."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from dflash_jax.tool_parsers.events import Content, Event, Thinking, ToolCallDel
 
 
 class ChatRequest(OpenAIFields, kw_only=True):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -32,57 +32,63 @@ class ChatRequest(OpenAIFields, kw_only=True):
 
 
 def decode_chat(body: bytes) -> GenerationRequest:
-    """POST /v1/chat/completions."""
-    found, unknown = decode(body, ChatRequest)
-    reasoning, thinking = found.reasoning, found.thinking
-    given = dict(found.chat_template_kwargs or {})
-    if found.enable_thinking is not None:
-        given.setdefault("enable_thinking", found.enable_thinking)
+    """Return the request of a body.
+
+    Raises:
+      Problem: the body is invalid, or asks for something unsupported.
+    """
+    parsed, unknown = decode(body, ChatRequest)
+    reasoning, thinking = parsed.reasoning, parsed.thinking
+    given = dict(parsed.chat_template_kwargs or {})
+    if parsed.enable_thinking is not None:
+        given.setdefault("enable_thinking", parsed.enable_thinking)
     template, warnings = reasoning_options(
         given,
-        word=found.reasoning_effort,
+        effort=parsed.reasoning_effort,
         where="reasoning_effort",
         reasoning=reasoning,
         thinking=thinking,
     )
-    if found.add_generation_prompt is not None:
-        template["add_generation_prompt"] = found.add_generation_prompt
-    tools, declared, choice = parse_tools(found.tools, found.tool_choice)
-    if found.top_logprobs and not found.logprobs:
+    if parsed.add_generation_prompt is not None:
+        template["add_generation_prompt"] = parsed.add_generation_prompt
+    tools, declared, choice = parse_tools(parsed.tools, parsed.tool_choice)
+    if parsed.top_logprobs and not parsed.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    common = openai_arguments(found, unknown)
+    common = openai_arguments(parsed, unknown)
     common["warnings"] += warnings
     budget = positive_budget((thinking or {}).get("budget_tokens"))
     budget = budget or positive_budget((reasoning or {}).get("max_tokens"))
     common["thinking_budget"] = budget or common["thinking_budget"]
-    if found.max_completion_tokens is not None:
-        common["max_tokens"] = found.max_completion_tokens
+    if parsed.max_completion_tokens is not None:
+        common["max_tokens"] = parsed.max_completion_tokens
     return GenerationRequest(
         api="chat",
-        messages=parse_messages(found.messages),
+        messages=parse_messages(parsed.messages),
         tools=tools,
         declared_tools=declared,
         tool_choice=choice,
-        parallel_tool_calls=found.parallel_tool_calls is not False,
+        parallel_tool_calls=parsed.parallel_tool_calls is not False,
         template_kwargs=template,
-        continue_final_message=bool(found.continue_final_message),
-        logprobs=(found.top_logprobs or 0) if found.logprobs else None,
+        continue_final_message=bool(parsed.continue_final_message),
+        logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None,
         **common,
     )
 
 
 class ChatWriter(OpenAIWriter):
-    """/v1/chat/completions."""
+    """Writes responses and chunks of chat completions."""
 
     prefix, kind = "chatcmpl-", "chat.completion"
 
     def start(self) -> bytes:
+        """Return a chunk with the role for every choice."""
         self.kind = "chat.completion.chunk"
         first = {"role": "assistant", "content": ""}
         more = self._prompt_ids()
         return b"".join(self._chunk(reply, first, **more) for reply in self.generation.replies)
 
     def events(self, reply: Reply, events: list[Event]) -> bytes:
+        """Return a chunk per event, and the last one once `reply.result` is set."""
         out = b""
         for event in events:
             match event:
@@ -131,6 +137,7 @@ class ChatWriter(OpenAIWriter):
         return choice | statistics.choice_statistics(reply, self.request, self.id)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the response object."""
         return (
             super().to_json()
             | self._prompt_ids()
@@ -138,5 +145,5 @@ class ChatWriter(OpenAIWriter):
         )
 
     def _prompt_ids(self) -> dict[str, Any]:
-        found = {"prompt_token_ids": self.generation.prompts[0].ids}
-        return found if self.request.return_token_ids else {}
+        fields = {"prompt_token_ids": self.generation.prompts[0].ids}
+        return fields if self.request.return_token_ids else {}

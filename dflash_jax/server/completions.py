@@ -1,4 +1,4 @@
-"""/v1/completions: requests read into an `Ask`, answers and stream chunks."""
+"""OpenAI's /v1/completions: request decoding, responses and stream chunks."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from dflash_jax.tool_parsers.events import Content, Event
 
 
 class CompletionRequest(OpenAIFields, kw_only=True):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
@@ -21,18 +21,22 @@ class CompletionRequest(OpenAIFields, kw_only=True):
 
 
 def decode_completion(body: bytes) -> GenerationRequest:
-    """POST /v1/completions."""
-    found, unknown = decode(body, CompletionRequest)
-    prompts: list[Any] = [found.prompt]
-    if isinstance(found.prompt, list) and not all(isinstance(p, int) for p in found.prompt):
-        prompts = list(found.prompt)
+    """Return the request of a body.
+
+    Raises:
+      Problem: the body is invalid, or asks for something unsupported.
+    """
+    parsed, unknown = decode(body, CompletionRequest)
+    prompts: list[Any] = [parsed.prompt]
+    if isinstance(parsed.prompt, list) and not all(isinstance(p, int) for p in parsed.prompt):
+        prompts = list(parsed.prompt)
         if any(isinstance(p, int) for p in prompts):
             raise Problem(400, "prompt mixes token ids with prompts", param="prompt")
-    if found.suffix:
+    if parsed.suffix:
         raise Problem(400, "suffix is not supported; put it into the prompt", param="suffix")
-    if found.best_of not in (None, 1, found.n):
+    if parsed.best_of not in (None, 1, parsed.n):
         raise Problem(400, "best_of is not supported; use n", param="best_of")
-    if found.echo and found.logprobs is not None and found.stream:
+    if parsed.echo and parsed.logprobs is not None and parsed.stream:
         raise Problem(
             400, "no stream has log probabilities of the prompt; drop one of echo, logprobs and"
             " stream", param="echo",
@@ -42,24 +46,26 @@ def decode_completion(body: bytes) -> GenerationRequest:
     return GenerationRequest(
         api="completions",
         prompts=prompts,
-        echo=bool(found.echo),
-        logprobs=found.logprobs,
-        **openai_arguments(found, unknown),
+        echo=bool(parsed.echo),
+        logprobs=parsed.logprobs,
+        **openai_arguments(parsed, unknown),
     )
 
 
 class CompletionWriter(OpenAIWriter):
-    """/v1/completions."""
+    """Writes responses and chunks of completions."""
 
     prefix, kind = "cmpl-", "text_completion"
 
     def start(self) -> bytes:
+        """Return a chunk with the prompt of every choice, if the request asks to echo it."""
         if not self.request.echo:
             return b""
         replies = self.generation.replies
         return b"".join(self._chunk(reply, self._echo(reply)) for reply in replies)
 
     def events(self, reply: Reply, events: list[Event]) -> bytes:
+        """Return a chunk with the new text, if there is some or the output ended."""
         text = "".join(event.text for event in events if isinstance(event, Content))
         if reply.result is not None:
             return self._chunk(reply, text, self._end(reply), **self._final_fields(reply))

@@ -15,37 +15,38 @@ from dflash_jax.server.protocol import Problem
 from dflash_jax.server.writer import encode
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 5.0  # seconds between two probes
-COMMENTS = "dflash_jax.comments"  # in a scope's state: server-sent events are the answer
+COMMENTS = "dflash_jax.comments"  # in a scope's state: the response is server-sent events
 
 
 def allow_comments(scope: Any) -> None:
-    """Says that the answer to this ASGI scope may have comments of server-sent events in it."""
+    """Mark the response to this ASGI scope as server-sent events, which may contain comments."""
     scope.setdefault("state", {})[COMMENTS] = True
 
 
 class Connection(H11Protocol):
-    """Serves such a client to the end, and tells it from one that left.
+    """An HTTP/1.1 connection that serves clients which closed their sending side.
 
-    Either looks the same until something is sent: the system of a client that left answers with a
-    reset, after which writing fails. So what says nothing is sent, now and then.
+    Such a client cannot be distinguished from one that left until data is sent: the latter's system
+    answers with a reset, after which writing fails. So the server periodically sends data without
+    meaning: an informational response, or a comment.
     """
 
-    _half_closed = False  # the client sends nothing more
+    _half_closed = False  # the client has closed its sending side
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open: a whole request is being answered."""
+        """Return whether to keep the connection open: a complete request is being answered."""
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_complete:
             return False
         if not cycle.response_started and cycle.scope["http_version"] == "1.0":
-            return False  # HTTP/1.0 has no answer that says nothing
+            return False  # HTTP/1.0 has no informational responses
         if not self._half_closed:
             self._half_closed = True
             self._probe(FIRST_PAUSE)
         return True
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP by an error object as other requests get it, and close."""
+        """Answer invalid HTTP with an error object, and close the connection."""
         problem = Problem(400, "the request is not valid HTTP", code="invalid_http")
         body = encode(problem.to_json())
         length = str(len(body)).encode()
@@ -53,7 +54,7 @@ class Connection(H11Protocol):
                    (b"connection", b"close")]  # fmt: skip
         answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
         events = (answer, h11.Data(data=body), h11.EndOfMessage())
-        free = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)  # else an answer has begun
+        free = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)  # else a response has started
         for event in events if free else ():
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -72,7 +73,7 @@ class Connection(H11Protocol):
         self.loop.call_later(pause, self._probe, min(2 * pause, LONGEST_PAUSE))
 
     def on_response_complete(self) -> None:
-        """Nothing else comes from this client, unless it had sent it already."""
+        """Close the connection of a client that sends nothing more."""
         super().on_response_complete()
         if self._half_closed and self.cycle.response_complete:
             self.transport.close()
@@ -88,12 +89,17 @@ async def _until_disconnected(receive: Receive) -> None:
 
 
 async def drain_events(events: AsyncIterator[Any]) -> None:
+    """Iterate to the end, discarding the items."""
     async for _ in events:
         pass
 
 
 async def unless_disconnected(work: Awaitable[Any], receive: Receive) -> Any:
-    """The work's result; raises Gone, and ends the work, if the client leaves before."""
+    """Return the result of `work`, cancelling it if the client disconnects.
+
+    Raises:
+      ClientDisconnected: the client left before the work was done.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_disconnected(receive))
     try:
@@ -110,7 +116,7 @@ async def unless_disconnected(work: Awaitable[Any], receive: Receive) -> Any:
 
 
 class EventStreamResponse(Response):
-    """Server-sent events, watched for a client that goes away even while nothing is sent."""
+    """A stream of server-sent events that ends when the client disconnects, even while idle."""
 
     media_type = "text/event-stream"
 
@@ -128,7 +134,7 @@ class EventStreamResponse(Response):
                 await unless_disconnected(self._send(send), receive)
         finally:
             await self._chunks.aclose()
-            self._generation.cancel("disconnect")  # should the chunks never have been begun
+            self._generation.cancel("disconnect")  # in case iteration never started
 
     async def _send(self, send: Send) -> None:
         async for chunk in self._chunks:
@@ -138,5 +144,5 @@ class EventStreamResponse(Response):
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A value as a JSON response."""
+    """Return a JSON response."""
     return Response(encode(value), status, headers, "application/json")

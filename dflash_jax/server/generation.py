@@ -1,4 +1,4 @@
-"""Runs what an `Ask` wants on a model, and hands out events as they come."""
+"""Runs a `GenerationRequest` on a model, and yields the events of its outputs."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,16 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.cancellation import Reason
 from dflash_jax.engine.result import Piece, Result
-from dflash_jax.errors import QueueFullError, RequestError
-from dflash_jax.server.background import LONG_PROMPT, in_thread, unfinished
+from dflash_jax.server.background import LONG_PROMPT, in_thread
 from dflash_jax.server.conversation import parse_tool_calls
-from dflash_jax.server.fields import ENGINE_OPTIONS
-from dflash_jax.server.jobs import Job, still_compiling
+from dflash_jax.server.errors import (
+    queue_full,
+    shutting_down,
+    still_compiling,
+    to_problem,
+    unfinished,
+)
+from dflash_jax.server.jobs import Job
 from dflash_jax.server.models import ServedModel
 from dflash_jax.server.prompt import (
     EncodedPrompt,
@@ -32,9 +37,9 @@ from dflash_jax.server.reply import Reply
 from dflash_jax.tool_parsers.events import Event
 from dflash_jax.tool_parsers.grammar import after_thought_grammar, call_grammar
 
-COMPLETION_MAX_TOKENS = 16  # tokens of completions that name no max_tokens, as OpenAI has it
-COMPILING_KEEPALIVE_S = 5.0  # seconds after which a stream says that programs are being compiled
-MOST_GRAMMAR = 2**18  # characters: larger grammars take seconds, in which nothing else is served
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
+COMPILING_KEEPALIVE_S = 5.0  # seconds between comments in a stream that waits for programs
+MOST_GRAMMAR = 2**18  # characters; larger grammars would block other requests for seconds
 
 
 ReplyUpdate = tuple[int, list[Piece], Result | Exception | None]
@@ -42,13 +47,21 @@ ReplyEvents = tuple[Reply, list[Event]] | None
 
 
 class Generation:
-    """All outputs of one request. Iterate `events` once; afterwards `replies` are complete.
+    """All outputs of one request, submitted to the engine on construction.
+
+    Iterate over `events` once; `replies` are complete afterwards.
 
     Args:
-      timeout: seconds after which it ends with what it has.
-      compile_wait: seconds after which it is refused if it is not streamed and its programs are
-        still being compiled.
-      request_id: as the client sees it in the headers.
+      timeout: seconds after which outputs end with the tokens generated so far.
+      compile_wait: seconds after which a request that is not streamed is refused if its programs
+        are still being compiled.
+      request_id: the id in the response headers.
+
+    Attributes:
+      cancelled: why the request ended early, and in which phase; None if it did not.
+
+    Raises:
+      Problem: the model is not ready, the request does not fit, or the queue is full.
     """
 
     def __init__(
@@ -65,7 +78,7 @@ class Generation:
         self.request_id = request_id
         self.started = time.perf_counter()
         self.first_token: float | None = None
-        self.cancelled: tuple[Reason, str] | None = None  # why it ended early, and in which phase
+        self.cancelled: tuple[Reason, str] | None = None
         engine = model.engine
         self.replies: list[Reply] = []
         self._jobs: list[Job] = []
@@ -90,13 +103,13 @@ class Generation:
         self._timers: list[asyncio.TimerHandle] = []
         if timeout is not None:
             self._timers.append(loop.call_later(timeout, self.cancel, "deadline"))
-        if compile_wait < math.inf and not request.stream:  # a stream is told how long it takes
+        if compile_wait < math.inf and not request.stream:  # a stream gets comments instead
             self._timers.append(loop.call_later(compile_wait, self._refuse_uncompiled))
         for job in self._jobs:
             model.worker.submit(job)
 
     def _options(self, engine: Engine, prompt: EncodedPrompt) -> dict[str, Any]:
-        """Arguments of `Engine.submit`."""
+        """Return the arguments of `Engine.submit`."""
         request = self.request
         defaults = self.model.defaults
         options: dict[str, Any] = {"temperature": defaults.temperature} | request.options
@@ -107,7 +120,10 @@ class Generation:
         of_prompt = [request.prompt_logprobs, request.logprobs if request.echo else None]
         if asked := [n for n in of_prompt if n is not None]:
             options["prompt_logprobs"] = max(asked)
-        if request.tool_choice.kind in ("required", "named"):  # leaves no answer that had a grammar
+        if request.tool_choice.kind in (
+            "required",
+            "named",
+        ):  # a call is required: request.grammar does not apply
             options["structured"] = {"grammar": self._call_grammar(engine, prompt)}
         elif request.grammar is not None:
             kind, value = request.grammar
@@ -138,7 +154,7 @@ class Generation:
         return options | {"max_tokens": most}
 
     def _grammar_around(self, engine: Engine, prompt: EncodedPrompt) -> dict[str, str]:
-        """What may come before an answer that has a grammar, and instead of it."""
+        """Return the grammar of reasoning and calls around an answer that has its own grammar."""
         syntax, tokenizer = self.model.syntax, engine.tokenizer
         if syntax is None or tokenizer is None:
             return {}
@@ -149,7 +165,11 @@ class Generation:
         return {"around": after_thought_grammar(syntax.thought.closing, tokenizer.special_texts)}
 
     def _call_grammar(self, engine: Engine, prompt: EncodedPrompt, *, answer: bool = False) -> str:
-        """The grammar of a call that has to be made, unless an answer is given."""
+        """Return the grammar of tool calls.
+
+        Args:
+          answer: also allow the rule `answer` in place of calls.
+        """
         request, syntax = self.request, self.model.syntax
         if syntax is None or engine.tokenizer is None:
             raise Problem(400, "this model's template knows no tool calls", param="tool_choice")
@@ -168,10 +188,10 @@ class Generation:
         self._updates.put_nowait((index, pieces, end))
 
     def cancel(self, reason: Reason) -> None:
-        """Ends all outputs; after a deadline they are answers, otherwise nobody wants them.
+        """End all outputs. After a deadline, the tokens generated so far are the response.
 
-        A request whose programs or grammar are not compiled yet has no output to end with: it is
-        refused.
+        At a deadline or shutdown, a request whose programs or grammar are still being compiled
+        has no output, and is refused.
         """
         pending = any(job.pending for job in self._jobs)
         if reason == "shutdown" and (pending or self.waits_for):
@@ -188,7 +208,7 @@ class Generation:
         self._cancel_jobs(reason)
 
     def _refuse_uncompiled(self) -> None:
-        """Refuses a request whose programs are not compiled yet."""
+        """Refuse the request if its programs are still being compiled."""
         if waits_for := self.waits_for:
             self._refuse(still_compiling(self.model.engine.compiled, waits_for))
 
@@ -203,12 +223,12 @@ class Generation:
 
     @property
     def waits_for(self) -> tuple[Variant, ...]:
-        """The variants whose programs have to be compiled before it can begin."""
+        """Return the program variants that must be compiled before the request can start."""
         return next((job.waits_for for job in self._jobs if job.waits_for), ())
 
     @property
     def status(self) -> str:
-        """What a client that waits for output is told."""
+        """Return the progress of the request as text, for keepalive comments."""
         if not (waits_for := self.waits_for):
             fed, prompts = self.progress
             return f"keepalive {fed}/{prompts}"
@@ -219,24 +239,24 @@ class Generation:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Prompt tokens that were fed so far, and all of them."""
+        """Return the number of prompt tokens processed so far, and of all prompt tokens."""
         lives = [job.live for job in self._jobs if job.live]
         return sum(live.fed for live in lives), sum(len(job.prompt) for job in self._jobs)
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompt that were not computed anew, as is known with the first output."""
+        """Return the cached prompt tokens, which are known with the first output."""
         return max((job.live.stats.cached_tokens for job in self._jobs if job.live), default=0)
 
     @property
     def phase(self) -> str:
-        """What the engine does for it: "queued", "prompt" or "output"."""
+        """Return "queued", "prompt" (prefill) or "output" (decode)."""
         if self.first_token is not None:
             return "output"
         return "prompt" if self.progress[0] else "queued"
 
     async def _next_update(self, pause: float | None) -> ReplyUpdate | None:
-        """The next news, or None if none comes for so many seconds."""
+        """Return the next update, or None if none arrives for `pause` seconds."""
         try:
             async with asyncio.timeout(pause):
                 return await self._updates.get()
@@ -244,16 +264,16 @@ class Generation:
             return None
 
     async def events(self, pause: float | None = None) -> AsyncGenerator[ReplyEvents]:
-        """New events of an output; those of its end come with `reply.result` set.
+        """Yield replies with their new events; `reply.result` is set with the last ones.
 
-        The first, empty, says that the engine took the request.
+        The first item, without events, means that the engine accepted the request.
 
         Args:
-          pause: None is given whenever nothing came for so many seconds, or sooner while programs
-            are being compiled.
+          pause: yield None after this many seconds without an update, or after a shorter time while
+            programs are being compiled.
 
         Raises:
-          Problem: the engine refused it, or the computation failed.
+          Problem: the engine refused the request, or the computation failed.
         """
         left, failed = len(self._jobs), False
         try:
@@ -277,21 +297,21 @@ class Generation:
                     left -= 1
                     events += reply.finish(end)
                     called = reply.calls and reply.finish_reason == "tool_calls"
-                    if called and not reply.shortened:  # the template leaves out repetitions
-                        with contextlib.suppress(Problem):  # the answer is complete without it
+                    if called and not reply.shortened:  # a shortened answer differs from its ids
+                        with contextlib.suppress(Problem):  # caching is optional
                             await in_thread(self._remember, reply)
                 yield reply, events
         finally:
             for timer in self._timers:
                 timer.cancel()
-            if failed:  # that outranks a cancellation
+            if failed:  # not counted as a cancellation
                 self._cancel_jobs("disconnect")
             elif left:
                 self.cancel("disconnect")
             self.model.last_used_ms = int(time.time() * 1000)
 
     def _remember(self, reply: Reply) -> None:
-        """Keeps a tool turn's ids for the next prompt of the conversation."""
+        """Store a tool turn's ids for the next prompt of the conversation."""
         stop = set(self.model.engine.target.eos_token_ids)
         ids = list(reply.ids)
         while ids and ids[-1] in stop:
@@ -306,21 +326,11 @@ class Generation:
         self.model.tool_turns.put(message, [*lead, *ids])
 
 
-def queue_full() -> Problem:
-    """What a client is told when there is no room for its request."""
-    return Problem(503, "the queue is full; try again", code="queue_full", retry_s=1)
-
-
-def shutting_down() -> Problem:
-    """What a client is told that comes, or would have to wait, while the server drains."""
-    return Problem(503, "the server is shutting down", code="draining", retry_s=5)
-
-
 async def prepare(model: ServedModel, request: GenerationRequest) -> list[EncodedPrompt]:
-    """The prompts of a request, made in a thread: templates and encoding may take seconds.
+    """Return the prompts of a request, built in a thread since they may take seconds.
 
     Raises:
-      Problem: a prompt cannot be made, or certainly does not fit the plan.
+      Problem: a prompt is invalid, or certainly does not fit the plan.
     """
     engine = model.engine
     tokenizer, most = engine.tokenizer, engine.plan.max_length
@@ -332,33 +342,3 @@ async def prepare(model: ServedModel, request: GenerationRequest) -> list[Encode
     size = sum(map(message_size, request.messages)) + 200 * len(request.tools)
     make = functools.partial(chat_prompt, request, tokenizer, model.tool_turns, thought, most)
     return [await in_thread(make, long=size > LONG_PROMPT, param=request.source)]
-
-
-SAME_NAME = {
-    *ENGINE_OPTIONS,
-    "logit_bias",
-    "stop",
-}  # options that requests call what the engine does
-FIELD_OF_OPTION = {  # options of the engine that requests call otherwise
-    "block_size": "speculative.block_size",
-    "responses.max_tokens": "max_output_tokens",
-    "chat.logprobs": "top_logprobs",
-    "responses.logprobs": "top_logprobs",
-}
-
-
-def to_problem(error: Exception, api: str) -> Problem:
-    """What a client is told of an error in the engine's thread, in the words of its request."""
-    if isinstance(error, Problem):
-        return error
-    if isinstance(error, QueueFullError):
-        return queue_full()
-    if not isinstance(error, RequestError):
-        return Problem(500, str(error), code="compute_failed")
-    text = str(error)
-    option, is_, rest = text.partition(" is ")
-    if not is_ or not option.isidentifier():
-        word = text.partition(" ")[0]
-        return Problem(400, text, param=word if word in SAME_NAME else None)
-    param = FIELD_OF_OPTION.get(f"{api}.{option}", FIELD_OF_OPTION.get(option, option))
-    return Problem(400, f"{param} is {rest}", param=param)

@@ -10,10 +10,14 @@ from dflash_jax.server.thinking import join_reasoning
 
 
 def messages_from_responses(instructions: str | None, items: list[dict[str, Any]]) -> list[Message]:
-    """The conversation in the chat completions shape; neighbouring calls are one turn."""
+    """Return the items of a Responses input as messages; adjacent calls become one turn.
+
+    Raises:
+      Problem: an item is invalid or not supported.
+    """
     check_messages(items, "input")
     system: list[str] = [instructions] if instructions else []
-    made: list[Message] = []
+    result: list[Message] = []
     reasoning: list[str] = []
     for at, item in enumerate(items):
         kind, where = item.get("type", "message"), f"input[{at}]"
@@ -22,13 +26,13 @@ def messages_from_responses(instructions: str | None, items: list[dict[str, Any]
                 raise Problem(400, "a function_call has no name", param=f"{where}.name")
             function = {"name": item["name"], "arguments": item.get("arguments", "{}")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if not (made and made[-1]["role"] == "assistant"):
-                made.append({"role": "assistant", "content": None})
-            made[-1].setdefault("tool_calls", []).append(call)
+            if not (result and result[-1]["role"] == "assistant"):
+                result.append({"role": "assistant", "content": None})
+            result[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             output = content_texts(item.get("output"), f"{where}.output")
-            result = {"role": "tool", "tool_call_id": item.get("call_id")}
-            made.append(result | {"content": output or ""})
+            tool_result = {"role": "tool", "tool_call_id": item.get("call_id")}
+            result.append(tool_result | {"content": output or ""})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary")
             parts = parts if isinstance(parts, list) else []
@@ -37,29 +41,29 @@ def messages_from_responses(instructions: str | None, items: list[dict[str, Any]
             continue
         elif kind == "message":
             message = _message_of(item, where)
-            if message["role"] == "assistant" and made and made[-1].get("tool_calls"):
-                # What is said behind a call is of the same turn.
-                if not isinstance(made[-1]["content"], list):
-                    made[-1]["content"] = [made[-1]["content"] or ""]
-                made[-1]["content"].append(message["content"])
+            if message["role"] == "assistant" and result and result[-1].get("tool_calls"):
+                # Text after a call belongs to the same turn.
+                if not isinstance(result[-1]["content"], list):
+                    result[-1]["content"] = [result[-1]["content"] or ""]
+                result[-1]["content"].append(message["content"])
             else:
-                made.append(message)
+                result.append(message)
         else:
             raise Problem(400, f"an item of type {kind!r} is not supported", param=where)
-        if any(reasoning) and made[-1]["role"] == "assistant":
-            made[-1].setdefault("reasoning_content", []).extend(reasoning)
+        if any(reasoning) and result[-1]["role"] == "assistant":
+            result[-1].setdefault("reasoning_content", []).extend(reasoning)
         reasoning = []
-    for message in made:
+    for message in result:
         if "reasoning_content" in message:
             message["reasoning_content"] = join_reasoning(*message["reasoning_content"])
-    # One system message leads: many templates accept no other place.
+    # Many templates accept a system message in the first place only.
     leading = [{"role": "system", "content": text} for text in system]
-    leading += [m for m in made if m["role"] == "system"]
-    return [*leading, *(m for m in made if m["role"] != "system")]
+    leading += [m for m in result if m["role"] == "system"]
+    return [*leading, *(m for m in result if m["role"] != "system")]
 
 
 def _message_of(item: dict[str, Any], where: str) -> Message:
-    """An item of type message in the chat completions shape."""
+    """Return a message item as a chat completions message."""
     role, read = (
         item.get("role"),
         content_text if item.get("role") == "assistant" else content_texts,
@@ -73,12 +77,12 @@ def _message_of(item: dict[str, Any], where: str) -> Message:
     return {"role": "system" if role == "developer" else role, "content": content or ""}
 
 
-BILLING = "x-anthropic-billing-header:"  # a line that some clients send; new with every request
+BILLING = "x-anthropic-billing-header:"  # some clients send it, different in every request
 System = str | list[dict[str, Any]] | None
 
 
 def continues_assistant(messages: list[dict[str, Any]]) -> bool:
-    """Whether the last message is the beginning of the answer: an assistant's text."""
+    """Return whether the last message is assistant text, which the output has to continue."""
     last = messages[-1] if messages else {}
     content = last.get("content")
     if isinstance(content, list):
@@ -91,27 +95,31 @@ def continues_assistant(messages: list[dict[str, Any]]) -> bool:
 
 
 def messages_from_anthropic(system: System, messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """The conversation in the chat completions shape."""
+    """Return Anthropic's system prompt and messages as chat completions messages.
+
+    Raises:
+      Problem: a message or content block is invalid.
+    """
     check_messages(messages)
-    made: list[Message] = []
+    result: list[Message] = []
     if kept := _drop_billing(system):
-        made.append({"role": "system", "content": content_texts(kept, "system")})
+        result.append({"role": "system", "content": content_texts(kept, "system")})
     for at, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         where = f"messages[{at}]"
         if role not in ("user", "assistant", "system"):
             raise Problem(400, f"role {role!r}; expected user or assistant", param=f"{where}.role")
         if isinstance(content, str):
-            made.append({"role": role, "content": content})
+            result.append({"role": role, "content": content})
             continue
         if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
             raise Problem(400, "content is no list of blocks", param=f"{where}.content")
-        made += _turn(role, content, f"{where}.content")
-    return made
+        result += _turn(role, content, f"{where}.content")
+    return result
 
 
 def _drop_billing(system: System) -> System:
-    """The system prompt without the line that would make every prompt a new one."""
+    """Return the system prompt without the billing line, which would defeat prefix caching."""
     if not isinstance(system, list):
         return _drop_billing_line(system or "")
     texts = [block.get("text") for block in system]
@@ -128,7 +136,7 @@ def _drop_billing_line(text: str) -> str:
 
 
 def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
-    """Tool results, then the message with everything else."""
+    """Return the messages of one turn: tool results first, then everything else."""
     results: list[Message] = []
     reasoning: list[str] = []
     rest: Message = {"role": role, "content": []}

@@ -1,7 +1,7 @@
-"""What every API's requests become: an `Ask`, or a `Problem`. Knows no arrays, sockets or clocks.
+"""Request types that all APIs share: `GenerationRequest` and `Problem`. No arrays, sockets, clocks.
 
-`fields` holds what the APIs have in common, `conversation` reads messages and tools, and each
-API's own fields are read where its answers are written.
+`fields` reads what more than one API has, `conversation` messages and tools, and each API's module
+its other fields.
 """
 
 import codecs
@@ -20,17 +20,20 @@ from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, Tool, ToolChoice, is
 Message = dict[str, Any]
 MOST_CHOICES = 64
 MOST_ENTRIES = 500_000  # objects, arrays and keys of a body; decoding more takes over half a second
-MOST_VALUES = 2_000_000  # commas; so many numbers are decoded in 0.2 s
-SLICE = 2**16  # bytes that are searched at once: the interpreter lock is held meanwhile
-NO_LIMIT = -1  # of max_tokens, as vLLM and llama.cpp have it
+MOST_VALUES = 2_000_000  # commas; decoding this many numbers takes 0.2 s
+SLICE = 2**16  # bytes scanned per step: the interpreter lock is held during a step
+NO_LIMIT = -1  # value of max_tokens, as in vLLM and llama.cpp
 
 
 class Problem(Exception):
-    """A request that ends in an error object.
+    """An error response: an HTTP status and an error object.
 
     Args:
-      retry_s: becomes a Retry-After header.
-      details: Anthropic's, for programs.
+      status: HTTP status.
+      param: name of the offending request field.
+      code: machine-readable code.
+      retry_s: seconds for the Retry-After header.
+      details: Anthropic's `details` object.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Problem(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's `type` of the error."""
+        """Return OpenAI's error `type`."""
         named = {
             401: "authentication_error",
             403: "permission_error",
@@ -61,7 +64,7 @@ class Problem(Exception):
         return named.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
 
     def to_json(self) -> dict[str, Any]:
-        """The body; `type` and `details` are for Anthropic's clients, the rest is OpenAI's."""
+        """Return the body: OpenAI's error object, with Anthropic's `type` and `details`."""
         inner: dict[str, Any] = {"message": self.message, "type": self.kind}
         inner |= {"param": self.param, "code": self.code}
         more = {"details": self.details} if self.details else {}
@@ -145,14 +148,14 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
-    """A request body, and the fields in it that the API does not know.
+    """Return the decoded request body, and its fields that the API does not know.
 
     Raises:
-      Problem: it is no JSON, is nested too deeply, or a field is missing or of the wrong type.
+      Problem: the body is not JSON or too deeply nested, or a field is missing or has a wrong type.
     """
     check_entries(body)
     try:
-        raw = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))  # as Windows writes files
+        raw = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))  # Windows editors add it
     except RecursionError:
         raise _too_deep("the body") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -164,9 +167,9 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
         raise _too_deep(name or "the body", name)
     for name in _integer_fields(kind) & raw.keys():
         if isinstance(given := raw[name], float) and given.is_integer():
-            raw[name] = int(given)  # some languages write 8 as 8.0
+            raw[name] = int(given)  # some clients send 8 as 8.0
     try:
-        found = msgspec.convert(raw, kind)
+        decoded = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$.")
         param = path.removesuffix("`") or None
@@ -175,7 +178,7 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
             param = missing[1]
         raise Problem(400, f"{text}{where}", param=param) from None
     known = kind.__struct_fields__
-    return found, {name: value for name, value in raw.items() if name not in known}
+    return decoded, {name: value for name, value in raw.items() if name not in known}
 
 
 def _too_deep(where: str, param: str | None = None) -> Problem:
@@ -195,25 +198,29 @@ def check_entries(
     *,
     most_values: int | None = None,
 ) -> None:
-    """Raise Problem if a JSON text has too many entries to be decoded in good time.
+    """Refuse JSON with too many entries.
 
-    Decoding holds the interpreter lock, so no other request is served meanwhile.
+    Decoding holds the interpreter lock, so no other request is served during it.
 
     Args:
-      subject: the text, for the error; `param` is the field that holds it.
-      most_values: commas it may have; `MOST_VALUES` by default.
+      subject: name of the text, for the error message.
+      param: request field that contains the text.
+      most_values: limit of commas; `MOST_VALUES` by default.
+
+    Raises:
+      Problem: there are more entries than allowed.
     """
     most = {
         "objects, arrays and keys": MOST_ENTRIES,
         "values": MOST_VALUES if most_values is None else most_values,
     }
-    found = dict.fromkeys(most, 0)
+    counts = dict.fromkeys(most, 0)
     if _count_structure(text) <= MOST_ENTRIES and text.count(b",") <= most["values"]:
         return
     for part in _outside_strings(text):
-        found["objects, arrays and keys"] += _count_structure(part)
-        found["values"] += part.count(b",")
-        for kind, count in found.items():
+        counts["objects, arrays and keys"] += _count_structure(part)
+        counts["values"] += part.count(b",")
+        for kind, count in counts.items():
             if count > most[kind]:
                 raise Problem(
                     400, f"{subject} has more than {most[kind]} {kind}; send fewer",
@@ -226,8 +233,8 @@ def _count_structure(part: bytes) -> int:
 
 
 def _outside_strings(body: bytes) -> Iterator[bytes]:
-    """The parts of a JSON text outside of its strings, joined slice by slice."""
-    inside = escaped = False  # of a string; the last character was a backslash that escapes
+    """Yield the text outside of JSON strings, slice by slice."""
+    inside = escaped = False  # inside a string; the last character was an escaping backslash
     for at in range(0, len(body), SLICE):
         part = body[at + escaped : at + SLICE].replace(rb"\\", b"")
         escaped = part.endswith(b"\\")
@@ -238,11 +245,11 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
 
 @functools.cache
 def _integer_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Fields of a body that are whole numbers."""
+    """Return the names of a body's integer fields."""
     fields = msgspec.structs.fields(kind)
     return frozenset(field.encode_name for field in fields if field.type == int | None)
 
 
 def new_id(prefix: str) -> str:
-    """A fresh id such as chatcmpl-9f...; 24 hexadecimal digits."""
+    """Return a new id: the prefix and 24 random hexadecimal digits."""
     return f"{prefix}{secrets.token_hex(12)}"

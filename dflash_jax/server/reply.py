@@ -247,19 +247,19 @@ class Reply:
     @property
     def warnings(self) -> list[str]:
         """Return warnings about the tool calls of the output."""
-        found = [
+        warnings = [
             f"the model called the tool {name!r}, which the request does not declare; the call is"
             " passed on as the model made it"
             for name in self.undeclared_tools
         ]
         if self._parser.unreadable:
-            found.append("a tool call could not be read; it is part of the text")
+            warnings.append("a tool call could not be read; it is part of the text")
         if self._ends_in_call:
-            found.append(
+            warnings.append(
                 "the output was cut inside a tool call, which is incomplete; it is left out of"
                 " answers that are not streamed"
             )
-        return found
+        return warnings
 
     @property
     def stop_string(self) -> str | None:
@@ -288,25 +288,25 @@ class Reply:
             "stop_sequence" if self.stop_string else self.result.finish_reason
         )
         total = 0 if self._request.max_tokens == 0 else stats.output_tokens
-        found: dict[str, Any] = {
+        details: dict[str, Any] = {
             "reason": {"stop": "end_of_turn", "call": "one_tool_call"}.get(reason, reason),
             "thinking_tokens": self.thinking_tokens,
             "content_tokens": total - self.thinking_tokens,
             "total_tokens": total,
         }
         if self.undeclared_tools:
-            found["undeclared_tools"] = self.undeclared_tools
+            details["undeclared_tools"] = self.undeclared_tools
         if self._parser.unreadable:
-            found["unreadable_calls"] = self._parser.unreadable
+            details["unreadable_calls"] = self._parser.unreadable
         if self._ends_in_call:
-            found["unfinished_call"] = True
+            details["unfinished_call"] = True
         if self.stop_string:
-            found["stop_sequence"] = self.stop_string
+            details["stop_sequence"] = self.stop_string
         if self.thinking_tokens:
             forced = stats.recovery["thought_closed"] + stats.recovery["thought_closed_by_force"]
-            found["close_kind"] = "hard" if forced else "natural"
+            details["close_kind"] = "hard" if forced else "natural"
         if loop:
-            found |= {"degenerate_decode": True, "degenerate_kind": loop}
+            details |= {"degenerate_decode": True, "degenerate_kind": loop}
         if stats.recovery:
-            found["recovery"] = {kind: n for kind, n in stats.recovery.items() if n}
-        return found
+            details["recovery"] = {kind: n for kind, n in stats.recovery.items() if n}
+        return details

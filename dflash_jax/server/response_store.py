@@ -66,12 +66,12 @@ class ResponseStore:
             del self._response_of_item[item]
 
     def _find(self, response_id: str) -> StoredResponse:
-        found = self._stored.get(response_id)
-        if found is None:
+        stored = self._stored.get(response_id)
+        if stored is None:
             raise Problem(
                 404, f"the response {response_id!r} is not kept here", param="response_id"
             )
-        return found
+        return stored
 
     def resolve_input(self, previous: str | None, items: list[Item]) -> list[Item]:
         """Return a request's input items with the previous conversation and references resolved.

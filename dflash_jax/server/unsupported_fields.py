@@ -1,11 +1,11 @@
-"""Fields of other servers that would change an answer, and are refused rather than ignored."""
+"""Fields of other servers that would change the output: refused instead of ignored."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.server.protocol import Problem
 
-# By name: the values that ask for nothing. An API that knows a field itself does not look here.
+# Field name: values without effect, which are accepted. APIs that support a field skip this table.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
@@ -79,7 +79,11 @@ ALTERNATIVES = {
 
 
 def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
-    """Warnings of fields that the API does not know; Problem 400 for one that would matter."""
+    """Return a warning for each unknown field.
+
+    Raises:
+      Problem: 400, a field is known from other servers and would change the output.
+    """
     for name, value in unknown.items():
         if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
             instead = f"; use {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""

@@ -1,10 +1,10 @@
-"""The thread that owns an engine, and the hand-over between it and the event loop.
+"""The thread that owns an engine, and its communication with the event loop.
 
-The thread blocks on its queue while no request runs, and looks into it between two turns of the
-engine otherwise: a cancellation takes effect within one block or prompt chunk. What an engine's
-turn produced goes to the event loop in one call. Other threads keep streams going: grammars are
-made in those of `StructureThreads`, programs are compiled in that of the `BackgroundCompiler`. A
-request is queued in the engine once both are there, and delays no other request before that.
+The thread blocks on its command queue while no request runs, and polls it between engine steps
+otherwise, so a cancellation takes effect within one block or prompt chunk. The output of a step is
+sent to the event loop in one call. `StructureThreads` compile grammars and a `BackgroundCompiler`
+compiles programs; a request enters the engine's queue once both are ready, and delays no other
+request before that.
 """
 
 import asyncio
@@ -24,11 +24,12 @@ from dflash_jax.engine.lanes import variants_of
 from dflash_jax.engine.recovery.cancellation import Reason
 from dflash_jax.engine.sequence import Live
 from dflash_jax.errors import ComputeError, DFlashError
-from dflash_jax.server.background import StructureThreads, unfinished
-from dflash_jax.server.jobs import Job, JobUpdate, still_compiling
+from dflash_jax.server.background import StructureThreads
+from dflash_jax.server.errors import still_compiling, unfinished
+from dflash_jax.server.jobs import Job, JobUpdate
 
 log = logging.getLogger("dflash_jax.server")
-MAX_FAILURES = 2  # failed turns in a row after which an engine is given up
+MAX_FAILURES = 2  # consecutive failed steps after which the engine is not restarted
 Warm = Literal["none", "common", "all"]
 COMPILED_FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is ready
     "none": (Variant.GREEDY,),
@@ -38,14 +39,21 @@ COMPILED_FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the serve
 
 
 class Worker:
-    """An engine in a thread of its own.
+    """An engine in its own thread.
 
     Args:
-      make: opens the models; runs in the thread.
-      name: the model's, for log lines.
-      warm: what is compiled before `ready`: greedy programs; sampled ones as well, and all others
-        after it; all.
-      compiler: compiles for all models of a process; the worker stops it.
+      make: loads the engine; called in the thread.
+      name: the model's name, for log lines.
+      warm: programs to compile before `ready`: "none" compiles greedy ones, "common" also sampled
+        ones, and all others after it, "all" compiles all.
+      compiler: shared by all models of the process; `stop` stops it.
+
+    Attributes:
+      engine: None until it is loaded.
+      active: number of jobs submitted and not finished; for the event loop only.
+      error: why the engine is not usable, or None.
+      ended: set once `error` is.
+      ready: set once the server can answer requests.
     """
 
     def __init__(
@@ -60,14 +68,14 @@ class Worker:
         self._compiler = compiler or BackgroundCompiler()
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._jobs: list[Job] = []  # the thread's own, as are
-        self._waiting: list[Job] = []  # those whose programs are being compiled
+        self._jobs: list[Job] = []  # in the engine; for the thread only
+        self._waiting: list[Job] = []  # for programs to be compiled; for the thread only
         self._failures = 0
         self._stopping = False
         self.engine: Engine | None = None
-        self.active = 0  # jobs submitted and not ended; the event loop's own
-        self.error: Exception | None = None  # why there is no engine (any more)
-        self.ended = asyncio.Event()  # of the loop: the engine can or may not be used any more
+        self.active = 0
+        self.error: Exception | None = None
+        self.ended = asyncio.Event()
         self.ready = asyncio.Event()
         self._structures = StructureThreads(self._is_fast, self._prepare, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -76,17 +84,17 @@ class Worker:
     # -- for the event loop -------------------------------------------------------------------
 
     def has_room(self, jobs: int) -> bool:
-        """Whether so many more jobs may wait or run; `Plan.queue` of them may."""
+        """Return whether the queue (`Plan.queue`) has room for this many more jobs."""
         return self.engine is not None and self.active + jobs <= self.engine.plan.queue
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of prompts and outputs in the caches of running requests."""
+        """Return the number of tokens in the KV caches of running requests."""
         lives = [job.live for job in list(self._jobs)]
         return sum(live.fed + len(live.ids) for live in lives if live and not live.done)
 
     def submit(self, job: Job) -> None:
-        """Queues a job; its listener hears of it even if it is refused."""
+        """Queue a job; its listener is also called if the engine refuses it."""
         self.active += 1
         if "structured" in job.options:
             self._structures.submit(job)
@@ -94,18 +102,18 @@ class Worker:
             self._commands.put(lambda: self._prepare(job))
 
     def cancel(self, job: Job, reason: Reason | None = None) -> None:
-        """Ends a job; its listener hears the result so far.
+        """End a job; its listener receives the result so far.
 
         Args:
-          reason: why nobody wants the rest; None where the answer is complete as it is.
+          reason: why the rest is not needed; None if the answer is complete as it is.
         """
         if reason:
-            job.cell.cancel(reason)  # the engine's next turn hears of it
+            job.cell.cancel(reason)  # takes effect in the engine's next step
         if not reason or job.waits_for or job.pending:
             self._commands.put(lambda: self._cancel(job))
 
     async def stop(self) -> None:
-        """Cancels what runs and ends the thread."""
+        """Cancel all jobs and end the thread."""
         self._compiler.stop()
         self._structures.stop()
         self._commands.put(self._stop)
@@ -134,7 +142,7 @@ class Worker:
         self.engine.close()
 
     def _compile(self, engine: Engine) -> None:
-        """Has the programs compiled that requests are likely to need, the likeliest first."""
+        """Queue programs for compilation in the order in which requests will probably need them."""
         compiled, compiler = engine.compiled, self._compiler
         served = [x for x in Variant if x is not Variant.CONSTRAINED or engine.grammars.available]
         first = [variant for variant in COMPILED_FIRST[self._warm] if variant in served]
@@ -142,7 +150,7 @@ class Worker:
         if self._warm == "none":
             later = []
         compiled.label = self._name
-        compiled.want([*first, *later])  # before the first of them is counted
+        compiled.want([*first, *later])  # before compilation starts, so that progress counts all
         there = compiler.want(compiled, first, urgent=True)
         for variant in later:
             compiler.want(compiled, [variant])
@@ -184,12 +192,12 @@ class Worker:
         self._call(self._deliver, [(job, [], error)])
 
     def _is_fast(self, job: Job) -> bool:
-        """Whether `_prepare` will take no longer than a short trial of its structure."""
+        """Return whether `_prepare` will take no longer than a trial compilation of the grammar."""
         assert self.engine is not None
         return job.cancelled or self.engine.grammars.decide(job.options["structured"])
 
     def _prepare(self, job: Job) -> None:
-        """Checks a job's request and makes its grammar, in this thread or the structures'."""
+        """Validate a job's request and compile its grammar, in this or a structure thread."""
         assert self.engine is not None
         if job.cancelled:
             return
@@ -204,7 +212,7 @@ class Worker:
             self._commands.put(lambda: self._accept(job, live))
 
     def _accept(self, job: Job, live: Live) -> None:
-        """Queues a prepared request, or has its programs compiled before."""
+        """Queue a prepared request in the engine, or compile its programs first."""
         assert self.engine is not None
         if job.cancelled:  # while its structure was compiled
             return
@@ -213,7 +221,7 @@ class Worker:
         missing = tuple(variant for variant in variants if compiled.missing([variant]))
         if not missing:
             self._enqueue(job)
-        elif len(self._waiting) >= max(self.engine.plan.queue // 2, 1):  # the rest is for others
+        elif len(self._waiting) >= max(self.engine.plan.queue // 2, 1):  # leave room for others
             self._refuse(job, still_compiling(compiled, missing))
         else:
             job.waits_for = missing
@@ -227,7 +235,7 @@ class Worker:
                 self._cancel(job)
 
     def _resume(self, job: Job, since: float, future: concurrent.futures.Future[None]) -> None:
-        """Queues a request whose programs were compiled, unless it ended meanwhile."""
+        """Queue a request after its programs were compiled, unless it was cancelled."""
         if job not in self._waiting:
             return
         self._waiting.remove(job)
@@ -242,7 +250,7 @@ class Worker:
             self._enqueue(job)
 
     def _enqueue(self, job: Job) -> None:
-        """Queues a request whose programs are there; its job follows it from now on."""
+        """Queue a request in the engine."""
         assert self.engine is not None
         assert job.live is not None
         try:
@@ -259,7 +267,7 @@ class Worker:
         if job.live is None:
             self._refuse(job, unfinished())
         elif job.cell and not waiting:
-            return  # the engine's next turn ends it
+            return  # the engine's next step ends it
         elif not job.live.done:
             assert self.engine is not None
             self.engine.cancel(job.live)
@@ -272,7 +280,7 @@ class Worker:
         self._stopping = True
 
     def _recover(self, error: Exception) -> None:
-        """A failed turn lost the device state: its requests end, and the engine starts anew."""
+        """Restart the engine after a failed step; its requests end, as device state is lost."""
         assert self.engine is not None
         log.error("a step failed: %s", error, exc_info=error)
         failure = error if isinstance(error, DFlashError) else ComputeError(
@@ -306,12 +314,12 @@ class Worker:
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed; nobody listens any more
+        except RuntimeError:  # the loop is closed
             self._stopping = True
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """The error; a ComputeError where it is none to Python, as panics of libraries in Rust are."""
+    """Return the error, or a ComputeError for a BaseException such as a panic in a Rust library."""
     if isinstance(error, Exception):
         return error
     return ComputeError(f"a library failed ({type(error).__name__}: {error}); see the server's log")

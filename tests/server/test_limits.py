@@ -379,7 +379,7 @@ def traced() -> Iterator[Callable[[], int]]:
 
 def test_kept_responses_take_little_more_memory_than_is_allowed() -> None:
     with traced() as taken:
-        kept = ResponseStore(most_bytes=200_000)
+        kept = ResponseStore(max_bytes=200_000)
         for number in range(1000):
             item = {"id": f"msg_{number}", "content": [{"type": "output_text", "text": "x" * 50}]}
             answer = {"id": f"resp_{number}", "output": [item], "usage": {"input_tokens": number}}
@@ -423,7 +423,7 @@ def test_texts_and_thoughts_of_one_turn_are_joined_once() -> None:
     call = {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}
     thought = {"type": "reasoning", "summary": [{"text": "t"}]}
     said = {"type": "message", "role": "assistant", "content": "s"}
-    [message] = conversations.conversation(
+    [message] = conversations.parse_messages(
         messages_from_responses(None, [thought, thought, call, said, thought, said])
     )
     assert message["content"] == "ss"
