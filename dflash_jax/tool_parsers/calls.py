@@ -1,4 +1,4 @@
-"""Reads tool calls, each in its family's form, out of text that is still arriving."""
+"""Incremental parsers of tool calls in the syntax of each family."""
 
 import functools
 import json
@@ -18,21 +18,18 @@ NAME = re.compile(r"[\w.:/-]{1,128}")  # of an undeclared tool
 
 
 class CallParser:
-    """Passes on the events of calls as they are read.
-
-    A call of a declared tool is passed on while it is written. One of an undeclared tool is passed
-    on once it is complete, as until then it may be text.
+    """Parses calls. One to an undeclared tool may be text, and is emitted once complete.
 
     Attributes:
-      count: calls that were passed on.
-      begun: events of the call that is being read, or was read last, were passed on.
-      certain: what was read can only have been meant as a call.
-      empty: it was an opening tag without anything in it.
+      count: number of emitted calls.
+      begun: events of the current or last call were emitted.
+      certain: the current or last call cannot be anything but a call.
+      empty: the last call was a tag without content.
       undeclared: names of undeclared tools that were called, in order.
 
     Args:
-      tell: takes the events.
-      allow_undeclared: whether tools may be called that were not declared.
+      emit: receives the events.
+      allow_undeclared: emit calls to undeclared tools.
     """
 
     def __init__(
@@ -47,11 +44,14 @@ class CallParser:
         self.undeclared: list[str] = []
 
     def parse(self, marker: str, *, bare: bool = False) -> ParseSteps:
-        """A call that begins with the marker, which was taken unless it is bare.
+        """Return a parser of the call that starts with a marker.
+
+        Args:
+          bare: the marker is part of the call, not a tag, and was not taken.
 
         Raises:
-          NoCall: it is none.
-          Ended: the output ended inside it.
+          NotACall: (by the parser) the text is not a call.
+          EndOfOutput: (by the parser) the output ended inside the call.
         """
         self._reset(certain=not bare and marker not in malformed_calls.AMBIGUOUS_OPENS)
         match marker:
@@ -65,7 +65,7 @@ class CallParser:
                 return self._verb()
             case tag if tag.startswith("<") and tag[1:-1] in self._tools:
                 return self._named_tag(tag)
-            case found if found in malformed_calls.BARE_OPENS and not self._is_native(found):
+            case text if text in malformed_calls.BARE_OPENS and not self._is_native(text):
                 return self._bare()
         return self._json(bare=bare)
 
@@ -73,10 +73,10 @@ class CallParser:
         return self._syntax is not None and marker in self._syntax.opens
 
     def bare_arguments(self, tool: Tool) -> ParseSteps:
-        """The arguments of the only tool, where they are all of the output.
+        """Parse the arguments of the only tool, if they are the whole output.
 
         Raises:
-          NoCall, Ended: there is more, or something else; nothing was told.
+          NotACall, EndOfOutput: the output is something else; nothing was emitted.
         """
         text = self._text
         self._reset(certain=False)
@@ -97,10 +97,10 @@ class CallParser:
         self._end_call()
 
     def harmony(self, name: str) -> ParseSteps:
-        """A call whose header named the tool.
+        """Parse the arguments of a call whose header contained the tool's name.
 
         Raises:
-          NoCall: what follows is no object; it may be missing, though.
+          NotACall: the text is neither an object nor empty.
         """
         self._reset(certain=True)
         if (yield from self._text.peek()) in '{"':
@@ -112,14 +112,11 @@ class CallParser:
             self._emit_arguments("{}")
         self._end_call()
 
-    # -- forms --------------------------------------------------------------------------------
-
     def _json(self, *, bare: bool = False) -> ParseSteps:
-        """An object with `name`, and `arguments` or `parameters`.
+        """Parse an object with `name`, and `arguments` or `parameters`.
 
         Args:
-          bare: no tags surround it, so that other objects look alike. Where no tool of that name
-            is declared, its arguments have to follow, and nothing else.
+          bare: there are no tags. If the tool is undeclared, only arguments may follow the name.
         """
         text = self._text
         held = ""  # arguments that came before the name
@@ -145,7 +142,7 @@ class CallParser:
                 yield from text.value(_ignore)
             if (following := (yield from text.peek())) in ",}":
                 yield from text.character()
-            if following != ",":  # where a brace was forgotten, markup follows, which stays
+            if following != ",":  # if the closing brace is missing, markup follows
                 break
         if not named:
             raise NotACall
@@ -154,7 +151,7 @@ class CallParser:
         self._end_call()
 
     def _bare(self) -> ParseSteps:
-        """An object without tags: a declared name, then its arguments."""
+        """Parse an object without tags: a declared name, then the arguments."""
         text = self._text
         yield from text.expect("{")
         yield from text.string()
@@ -165,7 +162,7 @@ class CallParser:
         yield from self._arguments_alone(name)
 
     def _arguments_alone(self, name: str) -> ParseSteps:
-        """The rest of an object behind its name: the arguments and nothing else."""
+        """Parse the rest of an object after the name: the arguments, and nothing else."""
         text = self._text
         yield from text.expect(",")
         key = yield from text.string()
@@ -178,7 +175,7 @@ class CallParser:
         self._end_call()
 
     def _wrapped(self) -> ParseSteps:
-        """What stands in `<tool_call>`: JSON, a function, or a name with argument tags."""
+        """Parse the content of `<tool_call>`: JSON, a function, or a name with argument tags."""
         first = yield from self._text.peek()
         self.certain = first in "{[<"
         match first:
@@ -193,7 +190,7 @@ class CallParser:
                 yield from self._argument_tags()
 
     def _argument_tags(self) -> ParseSteps:
-        """`NAME`, pairs of `<arg_key>` and `<arg_value>`, `</tool_call>`."""
+        """Parse `NAME`, pairs of `<arg_key>` and `<arg_value>`, `</tool_call>`."""
         text = self._text
         name = yield from text.before("<`" + string.whitespace)
         tag = yield from text.one_of("<arg_key>", "</tool_call>")
@@ -210,12 +207,12 @@ class CallParser:
         self._end_call()
 
     def _function(self, *ends: str) -> ParseSteps:
-        """`NAME>` and parameter blocks, or `NAME(key=value, ...)`, and one of the ends."""
+        """Parse `NAME>` and parameter blocks, or `NAME(key=value, ...)`, and one of the ends."""
         text = self._text
         yield from text.peek()
         name = yield from text.before(">(<`" + string.whitespace)
         if (yield from text.one_of(">", "(")) == ">":
-            if name not in self._tools:  # then it may be text about such tags
+            if name not in self._tools:  # it may be text about such tags
                 yield from text.one_of("<parameter=", *ends, take=False)
             self._start_call(name)
             yield from self._parameters(name, ends)
@@ -225,7 +222,7 @@ class CallParser:
         self._end_call()
 
     def _named_tag(self, tag: str) -> ParseSteps:
-        """A tool's name as a tag, with parameter blocks in it."""
+        """Parse a tool's name as a tag, parameter blocks, and the closing tag."""
         yield from self._text.expect(tag)
         yield from self._text.one_of("<parameter=", take=False)
         name = tag[1:-1]
@@ -233,7 +230,7 @@ class CallParser:
         yield from self._parameters(name, ("</function>", f"</{name}>"))
 
     def _parameters(self, name: str, ends: tuple[str, ...]) -> ParseSteps:
-        """Parameter blocks, and one of the ends."""
+        """Parse parameter blocks, and one of the ends."""
         text = self._text
         given: list[str] = []
         while (yield from text.one_of("<parameter=", *ends)) == "<parameter=":
@@ -246,7 +243,7 @@ class CallParser:
     def _parameter(
         self, tool: Tool | None, given: list[str], ends: tuple[str, ...]
     ) -> Generator[None, None, str]:
-        """A parameter's value, whose closing tag may be missing (see `implied_end`)."""
+        """Parse a parameter's value, whose closing tag may be missing (see `implied_end`)."""
         text, start = self._text, 0
         while True:
             buffer = text.buffer
@@ -262,7 +259,7 @@ class CallParser:
             yield from text.more()
 
     def _gemma(self) -> ParseSteps:
-        """`call:NAME{key:value,...}`."""
+        """Parse `call:NAME{key:value,...}`."""
         yield from self._text.expect("call:")
         name = (yield from self._text.before("{<")).strip()
         yield from self._text.expect("{")
@@ -270,7 +267,7 @@ class CallParser:
         self._end_call()
 
     def _verb(self) -> ParseSteps:
-        """The same without tags: then the name has to be declared."""
+        """Parse the same without tags; the tool must be declared."""
         text = self._text
         yield from text.expect(malformed_calls.CALL_PREFIX)
         name = (yield from text.word()).rpartition(":")[2]
@@ -281,12 +278,12 @@ class CallParser:
         self._end_call()
 
     def _pairs(self, name: str, between: str, end: str) -> ParseSteps:
-        """Keys and values in Gemma's notation, and the end."""
+        """Parse keys and values in Gemma's notation, and the end."""
         text, tool = self._text, self._tools.get(name)
         lead = "{"
         while (yield from text.peek()) != end:
             key = yield from text.key(between)
-            if lead == "{":  # before, it may be text
+            if lead == "{":  # without a key, it may be text
                 self._start_call(name)
             known = functools.partial(typed_value, tool=tool, parameter=key)
             value = yield from text.gemma_value(
@@ -307,7 +304,7 @@ class CallParser:
         self.begun, self.certain, self.empty, self._pending = False, certain, False, None
 
     def _start_call(self, name: str) -> None:
-        """The name is complete. Raises NoCall for an undeclared one that no tool can have."""
+        """Emit the start of a call; raises NotACall if no tool can have this name."""
         self.certain = True
         if name not in self._tools:
             if not (self._allow_undeclared and NAME.fullmatch(name)):
@@ -324,12 +321,12 @@ class CallParser:
         self.begun = True
 
     def _emit_arguments(self, text: str) -> None:
-        if text:  # halves of characters, which cannot be sent, as JSON's escapes
+        if text:  # lone surrogates cannot be sent, and become JSON escapes
             text = text.encode("utf-8", "backslashreplace").decode()
             self._emit(ToolCallDelta(self.count - self.begun, text))
 
     def _emit_parameter(self, lead: str, name: str, key: str, raw: str) -> None:
-        """A parameter that was written as text; a newline on each side is markup."""
+        """Emit a parameter that was written as text; a newline on each side is markup."""
         raw = raw.removeprefix("\n").removesuffix("\n")
         self._emit_arguments(
             f"{lead}{_json(key)}: {_json(typed_value(raw, self._tools.get(name), key))}"

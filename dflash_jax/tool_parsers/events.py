@@ -1,4 +1,4 @@
-"""What a reader of outputs tells: thoughts, content, and calls as they are written."""
+"""Events of parsed output: reasoning, content, and tool calls."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ class Content:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call of a declared tool; calls are numbered from 0."""
+    """A tool call starts. Calls are numbered from 0."""
 
     index: int
     name: str
@@ -28,7 +28,7 @@ class ToolCallStart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """The next piece of a call's arguments, as JSON text."""
+    """More of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -36,7 +36,7 @@ class ToolCallDelta:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """The call's arguments are complete."""
+    """A call's arguments are complete."""
 
     index: int
 
@@ -45,7 +45,7 @@ Event = Thinking | Content | ToolCallStart | ToolCallDelta | ToolCallEnd
 
 
 def joined(events: Iterable[Event]) -> Iterator[Event]:
-    """Neighbouring texts of one kind as one event."""
+    """Yield the events with adjacent texts of one kind merged."""
     last: Event | None = None
     for event in events:
         match last, event:

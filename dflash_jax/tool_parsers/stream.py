@@ -1,9 +1,9 @@
-"""Splits a growing output into thoughts, content and tool calls; nothing given is taken back.
+"""Incremental parser that splits output into reasoning, content and tool calls.
 
-A call's name is given as soon as it is complete, its arguments as pieces of JSON as they are
-written (XML and Gemma calls: value by value); a call of an undeclared tool is given once it is
-complete. Markup is not shown unless a text is about it. What begins like a call and cannot be read
-as one is content, markup included: no output is lost.
+Events are never retracted. A call's name is emitted as soon as it is complete, and its arguments as
+JSON text while they arrive (value by value for XML and Gemma calls). Calls to undeclared tools are
+emitted once complete. Markup is hidden unless the text is about markup. Text that starts like a
+call but cannot be parsed as one becomes content, markup included, so that no output is lost.
 """
 
 import re
@@ -25,26 +25,27 @@ RECIPIENT = " to=functions."
 
 
 class StopStringFound(Exception):
-    """A stop string came."""
+    """A stop string was found."""
 
 
 class OutputParser:
-    """Feed it raw output text, special tokens included; it gives events.
+    """Parses raw output text, including special tokens, into events.
 
     Attributes:
-      thinking: what comes next is a thought.
-      calling: a call is being read.
+      thinking: the next text is reasoning.
+      calling: the next text is part of a call.
       unfinished: the output ended inside a call, or inside a header of harmony.
-      unreadable: calls that could not be read, and are content.
-      empty_calls: tags of a call without anything between them.
+      unreadable: number of calls that could not be parsed, and became content.
+      empty_calls: number of call tags without content.
 
     Args:
-      syntax: the family's; None passes everything on as content.
-      tools: the declared ones; without any, calls are not looked for.
-      thinking: whether the prompt opened a thought.
-      stop: texts that end the output, in thoughts, what closes them and content; calls may
-        contain them.
-      slips: read calls in forms of other families, too; not where a grammar says what comes.
+      syntax: of the model's family; None makes all output content.
+      tools: the declared tools; if empty, calls are not parsed.
+      thinking: the prompt ends inside reasoning.
+      stop: stop strings. They are searched in reasoning, its closing markup and content, but not
+        in calls.
+      lenient: also parse calls in the syntax of other families. Use False for output that follows
+        a grammar.
     """
 
     def __init__(
@@ -59,35 +60,35 @@ class OutputParser:
         self._syntax, self._tools = syntax, {tool.name: tool for tool in tools}
         self._text = TextBuffer()
         self._stops, self._lenient = Stops(stop), lenient
-        self._shown = ShownText()  # the content as it was written
+        self._shown = ShownText()  # content, before white space is trimmed
         self._events: list[Event] = []
         self._blank = ""  # white space that is content only if content follows
-        self._blank_before = ""  # white space in front of the call that is being read
+        self._blank_before = ""  # white space before the current call
         self.thinking = thinking and syntax is not None and syntax.thought is not None
-        self._trim = self.thinking  # drop white space: a thought began, or a thought or call ended
+        self._trim = self.thinking  # drop white space at the start of reasoning, and after calls
         self.calling = self.unfinished = False
         self.unreadable = self.empty_calls = 0
-        self._tags_shown = 0  # tags of calls that were shown: as many closing ones are shown, too
-        self._hidden_tags = ""  # tags that were not shown; they are if nothing else is
-        self._nothing_emitted = True  # no thought, content or call was given yet
-        self._unfinished_text = ""  # of the call that the output ended in
+        self._tags_shown = 0  # opening tags shown as content: as many closing ones are shown
+        self._hidden_tags = ""  # hidden tags, which are shown if the output has nothing else
+        self._nothing_emitted = True
+        self._unfinished_text = ""  # text of the call in which the output ended
         self._calls = CallParser(
             syntax, self._tools, self._text, self._on_call_event, allow_undeclared=lenient
         )
         self._reader = self._parse_harmony() if self._is_harmony else self._parse_tagged()
 
     def push(self, text: str) -> list[Event]:
-        """What this text makes certain."""
+        """Return the events that this text completes."""
         self._text.buffer += text
         return self._advance()
 
     def finish(self) -> list[Event]:
-        """What was held back, once no more text comes."""
+        """Return the remaining events at the end of the output."""
         self._text.ended = True
         return self._advance()
 
     def unfinished_call(self) -> list[Event]:
-        """Give the text of the call that the output ended in, where the model ended it there."""
+        """Return the call in which the output ended as content, since the model ended it there."""
         last, self._unfinished_text = self._unfinished_text, ""
         self.unreadable += bool(last)
         self._write(last)
@@ -95,22 +96,22 @@ class OutputParser:
 
     @property
     def calls(self) -> int:
-        """Calls that were begun, and those of undeclared tools that are complete."""
+        """Return the number of emitted calls."""
         return self._calls.count
 
     @property
     def undeclared(self) -> list[str]:
-        """Names of undeclared tools that were called."""
+        """Return the names of undeclared tools that were called."""
         return self._calls.undeclared
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the output."""
+        """Return the stop string that ended the output."""
         return self._stops.found
 
     @property
     def waiting(self) -> int:
-        """Characters that came last, and may yet begin a stop string or do already."""
+        """Return how many of the last characters are, or may become, part of a stop string."""
         if self.calling and self._calls.begun:
             return 0
         return self._text.recorded + len(self._stops.held) + len(self._text.buffer)
@@ -141,7 +142,7 @@ class OutputParser:
     # -- the outermost level ------------------------------------------------------------------
 
     def _parse_tagged(self) -> ParseSteps:
-        """Every family but harmony: markers stand in the text."""
+        """Parse the syntax of all families but harmony: text with markers."""
         syntax, text = self._syntax, self._text
         thought = syntax.thought if syntax else None
         around = (thought.opening, thought.closing) if thought else ()
@@ -182,8 +183,9 @@ class OutputParser:
                 self._hidden_tags += marker
 
     def _parse_harmony(self) -> ParseSteps:
-        """Messages with headers, in channels. A prompt ends in the first header, where a call's
-        tool may be named before the channel.
+        """Parse harmony: messages in channels, with headers.
+
+        The prompt ends inside the first header, which may name a call's tool before the channel.
         """
         text = self._text
         while RECIPIENT.startswith(text.buffer) and not text.ended:
@@ -210,7 +212,7 @@ class OutputParser:
             header = ""
 
     def _parse_call(self, marker: str, *, bare: bool) -> ParseSteps:
-        """One call, or the text that only begins like one.
+        """Parse a call, or emit text that only starts like one.
 
         Args:
           bare: the marker is part of the call, not a tag around it.
@@ -228,17 +230,19 @@ class OutputParser:
             self._hidden_tags += text.take(len(marker))
         else:
             self._tags_shown += not bare
-            if not self._calls.begun:  # else it was shown
+            if not self._calls.begun:  # otherwise the text was emitted
                 self._show(text.take(len(marker)))
 
     def _try_call(self, call: ParseSteps, tag: int = 0) -> Generator[None, None, bool]:
-        """Whether a call could be read; if not, what was taken is put back or, late, shown.
+        """Run a call parser, and return whether the text was a call.
+
+        If not, the text is put back, or emitted as content if events of the call were emitted.
 
         Args:
-          tag: characters in front of the call that belong to its markup.
+          tag: number of characters of the tag before the call.
 
         Raises:
-          Ended: the output ended inside it.
+          EndOfOutput: the output ended inside the call.
         """
         text, calls = self._text, self._calls
         self.calling = True
@@ -264,7 +268,7 @@ class OutputParser:
         return True
 
     def _try_bare_arguments(self) -> Generator[None, None, bool]:
-        """Whether the output was nothing but the arguments of the only tool."""
+        """Return whether the whole output was the arguments of the only tool."""
         if len(self._tools) > 1 or self.calls or not self._shown.blank:
             return False
         [tool] = self._tools.values()
@@ -291,7 +295,7 @@ class OutputParser:
         self._emit(self._stops.push(text))
 
     def _flush_stops(self, marker: str) -> None:
-        """What might have become a stop string, where a marker or the end follows."""
+        """Emit text that was held back for stop strings, since a marker or the end follows."""
         self._emit(self._stops.flush(marker))
 
     def _emit(self, text: str) -> None:

@@ -1,6 +1,6 @@
-"""Tools and tool choices of every API's shape, made one; and how recovery may begin a call.
+"""Tool definitions and tool choices of all APIs, normalized, and values of typed parameters.
 
-Chat completions nest a `function`, Responses are flat, Anthropic says `input_schema`.
+Chat completions nest a `function`, Responses are flat, and Anthropic has an `input_schema`.
 """
 
 import dataclasses
@@ -22,36 +22,42 @@ KINDS: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
 }
 SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MOST_DEPTH = (
-    200  # lists and mappings in each other: json and templates recurse over what they write
-)
-PREFERRED = "terminal"  # of several tools, the one an agent can do anything with
+MOST_DEPTH = 200  # nesting of lists and mappings: json and templates are recursive
+PREFERRED = "terminal"  # the tool with which an agent can do anything
 
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A declared tool; `parameters` is its JSON schema."""
+    """A declared tool.
+
+    Attributes:
+      parameters: JSON schema of the arguments.
+    """
 
     name: str
     parameters: Mapping[str, Any]
 
     @property
     def first_parameter(self) -> str | None:
-        """The first required parameter, else the first declared one."""
+        """Return the name of the first required parameter, else of the first one, or None."""
         required = self.parameters.get("required")
         names = [n for n in required if isinstance(n, str)] if isinstance(required, list) else []
         return next(iter(names or self.properties), None)
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """The parameters' schemas by name."""
-        found = self.parameters.get("properties")
-        return found if isinstance(found, Mapping) else {}
+        """Return the schemas of the parameters by name."""
+        properties = self.parameters.get("properties")
+        return properties if isinstance(properties, Mapping) else {}
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolChoice:
-    """A normalised `tool_choice`; `name` is the tool a "named" one demands."""
+    """A normalized `tool_choice`.
+
+    Attributes:
+      name: the required tool of a "named" choice.
+    """
 
     kind: Literal["auto", "none", "required", "named"]
     name: str | None = None
@@ -67,8 +73,8 @@ CHOICES = {
 
 
 def tools_of(declared: Any) -> tuple[Tool, ...]:
-    """The tools of a request's `tools`; what is no function is left out, first names win."""
-    found: dict[str, Tool] = {}
+    """Return the functions among a request's `tools`; the first of each name counts."""
+    by_name: dict[str, Tool] = {}
     for entry in declared if isinstance(declared, Sequence) else ():
         if not isinstance(entry, Mapping):
             continue
@@ -76,15 +82,15 @@ def tools_of(declared: Any) -> tuple[Tool, ...]:
         name = body.get("name")
         schema = body.get("parameters", body.get("input_schema"))
         if isinstance(name, str) and name:
-            found.setdefault(name, Tool(name, schema if isinstance(schema, Mapping) else {}))
-    return tuple(found.values())
+            by_name.setdefault(name, Tool(name, schema if isinstance(schema, Mapping) else {}))
+    return tuple(by_name.values())
 
 
 def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """A request's `tool_choice`; absent and unknown words are "auto".
+    """Return a request's `tool_choice`; missing and unknown values become "auto".
 
     Raises:
-      RequestError: it names a tool that was not declared.
+      RequestError: the choice names an undeclared tool.
     """
     if not isinstance(tool_choice, Mapping):
         return CHOICES.get(str(tool_choice), AUTO)
@@ -102,10 +108,10 @@ def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def call_beginnings(tools: Sequence[Tool], choice: ToolChoice, syntax: Syntax) -> tuple[str, ...]:
-    """Return the texts with which a call may be begun for an answer that stalled, one a tool.
+    """Return the texts with which recovery may force a call, one per tool.
 
-    A text names the tool and its first parameter. A tool that is demanded or preferred is the only
-    one. Left out are tools whose name or first parameter might be read as markup.
+    A text contains the names of the tool and its first parameter. If a tool is required or
+    preferred, it is the only one. Tools whose names could be parsed as markup are left out.
     """
     if choice.kind == "none":
         return ()
@@ -116,7 +122,7 @@ def call_beginnings(tools: Sequence[Tool], choice: ToolChoice, syntax: Syntax) -
 
 
 def typed_value(text: str, tool: Tool | None, parameter: str) -> Any:
-    """The value of an XML parameter, by the type its tool declares; a text if that fails."""
+    """Return the value of an XML parameter by its declared type, or the text if that fails."""
     kinds = kinds_of(tool, parameter)
     if text == "null":
         return None
@@ -128,17 +134,17 @@ def typed_value(text: str, tool: Tool | None, parameter: str) -> Any:
 
 
 def parse_json(text: str, otherwise: Any) -> Any:
-    """The value of a JSON text; something else where it is none, or none that may be written."""
+    """Return the value of a JSON text, or `otherwise` if it is invalid, not finite or too deep."""
     try:
-        found = json.loads(text)
-        json.dumps(found, allow_nan=False)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return otherwise
-    return otherwise if is_deep(found) else found
+    return otherwise if is_deep(value) else value
 
 
 def is_deep(value: Any) -> bool:
-    """Whether lists and mappings of a JSON value are nested more than `MOST_DEPTH` levels deep."""
+    """Return whether a JSON value is nested more than `MOST_DEPTH` levels deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MOST_DEPTH):
         inner = (x.values() if isinstance(x, dict) else x for x in level)
@@ -149,7 +155,7 @@ def is_deep(value: Any) -> bool:
 
 
 def kinds_of(tool: Tool | None, parameter: str) -> set[str]:
-    """Types that a tool's parameter may have; empty if its schema does not say."""
+    """Return the JSON types that a parameter's schema allows; empty if it does not specify any."""
     kinds: set[str] = set()
     todo, met = [tool.properties.get(parameter)] if tool else [], set()
     while tool and todo:
@@ -168,7 +174,7 @@ def kinds_of(tool: Tool | None, parameter: str) -> set[str]:
 
 
 def _resolve_reference(schema: Any, place: str) -> Any:
-    """What a reference such as #/$defs/NAME means."""
+    """Return the schema that a reference such as #/$defs/NAME points to."""
     for step in place.removeprefix("#/").split("/"):
         schema = schema.get(step) if isinstance(schema, Mapping) else None
     return schema
