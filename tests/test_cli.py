@@ -30,7 +30,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import export
-from dflash_jax.utils.command import INTERRUPTED, UNREAD, exit_code
+from dflash_jax.utils.command import INTERRUPTED, PIPE_CLOSED, exit_code
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -631,7 +631,7 @@ def test_output_that_nobody_reads_ends_the_command_and_not_the_process(
     arguments = asked if verb == "generate" else [*small, "--params"]
     with open(write, "w") as unread:  # noqa: PTH123
         monkeypatch.setattr(sys, "stdout", unread)
-        assert main([verb, *map(str, arguments)]) == UNREAD == 141
+        assert main([verb, *map(str, arguments)]) == PIPE_CLOSED == 141
     assert capsys.readouterr().err == ""
     assert signal.getsignal(signal.SIGPIPE) == before == signal.SIG_IGN
 

@@ -1,4 +1,4 @@
-"""`dflash-jax bench`: speculative against plain decoding at several concurrencies."""
+"""`dflash-jax bench`: speculative and plain decoding, timed at different concurrencies."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ from dflash_jax.cli.options import (
 from dflash_jax.cli.terminal import columns, table
 from dflash_jax.errors import RequestError
 
-# Columns of the table, explained below it.
+# Columns of the table, and their explanations below it.
 COLUMNS = {
     "at once": "requests at a time",
     "tok/s": "output tokens per second of all requests together",
@@ -33,7 +33,7 @@ COLUMNS = {
 
 
 def add_verb(verbs: Any) -> None:
-    """Adds `bench` to the command line."""
+    """Add `bench` to the command line."""
     text = "Time speculative against plain decoding."
     verb = new_verb(verbs, "bench", run, text, check=check_request)
     verb.add_argument(
@@ -55,7 +55,7 @@ def add_verb(verbs: Any) -> None:
         nargs="?",
         const="",
         metavar="FOLDER",
-        help="say where a step's time goes, part by part; with a folder, keep the trace there",
+        help="show the time of each part of a step; with a folder, store the trace there",
     )
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.add_argument("--out", type=Path, help="write the JSON object to a file")
@@ -64,7 +64,11 @@ def add_verb(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax bench`."""
+    """Run `dflash-jax bench`; exit code 1 if speculative and plain outputs differ.
+
+    Raises:
+      RequestError: an option is wrong, or a file cannot be written.
+    """
     from dflash_jax.bench.prompts import read_talks
     from dflash_jax.bench.report import check_plot, measure, plot, summary
     from dflash_jax.bench.runs import Asking, InProcess, OverHttp
@@ -111,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def report(found: dict[str, Any], width: int) -> str:
-    """Return what `bench.report.summary` found as a table with an explanation of its columns."""
+    """Return a summary of `bench.report.summary` as a table with an explanation of its columns."""
     rows, details = [], []
     for pair in found["pairs"]:
         line = f"{pair['concurrency']} at once: speculative is {pair['speedup']:.2f}x plain"
@@ -137,20 +141,20 @@ def report(found: dict[str, Any], width: int) -> str:
             places = " ".join(f"{share:.2f}" for share in shares)
             details.append(f"{run['concurrency']} at once: drafts kept at place 1, 2, ... {places}")
     explained = [f"{name:10}  {text}" for name, text in COLUMNS.items()]
-    parts = [table(("lane", *COLUMNS), rows, width)]
+    parts = [table(("mode", *COLUMNS), rows, width)]
     for lines in details, explained:
         parts.append("\n".join(textwrap.fill(x, width, subsequent_indent="  ") for x in lines))
     return "\n\n".join(parts)
 
 
 def _profiles(engine: Any, talk: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The parts of a speculative step, if there is a drafter, and of a plain one."""
+    """Return profiles of a speculative step, if there is a drafter, and of a plain one."""
     from dflash_jax.bench.profile import profile
 
     ids, keep = engine.chat_ids(talk.messages, tools=talk.tools or None), options.profile
     found = [
-        profile(engine, ids, speculative=lane, keep=Path(keep) if keep else None)
-        for lane in ((True, False) if engine.drafter else (False,))
+        profile(engine, ids, speculative=speculative, keep=Path(keep) if keep else None)
+        for speculative in ((True, False) if engine.drafter else (False,))
     ]
     if not options.json:
         print(*found, sep="\n")

@@ -1,4 +1,4 @@
-"""`dflash-jax generate`: streamed text with statistics, or a timed comparison of the lanes."""
+"""`dflash-jax generate`: streamed text with statistics, or a timed comparison to plain decoding."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from dflash_jax.utils.command import INTERRUPTED
 
 
 def add_verb(verbs: Any) -> None:
-    """Adds `generate` to the command line."""
+    """Add `generate` to the command line."""
     text = "Generate text, streamed, with statistics."
     verb = new_verb(verbs, "generate", run, text, check=check_request)
     prompt_options(verb)
@@ -35,17 +35,19 @@ def add_verb(verbs: Any) -> None:
     output.add_argument(
         "--compare",
         action="store_true",
-        help="time speculative against plain decoding; standard output has the text, then a table",
+        help="time speculative against plain decoding; prints the text, then a table",
     )
     output.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    output.add_argument(
-        "--quiet", action="store_true", help="no statistics, which go to standard error"
-    )
+    output.add_argument("--quiet", action="store_true", help="no statistics on standard error")
     model_options(verb)
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax generate`."""
+    """Run `dflash-jax generate`; with --compare, exit code 1 if the outputs differ.
+
+    Raises:
+      RequestError: the options are wrong for this engine.
+    """
     request = {
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -102,13 +104,13 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
     )
     result = found.check.speculative
     if options.json:
-        lanes = {n: getattr(found, n) for n in ("speculative", "plain", "plain1")}
+        speeds = {n: getattr(found, n) for n in ("speculative", "plain", "plain1")}
         print(
             json.dumps(
                 result.to_json()
                 | {
                     "equal": found.check.equal,
-                    "tokens_per_s": lanes,
+                    "tokens_per_s": speeds,
                     "baseline": found.baseline,
                     "speedup": found.speedup,
                 }
@@ -125,7 +127,7 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
         print(f"{label:18} {speeds[len(speeds) // 2]:9.1f} tok/s")
     verdict = "equal" if found.check.equal else f"DIFFER at {found.check.first_difference}"
     print(
-        f"tokens {verdict}; speculative is {found.speedup:.2f}x the faster plain lane"
+        f"tokens {verdict}; speculative is {found.speedup:.2f}x the faster plain mode"
         f" ({found.baseline}), {engine.plan.dtype}"
     )
     if not options.quiet:
@@ -134,15 +136,15 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
 
 
 def _as_ids(piece: Any, engine: Any) -> str:
-    """Ids in place of text where there is no tokenizer."""
+    """Return the ids as text if there is no tokenizer, else nothing."""
     return "" if engine.tokenizer else "".join(f"{i} " for i in piece.token_ids)
 
 
 def statistics(result: Any, compile_s: float, *, timed: bool = True) -> str:
-    """Return the figures of a finished request, in lines that fit standard error's terminal.
+    """Return the statistics of a finished request, wrapped to the width of the terminal.
 
     Args:
-      timed: with how fast this one request was.
+      timed: include the speed of the request.
     """
     s = result.stats
     parts = [f"{s.output_tokens} tokens ({result.finish_reason})"]

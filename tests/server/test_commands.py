@@ -250,7 +250,7 @@ def test_a_chat_shows_no_headers_of_messages(capsys: pytest.CaptureFixture[str])
         chat_ids=lambda talk: [0],
         stream=lambda prompt, **options: stream,
     )
-    chat.Conversation(engine, parser().parse_args(["chat"])).say("Hi")
+    chat.ChatSession(engine, parser().parse_args(["chat"])).send("Hi")
     assert capsys.readouterr().out == "Hm. Hello!\n"
 
 
@@ -375,11 +375,11 @@ def test_bench_in_process_compares_the_lanes(
     code, out, _ = run("bench", *options, "--profile", tmp_path / "trace")
     assert code == 0
     assert out.count("2 of 2 outputs equal") == 2
-    table = out[out.index("lane ") :]
+    table = out[out.index("mode ") :]
     assert all(len(line) <= 80 for line in table.splitlines())
     headings = re.split(" {2,}", table.splitlines()[0])
     explained = re.findall(r"^(\S+(?: \S+)*) {2,}\S", table[table.rindex("\n\n") :], re.MULTILINE)
-    assert headings == ["lane", *explained]
+    assert headings == ["mode", *explained]
     assert "target/mlp" in out
     assert len(list((tmp_path / "trace").rglob("*.xplane.pb"))) == 2
     written = json.loads(found.read_text(encoding="utf-8"))
