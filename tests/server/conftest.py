@@ -19,7 +19,7 @@ from dflash_jax.server.run import RunningServer, ServerConfig, serve
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 from dflash_jax.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # importing them takes seconds, in every worker
+if TYPE_CHECKING:  # importing them takes seconds
     import anthropic
     import openai
 
@@ -55,7 +55,7 @@ class LiveServer:
         return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0)
 
     def is_idle(self, seconds: float = 20.0) -> bool:
-        """Whether no request is left, soon."""
+        """Wait for all requests to finish; return whether they did within `seconds`."""
         worker = self.running.server.models[0].worker
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -77,7 +77,7 @@ def run_server(
     others: dict[str, Callable] | None = None,
     ready: bool = True,
 ) -> LiveServer:
-    """A server in a thread, once it is ready; with others or `ready=False`, once it listens."""
+    """Start a server in a thread, and wait until it is ready; with `others`, until it listens."""
     found: list[RunningServer] = []
     listens = threading.Event()
 
@@ -96,7 +96,7 @@ def run_server(
 
 
 def twin(engine: Engine, **changes: Any) -> Engine:
-    """Another engine over the same weights and compiled programs, its plan changed."""
+    """Return another engine with the same weights and compiled programs, and a changed plan."""
     plan = dataclasses.replace(engine.plan, **changes)
     made = Engine(engine.target, engine.drafter, engine.params, plan, tokenizer=engine.tokenizer)
     made.executables = engine.executables
@@ -105,7 +105,7 @@ def twin(engine: Engine, **changes: Any) -> Engine:
 
 @pytest.fixture(scope="session")
 def random_tiny() -> Engine:
-    """Random weights, three rows, the vocabulary of the shipped tokenizer; warm."""
+    """A warm engine with random weights, three rows, and the shipped tokenizer."""
     target = tiny_target(num_layers=1, vocab_size=2048, eos_token_ids=(2040,))
     one = {"num_layers": 1, "windows": (None,), "causal": (False,)}  # few layers compile fast
     drafter = tiny_drafter(target, target_layer_ids=(0,), **one)

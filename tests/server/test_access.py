@@ -1,4 +1,4 @@
-"""Web pages of other sites cannot use the server, by whatever name or content type they try."""
+"""Web pages of other sites cannot use the server, with any host name or content type."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def raw(
     body: bytes = b"",
     closes: str = "Connection: close",
 ) -> bytes:
-    """The whole answer to a request, given as lines, on a connection of its own."""
+    """Return the complete response to a request, given as lines, on a new connection."""
     address = ("127.0.0.1", live.running.port)
     head = [f"{method} HTTP/{version}", *lines, *filter(None, [closes])]
     with contextlib.closing(socket.create_connection(address, timeout=20)) as connection:
@@ -213,7 +213,7 @@ def test_a_body_that_breaks_off_into_nonsense_after_its_answer_only_closes(
         connection.sendall(b"no chunk\r\n")
         with contextlib.suppress(ConnectionResetError):
             rest = b"".join(iter(lambda: connection.recv(2**16), b""))
-            assert b"HTTP/1.1" not in rest  # at most the answer's body
+            assert b"HTTP/1.1" not in rest  # at most the response body
     assert status(raw(live, "Host: localhost")) == 200
     assert "Traceback" not in caplog.text
     assert "Fatal error" not in caplog.text
@@ -256,7 +256,7 @@ def test_json_is_served_whatever_the_origin_and_anything_without_one(
     for headers in ({"Origin": "app://tool", "Content-Type": kind}, {"Content-Type": "text/plain"}):
         answer = httpx.post(live.url + CHAT, content=body, headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
-    own = {"Origin": live.url, "Content-Type": "text/plain"}  # a page from this very address
+    own = {"Origin": live.url, "Content-Type": "text/plain"}  # a page from this address
     assert httpx.post(live.url + CHAT, content=body, headers=own, timeout=60).status_code == 200
 
 
@@ -281,7 +281,7 @@ def test_pages_that_are_let_in_may_ask_first_and_read_every_answer(random_tiny: 
             "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
             "Access-Control-Request-Private-Network": "true",
         }
-        preflight = client.options(CHAT, headers=asked)  # browsers send no key with it
+        preflight = client.options(CHAT, headers=asked)  # browsers send it without a key
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == PAGE
         assert "POST" in preflight.headers["access-control-allow-methods"]

@@ -1,4 +1,4 @@
-"""The shipped pair behind the server, used as agents use it: real clients, real tool calls."""
+"""The shipped pair served to agents: real clients, real tool calls."""
 
 import json
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def test_an_agent_of_twelve_turns_is_never_left_without_an_answer(shipped: LiveS
         assert turn["drafted"] > 0
         assert number == 0 or turn["cached_tokens"] > 0
         prompt = prompt_of(shipped, turn["asked"])
-        if turn["asked"][-1]["role"] == "tool":  # the turn before called: its ids are as they were
+        if turn["asked"][-1]["role"] == "tool":  # past tool turns keep their ids
             assert prompt[: len(before)] == before
         end = shipped.engine.target.eos_token_ids
         before = prompt + [i for i in turn["token_ids"] if i not in end]
@@ -61,7 +61,7 @@ def test_streamed_calls_are_the_whole_ones(shipped: LiveServer) -> None:
     parts = [[c.function.name, c.function.arguments] for c in final.tool_calls or []]
     assert parts == [[c.function.name, c.function.arguments] for c in whole.tool_calls or []]
     assert parts
-    stopped = create(**more, stop=["Paris", "{", "\n"]).choices[0]  # which act outside of calls
+    stopped = create(**more, stop=["Paris", "{", "\n"]).choices[0]  # ignored inside calls
     assert stopped.finish_reason == "tool_calls"
     again = [[c.function.name, c.function.arguments] for c in stopped.message.tool_calls]
     assert again == parts
@@ -71,7 +71,7 @@ def test_streamed_calls_are_the_whole_ones(shipped: LiveServer) -> None:
         max_tokens=64,
         messages=talk,
         tools=[{**ABOUT, "input_schema": SCHEMA}],
-        extra_body={"temperature": 0},  # newer clients have no argument for it
+        extra_body={"temperature": 0},  # newer clients do not have the argument
     )
     used = [block.input for block in message.content if block.type == "tool_use"]
     assert used == [json.loads(arguments) for _, arguments in parts]
@@ -115,7 +115,7 @@ READ_AND_BASH = [
     for name, about, of in (("Read", "Read a file.", "file_path"), ("Bash", "Run it.", "command"))
 ]  # fmt: skip
 RUN = {"type": "tool_use", "id": "c", "name": "bash", "input": {"command": "python -m pytest -q"}}
-STALLED = [  # the shipped target announces here what it does next, and ends
+STALLED = [  # here the shipped target announces an action, and ends the turn
     {"role": "user", "content": "Fix the bug in notes.py."},
     {"role": "assistant", "content": [
         {"type": "text", "text": "I'll run the tests first:"}, RUN]},
@@ -127,7 +127,7 @@ WEATHER = [{"role": "user", "content": "Check the weather in Paris."}]
 
 
 def ask_messages(live: LiveServer, **fields: Any) -> dict[str, Any]:
-    """What /v1/messages answers an agent that has the tools Read and Bash."""
+    """Return the response of /v1/messages to an agent with the tools Read and Bash."""
     body = {"max_tokens": 96, "temperature": 0, "tools": READ_AND_BASH} | fields
     response = httpx.post(f"{live.url}/v1/messages", json=body, timeout=120)
     assert response.status_code == 200, response.text
@@ -135,7 +135,7 @@ def ask_messages(live: LiveServer, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_stalled_answer_calls_a_declared_tool(shipped: LiveServer) -> None:
-    """It called `read_file` before, which the target knows from its training, and was lost."""
+    """The target was trained on `read_file`, which is not declared here."""
     system = "You are an agent. Use the tools when they help."
     free = ask_messages(shipped, system=system, messages=STALLED, recovery="off")
     assert [block["type"] for block in free["content"]] == ["text"]
@@ -163,7 +163,7 @@ def test_a_call_of_an_undeclared_tool_reaches_the_agent(shipped: LiveServer) -> 
     [warning] = answer["warnings"]
     assert "'get_weather', which the request does not declare" in warning
     assert answer["finish_details"]["undeclared_tools"] == ["get_weather"]
-    # The agent says that there is none, as agents do, and the model goes on.
+    # The agent answers that the tool does not exist, and the model continues.
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": "No such tool."}
     again = [*WEATHER, {"role": "assistant", "content": [call]}]
     after = ask_messages(shipped, messages=[*again, {"role": "user", "content": [result]}])

@@ -52,7 +52,7 @@ def test_structures_beyond_a_length_are_refused_before_anything_reads_them(
 ) -> None:
     tried: list[Any] = []
     monkeypatch.setattr(live.engine.grammars, "decide", lambda given: bool(tried.append(given)))
-    # Only the length of the structure is to matter here, not that of the prompt.
+    # The length of the prompt must not matter here.
     monkeypatch.setattr(Tokenizer, "render", lambda *given, **more: "x")
     response = httpx.post(live.url + CHAT, json=ASK | change, timeout=60)
     assert response.status_code == 400, response.text

@@ -1,4 +1,4 @@
-"""The official clients against a real server: every API, whole and streamed."""
+"""The official clients against a real server: every API, streamed and not."""
 
 import asyncio
 import dataclasses
@@ -281,7 +281,7 @@ def test_figures_come_in_the_shapes_of_other_engines(live: LiveServer) -> None:
     )
 
 
-# -- what the engine's other lanes add -----------------------------------------------------------
+# -- sampling, penalties, grammars and log probabilities -----------------------------------------
 
 
 def test_log_probabilities_come_with_every_token_and_their_alternatives(live: LiveServer) -> None:
@@ -293,7 +293,7 @@ def test_log_probabilities_come_with_every_token_and_their_alternatives(live: Li
         assert [x.logprob for x in entry.top_logprobs] == sorted(
             (x.logprob for x in entry.top_logprobs), reverse=True
         )
-        assert entry.logprob == entry.top_logprobs[0].logprob < 0  # greedy: the likeliest
+        assert entry.logprob == entry.top_logprobs[0].logprob < 0  # greedy: the argmax
     chunks = list(create(**more, stream=True))
     streamed = [e for c in chunks for e in (c.choices[0].logprobs or Nothing).content]
     assert [e.token for e in streamed] == [e.token for e in whole]
@@ -304,7 +304,7 @@ def test_log_probabilities_come_with_every_token_and_their_alternatives(live: Li
 
 
 def test_completions_say_how_likely_an_echoed_prompt_is(live: LiveServer) -> None:
-    """As lm-evaluation-harness asks and reads, for prompts given as ids."""
+    """Requests as lm-evaluation-harness sends them, with prompts given as ids."""
     import openai
 
     create = live.openai.completions.create

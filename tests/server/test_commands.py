@@ -1,4 +1,4 @@
-"""serve, chat and bench as a user starts them."""
+"""The commands serve, chat and bench."""
 
 import ctypes
 import io
@@ -58,7 +58,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def process(oracle: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`dflash-jax serve` in a process of its own, and its URL; it logs to the file `log`."""
+    """Start `dflash-jax serve` in a process, and yield it with its URL; its log file is `log`."""
     command = [sys.executable, "-m", "dflash_jax", "serve", "--port", "0", "--chunk", "16"]
     command += ["--target", str(oracle / "drafters" / "target_qwen3"), "--drafter", "none"]
     command += ["--max-length", "96", "--name", "small", "--drain", "20"]
@@ -97,7 +97,7 @@ def test_closed_connections_do_not_kill_it_and_sigterm_ends_it_in_order(
         next(lines)
         server.send_signal(signal.SIGTERM)
         assert "data: [DONE]" in list(lines)
-    assert server.wait(60) == 0  # although it compiles programs that nobody asked for yet
+    assert server.wait(60) == 0  # even while it compiles programs
     log = (tmp_path / "log").read_text(encoding="utf-8")
     said = (
         "loading small",
@@ -209,7 +209,7 @@ def test_a_piped_chat_answers_every_line_and_remembers(
     assert code == 0
     first = random_tiny.chat_ids([{"role": "user", "content": "Hello"}])
     answer = random_tiny.generate(first, max_tokens=8)
-    assert out == 2 * f"{answer.text}\n"  # standard output has the answers and nothing else
+    assert out == 2 * f"{answer.text}\n"  # standard output has only the answers
     assert "8 tokens (length)" in err
     assert "was reset" in err
     assert "unknown command /what" in err
@@ -292,7 +292,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(
 def test_ctrl_c_before_the_first_token_forgets_the_message_and_goes_on(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    """As while a template is rendered, or programs are compiled."""
+    """As if a template was being rendered, or programs compiled."""
     talks: list[list[dict[str, str]]] = []
     right = Engine.chat_ids
 
@@ -335,7 +335,7 @@ def test_a_second_ctrl_c_ends_the_chat(
     assert "[stopped]" not in out
     assert err.count("[stopped]") == (when == "at the prompt")
     monkeypatch.undo()
-    while random_tiny.busy:  # a stream that was dropped is ended by the next turn
+    while random_tiny.busy:  # a dropped stream ends in the next step
         random_tiny.advance()
     assert not random_tiny.active
 
@@ -343,7 +343,7 @@ def test_a_second_ctrl_c_ends_the_chat(
 def test_two_ctrl_c_that_come_as_one_end_the_chat(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    """As both do while a step of a large model runs."""
+    """Both can arrive during one step of a large model."""
     again = getattr(ctypes.PyDLL(None), "raise")
     monkeypatch.setattr(Engine, "advance", lambda self: list(map(again, [signal.SIGINT] * 2)))
     code, _, err = converse(random_tiny, monkeypatch, run, "Hello\nHello\n")
@@ -385,8 +385,8 @@ def test_bench_in_process_compares_the_lanes(
     written = json.loads(found.read_text(encoding="utf-8"))
     assert [each["program"] for each in written["profile"]] == ["speculative", "plain"]
     runs = written["runs"]
-    lanes = [(r["concurrency"], r["lane"]) for r in runs]
-    assert lanes == [(1, "speculative"), (1, "plain"), (2, "speculative"), (2, "plain")]
+    modes = [(r["concurrency"], r["lane"]) for r in runs]
+    assert modes == [(1, "speculative"), (1, "plain"), (2, "speculative"), (2, "plain")]
     drafted, plain = runs[0], runs[1]
     assert plain["rounds"] == 0
     assert drafted["rounds"] == sum(drafted["acceptance_histogram"].values()) > 0
@@ -398,7 +398,7 @@ def test_bench_in_process_compares_the_lanes(
 def test_bench_compares_no_outputs_that_are_drawn(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run, talks: Path
 ) -> None:
-    """The lanes sample one distribution; that they draw the same tokens is not to be expected."""
+    """Both modes sample the same distribution, but not the same tokens."""
     monkeypatch.setattr("dflash_jax.cli.bench._engine", lambda options, rows: random_tiny)
     options = ("bench", "--data", talks, "-n", 12, "--temperature", 1)
     code, out, err = run(*options)

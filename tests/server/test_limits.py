@@ -1,4 +1,4 @@
-"""Requests of any size and shape: refused early, and worked on outside the event loop."""
+"""Large requests: refused early, or processed outside the event loop."""
 
 import asyncio
 import contextlib
@@ -327,7 +327,7 @@ def test_the_largest_body_follows_from_the_longest_context(lengths: list[int], b
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_client_that_sends_too_much_reads_why(live: LiveServer, chunked: bool) -> None:
-    """Although it sends everything before it reads: uvicorn reads on, and keeps nothing."""
+    """The client sends everything before it reads: uvicorn discards the rest of the body."""
     size, count = 2**20, 16
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size * count}"
     piece = b" " * size
@@ -339,7 +339,7 @@ def test_a_client_that_sends_too_much_reads_why(live: LiveServer, chunked: bool)
         )
         for _ in range(count):
             connection.sendall(piece)
-            time.sleep(0.02)  # in which an answer comes, if nobody reads on
+            time.sleep(0.02)  # a response would arrive now if the body was not read
         if chunked:
             connection.sendall(b"0\r\n\r\n")
         answer = connection.recv(2**16).decode()
@@ -368,7 +368,7 @@ def test_memory_is_given_back_after_large_bodies_once_for_several(
 
 @contextlib.contextmanager
 def traced() -> Iterator[Callable[[], int]]:
-    """Bytes that were allocated in the block and are still there."""
+    """Yield a function that returns the bytes allocated in the block and still in use."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]

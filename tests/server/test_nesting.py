@@ -1,4 +1,4 @@
-"""JSON values nested in each other, in every field of every route: never a 500."""
+"""Nested JSON values in every field of every route: never a 500."""
 
 import concurrent.futures
 import itertools
@@ -41,7 +41,7 @@ CALL = '{"id":"c","type":"function","function":{"name":"f","arguments":HOLE}}'
 AS_TEXT = CALL.replace(HOLE, '"TEXT"')
 CALLED = '{"role":"assistant","tool_calls":[%s]},{"role":"tool","tool_call_id":"c","content":"x"}'
 FUNCTION = '[{"type":"function","function":{"name":"f","parameters":HOLE}}]'
-INSIDE = [  # where values of any depth may stand inside of fields
+INSIDE = [  # places inside fields that accept values of any depth
     (CHAT, {"tools": FUNCTION}),
     (CHAT, {"tools": FUNCTION, "tool_choice": '"required"'}),
     (CHAT, {"tools": FUNCTION, "response_format": '{"type":"json_object"}'}),
@@ -85,18 +85,18 @@ INSIDE = [  # where values of any depth may stand inside of fields
     (MESSAGES, {"system": "[HOLE]"}),
     ("/tokenize", {"messages": f"[{USER}]", "tools": FUNCTION}),
 ]
-DEPTHS = (MOST_DEPTH - 10, *range(900, 1000, 20), 2_000, 100_000)  # json gives up at about 950
+DEPTHS = (MOST_DEPTH - 10, *range(900, 1000, 20), 2_000, 100_000)  # json fails at about 950
 KINDS = (("[", "]"), ('{"items":', "}"))
 
 
 def body(path: str, fields: dict[str, str]) -> str:
-    """A body that is a request to this path but for the fields."""
+    """Return a valid body for this path, with these fields replaced."""
     least = {name: LEAST[name] for name in PATHS[path]} | fields
     return "{" + ",".join(f'"{name}":{value}' for name, value in least.items()) + "}"
 
 
 def nested() -> Iterator[tuple[str, str, str]]:
-    """Paths, fields, and bodies that have nested values there."""
+    """Return paths, fields, and bodies with a hole for nested values."""
     fields = [(p, {name: HOLE}) for p, kind in BODIES.items() for name in kind.__struct_fields__]
     for path, given in fields + INSIDE:
         name = " ".join(given)

@@ -1,4 +1,4 @@
-"""What the four APIs say about one and the same output: thoughts, calls, ends. No engine runs."""
+"""Responses of the four APIs to the same output: reasoning, calls, ends. Without an engine."""
 
 import dataclasses
 import itertools
@@ -71,7 +71,7 @@ def asked(api: str = "chat", **changes: Any) -> GenerationRequest:
 def pieces(
     tokenizer: Tokenizer, ids: list[int], width: int, *, logprobs: bool = False
 ) -> list[Piece]:
-    """The pieces of an engine that emits `width` tokens at a time."""
+    """Return the pieces of an engine that emits `width` tokens at a time."""
     text = OutputText(tokenizer)
     made = []
     for i in range(0, len(ids), width):
@@ -90,7 +90,7 @@ def replied(
     end: str = "stop",
     width: int = 3,
 ) -> tuple[Reply, list[list]]:
-    """The reply to `ask` whose raw text is given, and its events by piece."""
+    """Return the reply to a request for an output with this raw text, and its events by piece."""
     ids = tokenizer.encode(text, specials=False)
     reply = Reply(0, request, tokenizer, SYNTAXES["hermes"])
     events = [reply.push(piece) for piece in pieces(tokenizer, ids, width)]
@@ -187,7 +187,7 @@ def test_responses_have_an_item_for_each(tokenizer: Tokenizer) -> None:
     assert json.loads(done[2]["arguments"]) == {"path": "a.txt"}
     assert done[2]["call_id"] == whole["output"][2]["call_id"]
     assert chunks[-1]["response"]["output"] == done
-    for item in done[:2]:  # whose texts come in parts, as OpenAI's helpers for streams want them
+    for item in done[:2]:  # OpenAI's stream helpers need content parts
         kind = item["content"][0]["type"]
         own = [c for c in chunks if c.get("item_id") == item["id"]]
         kinds = [c["type"].removeprefix("response.") for c in own if "delta" not in c]
@@ -212,7 +212,7 @@ OTHER = CALL.replace("read_file", "other")
 def whole_and_streamed(
     tokenizer: Tokenizer, api: str, writer: Any, text: str, end: str = "stop"
 ) -> tuple[dict, list[dict], Reply]:
-    """The answer to a text as one object, its stream, and the reply."""
+    """Return the response to a text as one object and as a stream, and the reply."""
     request = asked(api)
     reply, events = replied(tokenizer, text, request, end=end)
     whole = writer(generation(reply, request)).to_json()
@@ -224,7 +224,7 @@ APIS = [("chat", ChatWriter), ("messages", MessagesWriter), ("responses", Respon
 
 
 def warned(api: str, whole: dict, chunks: list[dict]) -> list[str]:
-    """The warnings of an answer, which are those of its stream, too."""
+    """Return the warnings of a response, which equal those of its stream."""
     last = {"chat": -1, "messages": -2, "responses": -1}[api]
     end = chunks[last]["response"] if api == "responses" else chunks[last]
     assert end.get("warnings", []) == whole.get("warnings", [])
@@ -235,7 +235,7 @@ def warned(api: str, whole: dict, chunks: list[dict]) -> list[str]:
 def test_T22_a_call_of_an_undeclared_tool_is_given_to_the_caller_and_named(
     tokenizer: Tokenizer, api: str, writer: Any
 ) -> None:
-    """The catalogue has it dropped: then an answer of 50 tokens held nothing at all."""
+    """If such a call was dropped, a response of 50 tokens would be empty."""
     whole, chunks, reply = whole_and_streamed(tokenizer, api, writer, f"{OTHER}<|im_end|>")
     assert reply.finish_reason == "tool_calls"
     assert reply.details["undeclared_tools"] == ["other"]
@@ -468,7 +468,7 @@ def test_a_stop_string_of_markup_works_and_is_named(tokenizer: Tokenizer) -> Non
 def test_a_past_tool_turn_is_in_the_prompt_as_the_model_wrote_it(
     tokenizer: Tokenizer, thinking: bool
 ) -> None:
-    """The next prompt begins with the last one and its output: a prefix cache can hit."""
+    """The next prompt starts with the last one and its output, so the prefix cache hits."""
     turns, thought = ToolTurnCache(), SYNTAXES["hermes"].thought
     template = {} if thinking else {"enable_thinking": False}
     talk: list[dict] = [{"role": "user", "content": "Read a.txt"}]
@@ -511,7 +511,7 @@ CHANNELS = """{%- set named = namespace(tool=none) %}
 
 
 def test_turns_whose_header_names_a_channel_are_left_to_the_template(tokenizer: Tokenizer) -> None:
-    """A turn that began behind the bare header cannot be put behind that of an answer."""
+    """A turn after the header without a channel cannot follow the header of an answer."""
     harmony, turns = Tokenizer(tokenizer.core, CHANNELS, {}), ToolTurnCache()
     said = called("c")
     for talk in ([], [said, {"role": "tool", "content": "hello"}]):
@@ -537,7 +537,7 @@ def test_turns_whose_header_names_a_channel_are_left_to_the_template(tokenizer: 
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ messages[-1].content }}",  # shows no past turn
+        "{{ messages[-1].content }}",  # omits past turns
         "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}go",
     ],
 )
@@ -633,7 +633,7 @@ def every_message(content: str) -> str:
 def test_parts_of_a_text_are_joined_as_the_template_does_or_by_newlines(
     tokenizer: Tokenizer, template: str | None, seam: str
 ) -> None:
-    """As vLLM and llama.cpp do it. What an assistant said in parts was one text."""
+    """As in vLLM and llama.cpp. Parts of an assistant message are joined without a separator."""
     if template:
         tokenizer = Tokenizer(tokenizer.core, template, {})
     parts = [{"type": "text", "text": text} for text in "AB"]
@@ -682,7 +682,7 @@ def test_system_messages_lead_where_the_template_takes_them_nowhere_else(
         text(Tokenizer(tokenizer.core, "{{ raise_exception('beginning') }}", {}), *talk)
 
 
-# -- three shapes, one request -----------------------------------------------------------------
+# -- three formats, one request ----------------------------------------------------------------
 
 
 def test_the_apis_ask_for_the_same() -> None:
@@ -740,7 +740,7 @@ def test_the_apis_ask_for_the_same() -> None:
     assert [a.max_tokens for a in asks] == [9] * 3
 
 
-EVERYWHERE = {  # fields of every API, and what each becomes
+EVERYWHERE = {  # fields of every API, and their values in the request
     "top_k": 5,
     "min_p": 0.1,
     "repetition_penalty": 1.2,
@@ -910,7 +910,7 @@ def test_a_response_that_failed_says_so_by_a_code_that_clients_know(tokenizer: T
 
 @pytest.mark.parametrize("end", ["length", "stop"])
 def test_an_item_that_was_cut_off_is_incomplete(tokenizer: Tokenizer, end: str) -> None:
-    """A call that the model itself leaves unfinished is text, too, as it is in whole answers."""
+    """A call that the model itself leaves unfinished is text, streamed or not."""
     request = asked("responses")
     reply, events = replied(tokenizer, CALL[: CALL.index("txt")], request, end=end)
     chunks = streamed(ResponsesWriter(generation(reply, request)), reply, events)
@@ -1109,7 +1109,7 @@ def test_the_engines_text_gives_the_answer_that_decoding_the_ids_gives(
     width: int,
     end: str,
 ) -> None:
-    """Ids of any kind: special ones, and halves of characters, also at the end."""
+    """For any ids, including special tokens and incomplete characters."""
     ids = data.draw(st.lists(st.integers(0, tokenizer.size - 1), max_size=24))
     ids += data.draw(st.sampled_from([[], tokenizer.encode("é😀", specials=False)[:-1]]))
     dropped = data.draw(st.integers(0, min(len(ids), 3)))
@@ -1130,7 +1130,7 @@ def test_the_engines_text_gives_the_answer_that_decoding_the_ids_gives(
             raw.append(writer.events(reply, reply.push(piece)))
         stats = Stats(prompt_tokens=5, output_tokens=len(ids))
         stats.recovery["runaway_dropped_tokens"] = dropped
-        last = reply.push(parts[-1]) if parts else []  # the server gets it together with the end
+        last = reply.push(parts[-1]) if parts else []  # arrives together with the end
         last += reply.finish(Result(ids, "", end, stats))
         raw += [writer.events(reply, last), writer.close()]
         sent = raw if stream else writer.to_json()

@@ -1,4 +1,4 @@
-"""How bodies become asks: fields of other servers, past turns, and what is refused."""
+"""Decoding of bodies to requests: fields of other servers, past turns, and errors."""
 
 import base64
 import json
@@ -234,7 +234,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("decode", "fields", "param"), WRONG)
-def test_what_is_wrong_is_named_as_it_stands_in_the_decode(
+def test_what_is_wrong_is_named_as_it_stands_in_the_request(
     decode: Any, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(Problem) as caught:
@@ -327,7 +327,7 @@ def test_recovery_may_be_a_word(read: Any) -> None:
      "text_editor_20250728", "computer_20250124"],
 )  # fmt: skip
 def test_tools_that_anthropic_defines_are_refused_by_name(kind: str) -> None:
-    """Ignored, as before, the model would answer without the search it was asked for."""
+    """If they were ignored, the model would answer without the requested search."""
     own = {"type": "custom", "name": "read", "input_schema": SCHEMA}
     assert [tool.name for tool in messages(tools=[own]).declared_tools] == ["read"]
     with pytest.raises(Problem, match=f"'search' of type '{kind}'") as caught:
@@ -360,7 +360,7 @@ DOCUMENT = {
 
 
 def test_documents_of_text_are_read_in_messages_and_in_results_of_tools() -> None:
-    """In the order in which they stand, with title and context in front."""
+    """In order, each after its title and context."""
     named = DOCUMENT | {"title": "Wood", "context": "Notes", "citations": {"enabled": True}}
     blocks = [{"type": "text", "text": "Is oak hard"}, {"type": "text", "text": "or soft?"}]
     listed = {"type": "document", "source": {"type": "content", "content": blocks}}

@@ -1,4 +1,4 @@
-"""What clients must not be able to do: crash the server, hang it, or leave work behind."""
+"""Clients cannot crash the server, block it, or leave work running after they left."""
 
 import asyncio
 import contextlib
@@ -243,13 +243,13 @@ def test_more_outputs_than_the_queue_holds_are_refused_together(live: LiveServer
 
 @pytest.fixture
 def gate() -> threading.Event:
-    """Opens when the second model may be loaded."""
+    """Delays the loading of the second model until it is set."""
     return threading.Event()
 
 
 @pytest.fixture
 def locked(random_tiny: Engine, gate: threading.Event) -> Iterator[LiveServer]:
-    """A server with keys and two models, of which one waits for the gate."""
+    """A server with keys and two models, one of which waits for the gate."""
 
     def make() -> Engine:
         assert gate.wait(60)
@@ -274,7 +274,7 @@ def test_it_is_alive_before_it_is_ready(locked: LiveServer, gate: threading.Even
 
 
 def open_gate(live: LiveServer, gate: threading.Event) -> None:
-    """Lets the second model load."""
+    """Let the second model load."""
     gate.set()
     end = time.monotonic() + 30
     while httpx.get(live.url + "/ready").status_code == 503 and time.monotonic() < end:
@@ -305,7 +305,7 @@ def test_keys_are_needed_and_any_takes_the_model_that_was_used_last(
 
 
 class Panic(BaseException):
-    """As the tokenizers library raises one in its worst moments."""
+    """The tokenizers library raises one when Rust code panics."""
 
 
 def test_a_request_that_makes_a_library_panic_is_alone_refused(
@@ -331,7 +331,9 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     engine = twin(random_tiny)
-    engine.break_even = engine.compiled.seconds = 0.5  # a measurement and a counter: they stay
+    engine.break_even = engine.compiled.seconds = (
+        0.5  # a measurement and a counter: a restart keeps them
+    )
     advance, failures = Engine.advance, [True]
 
     def failing(self: Engine) -> None:
@@ -353,7 +355,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     live.stop()
 
 
-def test_an_engine_that_has_no_room_to_start_anew_is_given_up_by_name(
+def test_an_engine_without_memory_to_restart_ends_the_server_with_the_reason(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, ends = twin(random_tiny), []
@@ -388,7 +390,7 @@ def test_an_event_loop_that_closed_first_leaves_no_traceback(
         await begun.wait()
         return worker
 
-    worker = asyncio.run(begin())  # closes the loop; nobody stopped the worker
+    worker = asyncio.run(begin())  # closes the loop without stopping the worker
     worker._thread.join(60)
     assert not worker._thread.is_alive()
     assert "Traceback" not in capfd.readouterr().err
@@ -457,7 +459,7 @@ def test_addresses_that_this_machine_lacks_do_not_matter_beside_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def make() -> Engine:
-        raise CheckpointError("no weights")  # it came so far
+        raise CheckpointError("no weights")  # the address was bound
 
     known = socket.getaddrinfo
     both = [*known("192.0.2.1", 0, type=socket.SOCK_STREAM), *known("127.0.0.1", 0)[:1]]
@@ -502,7 +504,7 @@ def test_small_routes(live: LiveServer) -> None:
 
 
 def scraped(live: LiveServer) -> dict[str, float]:
-    """The samples of /metrics by name and labels, without our prefix."""
+    """Return the samples of /metrics by name and labels, without the prefix."""
     lines = httpx.get(live.url + "/metrics").text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name.removeprefix("dflash_jax:"): float(value) for name, value in pairs}
@@ -571,7 +573,7 @@ def test_cache_usage_rises_while_a_request_runs(live: LiveServer) -> None:
 def test_no_host_header_opens_what_needs_a_key(
     locked: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starlette up to 1.0.0 builds a request's URL from its Host, which a client chooses."""
+    """Starlette up to 1.0.0 builds a request's URL from the Host header, which clients choose."""
     as_built_then = property(lambda self: URL(f"http://{self.headers['host']}{self['path']}"))
     monkeypatch.setattr(Request, "url", as_built_then)
     for host in ("x/health?", "x/ready?", "x/health#"):

@@ -1,4 +1,4 @@
-"""Structures that take long to compile or end the process that tries them, and other requests."""
+"""Grammars that take long to compile or crash the trial process, and other requests."""
 
 import concurrent.futures
 import contextlib
@@ -20,13 +20,13 @@ from tests.server.conftest import LiveServer, run_server
 from tests.server.test_compiling import soon, streaming
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
-BOMB = ASK | {"guided_json": ENDLESS["json"]}  # in about ten seconds it exceeds its memory
+BOMB = ASK | {"guided_json": ENDLESS["json"]}  # exceeds the memory limit after about ten seconds
 CHOICE = ASK | {"guided_choice": ["red", "blue"]}
 
 
 @pytest.fixture
 def served(random_tiny: Engine) -> Iterator[LiveServer]:
-    """A server of its own, with every program that the tests need."""
+    """A separate server, with all programs that the tests need."""
     old = random_tiny
     engine = Engine(old.target, old.drafter, old.params, old.plan, tokenizer=old.tokenizer)
     engine.share_programs(old)
@@ -43,7 +43,7 @@ def post(live: LiveServer, body: dict[str, Any]) -> httpx.Response:
 
 @contextlib.contextmanager
 def trying(live: LiveServer) -> Iterator["concurrent.futures.Future[httpx.Response]"]:
-    """The answer to a request whose structure takes longer than the block runs."""
+    """Yield the future response to a request whose grammar takes longer than the block runs."""
     threads = live.running.server.models[0].worker._structures
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, live, BOMB)
@@ -98,7 +98,7 @@ def test_a_request_gives_its_place_back_when_its_client_leaves(served: LiveServe
         assert soon(lambda: worker._structures._slow == 1)
         assert worker.active == 1
     assert soon(lambda: worker.active == 0)
-    assert worker._structures._slow == 1  # the trial goes on
+    assert worker._structures._slow == 1  # the trial continues
     assert post(served, CHOICE).status_code == 200
     assert worker.active == 0
 

@@ -1,4 +1,4 @@
-"""Which call recovery would begin, for every shape of tools and tool choices."""
+"""The calls that recovery may force, for all formats of tools and tool choices."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ OF_B = "\n<function=b>\n"
         pytest.param([tool("a>b")], "auto", None, id="T17-bracket"),
         pytest.param([tool("a\nb")], "auto", None, id="T17-newline"),
         pytest.param([tool("a", "x>")], "auto", None, id="T17-parameter"),
-        pytest.param([tool("a>b"), B, tool("a", "x>")], "auto", OF_B, id="T17-one-of-several"),
+        pytest.param([tool("a>b"), B, tool("a", "x>")], "auto", OF_B, id="T17-one-of-three"),
         pytest.param([A, B], "required", (OF_A, OF_B), id="any-of-two"),
         pytest.param([], "auto", None, id="T18"),
         pytest.param(None, "auto", None, id="T18-absent"),
@@ -90,9 +90,9 @@ OF_B = "\n<function=b>\n"
 def test_the_calls_that_recovery_may_begin(
     tools: Any, choice: Any, expected: str | tuple[str, ...] | None
 ) -> None:
-    """Each with its tool's name; before, of several tools (T3) only the opening was forced."""
-    several = expected if isinstance(expected, tuple) else (expected,) if expected else ()
-    assert begun(tools, choice) == several
+    """Each forced text contains the tool's name, also if there is more than one tool (T3)."""
+    texts = expected if isinstance(expected, tuple) else (expected,) if expected else ()
+    assert begun(tools, choice) == texts
 
 
 @pytest.mark.parametrize("family", sorted(SYNTAXES))

@@ -1,4 +1,4 @@
-"""Grammars of demanded calls: a real call matches, prose and undeclared tools do not."""
+"""Grammars of required calls: calls match, prose and undeclared tools do not."""
 
 import json
 
@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
 
 
 def matches(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
-    """Whether the whole text is one that the grammar allows."""
+    """Return whether the grammar matches the whole text."""
     known = llguidance.LLTokenizer(tokenizer.core.to_str(), eos_token=[2040])
     source = llguidance.LLMatcher.grammar_from_lark(grammar)
     matcher = llguidance.LLMatcher(known, source, log_level=0)
@@ -87,7 +87,7 @@ def test_schemas_of_arguments_may_say_more_than_a_grammar_can(
 
 
 def test_tags_that_a_tokenizer_does_not_call_special_are_tokens_too(tokenizer: Tokenizer) -> None:
-    """As in Qwen3's files; a grammar that spelt them would never let a thought end."""
+    """As in Qwen3's files. With the markers spelled as text, reasoning could never end."""
     raw = json.loads(tokenizer.core.to_str())
     for token in raw["added_tokens"]:
         token["special"] = token["content"].startswith("<|")

@@ -1,4 +1,4 @@
-"""Outputs of every family, cut at every place: the same thoughts, content and calls."""
+"""Outputs of every family, split at every position: the same reasoning, content and calls."""
 
 import itertools
 import json
@@ -31,12 +31,12 @@ Read = tuple[str, str, list[tuple[str, object, bool]], bool]
 def read(
     family: str, pieces: Sequence[str], *, tools: Sequence[Tool] = TOOLS, thinking: bool = False
 ) -> Read:
-    """Thoughts, content, calls (name, arguments, complete) and whether a call was left open."""
+    """Return reasoning, content, calls (name, arguments, complete) and whether a call is open."""
     return read_by(OutputParser(SYNTAXES[family], tools, thinking=thinking), pieces)
 
 
 def read_by(parser: OutputParser, pieces: Sequence[str]) -> Read:
-    """What a parser reads."""
+    """Return the same for a given parser."""
     events: list[Event] = []
     for piece in pieces:
         events += parser.push(piece)
@@ -113,7 +113,7 @@ def test_a_call_that_is_cut_off_is_not_complete_and_leaks_nothing(family: str) -
 @pytest.mark.parametrize("family", sorted(SYNTAXES))
 @pytest.mark.parametrize("step", [1, 3, 1000])
 def test_T22_a_call_of_an_undeclared_tool_is_passed_on(family: str, step: int) -> None:
-    """The catalogue has such calls dropped, which leaves the caller nothing to answer."""
+    """If such calls were dropped, the caller would have nothing to answer."""
     raw = "So: " + SYNTAXES[family].render("other", {"path": "x"})
     if family == "llama":
         raw = raw.replace("So: ", "So:\n")
@@ -165,7 +165,9 @@ def test_json_that_is_no_call_is_content_where_calls_have_no_tags() -> None:
         for step in (1, 1000):
             found = read("llama", [raw[i : i + step] for i in range(0, len(raw), step)])
             assert found == ("", raw, [], False)
-    assert read("llama", ['{"name": "read", x'])[1] == '{"name": "read", x'  # it was begun, too
+    assert (
+        read("llama", ['{"name": "read", x'])[1] == '{"name": "read", x'
+    )  # it started like a call, too
 
 
 def test_arguments_arrive_while_they_are_written() -> None:
@@ -293,7 +295,7 @@ def test_slips_of_a_model_leak_nothing_and_leave_one_json_object(
 
 
 def stopped(family: str, raw: str, stop: list[str], step: int = 1) -> tuple[Read, str | None]:
-    """What was read, cut into pieces of one size, and the stop string that ended it."""
+    """Parse a text in pieces of one size; return the result and the stop string that ended it."""
     parser = OutputParser(SYNTAXES[family], TOOLS, stop=stop)
     found = read_by(parser, [raw[i : i + step] for i in range(0, len(raw), step)])
     return found, parser.stopped_by
@@ -330,11 +332,11 @@ def test_stop_strings_act_in_thoughts_and_content(step: int) -> None:
     (thoughts, content, calls, _), by = stopped("hermes", raw, [". STOP", "x"], step)
     assert (thoughts, content, calls, by) == ("hm\n", "Yes", [], ". STOP")
     (_, content, _, _), by = stopped("llama", '{"name": STOP b"}', ["STOP"], step)
-    assert (content, by) == ('{"name": ', "STOP")  # it was no call
+    assert (content, by) == ('{"name": ', "STOP")  # it was not a call
 
 
 def test_harmonys_arguments_that_are_no_json_are_content() -> None:
-    """Before, they were lost."""
+    """They must not be lost."""
     begun = SYNTAXES["harmony"].begin("read", None)
     raw = begun + '"a\nb"<|call|>' + SYNTAXES["harmony"].render(*READ)
     _, content, found, unfinished = read("harmony", list(raw))
@@ -439,7 +441,7 @@ def test_text_that_only_looks_like_a_call_is_text(family: str) -> None:
         for step in (1, 1000):
             found = read(family, [raw[i : i + step] for i in range(0, len(raw), step)])
             assert found == ("", raw, [], False), (raw, step)
-    for step in (1, 1000):  # what can only be a call, and cannot be read
+    for step in (1, 1000):  # certainly a call, but unreadable
         raw = "<tool_code>print(1)</tool_code>"
         parser = OutputParser(SYNTAXES[family], TOOLS)
         found = read_by(parser, [raw[i : i + step] for i in range(0, len(raw), step)])
@@ -468,7 +470,7 @@ def test_the_arguments_of_the_only_tool_are_a_call_if_nothing_else_is_said(step:
         '{"path": "x"}\n{"path": "y"}',
     ):
         assert said(other) == ("", other, [], False)
-    # What cannot be its arguments is not held back.
+    # Text that cannot be arguments is not held back.
     parser = OutputParser(SYNTAXES["hermes"], [Tool("read", TOOLS[0].parameters)])
     assert parser.push('{"other": "and') == [Content('{"other": "and')]
 
@@ -519,7 +521,7 @@ def test_text_about_tags_is_text(step: int) -> None:
 def test_a_call_behind_a_broken_one_is_read(
     family: str, before: str, shown: str | None, step: int
 ) -> None:
-    """The broken one is content, as it was written; before, it was lost."""
+    """The broken call becomes content, unchanged."""
     raw = before + SYNTAXES[family].render(*READ)
     parser = OutputParser(SYNTAXES[family], TOOLS)
     _, content, calls, unfinished = read_by(
@@ -532,7 +534,7 @@ def test_a_call_behind_a_broken_one_is_read(
 
 @pytest.mark.parametrize("step", [1, 4, 1000])
 def test_a_call_that_breaks_behind_its_name_is_content_as_well(step: int) -> None:
-    """A stream has its beginning as a call already, which is never completed."""
+    """A stream has already started the call, which is never completed."""
     raw = (
         'So:\n<tool_call>\n{"name": "read", "arguments": {"path": "a\nb"}, oops\n</tool_call>\nOk.'
     )
@@ -555,7 +557,7 @@ def test_a_call_that_breaks_behind_its_name_is_content_as_well(step: int) -> Non
     ],
 )
 def test_an_output_that_ends_inside_a_call_has_its_text(raw: str) -> None:
-    """Given where the model ended it; one that a limit cut is left out, as T21 has it."""
+    """It is shown if the model ended it, and left out if a limit cut it (T21)."""
     for step in (1, 1000):
         parser = OutputParser(SYNTAXES["hermes"], TOOLS)
         text = f"So:\n{raw}"
@@ -602,7 +604,7 @@ def test_arguments_are_one_json_object_whatever_stands_in_them() -> None:
                 ToolCallEnd,
             ]
             text = "".join(e.text for e in events if isinstance(e, ToolCallDelta))
-            text.encode()  # as whoever sends it does
+            text.encode()  # as when it is sent
             assert json.loads(text, parse_constant=float) == arguments, raw
 
 
@@ -617,7 +619,7 @@ def test_harmonys_arguments_may_be_missing() -> None:
 @pytest.mark.parametrize("step", [1, 7, 400])
 @pytest.mark.parametrize("channel", ["commentary json", "commentary <|constrain|>json"])
 def test_harmony_may_name_the_tool_before_the_channel(channel: str, step: int) -> None:
-    """As its template writes calls; the first header was begun by the prompt."""
+    """As the template writes calls; the prompt contains the start of the first header."""
     call = f' to=functions.read<|channel|>{channel}<|message|>{{"path": "x"}}<|call|>'
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     for lead, thoughts in (("", ""), (thought, "hm")):
