@@ -117,13 +117,11 @@ class Generation:
             options["stop"] = request.stop
         if request.logprobs is not None:
             options["logprobs"] = request.logprobs
-        of_prompt = [request.prompt_logprobs, request.logprobs if request.echo else None]
-        if asked := [n for n in of_prompt if n is not None]:
-            options["prompt_logprobs"] = max(asked)
-        if request.tool_choice.kind in (
-            "required",
-            "named",
-        ):  # a call is required: request.grammar does not apply
+        counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
+        if counts := [n for n in counts if n is not None]:
+            options["prompt_logprobs"] = max(counts)
+        # A required call leaves no content, so that `request.grammar` does not apply.
+        if request.tool_choice.kind in ("required", "named"):
             options["structured"] = {"grammar": self._call_grammar(engine, prompt)}
         elif request.grammar is not None:
             kind, value = request.grammar

@@ -151,10 +151,10 @@ class Worker:
             later = []
         compiled.label = self._name
         compiled.want([*first, *later])  # before compilation starts, so that progress counts all
-        there = compiler.want(compiled, first, urgent=True)
+        future = compiler.want(compiled, first, urgent=True)
         for variant in later:
             compiler.want(compiled, [variant])
-        there.add_done_callback(lambda future: self._commands.put(lambda: self._on_warm(future)))
+        future.add_done_callback(lambda done: self._commands.put(lambda: self._on_warm(done)))
 
     def _on_warm(self, future: concurrent.futures.Future[None]) -> None:
         if not future.cancelled() and (error := future.exception()):
@@ -173,16 +173,16 @@ class Worker:
             self._recover(_as_exception(error))
             return
         self._failures = 0
-        self._publish([news for job in self._jobs if (news := job.take_update())])
+        self._publish([update for job in self._jobs if (update := job.take_update())])
 
-    def _publish(self, news: list[JobUpdate]) -> None:
-        ended = {id(job) for job, _, end in news if end is not None}
+    def _publish(self, updates: list[JobUpdate]) -> None:
+        ended = {id(job) for job, _, end in updates if end is not None}
         self._jobs = [job for job in self._jobs if id(job) not in ended]
-        if news:
-            self._call(self._deliver, news)
+        if updates:
+            self._call(self._deliver, updates)
 
-    def _deliver(self, news: list[JobUpdate]) -> None:
-        for job, pieces, end in news:
+    def _deliver(self, updates: list[JobUpdate]) -> None:
+        for job, pieces, end in updates:
             if not job.finished:
                 job.finished = end is not None
                 self.active -= job.finished
@@ -271,8 +271,8 @@ class Worker:
         elif not job.live.done:
             assert self.engine is not None
             self.engine.cancel(job.live)
-            if news := job.take_update():
-                self._publish([news])
+            if update := job.take_update():
+                self._publish([update])
 
     def _stop(self) -> None:
         for job in [*self._jobs, *self._waiting]:
