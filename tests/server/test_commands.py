@@ -254,6 +254,33 @@ def test_a_chat_shows_no_headers_of_messages(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "Hm. Hello!\n"
 
 
+def test_a_chat_prints_the_engines_text_where_markers_are_no_special_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As in Qwen3, whose engine text contains the markers of reasoning."""
+    tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
+    assert tokenizer is not None
+    fields = json.loads(tokenizer.core.to_str())
+    for token in fields["added_tokens"]:
+        token["special"] &= "think" not in token["content"]
+    core = tokenizers.Tokenizer.from_str(json.dumps(fields))
+    hermes = Tokenizer(core, "<tool_call>", {})
+    answer = "<think>\nHm.\n</think>\n\nHello \u00e9\U0001f600!<|im_end|>"
+    ids, decoder = hermes.encode(answer, specials=False), hermes.stream()
+    pieces = [Piece((i,), decoder.push([i])) for i in ids]
+    stream = FakeStream([*pieces, Piece((), decoder.flush())])
+    engine: Any = SimpleNamespace(
+        tokenizer=hermes,
+        plan=SimpleNamespace(max_length=99),
+        chat_ids=lambda talk: [0],
+        stream=lambda prompt, **options: stream,
+    )
+    session = chat.ChatSession(engine, parser().parse_args(["chat"]))
+    session.send("Hi")
+    assert capsys.readouterr().out == "Hm.\nHello \u00e9\U0001f600!\n"
+    assert session._messages[-1]["content"] == "Hello \u00e9\U0001f600!"
+
+
 class FakeStream(list):
     """The pieces of a stream, and its result."""
 
