@@ -27,7 +27,7 @@ ELSEWHERE = {
 def named() -> set[str]:
     """Ids in the names and parameters of tests."""
     found: set[str] = set()
-    folders = ("engine/**", "tools", "server")
+    folders = ("engine/**", "tool_parsers", "server")
     for path in (p for folder in folders for p in TESTS.glob(f"{folder}/test_*.py")):
         if path.name == Path(__file__).name:
             continue
