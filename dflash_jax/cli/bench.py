@@ -95,18 +95,18 @@ def run(options: argparse.Namespace) -> int:
         settings["plan"] = dataclasses.asdict(engine.plan)
     settings |= {"data": options.data, "count": len(talks)} | dataclasses.asdict(asking)
     with telling("measuring", quiet=options.json):
-        found = summary(measure(runner, talks, levels, options.repeats), settings)
+        results = summary(measure(runner, talks, levels, options.repeats), settings)
     if options.profile is not None:
-        found["profile"] = _profiles(runner.engine, talks[0], options)
-    print(json.dumps(found) if options.json else report(found, columns(sys.stdout)))
+        results["profile"] = _profiles(runner.engine, talks[0], options)
+    print(json.dumps(results) if options.json else report(results, columns(sys.stdout)))
     if options.out:
         try:
-            options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise RequestError(f"{options.out} cannot be written: {error}") from error
     if options.plot:
-        plot(found, options.plot)
-    compared = [pair for pair in found["pairs"] if pair["equal_outputs"] is not None]
+        plot(results, options.plot)
+    compared = [pair for pair in results["pairs"] if pair["equal_outputs"] is not None]
     unequal = [pair for pair in compared if pair["equal_outputs"] < pair["outputs"]]
     if unequal and not options.inexact:
         print("speculative and plain outputs DIFFER", file=sys.stderr)
@@ -114,15 +114,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def report(found: dict[str, Any], width: int) -> str:
+def report(results: dict[str, Any], width: int) -> str:
     """Return a summary of `bench.report.summary` as a table with an explanation of its columns."""
     rows, details = [], []
-    for pair in found["pairs"]:
+    for pair in results["pairs"]:
         line = f"{pair['concurrency']} at once: speculative is {pair['speedup']:.2f}x plain"
         if pair["equal_outputs"] is not None:
             line += f"; {pair['equal_outputs']} of {pair['outputs']} outputs equal"
         details.append(line)
-    for run in found["runs"]:
+    for run in results["runs"]:
         tau, rate = run["acceptance_length"], run["draft_acceptance_rate"]
         one, first = run["tokens_per_s_of_one_request"], run["first_token_s"]
         rows.append(
@@ -152,13 +152,13 @@ def _profiles(engine: Any, talk: Any, options: argparse.Namespace) -> list[dict[
     from dflash_jax.bench.profile import profile
 
     ids, keep = engine.chat_ids(talk.messages, tools=talk.tools or None), options.profile
-    found = [
+    profiles = [
         profile(engine, ids, speculative=speculative, keep=Path(keep) if keep else None)
         for speculative in ((True, False) if engine.drafter else (False,))
     ]
     if not options.json:
-        print(*found, sep="\n")
-    return [dataclasses.asdict(each) for each in found]
+        print(*profiles, sep="\n")
+    return [dataclasses.asdict(each) for each in profiles]
 
 
 def _levels(text: str) -> list[int]:

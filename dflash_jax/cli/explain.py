@@ -57,10 +57,10 @@ def run(options: argparse.Namespace) -> int:
     what = f"compiling {len(programs)} programs" if options.compile else "counting"
     patience = 0 if options.compile else None
     with announced(what, shown=is_shown(), patience=patience):
-        found = report(target, drafter, plan, device, compile=options.compile)
-    print(json.dumps(found.to_json()) if options.json else found)
+        explanation = report(target, drafter, plan, device, compile=options.compile)
+    print(json.dumps(explanation.to_json()) if options.json else explanation)
     if options.params and not options.json:
-        for name, (shape, dtype) in found.parameters.items():
+        for name, (shape, dtype) in explanation.parameters.items():
             print(f"{name:50} {dtype:10} {'x'.join(map(str, shape))}")
     return 0
 

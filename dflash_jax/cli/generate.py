@@ -95,44 +95,46 @@ def run(options: argparse.Namespace) -> int:
 def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int:
     from dflash_jax.bench.compare import compare
 
-    found = compare(
+    comparison = compare(
         engine,
         prompt,
         max_tokens=options.max_tokens,
         stop=options.stop,
         ignore_eos=options.ignore_eos,
     )
-    result = found.check.speculative
+    result = comparison.check.speculative
     if options.json:
-        speeds = {n: getattr(found, n) for n in ("speculative", "plain", "plain1")}
+        speeds = {n: getattr(comparison, n) for n in ("speculative", "plain", "plain1")}
         print(
             json.dumps(
                 result.to_json()
                 | {
-                    "equal": found.check.equal,
+                    "equal": comparison.check.equal,
                     "tokens_per_s": speeds,
-                    "baseline": found.baseline,
-                    "speedup": found.speedup,
+                    "baseline": comparison.baseline,
+                    "speedup": comparison.speedup,
                 }
             )
         )
-        return 0 if found.check.equal else 1
+        return 0 if comparison.check.equal else 1
     print(result.text if result.text is not None else " ".join(map(str, result.token_ids)))
     for name, label in (
         ("speculative", "speculative"),
         ("plain", "plain, block-wide"),
         ("plain1", "plain, one token"),
     ):
-        speeds = sorted(getattr(found, name))
+        speeds = sorted(getattr(comparison, name))
         print(f"{label:18} {speeds[len(speeds) // 2]:9.1f} tok/s")
-    verdict = "equal" if found.check.equal else f"DIFFER at {found.check.first_difference}"
+    verdict = (
+        "equal" if comparison.check.equal else f"DIFFER at {comparison.check.first_difference}"
+    )
     print(
-        f"tokens {verdict}; speculative is {found.speedup:.2f}x the faster plain mode"
-        f" ({found.baseline}), {engine.plan.dtype}"
+        f"tokens {verdict}; speculative is {comparison.speedup:.2f}x the faster plain mode"
+        f" ({comparison.baseline}), {engine.plan.dtype}"
     )
     if not options.quiet:
         note(statistics(result, engine.compile_s, timed=False))
-    return 0 if found.check.equal else 1
+    return 0 if comparison.check.equal else 1
 
 
 def _as_ids(piece: Any, engine: Any) -> str:

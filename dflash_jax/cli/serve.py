@@ -275,9 +275,9 @@ def _defaults(options: argparse.Namespace) -> Any:
     from dflash_jax.engine.recovery import OFF, Recovery
     from dflash_jax.server.models import RequestDefaults
 
-    asked = Recovery.from_environment(os.environ)
+    from_environment = Recovery.from_environment(os.environ)
     chosen = {"off": (OFF, OFF), "tools": (OFF, Recovery()), "all": (Recovery(), Recovery())}
-    named = (asked, asked) if asked != OFF else chosen["tools"]
+    named = (from_environment, from_environment) if from_environment != OFF else chosen["tools"]
     plain, with_tools = chosen[options.recovery] if options.recovery else named
     return RequestDefaults(
         max_tokens=options.max_tokens,
@@ -288,13 +288,13 @@ def _defaults(options: argparse.Namespace) -> Any:
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:
-    found = os.environ.get(KEYS, "").split(",")
+    lines = os.environ.get(KEYS, "").split(",")
     if file is not None:
         try:
-            found += file.read_text(encoding="utf-8").splitlines()
+            lines += file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"--api-key-file {file} cannot be read: {error}") from error
-    keys = tuple(key.strip() for key in found if key.strip())
+    keys = tuple(key.strip() for key in lines if key.strip())
     if file is not None and not keys:
         raise RequestError(f"--api-key-file {file} holds no key; write one a line")
     return keys

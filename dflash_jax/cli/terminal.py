@@ -23,10 +23,10 @@ def columns(stream: Any) -> int:
     if given.isascii() and given.isdigit() and int(given):
         return max(int(given), FEWEST)
     try:
-        found = os.get_terminal_size(stream.fileno()).columns
+        width = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError, AttributeError):  # not a terminal, or not a file
         return USUAL
-    return max(found, FEWEST) if found else USUAL
+    return max(width, FEWEST) if width else USUAL
 
 
 def bracketed(parts: Iterable[str], width: int) -> str:

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         with progress() as report:
-            made = training.run(
+            trained = training.run(
                 options.target,
                 options.data,
                 options.out,
@@ -88,15 +88,18 @@ def run(options: argparse.Namespace) -> int:
         return STOPPED
     plotted, seconds = draw(options.out), round(time.monotonic() - started, 1)
     if options.json:
-        found: dict[str, Any] = {"drafter": str(made.drafter), "results": made.results}
+        summary_fields: dict[str, Any] = {
+            "drafter": str(trained.drafter),
+            "results": trained.results,
+        }
         # Seconds of this call only, also if it continued a run.
-        found |= {"plot": plotted, "seconds": seconds}
-        print(json.dumps(found))
+        summary_fields |= {"plot": plotted, "seconds": seconds}
+        print(json.dumps(summary_fields))
         return 0
-    for kind, row in made.results.items():
+    for kind, row in trained.results.items():
         if isinstance(row, dict):
             print(f"{kind}: {summary(row)}")
-    print(f"written to {made.drafter}" + (f", curves to {plotted}" if plotted else ""))
+    print(f"written to {trained.drafter}" + (f", curves to {plotted}" if plotted else ""))
     return 0
 
 
