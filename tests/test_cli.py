@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it prints, what it returns, how it fails."""
+"""The command line: output, exit codes and errors."""
 
 import dataclasses
 import fcntl
@@ -30,14 +30,14 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import export
-from dflash_jax.utils.command import INTERRUPTED, UNREAD, exit_code
+from dflash_jax.utils.command import INTERRUPTED, PIPE_CLOSED, exit_code
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cache_inside_the_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Compiled programs are kept in a folder of the test's, not in the user's."""
+    """Store compiled programs in a temporary folder."""
     names = [
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
@@ -54,7 +54,7 @@ def cache_inside_the_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command; returns its exit code, its output and what it said on standard error."""
+    """Run a command; return exit code, standard output and standard error."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
     def call(*arguments: object) -> tuple[int, str, str]:
@@ -83,7 +83,7 @@ def official(oracle: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    """Random models of few layers, for what does not hang on the tokens: they compile fast."""
+    """Random models with few layers, which compile fast, for tests that ignore the tokens."""
     folder = tmp_path_factory.mktemp("small")
     target = tiny_target(num_layers=2, vocab_size=256)
     one = {"num_layers": 1, "windows": (None,), "causal": (False,)}
@@ -103,7 +103,7 @@ def asked(small: list[object], official: dict[str, list[int]]) -> list[object]:
 
 @pytest.fixture(scope="module")
 def said(small: list[object], official: dict[str, list[int]]) -> list[int]:
-    """What the small target says to `asked`."""
+    """Return the small target's answer to `asked`."""
     engine = loading.load(small[1], small[3], plan=Plan(max_length=96, chunk=16))
     result = engine.generate(official["prompt"], max_tokens=20, ignore_eos=True, speculative=False)
     return result.token_ids
@@ -125,7 +125,7 @@ def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
         --no-call-odds --taps-at late --min-survival 0.5 --memory-limit 9 --prefix-cache 8
         --mesh 2x2"""
     plan = chosen_plan(parser().parse_args(["explain", *flags.split()]))
-    default = {"devices"}  # which goes with no mesh
+    default = {"devices"}  # cannot be combined with a mesh
     same = {f.name for f in dataclasses.fields(Plan) if getattr(plan, f.name) == f.default}
     assert same == apart | default
     assert chosen_plan(parser().parse_args(["explain", "--drafter-device", "1"])).devices == (0, 1)
@@ -207,7 +207,7 @@ def test_statistics_fit_the_terminal_whatever_the_block(
         text = statistics(Result([7], None, "length", stats), 123.4)
         lines = text.splitlines()
         assert max(map(len, lines)) <= width
-        if (width, places) == (80, 7):  # full lines, broken between figures
+        if (width, places) == (80, 7):  # full lines, broken between statistics
             assert lines == [
                 "[4096 tokens (length) | 4095.0 tok/s | first token 12345 ms |",
                 " acceptance length 4.00 | per position 1.00 1.00 1.00 1.00 1.00 1.00 1.00 |",
@@ -280,7 +280,7 @@ def test_compare_times_the_lanes_and_says_that_tokens_are_equal(
 
 
 def interrupted_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the engine is in its nth turn."""
+    """Ctrl-C during the nth step of the engine."""
     advance, seen = Engine.advance, []
 
     def pressed(self: Engine) -> None:
@@ -301,18 +301,18 @@ def test_an_interrupt_ends_with_the_text_so_far(
     interrupted_after(6, monkeypatch)
     code, out, err = run("generate", *asked, "--steps-per-call", 2)
     [tokens] = out.splitlines()
-    heard = [int(i) for i in tokens.split()]
+    received = [int(i) for i in tokens.split()]
     assert code == INTERRUPTED == 130
-    assert 0 < len(heard) < 20
-    assert heard == said[: len(heard)]
-    assert f"[{len(heard)} tokens (cancelled)" in err
+    assert 0 < len(received) < 20
+    assert received == said[: len(received)]
+    assert f"[{len(received)} tokens (cancelled)" in err
     interrupted_after(6, monkeypatch)
     code, out, _ = run("generate", *asked, "--steps-per-call", 2, "--json")
     found = json.loads(out)
     assert (code, found["finish_reason"]) == (130, "cancelled")
-    heard = found["token_ids"]  # a call makes one step or two, by the time they take
-    assert 0 < len(heard) < 20
-    assert heard == said[: len(heard)]
+    received = found["token_ids"]  # a call runs one step or two, depending on timing
+    assert 0 < len(received) < 20
+    assert received == said[: len(received)]
 
 
 def test_an_interrupt_before_there_is_text_says_so(
@@ -343,7 +343,7 @@ def test_explain_reports_a_pair_without_compiling(
     assert "speculative_sampled" in out
     times = re.findall(r"(\S+) ms [mc]", out)
     assert len(times) == 6
-    assert all(0 < float(time) < 1 for time in times)  # no column runs into the next
+    assert all(0 < float(time) < 1 for time in times)  # columns do not overlap
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if "/" in line}
     assert rows["target/embed"] == ["bfloat16", "64x256"]
     assert rows["drafter/fc"] == ["bfloat16", "128x64"]
@@ -511,7 +511,7 @@ def test_probe_writes_logits_and_hidden_states(
     assert code == 0
     assert best[0]["id"] == int(v["logits"][0, -1].argmax())
     assert 0 < best[1]["probability"] <= best[0]["probability"] < 1
-    assert [p.name for p in tmp_path.iterdir()] == [out.name]  # nothing half-written
+    assert [p.name for p in tmp_path.iterdir()] == [out.name]  # no partial file
 
 
 def test_probe_leaves_nothing_behind_when_it_is_interrupted(
@@ -574,7 +574,7 @@ def test_generate_names_what_is_wrong_and_returns_one(
     says: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And before it takes the time to compile anything."""
+    """And before anything is compiled."""
     monkeypatch.delattr(CompiledPrograms, "compile")
     code, out, err = run("generate", *small, *arguments)
     assert (code, out) == (1, "")
@@ -632,7 +632,7 @@ def test_every_verb_has_help_and_the_version_is_told(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_that_comes_during_garbage_collection_is_heard(number: int, code: int) -> None:
-    """Python drops what is raised there, and jax has it run Python."""
+    """Python drops exceptions in garbage collection, during which JAX runs Python code."""
 
     def press(phase: str, about: dict[str, int]) -> None:
         gc.callbacks.remove(press)
@@ -655,14 +655,14 @@ def test_output_that_nobody_reads_ends_the_command_and_not_the_process(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nor does a library that writes to a closed socket while the verb runs."""
+    """The same for a library that writes to a closed socket while the verb runs."""
     before = signal.getsignal(signal.SIGPIPE)
     read, write = os.pipe()
     os.close(read)
     arguments = asked if verb == "generate" else [*small, "--params"]
     with open(write, "w") as unread:  # noqa: PTH123
         monkeypatch.setattr(sys, "stdout", unread)
-        assert main([verb, *map(str, arguments)]) == UNREAD == 141
+        assert main([verb, *map(str, arguments)]) == PIPE_CLOSED == 141
     assert capsys.readouterr().err == ""
     assert signal.getsignal(signal.SIGPIPE) == before == signal.SIG_IGN
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dflash_jax
-from dflash_jax.utils.command import abrupt
+from dflash_jax.utils.command import default_signals
 
 LOADING = ("generate", "chat", "serve", "explain", "bench", "verify", "replay", "probe", "train")
 VERBS = (*LOADING, "inspect", "convert", "compare", "export")
@@ -125,12 +125,12 @@ def test_an_interrupt_while_modules_are_imported_shows_no_traceback(module: str)
 
 def test_signals_are_handled_as_before_once_modules_are_imported() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with abrupt():
+    with default_signals():
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is before
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job
     try:
-        with abrupt():
+        with default_signals():
             assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:

@@ -1,6 +1,6 @@
-"""The command `dflash-jax`: one file per verb; the converters bring theirs along.
+"""The command `dflash-jax`: one file per verb; the converters add theirs.
 
-Imports are inside functions, so that a Ctrl-C in the middle of one ends the command in order.
+Imports are inside functions, so that Ctrl-C during an import ends the command without a traceback.
 """
 
 TYPE_CHECKING = False
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 
 def main(arguments: "Sequence[str] | None" = None) -> int:
-    """Run one verb and return the process's exit code.
+    """Run one verb and return the exit code.
 
     Args:
-      arguments: the process's own by default.
+      arguments: command line arguments; `sys.argv[1:]` by default.
     """
     try:
-        from dflash_jax.utils.command import end_silently, exit_code
+        from dflash_jax.utils.command import exit_code, exit_quietly
 
         code = exit_code("dflash-jax", lambda: _run(arguments))
         if arguments is None:
-            end_silently()
+            exit_quietly()
         return code
-    except KeyboardInterrupt:  # just before `exit_code` takes care of it, or just after
+    except KeyboardInterrupt:  # before `exit_code` handles it, or after
         return 130
 
 
@@ -34,7 +34,7 @@ def _run(arguments: "Sequence[str] | None") -> int:
 
 
 def parser() -> "argparse.ArgumentParser":
-    """The whole command line."""
+    """Return the parser of the command line, with all verbs."""
     import argparse
 
     from dflash_jax.cli import bench, chat, explain, generate, probe, replay, serve, train, verify
@@ -55,14 +55,14 @@ def parser() -> "argparse.ArgumentParser":
 
 
 def prepare(options: "argparse.Namespace") -> None:
-    """Import what the verb needs; a signal meanwhile ends the process without a traceback."""
+    """Import what the verb needs; signals end the process without a traceback meanwhile."""
     import importlib
 
     from dflash_jax.utils.allocator import fewer_collections, tune_allocator
-    from dflash_jax.utils.command import abrupt
+    from dflash_jax.utils.command import default_signals
     from dflash_jax.utils.progress import announced, is_shown
 
     tune_allocator()  # before JAX allocates
-    with announced("importing JAX", shown=is_shown()), abrupt(), fewer_collections():
+    with announced("importing JAX", shown=is_shown()), default_signals(), fewer_collections():
         engine = hasattr(options, "target")  # the verbs about weight files have none
         importlib.import_module("dflash_jax.loading" if engine else "dflash_jax.converters.models")

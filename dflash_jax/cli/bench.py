@@ -1,4 +1,4 @@
-"""`dflash-jax bench`: speculative against plain decoding at several concurrencies."""
+"""`dflash-jax bench`: speculative and plain decoding, timed at different concurrencies."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ from dflash_jax.cli.options import (
 from dflash_jax.cli.terminal import columns, table
 from dflash_jax.errors import RequestError
 
-# Columns of the table, explained below it.
+# Columns of the table, and their explanations below it.
 COLUMNS = {
     "at once": "requests at a time",
     "tok/s": "output tokens per second of all requests together",
@@ -33,7 +33,7 @@ COLUMNS = {
 
 
 def add_verb(verbs: Any) -> None:
-    """Adds `bench` to the command line."""
+    """Add `bench` to the command line."""
     text = "Time speculative against plain decoding."
     verb = new_verb(verbs, "bench", run, text, check=check_request)
     verb.add_argument(
@@ -55,7 +55,7 @@ def add_verb(verbs: Any) -> None:
         nargs="?",
         const="",
         metavar="FOLDER",
-        help="say where a step's time goes, part by part; with a folder, keep the trace there",
+        help="show the time of each part of a step; with a folder, store the trace there",
     )
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.add_argument("--out", type=Path, help="write the JSON object to a file")
@@ -64,7 +64,11 @@ def add_verb(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax bench`."""
+    """Run `dflash-jax bench`; exit code 1 if speculative and plain outputs differ.
+
+    Raises:
+      RequestError: an option is wrong, or a file cannot be written.
+    """
     from dflash_jax.bench.prompts import read_prompts
     from dflash_jax.bench.report import check_plot, measure, plot, summary
     from dflash_jax.bench.runs import InProcess, OverHttp, RequestSettings
@@ -90,19 +94,19 @@ def run(options: argparse.Namespace) -> int:
         settings = {"target": options.target, "drafter": options.drafter}
         settings["plan"] = dataclasses.asdict(engine.plan)
     settings |= {"data": options.data, "count": len(talks)} | dataclasses.asdict(asking)
-    with report_progress("measuring", quiet=options.json):
-        found = summary(measure(runner, talks, levels, options.repeats), settings)
+    with telling("measuring", quiet=options.json):
+        results = summary(measure(runner, talks, levels, options.repeats), settings)
     if options.profile is not None:
-        found["profile"] = _profiles(runner.engine, talks[0], options)
-    print(json.dumps(found) if options.json else report(found, columns(sys.stdout)))
+        results["profile"] = _profiles(runner.engine, talks[0], options)
+    print(json.dumps(results) if options.json else report(results, columns(sys.stdout)))
     if options.out:
         try:
-            options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise RequestError(f"{options.out} cannot be written: {error}") from error
     if options.plot:
-        plot(found, options.plot)
-    compared = [pair for pair in found["pairs"] if pair["equal_outputs"] is not None]
+        plot(results, options.plot)
+    compared = [pair for pair in results["pairs"] if pair["equal_outputs"] is not None]
     unequal = [pair for pair in compared if pair["equal_outputs"] < pair["outputs"]]
     if unequal and options.exact:
         print("speculative and plain outputs DIFFER", file=sys.stderr)
@@ -110,15 +114,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def report(found: dict[str, Any], width: int) -> str:
-    """Return what `bench.report.summary` found as a table with an explanation of its columns."""
+def report(results: dict[str, Any], width: int) -> str:
+    """Return a summary of `bench.report.summary` as a table with an explanation of its columns."""
     rows, details = [], []
-    for pair in found["pairs"]:
+    for pair in results["pairs"]:
         line = f"{pair['concurrency']} at once: speculative is {pair['speedup']:.2f}x plain"
         if pair["equal_outputs"] is not None:
             line += f"; {pair['equal_outputs']} of {pair['outputs']} outputs equal"
         details.append(line)
-    for run in found["runs"]:
+    for run in results["runs"]:
         tau, rate = run["acceptance_length"], run["draft_acceptance_rate"]
         one, first = run["tokens_per_s_of_one_request"], run["first_token_s"]
         rows.append(
@@ -137,24 +141,24 @@ def report(found: dict[str, Any], width: int) -> str:
             places = " ".join(f"{share:.2f}" for share in shares)
             details.append(f"{run['concurrency']} at once: drafts kept at place 1, 2, ... {places}")
     explained = [f"{name:10}  {text}" for name, text in COLUMNS.items()]
-    parts = [table(("lane", *COLUMNS), rows, width)]
+    parts = [table(("mode", *COLUMNS), rows, width)]
     for lines in details, explained:
         parts.append("\n".join(textwrap.fill(x, width, subsequent_indent="  ") for x in lines))
     return "\n\n".join(parts)
 
 
 def _profiles(engine: Any, talk: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The parts of a speculative step, if there is a drafter, and of a plain one."""
+    """Return profiles of a speculative step, if there is a drafter, and of a plain one."""
     from dflash_jax.bench.profile import profile
 
     ids, keep = engine.chat_ids(talk.messages, tools=talk.tools or None), options.profile
-    found = [
-        profile(engine, ids, speculative=lane, keep=Path(keep) if keep else None)
-        for lane in ((True, False) if engine.drafter else (False,))
+    profiles = [
+        profile(engine, ids, speculative=speculative, keep=Path(keep) if keep else None)
+        for speculative in ((True, False) if engine.drafter else (False,))
     ]
     if not options.json:
-        print(*found, sep="\n")
-    return [dataclasses.asdict(each) for each in found]
+        print(*profiles, sep="\n")
+    return [dataclasses.asdict(each) for each in profiles]
 
 
 def _levels(text: str) -> list[int]:

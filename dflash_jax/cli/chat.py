@@ -1,4 +1,4 @@
-"""`dflash-jax chat`: a conversation in the terminal; plain text, so that any terminal will do."""
+"""`dflash-jax chat`: a conversation in the terminal, in plain text."""
 
 import argparse
 import contextlib
@@ -24,8 +24,8 @@ HELP = "/stats: figures of the last answer; /reset: forget all; /exit: end"
 
 
 def add_verb(verbs: Any) -> None:
-    """Adds `chat` to the command line."""
-    text = "Chat with the model; reads lines until they end."
+    """Add `chat` to the command line."""
+    text = "Chat with the model; reads lines until the end of input."
     verb = new_verb(verbs, "chat", run, text, check=check_request)
     verb.add_argument("--system", help="system message")
     verb.add_argument("-n", "--max-tokens", type=int, default=512, help="per answer")
@@ -33,31 +33,33 @@ def add_verb(verbs: Any) -> None:
     verb.add_argument("--top-p", type=float, default=1.0)
     verb.add_argument("--top-k", type=int, default=0)
     verb.add_argument("--seed", type=int)
-    verb.add_argument("--no-thinking", action="store_true", help="ask for answers without thoughts")
+    verb.add_argument(
+        "--no-thinking", action="store_true", help="ask for answers without reasoning"
+    )
     verb.add_argument("--plain", action="store_true", help="decode without drafting")
     model_options(verb)
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax chat`: a Ctrl-C ends the answer that is running, else the chat."""
+    """Run `dflash-jax chat`. Ctrl-C ends the current answer, or the chat at the prompt."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
-    conversation = Conversation(_load(options), options)
+    session = ChatSession(_load(options), options)
     with counted_interrupts() as interrupts:
-        return _talk(conversation, interrupts)
+        return _chat_loop(session, interrupts)
 
 
-def _talk(conversation: "Conversation", interrupts: Callable[[], int]) -> int:
-    """Read lines and answer them until they end."""
-    talking = sys.stdin.isatty()
-    if talking:
+def _chat_loop(session: "ChatSession", interrupts: Callable[[], int]) -> int:
+    """Read lines and answer them until the end of input."""
+    interactive = sys.stdin.isatty()
+    if interactive:
         note(HELP)
     while True:
         try:
-            line = _line(talking).strip()
+            line = _line(interactive).strip()
         except EOFError:
-            if talking:
-                note("")  # the shell's prompt begins a line of its own
+            if interactive:
+                note("")  # the shell's prompt starts on a new line
             return 0
         match line:
             case "":
@@ -67,32 +69,32 @@ def _talk(conversation: "Conversation", interrupts: Callable[[], int]) -> int:
             case "/help":
                 note(HELP)
             case "/reset":
-                conversation.reset()
+                session.reset()
                 _notice("the conversation was reset")
             case "/stats":
-                note(conversation.figures)
+                note(session.figures)
             case _ if line.startswith("/"):
                 _notice(f"unknown command {line.split()[0]}", HELP)
             case _:
                 interrupts()
                 try:
-                    conversation.say(line)
+                    session.send(line)
                 except RequestError as error:
                     _notice(str(error))
                 if interrupts() > 1:
                     raise KeyboardInterrupt
 
 
-def _line(talking: bool) -> str:
-    """Return the next line of input; the prompt never mixes with output sent to a file."""
-    if talking and not sys.stdout.isatty():
+def _line(interactive: bool) -> str:
+    """Return the next line of input. The prompt is not written to redirected standard output."""
+    if interactive and not sys.stdout.isatty():
         note("> ", end="")
         return input()
-    return input("> " if talking else "")
+    return input("> " if interactive else "")
 
 
 def _notice(*parts: str) -> None:
-    """Print a remark about the conversation, which is no part of its text."""
+    """Print a message about the conversation to standard error."""
     note(bracketed(parts, columns(sys.stderr)))
 
 
@@ -108,8 +110,8 @@ def _load(options: argparse.Namespace) -> Any:
     return engine
 
 
-class Conversation:
-    """What was said, and an engine to go on."""
+class ChatSession:
+    """A conversation with an engine."""
 
     def __init__(self, engine: Any, options: argparse.Namespace):
         from dflash_jax.tool_parsers import syntax_of
@@ -117,54 +119,58 @@ class Conversation:
         self.engine, self._options = engine, options
         self._syntax = syntax_of(engine.tokenizer.teaches)
         self._last: Any = None
-        self._stream: Any = None  # of the answer that is running
+        self._stream: Any = None  # of the current answer
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Remove all messages but the system message."""
         system = self._options.system
-        self._talk = [{"role": "system", "content": system}] if system else []
+        self._messages = [{"role": "system", "content": system}] if system else []
 
-    def say(self, text: str) -> None:
-        """Print the answer as it comes. Ctrl-C ends it and keeps what it said until then.
+    def send(self, text: str) -> None:
+        """Send a message and stream the answer to standard output.
+
+        Ctrl-C ends the answer; the text so far stays in the conversation.
 
         Raises:
-          RequestError: the message cannot be answered; it is forgotten.
-          KeyboardInterrupt: a second Ctrl-C, while the first one is being acted upon.
+          RequestError: the message cannot be answered; it is removed.
+          KeyboardInterrupt: a second Ctrl-C while the first one is being handled.
         """
-        self._talk.append({"role": "user", "content": text})
-        said: list[str] = []
+        self._messages.append({"role": "user", "content": text})
+        parts: list[str] = []
         stopped = False
         try:
             for part in self._answer():
-                said.append(part)
+                parts.append(part)
         except KeyboardInterrupt:
             stopped = True
             if self._stream is not None:
                 self._stream.close()
             note(" [stopped]", end="")
         except RequestError:
-            self._talk.pop()
+            self._messages.pop()
             raise
         print(flush=True)
         if self._stream is not None:
             self._last, self._stream = self._stream.result, None
-        answer = "".join(said)
+        answer = "".join(parts)
         if stopped and not answer:
-            self._talk.pop()
+            self._messages.pop()
         else:
-            self._talk.append({"role": "assistant", "content": answer})
+            self._messages.append({"role": "assistant", "content": answer})
 
     def _answer(self) -> Iterator[str]:
-        """Decode and print the answer to the conversation; yields what belongs to it."""
+        """Generate and print the answer; yield its text without reasoning."""
         from dflash_jax.engine.detokenizer import Detokenizer
         from dflash_jax.engine.vocabulary import opens_thought
         from dflash_jax.tool_parsers.stream import OutputParser
 
         options, tokenizer = self._options, self.engine.tokenizer
         prompt = self._prompt()
-        marks = self._syntax.markers(calls=False) if self._syntax else ()
-        output = Detokenizer(tokenizer.showing(marks) if marks else tokenizer)
+        markers = self._syntax.markers(calls=False) if self._syntax else ()
+        marked = tokenizer.showing(markers)
+        # The engine's text leaves out special tokens, among them the markers of reasoning.
+        output = Detokenizer(marked) if marked.shown else None
         parser = OutputParser(self._syntax, thinking=opens_thought(tokenizer, prompt))
         room = self.engine.plan.max_length - len(prompt)
         self._stream = self.engine.stream(
@@ -177,31 +183,35 @@ class Conversation:
             speculative=not options.plain,
         )
         for piece in self._stream:
-            for event in parser.push(output.push(piece.token_ids)):
+            for event in parser.push(output.push(piece.token_ids) if output else piece.text):
                 yield _print(event)
-        for event in parser.push(output.finish()) + parser.finish():
+        for event in parser.push(output.finish() if output else "") + parser.finish():
             yield _print(event)
 
     def _prompt(self) -> list[int]:
-        """Ids of the conversation; forgets its oldest exchanges when it gets too long."""
+        """Return the ids of the conversation; removes its oldest exchanges if it is too long.
+
+        Raises:
+          RequestError: the last message alone is too long.
+        """
         variables = {"enable_thinking": False} if self._options.no_thinking else {}
-        first = 1 if self._talk[0]["role"] == "system" else 0
+        first = 1 if self._messages[0]["role"] == "system" else 0
         wanted = min(self._options.max_tokens, self.engine.plan.max_length // 4)
         while True:
-            ids = self.engine.chat_ids(self._talk, **variables)
+            ids = self.engine.chat_ids(self._messages, **variables)
             if len(ids) + wanted <= self.engine.plan.max_length:
                 return ids
-            if len(self._talk) <= first + 2:
+            if len(self._messages) <= first + 2:
                 raise RequestError(
                     f"this message has {len(ids)} tokens, and {self.engine.plan.max_length} are"
                     " the limit of the conversation; shorten it, or start with --max-length"
                 )
-            del self._talk[first : first + 2]
+            del self._messages[first : first + 2]
             _notice("the oldest exchange was forgotten: the conversation was too long")
 
     @property
     def figures(self) -> str:
-        """Figures of the last answer."""
+        """Return the statistics of the last answer as text."""
         if self._last is None:
             return "[no answer yet]"
         from dflash_jax.cli.generate import statistics
@@ -210,7 +220,7 @@ class Conversation:
 
 
 def _print(event: Any) -> str:
-    """Prints an event; returns what belongs to the answer. Thoughts are dimmed on a terminal."""
+    """Print an event, and return its text if it is content. Reasoning is dimmed on a terminal."""
     from dflash_jax.tool_parsers.events import Content, Thinking
 
     if isinstance(event, Thinking):

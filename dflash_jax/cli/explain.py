@@ -1,4 +1,4 @@
-"""`dflash-jax explain`: what a plan turns into, without weights."""
+"""`dflash-jax explain`: memory, programs and rooflines of a plan, without weights."""
 
 import argparse
 import json
@@ -17,13 +17,13 @@ from dflash_jax.utils.progress import announced, is_shown
 
 
 def add_verb(verbs: Any) -> None:
-    """Adds `explain` to the command line."""
+    """Add `explain` to the command line."""
     verb = new_verb(verbs, "explain", run, "Show plan, memory, programs and rooflines.")
     verb.add_argument("--device", help="roofline for this device, e.g. H200 (default: this one)")
     verb.add_argument(
         "--compile",
         action="store_true",
-        help="compile the programs, and show their scratch memory and other figures, too",
+        help="compile the programs, and also show their scratch memory and costs",
     )
     verb.add_argument("--no-compile", action="store_true", help=argparse.SUPPRESS)  # the default
     verb.add_argument("--params", action="store_true", help="list every parameter")
@@ -36,7 +36,11 @@ def add_verb(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax explain`."""
+    """Run `dflash-jax explain`.
+
+    Raises:
+      RequestError: the program or device is unknown.
+    """
     from dflash_jax.compiler import declare
     from dflash_jax.compiler.explain import EXPLAINED
     from dflash_jax.compiler.explain import explain as report
@@ -55,16 +59,16 @@ def run(options: argparse.Namespace) -> int:
     what = f"compiling {len(programs)} programs" if options.compile else "counting"
     patience = 0 if options.compile else None
     with announced(what, shown=is_shown(), patience=patience):
-        found = report(target, drafter, plan, device, compile=options.compile)
-    print(json.dumps(found.to_json()) if options.json else found)
+        explanation = report(target, drafter, plan, device, compile=options.compile)
+    print(json.dumps(explanation.to_json()) if options.json else explanation)
     if options.params and not options.json:
-        for name, (shape, dtype) in found.parameters.items():
+        for name, (shape, dtype) in explanation.parameters.items():
             print(f"{name:50} {dtype:10} {'x'.join(map(str, shape))}")
     return 0
 
 
 def _planned(options: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
-    """Target, drafter, completed plan, and the device of the rooflines."""
+    """Return target, drafter, resolved plan, and the device of the rooflines."""
     from dflash_jax import loading
     from dflash_jax.compiler import resolve
     from dflash_jax.compiler.roofline import DEVICES, find_device
@@ -88,7 +92,7 @@ def _planned(options: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
 
 
 def _text(program: Any, *, optimised: bool) -> str:
-    """A program as it is given to XLA, or as XLA compiled it."""
+    """Return a program's StableHLO, or its optimised HLO."""
     from dflash_jax.compiler import compile_programs
     from dflash_jax.compiler.explain import stablehlo
 

@@ -1,4 +1,4 @@
-"""`dflash-jax generate`: streamed text with statistics, or a timed comparison of the lanes."""
+"""`dflash-jax generate`: streamed text with statistics, or a timed comparison to plain decoding."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from dflash_jax.utils.command import INTERRUPTED
 
 
 def add_verb(verbs: Any) -> None:
-    """Adds `generate` to the command line."""
+    """Add `generate` to the command line."""
     text = "Generate text, streamed, with statistics."
     verb = new_verb(verbs, "generate", run, text, check=check_request)
     prompt_options(verb)
@@ -35,17 +35,19 @@ def add_verb(verbs: Any) -> None:
     output.add_argument(
         "--compare",
         action="store_true",
-        help="time speculative against plain decoding; standard output has the text, then a table",
+        help="time speculative against plain decoding; prints the text, then a table",
     )
     output.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    output.add_argument(
-        "--quiet", action="store_true", help="no statistics, which go to standard error"
-    )
+    output.add_argument("--quiet", action="store_true", help="no statistics on standard error")
     model_options(verb)
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax generate`."""
+    """Run `dflash-jax generate`; with --compare, exit code 1 if the outputs differ.
+
+    Raises:
+      RequestError: the options are wrong for this engine.
+    """
     request = {
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -93,56 +95,58 @@ def run(options: argparse.Namespace) -> int:
 def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int:
     from dflash_jax.bench.compare import compare
 
-    found = compare(
+    comparison = compare(
         engine,
         prompt,
         max_tokens=options.max_tokens,
         stop=options.stop,
         ignore_eos=options.ignore_eos,
     )
-    result = found.check.speculative
+    result = comparison.check.speculative
     if options.json:
-        lanes = {n: getattr(found, n) for n in ("speculative", "plain", "plain1")}
+        speeds = {n: getattr(comparison, n) for n in ("speculative", "plain", "plain1")}
         print(
             json.dumps(
                 result.to_json()
                 | {
-                    "equal": found.check.equal,
-                    "tokens_per_s": lanes,
-                    "baseline": found.baseline,
-                    "speedup": found.speedup,
+                    "equal": comparison.check.equal,
+                    "tokens_per_s": speeds,
+                    "baseline": comparison.baseline,
+                    "speedup": comparison.speedup,
                 }
             )
         )
-        return 0 if found.check.equal else 1
+        return 0 if comparison.check.equal else 1
     print(result.text if result.text is not None else " ".join(map(str, result.token_ids)))
     for name, label in (
         ("speculative", "speculative"),
         ("plain", "plain, block-wide"),
         ("plain1", "plain, one token"),
     ):
-        speeds = sorted(getattr(found, name))
+        speeds = sorted(getattr(comparison, name))
         print(f"{label:18} {speeds[len(speeds) // 2]:9.1f} tok/s")
-    verdict = "equal" if found.check.equal else f"DIFFER at {found.check.first_difference}"
+    verdict = (
+        "equal" if comparison.check.equal else f"DIFFER at {comparison.check.first_difference}"
+    )
     print(
-        f"tokens {verdict}; speculative is {found.speedup:.2f}x the faster plain lane"
-        f" ({found.baseline}), {engine.plan.dtype}"
+        f"tokens {verdict}; speculative is {comparison.speedup:.2f}x the faster plain mode"
+        f" ({comparison.baseline}), {engine.plan.dtype}"
     )
     if not options.quiet:
         note(statistics(result, engine.compile_s, timed=False))
-    return 0 if found.check.equal else 1
+    return 0 if comparison.check.equal else 1
 
 
 def _as_ids(piece: Any, engine: Any) -> str:
-    """Ids in place of text where there is no tokenizer."""
+    """Return the ids as text if there is no tokenizer, else nothing."""
     return "" if engine.tokenizer else "".join(f"{i} " for i in piece.token_ids)
 
 
 def statistics(result: Any, compile_s: float, *, timed: bool = True) -> str:
-    """Return the figures of a finished request, in lines that fit standard error's terminal.
+    """Return the statistics of a finished request, wrapped to the width of the terminal.
 
     Args:
-      timed: with how fast this one request was.
+      timed: include the speed of the request.
     """
     s = result.stats
     parts = [f"{s.output_tokens} tokens ({result.finish_reason})"]

@@ -1,4 +1,4 @@
-"""`dflash-jax probe`: a prompt's logits and hidden states, written to a file."""
+"""`dflash-jax probe`: logits and hidden states of a prompt, written to a file."""
 
 import argparse
 import json
@@ -16,13 +16,15 @@ from dflash_jax.errors import RequestError
 
 
 def add_verb(verbs: Any) -> None:
-    """Adds `probe` to the command line."""
-    text = "Write a prompt's logits and hidden states to a file."
+    """Add `probe` to the command line."""
+    text = "Write the logits and hidden states of a prompt to a file."
     verb = new_verb(verbs, "probe", run, text, check=check)
     prompt_options(verb)
     verb.add_argument("--out", type=Path, help="file to write: .safetensors or .npz")
     verb.add_argument("--overwrite", action="store_true", help="replace an existing file")
-    verb.add_argument("--top", type=int, default=5, help="likeliest next tokens to print")
+    verb.add_argument(
+        "--top", type=int, default=5, help="number of most probable next tokens to print"
+    )
     verb.add_argument("--target", default="tiny")
     verb.add_argument("--tokenizer", metavar="DIR", help="folder with tokenizer.json")
     verb.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
@@ -30,7 +32,11 @@ def add_verb(verbs: Any) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse a file that cannot be written, and what `check_values` refuses."""
+    """Check the output file, and the options that `check_values` checks.
+
+    Raises:
+      RequestError: the file exists, or has another suffix than .npz and .safetensors.
+    """
     if options.out and options.out.exists() and not options.overwrite:
         raise RequestError(f"{options.out} exists; choose another name or add --overwrite")
     if options.out and options.out.suffix not in (".npz", ".safetensors"):
@@ -39,7 +45,11 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax probe`."""
+    """Run `dflash-jax probe`.
+
+    Raises:
+      RequestError: the file cannot be written.
+    """
     use_compilation_cache()
     import numpy as np
 
@@ -72,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    """Writes beside the file and renames, so that no half-written file is left."""
+    """Write to a temporary file and rename it, so that no partial file is left."""
     import numpy as np
     from safetensors import SafetensorError
     from safetensors.numpy import save_file

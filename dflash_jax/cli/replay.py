@@ -1,4 +1,4 @@
-"""`dflash-jax replay`: what becomes of captured turns, with recovery and without."""
+"""`dflash-jax replay`: generates captured turns again, with and without recovery."""
 
 import argparse
 import contextlib
@@ -24,23 +24,25 @@ and, all of them optional,
   tool_choice  "auto", "none", "required" or a tool, as there
   variables    more variables of the chat template
   max_tokens   of the answer (default 160)
-  expected     what the answer should be with recovery on: "empty",
+  expected     expected kind of answer with recovery on: "empty",
                "tool call", "prose" or "bounded length" (ended by the limit)
   id           its name in the report (default: its line)
-  kind         the row that counts it (default "turn")
+  kind         its row in the report (default "turn")
 For example:
   {"messages": [{"role": "user", "content": "Hello!"}], "expected": "prose"}
 
-A row of the report counts the turns of a kind by what the answer was. "equal"
-are those that plain decoding answers with the same tokens, "as expected" those
-whose answer is what `expected` says. The exit code is 0 if all are equal and,
-with recovery on, as expected."""
-SHORT = {"bounded length": "bounded", "equal to plain": "equal"}  # headings, to fit 80 columns
+A row of the report counts the turns of a kind by kind of answer. "equal" counts
+turns with the same tokens as plain decoding, "as expected" turns whose answer
+matches `expected`. The exit code is 0 if all are equal and, with recovery on,
+as expected."""
+SHORT = {"bounded length": "bounded", "equal to plain": "equal"}  # headings that fit 80 columns
 
 
 def add_verb(verbs: Any) -> None:
-    """Adds `replay` to the command line."""
-    verb = new_verb(verbs, "replay", run, "Run captured turns again and say what became of them.")
+    """Add `replay` to the command line."""
+    verb = new_verb(
+        verbs, "replay", run, "Generate captured turns again, and classify the answers."
+    )
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = FORMAT
     verb.add_argument(
@@ -48,7 +50,7 @@ def add_verb(verbs: Any) -> None:
         type=Path,
         nargs="?",
         metavar="TRACE",
-        help="file of turns, one a line, see below (default: the shipped set)",
+        help="file with one turn per line, see below (default: the shipped turns)",
     )
     verb.add_argument("--recovery", choices=("on", "off", "both"), default="both")
     verb.add_argument("--json", action="store_true", help="print one JSON object at the end")
@@ -56,9 +58,9 @@ def add_verb(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax replay`: exit code 0 if drafting changed nothing and all turns went as expected.
+    """Run `dflash-jax replay`; exit code 0 if all turns are equal to plain and as expected.
 
-    What a turn expects is judged with recovery on only.
+    Expected kinds of answers count with recovery on only.
     """
     from dflash_jax.bench import replay
     from dflash_jax.engine.recovery import Recovery
@@ -97,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prompts(turns: list[Any], tokenizer: Any) -> list[list[int]]:
-    """Every turn's ids, by which the plan is sized."""
+    """Return the prompt ids of all turns."""
     prompts = []
     for turn in turns:
         if turn.prompt_ids:
@@ -112,7 +114,11 @@ def _prompts(turns: list[Any], tokenizer: Any) -> list[list[int]]:
 
 
 def _check(engine: Any, turns: list[Any], prompts: list[list[int]]) -> None:
-    """Raise RequestError for a turn that this engine cannot answer, before anything compiles."""
+    """Check that the engine can answer the turns, before programs are compiled.
+
+    Raises:
+      RequestError: it cannot; the error names the turn.
+    """
     for turn, ids in zip(turns, prompts, strict=True):
         with _named(turn):
             engine.check(
@@ -122,7 +128,7 @@ def _check(engine: Any, turns: list[Any], prompts: list[list[int]]) -> None:
 
 @contextlib.contextmanager
 def _named(turn: Any) -> Iterator[None]:
-    """Add a turn's name to an error about it."""
+    """Add the name of a turn to RequestErrors."""
     try:
         yield
     except RequestError as error:

@@ -22,14 +22,23 @@ from dflash_jax.cli.options import (
 from dflash_jax.errors import RequestError, install_hint
 
 KEYS = "DFLASH_API_KEY"
-PREFIX_CACHE = 2**28  # bytes: conversations come back longer, again and again
+PREFIX_CACHE = 2**28  # bytes; every turn of a conversation extends the last
 
 
 def add_verb(verbs: Any) -> None:
-    """Adds `serve` to the command line."""
+    """Add `serve` to the command line."""
     text = "Serve the OpenAI and Anthropic APIs over HTTP."
     verb = new_verb(verbs, "serve", run, text, check=check)
     server = verb.add_argument_group("server")
+    _listening_options(server)
+    _request_options(server)
+    _compilation_and_cache_options(server)
+    model_options(verb)
+    verb.set_defaults(prefix_cache=PREFIX_CACHE)
+
+
+def _listening_options(server: Any) -> None:
+    """Add options for addresses, models and limits."""
     server.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface")
     server.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     server.add_argument("--name", help="the first model's name; its target's by default")
@@ -38,10 +47,10 @@ def add_verb(verbs: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=TARGET[,DRAFTER]",
-        help="another pair to load (may be given again); requests choose by name",
+        help="another pair to serve; requests choose models by name (repeatable)",
     )
     server.add_argument(
-        "--queue", type=int, default=64, help="answers that wait or run (default 64)"
+        "--queue", type=int, default=64, help="most outputs that wait or run (default 64)"
     )
     server.add_argument(
         "--timeout",
@@ -50,42 +59,51 @@ def add_verb(verbs: Any) -> None:
         help="seconds per request (default 600; 0: no limit)",
     )
     server.add_argument(
-        "--drain", type=float, default=30.0, help="seconds given after SIGTERM (default 30)"
+        "--drain",
+        type=float,
+        default=30.0,
+        help="seconds for running requests after SIGTERM (default 30)",
     )
     server.add_argument(
         "--max-body",
         type=int,
         metavar="BYTES",
-        help="largest body of a request (default: 64 bytes for every token of the longest context,"
-        " at least 4 and at most 32 MiB)",
+        help="limit of request bodies (default: 64 bytes per token of the longest context, at least"
+        " 4 and at most 32 MiB)",
     )
+
+
+def _request_options(server: Any) -> None:
+    """Add options for request defaults, access and logging."""
     server.add_argument(
         "--max-tokens",
         type=int,
         default=0,
-        help="of requests that name none (0: what fits; 16 for completions)",
+        help="of requests without max_tokens (0: all that fits; 16 for completions)",
     )
     server.add_argument(
-        "--temperature", type=float, default=0.0, help="of requests that name none (0: greedy)"
+        "--temperature", type=float, default=0.0, help="of requests without temperature (0: greedy)"
     )
     server.add_argument(
         "--recovery",
         choices=("off", "tools", "all"),
-        help="which requests that do not say get the rules of dj.Recovery(): by default those with"
-        " tools, or all by DFLASH_MIN_TOKENS, DFLASH_STALL_TOOL_PREFIX and"
-        " DFLASH_DEGENERATE_RUN_TOKENS where one of them is set",
+        help="requests that use dj.Recovery() unless they set recovery themselves: by default those"
+        " with tools; all, with the rules of DFLASH_MIN_TOKENS, DFLASH_STALL_TOOL_PREFIX and"
+        " DFLASH_DEGENERATE_RUN_TOKENS, if one of these variables is set",
     )
     server.add_argument(
-        "--api-key-file", type=Path, help=f"one key a line; or set {KEYS}, keys parted by commas"
+        "--api-key-file",
+        type=Path,
+        help=f"file with one API key per line; or set {KEYS} to keys separated by commas",
     )
     server.add_argument(
         "--allowed-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="a further name that requests may address the server by in their Host header: by"
-        " default loopback ones, and that of --host; *.NAME for all below one, * for any, which is"
-        " the default with an API key; may be given again",
+        help="additional name to accept in Host headers (repeatable). Loopback names and --host are"
+        " always accepted; *.NAME accepts all subdomains, and * every name, which is the default"
+        " with an API key",
     )
     server.add_argument(
         "--cors-origin",
@@ -94,33 +112,39 @@ def add_verb(verbs: Any) -> None:
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="an origin whose pages may use the server, * for any; may be given again",
+        help="origin whose web pages may use the server, * for any (repeatable)",
     )
-    server.add_argument("--metrics", action="store_true", help="put figures into every answer")
-    server.add_argument("--quiet", action="store_true", help="no line per request")
+    server.add_argument(
+        "--metrics", action="store_true", help="include statistics in every response"
+    )
+    server.add_argument("--quiet", action="store_true", help="no log line per request")
+
+
+def _compilation_and_cache_options(server: Any) -> None:
+    """Add options for the compilation of programs and grammars, and for the prefix cache."""
     server.add_argument(
         "--warm",
         choices=("none", "common", "all"),
         default="common",
-        help="which programs are compiled before /ready: greedy ones; sampling ones as well, and"
-        " those for recovery, structured output, penalties and log-probabilities after it, without"
-        " stopping other requests (common, the default); all",
+        help="programs to compile before /ready: none compiles greedy ones, common (default) also"
+        " sampled ones, and those for recovery, structured output, penalties and log probabilities"
+        " in the background afterwards; all compiles all of them",
     )
     server.add_argument(
         "--compile-wait",
         type=float,
         default=50.0,
         metavar="SECONDS",
-        help="how long a request that needs other programs waits for them before it gets a 503 with"
-        " Retry-After (default 50); a streaming one gets comments until it begins",
+        help="how long a request waits for programs to be compiled before it gets a 503 with"
+        " Retry-After (default 50); streams get comments instead",
     )
     server.add_argument(
         "--grammar-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="how long a JSON schema or grammar of a request may take to compile (default 30);"
-        " longer ones get a 400, and hold up no other request meanwhile",
+        help="how long a JSON schema or grammar of a request may take to compile (default 30)"
+        " before it gets a 400; other requests are not delayed",
     )
     add_plan_options(server, ["prefix_folder", "prefix_disk"])
     model_options(verb)
@@ -128,7 +152,11 @@ def add_verb(verbs: Any) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse wrong values before JAX is imported or a model opened."""
+    """Check the options before JAX is imported or a model is opened.
+
+    Raises:
+      RequestError: a value is wrong.
+    """
     check_values(options)
     if options.queue < 1 or not 0 <= options.port < 2**16:
         raise RequestError("--queue has to be at least 1 and --port from 0 to 65535")
@@ -152,12 +180,16 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax serve`."""
+    """Run `dflash-jax serve` until a signal arrives.
+
+    Raises:
+      RequestError: the extra `serve` is missing, or an option is wrong.
+    """
     try:
         import asyncio
 
-        from dflash_jax.server.gate import Settings
-        from dflash_jax.server.run import Listening, Running, log_to_stderr, serve
+        from dflash_jax.server.middleware import Settings
+        from dflash_jax.server.run import RunningServer, ServerConfig, log_to_stderr, serve
     except ImportError as error:
         raise RequestError(
             f"serving needs more packages ({error}); {install_hint('serve')}"
@@ -175,7 +207,7 @@ def run(options: argparse.Namespace) -> int:
         cors=tuple(options.cors),
         allowed_hosts=tuple(options.allowed_host),
     )
-    listening = Listening(
+    listening = ServerConfig(
         host=options.host,
         port=options.port,
         drain=options.drain,
@@ -198,7 +230,7 @@ def run(options: argparse.Namespace) -> int:
 
     engines = {name: functools.partial(make, pair) for name, pair in pairs.items()}
 
-    def started(running: Running) -> None:
+    def started(running: RunningServer) -> None:
         print(f"listening on {running.url}", flush=True)
 
     compiler = BackgroundCompiler()
@@ -209,7 +241,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _leave() -> None:
-    """Ends the process: a compilation cannot be interrupted, and Python would wait for its end."""
+    """End the process at once: Python would wait for a compilation, which cannot be interrupted."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -217,7 +249,7 @@ def _leave() -> None:
 
 
 def _pairs(options: argparse.Namespace) -> dict[str, Any]:
-    """The models to serve, opened, by the names that requests choose them by."""
+    """Return the opened models by name."""
     pairs = {options.name or Path(options.target).name or options.target: open_pair(options)}
     for text in options.model:
         name, _, paths = text.partition("=")
@@ -231,13 +263,13 @@ def _pairs(options: argparse.Namespace) -> dict[str, Any]:
 
 def _defaults(options: argparse.Namespace) -> Any:
     from dflash_jax.engine.recovery import OFF, Recovery
-    from dflash_jax.server.models import Defaults
+    from dflash_jax.server.models import RequestDefaults
 
-    asked = Recovery.from_environment(os.environ)
+    from_environment = Recovery.from_environment(os.environ)
     chosen = {"off": (OFF, OFF), "tools": (OFF, Recovery()), "all": (Recovery(), Recovery())}
-    named = (asked, asked) if asked != OFF else chosen["tools"]
+    named = (from_environment, from_environment) if from_environment != OFF else chosen["tools"]
     plain, with_tools = chosen[options.recovery] if options.recovery else named
-    return Defaults(
+    return RequestDefaults(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         recovery=plain,
@@ -246,13 +278,13 @@ def _defaults(options: argparse.Namespace) -> Any:
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:
-    found = os.environ.get(KEYS, "").split(",")
+    lines = os.environ.get(KEYS, "").split(",")
     if file is not None:
         try:
-            found += file.read_text(encoding="utf-8").splitlines()
+            lines += file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"--api-key-file {file} cannot be read: {error}") from error
-    keys = tuple(key.strip() for key in found if key.strip())
+    keys = tuple(key.strip() for key in lines if key.strip())
     if file is not None and not keys:
         raise RequestError(f"--api-key-file {file} holds no key; write one a line")
     return keys

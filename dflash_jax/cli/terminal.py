@@ -1,4 +1,4 @@
-"""Standard output carries a command's result; notes about it go to standard error."""
+"""Text output of commands: results go to standard output, notes to standard error."""
 
 import os
 import sys
@@ -6,27 +6,27 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-USUAL = 80  # columns where there is no terminal
+USUAL = 80  # columns without a terminal
 FEWEST = 20
-_KEPT = "\N{NO-BREAK SPACE}"  # `textwrap` breaks lines at other spaces alone
+_KEPT = "\N{NO-BREAK SPACE}"  # `textwrap` does not break lines here
 
 
 def note(text: str, *, end: str = "\n") -> None:
-    """Print to standard error, after what was printed to standard output so far."""
+    """Print to standard error, after flushing standard output."""
     sys.stdout.flush()
     print(text, end=end, file=sys.stderr, flush=True)
 
 
 def columns(stream: Any) -> int:
-    """Return the width of the terminal that a stream writes to; COLUMNS, if set, wins."""
+    """Return the width of a stream's terminal; the variable COLUMNS takes precedence."""
     given = os.environ.get("COLUMNS", "")
     if given.isascii() and given.isdigit() and int(given):
         return max(int(given), FEWEST)
     try:
-        found = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError, AttributeError):  # no terminal, or no file at all
+        width = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError, AttributeError):  # not a terminal, or not a file
         return USUAL
-    return max(found, FEWEST) if found else USUAL
+    return max(width, FEWEST) if width else USUAL
 
 
 def bracketed(parts: Iterable[str], width: int) -> str:
@@ -54,9 +54,9 @@ def filled(parts: Iterable[str], separator: str, width: int, *, indent: str) -> 
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Return rows under their headings, the first column to the left and the others to the right.
+    """Return a table with the first column left-aligned and the others right-aligned.
 
-    Where that is wider than `width`, every row becomes "first: heading value, heading value".
+    If it is wider than `width`, every row becomes "first: heading value, heading value".
     """
     widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
     if sum(widths) + 2 * (len(widths) - 1) <= width:

@@ -1,4 +1,4 @@
-"""`dflash-jax train`: a drafter of your own for a target of your own."""
+"""`dflash-jax train`: trains a drafter for a target."""
 
 import argparse
 import contextlib
@@ -12,17 +12,17 @@ from typing import Any
 from dflash_jax.cli.options import new_verb, use_compilation_cache
 from dflash_jax.errors import ConfigError, install_hint
 
-STOPPED = 3  # a signal came, the state is saved
+STOPPED = 3  # exit code after a signal, once the state is saved
 
 
 def add_verb(verbs: Any) -> None:
-    """Adds `train` to the command line."""
+    """Add `train` to the command line."""
     verb = new_verb(
         verbs,
         "train",
         run,
-        "Train a drafter: the target answers your prompts, the drafter learns to foresee it. The"
-        " same command goes on with a run that was stopped.",
+        "Train a drafter: the target answers your prompts, and the drafter learns to predict it."
+        " The same command continues a run that was stopped.",
     )
     verb.add_argument("--out", type=Path, required=True, help="folder of the run")
     verb.add_argument("--target", default="tiny", help="directory, .gguf file, hub id or 'tiny'")
@@ -46,7 +46,7 @@ def add_verb(verbs: Any) -> None:
         metavar="NAME=VALUE",
         help="change a setting of the preset: kind=dflash2, steps=900, loss=kl, weights=dpace ...",
     )
-    verb.add_argument("--mask-id", type=int, help="the mask token, where none can be found")
+    verb.add_argument("--mask-id", type=int, help="id of the mask token, if it cannot be detected")
     verb.add_argument(
         "--from", dest="start", type=Path, help="drafter to start from; 'tiny' is the shipped one"
     )
@@ -54,7 +54,11 @@ def add_verb(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax train`."""
+    """Run `dflash-jax train`.
+
+    Raises:
+      ConfigError: the extra `train` is missing, or a setting is wrong.
+    """
     try:
         import optax  # noqa: F401
         import rich  # noqa: F401
@@ -84,20 +88,23 @@ def run(options: argparse.Namespace) -> int:
         return STOPPED
     plotted, seconds = draw(options.out), round(time.monotonic() - started, 1)
     if options.json:
-        found: dict[str, Any] = {"drafter": str(made.drafter), "results": made.results}
-        # Seconds are of this call; a run that was gone on with took more.
-        found |= {"plot": plotted, "seconds": seconds}
-        print(json.dumps(found))
+        summary_fields: dict[str, Any] = {
+            "drafter": str(trained.drafter),
+            "results": trained.results,
+        }
+        # Seconds of this call only, also if it continued a run.
+        summary_fields |= {"plot": plotted, "seconds": seconds}
+        print(json.dumps(summary_fields))
         return 0
-    for kind, row in made.results.items():
+    for kind, row in trained.results.items():
         if isinstance(row, dict):
             print(f"{kind}: {summary(row)}")
-    print(f"written to {made.drafter}" + (f", curves to {plotted}" if plotted else ""))
+    print(f"written to {trained.drafter}" + (f", curves to {plotted}" if plotted else ""))
     return 0
 
 
 def draw(out: Path) -> str | None:
-    """Draws the run's curves if matplotlib and the log are there; the picture's path."""
+    """Draw the curves of a run, and return the path; None without matplotlib or a log."""
     try:
         from dflash_jax.train import plots
 
@@ -111,7 +118,11 @@ def draw(out: Path) -> str | None:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Takes lines of progress: one bar that is redrawn on a terminal, else plain lines."""
+    """Show progress, as a bar on a terminal and as lines otherwise.
+
+    Yields:
+      A function that takes a line such as "step 20/900 loss 1.2".
+    """
     if not sys.stderr.isatty():
         yield lambda line: print(line, file=sys.stderr, flush=True)
         return

@@ -1,4 +1,4 @@
-"""`dflash-jax verify`: is speculative output equal to plain output?"""
+"""`dflash-jax verify`: checks that speculative output equals plain output."""
 
 import argparse
 import dataclasses
@@ -19,7 +19,7 @@ from dflash_jax.errors import RequestError
 
 
 def add_verb(verbs: Any) -> None:
-    """Adds `verify` to the command line."""
+    """Add `verify` to the command line."""
     text = "Check that speculative output equals plain output."
     verb = new_verb(verbs, "verify", run, text, check=check_request)
     prompt_options(verb)
@@ -30,7 +30,11 @@ def add_verb(verbs: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`dflash-jax verify`: exit code 0 if every prompt's tokens are equal, 1 if not."""
+    """Run `dflash-jax verify`; exit code 0 if the tokens of all prompts are equal, else 1.
+
+    Raises:
+      RequestError: there is no drafter, or a prompt is wrong.
+    """
     from dflash_jax.bench.compare import check
 
     def verifiable(engine: Any, prompts: list[list[int]]) -> None:
@@ -68,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def line(checked: Any) -> str:
-    """What is printed of one prompt."""
+    """Return the line that is printed for a prompt."""
     state = "equal" if checked.equal else f"DIFFER at token {checked.first_difference}"
     tau = checked.speculative.stats.acceptance_length
     return (

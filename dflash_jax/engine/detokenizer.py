@@ -21,7 +21,7 @@ class Detokenizer:
 
     Args:
       tools: declared tools; stop strings do not apply inside their calls and in markup.
-      thinking, slips: see `OutputParser`; used with tools only.
+      thinking, lenient: see `OutputParser`; used with tools only.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Detokenizer:
         tools: Sequence[Tool] = (),
         *,
         thinking: bool = False,
-        slips: bool = True,
+        lenient: bool = True,
     ):
         self._decoder = tokenizer.stream() if tokenizer else None
         self._stops = Stops(stop) if stop else None
@@ -42,7 +42,9 @@ class Detokenizer:
         syntax = syntax_of(tokenizer.teaches) if tokenizer and tools and stop else None
         if tokenizer and syntax:
             self._marked = tokenizer.showing(syntax.markers(calls=True)).stream()
-            self._parser = OutputParser(syntax, tools, thinking=thinking, stop=stop, slips=slips)
+            self._parser = OutputParser(
+                syntax, tools, thinking=thinking, stop=stop, lenient=lenient
+            )
         self.text = ""
 
     @property
@@ -190,5 +192,5 @@ def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer:
         stop,
         request.tools,
         thinking=opens_thought(tokenizer, request.prompt),
-        slips=request.params.structured is None,
+        lenient=request.params.structured is None,
     )

@@ -1,13 +1,19 @@
-"""An OpenAI- and Anthropic-compatible HTTP server around engines. Needs the extra `serve`.
+"""HTTP server with the OpenAI and Anthropic APIs. Needs the extra `serve`.
 
-`run` starts it over `models`. Modules, in the order in which a request passes them: `connection`,
-`gate` (keys and limits; `access` checks hosts and origins), `app` (routes), `background` (threads
-that keep the event loop free), `protocol`, `fields` (`unsupported_fields` are refused),
-`thinking`, `conversation` (the messages of a request; `items` and `anthropic_content` convert those
-of Responses and of Anthropic, `response_store` keeps past responses), `prompt` (token ids),
-`generation` and `worker` (the thread that owns an engine; `jobs` are its queue entries,
-`structures` the threads that compile grammars), `reply` (text, thoughts, calls; `held_calls` drops
-repeated ones), then `streaming` and `chat`, `completions`, `responses` or `anthropic`, which share
-`writer`, `logprobs` and `figures`. `information` has the routes that generate nothing, `metrics`
-the Prometheus page.
+`run` starts the server, `models` holds the loaded models. A request passes the modules in this
+order:
+
+1. `connection` and `middleware`: HTTP, API keys, limits; `access` checks hosts and origins.
+2. `app`: the routes that generate. `information` has the other routes, `metrics` the Prometheus
+   page. `background` runs slow work in threads.
+3. `chat`, `completions`, `responses` or `anthropic` decode the body into a `GenerationRequest`
+   (`protocol`), using `fields`, `unsupported_fields`, `thinking` and `conversation`;
+   `message_formats` converts the messages of Responses and Anthropic, `response_store` keeps past
+   responses.
+4. `prompt`: chat template and token ids.
+5. `generation`: submits one job per output (`jobs`) to the thread that owns the engine (`worker`);
+   `errors` has the responses of requests that fail.
+6. `reply`: parses output into reasoning, content and tool calls; `held_calls` filters repeated
+   calls.
+7. The module of step 3 writes the response, with `writer`, `logprobs` and `statistics`.
 """

@@ -1,8 +1,8 @@
-"""Which hosts a server answers for, and which web pages may use it. Standard library only.
+"""Checks of Host and Origin headers. Standard library only.
 
-A web page may send requests to any address of the machine it is shown on. Two checks keep it out:
-the Host header, which names the page's own site if the page has that name resolve to this machine
-(DNS rebinding), and the Origin header, which browsers add to what pages send to other sites.
+A web page can send requests to any address of the machine that displays it. Two checks refuse them:
+the Host header contains the page's own host name if the page makes that name resolve to this
+machine (DNS rebinding), and browsers add an Origin header to requests to other sites.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclasses.dataclass(frozen=True)
 class AllowedHosts:
-    """The Host headers that a server accepts. Ports never matter: they may be forwarded.
+    """The Host headers that a server accepts. Ports are not checked: they may be forwarded.
 
     Attributes:
-      names: names, and addresses as `ipaddress` writes them.
-      domains: any name below one of these is accepted.
-      addresses: any address is accepted. No name can be made to resolve to an address as a name.
-      everything: nothing is checked.
+      names: host names, and addresses as `ipaddress` formats them.
+      domains: suffixes such as ".example.com"; every name with one of them is accepted.
+      addresses: accept every IP address, which is safe: DNS rebinding needs a name.
+      everything: accept every header.
     """
 
     names: frozenset[str] = frozenset()
@@ -38,7 +38,7 @@ class AllowedHosts:
     everything: bool = False
 
     def accepts(self, header: str) -> bool:
-        """Whether a Host header names this server; loopback addresses and `localhost` always do."""
+        """Return whether to accept a Host header; loopback addresses and `localhost` always are."""
         if self.everything:
             return True
         name = host_name(header)
@@ -55,19 +55,22 @@ def allowed_hosts(
     """Return the Host headers to accept.
 
     Args:
-      bound: the name given as `--host`, and the addresses it was found to have. If one of them
-        stands for all interfaces, any address and the machine's own name are accepted.
-      given: as `--allowed-host` has them.
-      has_keys: requests need a key, which no page has. Without `given`, any host is accepted.
+      bound: the value of `--host`, and the addresses it resolves to. If one of them means all
+        interfaces, every address and the machine's own name are accepted.
+      given: values of `--allowed-host`.
+      has_keys: requests need an API key, which web pages do not have. Then every host is accepted
+        unless `given` restricts them.
 
     Raises:
-      RequestError: an entry of `given` is no host.
+      RequestError: an entry of `given` is not a host.
     """
     given = [allowed_host(text) for text in given]
     if ANY in given or (has_keys and not given):
         return AllowedHosts(everything=True)
     bound = [name.lower() for name in bound]
-    wild = any(not name or ((found := _address(name)) and found.is_unspecified) for name in bound)
+    wild = any(
+        not name or ((address := _address(name)) and address.is_unspecified) for name in bound
+    )
     names = {*bound, *(name for name in given if not name.startswith("*."))}
     if wild:
         own = socket.gethostname().lower()
@@ -79,40 +82,40 @@ def allowed_hosts(
 
 
 def host_name(header: str) -> str | None:
-    """The name or address in a Host header, in lower case, without port, brackets and final dot.
+    """Return the host of a Host header, in lower case, without port, brackets and trailing dot.
 
-    None if the header is malformed: user information, a path or a comma in it, for example.
+    None if the header is malformed, for example if it contains a path, a comma or user information.
     """
-    found = HOST.fullmatch(header.strip().lower())
-    if found is None:
+    match = HOST.fullmatch(header.strip().lower())
+    if match is None:
         return None
-    name = found["name"]
+    name = match["name"]
     if name.startswith("["):
         return name[1:-1] if _address(name[1:-1]) else None
     return name.removesuffix(".") or None
 
 
 def _address(name: str) -> Address | None:
-    """The address that a text is, without zone; an IPv4 one if it is written as IPv6."""
+    """Parse an IP address, ignoring the zone; an IPv4-mapped address becomes IPv4."""
     try:
-        found = ipaddress.ip_address(name.partition("%")[0])
+        address = ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
         return None
-    return getattr(found, "ipv4_mapped", None) or found
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def allowed_host(text: str) -> str:
-    """Return a value of `--allowed-host` as `allowed_hosts` takes it.
+    """Return a normalized value of `--allowed-host`.
 
     Raises:
-      RequestError: it is no name, no address, not `*` and not `*.` with a name.
+      RequestError: the value is not a host name, an address, `*` or `*.NAME`.
     """
     plain = text.strip().lower().removesuffix(".")
     inner = plain.removeprefix("[").removesuffix("]")
     if plain == ANY:
         return plain
-    if found := _address(inner):
-        return str(found)
+    if address := _address(inner):
+        return str(address)
     if NAME.fullmatch(plain.removeprefix("*.")):
         return plain
     raise RequestError(
@@ -122,30 +125,30 @@ def allowed_host(text: str) -> str:
 
 
 def cors_origin(text: str) -> str:
-    """Return a value of `--cors-origin` as browsers write it in an Origin header.
+    """Return a value of `--cors-origin` in the form of Origin headers.
 
     Raises:
-      RequestError: it is not `*`, nor an origin.
+      RequestError: the value is neither `*` nor an origin.
     """
     plain = text.strip().lower()
     if plain == ANY:
         return plain
-    found = ORIGIN.fullmatch(plain)
-    if found is None:
+    match = ORIGIN.fullmatch(plain)
+    if match is None:
         raise RequestError(
             f"--cors-origin is {text!r}; expected an origin such as https://page.example or"
             " http://localhost:3000, without path and final slash, or * for any"
         )
-    return plain.removesuffix(DEFAULT_PORTS.get(found["scheme"], "/"))
+    return plain.removesuffix(DEFAULT_PORTS.get(match["scheme"], "/"))
 
 
 def is_own_page(origin: str, host: str) -> bool:
-    """Whether a page of this origin was loaded from the host that it sends a request to."""
+    """Return whether a request's origin is the host that it is sent to."""
     return origin.lower().partition("://")[2] == host.strip().lower() != ""
 
 
 def is_json(content_types: Sequence[str]) -> bool:
-    """Whether Content-Type headers declare JSON, which no page sends without asking first."""
+    """Return whether all Content-Type headers are JSON, which browsers send after a preflight."""
     kinds = [value.partition(";")[0].strip().lower() for value in content_types]
     return bool(kinds) and all(
         re.fullmatch(r"application/([a-z0-9!#$&^_.-]+\+)?json", kind) for kind in kinds

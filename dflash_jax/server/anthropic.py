@@ -1,27 +1,34 @@
-"""Anthropic's /v1/messages: requests read into an `Ask`, answers and stream events."""
+"""Anthropic's /v1/messages: request decoding, responses and stream events."""
 
 import json
 import math
 from typing import Any
 
-from dflash_jax.server import figures
-from dflash_jax.server.anthropic_content import is_begun, messages_of
-from dflash_jax.server.conversation import check_tools, conversation, offered
-from dflash_jax.server.fields import Common, common, texts
+from dflash_jax.server import statistics
+from dflash_jax.server.conversation import check_tools, parse_messages, parse_tools
+from dflash_jax.server.fields import CommonFields, common_arguments, stop_strings
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.protocol import Ask, Problem, decode, new_id
-from dflash_jax.server.reply import Part, Reply
-from dflash_jax.server.thinking import budget_of, thoughts
-from dflash_jax.server.writer import named
+from dflash_jax.server.message_formats import continues_assistant, messages_from_anthropic
+from dflash_jax.server.protocol import GenerationRequest, Problem, decode, new_id
+from dflash_jax.server.reply import Reply, ReplyPart
+from dflash_jax.server.thinking import positive_budget, reasoning_options
+from dflash_jax.server.writer import sse_event
 from dflash_jax.tokenizer import well_formed
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
-from dflash_jax.tool_parsers.tool_schema import is_deep
+from dflash_jax.tool_parsers.events import (
+    Content,
+    Event,
+    Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice, is_deep
 
-SIGNATURE = "unsigned"  # of thoughts; clients drop those that have none
+SIGNATURE = "unsigned"  # clients drop thinking blocks without a signature
 
 
-class MessagesRequest(Common, kw_only=True):
-    """POST /v1/messages, and its count_tokens."""
+class MessagesRequest(CommonFields, kw_only=True):
+    """Body of POST /v1/messages and /v1/messages/count_tokens."""
 
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
@@ -34,32 +41,71 @@ class MessagesRequest(Common, kw_only=True):
     output_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thread: Any = None
-    # Accepted, and without effect here.
+    # Accepted without effect.
     context_management: Any = None
     cache_control: Any = None
     betas: Any = None
     inference_geo: Any = None
 
 
-def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
-    """The request as an `Ask`; `counting` asks for no max_tokens."""
-    found, unknown = decode(body, MessagesRequest)
-    if found.thread is not None:
+def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest:
+    """Return the request of a body.
+
+    Args:
+      counting: the request only counts tokens, and needs no max_tokens.
+
+    Raises:
+      Problem: the body is invalid, or asks for something unsupported.
+    """
+    parsed, unknown = decode(body, MessagesRequest)
+    if parsed.thread is not None:
         raise _no_threads()
-    if found.max_tokens is None and not counting:
+    if parsed.max_tokens is None and not counting:
         raise Problem(400, "max_tokens is missing", param="max_tokens")
-    if not found.messages:  # there may be a system prompt
+    if not parsed.messages:  # there may be a system prompt
         raise Problem(400, "messages is empty; give at least one", param="messages")
-    output = found.output_config or {}
-    form, where = output.get("format"), "output_config.format"
-    if form is None:
-        form, where = found.output_format, "output_format"
-    asked = common(found, unknown, form, where)
-    warnings = list(asked["warnings"])
-    check_tools(found.tools)
+    output = parsed.output_config or {}
+    output_format, where = output.get("format"), "output_config.format"
+    if output_format is None:
+        output_format, where = parsed.output_format, "output_format"
+    common = common_arguments(parsed, unknown, output_format, where)
+    warnings = list(common["warnings"])
+    tools, declared, tool_choice = _tools(parsed)
+    template, more_warnings = reasoning_options(
+        parsed.chat_template_kwargs,
+        effort=output.get("effort"),
+        where="output_config.effort",
+        thinking=parsed.thinking,
+    )
+    warnings += more_warnings
+    stop = (*common["stop"], *stop_strings(parsed.stop_sequences))
+    budget = (
+        positive_budget((parsed.thinking or {}).get("budget_tokens")) or common["thinking_budget"]
+    )
+    more: dict[str, Any] = {"warnings": tuple(warnings), "stop": stop, "thinking_budget": budget}
+    return GenerationRequest(
+        api="messages",
+        messages=parse_messages(messages_from_anthropic(parsed.system, parsed.messages)),
+        tools=tools,
+        declared_tools=declared,
+        tool_choice=tool_choice,
+        parallel_tool_calls=not (parsed.tool_choice or {}).get("disable_parallel_tool_use"),
+        template_kwargs=template,
+        continue_final_message=continues_assistant(parsed.messages),
+        max_tokens=parsed.max_tokens,
+        clamp_max_tokens=True,
+        **common | more,
+    )
+
+
+def _tools(
+    parsed: MessagesRequest,
+) -> tuple[list[dict[str, Any]], tuple[Tool, ...], ToolChoice]:
+    """Return tools and choice as `parse_tools` does."""
+    check_tools(parsed.tools)
     given = []
     places = []
-    for at, tool in enumerate(found.tools or []):
+    for at, tool in enumerate(parsed.tools or []):
         if (kind := tool.get("type")) not in (None, "custom"):
             raise Problem(
                 400,
@@ -71,7 +117,7 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
         inner["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
         given.append({"type": "function", "function": inner})
         places.append(f"tools[{at}]")
-    choice = found.tool_choice or {"type": "auto"}
+    choice = parsed.tool_choice or {"type": "auto"}
     kind = choice.get("type")
     if kind not in ("auto", "any", "none", "tool"):
         raise Problem(
@@ -79,34 +125,11 @@ def decode_messages(body: bytes, *, counting: bool = False) -> Ask:
             param="tool_choice.type",
         )  # fmt: skip
     wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
-    tools, declared, chosen = offered(given, wanted, places)
-    template, more_warnings = thoughts(
-        found.chat_template_kwargs,
-        word=output.get("effort"),
-        where="output_config.effort",
-        thinking=found.thinking,
-    )
-    warnings += more_warnings
-    stop = (*asked["stop"], *texts(found.stop_sequences))
-    budget = budget_of((found.thinking or {}).get("budget_tokens")) or asked["thinking_budget"]
-    more: dict[str, Any] = {"warnings": tuple(warnings), "stop": stop, "thinking_budget": budget}
-    return Ask(
-        api="messages",
-        messages=conversation(messages_of(found.system, found.messages)),
-        tools=tools,
-        declared=declared,
-        choice=chosen,
-        parallel=not choice.get("disable_parallel_tool_use"),
-        template=template,
-        continue_final=is_begun(found.messages),
-        max_tokens=found.max_tokens,
-        clamp=True,
-        **asked | more,
-    )
+    return parse_tools(given, wanted, places)
 
 
 def _no_threads() -> Problem:
-    """What makes Anthropic's clients send the whole conversation instead."""
+    """Return the error on which Anthropic's clients send the whole conversation instead."""
     return Problem(
         400, "thread is not supported: nothing is stored here; send the whole conversation",
         param="thread",
@@ -115,32 +138,35 @@ def _no_threads() -> Problem:
 
 
 class MessagesWriter:
-    """Answers of /v1/messages."""
+    """Writes responses and stream events of /v1/messages."""
 
     def __init__(self, generation: Generation):
         self.generation = generation
         self.id = new_id("msg_")
-        self._reused: int | None = None  # prompt tokens, as the beginning of the stream says
-        self._at = -1  # content block being written
-        self._open = ""  # its type, while it is open
+        self._reused: int | None = None  # cached prompt tokens, as sent in message_start
+        self._at = -1  # index of the current content block
+        self._open = ""  # type of the current block, while it is open
 
-    def whole(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
+        """Return the message object."""
         [reply] = self.generation.replies
         content = [_block(part) for part in reply.parts]
         return self._message(content, reply, self._usage()) | self._more()
 
     def start(self) -> bytes:
-        return b""  # what the prompt costs is known with the first token
+        """Return nothing: message_start has usage figures that the first token makes known."""
+        return b""
 
     def _begin(self) -> bytes:
-        """The beginning of the stream, once; its figures are those of its end."""
+        """Return message_start, unless it was sent."""
         if self._reused is not None:
             return b""
         self._reused = self.generation.cached
         message = self._message([], None, self._usage())
-        return named({"type": "message_start", "message": message})
+        return sse_event({"type": "message_start", "message": message})
 
     def events(self, reply: Reply, events: list[Event]) -> bytes:
+        """Return the stream events of new output."""
         out = self._begin()
         for event in events:
             match event:
@@ -150,24 +176,26 @@ class MessagesWriter:
                 case Thinking(text):
                     out += self._enter("thinking", {"thinking": "", "signature": ""})
                     out += self._delta({"type": "thinking_delta", "thinking": text})
-                case CallBegun(index, name):
+                case ToolCallStart(index, name):
                     block = {"id": reply.calls[index].id, "name": name, "input": {}}
                     out += self._leave() + self._enter("tool_use", block)
-                case Arguments(_, text):
+                case ToolCallDelta(_, text):
                     out += self._delta({"type": "input_json_delta", "partial_json": text})
-                case CallDone():
+                case ToolCallEnd():
                     out += self._leave()
         return out
 
     def close(self) -> bytes:
+        """Return message_delta with the stop reason, and message_stop."""
         [reply] = self.generation.replies
         end = {"stop_reason": _reason(reply), "stop_sequence": reply.stop_string}
         delta = {"type": "message_delta", "delta": end, "usage": self._usage()}
         out = self._begin() + self._leave()
-        return out + named(delta | self._more()) + named({"type": "message_stop"})
+        return out + sse_event(delta | self._more()) + sse_event({"type": "message_stop"})
 
-    def problem(self, problem: Problem) -> bytes:
-        return named(problem.to_json())
+    def error(self, problem: Problem) -> bytes:
+        """Return the error event."""
+        return sse_event(problem.to_json())
 
     def _enter(self, kind: str, block: dict[str, Any]) -> bytes:
         if self._open == kind:
@@ -175,10 +203,10 @@ class MessagesWriter:
         out = self._leave()
         self._at, self._open = self._at + 1, kind
         start = {"type": "content_block_start", "index": self._at}
-        return out + named(start | {"content_block": {"type": kind} | block})
+        return out + sse_event(start | {"content_block": {"type": kind} | block})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return named({"type": "content_block_delta", "index": self._at, "delta": delta})
+        return sse_event({"type": "content_block_delta", "index": self._at, "delta": delta})
 
     def _leave(self) -> bytes:
         if not self._open:
@@ -187,21 +215,21 @@ class MessagesWriter:
         if self._open == "thinking":
             out = self._delta({"type": "signature_delta", "signature": SIGNATURE})
         self._open = ""
-        return out + named({"type": "content_block_stop", "index": self._at})
+        return out + sse_event({"type": "content_block_stop", "index": self._at})
 
     def _more(self) -> dict[str, Any]:
-        """What a finished answer adds to Anthropic's own fields."""
+        """Return the fields that finished responses have in addition to Anthropic's."""
         [reply] = self.generation.replies
-        found: dict[str, Any] = {"finish_details": reply.details}
-        if self.generation.ask.token_ids:
-            found["token_ids"] = reply.ids
-            found["prompt_token_ids"] = self.generation.prompts[0].ids
-        return found | figures.asked_for(self.generation, self.id)
+        fields: dict[str, Any] = {"finish_details": reply.details}
+        if self.generation.request.return_token_ids:
+            fields["token_ids"] = reply.ids
+            fields["prompt_token_ids"] = self.generation.prompts[0].ids
+        return fields | statistics.requested_statistics(self.generation, self.id)
 
     def _usage(self) -> dict[str, Any]:
         stats = [reply.result.stats for reply in self.generation.replies if reply.result]
         prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        reused = figures.cached(stats) if self._reused is None else self._reused
+        reused = statistics.cached(stats) if self._reused is None else self._reused
         return {
             "input_tokens": prompt_tokens - reused,
             "cache_read_input_tokens": reused,
@@ -224,9 +252,9 @@ class MessagesWriter:
         }
 
 
-def _block(part: Part) -> dict[str, Any]:
-    """A content block."""
-    if part.kind == "thoughts":
+def _block(part: ReplyPart) -> dict[str, Any]:
+    """Return a reply part as a content block."""
+    if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
     if part.call is None:
         return {"type": "text", "text": part.text}
@@ -235,14 +263,14 @@ def _block(part: Part) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as the object they have to be; what is none stands in `raw`."""
+    """Return a call's arguments as an object; invalid JSON is given as `{"raw": text}`."""
     try:
-        found = json.loads(arguments, parse_constant=_refuse, parse_float=_finite)
-        if "\\u" in arguments:  # halves of characters may be escaped, and cannot be sent
-            found = json.loads(well_formed(json.dumps(found, ensure_ascii=False)))
+        value = json.loads(arguments, parse_constant=_refuse, parse_float=_finite)
+        if "\\u" in arguments:  # escaped lone surrogates cannot be encoded
+            value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) and not is_deep(found) else {"raw": arguments}
+        value = None
+    return value if isinstance(value, dict) and not is_deep(value) else {"raw": arguments}
 
 
 def _refuse(word: str) -> Any:

@@ -1,4 +1,4 @@
-"""The routes that generate: from a body to a generation, and back as one answer or a stream."""
+"""The ASGI application, and the routes that generate."""
 
 import asyncio
 import dataclasses
@@ -19,21 +19,27 @@ from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_
 from dflash_jax.server.background import read_body
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
 from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
-from dflash_jax.server.gate import Gate, Handler, Settings, log_refusal
-from dflash_jax.server.generation import Generation, Told, prepare
-from dflash_jax.server.information import Information
+from dflash_jax.server.connection import (
+    ClientDisconnected,
+    EventStreamResponse,
+    drain_events,
+    json_response,
+    unless_disconnected,
+)
+from dflash_jax.server.generation import Generation, ReplyEvents, prepare
+from dflash_jax.server.information import InfoRoutes
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.models import Model, Models
-from dflash_jax.server.prompt import Prompt
-from dflash_jax.server.protocol import Ask, Problem
-from dflash_jax.server.response_store import Kept
+from dflash_jax.server.middleware import Handler, Middleware, Settings, log_error
+from dflash_jax.server.models import ServedModel, ServedModels
+from dflash_jax.server.prompt import EncodedPrompt
+from dflash_jax.server.protocol import GenerationRequest, Problem
+from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
-from dflash_jax.server.streaming import Gone, Stream, exhaust, json_answer, unless_gone
-from dflash_jax.server.writer import Writer, alive
+from dflash_jax.server.writer import ResponseWriter, keepalive_event
 
 log = logging.getLogger("dflash_jax.server")
 requests = logging.getLogger("dflash_jax.server.requests")  # one line per output
-WRITERS: dict[str, Callable[[Generation], Writer]] = {
+WRITERS: dict[str, Callable[[Generation], ResponseWriter]] = {
     "chat": ChatWriter,
     "completions": CompletionWriter,
     "responses": ResponsesWriter,
@@ -48,41 +54,49 @@ BODIES = {
 
 
 class Server:
-    """Models behind routes. `app` is the ASGI application.
+    """Serves models over HTTP.
 
     Args:
       models: the first is the default.
-      bound: the name or address it listens on, and the addresses of that name.
+      bound: the host that the server listens on, and the addresses it resolves to.
+
+    Attributes:
+      app: the ASGI application.
     """
 
     def __init__(
-        self, models: Sequence[Model], settings: Settings, bound: Sequence[str] = ("127.0.0.1",)
+        self,
+        models: Sequence[ServedModel],
+        settings: Settings,
+        bound: Sequence[str] = ("127.0.0.1",),
     ):
-        self.models = Models(models)
+        self.models = ServedModels(models)
         self._settings, self._metrics = settings, Metrics()
-        self._gate = Gate(settings, self._metrics, self.models)
+        self._middleware = Middleware(settings, self._metrics, self.models)
         self._running: set[Generation] = set()
-        self._kept = Kept()
+        self._store = ResponseStore()
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
-        shared = self.models, self._gate, settings, self._metrics
-        information = Information(*shared, parameters)
+        shared = self.models, self._middleware, settings, self._metrics
+        information = InfoRoutes(*shared, parameters)
         posts = information.posts | {
-            "/v1/chat/completions": self._generating(decode_chat),
-            "/v1/completions": self._generating(decode_completion),
-            "/v1/responses": self._generating(functools.partial(decode_responses, kept=self._kept)),
-            "/v1/messages": self._generating(decode_messages),
+            "/v1/chat/completions": self._generation_handler(decode_chat),
+            "/v1/completions": self._generation_handler(decode_completion),
+            "/v1/responses": self._generation_handler(
+                functools.partial(decode_responses, store=self._store)
+            ),
+            "/v1/messages": self._generation_handler(decode_messages),
         }
-        guarded = self._gate.guarded
-        routes = [Route(path, guarded(f), methods=["POST"]) for path, f in posts.items()]
-        routes += [Route(p, guarded(f), methods=["GET"]) for p, f in information.gets.items()]
-        kept = guarded(self._kept_response)
-        routes.append(Route("/v1/responses/{response_id}", kept, methods=["GET", "DELETE"]))
-        handlers: Any = {404: self._gate.no_route, 405: self._gate.no_route}
+        wrap_handler = self._middleware.wrap_handler
+        routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]
+        routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
+        stored = wrap_handler(self._stored_response)
+        routes.append(Route("/v1/responses/{response_id}", stored, methods=["GET", "DELETE"]))
+        handlers: Any = {404: self._middleware.no_route, 405: self._middleware.no_route}
         keys = bool(settings.api_keys)
         hosts = allowed_hosts(bound, settings.allowed_hosts, has_keys=keys)
         inner = Starlette(routes=routes, exception_handlers=handlers)
-        self.app: ASGIApp = self._gate.surrounding(inner, hosts)
-        if settings.cors:  # outermost: pages read refusals as well, and preflights have no key
+        self.app: ASGIApp = self._middleware.wrap_app(inner, hosts)
+        if settings.cors:  # outermost: error responses need its headers, preflights have no key
             from starlette.middleware.cors import CORSMiddleware
 
             self.app = CORSMiddleware(
@@ -95,109 +109,109 @@ class Server:
             )
 
     def drain(self, seconds: float) -> None:
-        """Takes no more requests, and ends those that still run after so many seconds."""
-        if not self._gate.draining:
+        """Refuse new requests, and end running ones after this many seconds."""
+        if not self._middleware.draining:
             log.info(
                 "draining: running requests: %d; those not finished in %g s are ended",
                 len(self._running), seconds,
             )  # fmt: skip
-        self._gate.draining = True
-        asyncio.get_running_loop().call_later(seconds, self._cut_short)
+        self._middleware.draining = True
+        asyncio.get_running_loop().call_later(seconds, self._cancel_running)
 
-    def _cut_short(self) -> None:
+    def _cancel_running(self) -> None:
         for generation in list(self._running):
             generation.cancel("shutdown")
 
-    def _generating(self, read: Callable[[bytes], Ask]) -> Handler:
-        async def handler(request: Request) -> Response:
-            body = await self._gate.body(request)
-            self._gate.check_open()
+    def _generation_handler(self, read: Callable[[bytes], GenerationRequest]) -> Handler:
+        async def handler(raw_request: Request) -> Response:
+            body = await self._middleware.body(raw_request)
+            self._middleware.check_open()
             try:
-                understood = await unless_gone(self._understood(read, body), request.receive)
-            except Gone:
+                parsed = await unless_disconnected(self._parse(read, body), raw_request.receive)
+            except ClientDisconnected:
                 self._metrics.cancelled("disconnect", "tokenisation")
                 raise
-            model, ask, prompts = understood
-            limits = [t for t in (ask.timeout, self._settings.timeout) if t is not None]
+            model, request, prompts = parsed
+            limits = [t for t in (request.timeout, self._settings.timeout) if t is not None]
             generation = Generation(
-                model, ask, prompts, min(limits, default=None),
-                compile_wait=self._settings.compile_wait, request_id=request.state.id,
+                model, request, prompts, min(limits, default=None),
+                compile_wait=self._settings.compile_wait, request_id=raw_request.state.id,
             )  # fmt: skip
-            writer = WRITERS[ask.api](generation)
-            events = self._followed(generation)
-            if ask.stream:
-                while await unless_gone(anext(events), request.receive) is None:
-                    pass  # refused requests end here
+            writer = WRITERS[request.api](generation)
+            events = self._track(generation)
+            if request.stream:
+                while await unless_disconnected(anext(events), raw_request.receive) is None:
+                    pass  # errors before the first update are not streamed
                 chunks = self._chunks(generation, writer, events)
-                return Stream(generation, chunks)
-            await unless_gone(exhaust(events), request.receive)
-            self._book(generation, writer.id)
-            return json_answer(writer.whole())
+                return EventStreamResponse(generation, chunks)
+            await unless_disconnected(drain_events(events), raw_request.receive)
+            self._record(generation, writer.id)
+            return json_response(writer.to_json())
 
         return handler
 
-    async def _understood(
-        self, read: Callable[[bytes], Ask], body: bytes
-    ) -> tuple[Model, Ask, list[Prompt]]:
-        """What a body asks for, and of which model."""
-        ask = await read_body(read, body)
+    async def _parse(
+        self, read: Callable[[bytes], GenerationRequest], body: bytes
+    ) -> tuple[ServedModel, GenerationRequest, list[EncodedPrompt]]:
+        """Return the model, the request and its prompts."""
+        request = await read_body(read, body)
         if self._settings.metrics:
-            ask = dataclasses.replace(ask, metrics=True, timings=True)
-        model = self.models.named(ask.model)
-        return model, ask, await prepare(model, ask)
+            request = dataclasses.replace(request, metrics=True, timings=True)
+        model = self.models.named(request.model)
+        return model, request, await prepare(model, request)
 
-    async def _followed(self, generation: Generation) -> AsyncGenerator[Told]:
-        """The generation's events; it counts as running until they end."""
+    async def _track(self, generation: Generation) -> AsyncGenerator[ReplyEvents]:
+        """Yield the generation's events, and keep it in `_running` until they end."""
         self._running.add(generation)
         events = generation.events(self._settings.keepalive)
-        logged = False  # that it waits for programs
+        logged = False  # at most once: it waits for programs
         try:
-            async for news in events:
+            async for update in events:
                 if generation.waits_for and not logged:
                     logged = True
                     log.info("%s waits: %s", generation.request_id, generation.status)
-                yield news
+                yield update
         finally:
             self._running.discard(generation)
             await events.aclose()
-            if generation.cut:
-                self._metrics.cancelled(*generation.cut)
+            if generation.cancelled:
+                self._metrics.cancelled(*generation.cancelled)
 
     async def _chunks(
-        self, generation: Generation, writer: Writer, events: AsyncGenerator[Told]
+        self, generation: Generation, writer: ResponseWriter, events: AsyncGenerator[ReplyEvents]
     ) -> AsyncGenerator[bytes]:
-        """A stream's chunks. Closing the iterator cancels the outputs."""
+        """Yield the chunks of a stream. Closing the generator cancels the outputs."""
         try:
             yield writer.start()
             if generation.waits_for:
-                yield alive(generation.ask.api, generation.status)
-            async for news in events:
-                if news is None:
-                    yield alive(generation.ask.api, generation.status)
-                elif chunk := writer.events(*news):
+                yield keepalive_event(generation.request.api, generation.status)
+            async for update in events:
+                if update is None:
+                    yield keepalive_event(generation.request.api, generation.status)
+                elif chunk := writer.events(*update):
                     yield chunk
             yield writer.close()
-            self._book(generation, writer.id)
+            self._record(generation, writer.id)
         except Problem as problem:
             self._metrics.failed(problem.status)
             if problem.status >= 500:
-                log_refusal(generation.request_id, problem)
-            yield writer.problem(problem)
+                log_error(generation.request_id, problem)
+            yield writer.error(problem)
         finally:
             await events.aclose()
 
-    async def _kept_response(self, request: Request) -> Response:
-        """A response given once more, or forgotten."""
-        number = request.path_params["response_id"]
-        if request.method == "DELETE":
-            self._kept.forget(number)
-            return json_answer({"id": number, "object": "response", "deleted": True})
-        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+    async def _stored_response(self, raw_request: Request) -> Response:
+        """Handle GET and DELETE of a stored response."""
+        response_id = raw_request.path_params["response_id"]
+        if raw_request.method == "DELETE":
+            self._store.delete(response_id)
+            return json_response({"id": response_id, "object": "response", "deleted": True})
+        if raw_request.query_params.get("stream", "false").lower() not in ("false", "0"):
             raise Problem(400, "a kept response is not streamed; leave it out", param="stream")
-        return json_answer(self._kept.answer(number))
+        return json_response(self._store.get(response_id))
 
-    def _book(self, generation: Generation, answer: str) -> None:
-        """Metrics, and one line in the log."""
+    def _record(self, generation: Generation, response_id: str) -> None:
+        """Record metrics and log one line per output."""
         self._metrics.ended(generation)
         if not requests.isEnabledFor(logging.INFO):
             return
@@ -211,7 +225,7 @@ class Server:
             requests.info(
                 "%s %s %s: %d prompt tokens (%d cached), %d new, first after %.3f s, %.1f tok/s,"
                 " acceptance length %s, %s, %.3f s in all%s",
-                generation.request_id, answer, generation.model.name, stats.prompt_tokens,
+                generation.request_id, response_id, generation.model.name, stats.prompt_tokens,
                 stats.cached_tokens, stats.output_tokens, stats.first_token_s,
                 stats.tokens_per_s, tau, reply.finish_reason, seconds, notes,
             )  # fmt: skip

@@ -1,20 +1,22 @@
-"""Runs work on requests in threads, so that the event loop serves the others meanwhile."""
+"""Thread pools that keep slow work off the event loop: bodies, prompts and grammars."""
 
 import asyncio
 import concurrent.futures
 import contextvars
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+from dflash_jax.compiler.background import lower_priority
 from dflash_jax.errors import InterruptedRequestError, PromptTooLongError
+from dflash_jax.server.errors import GRAMMAR_RETRY_S
 from dflash_jax.server.protocol import Problem
 from dflash_jax.utils import interruption
 
 T = TypeVar("T")
-LARGE_BODY = 100_000  # bytes from which a body is read outside the event loop
-LONG_PROMPT = 20_000  # characters from which a prompt does not queue with short ones
-# Long work has threads of its own: however many long requests wait, short ones are served.
+LARGE_BODY = 100_000  # bytes; larger bodies are decoded in a thread
+LONG_PROMPT = 20_000  # characters; longer prompts use the pool for long work
+# Long work has its own pool, so that short requests never wait for it.
 _short = concurrent.futures.ThreadPoolExecutor(4, "short-requests")
 _long = concurrent.futures.ThreadPoolExecutor(2, "long-requests")
 POOLS = {_short: 4, _long: 2}
@@ -23,17 +25,17 @@ POOLS = {_short: 4, _long: 2}
 async def in_thread(
     function: Callable[..., T], *arguments: Any, long: bool = False, param: str | None = None
 ) -> T:
-    """Return the function's result, computed in a thread.
+    """Return the result of a function, called in a thread.
 
-    If the awaiting task is cancelled, the work is dropped from the queue, or ends at its next
+    If the awaiting task is cancelled, the call is removed from the queue, or ends at its next
     `interruption.check`.
 
     Args:
-      long: the work may take seconds.
-      param: the field of the request that errors name.
+      long: the call may take seconds.
+      param: request field to name in errors.
 
     Raises:
-      Problem: the work raised it, reached a time limit, or refused a prompt as too long.
+      Problem: raised by the call, a time limit was reached, or a prompt is too long.
     """
     gone = threading.Event()
 
@@ -60,5 +62,70 @@ async def in_thread(
 
 
 async def read_body(read: Callable[[bytes], T], body: bytes) -> T:
-    """Return what `read` makes of a body: at once where it is small, else in a thread."""
+    """Return `read(body)`, called in a thread if the body is large."""
     return await in_thread(read, body, long=True) if len(body) > LARGE_BODY else read(body)
+
+
+MOST_SLOW = 4  # requests with slow grammars that may wait
+Job = TypeVar("Job")
+
+
+class StructureThreads(Generic[Job]):
+    """Threads that prepare jobs with an output grammar, without blocking the engine.
+
+    One thread prepares jobs in order; jobs with slow grammars go to a second thread, for which at
+    most `MOST_SLOW` jobs wait.
+
+    Args:
+      decide: returns whether `prepare` will be fast for a job, after a trial compilation.
+      prepare: prepares a job, and reports errors itself.
+      refuse: called with a job that cannot be prepared, and the error.
+    """
+
+    def __init__(
+        self,
+        decide: Callable[[Job], bool],
+        prepare: Callable[[Job], None],
+        refuse: Callable[[Job, Exception], None],
+    ):
+        self._decide, self._prepare, self._refuse = decide, prepare, refuse
+        self._short = concurrent.futures.ThreadPoolExecutor(1, "structures", lower_priority)
+        self._long = concurrent.futures.ThreadPoolExecutor(1, "slow-structures", lower_priority)
+        self._slow = 0  # jobs in the second thread or its queue
+        self._lock = threading.Lock()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job, which will be prepared or refused."""
+        self._short.submit(self._begin, job)
+
+    def stop(self) -> None:
+        """Cancel queued jobs and accept no more."""
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, job: Job) -> None:
+        try:
+            if self._decide(job):
+                self._prepare(job)
+                return
+            with self._lock:
+                if self._slow >= MOST_SLOW:
+                    raise Problem(
+                        503,
+                        f"{self._slow} other requests wait for structures that take long to"
+                        f" compile; try again in about {GRAMMAR_RETRY_S} s, or simplify the"
+                        " structure",
+                        code="structures_busy",
+                        retry_s=GRAMMAR_RETRY_S,
+                    )
+                self._slow += 1
+            self._long.submit(self._finish, job)
+        except Exception as error:  # the client has to get a response
+            self._refuse(job, error)
+
+    def _finish(self, job: Job) -> None:
+        try:
+            self._prepare(job)
+        finally:
+            with self._lock:
+                self._slow -= 1

@@ -1,19 +1,19 @@
-"""/v1/chat/completions: requests read into an `Ask`, answers and stream chunks."""
+"""OpenAI's /v1/chat/completions: request decoding, responses and stream chunks."""
 
 from typing import Any
 
-from dflash_jax.server import figures
-from dflash_jax.server.conversation import conversation, offered
-from dflash_jax.server.fields import Sampling, sampling
-from dflash_jax.server.protocol import Ask, Problem, decode
+from dflash_jax.server import statistics
+from dflash_jax.server.conversation import parse_messages, parse_tools
+from dflash_jax.server.fields import OpenAIFields, openai_arguments
+from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.thinking import budget_of, thoughts
-from dflash_jax.server.writer import OpenAI
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, Content, Event, Thinking
+from dflash_jax.server.thinking import positive_budget, reasoning_options
+from dflash_jax.server.writer import OpenAIWriter
+from dflash_jax.tool_parsers.events import Content, Event, Thinking, ToolCallDelta, ToolCallStart
 
 
-class ChatRequest(Sampling, kw_only=True):
-    """POST /v1/chat/completions."""
+class ChatRequest(OpenAIFields, kw_only=True):
+    """Body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -31,58 +31,64 @@ class ChatRequest(Sampling, kw_only=True):
     continue_final_message: bool | None = None
 
 
-def decode_chat(body: bytes) -> Ask:
-    """POST /v1/chat/completions."""
-    found, unknown = decode(body, ChatRequest)
-    reasoning, thinking = found.reasoning, found.thinking
-    given = dict(found.chat_template_kwargs or {})
-    if found.enable_thinking is not None:
-        given.setdefault("enable_thinking", found.enable_thinking)
-    template, warnings = thoughts(
+def decode_chat(body: bytes) -> GenerationRequest:
+    """Return the request of a body.
+
+    Raises:
+      Problem: the body is invalid, or asks for something unsupported.
+    """
+    parsed, unknown = decode(body, ChatRequest)
+    reasoning, thinking = parsed.reasoning, parsed.thinking
+    given = dict(parsed.chat_template_kwargs or {})
+    if parsed.enable_thinking is not None:
+        given.setdefault("enable_thinking", parsed.enable_thinking)
+    template, warnings = reasoning_options(
         given,
-        word=found.reasoning_effort,
+        effort=parsed.reasoning_effort,
         where="reasoning_effort",
         reasoning=reasoning,
         thinking=thinking,
     )
-    if found.add_generation_prompt is not None:
-        template["add_generation_prompt"] = found.add_generation_prompt
-    tools, declared, choice = offered(found.tools, found.tool_choice)
-    if found.top_logprobs and not found.logprobs:
+    if parsed.add_generation_prompt is not None:
+        template["add_generation_prompt"] = parsed.add_generation_prompt
+    tools, declared, choice = parse_tools(parsed.tools, parsed.tool_choice)
+    if parsed.top_logprobs and not parsed.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    common = sampling(found, unknown)
+    common = openai_arguments(parsed, unknown)
     common["warnings"] += warnings
-    budget = budget_of((thinking or {}).get("budget_tokens"))
-    budget = budget or budget_of((reasoning or {}).get("max_tokens"))
+    budget = positive_budget((thinking or {}).get("budget_tokens"))
+    budget = budget or positive_budget((reasoning or {}).get("max_tokens"))
     common["thinking_budget"] = budget or common["thinking_budget"]
-    if found.max_completion_tokens is not None:
-        common["max_tokens"] = found.max_completion_tokens
-    return Ask(
+    if parsed.max_completion_tokens is not None:
+        common["max_tokens"] = parsed.max_completion_tokens
+    return GenerationRequest(
         api="chat",
-        messages=conversation(found.messages),
+        messages=parse_messages(parsed.messages),
         tools=tools,
-        declared=declared,
-        choice=choice,
-        parallel=found.parallel_tool_calls is not False,
-        template=template,
-        continue_final=bool(found.continue_final_message),
-        logprobs=(found.top_logprobs or 0) if found.logprobs else None,
+        declared_tools=declared,
+        tool_choice=choice,
+        parallel_tool_calls=parsed.parallel_tool_calls is not False,
+        template_kwargs=template,
+        continue_final_message=bool(parsed.continue_final_message),
+        logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None,
         **common,
     )
 
 
-class ChatWriter(OpenAI):
-    """/v1/chat/completions."""
+class ChatWriter(OpenAIWriter):
+    """Writes responses and chunks of chat completions."""
 
     prefix, kind = "chatcmpl-", "chat.completion"
 
     def start(self) -> bytes:
+        """Return a chunk with the role for every choice."""
         self.kind = "chat.completion.chunk"
         first = {"role": "assistant", "content": ""}
         more = self._prompt_ids()
         return b"".join(self._chunk(reply, first, **more) for reply in self.generation.replies)
 
     def events(self, reply: Reply, events: list[Event]) -> bytes:
+        """Return a chunk per event, and the last one once `reply.result` is set."""
         out = b""
         for event in events:
             match event:
@@ -90,24 +96,24 @@ class ChatWriter(OpenAI):
                     out += self._chunk(reply, {"content": text})
                 case Thinking(text):
                     out += self._chunk(reply, {"reasoning_content": text, "reasoning": text})
-                case CallBegun(index, name):
+                case ToolCallStart(index, name):
                     head = {"index": index, "id": reply.calls[index].id, "type": "function"}
                     call = head | {"function": {"name": name, "arguments": ""}}
                     out += self._chunk(reply, {"tool_calls": [call]})
-                case Arguments(index, text):
+                case ToolCallDelta(index, text):
                     call = {"index": index, "function": {"arguments": text}}
                     out += self._chunk(reply, {"tool_calls": [call]})
         if reply.result is not None:
-            choice = figures.of_choice(reply, self.ask, self.id)
-            out += self._chunk(reply, {}, choice, **self._last(reply))
+            choice = statistics.choice_statistics(reply, self.request, self.id)
+            out += self._chunk(reply, {}, choice, **self._final_fields(reply))
         return out
 
     def _chunk(
         self, reply: Reply, delta: dict[str, Any], choice: dict[str, Any] | None = None, **more: Any
     ) -> bytes:
         base: dict[str, Any] = {"index": reply.index, "delta": delta, "finish_reason": None}
-        base["logprobs"] = self._fresh_logprobs(reply)
-        return self._line(base | (choice or {}), more)
+        base["logprobs"] = self._new_logprobs(reply)
+        return self._chunk_event(base | (choice or {}), more)
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
         calls = [
@@ -120,19 +126,24 @@ class ChatWriter(OpenAI):
         ]
         message: dict[str, Any] = {"role": "assistant"}
         message["content"] = reply.content if reply.content or not calls else None
-        if reply.thoughts:
-            message["reasoning_content"] = message["reasoning"] = reply.thoughts
-            detail = {"type": "reasoning.text", "text": reply.thoughts, "index": 0}
+        if reply.reasoning:
+            message["reasoning_content"] = message["reasoning"] = reply.reasoning
+            detail = {"type": "reasoning.text", "text": reply.reasoning, "index": 0}
             message["reasoning_details"] = [detail]
         if calls:
             message["tool_calls"] = calls
         choice: dict[str, Any] = {"index": reply.index, "message": message}
         choice["logprobs"] = self._logprobs(reply.logprobs)
-        return choice | figures.of_choice(reply, self.ask, self.id)
+        return choice | statistics.choice_statistics(reply, self.request, self.id)
 
-    def whole(self) -> dict[str, Any]:
-        return super().whole() | self._prompt_ids() | self._of_prompt(self.generation.replies[0])
+    def to_json(self) -> dict[str, Any]:
+        """Return the response object."""
+        return (
+            super().to_json()
+            | self._prompt_ids()
+            | self._prompt_logprobs(self.generation.replies[0])
+        )
 
     def _prompt_ids(self) -> dict[str, Any]:
-        found = {"prompt_token_ids": self.generation.prompts[0].ids}
-        return found if self.ask.token_ids else {}
+        fields = {"prompt_token_ids": self.generation.prompts[0].ids}
+        return fields if self.request.return_token_ids else {}

@@ -1,4 +1,4 @@
-"""Messages as chat templates want them, and the tools that are offered with them."""
+"""Validation and normalization of messages, tools and tool choices."""
 
 import base64
 import json
@@ -9,23 +9,29 @@ from urllib.parse import unquote_to_bytes
 
 from dflash_jax.errors import RequestError
 from dflash_jax.server.protocol import Message, Problem, check_entries
-from dflash_jax.tool_parsers.tool_schema import Choice, Tool, choice_of, is_deep, tools_of
+from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice, choice_of, is_deep, tools_of
 
-MOST_MESSAGES = 8192  # templates take time for each, however short
+MOST_MESSAGES = 8192  # rendering takes time per message, even if messages are short
 MOST_TOOLS = 1024
-MOST_ARGUMENTS = 200_000  # values of a call, which are decoded and written again by the template
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # recovery begins no call of more than 64 characters
+MOST_ARGUMENTS = 200_000  # values of a call: they are decoded, and encoded by the template
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # recovery starts no call with over 64 characters
 TEXT_MEDIA = re.compile(r"text/[\w.+-]+|application/(json|xml|yaml|x-yaml|toml)")
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def offered(
+def parse_tools(
     tools: list[dict[str, Any]] | None, choice: Any, places: Sequence[str] = ()
-) -> tuple[list[dict[str, Any]], tuple[Tool, ...], Choice]:
-    """Tools as the model is shown them, as calls are checked against them, and the choice.
+) -> tuple[list[dict[str, Any]], tuple[Tool, ...], ToolChoice]:
+    """Return the tools for the chat template, the tools that calls are checked against, the choice.
 
     Args:
-      places: where the functions stand in the request, if not in `tools[0].function` and so on.
+      tools: function definitions in the chat completions format.
+      choice: `tool_choice`, in the same format.
+      places: paths of the functions in the request, for errors; `tools[0].function` and so on by
+        default.
+
+    Raises:
+      Problem: a definition or the choice is invalid.
     """
     given = tools or []
     check_tools(given)
@@ -44,7 +50,7 @@ def offered(
             )
     declared = tools_of(given)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        declared, choice = _allowed(choice, declared)
+        declared, choice = _allowed_tools(choice, declared)
     if isinstance(choice, str) and choice not in ("none", "auto", "required", "any"):
         raise Problem(
             400, f"tool_choice is {choice!r}; expected none, auto, required or a function",
@@ -64,13 +70,21 @@ def offered(
 
 
 def check_tools(given: Sequence[Any] | None) -> None:
-    """Raise Problem if a request declares too many tools."""
+    """Refuse too many tools.
+
+    Raises:
+      Problem: there are more than MOST_TOOLS.
+    """
     if given is not None and len(given) > MOST_TOOLS:
         raise Problem(400, f"{len(given)} tools were given; at most {MOST_TOOLS}", param="tools")
 
 
 def check_messages(given: Sequence[Any], param: str = "messages") -> None:
-    """Raise Problem if a conversation has too many messages, or items that become messages."""
+    """Refuse too many messages, or input items.
+
+    Raises:
+      Problem: there are more than MOST_MESSAGES.
+    """
     if len(given) > MOST_MESSAGES:
         raise Problem(
             400,
@@ -80,8 +94,10 @@ def check_messages(given: Sequence[Any], param: str = "messages") -> None:
         )
 
 
-def _allowed(choice: Mapping[str, Any], declared: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], str]:
-    """The tools that `allowed_tools` leaves to the model, all of which it is shown; its mode."""
+def _allowed_tools(
+    choice: Mapping[str, Any], declared: tuple[Tool, ...]
+) -> tuple[tuple[Tool, ...], str]:
+    """Return the tools that `allowed_tools` permits to be called, and its mode."""
     body = choice.get("allowed_tools", choice)
     body = body if isinstance(body, Mapping) else {}
     names, mode = {tool.name for tool in tools_of(body.get("tools"))}, body.get("mode", "auto")
@@ -93,36 +109,39 @@ def _allowed(choice: Mapping[str, Any], declared: tuple[Tool, ...]) -> tuple[tup
     return tuple(tool for tool in declared if tool.name in names), mode
 
 
-def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages as chat templates want them.
+def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return messages normalized for chat templates.
 
-    Contents are texts, or lists of them, which the tokenizer joins as its template would;
-    `developer` is `system`, neighbouring system messages are one, and the arguments of calls are
-    objects.
+    A content becomes a text or a list of texts, which the tokenizer joins the way the template
+    does. `developer` becomes `system`, adjacent system messages are merged, and call arguments are
+    decoded.
+
+    Raises:
+      Problem: a message is invalid, or there are none or too many.
     """
     if not messages:
         raise Problem(400, "messages is empty; give at least one", param="messages")
     check_messages(messages)
-    made: list[Message] = []
-    system: list[Any] = []  # contents of neighbouring system messages, the last in `made`
+    result: list[Message] = []
+    system: list[Any] = []  # contents of adjacent system messages, merged into the last of `result`
     for at, given in enumerate(messages):
         where = f"messages[{at}]"
-        message = _modern(given)
+        message = _normalized(given)
         role = message.get("role")
         if role not in ROLES:
             known = ", ".join(ROLES)
             raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
-        read = text_of if role == "assistant" else texts_of
+        read = content_text if role == "assistant" else content_texts
         message["content"] = read(message.get("content"), f"{where}.content")
         if role != "assistant":
-            message.pop("tool_calls", None)  # nobody else calls
+            message.pop("tool_calls", None)
         if role == "assistant":
             if message["content"] is None and not message.get("tool_calls"):
                 message["content"] = ""
-            thought = message.pop("reasoning", None)  # vLLM's name for it
+            thought = message.pop("reasoning", None)  # vLLM's name
             if isinstance(thought, str) and not message.get("reasoning_content"):
                 message["reasoning_content"] = thought
-            message["tool_calls"] = past_calls(message.get("tool_calls"), where)
+            message["tool_calls"] = parse_tool_calls(message.get("tool_calls"), where)
             if not message["tool_calls"]:
                 del message["tool_calls"]
         elif message["content"] is None and role == "tool":
@@ -132,15 +151,15 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         if role == "system" and system:
             system.append(message["content"])
             continue
-        _join_system(made, system)
-        made.append(message)
+        _join_system(result, system)
+        result.append(message)
         system = [message["content"]] if role == "system" else []
-    _join_system(made, system)
-    return made
+    _join_system(result, system)
+    return result
 
 
-def _modern(given: Mapping[str, Any]) -> Message:
-    """A message with today's names: `developer` is `system`, functions are tools."""
+def _normalized(given: Mapping[str, Any]) -> Message:
+    """Return the message with deprecated roles and fields replaced by current ones."""
     message = dict(given)
     role = message.get("role")
     if role in ("developer", "function"):
@@ -151,39 +170,50 @@ def _modern(given: Mapping[str, Any]) -> Message:
     return message
 
 
-def _join_system(made: list[Message], contents: Sequence[Any]) -> None:
-    """Give the last message these contents as one, a blank line between them."""
+def _join_system(messages: list[Message], contents: Sequence[Any]) -> None:
+    """Set the last message's content to these contents, separated by blank lines."""
     if len(contents) < 2:
         return
-    texts: list[list[str]] = [[]]  # of which each becomes one
+    texts: list[list[str]] = [[]]  # each inner list is joined to one text
     for content in contents:
         first, *rest = [content] if isinstance(content, str) else content
         texts[-1].append(first)
         texts += [[text] for text in rest]
-    made[-1]["content"] = _one(["\n\n".join(text) for text in texts])
+    messages[-1]["content"] = _unwrap(["\n\n".join(text) for text in texts])
 
 
-def _one(texts: list[str]) -> str | list[str]:
+def _unwrap(texts: list[str]) -> str | list[str]:
     return texts[0] if len(texts) == 1 else texts
 
 
-def text_of(content: Any, param: str) -> str | None:
-    """As `texts_of`, but one text: what a model wrote in one go, and a client cut into parts."""
-    found = texts_of(content, param)
-    return "".join(found) if isinstance(found, list) else found
+def content_text(content: Any, param: str) -> str | None:
+    """Return a content as one text: model output that a client split into parts.
+
+    Raises:
+      Problem: as for `content_texts`.
+    """
+    texts = content_texts(content, param)
+    return "".join(texts) if isinstance(texts, list) else texts
 
 
-def texts_of(content: Any, param: str) -> str | list[str] | None:
-    """The text of a message's content, which stands at `param`, or its texts if it has more."""
+def content_texts(content: Any, param: str) -> str | list[str] | None:
+    """Return the text of a message's content, or a list if it has more than one text.
+
+    Args:
+      param: path of the content in the request.
+
+    Raises:
+      Problem: the content is neither text nor a list of parts with text.
+    """
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise Problem(400, "content is neither a text nor a list", param=param)
-    return _one([_part_text(part, param) for part in content] or [""])
+    return _unwrap([_part_text(part, param) for part in content] or [""])
 
 
 def _part_text(part: Any, param: str) -> str:
-    """The text of one part of a content that is a list; raises Problem for one without."""
+    """Return the text of a content part; raises Problem if it has none."""
     if not isinstance(part, dict):
         kind, text = None, part
     elif (kind := part.get("type")) == "document":
@@ -202,7 +232,7 @@ def _part_text(part: Any, param: str) -> str:
 
 
 def _document_text(part: Mapping[str, Any], param: str) -> str:
-    """Anthropic's `document`: title, context and text, a line break between them."""
+    """Return the title, context and text of an Anthropic `document`, one per line."""
     source = part.get("source")
     source = source if isinstance(source, dict) else {}
     match source.get("type"):
@@ -212,7 +242,7 @@ def _document_text(part: Mapping[str, Any], param: str) -> str:
             given = source.get("content")
         case _:
             given = None
-    blocks = given if isinstance(given, list) else [given]  # no documents within documents
+    blocks = given if isinstance(given, list) else [given]  # documents do not nest
     texts = [block.get("text") if isinstance(block, dict) else block for block in blocks]
     if not all(isinstance(text, str) for text in texts):
         raise Problem(
@@ -225,12 +255,12 @@ def _document_text(part: Mapping[str, Any], param: str) -> str:
 
 
 def _lines(*texts: Any) -> str:
-    """Those that are texts and not empty, each on a line of its own."""
+    """Return the non-empty strings, one per line."""
     return "\n".join(text for text in texts if isinstance(text, str) and text)
 
 
 def _file_text(file: Any) -> str | None:
-    """OpenAI's file, if it is sent as a data URL of a text: its name and the text."""
+    """Return the name and text of an OpenAI file that is a data URL of text, else None."""
     url = file.get("file_data") if isinstance(file, dict) else None
     head, comma, body = url.partition(",") if isinstance(url, str) else ("", "", "")
     media, *parameters = head.removeprefix("data:").split(";")
@@ -245,11 +275,18 @@ def _file_text(file: Any) -> str | None:
     return _lines(file.get("filename"), text)
 
 
-def past_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """`tool_calls` of an assistant's message, arguments parsed where they are JSON objects."""
+def parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return an assistant message's tool calls, with arguments decoded if they are JSON objects.
+
+    Args:
+      where: path of the message in the request.
+
+    Raises:
+      Problem: a call has no function name, or too many arguments.
+    """
     if calls is None:
         return []
-    made = []
+    result = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -264,5 +301,5 @@ def past_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             except (ValueError, RecursionError):
                 parsed = None
             arguments = parsed if isinstance(parsed, dict) and not is_deep(parsed) else arguments
-        made.append(call | {"function": function | {"arguments": arguments}})
-    return made
+        result.append(call | {"function": function | {"arguments": arguments}})
+    return result

@@ -1,4 +1,4 @@
-"""Fields that several APIs share, checked and turned into arguments of `Ask`."""
+"""Request fields that the APIs share, and their validation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -8,27 +8,27 @@ import msgspec
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
-from dflash_jax.server.thinking import budget_of
-from dflash_jax.server.unsupported_fields import ignored
+from dflash_jax.server.thinking import positive_budget
+from dflash_jax.server.unsupported_fields import check_unknown_fields
 
 
 class StreamOptions(msgspec.Struct):
-    """`stream_options`."""
+    """The `stream_options` object of OpenAI's APIs."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Speculation(msgspec.Struct, forbid_unknown_fields=True):
-    """Our `speculative`: without drafts, or with fewer of them, the tokens are the same."""
+class SpeculationFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The `speculative` object, an extension. It never changes the output tokens."""
 
     enabled: bool | None = None
     block_size: int | None = None
     mode: Literal["auto", "dflash", "off"] | None = None
 
 
-class Common(msgspec.Struct, kw_only=True):
-    """Fields of every API; most are extensions of one server or another."""
+class CommonFields(msgspec.Struct, kw_only=True):
+    """Fields that every API accepts; most are extensions known from other servers."""
 
     model: str | None = None
     stream: bool | None = None
@@ -37,8 +37,8 @@ class Common(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    repeat_penalty: float | None = None  # llama.cpp's name for it
-    rep_pen: float | None = None  # KoboldAI's
+    repeat_penalty: float | None = None  # llama.cpp's name
+    rep_pen: float | None = None  # KoboldAI's name
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -52,7 +52,7 @@ class Common(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    speculative: Speculation | None = None
+    speculative: SpeculationFields | None = None
     recovery: bool | str | dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     timeout: float | None = None
@@ -60,7 +60,7 @@ class Common(msgspec.Struct, kw_only=True):
     timings_per_token: bool | None = None
     return_metrics: bool | None = None
     return_meta_info: bool | None = None
-    # Accepted, and without effect here.
+    # Accepted without effect.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -69,13 +69,13 @@ class Common(msgspec.Struct, kw_only=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    prediction: Any = None  # a guess at the answer, for speed alone
+    prediction: Any = None  # a guess at the output, which affects speed only
     request_id: Any = None
     priority: Any = None
 
 
-class Sampling(Common, kw_only=True):
-    """Fields that chat completions and completions share."""
+class OpenAIFields(CommonFields, kw_only=True):
+    """Fields of chat completions and completions."""
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -87,7 +87,7 @@ class Sampling(Common, kw_only=True):
     include_stop_str_in_output: bool | None = None
 
 
-PASSED = (
+ENGINE_OPTIONS = (
     "temperature",
     "top_p",
     "top_k",
@@ -111,94 +111,112 @@ NEUTRAL = {
 }
 
 
-def common(
-    found: Common, unknown: Mapping[str, Any], form: Any, where: str = "response_format"
+def common_arguments(
+    body: CommonFields,
+    unknown: Mapping[str, Any],
+    output_format: Any,
+    where: str = "response_format",
 ) -> dict[str, Any]:
-    """What every API's request says, as arguments of `Ask`.
+    """Return the arguments of `GenerationRequest` that every API sets.
 
     Args:
+      body: the decoded body.
       unknown: fields that the API does not know.
-      form: the format of the output that is asked for; `where` is its place in the request.
+      output_format: requested output format, such as `response_format`.
+      where: name of the field that contains `output_format`.
+
+    Raises:
+      Problem: a value is out of range or not supported.
     """
     options: dict[str, Any] = {}
-    for name in PASSED:
-        value = first(found, name, *ALIASES.get(name, ()))
+    for name in ENGINE_OPTIONS:
+        value = first_given(body, name, *ALIASES.get(name, ()))
         if value is not None and value not in NEUTRAL.get(name, ()):
             options[name] = value
-    if len(found.stop_token_ids or ()) > MOST_STOP_IDS:
+    if len(body.stop_token_ids or ()) > MOST_STOP_IDS:
         raise Problem(
-            400, f"{len(found.stop_token_ids or ())} stop_token_ids; at most {MOST_STOP_IDS}",
+            400, f"{len(body.stop_token_ids or ())} stop_token_ids; at most {MOST_STOP_IDS}",
             param="stop_token_ids",
         )  # fmt: skip
-    if found.seed not in (None, -1):  # -1 is no seed to vLLM and llama.cpp
-        options["seed"] = found.seed % 2**32
-    if found.logit_bias:
-        options["logit_bias"] = biases(found.logit_bias)
-    options |= drafting(found.speculative)
-    if found.timeout is not None and not found.timeout > 0:
-        raise Problem(400, f"timeout is {found.timeout}; expected seconds above 0", param="timeout")
+    if body.seed not in (None, -1):  # vLLM and llama.cpp take -1 for no seed
+        options["seed"] = body.seed % 2**32
+    if body.logit_bias:
+        options["logit_bias"] = logit_biases(body.logit_bias)
+    options |= speculation_options(body.speculative)
+    if body.timeout is not None and not body.timeout > 0:
+        raise Problem(400, f"timeout is {body.timeout}; expected seconds above 0", param="timeout")
     return {
-        "model": found.model,
+        "model": body.model,
         "options": options,
-        "grammar": grammar(found, form, where),
-        "stop": texts(found.stop),
-        "stream": bool(found.stream),
-        "recovery": recovery_of(found.recovery),
-        "thinking_budget": budget_of(found.thinking_token_budget),
-        "timeout": found.timeout,
-        "token_ids": bool(found.return_token_ids),
-        "timings": bool(found.timings_per_token),
-        "metrics": bool(found.return_metrics),
-        "meta_info": bool(found.return_meta_info),
-        "warnings": ignored(unknown),
+        "grammar": output_grammar(body, output_format, where),
+        "stop": stop_strings(body.stop),
+        "stream": bool(body.stream),
+        "recovery": parse_recovery(body.recovery),
+        "thinking_budget": positive_budget(body.thinking_token_budget),
+        "timeout": body.timeout,
+        "return_token_ids": bool(body.return_token_ids),
+        "timings": bool(body.timings_per_token),
+        "metrics": bool(body.return_metrics),
+        "meta_info": bool(body.return_meta_info),
+        "warnings": check_unknown_fields(unknown),
     }
 
 
-def first(found: Any, *names: str) -> Any:
-    """The first of these fields that was given."""
-    values = (getattr(found, name) for name in names)
+def first_given(body: Any, *names: str) -> Any:
+    """Return the first of these fields that is set, or None."""
+    values = (getattr(body, name) for name in names)
     return next((value for value in values if value is not None), None)
 
 
-def sampling(found: Sampling, unknown: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request to chat completions or completions says, as arguments of `Ask`."""
-    n = 1 if found.n is None else found.n
+def openai_arguments(body: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `GenerationRequest` that chat completions and completions set.
+
+    Raises:
+      Problem: a value is out of range or not supported.
+    """
+    n = 1 if body.n is None else body.n
     if not 1 <= n <= MOST_CHOICES:
         raise Problem(400, f"n is {n}; expected 1 to {MOST_CHOICES}", param="n")
-    if found.stream and found.prompt_logprobs is not None:
+    if body.stream and body.prompt_logprobs is not None:
         raise Problem(
             400, "no stream has log probabilities of the prompt; drop stream or prompt_logprobs",
             param="prompt_logprobs",
         )  # fmt: skip
-    wanted = found.stream_options or StreamOptions()
-    asked = common(found, unknown, found.response_format)
-    return asked | {
+    wanted = body.stream_options or StreamOptions()
+    common = common_arguments(body, unknown, body.response_format)
+    return common | {
         "n": n,
-        "max_tokens": first(found, "max_tokens", "max_output_tokens"),
-        "stop": (*asked["stop"], *texts(found.stop_sequences)),
-        "prompt_logprobs": found.prompt_logprobs,
-        "keep_stop": bool(found.include_stop_str_in_output),
-        "usage_chunk": bool(wanted.include_usage),
-        "usage_each": bool(wanted.include_usage and wanted.continuous_usage_stats),
+        "max_tokens": first_given(body, "max_tokens", "max_output_tokens"),
+        "stop": (*common["stop"], *stop_strings(body.stop_sequences)),
+        "prompt_logprobs": body.prompt_logprobs,
+        "include_stop_str": bool(body.include_stop_str_in_output),
+        "include_usage": bool(wanted.include_usage),
+        "continuous_usage_stats": bool(wanted.include_usage and wanted.continuous_usage_stats),
     }
 
 
-def drafting(asked: Speculation | None) -> dict[str, Any]:
-    """Our `speculative` as arguments of `Engine.submit`."""
-    if asked is None:
+def speculation_options(speculative: SpeculationFields | None) -> dict[str, Any]:
+    """Return `speculative` as arguments of `Engine.submit`."""
+    if speculative is None:
         return {}
-    if asked.enabled is False or asked.mode == "off":
+    if speculative.enabled is False or speculative.mode == "off":
         return {"speculative": False}
-    return {} if asked.block_size is None else {"block_size": asked.block_size}
+    return {} if speculative.block_size is None else {"block_size": speculative.block_size}
 
 
-RECOVERY = ("floor", "below_floor", "tool_prefix", "call_odds", "call_retry", "skip_phrase",
+RECOVERY_FIELDS = ("floor", "below_floor", "tool_prefix", "call_odds", "call_retry", "skip_phrase",
             "empty_retry", "repeat_limit", "runaway", "loop_tokens", "watchdog", "repeated_calls",
             "answer_reserve", "close_text", "floor_in_thought")  # fmt: skip
 
 
-def recovery_of(given: bool | str | Mapping[str, Any] | None) -> Recovery | None:
-    """Our `recovery`: on, off or settings; what concerns the server's files is its own."""
+def parse_recovery(given: bool | str | Mapping[str, Any] | None) -> Recovery | None:
+    """Return the recovery rules of a request, or None for the server's defaults.
+
+    Settings that name files of the server cannot be set by requests.
+
+    Raises:
+      Problem: an unknown setting or a wrong value.
+    """
     if given is None or isinstance(given, bool):
         return {None: None, True: Recovery(), False: OFF}[given]
     if isinstance(given, str):
@@ -208,9 +226,9 @@ def recovery_of(given: bool | str | Mapping[str, Any] | None) -> Recovery | None
                 param="recovery",
             )  # fmt: skip
         return Recovery() if given == "on" else OFF
-    if unknown := sorted(set(given) - set(RECOVERY)):
+    if unknown := sorted(set(given) - set(RECOVERY_FIELDS)):
         raise Problem(
-            400, f"recovery has no {unknown[0]!r}; known are {', '.join(RECOVERY)}",
+            400, f"recovery has no {unknown[0]!r}; known are {', '.join(RECOVERY_FIELDS)}",
             param="recovery",
         )  # fmt: skip
     try:
@@ -219,8 +237,12 @@ def recovery_of(given: bool | str | Mapping[str, Any] | None) -> Recovery | None
         raise Problem(400, f"recovery: {error}", param="recovery") from None
 
 
-def biases(given: Mapping[str, float]) -> dict[int, float]:
-    """`logit_bias` with token ids as numbers."""
+def logit_biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Return `logit_bias` with integer token ids.
+
+    Raises:
+      Problem: a key is not an integer.
+    """
     try:
         return {int(i): value for i, value in given.items()}
     except ValueError:
@@ -229,45 +251,53 @@ def biases(given: Mapping[str, float]) -> dict[int, float]:
         ) from None
 
 
-def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop strings; empty ones are left out."""
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the non-empty stop strings."""
     return tuple(s for s in ([stop] if isinstance(stop, str) else stop or ()) if s)
 
 
-GRAMMARS = ("json", "regex", "choice", "grammar")
+GRAMMAR_KINDS = ("json", "regex", "choice", "grammar")
 
 
-def grammar(found: Common, form: Any, where: str) -> tuple[str, Any] | None:
-    """What the output has to match: one of GRAMMARS, and its value."""
-    asked = [
-        ("json", found.guided_json),
-        ("regex", found.guided_regex),
-        ("choice", found.guided_choice),
-        ("grammar", found.guided_grammar),
+def output_grammar(body: CommonFields, output_format: Any, where: str) -> tuple[str, Any] | None:
+    """Return the output grammar: one of GRAMMAR_KINDS and its value, or None.
+
+    Raises:
+      Problem: more than one grammar, or an unknown kind.
+    """
+    candidates = [
+        ("json", body.guided_json),
+        ("regex", body.guided_regex),
+        ("choice", body.guided_choice),
+        ("grammar", body.guided_grammar),
     ]
-    structured = found.structured_outputs or {}
+    structured = body.structured_outputs or {}
     wanted = {key for key, value in structured.items() if value not in (None, False)}
-    if others := sorted(wanted - set(GRAMMARS)):
+    if others := sorted(wanted - set(GRAMMAR_KINDS)):
         raise Problem(
-            400, f"structured_outputs has no {others[0]!r}; known are {', '.join(GRAMMARS)}",
+            400, f"structured_outputs has no {others[0]!r}; known are {', '.join(GRAMMAR_KINDS)}",
             param=f"structured_outputs.{others[0]}",
         )  # fmt: skip
-    asked += [(key, structured[key]) for key in wanted]
-    if form is not None:
-        asked.append(response_format(form, where))
-    given = [(kind, value) for kind, value in asked if value is not None]
+    candidates += [(key, structured[key]) for key in wanted]
+    if output_format is not None:
+        candidates.append(response_format(output_format, where))
+    given = [(kind, value) for kind, value in candidates if value is not None]
     if len(given) > 1:
         raise Problem(400, f"{len(given)} output grammars were given; give one of them")
     return given[0] if given else None
 
 
 def response_format(given: Any, where: str) -> tuple[str, Any]:
-    """The grammar of a format such as chat completions' `response_format`."""
+    """Return the grammar of an output format such as `response_format`.
+
+    Raises:
+      Problem: the format is unknown, or its schema is missing.
+    """
     kind = given.get("type") if isinstance(given, dict) else None
     if kind == "text":
         return "json", None
     if kind == "json_object":
-        name = "value" if "value" in given else "schema"  # as Hugging Face has it, and llama.cpp
+        name = "value" if "value" in given else "schema"  # Hugging Face's name, and llama.cpp's
         schema = given.get(name)
         if schema is not None and not isinstance(schema, dict):
             raise Problem(400, f"{where}.{name} is no JSON schema", param=f"{where}.{name}")

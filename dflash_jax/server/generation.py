@@ -1,4 +1,4 @@
-"""Runs what an `Ask` wants on a model, and hands out events as they come."""
+"""Runs a `GenerationRequest` on a model, and yields the events of its outputs."""
 
 import asyncio
 import contextlib
@@ -14,190 +14,219 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.engine.result import Piece, Result
-from dflash_jax.errors import QueueFullError, RequestError
 from dflash_jax.server.background import LONG_PROMPT, in_thread
-from dflash_jax.server.conversation import past_calls
-from dflash_jax.server.fields import PASSED
-from dflash_jax.server.jobs import Job, still_compiling
-from dflash_jax.server.models import Model
+from dflash_jax.server.conversation import parse_tool_calls
+from dflash_jax.server.errors import (
+    queue_full,
+    shutting_down,
+    still_compiling,
+    to_problem,
+    unfinished,
+)
+from dflash_jax.server.jobs import Job
+from dflash_jax.server.models import ServedModel
 from dflash_jax.server.prompt import (
-    Prompt,
+    EncodedPrompt,
     chat_prompt,
-    check_length,
     message_size,
+    resolve_max_tokens,
     text_prompts,
 )
-from dflash_jax.server.protocol import Ask, Problem
+from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.structures import unfinished
 from dflash_jax.tool_parsers.events import Event
-from dflash_jax.tool_parsers.grammar import behind_thought, call_grammar
+from dflash_jax.tool_parsers.grammar import after_thought_grammar, call_grammar
 
-COMPLETION = 16  # tokens of completions that name no max_tokens, as OpenAI has it
-COMPILING_PAUSE = 5.0  # seconds after which a stream says that programs are being compiled
-MOST_GRAMMAR = 2**18  # characters: larger grammars take seconds, in which nothing else is served
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
+COMPILING_KEEPALIVE_S = 5.0  # seconds between comments in a stream that waits for programs
+MOST_GRAMMAR = 2**18  # characters; larger grammars would block other requests for seconds
 
 
-News = tuple[int, list[Piece], Result | Exception | None]
-Told = tuple[Reply, list[Event]] | None
+ReplyUpdate = tuple[int, list[Piece], Result | Exception | None]
+ReplyEvents = tuple[Reply, list[Event]] | None
 
 
 class Generation:
-    """All outputs of one request. Iterate `events` once; afterwards `replies` are complete.
+    """All outputs of one request, submitted to the engine on construction.
+
+    Iterate over `events` once; `replies` are complete afterwards.
 
     Args:
-      timeout: seconds after which it ends with what it has.
-      compile_wait: seconds after which it is refused if it is not streamed and its programs are
-        still being compiled.
-      request_id: as the client sees it in the headers.
+      timeout: seconds after which outputs end with the tokens generated so far.
+      compile_wait: seconds after which a request that is not streamed is refused if its programs
+        are still being compiled.
+      request_id: the id in the response headers.
+
+    Attributes:
+      cancelled: why the request ended early, and in which phase; None if it did not.
+
+    Raises:
+      Problem: the model is not ready, the request does not fit, or the queue is full.
     """
 
     def __init__(
         self,
-        model: Model,
-        ask: Ask,
-        prompts: list[Prompt],
+        model: ServedModel,
+        request: GenerationRequest,
+        prompts: list[EncodedPrompt],
         timeout: float | None,
         *,
         compile_wait: float = math.inf,
         request_id: str = "",
     ):
-        self.model, self.ask, self.prompts = model, ask, prompts
+        self.model, self.request, self.prompts = model, request, prompts
         self.request_id = request_id
         self.started = time.perf_counter()
         self.first_token: float | None = None
-        self.cut: tuple[Reason, str] | None = None  # why it ended early, and in which phase
+        self.cancelled: tuple[Reason, str] | None = None
         engine = model.engine
         self.replies: list[Reply] = []
         self._jobs: list[Job] = []
-        self._news: asyncio.Queue[News] = asyncio.Queue()
+        self._updates: asyncio.Queue[ReplyUpdate] = asyncio.Queue()
         for prompt in prompts:
             options = self._options(engine, prompt)
-            for copy in range(ask.n):
+            for copy in range(request.n):
                 index = len(self.replies)
-                reply = Reply(index, ask, engine.tokenizer, model.syntax, thinking=prompt.thinking)
-                reply.holds_calls = ask.stream and options.get("recovery", OFF).repeated_calls > 0
+                reply = Reply(
+                    index, request, engine.tokenizer, model.syntax, thinking=prompt.thinking
+                )
+                reply.filter_repeated_calls = (
+                    request.stream and options.get("recovery", OFF).repeated_calls > 0
+                )
                 if "seed" in options:
-                    options = options | {"seed": (ask.options["seed"] + copy) % 2**32}
+                    options = options | {"seed": (request.options["seed"] + copy) % 2**32}
                 self.replies.append(reply)
-                self._jobs.append(Job(prompt.ids, options, index, self._hear))
-        if not model.worker.room(len(self._jobs)):
+                self._jobs.append(Job(prompt.ids, options, index, self._on_update))
+        if not model.worker.has_room(len(self._jobs)):
             raise queue_full()
         loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
         if timeout is not None:
             self._timers.append(loop.call_later(timeout, self.cancel, "deadline"))
-        if compile_wait < math.inf and not ask.stream:  # a stream is told how long it takes
-            self._timers.append(loop.call_later(compile_wait, self._wait_no_longer))
+        if compile_wait < math.inf and not request.stream:  # a stream gets comments instead
+            self._timers.append(loop.call_later(compile_wait, self._refuse_uncompiled))
         for job in self._jobs:
             model.worker.submit(job)
 
-    def _options(self, engine: Engine, prompt: Prompt) -> dict[str, Any]:
-        """Arguments of `Engine.submit`."""
-        ask = self.ask
+    def _options(self, engine: Engine, prompt: EncodedPrompt) -> dict[str, Any]:
+        """Return the arguments of `Engine.submit`."""
+        request = self.request
         defaults = self.model.defaults
-        options: dict[str, Any] = {"temperature": defaults.temperature} | ask.options
-        if ask.stop:
-            options["stop"] = ask.stop
-        if ask.logprobs is not None:
-            options["logprobs"] = ask.logprobs
-        of_prompt = [ask.prompt_logprobs, ask.logprobs if ask.echo else None]
-        if asked := [n for n in of_prompt if n is not None]:
-            options["prompt_logprobs"] = max(asked)
-        if ask.choice.kind in ("required", "named"):  # leaves no answer that had a grammar
-            options["structured"] = {"grammar": self._calls(engine, prompt)}
-        elif ask.grammar is not None:
-            kind, value = ask.grammar
-            options["structured"] = {kind: value} | self._around(engine, prompt)
+        options: dict[str, Any] = {"temperature": defaults.temperature} | request.options
+        if request.stop:
+            options["stop"] = request.stop
+        if request.logprobs is not None:
+            options["logprobs"] = request.logprobs
+        counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
+        if counts := [n for n in counts if n is not None]:
+            options["prompt_logprobs"] = max(counts)
+        # A required call leaves no content, so that `request.grammar` does not apply.
+        if request.tool_choice.kind in ("required", "named"):
+            options["structured"] = {"grammar": self._call_grammar(engine, prompt)}
+        elif request.grammar is not None:
+            kind, value = request.grammar
+            options["structured"] = {kind: value} | self._grammar_around(engine, prompt)
         if len(str(options.get("structured", ""))) > MOST_GRAMMAR:
             raise Problem(
                 400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
                 code="grammar_too_large",
             )  # fmt: skip
-        default = defaults.max_tokens or (COMPLETION if ask.api == "completions" else 0)
-        most = check_length(prompt.ids, ask, engine.plan.max_length, default)
-        recovery = ask.recovery or (defaults.with_tools if ask.declared else defaults.recovery)
-        if ask.thinking_budget is not None and ask.thinking_budget < most:
-            recovery = dataclasses.replace(recovery, answer_reserve=most - ask.thinking_budget)
+        default = defaults.max_tokens or (
+            COMPLETION_MAX_TOKENS if request.api == "completions" else 0
+        )
+        most = resolve_max_tokens(prompt.ids, request, engine.plan.max_length, default)
+        recovery = request.recovery or (
+            defaults.with_tools if request.declared_tools else defaults.recovery
+        )
+        if request.thinking_budget is not None and request.thinking_budget < most:
+            recovery = dataclasses.replace(recovery, answer_reserve=most - request.thinking_budget)
         if recovery != OFF:
             options["recovery"] = recovery
-        if ask.declared:
-            choice = {"name": ask.choice.name} if ask.choice.name else ask.choice.kind
-            options |= {"tools": ask.tools, "tool_choice": choice}
+        if request.declared_tools:
+            choice = (
+                {"name": request.tool_choice.name}
+                if request.tool_choice.name
+                else request.tool_choice.kind
+            )
+            options |= {"tools": request.tools, "tool_choice": choice}
         return options | {"max_tokens": most}
 
-    def _around(self, engine: Engine, prompt: Prompt) -> dict[str, str]:
-        """What may come before an answer that has a grammar, and instead of it."""
+    def _grammar_around(self, engine: Engine, prompt: EncodedPrompt) -> dict[str, str]:
+        """Return the grammar of reasoning and calls around an answer that has its own grammar."""
         syntax, tokenizer = self.model.syntax, engine.tokenizer
         if syntax is None or tokenizer is None:
             return {}
-        if self.ask.declared and self.ask.choice.kind == "auto":
-            return {"around": self._calls(engine, prompt, answer=True)}
+        if self.request.declared_tools and self.request.tool_choice.kind == "auto":
+            return {"around": self._call_grammar(engine, prompt, answer=True)}
         if syntax.thought is None or not prompt.thinking:
             return {}
-        return {"around": behind_thought(syntax.thought.closing, tokenizer.special_texts)}
+        return {"around": after_thought_grammar(syntax.thought.closing, tokenizer.special_texts)}
 
-    def _calls(self, engine: Engine, prompt: Prompt, *, answer: bool = False) -> str:
-        """The grammar of a call that has to be made, unless an answer is given."""
-        ask, syntax = self.ask, self.model.syntax
+    def _call_grammar(self, engine: Engine, prompt: EncodedPrompt, *, answer: bool = False) -> str:
+        """Return the grammar of tool calls.
+
+        Args:
+          answer: also allow the rule `answer` in place of calls.
+        """
+        request, syntax = self.request, self.model.syntax
         if syntax is None or engine.tokenizer is None:
             raise Problem(400, "this model's template knows no tool calls", param="tool_choice")
         return call_grammar(
             syntax,
-            ask.declared,
-            ask.choice,
+            request.declared_tools,
+            request.tool_choice,
             engine.tokenizer.special_texts,
             thinking=prompt.thinking,
-            thoughts=ask.template.get("enable_thinking") is not False,
-            parallel=ask.parallel,
+            thoughts=request.template_kwargs.get("enable_thinking") is not False,
+            parallel=request.parallel_tool_calls,
             answer=answer,
         )
 
-    def _hear(self, index: int, pieces: list[Piece], end: Result | Exception | None) -> None:
-        self._news.put_nowait((index, pieces, end))
+    def _on_update(self, index: int, pieces: list[Piece], end: Result | Exception | None) -> None:
+        self._updates.put_nowait((index, pieces, end))
 
     def cancel(self, reason: Reason) -> None:
-        """Ends all outputs; after a deadline they are answers, otherwise nobody wants them.
+        """End all outputs. After a deadline, the tokens generated so far are the response.
 
-        A request whose programs or grammar are not compiled yet has no output to end with: it is
-        refused.
+        At a deadline or shutdown, a request whose programs or grammar are still being compiled
+        has no output, and is refused.
         """
         pending = any(job.pending for job in self._jobs)
         if reason == "shutdown" and (pending or self.waits_for):
             self._refuse(shutting_down())
             return
         if reason == "deadline" and self.waits_for:
-            self._wait_no_longer()
+            self._refuse_uncompiled()
             return
         if reason == "deadline" and pending:
             self._refuse(unfinished())
             return
         if any(reply.result is None for reply in self.replies):
-            self.cut = self.cut or (reason, self.phase)
-        self._leave(reason)
+            self.cancelled = self.cancelled or (reason, self.phase)
+        self._cancel_jobs(reason)
 
-    def _wait_no_longer(self) -> None:
-        """Refuses a request whose programs are not compiled yet."""
+    def _refuse_uncompiled(self) -> None:
+        """Refuse the request if its programs are still being compiled."""
         if waits_for := self.waits_for:
             self._refuse(still_compiling(self.model.engine.compiled, waits_for))
 
     def _refuse(self, problem: Problem) -> None:
-        self._news.put_nowait((0, [], problem))
+        self._updates.put_nowait((0, [], problem))
 
-    def _leave(self, reason: Reason) -> None:
+    def _cancel_jobs(self, reason: Reason) -> None:
         for job, reply in zip(self._jobs, self.replies, strict=True):
             if reply.result is None:
-                reply.cut = reply.cut or reason
+                reply.ended_by = reply.ended_by or reason
                 self.model.worker.cancel(job, None if reason == "deadline" else reason)
 
     @property
     def waits_for(self) -> tuple[Variant, ...]:
-        """The variants whose programs have to be compiled before it can begin."""
+        """Return the program variants that must be compiled before the request can start."""
         return next((job.waits_for for job in self._jobs if job.waits_for), ())
 
     @property
     def status(self) -> str:
-        """What a client that waits for output is told."""
+        """Return the progress of the request as text, for keepalive comments."""
         if not (waits_for := self.waits_for):
             fed, prompts = self.progress
             return f"keepalive {fed}/{prompts}"
@@ -208,142 +237,106 @@ class Generation:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Prompt tokens that were fed so far, and all of them."""
+        """Return the number of prompt tokens processed so far, and of all prompt tokens."""
         fed = sum(job.handle.num_fed for job in self._jobs if job.handle)
         return fed, sum(len(job.prompt) for job in self._jobs)
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompt that were not computed anew, as is known with the first output."""
+        """Return the cached prompt tokens, which are known with the first output."""
         return max((job.handle.num_cached for job in self._jobs if job.handle), default=0)
 
     @property
     def phase(self) -> str:
-        """What the engine does for it: "queued", "prompt" or "output"."""
+        """Return "queued", "prompt" (prefill) or "output" (decode)."""
         if self.first_token is not None:
             return "output"
         return "prompt" if self.progress[0] else "queued"
 
-    async def _next(self, pause: float | None) -> News | None:
-        """The next news, or None if none comes for so many seconds."""
+    async def _next_update(self, pause: float | None) -> ReplyUpdate | None:
+        """Return the next update, or None if none arrives for `pause` seconds."""
         try:
             async with asyncio.timeout(pause):
-                return await self._news.get()
+                return await self._updates.get()
         except TimeoutError:
             return None
 
-    async def events(self, pause: float | None = None) -> AsyncGenerator[Told]:
-        """New events of an output; those of its end come with `reply.result` set.
+    async def events(self, pause: float | None = None) -> AsyncGenerator[ReplyEvents]:
+        """Yield replies with their new events; `reply.result` is set with the last ones.
 
-        The first, empty, says that the engine took the request.
+        The first item, without events, means that the engine accepted the request.
 
         Args:
-          pause: None is given whenever nothing came for so many seconds, or sooner while programs
-            are being compiled.
+          pause: yield None after this many seconds without an update, or after a shorter time while
+            programs are being compiled.
 
         Raises:
-          Problem: the engine refused it, or the computation failed.
+          Problem: the engine refused the request, or the computation failed.
         """
         left, failed = len(self._jobs), False
         try:
             while left:
-                shorter = pause if pause is None else min(pause, COMPILING_PAUSE)
-                news = await self._next(shorter if self.waits_for else pause)
-                if news is None:
+                shorter = pause if pause is None else min(pause, COMPILING_KEEPALIVE_S)
+                update = await self._next_update(shorter if self.waits_for else pause)
+                if update is None:
                     yield None
                     continue
-                index, pieces, end = news
+                index, pieces, end = update
                 reply = self.replies[index]
                 if isinstance(end, Exception):
                     failed = True
-                    raise problem_of(end, self.ask.api)
+                    raise to_problem(end, self.request.api)
                 if pieces and self.first_token is None:
                     self.first_token = time.perf_counter()
                 events = [event for piece in pieces for event in reply.push(piece)]
-                if reply.enough and pieces and end is None:
+                if reply.satisfied and pieces and end is None:
                     self.model.worker.cancel(self._jobs[index])
                 if end is not None:
                     left -= 1
                     events += reply.finish(end)
                     called = reply.calls and reply.finish_reason == "tool_calls"
-                    if called and not reply.shortened:  # the template leaves out repetitions
-                        with contextlib.suppress(Problem):  # the answer is complete without it
+                    if called and not reply.shortened:  # a shortened answer differs from its ids
+                        with contextlib.suppress(Problem):  # caching is optional
                             await in_thread(self._remember, reply)
                 yield reply, events
         finally:
             for timer in self._timers:
                 timer.cancel()
-            if failed:  # that outranks a cancellation
-                self._leave("disconnect")
+            if failed:  # not counted as a cancellation
+                self._cancel_jobs("disconnect")
             elif left:
                 self.cancel("disconnect")
             self.model.last_used_ms = int(time.time() * 1000)
 
     def _remember(self, reply: Reply) -> None:
-        """Keeps a tool turn's ids for the next prompt of the conversation."""
+        """Store a tool turn's ids for the next prompt of the conversation."""
         stop = set(self.model.engine.target.eos_token_ids)
         ids = list(reply.ids)
         while ids and ids[-1] in stop:
             ids.pop()
-        if (lead := self.prompts[reply.index // self.ask.n].lead()) is None:
+        if (lead := self.prompts[reply.index // self.request.n].lead()) is None:
             return
         calls = [
             {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
             for call in reply.calls
         ]
-        message = {"content": reply.content, "tool_calls": past_calls(calls, "")}
-        self.model.turns.remember(message, [*lead, *ids])
+        message = {"content": reply.content, "tool_calls": parse_tool_calls(calls, "")}
+        self.model.tool_turns.put(message, [*lead, *ids])
 
 
-def queue_full() -> Problem:
-    """What a client is told when there is no room for its request."""
-    return Problem(503, "the queue is full; try again", code="queue_full", retry_s=1)
-
-
-def shutting_down() -> Problem:
-    """What a client is told that comes, or would have to wait, while the server drains."""
-    return Problem(503, "the server is shutting down", code="draining", retry_s=5)
-
-
-async def prepare(model: Model, ask: Ask) -> list[Prompt]:
-    """The prompts of a request, made in a thread: templates and encoding may take seconds.
+async def prepare(model: ServedModel, request: GenerationRequest) -> list[EncodedPrompt]:
+    """Return the prompts of a request, built in a thread since they may take seconds.
 
     Raises:
-      Problem: a prompt cannot be made, or certainly does not fit the plan.
+      Problem: a prompt is invalid, or certainly does not fit the plan.
     """
     engine = model.engine
     tokenizer, most = engine.tokenizer, engine.plan.max_length
-    if ask.messages is None:
-        size = sum(len(given) for given in ask.prompts if isinstance(given, str))
-        make = functools.partial(text_prompts, ask, tokenizer, most)
-        return await in_thread(make, long=size > LONG_PROMPT, param=ask.source)
+    if request.messages is None:
+        size = sum(len(given) for given in request.prompts if isinstance(given, str))
+        make = functools.partial(text_prompts, request, tokenizer, most)
+        return await in_thread(make, long=size > LONG_PROMPT, param=request.source)
     thought = model.syntax.thought if model.syntax else None
-    size = sum(map(message_size, ask.messages)) + 200 * len(ask.tools)
-    make = functools.partial(chat_prompt, ask, tokenizer, model.turns, thought, most)
-    return [await in_thread(make, long=size > LONG_PROMPT, param=ask.source)]
-
-
-NAMED = {*PASSED, "logit_bias", "stop"}  # options that requests call what the engine does
-FIELDS = {  # options of the engine that requests call otherwise
-    "block_size": "speculative.block_size",
-    "responses.max_tokens": "max_output_tokens",
-    "chat.logprobs": "top_logprobs",
-    "responses.logprobs": "top_logprobs",
-}
-
-
-def problem_of(error: Exception, api: str) -> Problem:
-    """What a client is told of an error in the engine's thread, in the words of its request."""
-    if isinstance(error, Problem):
-        return error
-    if isinstance(error, QueueFullError):
-        return queue_full()
-    if not isinstance(error, RequestError):
-        return Problem(500, str(error), code="compute_failed")
-    text = str(error)
-    option, is_, rest = text.partition(" is ")
-    if not is_ or not option.isidentifier():
-        word = text.partition(" ")[0]
-        return Problem(400, text, param=word if word in NAMED else None)
-    param = FIELDS.get(f"{api}.{option}", FIELDS.get(option, option))
-    return Problem(400, f"{param} is {rest}", param=param)
+    size = sum(map(message_size, request.messages)) + 200 * len(request.tools)
+    make = functools.partial(chat_prompt, request, tokenizer, model.tool_turns, thought, most)
+    return [await in_thread(make, long=size > LONG_PROMPT, param=request.source)]

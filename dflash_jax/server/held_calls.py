@@ -1,40 +1,47 @@
-"""Holds back streamed calls that repeat the one before: a third equal one ends the turn."""
+"""Filter for streamed tool calls that repeat the previous one; a third repetition ends the turn."""
 
 from collections.abc import Iterable
 
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tool_parsers.events import (
+    Content,
+    Event,
+    Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 
-class HeldCalls:
-    """Pass events on, but for calls that so far equal the last one, and what follows them.
+class RepeatedCallFilter:
+    """Holds back calls that may equal the previous one, and everything after them.
 
-    A call is held while its name is that of the call before and its arguments begin as that one's
-    do. It is released with everything after it once it differs, or when a call after it does. Calls
-    that mean the same and are spelled differently are not held.
+    A call is held while its name equals that of the previous call and its arguments are a prefix
+    of that call's. It is released, with everything after it, once it or a later call differs.
+    Arguments are compared as text: equal values in another spelling count as different.
     """
 
     def __init__(self) -> None:
         self._held: list[Event] = []
-        self._last: tuple[str, str] | None = None  # the last complete call that was passed on
-        self._name = self._arguments = ""  # of the call that is being written
+        self._last: tuple[str, str] | None = None  # name and arguments of the last released call
+        self._name = self._arguments = ""  # of the current call
 
     def push(self, events: Iterable[Event]) -> list[Event]:
-        """Return the events that are certain to be part of the answer, in order."""
+        """Return the events that are certainly part of the answer."""
         given: list[Event] = []
         for event in events:
             match event:
-                case CallBegun(_, name):
+                case ToolCallStart(_, name):
                     self._name, self._arguments = name, ""
                     if self._last is None or name != self._last[0]:
                         given += self.release()
                     else:
                         self._held.append(event)
                         continue
-                case Arguments(_, text):
+                case ToolCallDelta(_, text):
                     self._arguments += text
                     if self._last is None or not self._last[1].startswith(self._arguments):
                         given += self.release()
-                case CallDone():
+                case ToolCallEnd():
                     call = (self._name, self._arguments)
                     if call != self._last:
                         given += self.release()
@@ -45,10 +52,10 @@ class HeldCalls:
         return given
 
     def release(self) -> list[Event]:
-        """Return what was held; nothing repeats the call before any more."""
+        """Return the events held so far."""
         held, self._held = self._held, []
         return held
 
     def drop(self) -> bool:
-        """Forget what was held; return whether that was anything."""
+        """Discard the events held so far; return whether there were any."""
         return bool(self.release())

@@ -1,28 +1,31 @@
-"""One output being made, as event loop and engine thread see it."""
+"""Jobs: outputs in progress, shared by the event loop and the engine thread."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from dflash_jax.compiler.build import CompiledPrograms
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.request import CancelCell
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.errors import DFlashError
-from dflash_jax.server.protocol import Problem
 
 Listener = Callable[[int, list[Piece], "Result | Exception | None"], None]
-LONGEST_RETRY = 60  # seconds; clients ignore a Retry-After beyond it
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """One output being made.
+    """One output in progress.
 
-    `listener(index, pieces, end)` is called in the event loop: new pieces, and at the end the
-    result or what went wrong. The first call, without pieces, says that the request was accepted.
+    `listener(index, pieces, end)` is called in the event loop with new pieces, and at the end with
+    the result or the error. The first call, without pieces, means that the engine accepted the
+    request.
+
+    Attributes:
+      given: number of pieces passed to the listener.
+      cancelled: `Worker.cancel` was called.
+      finished: the listener received the end.
+      waits_for: variants whose programs are still being compiled.
     """
 
     prompt: list[int]
@@ -30,19 +33,19 @@ class Job:
     index: int
     listener: Listener
     handle: RequestHandle | None = None
-    given: int = 0  # pieces handed over
-    ended: bool = False  # somebody wants its end
-    over: bool = False  # its listener was given its end
-    waits_for: tuple[Variant, ...] = ()  # variants whose programs are still being compiled
+    given: int = 0
+    cancelled: bool = False
+    finished: bool = False
+    waits_for: tuple[Variant, ...] = ()
     cell: CancelCell = dataclasses.field(default_factory=CancelCell)
 
     @property
     def pending(self) -> bool:
-        """Whether its structure is still being compiled, as far as is known."""
-        return self.handle is None and not self.over and "structured" in self.options
+        """Return whether the output grammar may still be compiling."""
+        return self.handle is None and not self.finished and "structured" in self.options
 
-    def news(self) -> "tuple[Job, list[Piece], Result | Exception | None] | None":
-        """What the listener has not heard yet."""
+    def take_update(self) -> "tuple[Job, list[Piece], Result | Exception | None] | None":
+        """Return what the listener has not received yet, or None, and mark it as delivered."""
         assert self.handle is not None
         pieces = self.handle.pieces[self.given :]
         self.given += len(pieces)
@@ -54,17 +57,4 @@ class Job:
             return self, pieces, error
 
 
-News = tuple[Job, list[Piece], Result | Exception | None]
-
-
-def still_compiling(compiled: CompiledPrograms, variants: Sequence[Variant]) -> Problem:
-    """Return the 503 for a request whose programs are not compiled yet."""
-    names, missing = " and ".join(variants), compiled.missing(variants)
-    seconds = min(max(math.ceil(compiled.estimate_s(variants)), 1), LONGEST_RETRY)
-    return Problem(
-        503,
-        f"the request needs programs that are still being compiled ({names}: {len(missing)} are"
-        f" missing); try again in about {seconds} s",
-        code="compiling",
-        retry_s=seconds,
-    )
+JobUpdate = tuple[Job, list[Piece], Result | Exception | None]

@@ -1,4 +1,4 @@
-"""Log-probabilities of output tokens in the shapes of chat completions and of completions."""
+"""Log probabilities in the formats of chat completions, completions and vLLM."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from dflash_jax.tokenizer import TextStream, Tokenizer
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """`choices[].logprobs` of chat completions, for `TokenLogprob`s in order."""
+    """Return `choices[].logprobs` of chat completions."""
     content = []
     for entry in entries:
         top = [_entry(token, value, tokenizer) for token, value in entry.top]
@@ -17,23 +17,22 @@ def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None) 
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None, said: TextStream | None = None
+    entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None, before: TextStream | None = None
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of completions; the token that was said is among the likeliest.
+    """Return `choices[].logprobs` of completions. `top_logprobs` include the sampled token.
 
-    Of a token whose log-probability nobody knows, as a prompt's first, both are null.
-
+    Both are null for tokens without a log probability, such as the first token of a prompt.
 
     Args:
-      said: the output before these tokens, to which they are added. A token's offset is the
-        number of whole characters before it.
+      before: text of the tokens before `entries`; it is extended by them. A token's offset is the
+        number of complete characters before it.
     """
-    said = said or (tokenizer.stream() if tokenizer else None)
+    before = before or (tokenizer.stream() if tokenizer else None)
     offsets, top = [], []
     for entry in entries:
-        offsets.append(len(said.text) if said else 0)
-        if said:
-            said.push([entry.token_id])
+        offsets.append(len(before.text) if before else 0)
+        if before:
+            before.push([entry.token_id])
         own = () if entry.logprob is None else ((entry.token_id, entry.logprob),)
         top.append({_text(i, tokenizer): value for i, value in (*entry.top, *own)} or None)
     return {
@@ -45,26 +44,26 @@ def completion_logprobs(
 
 
 def prompt_logprobs(
-    entries: Sequence[TokenLogprob], most: int, tokenizer: Tokenizer | None
+    entries: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer | None
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token what is known by id, the token itself included.
+    """Return vLLM's `prompt_logprobs`: for each token, log probabilities by token id.
 
-    None for the first, of which nobody knows anything. The rank of a token that is none of the
-    likeliest is not known either.
+    Each entry includes the prompt token itself, whose rank is null unless it is among the top
+    tokens. Tokens without a log probability, such as the first, get None.
 
     Args:
-      most: how many of the likeliest to name.
+      num_top: number of top tokens to include.
     """
-    told: list[dict[str, Any] | None] = []
+    result: list[dict[str, Any] | None] = []
     for entry in entries:
         if entry.logprob is None:
-            told.append(None)
+            result.append(None)
             continue
         ranked = [(token, value, at + 1) for at, (token, value) in enumerate(entry.top)]
         own = (entry.token_id, entry.logprob, None)
         known = {token: (value, rank) for token, value, rank in (own, *ranked)}
-        wanted = (entry.token_id, *(token for token, _, _ in ranked[:most]))
-        told.append(
+        wanted = (entry.token_id, *(token for token, _, _ in ranked[:num_top]))
+        result.append(
             {
                 str(token): {
                     "logprob": known[token][0],
@@ -74,13 +73,13 @@ def prompt_logprobs(
                 for token in wanted
             }
         )
-    return told
+    return result
 
 
 def _entry(token: int, value: float | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
     known = tokenizer.raw_bytes(token) if tokenizer else None
-    said = None if known is None else list(known)
-    return {"token": _text(token, tokenizer), "logprob": value, "bytes": said}
+    data = None if known is None else list(known)
+    return {"token": _text(token, tokenizer), "logprob": value, "bytes": data}
 
 
 def _text(token: int, tokenizer: Tokenizer | None) -> str:

@@ -1,4 +1,4 @@
-"""Prometheus metrics; the suffixes are vLLM's, so that its dashboards need a new prefix only."""
+"""Prometheus metrics, named as vLLM's but for the prefix, so that its dashboards can be reused."""
 
 import os
 import time
@@ -10,20 +10,20 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server.figures import cached, queued_s
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.models import Model
+from dflash_jax.server.models import ServedModel
+from dflash_jax.server.statistics import cached, queued_s
 from dflash_jax.version import __version__
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """All figures of one server."""
+    """The metrics of one server."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._engines = _Engines()
+        self._engines = _EngineCollector()
         self._registry.register(self._engines)
         self._waiting = self._gauge("num_requests_waiting", "Outputs without a row yet.")
         self._running = self._gauge("num_requests_running", "Outputs that have a row.")
@@ -62,7 +62,7 @@ class Metrics:
         return Histogram(f"dflash_jax:{name}", text, buckets=SECONDS, registry=self._registry)
 
     def ended(self, generation: Generation) -> None:
-        """Books a request whose outputs are complete."""
+        """Record a finished request."""
         now = time.perf_counter()
         if generation.first_token is not None:
             self._first.observe(generation.first_token - generation.started)
@@ -92,15 +92,19 @@ class Metrics:
                 self._between.observe(stats.decode_s / (stats.output_tokens - 1))
 
     def failed(self, status: int) -> None:
-        """Books a request that ended in an error object."""
+        """Record a request that ended with an error response."""
         self._failed.labels(status).inc()
 
     def cancelled(self, reason: str, phase: str) -> None:
-        """Books a request that was ended early: in its "body", "queued", "prompt" or "output"."""
+        """Record a request that was cancelled.
+
+        Args:
+          phase: "body", "tokenisation", "queued", "prompt" or "output".
+        """
         self._cancelled.labels(reason, phase).inc()
 
-    def text(self, models: Iterable[Model]) -> bytes:
-        """The exposition text."""
+    def text(self, models: Iterable[ServedModel]) -> bytes:
+        """Return the metrics in Prometheus' text format."""
         self._engines.models = models
         pairs = ((m.worker.active, m.worker.engine) for m in models)
         active = [(jobs, engine.plan.rows if engine else 0) for jobs, engine in pairs]
@@ -109,22 +113,22 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Engines:
-    """What engines count themselves, read whenever somebody asks."""
+class _EngineCollector:
+    """Collects the counters of engines at scrape time."""
 
     def __init__(self) -> None:
-        self.models: Iterable[Model] = ()
+        self.models: Iterable[ServedModel] = ()
 
     def describe(self) -> list[Metric]:
-        """None: there may be no engine yet."""
+        """Return no metrics: engines may not be loaded yet."""
         return []
 
     def named(self) -> list[tuple[str, Engine]]:
-        """The engines there are, with their models' names."""
+        """Return the loaded engines with the names of their models."""
         return [(m.name, engine) for m in self.models if (engine := m.worker.engine) is not None]
 
     def collect(self) -> Iterator[Metric]:
-        """Cache usage, compilations, memory, and what runs here."""
+        """Yield metrics of cache usage, compilation, memory and the build."""
         engines = [engine for _, engine in self.named()]
         slots = sum(engine.plan.rows * engine.plan.max_length for engine in engines)
         yield GaugeMetricFamily(
@@ -172,7 +176,7 @@ class _Engines:
 
 
 def resident_bytes() -> int:
-    """Bytes of host memory that the process holds; 0 where the system has no /proc."""
+    """Return the resident memory of the process in bytes; 0 on systems without /proc."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

@@ -1,4 +1,4 @@
-"""Loaded pairs under their names, and what requests get that do not say."""
+"""Served models (pairs of target and drafter) by name, and request defaults."""
 
 import dataclasses
 import functools
@@ -11,22 +11,23 @@ import numpy as np
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
-from dflash_jax.server.prompt import ToolTurns
+from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.worker import Worker
 from dflash_jax.tool_parsers import Syntax, syntax_of
 
 ANY = "any"
-UNNAMED = (None, "", ANY, "dummy")  # the last is what Hugging Face's client says for none
+NO_NAME = (None, "", ANY, "dummy")  # Hugging Face's client sends "dummy" for none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """What requests get that do not say.
+class RequestDefaults:
+    """Values for fields that a request leaves out.
 
     Attributes:
-      max_tokens: 0 is what fits.
-      recovery: rules of requests without tools; `with_tools`, of those that offer some.
+      max_tokens: 0 for all that fits.
+      recovery: rules for requests without tools.
+      with_tools: recovery rules for requests with tools.
     """
 
     max_tokens: int = 0
@@ -36,19 +37,29 @@ class Defaults:
 
 
 @dataclasses.dataclass
-class Model:
-    """A loaded pair under its name."""
+class ServedModel:
+    """A pair of target and drafter, served under a name.
+
+    Attributes:
+      created: Unix time.
+      last_used_ms: Unix time in milliseconds of the last finished request; 0 if there is none.
+      tool_turns: output ids of past turns with tool calls.
+    """
 
     name: str
     worker: Worker
-    defaults: Defaults = dataclasses.field(default_factory=Defaults)
+    defaults: RequestDefaults = dataclasses.field(default_factory=RequestDefaults)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     last_used_ms: int = 0
-    turns: ToolTurns = dataclasses.field(default_factory=ToolTurns)
+    tool_turns: ToolTurnCache = dataclasses.field(default_factory=ToolTurnCache)
 
     @property
     def engine(self) -> Engine:
-        """The engine. Problem 503 until it is ready, 500 once it failed."""
+        """Return the engine.
+
+        Raises:
+          Problem: 503 until the engine is ready, 500 after it failed.
+        """
         if self.worker.error is not None:
             raise Problem(500, f"the engine stopped: {self.worker.error}", code="engine_failed")
         engine = self.worker.engine
@@ -59,40 +70,44 @@ class Model:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Stands for weights, configurations and what the plan changes in the numbers."""
+        """Return a hash of weights, configurations and the plan fields that affect numerics."""
         engine, plan = self.engine, self.engine.plan
         numbers = plan.dtype, plan.block, plan.chunk, plan.exact
         digest = hashlib.sha256(repr((engine.target, engine.drafter, numbers)).encode())
         for leaf in jax.tree.leaves(engine.params):
-            if leaf.ndim == 1:  # norms tell models apart, and are small
+            if leaf.ndim == 1:  # norms differ between models, and are small
                 digest.update(np.asarray(leaf).tobytes())
         return f"fp_{digest.hexdigest()[:12]}"
 
     @functools.cached_property
     def syntax(self) -> Syntax | None:
-        """How this model writes calls and thoughts."""
+        """Return the model's syntax of tool calls and reasoning, or None if it is unknown."""
         tokenizer = (self.worker.engine or self.engine).tokenizer
         return syntax_of(tokenizer.teaches if tokenizer else None)
 
 
-class Models:
-    """All loaded pairs; the first is the default."""
+class ServedModels:
+    """All served models."""
 
-    def __init__(self, models: Sequence[Model]):
+    def __init__(self, models: Sequence[ServedModel]):
         self._models = list(models)
 
-    def __iter__(self) -> Iterator[Model]:
+    def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
 
-    def __getitem__(self, at: int) -> Model:
+    def __getitem__(self, at: int) -> ServedModel:
         return self._models[at]
 
-    def named(self, name: str | None) -> Model:
-        """The model of this name; for `UNNAMED` the one used last, else the first."""
+    def named(self, name: str | None) -> ServedModel:
+        """Return the model of this name; for a name in NO_NAME, the most recently used one.
+
+        Raises:
+          Problem: 404, there is no such model.
+        """
         for model in self:
             if name == model.name:
                 return model
-        if name in UNNAMED:
+        if name in NO_NAME:
             return max(self, key=lambda m: m.last_used_ms)
         known = ", ".join(model.name for model in self)
         raise Problem(

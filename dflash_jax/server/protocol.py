@@ -1,7 +1,7 @@
-"""What every API's requests become: an `Ask`, or a `Problem`. Knows no arrays, sockets or clocks.
+"""Request types that all APIs share: `GenerationRequest` and `Problem`. No arrays, sockets, clocks.
 
-`fields` holds what the APIs have in common, `conversation` reads messages and tools, and each
-API's own fields are read where its answers are written.
+`fields` reads what more than one API has, `conversation` messages and tools, and each API's module
+its other fields.
 """
 
 import codecs
@@ -15,22 +15,25 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from dflash_jax.engine.recovery import Recovery
-from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, Choice, Tool, is_deep
+from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, Tool, ToolChoice, is_deep
 
 Message = dict[str, Any]
 MOST_CHOICES = 64
 MOST_ENTRIES = 500_000  # objects, arrays and keys of a body; decoding more takes over half a second
-MOST_VALUES = 2_000_000  # commas; so many numbers are decoded in 0.2 s
-SLICE = 2**16  # bytes that are searched at once: the interpreter lock is held meanwhile
-NO_LIMIT = -1  # of max_tokens, as vLLM and llama.cpp have it
+MOST_VALUES = 2_000_000  # commas; decoding this many numbers takes 0.2 s
+SLICE = 2**16  # bytes scanned per step: the interpreter lock is held during a step
+NO_LIMIT = -1  # value of max_tokens, as in vLLM and llama.cpp
 
 
 class Problem(Exception):
-    """A request that ends in an error object.
+    """An error response: an HTTP status and an error object.
 
     Args:
-      retry_s: becomes a Retry-After header.
-      details: Anthropic's, for programs.
+      status: HTTP status.
+      param: name of the offending request field.
+      code: machine-readable code.
+      retry_s: seconds for the Retry-After header.
+      details: Anthropic's `details` object.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Problem(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's `type` of the error."""
+        """Return OpenAI's error `type`."""
         named = {
             401: "authentication_error",
             403: "permission_error",
@@ -61,38 +64,44 @@ class Problem(Exception):
         return named.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
 
     def to_json(self) -> dict[str, Any]:
-        """The body; `type` and `details` are for Anthropic's clients, the rest is OpenAI's."""
+        """Return the body: OpenAI's error object, with Anthropic's `type` and `details`."""
         inner: dict[str, Any] = {"message": self.message, "type": self.kind}
         inner |= {"param": self.param, "code": self.code}
         more = {"details": self.details} if self.details else {}
         return {"type": "error", "error": inner | more}
 
 
-AUTO = Choice("auto")
+AUTO = ToolChoice("auto")
 Api = Literal["chat", "completions", "responses", "messages"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What is to be generated, whichever API asked.
+class GenerationRequest:
+    """A validated generation request, independent of the API it came through.
 
     Attributes:
-      messages: a conversation in the chat completions shape, else `prompts` is given.
-      prompts: texts or token ids, one output each (times n).
-      tools: as they are shown to the model; `declared` is what calls are checked against.
-      options: arguments of `Engine.submit` that were given.
-      grammar: what the output has to match: a pair of kind and value.
-      template: variables for the chat template.
-      recovery: rules for this request; None leaves them to the server.
-      thinking_budget: tokens after which an open thought is closed.
-      echo: what to put before the output: nothing, or the prompt.
-      max_tokens: None for the server's default, `NO_LIMIT` for what fits; 0, only with `echo`, asks
-        for no output.
-      echoed: fields of the request that the answer repeats.
-      keep: called with the answer, for requests that ask for it or refer to it.
-      clamp: shorten max_tokens to what fits, instead of refusing.
-      usage_chunk: a stream's last chunk has `usage`; `usage_each`: every chunk has.
-      warnings: what was ignored.
+      messages: the conversation as chat completions messages; None if `prompts` is given.
+      prompts: texts or lists of token ids; each gets `n` outputs.
+      tools: tool definitions as the chat template receives them.
+      declared_tools: the same tools as calls are checked against them.
+      options: arguments of `Engine.submit` that the client set.
+      grammar: structured output: a kind ("json", "regex", "choice" or "grammar") and its value.
+      template_kwargs: variables of the chat template.
+      recovery: recovery rules of this request; None takes the server's.
+      thinking_budget: most tokens of reasoning before it is closed.
+      max_tokens: None takes the server's default, `NO_LIMIT` all that fits; 0, valid with `echo`
+        only, generates nothing.
+      clamp_max_tokens: reduce max_tokens to what fits instead of refusing the request.
+      include_usage: send `usage` in a stream's last chunk.
+      continuous_usage_stats: send `usage` in every chunk.
+      logprobs: number of alternatives per output token; None for no log probabilities.
+      prompt_logprobs: the same for prompt tokens (vLLM's field).
+      include_stop_str: keep the stop string that ended the output in the text.
+      echo: put the prompt in front of the output.
+      echoed_fields: request fields that the response repeats.
+      store: called with the finished response; None if it is not stored.
+      timeout: seconds.
+      warnings: fields that were ignored, as sentences.
     """
 
     api: Api
@@ -100,30 +109,30 @@ class Ask:
     messages: list[Message] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
     tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    declared: tuple[Tool, ...] = ()
-    choice: Choice = AUTO
-    parallel: bool = True
+    declared_tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = AUTO
+    parallel_tool_calls: bool = True
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grammar: tuple[str, Any] | None = None
-    template: dict[str, Any] = dataclasses.field(default_factory=dict)
-    continue_final: bool = False
+    template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    continue_final_message: bool = False
     recovery: Recovery | None = None
     thinking_budget: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
     max_tokens: int | None = None
-    clamp: bool = False
+    clamp_max_tokens: bool = False
     stream: bool = False
-    usage_chunk: bool = False
-    usage_each: bool = False
-    logprobs: int | None = None  # alternatives asked for; None for no log probabilities
-    prompt_logprobs: int | None = None  # likewise of the prompt, in vLLM's words
-    keep_stop: bool = False  # leave the stop string in that ended the output
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str: bool = False
     echo: bool = False
-    echoed: dict[str, Any] = dataclasses.field(default_factory=dict)
-    keep: Callable[..., None] | None = None
+    echoed_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    store: Callable[..., None] | None = None
     timeout: float | None = None
-    token_ids: bool = False
+    return_token_ids: bool = False
     timings: bool = False
     metrics: bool = False
     meta_info: bool = False
@@ -131,7 +140,7 @@ class Ask:
 
     @property
     def source(self) -> str:
-        """The field that holds what the prompt is made of."""
+        """Name of the request field that the prompt comes from."""
         return {"responses": "input", "completions": "prompt"}.get(self.api, "messages")
 
 
@@ -139,14 +148,14 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
-    """A request body, and the fields in it that the API does not know.
+    """Return the decoded request body, and its fields that the API does not know.
 
     Raises:
-      Problem: it is no JSON, is nested too deeply, or a field is missing or of the wrong type.
+      Problem: the body is not JSON or too deeply nested, or a field is missing or has a wrong type.
     """
     check_entries(body)
     try:
-        raw = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))  # as Windows writes files
+        raw = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))  # Windows editors add it
     except RecursionError:
         raise _too_deep("the body") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -156,11 +165,11 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
     if is_deep(raw):
         name = next((name for name, value in raw.items() if is_deep([value])), None)
         raise _too_deep(name or "the body", name)
-    for name in _whole_numbers(kind) & raw.keys():
+    for name in _integer_fields(kind) & raw.keys():
         if isinstance(given := raw[name], float) and given.is_integer():
-            raw[name] = int(given)  # some languages write 8 as 8.0
+            raw[name] = int(given)  # some clients send 8 as 8.0
     try:
-        found = msgspec.convert(raw, kind)
+        decoded = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$.")
         param = path.removesuffix("`") or None
@@ -169,7 +178,7 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
             param = missing[1]
         raise Problem(400, f"{text}{where}", param=param) from None
     known = kind.__struct_fields__
-    return found, {name: value for name, value in raw.items() if name not in known}
+    return decoded, {name: value for name, value in raw.items() if name not in known}
 
 
 def _too_deep(where: str, param: str | None = None) -> Problem:
@@ -189,25 +198,29 @@ def check_entries(
     *,
     most_values: int | None = None,
 ) -> None:
-    """Raise Problem if a JSON text has too many entries to be decoded in good time.
+    """Refuse JSON with too many entries.
 
-    Decoding holds the interpreter lock, so no other request is served meanwhile.
+    Decoding holds the interpreter lock, so no other request is served during it.
 
     Args:
-      subject: the text, for the error; `param` is the field that holds it.
-      most_values: commas it may have; `MOST_VALUES` by default.
+      subject: name of the text, for the error message.
+      param: request field that contains the text.
+      most_values: limit of commas; `MOST_VALUES` by default.
+
+    Raises:
+      Problem: there are more entries than allowed.
     """
     most = {
         "objects, arrays and keys": MOST_ENTRIES,
         "values": MOST_VALUES if most_values is None else most_values,
     }
-    found = dict.fromkeys(most, 0)
-    if _symbols(text) <= MOST_ENTRIES and text.count(b",") <= most["values"]:
+    counts = dict.fromkeys(most, 0)
+    if _count_structure(text) <= MOST_ENTRIES and text.count(b",") <= most["values"]:
         return
-    for part in _outside_texts(text):
-        found["objects, arrays and keys"] += _symbols(part)
-        found["values"] += part.count(b",")
-        for kind, count in found.items():
+    for part in _outside_strings(text):
+        counts["objects, arrays and keys"] += _count_structure(part)
+        counts["values"] += part.count(b",")
+        for kind, count in counts.items():
             if count > most[kind]:
                 raise Problem(
                     400, f"{subject} has more than {most[kind]} {kind}; send fewer",
@@ -215,13 +228,13 @@ def check_entries(
                 )  # fmt: skip
 
 
-def _symbols(part: bytes) -> int:
+def _count_structure(part: bytes) -> int:
     return sum(map(part.count, (b"[", b"{", b":")))
 
 
-def _outside_texts(body: bytes) -> Iterator[bytes]:
-    """The parts of a JSON text outside of its strings, joined slice by slice."""
-    inside = escaped = False  # of a string; the last character was a backslash that escapes
+def _outside_strings(body: bytes) -> Iterator[bytes]:
+    """Yield the text outside of JSON strings, slice by slice."""
+    inside = escaped = False  # inside a string; the last character was an escaping backslash
     for at in range(0, len(body), SLICE):
         part = body[at + escaped : at + SLICE].replace(rb"\\", b"")
         escaped = part.endswith(b"\\")
@@ -231,12 +244,12 @@ def _outside_texts(body: bytes) -> Iterator[bytes]:
 
 
 @functools.cache
-def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Fields of a body that are whole numbers."""
+def _integer_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Return the names of a body's integer fields."""
     fields = msgspec.structs.fields(kind)
     return frozenset(field.encode_name for field in fields if field.type == int | None)
 
 
 def new_id(prefix: str) -> str:
-    """A fresh id such as chatcmpl-9f...; 24 hexadecimal digits."""
+    """Return a new id: the prefix and 24 random hexadecimal digits."""
     return f"{prefix}{secrets.token_hex(12)}"

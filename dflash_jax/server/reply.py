@@ -1,34 +1,36 @@
-"""One output as a client sees it: thoughts, content and calls, and why it ended."""
+"""One output as the client sees it: reasoning, content, tool calls and the finish reason."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.engine.recovery import repeated_calls
 from dflash_jax.engine.result import Piece, Result, TokenLogprob
-from dflash_jax.server.held_calls import HeldCalls
-from dflash_jax.server.protocol import Ask, new_id
+from dflash_jax.server.held_calls import RepeatedCallFilter
+from dflash_jax.server.protocol import GenerationRequest, new_id
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax
 from dflash_jax.tool_parsers.events import (
-    Arguments,
-    CallBegun,
-    CallDone,
     Content,
     Event,
     Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
     joined,
 )
 from dflash_jax.tool_parsers.stream import OutputParser
 
-LOOPS = ("repeat", "runaway", "period", repeated_calls.KIND)  # rules that end a looping output
-DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")  # at the end of whole answers
+# Recovery rules that end an output because it repeats itself.
+LOOPS = ("repeat", "runaway", "period", repeated_calls.KIND)
+# Counters of tokens that recovery leaves out at the end of an answer.
+DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")
 
 
 @dataclasses.dataclass
-class Call:
-    """A tool call; `arguments` is JSON text, whole once `done`."""
+class ToolCall:
+    """A tool call; `arguments` is JSON text, complete once `done`."""
 
     id: str
     name: str
@@ -37,238 +39,274 @@ class Call:
 
 
 @dataclasses.dataclass
-class Part:
-    """A piece of an answer; they stand in the order in which they were written."""
+class ReplyPart:
+    """A run of reasoning or content, or a tool call, in output order."""
 
-    kind: str  # "thoughts", "content" or "call"
+    kind: Literal["reasoning", "content", "call"]
     text: str = ""
-    call: Call | None = None
+    call: ToolCall | None = None
 
 
 class Reply:
-    """Turns the pieces of one output into events, and keeps their sum.
+    """One output of a request: parses its pieces into events, and accumulates them.
 
     Args:
-      index: which of the request's outputs it is.
-      thinking: the prompt opened a thought.
+      index: position among the outputs of the request.
+      thinking: the prompt ends inside reasoning.
+
+    Attributes:
+      ids: output token ids.
+      logprobs: log probabilities of `ids`, if requested.
+      answer_logprobs: those of tokens outside reasoning and tool calls.
+      reported: number of log probabilities that were sent in chunks.
+      logprob_text: text of the tokens whose log probabilities were sent.
+      satisfied: no further output is needed: a stop string was found, the only allowed call is
+        complete, or max_tokens is 0.
+      filter_repeated_calls: hold back streamed calls that may repeat the previous one.
+      shortened: the answer leaves out tokens that are among `ids`.
+      ended_by: why the server ended the output ("deadline", "call", ...); empty if it did not.
     """
 
     def __init__(
         self,
         index: int,
-        ask: Ask,
+        request: GenerationRequest,
         tokenizer: Tokenizer | None,
         syntax: Syntax | None,
         *,
         thinking: bool = False,
     ):
-        self.index, self._ask = index, ask
-        chat = ask.api != "completions"
-        syntax = syntax if chat else None
+        self.index, self._request = index, request
+        if request.api == "completions":
+            syntax = None
         if tokenizer and syntax:
-            tokenizer = tokenizer.showing(syntax.markers(calls=bool(ask.declared)))
-        self._tokenizer, self._syntax, self._opened = tokenizer, syntax, thinking
+            tokenizer = tokenizer.showing(syntax.markers(calls=bool(request.declared_tools)))
+        self._tokenizer, self._syntax, self._starts_thinking = tokenizer, syntax, thinking
+        self._takes_engine_text = self._engine_text_suffices()
         self.ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []  # of `ids`, where they were asked for
-        self.reported = 0  # log-probabilities in chunks that were sent
-        self.said = tokenizer.stream() if tokenizer else None  # the text of the tokens among them
+        self.logprobs: list[TokenLogprob] = []
+        self.reported = 0
+        self.logprob_text = tokenizer.stream() if tokenizer else None
         self.thinking_tokens = 0
-        # Nothing more is wanted: a stop string came, the only call is done, or there is no room.
-        self.enough = ask.max_tokens == 0
+        self.satisfied = request.max_tokens == 0
         self.result: Result | None = None
-        self.holds_calls = False  # hold back streamed calls that may repeat the one before
-        self._held = HeldCalls()
-        self.shortened = False  # the answer lacks tokens that are among `ids`
-        self.cut = ""  # why the server ended it: "deadline", "call", ...
-        self._begin()
+        self.filter_repeated_calls = False
+        self._repeated_calls = RepeatedCallFilter()
+        self.shortened = False
+        self.ended_by = ""
+        self._reset()
 
-    def _begin(self) -> None:
-        """Nothing was read yet."""
-        ask = self._ask
-        among_calls = bool(self._syntax and ask.declared)  # in which no stop string counts
-        self._text = Detokenizer(self._tokenizer, () if among_calls else ask.stop)
+    def _engine_text_suffices(self) -> bool:
+        """Return whether `Piece.text` can be used instead of decoding the ids a second time.
+
+        It cannot where the parser needs special tokens that the engine leaves out, where tokens
+        have to be counted as reasoning one by one, or where the stop string, which the engine
+        leaves out as well, has to be known.
+        """
+        syntax, request = self._syntax, self._request
+        parsed = syntax is not None and bool(syntax.thought or request.declared_tools)
+        marked = self._tokenizer is not None and bool(self._tokenizer.shown)
+        return not (parsed or marked or request.stop)
+
+    def _reset(self) -> None:
+        """Start over with an empty answer."""
+        request = self._request
+        # With tools, the parser looks for stop strings: they do not count inside calls.
+        parser_stops = bool(self._syntax and request.declared_tools)
+        self._text = Detokenizer(self._tokenizer, () if parser_stops else request.stop)
         self._parser = OutputParser(
             self._syntax,
-            ask.declared,
-            thinking=self._opened,
-            stop=ask.stop if among_calls else (),
-            slips=ask.grammar is None,
+            request.declared_tools,
+            thinking=self._starts_thinking,
+            stop=request.stop if parser_stops else (),
+            lenient=request.grammar is None,
         )
-        self.content = self.thoughts = ""
-        self.answer_logprobs: list[TokenLogprob] = []  # those outside thoughts and calls
-        self.calls: list[Call] = []
-        self._parts: list[Part] = []
+        self.content = self.reasoning = ""
+        self.answer_logprobs: list[TokenLogprob] = []
+        self.calls: list[ToolCall] = []
+        self._parts: list[ReplyPart] = []
 
     def push(self, piece: Piece) -> list[Event]:
-        """What a piece adds; texts of one kind in a row are one event."""
+        """Return the events of a piece; adjacent texts of one kind are one event."""
+        if self._takes_engine_text and not self.satisfied:
+            self.ids += piece.token_ids
+            self.logprobs += piece.logprobs
+            self.answer_logprobs += piece.logprobs
+            return self._filter_and_apply(self._parser.push(piece.text))
         events: list[Event] = []
         for at, token in enumerate(piece.token_ids):
-            if self.enough:
+            if self.satisfied:
                 break
             self.ids.append(token)
-            self.logprobs += (likely := piece.logprobs[at : at + 1])
-            new, thinking = self._read(token, likely)
+            self.logprobs += (logprobs := piece.logprobs[at : at + 1])
+            new, thinking = self._push_token(token, logprobs)
             events += new
             self.thinking_tokens += thinking
             if self.stop_string is not None:
-                self.enough = True
+                self.satisfied = True
         return list(joined(events))
 
-    def _read(self, token: int, likely: Sequence[TokenLogprob]) -> tuple[list[Event], bool]:
-        """What a token adds, and whether it is one of a thought."""
+    def _push_token(self, token: int, logprobs: Sequence[TokenLogprob]) -> tuple[list[Event], bool]:
+        """Return the events of a token, and whether it belongs to reasoning."""
         parser = self._parser
         thinking, calling = parser.thinking, parser.calling
-        events = self._take(parser.push(self._text.push([token])))
+        events = self._filter_and_apply(parser.push(self._text.push([token])))
         thinking, calling = thinking or parser.thinking, calling or parser.calling
         if not (thinking or calling):
-            self.answer_logprobs += likely
+            self.answer_logprobs += logprobs
         return events, thinking
 
-    def _shorten(self, count: int) -> None:
-        """Leaves the last tokens out of what was said; they stay among `ids`."""
-        self._begin()
+    def _drop_last_tokens(self, count: int) -> None:
+        """Leave the last tokens out of the answer; they stay in `ids`."""
+        self._reset()
         for at, token in enumerate(self.ids[: len(self.ids) - count]):
-            self._read(token, self.logprobs[at : at + 1])
+            self._push_token(token, self.logprobs[at : at + 1])
 
     def finish(self, result: Result) -> list[Event]:
-        """What was held back, once the engine is done."""
+        """Return the events that were held back until the engine finished the output."""
         self.result = result
         looped = max(result.stats.recovery[name] for name in DROPPED)
-        if looped and not (self._ask.stream or self.enough or self.cut):  # what was sent stays
-            self._shorten(looped)
+        # A stream cannot be shortened: its text has been sent.
+        if looped and not (self._request.stream or self.satisfied or self.ended_by):
+            self._drop_last_tokens(looped)
             self.shortened = True
-        events = [] if self.cut == "call" else self._take(self._parser.push(self._text.finish()))
-        if self.cut != "call":
-            events += self._take(self._parser.finish())
-        if not self._cut_short:  # what the model itself left unfinished stays so
-            events += self._take(self._parser.unfinished_call())
+        events: list[Event] = []
+        if self.ended_by != "call":
+            events += self._filter_and_apply(self._parser.push(self._text.finish()))
+            events += self._filter_and_apply(self._parser.finish())
+        if not self._ended_early:  # the model itself left the call unfinished: it is content
+            events += self._filter_and_apply(self._parser.unfinished_call())
         if result.stats.recovery[repeated_calls.KIND]:
-            self.shortened |= self._held.drop()
-        events += self._told(self._held.release())
-        if self._ask.keep_stop and self.stop_string:
+            self.shortened |= self._repeated_calls.drop()
+        events += self._apply(self._repeated_calls.release())
+        if self._request.include_stop_str and self.stop_string:
             kind = Thinking if self._parser.thinking else Content
-            events += self._take([kind(self.stop_string)])
+            events += self._filter_and_apply([kind(self.stop_string)])
         return list(joined(events))
 
-    def _take(self, events: list[Event]) -> list[Event]:
-        return self._told(self._held.push(events) if self.holds_calls else events)
+    def _filter_and_apply(self, events: list[Event]) -> list[Event]:
+        if self.filter_repeated_calls:
+            events = self._repeated_calls.push(events)
+        return self._apply(events)
 
-    def _told(self, events: list[Event]) -> list[Event]:
-        """Add events to the answer; return those that are part of it."""
+    def _apply(self, events: list[Event]) -> list[Event]:
+        """Add events to the answer; return those up to the end of the only allowed call."""
         for at, event in enumerate(events):
             match event:
                 case Content(text):
                     self.content += text
-                    self._write("content", text)
+                    self._append("content", text)
                 case Thinking(text):
-                    self.thoughts += text
-                    self._write("thoughts", text)
-                case CallBegun(_, name):
-                    self.calls.append(Call(new_id("call_"), name))
-                    self._parts.append(Part("call", call=self.calls[-1]))
-                case Arguments(index, text):
+                    self.reasoning += text
+                    self._append("reasoning", text)
+                case ToolCallStart(_, name):
+                    self.calls.append(ToolCall(new_id("call_"), name))
+                    self._parts.append(ReplyPart("call", call=self.calls[-1]))
+                case ToolCallDelta(index, text):
                     self.calls[index].arguments += text
-                case CallDone(index):
+                case ToolCallEnd(index):
                     call = self.calls[index]
                     call.done, call.arguments = True, call.arguments or "{}"
-                    if not self._ask.parallel:
-                        self.enough, self.cut = True, "call"
+                    if not self._request.parallel_tool_calls:
+                        self.satisfied, self.ended_by = True, "call"
                         return events[: at + 1]
         return events
 
-    def _write(self, kind: str, text: str) -> None:
-        """Goes on with a part, or begins one."""
+    def _append(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        """Extend the last part, or add one of another kind."""
         if not self._parts or self._parts[-1].kind != kind:
-            self._parts.append(Part(kind))
+            self._parts.append(ReplyPart(kind))
         self._parts[-1].text += text
 
     @property
-    def parts(self) -> list[Part]:
-        """The answer in order, without calls whose arguments are not complete."""
+    def parts(self) -> list[ReplyPart]:
+        """Return the parts in output order, without incomplete calls."""
         return [part for part in self._parts if part.call is None or part.call.done]
 
     @property
-    def done_calls(self) -> list[Call]:
-        """Calls whose arguments are complete."""
+    def done_calls(self) -> list[ToolCall]:
+        """Return the calls whose arguments are complete."""
         return [call for call in self.calls if call.done]
 
     @property
-    def _cut_short(self) -> bool:
-        """Whether a limit or the caller ended the output, not the model."""
+    def _ended_early(self) -> bool:
+        """Return whether a limit or the caller ended the output, rather than the model."""
         assert self.result is not None
-        return bool(self.cut) or self.result.finish_reason in ("length", "cancelled")
+        return bool(self.ended_by) or self.result.finish_reason in ("length", "cancelled")
 
     @property
-    def _open_call(self) -> bool:
-        """Whether the output was cut short inside a tool call."""
-        return self._parser.calling and self._parser.unfinished and self._cut_short
+    def _ends_in_call(self) -> bool:
+        """Return whether the output was cut short inside a tool call."""
+        return self._parser.calling and self._parser.unfinished and self._ended_early
 
     @property
-    def undeclared(self) -> list[str]:
-        """Tools that were called and not declared, each once."""
+    def undeclared_tools(self) -> list[str]:
+        """Return the names of undeclared tools that were called, without duplicates."""
         return list(dict.fromkeys(self._parser.undeclared))
 
     @property
     def warnings(self) -> list[str]:
-        """Return what a caller should know about the output's tool calls."""
-        found = [
+        """Return warnings about the tool calls of the output."""
+        warnings = [
             f"the model called the tool {name!r}, which the request does not declare; the call is"
             " passed on as the model made it"
-            for name in self.undeclared
+            for name in self.undeclared_tools
         ]
         if self._parser.unreadable:
-            found.append("a tool call could not be read; it is part of the text")
-        if self._open_call:
-            found.append(
+            warnings.append("a tool call could not be read; it is part of the text")
+        if self._ends_in_call:
+            warnings.append(
                 "the output was cut inside a tool call, which is incomplete; it is left out of"
                 " answers that are not streamed"
             )
-        return found
+        return warnings
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the output."""
+        """Return the stop string that ended the output."""
         return self._text.stopped_by or self._parser.stopped_by
 
     @property
     def finish_reason(self) -> str:
-        """In OpenAI's words: stop, length or tool_calls."""
+        """Return OpenAI's finish reason: "stop", "length" or "tool_calls"."""
         assert self.result is not None
-        if self.done_calls and not self._open_call:
+        if self.done_calls and not self._ends_in_call:
             return "tool_calls"
-        if self.cut == "call" or self.stop_string:
+        if self.ended_by == "call" or self.stop_string:
             return "stop"
-        if self._ask.max_tokens == 0 or self.result.finish_reason in ("length", "cancelled"):
+        if self._request.max_tokens == 0 or self.result.finish_reason in ("length", "cancelled"):
             return "length"
         return "stop"
 
     @property
     def details(self) -> dict[str, Any]:
-        """`finish_details`: the exact reason, and what the tokens were."""
+        """Return `finish_details`: the exact reason, and token counts by kind."""
         assert self.result is not None
         stats = self.result.stats
         loop = next((kind for kind in LOOPS if stats.recovery[kind]), None)
-        reason = self.cut or ("stop_sequence" if self.stop_string else self.result.finish_reason)
-        total = 0 if self._ask.max_tokens == 0 else stats.output_tokens
-        found: dict[str, Any] = {
+        reason = self.ended_by or (
+            "stop_sequence" if self.stop_string else self.result.finish_reason
+        )
+        total = 0 if self._request.max_tokens == 0 else stats.output_tokens
+        details: dict[str, Any] = {
             "reason": {"stop": "end_of_turn", "call": "one_tool_call"}.get(reason, reason),
             "thinking_tokens": self.thinking_tokens,
             "content_tokens": total - self.thinking_tokens,
             "total_tokens": total,
         }
-        if self.undeclared:
-            found["undeclared_tools"] = self.undeclared
+        if self.undeclared_tools:
+            details["undeclared_tools"] = self.undeclared_tools
         if self._parser.unreadable:
-            found["unreadable_calls"] = self._parser.unreadable
-        if self._open_call:
-            found["unfinished_call"] = True
+            details["unreadable_calls"] = self._parser.unreadable
+        if self._ends_in_call:
+            details["unfinished_call"] = True
         if self.stop_string:
-            found["stop_sequence"] = self.stop_string
+            details["stop_sequence"] = self.stop_string
         if self.thinking_tokens:
             forced = stats.recovery["thought_closed"] + stats.recovery["thought_closed_by_force"]
-            found["close_kind"] = "hard" if forced else "natural"
+            details["close_kind"] = "hard" if forced else "natural"
         if loop:
-            found |= {"degenerate_decode": True, "degenerate_kind": loop}
+            details |= {"degenerate_decode": True, "degenerate_kind": loop}
         if stats.recovery:
-            found["recovery"] = {kind: n for kind, n in stats.recovery.items() if n}
-        return found
+            details["recovery"] = {kind: n for kind, n in stats.recovery.items() if n}
+        return details

@@ -1,4 +1,4 @@
-"""Responses that later requests ask for, or refer to by their ids or by those of their items."""
+"""Stored responses, which later requests retrieve or refer to by response or item id."""
 
 import json
 from typing import Any, NamedTuple
@@ -8,88 +8,100 @@ from dflash_jax.server.protocol import Problem
 Item = dict[str, Any]
 
 
-class Talk(NamedTuple):
-    """A conversation that ended in a response, as JSON: objects take six times the memory."""
+class StoredResponse(NamedTuple):
+    """A response and its conversation, as JSON: Python objects take six times the memory."""
 
-    items: bytes  # all of them, a list
-    answer: bytes
-    made: list[str]  # ids of the items that the response consists of
+    conversation: bytes  # input and output items, a list
+    response: bytes
+    item_ids: list[str]  # of the output items
 
     @property
     def size(self) -> int:
-        """Bytes."""
-        return len(self.items) + len(self.answer)
+        """Bytes of JSON."""
+        return len(self.conversation) + len(self.response)
 
 
-class Kept:
-    """Conversations that ended in a response, the oldest forgotten first.
+class ResponseStore:
+    """Responses in memory; the oldest are dropped first.
 
     Args:
-      most_bytes: of all conversations, as JSON.
+      max_bytes: limit for all stored conversations, as JSON.
     """
 
-    def __init__(self, most_bytes: int = 2**25):
-        self._most, self._size = most_bytes, 0
-        self._talks: dict[str, Talk] = {}  # by the response's id
-        self._responses: dict[str, str] = {}  # ids of responses, by ids of items they consist of
+    def __init__(self, max_bytes: int = 2**25):
+        self._max_bytes, self._size = max_bytes, 0
+        self._stored: dict[str, StoredResponse] = {}  # by response id
+        self._response_of_item: dict[str, str] = {}  # response ids, by the ids of output items
 
-    def keep(self, answer: dict[str, Any], given: list[Item]) -> None:
-        """Keeps a response, and the items it was given."""
-        made = answer["output"]
-        talk = Talk(_json([*given, *made]), _json(answer), [item["id"] for item in made])
-        self._talks[answer["id"]] = talk
-        self._size += talk.size
-        self._responses |= dict.fromkeys(talk.made, answer["id"])
-        while self._size > self._most:
-            self.forget(next(iter(self._talks)))
+    def put(self, response: dict[str, Any], given: list[Item]) -> None:
+        """Store a response and its input items."""
+        output = response["output"]
+        stored = StoredResponse(
+            _to_json([*given, *output]), _to_json(response), [item["id"] for item in output]
+        )
+        self._stored[response["id"]] = stored
+        self._size += stored.size
+        self._response_of_item |= dict.fromkeys(stored.item_ids, response["id"])
+        while self._size > self._max_bytes:
+            self.delete(next(iter(self._stored)))
 
-    def answer(self, response: str) -> dict[str, Any]:
-        """A response as it was answered; raises Problem 404 where it is not kept."""
-        return _value(self._talk(response).answer)
-
-    def forget(self, response: str) -> None:
-        """Keeps a response no longer; raises Problem 404 where it is not kept."""
-        talk = self._talk(response)
-        del self._talks[response]
-        self._size -= talk.size
-        for item in talk.made:
-            del self._responses[item]
-
-    def _talk(self, response: str) -> Talk:
-        found = self._talks.get(response)
-        if found is None:
-            raise Problem(404, f"the response {response!r} is not kept here", param="response_id")
-        return found
-
-    def whole(self, previous: str | None, items: list[Item]) -> list[Item]:
-        """The items of a request, those it refers to in their places.
-
-        Args:
-          previous: the response that they follow.
+    def get(self, response_id: str) -> dict[str, Any]:
+        """Return a response as it was sent.
 
         Raises:
-          Problem: one is not kept, or not any more.
+          Problem: 404, it is not stored.
         """
-        if previous and previous not in self._talks:
+        return _from_json(self._find(response_id).response)
+
+    def delete(self, response_id: str) -> None:
+        """Remove a response.
+
+        Raises:
+          Problem: 404, it is not stored.
+        """
+        stored = self._find(response_id)
+        del self._stored[response_id]
+        self._size -= stored.size
+        for item in stored.item_ids:
+            del self._response_of_item[item]
+
+    def _find(self, response_id: str) -> StoredResponse:
+        stored = self._stored.get(response_id)
+        if stored is None:
+            raise Problem(
+                404, f"the response {response_id!r} is not kept here", param="response_id"
+            )
+        return stored
+
+    def resolve_input(self, previous: str | None, items: list[Item]) -> list[Item]:
+        """Return a request's input items with the previous conversation and references resolved.
+
+        Args:
+          previous: id of the response that the items follow.
+
+        Raises:
+          Problem: a response or item is not stored.
+        """
+        if previous and previous not in self._stored:
             raise Problem(
                 400, f"the response {previous!r} is not kept here; send the whole input",
                 param="previous_response_id", code="previous_response_not_found",
             )  # fmt: skip
-        before = _value(self._talks[previous].items) if previous else []
-        return before + [self._item(item, f"input[{at}]") for at, item in enumerate(items)]
+        before = _from_json(self._stored[previous].conversation) if previous else []
+        return before + [self._resolve(item, f"input[{at}]") for at, item in enumerate(items)]
 
-    def _item(self, item: Item, where: str) -> Item:
+    def _resolve(self, item: Item, where: str) -> Item:
         if item.get("type") != "item_reference":
             return item
-        response = self._responses.get(number := str(item.get("id")))
-        if response is None:
-            raise Problem(404, f"the item {number!r} is not kept here; send it whole", param=where)
-        return next(made for made in self.answer(response)["output"] if made["id"] == number)
+        response_id = self._response_of_item.get(item_id := str(item.get("id")))
+        if response_id is None:
+            raise Problem(404, f"the item {item_id!r} is not kept here; send it whole", param=where)
+        return next(x for x in self.get(response_id)["output"] if x["id"] == item_id)
 
 
-def _json(value: Any) -> bytes:
+def _to_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _value(text: bytes) -> Any:
+def _from_json(text: bytes) -> Any:
     return json.loads(text.decode("utf-8", "surrogatepass"))

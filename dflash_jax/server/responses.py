@@ -1,27 +1,34 @@
-"""OpenAI's /v1/responses, the part that agents need."""
+"""OpenAI's /v1/responses, as far as agents use it: request decoding, responses, stream events."""
 
 import functools
 import time
 from typing import Any
 
-from dflash_jax.server import figures
-from dflash_jax.server.conversation import check_tools, conversation, offered
-from dflash_jax.server.fields import Common, common
+from dflash_jax.server import statistics
+from dflash_jax.server.conversation import check_tools, parse_messages, parse_tools
+from dflash_jax.server.fields import CommonFields, common_arguments
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.items import messages_of
 from dflash_jax.server.logprobs import chat_logprobs
-from dflash_jax.server.protocol import NO_LIMIT, Ask, Problem, decode, new_id
-from dflash_jax.server.reply import Part, Reply
-from dflash_jax.server.response_store import Kept
-from dflash_jax.server.thinking import thoughts
-from dflash_jax.server.writer import named
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.server.message_formats import messages_from_responses
+from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Problem, decode, new_id
+from dflash_jax.server.reply import Reply, ReplyPart
+from dflash_jax.server.response_store import ResponseStore
+from dflash_jax.server.thinking import reasoning_options
+from dflash_jax.server.writer import sse_event
+from dflash_jax.tool_parsers.events import (
+    Content,
+    Event,
+    Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
-LOGPROBS = "message.output_text.logprobs"  # of `include`
+LOGPROBS = "message.output_text.logprobs"  # an entry of `include`
 
 
-class ResponsesRequest(Common, kw_only=True):
-    """POST /v1/responses."""
+class ResponsesRequest(CommonFields, kw_only=True):
+    """Body of POST /v1/responses."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -39,40 +46,43 @@ class ResponsesRequest(Common, kw_only=True):
     conversation: Any = None
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Accepted, and without effect here.
+    # Accepted without effect.
     max_tool_calls: Any = None
     stream_options: Any = None
     client_metadata: Any = None
 
 
-def decode_responses(body: bytes, kept: Kept | None = None) -> Ask:
-    """The request as an `Ask`.
+def decode_responses(body: bytes, store: ResponseStore | None = None) -> GenerationRequest:
+    """Return the request of a body.
 
     Args:
-      kept: responses it may refer to, where its own is kept unless it says `store: false`.
+      store: responses that the request may refer to. Its own is added unless `store` is false.
+
+    Raises:
+      Problem: the body is invalid, or asks for something unsupported.
     """
-    kept = kept or Kept()
-    found, unknown = decode(body, ResponsesRequest)
+    store = store or ResponseStore()
+    parsed, unknown = decode(body, ResponsesRequest)
     for name in ("background", "prompt", "conversation"):
-        if getattr(found, name):
+        if getattr(parsed, name):
             raise Problem(400, f"{name} is not supported here", param=name)
-    if not found.input and isinstance(found.input, list):
+    if not parsed.input and isinstance(parsed.input, list):
         raise Problem(400, "input is empty; give at least one item", param="input")
-    items = found.input
+    items = parsed.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    items = kept.whole(found.previous_response_id, items)
-    text = found.text or {}
-    asked = common(found, unknown, text.get("format"), "text.format")
-    warnings = list(asked["warnings"])
-    if found.truncation == "auto":
+    items = store.resolve_input(parsed.previous_response_id, items)
+    text = parsed.text or {}
+    common = common_arguments(parsed, unknown, text.get("format"), "text.format")
+    warnings = list(common["warnings"])
+    if parsed.truncation == "auto":
         warnings.append("truncation was ignored: an input that is too long is refused")
     if text.get("verbosity"):
         warnings.append("text.verbosity was ignored")
-    check_tools(found.tools)
+    check_tools(parsed.tools)
     given = []
     places = []
-    for at, tool in enumerate(found.tools or []):
+    for at, tool in enumerate(parsed.tools or []):
         if tool.get("type") != "function":
             warnings.append(f"the tool type {tool.get('type')!r} was ignored")
             continue
@@ -80,73 +90,75 @@ def decode_responses(body: bytes, kept: Kept | None = None) -> Ask:
         inner = {key: tool[key] for key in keys if tool.get(key) is not None}
         given.append({"type": "function", "function": inner})
         places.append(f"tools[{at}]")
-    tools, declared, choice = offered(given, found.tool_choice, places)
-    template, more = thoughts(found.chat_template_kwargs, reasoning=found.reasoning)
+    tools, declared, choice = parse_tools(given, parsed.tool_choice, places)
+    template, more = reasoning_options(parsed.chat_template_kwargs, reasoning=parsed.reasoning)
     warnings += more
-    likely = found.top_logprobs or LOGPROBS in (found.include or ())
-    return Ask(
+    likely = parsed.top_logprobs or LOGPROBS in (parsed.include or ())
+    return GenerationRequest(
         api="responses",
-        messages=conversation(messages_of(found.instructions, items)),
+        messages=parse_messages(messages_from_responses(parsed.instructions, items)),
         tools=tools,
-        declared=declared,
-        choice=choice,
-        parallel=found.parallel_tool_calls is not False,
-        template=template,
-        max_tokens=found.max_output_tokens,
-        logprobs=(found.top_logprobs or 0) if likely else None,
-        echoed=_echoed(found),
-        keep=None if found.store is False else functools.partial(kept.keep, given=items),
-        **asked | {"warnings": tuple(warnings)},
+        declared_tools=declared,
+        tool_choice=choice,
+        parallel_tool_calls=parsed.parallel_tool_calls is not False,
+        template_kwargs=template,
+        max_tokens=parsed.max_output_tokens,
+        logprobs=(parsed.top_logprobs or 0) if likely else None,
+        echoed_fields=_echoed(parsed),
+        store=None if parsed.store is False else functools.partial(store.put, given=items),
+        **common | {"warnings": tuple(warnings)},
     )
 
 
-def _echoed(found: ResponsesRequest) -> dict[str, Any]:
-    """Fields of the request as the answer repeats them, and what stands for those left out."""
-    text, reasoning = found.text or {}, found.reasoning or {}
-    functions = [tool for tool in found.tools or [] if tool.get("type") == "function"]
+def _echoed(parsed: ResponsesRequest) -> dict[str, Any]:
+    """Return the request fields that the response repeats, with defaults for missing ones."""
+    text, reasoning = parsed.text or {}, parsed.reasoning or {}
+    functions = [tool for tool in parsed.tools or [] if tool.get("type") == "function"]
+    max_output_tokens = parsed.max_output_tokens
+    if max_output_tokens == NO_LIMIT:
+        max_output_tokens = None
     return {
         "background": False,
-        "instructions": found.instructions,
-        "max_output_tokens": None
-        if found.max_output_tokens == NO_LIMIT
-        else (found.max_output_tokens),
-        "max_tool_calls": found.max_tool_calls,
-        "metadata": found.metadata or {},
-        "parallel_tool_calls": found.parallel_tool_calls is not False,
-        "previous_response_id": found.previous_response_id,
-        "prompt_cache_key": found.prompt_cache_key,
+        "instructions": parsed.instructions,
+        "max_output_tokens": max_output_tokens,
+        "max_tool_calls": parsed.max_tool_calls,
+        "metadata": parsed.metadata or {},
+        "parallel_tool_calls": parsed.parallel_tool_calls is not False,
+        "previous_response_id": parsed.previous_response_id,
+        "prompt_cache_key": parsed.prompt_cache_key,
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
-        "safety_identifier": found.safety_identifier,
+        "safety_identifier": parsed.safety_identifier,
         "service_tier": "default",
-        "store": found.store is not False,
+        "store": parsed.store is not False,
         "text": {"format": {"type": "text"}} | {k: v for k, v in text.items() if v is not None},
-        "tool_choice": found.tool_choice or "auto",
+        "tool_choice": parsed.tool_choice or "auto",
         "tools": [{"strict": False} | tool for tool in functions],
         "truncation": "disabled",
-        "user": found.user,
+        "user": parsed.user,
     }
 
 
 class ResponsesWriter:
-    """Answers of /v1/responses."""
+    """Writes responses and stream events of /v1/responses."""
 
     def __init__(self, generation: Generation):
         self.generation = generation
         self.id, self._created = new_id("resp_"), int(time.time())
         self._sequence = -1
-        self._items: list[dict[str, Any]] = []  # finished ones
-        self._item: dict[str, Any] | None = None  # the one being written
-        self._text = ""
-        self._likely: list[dict[str, Any]] = []  # log probabilities of that text
+        self._items: list[dict[str, Any]] = []  # finished output items
+        self._item: dict[str, Any] | None = None  # the current item
+        self._text = ""  # of the current item
+        self._logprobs: list[dict[str, Any]] = []  # log probabilities of `_text`
 
-    def whole(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
+        """Return the response object."""
         [reply] = self.generation.replies
         items: list[dict[str, Any]] = []
-        for part in reply.parts or [Part("content")]:
-            if part.kind == "thoughts":
+        for part in reply.parts or [ReplyPart("content")]:
+            if part.kind == "reasoning":
                 items.append(_reasoning(new_id("rs_"), part.text))
             elif part.call is None:
-                items.append(_message(new_id("msg_"), part.text, self._fresh_logprobs()))
+                items.append(_message(new_id("msg_"), part.text, self._new_logprobs()))
             else:
                 call = part.call
                 items.append(_call(new_id("fc_"), call.id, call.name, call.arguments))
@@ -155,34 +167,37 @@ class ResponsesWriter:
         return self._ended(items, reply)
 
     def start(self) -> bytes:
+        """Return response.created and response.in_progress."""
         response = self._response([], None)
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
     def events(self, reply: Reply, events: list[Event]) -> bytes:
+        """Return the stream events of new output."""
         out = b""
         for event in events:
             match event:
                 case Content(text):
                     out += self._enter("message")
-                    likely = self._fresh_logprobs()
-                    self._likely += likely
-                    place = {"content_index": 0, "logprobs": likely}
+                    logprobs = self._new_logprobs()
+                    self._logprobs += logprobs
+                    place = {"content_index": 0, "logprobs": logprobs}
                     out += self._delta("response.output_text.delta", text, **place)
                 case Thinking(text):
                     out += self._enter("reasoning")
                     out += self._delta("response.reasoning_text.delta", text, content_index=0)
-                case CallBegun(index, name):
+                case ToolCallStart(index, name):
                     call_id = reply.calls[index].id
                     out += self._leave()
                     out += self._enter("function_call", call_id, name)
-                case Arguments(_, text):
+                case ToolCallDelta(_, text):
                     out += self._delta("response.function_call_arguments.delta", text)
-                case CallDone():
+                case ToolCallEnd():
                     out += self._leave("completed")
         return out
 
     def close(self) -> bytes:
+        """Return the end of the current item, and response.completed or response.incomplete."""
         [reply] = self.generation.replies
         out = b""
         if not self._items and self._item is None:
@@ -194,7 +209,8 @@ class ResponsesWriter:
         kind = "incomplete" if response["status"] == "incomplete" else "completed"
         return out + self._event(f"response.{kind}", response=response)
 
-    def problem(self, problem: Problem) -> bytes:
+    def error(self, problem: Problem) -> bytes:
+        """Return response.failed."""
         response = self._response(self._items, None) | {
             "status": "failed",
             "error": {"code": "server_error", "message": problem.message},
@@ -203,10 +219,10 @@ class ResponsesWriter:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._sequence += 1
-        return named({"type": kind, "sequence_number": self._sequence} | fields)
+        return sse_event({"type": kind, "sequence_number": self._sequence} | fields)
 
-    def _fresh_logprobs(self) -> list[dict[str, Any]]:
-        """Those of the answer's text that were not given yet; none where nobody asked."""
+    def _new_logprobs(self) -> list[dict[str, Any]]:
+        """Return the log probabilities of content that were not sent yet, if requested."""
         [reply] = self.generation.replies
         entries = reply.answer_logprobs[reply.reported :]
         reply.reported = len(reply.answer_logprobs)
@@ -215,13 +231,13 @@ class ResponsesWriter:
         return chat_logprobs(entries, self.generation.model.engine.tokenizer)["content"]
 
     def _enter(self, kind: str, *call: str) -> bytes:
-        """Begins an item, unless one of its kind is being written."""
+        """Return the events that start an item, unless one of its kind is open."""
         if self._item is not None and self._item["type"] == kind:
             return b""
         out = self._leave()
         make, prefix, *rest = BEGINNINGS[kind]
         item = make(new_id(prefix), *call, *rest, status="in_progress")
-        self._item, self._text, self._likely = item, "", []
+        self._item, self._text, self._logprobs = item, "", []
         shown = item if item["type"] == "function_call" else item | {"content": []}
         out += self._event("response.output_item.added", output_index=len(self._items), item=shown)
         if parts := item.get("content"):
@@ -240,11 +256,11 @@ class ResponsesWriter:
         return self._event(kind, **place, delta=text, **fields)
 
     def _leave(self, status: str | None = None) -> bytes:
-        """Ends the item that is being written, if one is.
+        """Return the events that end the current item, if one is open.
 
         Args:
-          status: None for incomplete if it is a call, which ends by an event of its own, and else
-            for completed.
+          status: by default "incomplete" for a call, since complete calls end with `ToolCallEnd`,
+            and "completed" for other items.
         """
         if self._item is None:
             return b""
@@ -252,9 +268,9 @@ class ResponsesWriter:
         if status is None:
             status = "incomplete" if item["type"] == "function_call" else "completed"
         if item["type"] == "message":
-            likely = self._likely + self._fresh_logprobs()
-            item = _message(item["id"], text, likely, status)
-            out = self._place("response.output_text.done", text=text, logprobs=likely)
+            logprobs = self._logprobs + self._new_logprobs()
+            item = _message(item["id"], text, logprobs, status)
+            out = self._place("response.output_text.done", text=text, logprobs=logprobs)
             out += self._place("response.content_part.done", part=item["content"][0])
         elif item["type"] == "reasoning":
             item = _reasoning(item["id"], text, status)
@@ -271,18 +287,18 @@ class ResponsesWriter:
         return out
 
     def _ended(self, items: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
-        """The whole response, which is kept for requests that refer to it."""
+        """Return the finished response, and store it unless the request forbids it."""
         answer = self._response(items, reply)
-        if keep := self.generation.ask.keep:
+        if keep := self.generation.request.store:
             keep(answer)
         return answer
 
     def _response(self, items: list[dict[str, Any]], reply: Reply | None) -> dict[str, Any]:
-        ask = self.generation.ask
+        request = self.generation.request
         cut = reply is not None and reply.finish_reason == "length"
         status = "incomplete" if cut else "completed" if reply else "in_progress"
         temperature = self.generation.model.defaults.temperature
-        found: dict[str, Any] = {
+        response: dict[str, Any] = {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
@@ -292,39 +308,26 @@ class ResponsesWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "model": self.generation.model.name,
             "output": items,
-            "temperature": ask.options.get("temperature", temperature),
-            "top_p": ask.options.get("top_p", 1.0),
-            "top_logprobs": ask.logprobs or 0,
-            "usage": self._usage() if reply else None,
-        } | ask.echoed
+            "temperature": request.options.get("temperature", temperature),
+            "top_p": request.options.get("top_p", 1.0),
+            "top_logprobs": request.logprobs or 0,
+            "usage": statistics.responses_usage(self.generation) if reply else None,
+        } | request.echoed_fields
         if reply is None:
-            return found
-        found["finish_details"] = reply.details
-        if ask.token_ids:
-            found["token_ids"] = reply.ids
-            found["prompt_token_ids"] = self.generation.prompts[0].ids
-        return found | figures.asked_for(self.generation, self.id)
-
-    def _usage(self) -> dict[str, Any]:
-        found = figures.usage(self.generation)
-        return {
-            "input_tokens": found["prompt_tokens"],
-            "input_tokens_details": found["prompt_tokens_details"] | {"cache_write_tokens": 0},
-            "output_tokens": found["completion_tokens"],
-            "output_tokens_details": found["completion_tokens_details"],
-            "total_tokens": found["total_tokens"],
-        }
-
-
-def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+            return response
+        response["finish_details"] = reply.details
+        if request.return_token_ids:
+            response["token_ids"] = reply.ids
+            response["prompt_token_ids"] = self.generation.prompts[0].ids
+        return response | statistics.requested_statistics(self.generation, self.id)
 
 
 def _message(
     item_id: str, text: str, logprobs: list[dict[str, Any]], status: str = "completed"
 ) -> dict[str, Any]:
     head = {"id": item_id, "type": "message", "role": "assistant", "status": status}
-    return head | {"content": [_part(text, logprobs)]}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return head | {"content": [part]}
 
 
 def _reasoning(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:

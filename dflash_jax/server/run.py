@@ -1,4 +1,4 @@
-"""Starts the server: models in their threads, sockets, signals, and an orderly end."""
+"""Starts the server: sockets, worker threads, signals and graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -21,36 +21,37 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.server.app import Server
 from dflash_jax.server.connection import Connection
-from dflash_jax.server.gate import Settings
-from dflash_jax.server.models import Defaults, Model
+from dflash_jax.server.middleware import Settings
+from dflash_jax.server.models import RequestDefaults, ServedModel
 from dflash_jax.server.worker import Warm, Worker
 
 log = logging.getLogger("dflash_jax.server")
 
-ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # as where IPv6 is known by name, and off
+ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a resolved address family that is disabled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Listening:
-    """Where and how long a server listens.
+class ServerConfig:
+    """Configuration of a server.
 
     Attributes:
-      port: 0 takes a free one.
-      drain: seconds that running requests get after SIGTERM.
-      warm: which programs are compiled before it is ready, see `Worker`.
-      defaults: what requests get that do not say.
+      port: 0 for a free one.
+      drain: seconds after SIGTERM in which running requests may finish.
+      warm: programs to compile before the server is ready, see `Worker`.
+      defaults: values for fields that a request leaves out.
+      settings: of request handling.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     drain: float = 30.0
     warm: Warm = "none"
-    defaults: Defaults = dataclasses.field(default_factory=Defaults)
+    defaults: RequestDefaults = dataclasses.field(default_factory=RequestDefaults)
     settings: Settings = dataclasses.field(default_factory=Settings)
 
 
-class _Uvicorn(uvicorn.Server):
-    """Drains on the first signal, and ends the process normally; a second signal hurries it."""
+class _DrainingServer(uvicorn.Server):
+    """Drains on the first signal, then ends normally; a second signal ends it at once."""
 
     def __init__(self, config: uvicorn.Config, routes: Server, drain: float):
         super().__init__(config)
@@ -78,8 +79,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 @dataclasses.dataclass(frozen=True)
-class Running:
-    """A server that listens."""
+class RunningServer:
+    """A server that is listening."""
 
     url: str
     port: int
@@ -87,35 +88,36 @@ class Running:
     _stop: Callable[[], object]
 
     def stop(self) -> None:
-        """What a signal does; callable from any thread, and of no effect once it has ended."""
+        """Shut down as on SIGTERM; callable from any thread, also after the server ended."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._stop()
 
 
 async def serve(
     engines: Mapping[str, Callable[[], Engine]],
-    listening: Listening,
+    listening: ServerConfig,
     *,
-    started: Callable[[Running], None] | None = None,
+    started: Callable[[RunningServer], None] | None = None,
     compiler: BackgroundCompiler | None = None,
 ) -> None:
-    """Serves until a signal comes.
+    """Serve until a signal arrives.
 
     Args:
-      engines: for each model's name, what opens it; runs in a thread of its own.
-      started: called once it listens.
-      compiler: compiles the programs of all models; it is stopped in the end.
+      engines: for each model name, a function that loads the engine; called in a thread.
+      started: called once the server is listening.
+      compiler: compiles the programs of all models; stopped at the end.
 
     Raises:
-      DFlashError: nobody can listen there, or a model could not be loaded.
+      RequestError: the address cannot be bound.
+      DFlashError: a model could not be loaded.
     """
-    sockets = _bind(listening.host, listening.port)  # first: models take long to load
+    sockets = _bind(listening.host, listening.port)  # first, since loading takes long
     compiler = compiler or BackgroundCompiler()
     workers = {
         name: Worker(make, name=name, warm=listening.warm, compiler=compiler)
         for name, make in engines.items()
     }
-    models = [Model(name, worker, listening.defaults) for name, worker in workers.items()]
+    models = [ServedModel(name, worker, listening.defaults) for name, worker in workers.items()]
     bound = [listening.host, *(each.getsockname()[0] for each in sockets)]
     server = Server(models, listening.settings, bound)
     config = uvicorn.Config(
@@ -126,12 +128,12 @@ async def serve(
         h11_max_incomplete_event_size=64 * 1024,
         loop="asyncio",
         lifespan="off",
-        timeout_keep_alive=75,  # longer than clients keep a connection that they mean to use again
+        timeout_keep_alive=75,  # longer than clients reuse idle connections
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=round(listening.drain) + 5,
     )
-    runner = _Uvicorn(config, server, listening.drain)
+    runner = _DrainingServer(config, server, listening.drain)
     watch = asyncio.ensure_future(_watch(runner, workers))
     announce = asyncio.ensure_future(_announce(runner, server, started))
     try:
@@ -146,26 +148,26 @@ async def serve(
 
 
 def _bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets on every address that a host name has here, all on one port."""
-    made: list[socket.socket] = []
+    """Bind sockets on every address of a host name, all on one port."""
+    sockets: list[socket.socket] = []
     failures: list[Exception] = []
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        found = []
+        addresses = []
         failures.append(error)
-    for family, _, _, _, address in dict.fromkeys(found):
-        at = (address[0], made[0].getsockname()[1] if made else port, *address[2:])
+    for family, _, _, _, address in dict.fromkeys(addresses):
+        at = (address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:])
         try:
-            made.append(socket.create_server(at, family=family))
+            sockets.append(socket.create_server(at, family=family))
         except OSError as error:
             failures.append(error)
-    if made and all(getattr(error, "errno", 0) in ABSENT for error in failures):
-        return made
-    for bound in made:
+    if sockets and all(getattr(error, "errno", 0) in ABSENT for error in failures):
+        return sockets
+    for bound in sockets:
         bound.close()
     error = failures[-1]
-    number = getattr(error, "errno", 0) or 0  # those of names are negative
+    number = getattr(error, "errno", 0) or 0  # negative for errors of name resolution
     why = os.strerror(number) if number > 0 else error
     raise RequestError(
         f"cannot listen on {host}, port {port}: {why}; give an address of this machine as --host,"
@@ -178,7 +180,7 @@ def _in_main_thread() -> bool:
 
 
 async def _watch(runner: uvicorn.Server, workers: Mapping[str, Worker]) -> None:
-    """Ends the server when a model cannot be loaded, or its engine is given up."""
+    """End the server when a model cannot be loaded, or its engine has failed."""
     ends = [asyncio.ensure_future(worker.ended.wait()) for worker in workers.values()]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -189,7 +191,7 @@ async def _watch(runner: uvicorn.Server, workers: Mapping[str, Worker]) -> None:
 
 
 async def _announce(
-    runner: _Uvicorn, server: Server, started: Callable[[Running], None] | None
+    runner: _DrainingServer, server: Server, started: Callable[[RunningServer], None] | None
 ) -> None:
     while not runner.started:
         await asyncio.sleep(0.01)
@@ -199,23 +201,25 @@ async def _announce(
     log.info("listening on %s", url)
     if started:
         stop = functools.partial(runner.handle_exit, signal.SIGTERM, None)
-        started(Running(url, port, server, functools.partial(loop.call_soon_threadsafe, stop)))
+        started(
+            RunningServer(url, port, server, functools.partial(loop.call_soon_threadsafe, stop))
+        )
     await asyncio.gather(*(model.worker.ready.wait() for model in server.models))
     log.info("ready: %s serves %s", url, ", ".join(model.name for model in server.models))
 
 
 def url_of(host: str, port: int) -> str:
-    """Where a host is reached; an address of IPv6 stands in brackets."""
+    """Return the URL of a host and port; IPv6 addresses are put in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def log_to_stderr(*, quiet: bool) -> None:
-    """Logs to standard error what the server does, and unless `quiet` a line per output."""
+    """Log to standard error; with `quiet`, without the line per output."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
     logger = logging.getLogger("dflash_jax")
     logger.addHandler(handler)
-    logger.propagate = False  # orbax has absl set up a handler of its own above it
+    logger.propagate = False  # orbax imports absl, which adds a handler to the root logger
     logger.setLevel(logging.INFO)
     logging.getLogger("dflash_jax.server.requests").setLevel(
         logging.WARNING if quiet else logging.INFO

@@ -1,4 +1,4 @@
-"""What requests say about thoughts: how much to think, and what was thought before."""
+"""Reasoning options of requests, and reasoning of past turns."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,23 +8,30 @@ from dflash_jax.server.protocol import Problem
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def thoughts(
+def reasoning_options(
     given: Mapping[str, Any] | None,
     *,
-    word: Any = None,
+    effort: Any = None,
     where: str = "reasoning.effort",
     reasoning: Mapping[str, Any] | None = None,
     thinking: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Template variables of what a request says about thoughts, and warnings.
+    """Return the chat template variables for a request's reasoning options, and warnings.
 
-    Reasoning without an effort is on, `thinking` outranks it, unknown efforts count as high.
+    `reasoning` without an effort turns reasoning on; `thinking` overrides it. Unknown efforts
+    count as "high".
 
     Args:
-      given: variables that were given as such; they win.
-      word: an effort that stands at `where`, outside of `reasoning`.
+      given: template variables set by the client; they take precedence.
+      effort: an effort from outside of `reasoning`.
+      where: name of the field that `effort` comes from.
+      reasoning: OpenRouter's and OpenAI's `reasoning` object.
+      thinking: Anthropic's `thinking` object.
+
+    Raises:
+      Problem: the effort is not a string, or `reasoning.exclude` is set.
     """
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     warnings: tuple[str, ...] = ()
     if reasoning is not None:
         if reasoning.get("exclude"):
@@ -32,28 +39,28 @@ def thoughts(
                 400, "reasoning.exclude is not supported here; leave out reasoning_content",
                 param="reasoning.exclude",
             )  # fmt: skip
-        found["enable_thinking"] = True
+        variables["enable_thinking"] = True
         if reasoning.get("effort") is not None:
-            word, where = reasoning["effort"], "reasoning.effort"
-    if word is not None:
-        if not isinstance(word, str):
-            raise Problem(400, f"{where} is {word!r}; expected {', '.join(EFFORTS)}", param=where)
-        if word not in EFFORTS:
-            warnings = (f"{where} {word!r} is unknown and counts as high",)
-            word = "high"
-        found |= {"reasoning_effort": word, "enable_thinking": word != "none"}
+            effort, where = reasoning["effort"], "reasoning.effort"
+    if effort is not None:
+        if not isinstance(effort, str):
+            raise Problem(400, f"{where} is {effort!r}; expected {', '.join(EFFORTS)}", param=where)
+        if effort not in EFFORTS:
+            warnings = (f"{where} {effort!r} is unknown and counts as high",)
+            effort = "high"
+        variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     if reasoning is not None and reasoning.get("enabled") is False:
-        found["enable_thinking"] = False
+        variables["enable_thinking"] = False
     if thinking is not None:
-        found["enable_thinking"] = thinking.get("type") != "disabled"
-    return found | dict(given or {}), warnings
+        variables["enable_thinking"] = thinking.get("type") != "disabled"
+    return variables | dict(given or {}), warnings
 
 
-def budget_of(tokens: Any) -> int | None:
-    """A thinking budget; 0 and less is none."""
+def positive_budget(tokens: Any) -> int | None:
+    """Return a thinking budget in tokens; None for 0, less, or anything but an integer."""
     return tokens if isinstance(tokens, int) and tokens > 0 else None
 
 
-def thought_of(*parts: str | None) -> str:
-    """Thoughts of one turn as one."""
+def join_reasoning(*parts: str | None) -> str:
+    """Return the reasoning texts of one turn as one text."""
     return "\n\n".join(part for part in parts if part)

@@ -1,12 +1,12 @@
-"""Fields of other servers that would change an answer, and are refused rather than ignored."""
+"""Fields of other servers that would change the output: refused instead of ignored."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.server.protocol import Problem
 
-# By name: the values that ask for nothing. An API that knows a field itself does not look here.
-UNSERVED: dict[str, tuple[Any, ...]] = {
+# Field name: values without effect, which are accepted. APIs that support a field skip this table.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
     "allowed_token_ids": ([],),
@@ -61,7 +61,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "xtc_probability": (0,),
 }
-INSTEAD = {
+ALTERNATIVES = {
     "ebnf": "guided_grammar, in Lark's notation",
     "function_call": "tool_choice",
     "functions": "tools",
@@ -78,10 +78,14 @@ INSTEAD = {
 }
 
 
-def ignored(unknown: Mapping[str, Any]) -> tuple[str, ...]:
-    """Warnings of fields that the API does not know; Problem 400 for one that would matter."""
+def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a warning for each unknown field.
+
+    Raises:
+      Problem: 400, a field is known from other servers and would change the output.
+    """
     for name, value in unknown.items():
-        if name in UNSERVED and value is not None and value not in UNSERVED[name]:
-            instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+        if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
+            instead = f"; use {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""
             raise Problem(400, f"{name} is not supported here{instead}", param=name)
     return tuple(f"the unknown field {name!r} was ignored" for name in unknown)

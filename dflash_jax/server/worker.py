@@ -1,10 +1,10 @@
-"""The thread that owns an engine, and the hand-over between it and the event loop.
+"""The thread that owns an engine, and its communication with the event loop.
 
-The thread blocks on its queue while no request runs, and looks into it between two turns of the
-engine otherwise: a cancellation takes effect within one block or prompt chunk. What an engine's
-turn produced goes to the event loop in one call. Other threads keep streams going: grammars are
-made in those of `StructureThreads`, programs are compiled in that of the `BackgroundCompiler`. A
-request is queued in the engine once both are there, and delays no other request before that.
+The thread blocks on its command queue while no request runs, and polls it between engine steps
+otherwise, so a cancellation takes effect within one block or prompt chunk. The output of a step is
+sent to the event loop in one call. `StructureThreads` compile grammars and a `BackgroundCompiler`
+compiles programs; a request enters the engine's queue once both are ready, and delays no other
+request before that.
 """
 
 import asyncio
@@ -23,13 +23,14 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.errors import ComputeError, DFlashError
-from dflash_jax.server.jobs import Job, News, still_compiling
-from dflash_jax.server.structures import StructureThreads, unfinished
+from dflash_jax.server.background import StructureThreads
+from dflash_jax.server.errors import still_compiling, unfinished
+from dflash_jax.server.jobs import Job, JobUpdate
 
 log = logging.getLogger("dflash_jax.server")
-FAILURES = 2  # failed turns in a row after which an engine is given up
+MAX_FAILURES = 2  # consecutive failed steps after which the engine is not restarted
 Warm = Literal["none", "common", "all"]
-FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is ready
+COMPILED_FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is ready
     "none": (Variant.GREEDY,),
     "common": (Variant.GREEDY, Variant.SAMPLED),
     "all": tuple(Variant),
@@ -37,14 +38,21 @@ FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is read
 
 
 class Worker:
-    """An engine in a thread of its own.
+    """An engine in its own thread.
 
     Args:
-      make: opens the models; runs in the thread.
-      name: the model's, for log lines.
-      warm: what is compiled before `ready`: greedy programs; sampled ones as well, and all others
-        after it; all.
-      compiler: compiles for all models of a process; the worker stops it.
+      make: loads the engine; called in the thread.
+      name: the model's name, for log lines.
+      warm: programs to compile before `ready`: "none" compiles greedy ones, "common" also sampled
+        ones, and all others after it, "all" compiles all.
+      compiler: shared by all models of the process; `stop` stops it.
+
+    Attributes:
+      engine: None until it is loaded.
+      active: number of jobs submitted and not finished; for the event loop only.
+      error: why the engine is not usable, or None.
+      ended: set once `error` is.
+      ready: set once the server can answer requests.
     """
 
     def __init__(
@@ -59,33 +67,33 @@ class Worker:
         self._compiler = compiler or BackgroundCompiler()
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._jobs: list[Job] = []  # the thread's own, as are
-        self._waiting: list[Job] = []  # those whose programs are being compiled
+        self._jobs: list[Job] = []  # in the engine; for the thread only
+        self._waiting: list[Job] = []  # for programs to be compiled; for the thread only
         self._failures = 0
         self._stopping = False
         self.engine: Engine | None = None
-        self.active = 0  # jobs submitted and not ended; the event loop's own
-        self.error: Exception | None = None  # why there is no engine (any more)
-        self.ended = asyncio.Event()  # of the loop: the engine can or may not be used any more
+        self.active = 0
+        self.error: Exception | None = None
+        self.ended = asyncio.Event()
         self.ready = asyncio.Event()
-        self._structures = StructureThreads(self._decide, self._prepare, self._refuse)
+        self._structures = StructureThreads(self._is_fast, self._prepare, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     # -- for the event loop -------------------------------------------------------------------
 
-    def room(self, jobs: int) -> bool:
-        """Whether so many more jobs may wait or run; `Plan.queue` of them may."""
+    def has_room(self, jobs: int) -> bool:
+        """Return whether the queue (`Plan.queue`) has room for this many more jobs."""
         return self.engine is not None and self.active + jobs <= self.engine.plan.queue
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of prompts and outputs in the caches of running requests."""
+        """Return the number of tokens in the KV caches of running requests."""
         handles = [job.handle for job in list(self._jobs)]
         return sum(x.num_fed + len(x.token_ids) for x in handles if x and not x.done)
 
     def submit(self, job: Job) -> None:
-        """Queues a job; its listener hears of it even if it is refused."""
+        """Queue a job; its listener is also called if the engine refuses it."""
         self.active += 1
         if "structured" in job.options:
             self._structures.submit(job)
@@ -93,18 +101,18 @@ class Worker:
             self._commands.put(lambda: self._prepare(job))
 
     def cancel(self, job: Job, reason: Reason | None = None) -> None:
-        """Ends a job; its listener hears the result so far.
+        """End a job; its listener receives the result so far.
 
         Args:
-          reason: why nobody wants the rest; None where the answer is complete as it is.
+          reason: why the rest is not needed; None if the answer is complete as it is.
         """
         if reason:
-            job.cell.cancel(reason)  # the engine's next turn hears of it
+            job.cell.cancel(reason)  # takes effect in the engine's next step
         if not reason or job.waits_for or job.pending:
             self._commands.put(lambda: self._cancel(job))
 
     async def stop(self) -> None:
-        """Cancels what runs and ends the thread."""
+        """Cancel all jobs and end the thread."""
         self._compiler.stop()
         self._structures.stop()
         self._commands.put(self._stop)
@@ -117,7 +125,7 @@ class Worker:
             log.info("loading %s", self._name)
             self.engine = self._make()
         except Exception as error:
-            self._give_up(error)
+            self._fail(error)
             return
         self._compile(self.engine)
         while not self._stopping:
@@ -129,34 +137,34 @@ class Worker:
                 except queue.Empty:
                     break
             if self._jobs:
-                self._turn()
+                self._step()
         self.engine.close()
 
     def _compile(self, engine: Engine) -> None:
-        """Has the programs compiled that requests are likely to need, the likeliest first."""
+        """Queue programs for compilation in the order in which requests will probably need them."""
         compiled, compiler = engine.compiled, self._compiler
         served = [x for x in Variant if x is not Variant.CONSTRAINED or engine.grammars.available]
-        first = [variant for variant in FIRST[self._warm] if variant in served]
+        first = [variant for variant in COMPILED_FIRST[self._warm] if variant in served]
         later = [variant for variant in served if variant not in first]
         if self._warm == "none":
             later = []
         compiled.label = self._name
-        compiled.want([*first, *later])  # before the first of them is counted
-        there = compiler.want(compiled, first, urgent=True)
+        compiled.want([*first, *later])  # before compilation starts, so that progress counts all
+        future = compiler.want(compiled, first, urgent=True)
         for variant in later:
             compiler.want(compiled, [variant])
-        there.add_done_callback(lambda future: self._commands.put(lambda: self._warmed(future)))
+        future.add_done_callback(lambda done: self._commands.put(lambda: self._on_warm(done)))
 
-    def _warmed(self, future: concurrent.futures.Future[None]) -> None:
+    def _on_warm(self, future: concurrent.futures.Future[None]) -> None:
         if not future.cancelled() and (error := future.exception()):
             assert isinstance(error, Exception)
-            self._give_up(error)
+            self._fail(error)
             self._stopping = True
         elif not future.cancelled():
             log.info("%s is ready", self._name)
             self._call(self.ready.set)
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         assert self.engine is not None
         try:
             self.engine.advance()
@@ -164,33 +172,33 @@ class Worker:
             self._recover(_as_exception(error))
             return
         self._failures = 0
-        self._tell([news for job in self._jobs if (news := job.news())])
+        self._publish([update for job in self._jobs if (update := job.take_update())])
 
-    def _tell(self, news: list[News]) -> None:
-        ended = {id(job) for job, _, end in news if end is not None}
+    def _publish(self, updates: list[JobUpdate]) -> None:
+        ended = {id(job) for job, _, end in updates if end is not None}
         self._jobs = [job for job in self._jobs if id(job) not in ended]
-        if news:
-            self._call(self._deliver, news)
+        if updates:
+            self._call(self._deliver, updates)
 
-    def _deliver(self, news: list[News]) -> None:
-        for job, pieces, end in news:
-            if not job.over:
-                job.over = end is not None
-                self.active -= job.over
+    def _deliver(self, updates: list[JobUpdate]) -> None:
+        for job, pieces, end in updates:
+            if not job.finished:
+                job.finished = end is not None
+                self.active -= job.finished
                 job.listener(job.index, pieces, end)
 
     def _refuse(self, job: Job, error: Exception) -> None:
         self._call(self._deliver, [(job, [], error)])
 
-    def _decide(self, job: Job) -> bool:
-        """Whether `_prepare` will take no longer than a short trial of its structure."""
+    def _is_fast(self, job: Job) -> bool:
+        """Return whether `_prepare` will take no longer than a trial compilation of the grammar."""
         assert self.engine is not None
-        return job.ended or self.engine.grammars.decide(job.options["structured"])
+        return job.cancelled or self.engine.grammars.decide(job.options["structured"])
 
     def _prepare(self, job: Job) -> None:
-        """Checks a job's request and makes its grammar, in this thread or the structures'."""
+        """Validate a job's request and compile its grammar, in this or a structure thread."""
         assert self.engine is not None
-        if job.ended:
+        if job.cancelled:
             return
         try:
             [handle] = self.engine.prepare(job.prompt, cancel=job.cell, **job.options)
@@ -203,30 +211,30 @@ class Worker:
             self._commands.put(lambda: self._accept(job, handle))
 
     def _accept(self, job: Job, handle: RequestHandle) -> None:
-        """Queues a prepared request, or has its programs compiled before."""
+        """Queue a prepared request in the engine, or compile its programs first."""
         assert self.engine is not None
-        if job.ended:  # while its structure was compiled
+        if job.cancelled:  # while its structure was compiled
             return
         job.handle = handle
         compiled, variants = self.engine.compiled, handle.variants
         missing = tuple(variant for variant in variants if compiled.missing([variant]))
         if not missing:
             self._enqueue(job)
-        elif len(self._waiting) >= max(self.engine.plan.queue // 2, 1):  # the rest is for others
+        elif len(self._waiting) >= max(self.engine.plan.queue // 2, 1):  # leave room for others
             self._refuse(job, still_compiling(compiled, missing))
         else:
             job.waits_for = missing
             self._waiting.append(job)
             future = self._compiler.want(compiled, missing, urgent=True)
-            go_on = functools.partial(self._go_on, job, time.perf_counter())
-            future.add_done_callback(lambda future: self._commands.put(lambda: go_on(future)))
+            resume = functools.partial(self._resume, job, time.perf_counter())
+            future.add_done_callback(lambda future: self._commands.put(lambda: resume(future)))
         if job in self._jobs or job in self._waiting:
             self._call(self._deliver, [(job, [], None)])
             if job.waits_for and job.cell:
                 self._cancel(job)
 
-    def _go_on(self, job: Job, since: float, future: concurrent.futures.Future[None]) -> None:
-        """Queues a request whose programs were compiled, unless it ended meanwhile."""
+    def _resume(self, job: Job, since: float, future: concurrent.futures.Future[None]) -> None:
+        """Queue a request after its programs were compiled, unless it was cancelled."""
         if job not in self._waiting:
             return
         self._waiting.remove(job)
@@ -241,7 +249,7 @@ class Worker:
             self._enqueue(job)
 
     def _enqueue(self, job: Job) -> None:
-        """Queues a request whose programs are there; its job follows it from now on."""
+        """Queue a request in the engine."""
         assert self.engine is not None
         assert job.handle is not None
         try:
@@ -252,18 +260,18 @@ class Worker:
         self._jobs.append(job)
 
     def _cancel(self, job: Job) -> None:
-        job.ended = True
+        job.cancelled = True
         if waiting := job in self._waiting:
             self._waiting.remove(job)
         if job.handle is None:
             self._refuse(job, unfinished())
         elif job.cell and not waiting:
-            return  # the engine's next turn ends it
+            return  # the engine's next step ends it
         elif not job.handle.done:
             assert self.engine is not None
             self.engine.cancel(job.handle)
-            if news := job.news():
-                self._tell([news])
+            if update := job.take_update():
+                self._publish([update])
 
     def _stop(self) -> None:
         for job in [*self._jobs, *self._waiting]:
@@ -271,13 +279,13 @@ class Worker:
         self._stopping = True
 
     def _recover(self, error: Exception) -> None:
-        """A failed turn lost the device state: its requests end, and the engine starts anew."""
+        """Restart the engine after a failed step; its requests end, as device state is lost."""
         assert self.engine is not None
         log.error("a step failed: %s", error, exc_info=error)
         failure = error if isinstance(error, DFlashError) else ComputeError(
             f"the computation failed ({type(error).__name__}: {error}); see the server's log"
         )  # fmt: skip
-        self._tell(
+        self._publish(
             [(job, job.handle.pieces[job.given :], failure) for job in self._jobs if job.handle]
         )
         self._failures += 1
@@ -285,30 +293,32 @@ class Worker:
         parts = old.target, old.drafter, old.params, old.plan
         old.runner.drop()  # there may be no room for two states
         try:
-            new = None if self._failures >= FAILURES else Engine(*parts, tokenizer=old.tokenizer)
+            new = (
+                None if self._failures >= MAX_FAILURES else Engine(*parts, tokenizer=old.tokenizer)
+            )
         except Exception as last:
             new, error = None, last
         if new is None:
-            self._give_up(error)
+            self._fail(error)
             self._stopping = True
             return
         new.share_programs(old)
         new.grammars = new.call_grammars.grammars = old.grammars
         self.engine = new
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         self.error = error
         self._call(self.ended.set)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed; nobody listens any more
+        except RuntimeError:  # the loop is closed
             self._stopping = True
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """The error; a ComputeError where it is none to Python, as panics of libraries in Rust are."""
+    """Return the error, or a ComputeError for a BaseException such as a panic in a Rust library."""
     if isinstance(error, Exception):
         return error
     return ComputeError(f"a library failed ({type(error).__name__}: {error}); see the server's log")

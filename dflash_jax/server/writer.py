@@ -1,4 +1,4 @@
-"""How answers are written: server-sent events, and what OpenAI's two older APIs share."""
+"""Response writers: the protocol, server-sent events, and the base of OpenAI's older APIs."""
 
 import abc
 import time
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dflash_jax.engine.result import TokenLogprob
-from dflash_jax.server import figures
+from dflash_jax.server import statistics
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from dflash_jax.server.protocol import Api, Problem, new_id
@@ -19,54 +19,63 @@ encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
-class Writer(Protocol):
-    """One API's way to answer. The stream methods give server-sent events."""
+class ResponseWriter(Protocol):
+    """Writes one request's response. All methods but `to_json` return server-sent events.
 
-    id: str  # of the answer
+    Attributes:
+      id: of the response.
+    """
+
+    id: str
 
     def start(self) -> bytes:
-        """Before any output."""
+        """Return the events before any output."""
         ...
 
     def events(self, reply: Reply, events: list[Event]) -> bytes:
-        """New output; the last of a reply comes with `reply.result` set."""
+        """Return the events of new output; `reply.result` is set with the last output."""
         ...
 
     def close(self) -> bytes:
-        """After the last output."""
+        """Return the events after all output."""
         ...
 
-    def problem(self, problem: Problem) -> bytes:
-        """Instead of the rest."""
+    def error(self, problem: Problem) -> bytes:
+        """Return the events that replace the rest of a failed stream."""
         ...
 
-    def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the response as one object, once all outputs are finished."""
         ...
 
 
-def data(value: Any) -> bytes:
-    """A server-sent event without a name."""
+def sse_data(value: Any) -> bytes:
+    """Return a server-sent event without a name."""
     return b"data: " + encode(value) + b"\n\n"
 
 
-def named(value: dict[str, Any]) -> bytes:
-    """A server-sent event whose name is the value's type."""
-    return b"event: " + value["type"].encode() + b"\n" + data(value)
+def sse_event(value: dict[str, Any]) -> bytes:
+    """Return a server-sent event named after the value's `type`."""
+    return b"event: " + value["type"].encode() + b"\n" + sse_data(value)
 
 
-def alive(api: Api, text: str) -> bytes:
-    """What keeps a stream from being silent: a comment, and in Anthropic's API its own event."""
-    return f": {text}\n".encode() + (named({"type": "ping"}) if api == "messages" else b"\n")
+def keepalive_event(api: Api, text: str) -> bytes:
+    """Return a comment that keeps a stream alive, followed by a ping in Anthropic's API."""
+    return f": {text}\n".encode() + (sse_event({"type": "ping"}) if api == "messages" else b"\n")
 
 
-class OpenAI(abc.ABC):
-    """What chat completions and completions have in common."""
+class OpenAIWriter(abc.ABC):
+    """Base of the writers of chat completions and completions.
+
+    Attributes:
+      prefix: of response ids.
+      kind: the `object` field.
+    """
 
     prefix = kind = ""
 
     def __init__(self, generation: Generation):
-        self.generation, self.ask = generation, generation.ask
+        self.generation, self.request = generation, generation.request
         self.id = new_id(self.prefix)
         self._head = {
             "id": self.id,
@@ -76,72 +85,81 @@ class OpenAI(abc.ABC):
         }
 
     def start(self) -> bytes:
+        """Return the events before any output."""
         return b""
 
-    def problem(self, problem: Problem) -> bytes:
-        return data(problem.to_json()) + DONE
+    def error(self, problem: Problem) -> bytes:
+        """Return the error object and the end of the stream."""
+        return sse_data(problem.to_json()) + DONE
 
     def close(self) -> bytes:
-        tail = data(self._object([], **self._usage())) if self.ask.usage_chunk else b""
+        """Return the usage chunk, if requested, and the end of the stream."""
+        tail = sse_data(self._object([], **self._usage())) if self.request.include_usage else b""
         return tail + DONE
 
-    def whole(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
+        """Return the response object."""
         choices = [self._choice(reply) for reply in self.generation.replies]
         return self._object(choices, **self._usage())
 
     @abc.abstractmethod
     def _choice(self, reply: Reply) -> dict[str, Any]:
-        """A finished output as one entry of `choices`."""
+        """Return a finished output as an entry of `choices`."""
 
-    def _line(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
-        """A chunk with one choice."""
-        if self.ask.usage_each:
-            more = {"usage": figures.usage(self.generation)} | more
-        return data(self._object([choice], **more))
+    def _chunk_event(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
+        """Return a chunk with one choice."""
+        if self.request.continuous_usage_stats:
+            more = {"usage": statistics.usage(self.generation)} | more
+        return sse_data(self._object([choice], **more))
 
     def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"object": self.kind, **self._head, "choices": choices, **more}
 
     def _usage(self) -> dict[str, Any]:
-        """usage, and the figures that were asked for."""
-        usage = figures.usage(self.generation)
-        return {"usage": usage} | figures.asked_for(self.generation, self.id)
+        """Return `usage` and the requested statistics."""
+        usage = statistics.usage(self.generation)
+        return {"usage": usage} | statistics.requested_statistics(self.generation, self.id)
 
     def _logprobs(
-        self, entries: list[TokenLogprob], said: TextStream | None = None
+        self, entries: list[TokenLogprob], before: TextStream | None = None
     ) -> dict[str, Any] | None:
-        """What `entries` become in a choice; None where nobody asked.
+        """Return the `logprobs` of a choice, or None if they were not requested.
 
         Args:
-          said: the output before them, to which they are added; None where it begins with them.
+          before: text of the tokens before `entries`; it is extended by them. None if there are
+            none.
         """
-        if self.ask.logprobs is None:
+        if self.request.logprobs is None:
             return None
         tokenizer = self.generation.model.engine.tokenizer
-        if self.ask.api == "chat":
+        if self.request.api == "chat":
             return chat_logprobs(entries, tokenizer)
-        return completion_logprobs(entries, tokenizer, said)
+        return completion_logprobs(entries, tokenizer, before)
 
-    def _fresh_logprobs(self, reply: Reply) -> dict[str, Any] | None:
-        """Those of a chunk: what no chunk has had yet."""
+    def _new_logprobs(self, reply: Reply) -> dict[str, Any] | None:
+        """Return the log probabilities that were not sent in a chunk yet."""
         entries, reply.reported = reply.logprobs[reply.reported :], len(reply.logprobs)
-        return self._logprobs(entries, reply.said)
+        return self._logprobs(entries, reply.logprob_text)
 
-    def _of_prompt(self, reply: Reply) -> dict[str, Any]:
-        """vLLM's log-probabilities of the prompt, where they were asked for."""
-        most = self.ask.prompt_logprobs
-        found = None if reply.result is None else reply.result.prompt_logprobs
-        if most is None or found is None:
+    def _prompt_logprobs(self, reply: Reply) -> dict[str, Any]:
+        """Return vLLM's `prompt_logprobs` field, if it was requested."""
+        most = self.request.prompt_logprobs
+        logprobs = None if reply.result is None else reply.result.prompt_logprobs
+        if most is None or logprobs is None:
             return {}
         tokenizer = self.generation.model.engine.tokenizer
-        return {"prompt_logprobs": prompt_logprobs(found, most, tokenizer)}
+        return {"prompt_logprobs": prompt_logprobs(logprobs, most, tokenizer)}
 
-    def _last(self, reply: Reply) -> dict[str, Any]:
-        """What the end of an output adds to its chunk."""
-        if self.ask.stream and not self.ask.usage_chunk and len(self.generation.replies) == 1:
-            found = self._usage()
-            return {k: v for k, v in found.items() if k != "usage"}
+    def _final_fields(self, reply: Reply) -> dict[str, Any]:
+        """Return additional fields of an output's last chunk."""
+        if (
+            self.request.stream
+            and not self.request.include_usage
+            and len(self.generation.replies) == 1
+        ):
+            fields = self._usage()
+            return {k: v for k, v in fields.items() if k != "usage"}
         last = all(reply.result for reply in self.generation.replies)
-        told = self.ask.stream and not self.ask.usage_chunk and last
-        found = figures.warnings(self.generation) if told else []
-        return {"warnings": found} if found else {}
+        adds_warnings = self.request.stream and not self.request.include_usage and last
+        fields = statistics.warnings(self.generation) if adds_warnings else []
+        return {"warnings": fields} if fields else {}

@@ -1,8 +1,8 @@
-"""Tool calls and thoughts as text: one file per family's syntax, free of jax.
+"""Syntax of tool calls and reasoning, one file per model family, and an incremental parser.
 
-`SYNTAXES` knows them by name, `syntax_of` finds the one a chat template teaches. Here are the
-facts (markers, how a call begins, how it is written); who forces a call's beginning and who
-parses calls out of a stream build on them.
+`SYNTAXES` maps names to families; `syntax_of` detects the one of a chat template. A `Syntax`
+describes the markup: recovery forces calls with it, `stream.OutputParser` parses outputs with it,
+and `grammar` builds grammars from it. Pure Python, without JAX.
 """
 
 from dflash_jax.tool_parsers.gemma4 import GEMMA4
@@ -14,8 +14,8 @@ from dflash_jax.tool_parsers.syntax import CallState, Syntax, Thought
 
 SYNTAXES: dict[str, Syntax] = {s.name: s for s in (GEMMA4, HARMONY, QWEN_XML, HERMES, LLAMA)}
 
-# A text that only this family's templates contain; the first that is found decides, so the XML
-# calls inside Qwen's `<tool_call>` come before the JSON ones.
+# Text that only templates of the family contain. The first match decides, so Qwen's XML calls,
+# which are inside `<tool_call>`, precede JSON calls.
 MARKERS = (
     ("<|tool_call>", GEMMA4),
     ("<|channel|>", HARMONY),
@@ -26,7 +26,7 @@ MARKERS = (
 
 
 def syntax_of(template: str | None) -> Syntax | None:
-    """The syntax a chat template teaches; None if it teaches no tool calls that we know."""
+    """Return the syntax of a chat template, or None if it is unknown."""
     return next((s for marker, s in MARKERS if marker in (template or "")), None)
 
 

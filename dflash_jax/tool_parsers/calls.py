@@ -1,4 +1,4 @@
-"""Reads tool calls, each in its family's form, out of text that is still arriving."""
+"""Incremental parsers of tool calls in the syntax of each family."""
 
 import functools
 import json
@@ -7,53 +7,53 @@ import string
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from dflash_jax.tool_parsers import malformed_calls as slips
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Event, joined
-from dflash_jax.tool_parsers.incremental import Arriving, NoCall, Reader, as_written
+from dflash_jax.tool_parsers import malformed_calls
+from dflash_jax.tool_parsers.events import Event, ToolCallDelta, ToolCallEnd, ToolCallStart, joined
+from dflash_jax.tool_parsers.incremental import NotACall, ParseSteps, TextBuffer, bare_word_value
 from dflash_jax.tool_parsers.syntax import Syntax
-from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of, typed
+from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of, typed_value
 
 ARGUMENTS = ("arguments", "parameters")
 NAME = re.compile(r"[\w.:/-]{1,128}")  # of an undeclared tool
 
 
-class CallReader:
-    """Passes on the events of calls as they are read.
-
-    A call of a declared tool is passed on while it is written. One of an undeclared tool is passed
-    on once it is complete, as until then it may be text.
+class CallParser:
+    """Parses calls. One to an undeclared tool may be text, and is emitted once complete.
 
     Attributes:
-      count: calls that were passed on.
-      begun: events of the call that is being read, or was read last, were passed on.
-      certain: what was read can only have been meant as a call.
-      empty: it was an opening tag without anything in it.
+      count: number of emitted calls.
+      begun: events of the current or last call were emitted.
+      certain: the current or last call cannot be anything but a call.
+      empty: the last call was a tag without content.
       undeclared: names of undeclared tools that were called, in order.
 
     Args:
-      tell: takes the events.
-      allow_undeclared: whether tools may be called that were not declared.
+      emit: receives the events.
+      allow_undeclared: emit calls to undeclared tools.
     """
 
     def __init__(
-        self, syntax: Syntax | None, tools: Mapping[str, Tool], text: Arriving,
-        tell: Callable[[Event], None], *, allow_undeclared: bool = True,
+        self, syntax: Syntax | None, tools: Mapping[str, Tool], text: TextBuffer,
+        emit: Callable[[Event], None], *, allow_undeclared: bool = True,
     ):  # fmt: skip
-        self._syntax, self._tools, self._text, self._tell = syntax, tools, text, tell
+        self._syntax, self._tools, self._text, self._emit_event = syntax, tools, text, emit
         self._allow_undeclared = allow_undeclared
-        self._held: list[Event] | None = None  # of a call of an undeclared tool
+        self._pending: list[Event] | None = None  # of a call of an undeclared tool
         self.count = 0
         self.begun = self.certain = self.empty = False
         self.undeclared: list[str] = []
 
-    def read(self, marker: str, *, bare: bool = False) -> Reader:
-        """A call that begins with the marker, which was taken unless it is bare.
+    def parse(self, marker: str, *, bare: bool = False) -> ParseSteps:
+        """Return a parser of the call that starts with a marker.
+
+        Args:
+          bare: the marker is part of the call, not a tag, and was not taken.
 
         Raises:
-          NoCall: it is none.
-          Ended: the output ended inside it.
+          NotACall: (by the parser) the text is not a call.
+          EndOfOutput: (by the parser) the output ended inside the call.
         """
-        self._reset(certain=not bare and marker not in slips.WORDS)
+        self._reset(certain=not bare and marker not in malformed_calls.AMBIGUOUS_OPENS)
         match marker:
             case "<tool_call>":
                 return self._wrapped()
@@ -61,65 +61,62 @@ class CallReader:
                 return self._function("</function>")
             case "<|tool_call>":
                 return self._gemma()
-            case slips.VERB:
+            case malformed_calls.CALL_PREFIX:
                 return self._verb()
             case tag if tag.startswith("<") and tag[1:-1] in self._tools:
                 return self._named_tag(tag)
-            case found if found in slips.BARE and not self._is_native(found):
+            case text if text in malformed_calls.BARE_OPENS and not self._is_native(text):
                 return self._bare()
         return self._json(bare=bare)
 
     def _is_native(self, marker: str) -> bool:
         return self._syntax is not None and marker in self._syntax.opens
 
-    def whole(self, tool: Tool) -> Reader:
-        """The arguments of the only tool, where they are all of the output.
+    def bare_arguments(self, tool: Tool) -> ParseSteps:
+        """Parse the arguments of the only tool, if they are the whole output.
 
         Raises:
-          NoCall, Ended: there is more, or something else; nothing was told.
+          NotACall, EndOfOutput: the output is something else; nothing was emitted.
         """
         text = self._text
         self._reset(certain=False)
         yield from text.expect("{")
         if (yield from text.string()) not in tool.properties:
-            raise NoCall
-        text.put_back()
-        text.keep_record()
+            raise NotACall
+        text.rewind()
+        text.start_recording()
         pieces: list[str] = []
         yield from text.value(pieces.append, unpack=False)
         while not text.buffer.strip() and not text.ended:
             yield
-        if text.buffer.strip() or not slips.fits(tool, "".join(pieces)):
-            raise NoCall
+        if text.buffer.strip() or not malformed_calls.is_arguments_object(tool, "".join(pieces)):
+            raise NotACall
         text.take(len(text.buffer))
-        self._begin(tool.name)
-        self._give("".join(pieces).strip())
-        self._done()
+        self._start_call(tool.name)
+        self._emit_arguments("".join(pieces).strip())
+        self._end_call()
 
-    def harmony(self, name: str) -> Reader:
-        """A call whose header named the tool.
+    def harmony(self, name: str) -> ParseSteps:
+        """Parse the arguments of a call whose header contained the tool's name.
 
         Raises:
-          NoCall: what follows is no object; it may be missing, though.
+          NotACall: the text is neither an object nor empty.
         """
         self._reset(certain=True)
         if (yield from self._text.peek()) in '{"':
-            self._begin(name)
-            yield from self._text.value(self._give)
+            self._start_call(name)
+            yield from self._text.value(self._emit_arguments)
         else:
             yield from self._text.one_of("<|", "null", take=False)
-            self._begin(name)
-            self._give("{}")
-        self._done()
+            self._start_call(name)
+            self._emit_arguments("{}")
+        self._end_call()
 
-    # -- forms --------------------------------------------------------------------------------
-
-    def _json(self, *, bare: bool = False) -> Reader:
-        """An object with `name`, and `arguments` or `parameters`.
+    def _json(self, *, bare: bool = False) -> ParseSteps:
+        """Parse an object with `name`, and `arguments` or `parameters`.
 
         Args:
-          bare: no tags surround it, so that other objects look alike. Where no tool of that name
-            is declared, its arguments have to follow, and nothing else.
+          bare: there are no tags. If the tool is undeclared, only arguments may follow the name.
         """
         text = self._text
         held = ""  # arguments that came before the name
@@ -134,51 +131,51 @@ class CallReader:
                 if bare and name not in self._tools:
                     yield from self._arguments_alone(name)
                     return
-                self._begin(name)
-                self._give(held)
+                self._start_call(name)
+                self._emit_arguments(held)
             elif key in ARGUMENTS and not given:
                 pieces: list[str] = []
                 given = True
-                yield from text.value(self._give if named else pieces.append)
+                yield from text.value(self._emit_arguments if named else pieces.append)
                 held += "".join(pieces)
             else:
                 yield from text.value(_ignore)
             if (following := (yield from text.peek())) in ",}":
                 yield from text.character()
-            if following != ",":  # where a brace was forgotten, markup follows, which stays
+            if following != ",":  # if the closing brace is missing, markup follows
                 break
         if not named:
-            raise NoCall
+            raise NotACall
         if not given:
-            self._give("{}")
-        self._done()
+            self._emit_arguments("{}")
+        self._end_call()
 
-    def _bare(self) -> Reader:
-        """An object without tags: a declared name, then its arguments."""
+    def _bare(self) -> ParseSteps:
+        """Parse an object without tags: a declared name, then the arguments."""
         text = self._text
         yield from text.expect("{")
         yield from text.string()
         yield from text.expect(":")
         name = yield from text.string()
         if name not in self._tools:
-            raise NoCall
+            raise NotACall
         yield from self._arguments_alone(name)
 
-    def _arguments_alone(self, name: str) -> Reader:
-        """The rest of an object behind its name: the arguments and nothing else."""
+    def _arguments_alone(self, name: str) -> ParseSteps:
+        """Parse the rest of an object after the name: the arguments, and nothing else."""
         text = self._text
         yield from text.expect(",")
         key = yield from text.string()
         yield from text.expect(":")
         if key not in ARGUMENTS or (yield from text.peek()) != "{":
-            raise NoCall
-        self._begin(name)
-        yield from text.value(self._give)
+            raise NotACall
+        self._start_call(name)
+        yield from text.value(self._emit_arguments)
         yield from text.expect("}")
-        self._done()
+        self._end_call()
 
-    def _wrapped(self) -> Reader:
-        """What stands in `<tool_call>`: JSON, a function, or a name with argument tags."""
+    def _wrapped(self) -> ParseSteps:
+        """Parse the content of `<tool_call>`: JSON, a function, or a name with argument tags."""
         first = yield from self._text.peek()
         self.certain = first in "{[<"
         match first:
@@ -192,150 +189,156 @@ class CallReader:
             case _:
                 yield from self._argument_tags()
 
-    def _argument_tags(self) -> Reader:
-        """`NAME`, pairs of `<arg_key>` and `<arg_value>`, `</tool_call>`."""
+    def _argument_tags(self) -> ParseSteps:
+        """Parse `NAME`, pairs of `<arg_key>` and `<arg_value>`, `</tool_call>`."""
         text = self._text
         name = yield from text.before("<`" + string.whitespace)
         tag = yield from text.one_of("<arg_key>", "</tool_call>")
-        self._begin(name)
+        self._start_call(name)
         lead = "{"
         while tag == "<arg_key>":
             key = (yield from text.until("</arg_key>")).strip()
             yield from text.expect("<arg_value>")
             raw = yield from text.until("</arg_value>")
-            self._give_typed(lead, name, key, raw)
+            self._emit_parameter(lead, name, key, raw)
             lead = ", "
             tag = yield from text.one_of("<arg_key>", "</tool_call>")
-        self._give("{}" if lead == "{" else "}")
-        self._done()
+        self._emit_arguments("{}" if lead == "{" else "}")
+        self._end_call()
 
-    def _function(self, *ends: str) -> Reader:
-        """`NAME>` and parameter blocks, or `NAME(key=value, ...)`, and one of the ends."""
+    def _function(self, *ends: str) -> ParseSteps:
+        """Parse `NAME>` and parameter blocks, or `NAME(key=value, ...)`, and one of the ends."""
         text = self._text
         yield from text.peek()
         name = yield from text.before(">(<`" + string.whitespace)
         if (yield from text.one_of(">", "(")) == ">":
-            if name not in self._tools:  # then it may be text about such tags
+            if name not in self._tools:  # it may be text about such tags
                 yield from text.one_of("<parameter=", *ends, take=False)
-            self._begin(name)
+            self._start_call(name)
             yield from self._parameters(name, ends)
             return
         yield from self._pairs(name, "=", ")")
         yield from text.one_of(*ends, ">")
-        self._done()
+        self._end_call()
 
-    def _named_tag(self, tag: str) -> Reader:
-        """A tool's name as a tag, with parameter blocks in it."""
+    def _named_tag(self, tag: str) -> ParseSteps:
+        """Parse a tool's name as a tag, parameter blocks, and the closing tag."""
         yield from self._text.expect(tag)
         yield from self._text.one_of("<parameter=", take=False)
         name = tag[1:-1]
-        self._begin(name)
+        self._start_call(name)
         yield from self._parameters(name, ("</function>", f"</{name}>"))
 
-    def _parameters(self, name: str, ends: tuple[str, ...]) -> Reader:
-        """Parameter blocks, and one of the ends."""
+    def _parameters(self, name: str, ends: tuple[str, ...]) -> ParseSteps:
+        """Parse parameter blocks, and one of the ends."""
         text = self._text
         given: list[str] = []
         while (yield from text.one_of("<parameter=", *ends)) == "<parameter=":
             given.append((yield from text.until(">")).strip())
             raw = yield from self._parameter(self._tools.get(name), given, ends)
-            self._give_typed("{" if len(given) == 1 else ", ", name, given[-1], raw)
-        self._give("}" if given else "{}")
-        self._done()
+            self._emit_parameter("{" if len(given) == 1 else ", ", name, given[-1], raw)
+        self._emit_arguments("}" if given else "{}")
+        self._end_call()
 
     def _parameter(
         self, tool: Tool | None, given: list[str], ends: tuple[str, ...]
     ) -> Generator[None, None, str]:
-        """A parameter's value, whose closing tag may be missing (`slips.unclosed` says where)."""
+        """Parse a parameter's value, whose closing tag may be missing (see `implied_end`)."""
         text, start = self._text, 0
         while True:
             buffer = text.buffer
             closed = buffer.find("</parameter>", start)
-            at = slips.unclosed(buffer, start, tool, given, ends, ended=text.ended, closed=closed)
+            at = malformed_calls.implied_end(
+                buffer, start, tool, given, ends, ended=text.ended, closed=closed
+            )
             if at is not None:
                 return text.take(at)
             if closed >= 0:
                 return (yield from text.until("</parameter>"))
-            start = slips.settled(buffer, start)
+            start = malformed_calls.rescan_from(buffer, start)
             yield from text.more()
 
-    def _gemma(self) -> Reader:
-        """`call:NAME{key:value,...}`."""
+    def _gemma(self) -> ParseSteps:
+        """Parse `call:NAME{key:value,...}`."""
         yield from self._text.expect("call:")
         name = (yield from self._text.before("{<")).strip()
         yield from self._text.expect("{")
         yield from self._pairs(name, ":", "}")
-        self._done()
+        self._end_call()
 
-    def _verb(self) -> Reader:
-        """The same without tags: then the name has to be declared."""
+    def _verb(self) -> ParseSteps:
+        """Parse the same without tags; the tool must be declared."""
         text = self._text
-        yield from text.expect(slips.VERB)
+        yield from text.expect(malformed_calls.CALL_PREFIX)
         name = (yield from text.word()).rpartition(":")[2]
         if name not in self._tools:
-            raise NoCall
+            raise NotACall
         yield from text.expect("{")
         yield from self._pairs(name, ":", "}")
-        self._done()
+        self._end_call()
 
-    def _pairs(self, name: str, between: str, end: str) -> Reader:
-        """Keys and values in Gemma's notation, and the end."""
+    def _pairs(self, name: str, between: str, end: str) -> ParseSteps:
+        """Parse keys and values in Gemma's notation, and the end."""
         text, tool = self._text, self._tools.get(name)
         lead = "{"
         while (yield from text.peek()) != end:
             key = yield from text.key(between)
-            if lead == "{":  # before, it may be text
-                self._begin(name)
-            known = functools.partial(typed, tool=tool, parameter=key)
-            value = yield from text.gemma_value(end, known if kinds_of(tool, key) else as_written)
-            self._give(f"{lead}{_json(key)}: {_json(value)}")
+            if lead == "{":  # without a key, it may be text
+                self._start_call(name)
+            known = functools.partial(typed_value, tool=tool, parameter=key)
+            value = yield from text.gemma_value(
+                end, known if kinds_of(tool, key) else bare_word_value
+            )
+            self._emit_arguments(f"{lead}{_json(key)}: {_json(value)}")
             lead = ", "
             if (yield from text.peek()) == ",":
                 yield from text.character()
         yield from text.character()
         if lead == "{":
-            self._begin(name)
-        self._give("{}" if lead == "{" else "}")
+            self._start_call(name)
+        self._emit_arguments("{}" if lead == "{" else "}")
 
     # -- events -------------------------------------------------------------------------------
 
     def _reset(self, *, certain: bool) -> None:
-        self.begun, self.certain, self.empty, self._held = False, certain, False, None
+        self.begun, self.certain, self.empty, self._pending = False, certain, False, None
 
-    def _begin(self, name: str) -> None:
-        """The name is complete. Raises NoCall for an undeclared one that no tool can have."""
+    def _start_call(self, name: str) -> None:
+        """Emit the start of a call; raises NotACall if no tool can have this name."""
         self.certain = True
         if name not in self._tools:
             if not (self._allow_undeclared and NAME.fullmatch(name)):
-                raise NoCall
-            self._held = []
-        self._pass(CallBegun(self.count, name))
+                raise NotACall
+            self._pending = []
+        self._emit(ToolCallStart(self.count, name))
 
-    def _pass(self, event: Event) -> None:
-        if self._held is not None:
-            self._held.append(event)
+    def _emit(self, event: Event) -> None:
+        if self._pending is not None:
+            self._pending.append(event)
             return
-        self._tell(event)
+        self._emit_event(event)
         self.count += not self.begun
         self.begun = True
 
-    def _give(self, text: str) -> None:
-        if text:  # halves of characters, which cannot be sent, as JSON's escapes
+    def _emit_arguments(self, text: str) -> None:
+        if text:  # lone surrogates cannot be sent, and become JSON escapes
             text = text.encode("utf-8", "backslashreplace").decode()
-            self._pass(Arguments(self.count - self.begun, text))
+            self._emit(ToolCallDelta(self.count - self.begun, text))
 
-    def _give_typed(self, lead: str, name: str, key: str, raw: str) -> None:
-        """A parameter that was written as text; a newline on each side is markup."""
+    def _emit_parameter(self, lead: str, name: str, key: str, raw: str) -> None:
+        """Emit a parameter that was written as text; a newline on each side is markup."""
         raw = raw.removeprefix("\n").removesuffix("\n")
-        self._give(f"{lead}{_json(key)}: {_json(typed(raw, self._tools.get(name), key))}")
+        self._emit_arguments(
+            f"{lead}{_json(key)}: {_json(typed_value(raw, self._tools.get(name), key))}"
+        )
 
-    def _done(self) -> None:
-        if (held := self._held) is not None:
-            self._held = None
-            self.undeclared += [event.name for event in held if isinstance(event, CallBegun)]
+    def _end_call(self) -> None:
+        if (held := self._pending) is not None:
+            self._pending = None
+            self.undeclared += [event.name for event in held if isinstance(event, ToolCallStart)]
             for event in joined(held):
-                self._pass(event)
-        self._pass(CallDone(self.count - 1))
+                self._emit(event)
+        self._emit(ToolCallEnd(self.count - 1))
 
 
 def _ignore(_: str) -> None:

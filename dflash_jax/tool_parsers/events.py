@@ -1,4 +1,4 @@
-"""What a reader of outputs tells: thoughts, content, and calls as they are written."""
+"""Events of parsed output: reasoning, content, and tool calls."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -19,33 +19,33 @@ class Content:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CallBegun:
-    """A call of a declared tool; calls are numbered from 0."""
+class ToolCallStart:
+    """A tool call starts. Calls are numbered from 0."""
 
     index: int
     name: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Arguments:
-    """The next piece of a call's arguments, as JSON text."""
+class ToolCallDelta:
+    """More of a call's arguments, as JSON text."""
 
     index: int
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CallDone:
-    """The call's arguments are complete."""
+class ToolCallEnd:
+    """A call's arguments are complete."""
 
     index: int
 
 
-Event = Thinking | Content | CallBegun | Arguments | CallDone
+Event = Thinking | Content | ToolCallStart | ToolCallDelta | ToolCallEnd
 
 
 def joined(events: Iterable[Event]) -> Iterator[Event]:
-    """Neighbouring texts of one kind as one event."""
+    """Yield the events with adjacent texts of one kind merged."""
     last: Event | None = None
     for event in events:
         match last, event:
@@ -53,8 +53,8 @@ def joined(events: Iterable[Event]) -> Iterator[Event]:
                 last = Thinking(a + b)
             case (Content(a), Content(b)):
                 last = Content(a + b)
-            case (Arguments(i, a), Arguments(j, b)) if i == j:
-                last = Arguments(i, a + b)
+            case (ToolCallDelta(i, a), ToolCallDelta(j, b)) if i == j:
+                last = ToolCallDelta(i, a + b)
             case _:
                 if last is not None:
                     yield last

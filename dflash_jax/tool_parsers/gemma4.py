@@ -1,8 +1,8 @@
 """Gemma 4: `<|tool_call>call:NAME{key:value,...}<tool_call|>`.
 
-Keys are bare; texts stand between `<|"|>` marks without escapes, numbers, true, false, lists and
-nested objects as one would guess. Thoughts are a channel; a turn that wants a tool's answer ends
-in `<|tool_response>`.
+Keys are not quoted. Strings are enclosed in `<|"|>` and have no escapes; numbers, booleans, lists
+and objects are written as in JSON. Reasoning is a channel. A turn that waits for a tool's result
+ends in `<|tool_response>`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ QUOTE = '<|"|>'
 
 
 def value_text(value: Any) -> str:
-    """A value as Gemma 4 writes it."""
+    """Return a value in Gemma 4's notation."""
     match value:
         case str():
             return f"{QUOTE}{value}{QUOTE}"

@@ -1,6 +1,6 @@
-"""The grammar of an answer that has to call a tool, in llguidance's dialect of Lark.
+"""Grammars of tool calls, in llguidance's dialect of Lark.
 
-Special tokens stand in it as `<name>`, everything else as strings, arguments as JSON schemas.
+Special tokens are written as `<name>`, other text as strings, and arguments as JSON schemas.
 """
 
 import json
@@ -9,28 +9,29 @@ from typing import Any
 
 from dflash_jax.tool_parsers.gemma4 import QUOTE
 from dflash_jax.tool_parsers.syntax import Syntax
-from dflash_jax.tool_parsers.tool_schema import Choice, Tool, kinds_of
+from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice, kinds_of
 
 Quote = Callable[[str], str]
 DEFINITIONS = ("$defs", "definitions")  # where a schema's references point
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid",
-           "uri", "unknown")  # of texts, that a grammar knows; any other says nothing  # fmt: skip
-LITERALS = ("const", "enum", "default", "examples")  # under which no schemas stand
-SPACE = r"( |\n {0,16})?"  # between JSON's symbols: a model may not dwell on it for ever
+           "uri", "unknown")  # string formats that llguidance supports  # fmt: skip
+LITERALS = ("const", "enum", "default", "examples")  # keywords with values, not schemas
+SPACE = r"( |\n {0,16})?"  # between JSON tokens; bounded so that output cannot loop in it
 
 
 def bounded(schema: Mapping[str, Any], *, strict: bool = False) -> dict[str, Any]:
-    """A JSON schema whose texts have little white space, if it does not say how much itself.
+    """Return a JSON schema with a bound on white space, unless it specifies one itself.
 
     Args:
-      strict: refuse what no grammar can say, as "uniqueItems", instead of leaving it out.
+      strict: the compiler refuses keywords that a grammar cannot express, such as "uniqueItems",
+        instead of ignoring them.
     """
     guidance = {"whitespace_pattern": SPACE, "lenient": not strict}
     return {"x-guidance": guidance, **(_without_unknown_formats(schema) if strict else schema)}
 
 
 def _without_unknown_formats(schema: Any) -> Any:
-    """The schema without formats that no grammar knows: they are remarks, such as "password"."""
+    """Return the schema without unsupported formats, which are hints such as "password"."""
     if isinstance(schema, list):
         return [_without_unknown_formats(inner) for inner in schema]
     if not isinstance(schema, Mapping):
@@ -45,7 +46,7 @@ def _without_unknown_formats(schema: Any) -> Any:
 def call_grammar(
     syntax: Syntax,
     tools: Sequence[Tool],
-    choice: Choice,
+    choice: ToolChoice,
     specials: Collection[str],
     *,
     thinking: bool = False,
@@ -53,25 +54,26 @@ def call_grammar(
     parallel: bool = True,
     answer: bool = False,
 ) -> str:
-    """A Lark grammar of one call or several, behind an optional thought.
+    """Return a Lark grammar of one or more tool calls after optional reasoning.
 
     Args:
-      choice: "required" allows every tool, "named" one.
+      choice: "named" allows one tool, other kinds allow all.
       specials: texts of the tokenizer's special tokens.
-      thinking: the prompt opened a thought, which has to be closed first.
-      thoughts: the output may begin with a thought.
-      answer: instead of calls, what the grammar `answer` says may come.
+      thinking: the prompt ends inside reasoning, which has to be closed first.
+      thoughts: the output may start with reasoning.
+      parallel: allow more than one call.
+      answer: also allow the rule `answer` in place of calls.
     """
     allowed = [tool for tool in tools if choice.kind != "named" or tool.name == choice.name]
 
     def quote(text: str) -> str:
-        """A text as grammar symbols: its special tokens by name, the rest as strings."""
-        return _symbols(text, specials)
+        """Return a text as grammar terminals: special tokens by name, the rest as strings."""
+        return _terminals(text, specials)
 
     calls = " | ".join(_CALLS[syntax.name](tool, quote) for tool in allowed)
-    several = parallel and syntax.name in ("hermes", "qwen_xml", "gemma4")
+    more_than_one = parallel and syntax.name in ("hermes", "qwen_xml", "gemma4")
     lines = [f"call: {calls}"]
-    start = "call (/\\n/ call)*" if several else "call"
+    start = "call (/\\n/ call)*" if more_than_one else "call"
     start = f"({start} | @answer)" if answer else start
     if thought := syntax.thought:
         body = f"TEXT {quote(thought.closing)} BLANK"
@@ -84,17 +86,21 @@ def call_grammar(
 THOUGHT = [r"TEXT: /(.|\n)*/", r"BLANK: /\n*/"]
 
 
-def behind_thought(closing: str, specials: Collection[str]) -> str:
-    """A Lark grammar of the rest of a thought, up to `closing`, and of the grammar `answer`."""
-    return "\n".join([f"start: TEXT {_symbols(closing, specials)} BLANK @answer", *THOUGHT])
+def after_thought_grammar(closing: str, specials: Collection[str]) -> str:
+    """Return a Lark grammar of reasoning up to `closing`, followed by the rule `answer`."""
+    return "\n".join([f"start: TEXT {_terminals(closing, specials)} BLANK @answer", *THOUGHT])
 
 
-def _symbols(text: str, specials: Collection[str]) -> str:
-    found = [(text.find(s), s) for s in specials if s and s in text]
-    if not found:
+def _terminals(text: str, specials: Collection[str]) -> str:
+    matches = [(text.find(s), s) for s in specials if s and s in text]
+    if not matches:
         return json.dumps(text, ensure_ascii=False) if text else ""
-    at, special = min(found)
-    parts = [_symbols(text[:at], specials), special, _symbols(text[at + len(special) :], specials)]
+    at, special = min(matches)
+    parts = [
+        _terminals(text[:at], specials),
+        special,
+        _terminals(text[at + len(special) :], specials),
+    ]
     return " ".join(part for part in parts if part)
 
 
@@ -123,9 +129,9 @@ def _xml(tool: Tool, quote: Quote) -> str:
     shared = {key: tool.parameters[key] for key in DEFINITIONS if key in tool.parameters}
 
     def value(name: str, schema: Any) -> str:
-        if texts := _choices(schema):
+        if texts := _enum_texts(schema):
             return "(" + " | ".join(map(quote, texts)) + f") {end}"
-        if "string" in (kinds_of(tool, name) or ("string",)):  # read back as it is written
+        if "string" in (kinds_of(tool, name) or ("string",)):  # strings are written verbatim
             return "parameter"
         return f"%json {json.dumps(bounded(shared | schema))} {end}"
 
@@ -139,7 +145,7 @@ def _xml(tool: Tool, quote: Quote) -> str:
 
 def _gemma4(tool: Tool, quote: Quote) -> str:
     def value(schema: Any) -> str:
-        if texts := _choices(schema):
+        if texts := _enum_texts(schema):
             return "(" + " | ".join(quote(QUOTE + text + QUOTE) for text in texts) + ")"
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         kinds = {"string": "quoted", "integer": "INTEGER", "number": "NUMBER", "boolean": "truth"}
@@ -150,27 +156,27 @@ def _gemma4(tool: Tool, quote: Quote) -> str:
     others = [pair for pair, required in pairs if not required]
     if needed:
         inner = " ".join([needed, *(f'("," {pair})?' for pair in others)])
-    else:  # one of them, or none: their commas would depend on each other
+    else:  # at most one: commas between optional parameters would depend on each other
         inner = "(" + " | ".join(others) + ")?" if others else ""
     head = quote(f"<|tool_call>call:{tool.name}{{")
     return f"{head} {inner} {quote('}<tool_call|>')}"
 
 
 def _parameters(tool: Tool) -> list[tuple[str, Any, bool]]:
-    """Names, schemas and whether they are required, in the order of declaration."""
+    """Return (name, schema, required) of the parameters in declaration order."""
     required = tool.parameters.get("required")
     required = required if isinstance(required, list) else []
     return [(name, schema, name in required) for name, schema in tool.properties.items()]
 
 
-def _choices(schema: Any) -> list[str]:
-    """The texts a parameter may have, where its schema lists them."""
+def _enum_texts(schema: Any) -> list[str]:
+    """Return the values of a string enum; empty for other schemas."""
     values = schema.get("enum") if isinstance(schema, Mapping) else None
     return values if isinstance(values, list) and all(isinstance(v, str) for v in values) else []
 
 
 def _rules(syntax: Syntax, quote: Quote) -> list[str]:
-    """What the calls of a family refer to."""
+    """Return the rules that the calls of a family refer to."""
     if syntax.name == "qwen_xml":
         return ['parameter[suffix="\\n</parameter>\\n"]: /(.|\\n)*/']
     if syntax.name != "gemma4":

@@ -1,7 +1,7 @@
-"""Bounds on users' JSON schemas and grammars, checked before anything compiles them.
+"""Bounds on JSON schemas and grammars of users, checked before compilation.
 
-A grammar compiler recurses over what it is given, and a few kilobytes can exhaust its stack or keep
-it busy for minutes. The walks here use explicit stacks, and take time linear in their input.
+The grammar compiler is recursive: a few kilobytes can exhaust its stack, or take minutes. The
+checks here use explicit stacks, and linear time.
 """
 
 import json
@@ -11,26 +11,28 @@ from typing import Any
 
 from dflash_jax.errors import RequestError
 
-MAX_DEPTH = 100  # lists and mappings in each other, in a JSON schema
-MAX_REFERENCES = 100  # references of a JSON schema that lead from one to the next
-MAX_MULTIPLE = (
-    10_000  # of multipleOf, without its factors 2 and 5: an automaton has that many states
-)
-MAX_RULES = 1000  # of a Lark grammar; of terminals as many
+MAX_DEPTH = 100  # nesting of lists and mappings in a JSON schema
+MAX_REFERENCES = 100  # length of a chain of references in a JSON schema
+# Of multipleOf without its factors 2 and 5: an automaton has that many states.
+MAX_MULTIPLE = 10_000
+MAX_RULES = 1000  # rules of a Lark grammar, and terminals
 DEFINITION = re.compile(r"^[ \t]*[?!]?(_*[A-Za-z]\w*)[ \t]*[:.\[]", re.MULTILINE)
 
 
 def check_schema(schema: Any) -> None:
-    """Refuse, by RequestError, a JSON schema that is too deep or has too long a chain of `$ref`.
+    """Check the depth, references and multiples of a JSON schema.
 
-    References are followed depth first, each once, as a compiler follows them.
+    References are followed depth first, each once, as the compiler does.
+
+    Raises:
+      RequestError: a bound is exceeded.
     """
     depth, chain = 1, 0
     followed: set[str] = set()
-    waiting: list[tuple[Any, int, int]] = [(schema, 1, 0)]  # values, how deep, after how many $ref
+    waiting: list[tuple[Any, int, int]] = [(schema, 1, 0)]  # value, depth, references followed
     while waiting:
         value, level, references = waiting.pop()
-        if isinstance(value, str):  # where a reference points
+        if isinstance(value, str):  # a reference
             if value in followed:
                 continue
             followed.add(value)
@@ -45,7 +47,7 @@ def check_schema(schema: Any) -> None:
         inner = [x for x in inner if isinstance(x, Mapping | list | tuple)]
         waiting += [(x, level + 1, references) for x in inner]
         if isinstance(place, str):
-            waiting.append((place, 1, references + 1))  # last, and so followed first
+            waiting.append((place, 1, references + 1))  # last, so that it is followed first
     if depth > MAX_DEPTH:
         raise _too_deep(f"is nested {depth} levels deep")
     if chain > MAX_REFERENCES:
@@ -56,7 +58,11 @@ def check_schema(schema: Any) -> None:
 
 
 def parsed_schema(text: str) -> Any:
-    """Return the JSON value of a schema's text; raises RequestError, as `check_schema` does."""
+    """Return the JSON value of a schema's text.
+
+    Raises:
+      RequestError: the text is not JSON, or too deeply nested.
+    """
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -66,8 +72,12 @@ def parsed_schema(text: str) -> Any:
 
 
 def check_lark(grammar: str) -> None:
-    """Refuse, by RequestError, a Lark grammar of too many rules or terminals, or a schema in it."""
-    names = {found[1].lstrip("_") for found in DEFINITION.finditer(grammar)}
+    """Check the size of a Lark grammar and its JSON schemas.
+
+    Raises:
+      RequestError: a bound is exceeded.
+    """
+    names = {match[1].lstrip("_") for match in DEFINITION.finditer(grammar)}
     terminals = sum(name[:1].isupper() for name in names)
     for kind, count in (("rules", len(names) - terminals), ("terminals", terminals)):
         if count > MAX_RULES:
@@ -80,19 +90,19 @@ def check_lark(grammar: str) -> None:
 
 
 def _embedded(grammar: str) -> Iterator[Any]:
-    """JSON schemas that a Lark grammar has after `%json`."""
+    """Yield the JSON schemas after `%json` in a Lark grammar."""
     decoder, place = json.JSONDecoder(), re.compile(r"%json\s*(?=\{)")
-    for found in place.finditer(grammar):
+    for match in place.finditer(grammar):
         try:
-            yield decoder.raw_decode(grammar, found.end())[0]
+            yield decoder.raw_decode(grammar, match.end())[0]
         except RecursionError as error:
             raise _too_deep("is nested too deeply to be read") from error
         except ValueError:
-            continue  # the compiler says where the error is
+            continue  # the compiler reports the error
 
 
 def _at(schema: Any, reference: str) -> Any:
-    """The value that a reference within the schema points at; None where there is none."""
+    """Return the value that a reference within the schema points to, or None."""
     for step in reference.removeprefix("#").split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, Mapping):

@@ -5,8 +5,8 @@
 
 (in one line).
 
-Thoughts are the analysis channel, answers the final one. A text that was begun is a message of
-its own, so a call appended to it first ends that message.
+Reasoning is the analysis channel, answers are the final one. Text is a message of its own, so a
+forced call first ends the open message.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""Text that is still arriving, and readers of words and values in it.
+"""Incremental parsing of words and values from a buffer of streamed text.
 
-Readers are generators: they run until they need text that has not come yet, and yield.
+Parsers are generators that yield when they need text that has not arrived yet.
 """
 
 import json
@@ -10,82 +10,90 @@ from typing import Any
 
 from dflash_jax.tool_parsers.gemma4 import QUOTE
 from dflash_jax.tool_parsers.stops import overlap
-from dflash_jax.tool_parsers.tool_schema import parsed
+from dflash_jax.tool_parsers.tool_schema import parse_json
 
-Reader = Generator[None, None, None]
+ParseSteps = Generator[None, None, None]
 
 
-NO_WORD = re.compile(r"[^\w.:-]")
+NON_WORD = re.compile(r"[^\w.:-]")
 MARKS = "\"'`"
-DEEPEST = 64  # lists and objects in each other
+MAX_NESTING = 64  # of lists and objects
 
 
-def as_written(word: str) -> Any:
-    """What a bare word means as JSON, if it is any."""
-    return parsed(word, word)
+def bare_word_value(word: str) -> Any:
+    """Return the JSON value of a word, or the word itself if it is not JSON."""
+    return parse_json(word, word)
 
 
-class Ended(Exception):
-    """The output ended where a reader needs more."""
+class EndOfOutput(Exception):
+    """The output ended where a parser needs more text."""
 
 
-class NoCall(Exception):
-    """What was begun like a call is none."""
+class NotACall(Exception):
+    """The text that started like a call is not one."""
 
 
-class Arriving:
-    """Text that is still arriving. Its generators yield while they wait for more.
+class TextBuffer:
+    """Streamed text that was not parsed yet. Its generators yield to wait for more.
+
+    All generators raise `EndOfOutput` if the output ends before they are done. Those that expect
+    something in particular raise `NotACall` on other text.
 
     Attributes:
-      recorded: characters taken since `keep_record`.
+      buffer: the text that has arrived and was not taken.
+      ended: no more text will arrive.
+      recorded: number of characters taken since `start_recording`.
     """
 
     def __init__(self) -> None:
         self.buffer = ""
         self.ended = False
         self.recorded = 0
-        self._record: list[str] | None = None  # the pieces of what was taken
+        self._recording: list[str] | None = None  # pieces that were taken
 
-    def keep_record(self) -> None:
-        """Records what is taken from now on."""
-        self._record, self.recorded = [], 0
+    def start_recording(self) -> None:
+        """Record the text that is taken from now on."""
+        self._recording, self.recorded = [], 0
 
-    def drop_record(self) -> str:
-        """Ends the record, and returns it."""
-        record = "".join(self._record or ())
-        self._record, self.recorded = None, 0
+    def stop_recording(self) -> str:
+        """Stop recording, and return the recorded text."""
+        record = "".join(self._recording or ())
+        self._recording, self.recorded = None, 0
         return record
 
-    def put_back(self) -> None:
-        """Puts what was recorded back in front, and ends the record."""
-        self.buffer = self.drop_record() + self.buffer
+    def rewind(self) -> None:
+        """Stop recording, and put the recorded text back."""
+        self.buffer = self.stop_recording() + self.buffer
 
     def take(self, count: int) -> str:
-        """The first characters, which are gone then."""
+        """Remove and return the first characters."""
         taken, self.buffer = self.buffer[:count], self.buffer[count:]
-        if self._record is not None:
-            self._record.append(taken)
+        if self._recording is not None:
+            self._recording.append(taken)
             self.recorded += len(taken)
         return taken
 
-    def more(self) -> Reader:
-        """Waits for more text. Raises Ended if none will come."""
+    def more(self) -> ParseSteps:
+        """Wait for more text."""
         if self.ended:
-            raise Ended
+            raise EndOfOutput
         yield
 
-    def flow(
+    def scan(
         self, markers: Iterable[str], show: Callable[[str], None]
     ) -> Generator[None, None, str | None]:
-        """Shows text as it becomes certain, up to a marker, which it takes and returns."""
+        """Pass text to `show` up to a marker, which is taken and returned; None at the end.
+
+        Text that may be the start of a marker is held back.
+        """
         by_first: dict[str, list[str]] = {}
         for marker in markers:
             by_first.setdefault(marker[0], []).append(marker)
         while True:
             near = [m for c, group in by_first.items() if c in self.buffer for m in group]
-            found = [(at, -len(m), m) for m in near if (at := self.buffer.find(m)) >= 0]
-            if found:
-                at, _, marker = min(found)
+            matches = [(at, -len(m), m) for m in near if (at := self.buffer.find(m)) >= 0]
+            if matches:
+                at, _, marker = min(matches)
                 show(self.take(at))
                 self.take(len(marker))
                 return marker
@@ -96,7 +104,7 @@ class Arriving:
             yield
 
     def until(self, marker: str) -> Generator[None, None, str]:
-        """The text before a marker, which is taken too."""
+        """Take text up to and including a marker; return it without the marker."""
         start = 0
         while (at := self.buffer.find(marker, start)) < 0:
             start = max(len(self.buffer) - len(marker) + 1, 0)
@@ -104,7 +112,7 @@ class Arriving:
         return self.take(at + len(marker))[:at]
 
     def before(self, ends: str) -> Generator[None, None, str]:
-        """The text before the first of these characters, which stays."""
+        """Take and return the text before the first of these characters."""
         start = 0
         while not (places := [at for c in ends if (at := self.buffer.find(c, start)) >= 0]):
             start = len(self.buffer)
@@ -112,56 +120,61 @@ class Arriving:
         return self.take(min(places))
 
     def word(self) -> Generator[None, None, str]:
-        """Letters, digits and `_.:-` up to anything else."""
+        """Take and return letters, digits and `_.:-`."""
         at = 0
-        while not (end := NO_WORD.search(self.buffer, at)):
+        while not (end := NON_WORD.search(self.buffer, at)):
             at = len(self.buffer)
             yield from self.more()
         return self.take(end.start())
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character that is not white space; it stays."""
+        """Skip white space, and return the next character without taking it."""
         while not (rest := self.buffer.lstrip()):
             yield from self.more()
         self.take(len(self.buffer) - len(rest))
         return rest[0]
 
     def character(self) -> Generator[None, None, str]:
-        """The next character that is not white space."""
+        """Skip white space, and take and return the next character."""
         yield from self.peek()
         return self.take(1)
 
     def one_of(self, *words: str, take: bool = True) -> Generator[None, None, str]:
-        """Takes one of these words after white space, or only looks for it."""
+        """Skip white space, and return which of these words follows.
+
+        Args:
+          take: also take the word.
+        """
         while True:
             yield from self.peek()
             for word in words:
                 if self.buffer.startswith(word):
                     return self.take(len(word)) if take else word
             if not any(word.startswith(self.buffer) for word in words):
-                raise NoCall
+                raise NotACall
             yield from self.more()
 
-    def expect(self, word: str) -> Reader:
+    def expect(self, word: str) -> ParseSteps:
+        """Skip white space, and take this word."""
         yield from self.one_of(word)
 
     def string(self) -> Generator[None, None, str]:
-        """A JSON string."""
+        """Take a JSON string, and return its value."""
         if (yield from self.peek()) != '"':
-            raise NoCall
+            raise NotACall
         pieces: list[str] = []
         yield from self.value(pieces.append, unpack=False)
         try:
             return json.loads("".join(pieces))
         except json.JSONDecodeError:
-            raise NoCall from None
+            raise NotACall from None
 
-    def value(self, show: Callable[[str], None], *, unpack: bool = True) -> Reader:
-        """Shows a JSON value's text.
+    def value(self, show: Callable[[str], None], *, unpack: bool = True) -> ParseSteps:
+        """Take a JSON value, and pass its text to `show` as it arrives.
 
         Args:
-          unpack: an object may be written as a string, and nothing stands for an empty one; line
-            ends and tabs within its texts become what JSON writes for them.
+          unpack: repair arguments: an object may be written as a string, an empty string or null
+            becomes `{}`, and control characters in strings are escaped.
         """
         first = yield from self.peek()
         if first == '"' and unpack:
@@ -201,7 +214,7 @@ class Arriving:
                 return show(self.take(at))
 
     def key(self, sign: str) -> Generator[None, None, str]:
-        """A name, which may be quoted, and the sign behind it."""
+        """Take a name, which may be quoted, and the sign after it; return the name."""
         first = yield from self.peek()
         if first == "<":
             yield from self.expect(QUOTE)
@@ -214,13 +227,14 @@ class Arriving:
         return name
 
     def gemma_value(
-        self, end: str = "}", read: Callable[[str], Any] = as_written, depth: int = 0
+        self, end: str = "}", read: Callable[[str], Any] = bare_word_value, depth: int = 0
     ) -> Generator[None, None, Any]:
-        """A value in Gemma's notation; texts may stand in other quotes as well.
+        """Take a value in Gemma's notation, with any kind of quotes, and return it.
 
         Args:
-          end: what ends a bare word, besides a comma.
-          read: what a bare word means.
+          end: characters that end a bare word, in addition to a comma.
+          read: converts a bare word to its value.
+          depth: current nesting.
         """
         first = yield from self.peek()
         if first == "<":
@@ -229,8 +243,8 @@ class Arriving:
         if first in MARKS:
             return (yield from self._quoted())
         if first in "{[":
-            if depth > DEEPEST:
-                raise NoCall
+            if depth > MAX_NESTING:
+                raise NotACall
             yield from self.character()
             items: dict[str, Any] = {}
             while (yield from self.peek()) not in "}]":
@@ -243,7 +257,7 @@ class Arriving:
         return read((yield from self.before("," + end)).strip())
 
     def _quoted(self) -> Generator[None, None, str]:
-        """A text between two marks of one kind; escapes are JSON's."""
+        """Take a quoted string with JSON's escapes, and return its value."""
         mark = yield from self.character()
         end = 0
         while True:
@@ -265,6 +279,6 @@ class Arriving:
 
 
 def escaped(text: str, at: int) -> bool:
-    """Whether an odd number of backslashes stands before a place."""
+    """Return whether an odd number of backslashes precedes a position."""
     before = text[:at]
     return (len(before) - len(before.rstrip("\\"))) % 2 == 1

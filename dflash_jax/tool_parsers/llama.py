@@ -1,7 +1,7 @@
 """Llama 3: the whole message is `{"name": "NAME", "parameters": {...}}`, one call per message.
 
-No tags surround it, so a call is recognised by its first key, and complete when the JSON is.
-Built-in tools come behind `<|python_tag|>`. There are no thoughts.
+There are no tags: a call is recognized by its first key, and ends with the JSON object. Calls of
+built-in tools follow `<|python_tag|>`. There is no reasoning.
 """
 
 import json

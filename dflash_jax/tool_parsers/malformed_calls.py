@@ -1,47 +1,52 @@
-"""Calls that are not written as their family writes them: where they begin, end and may stand.
+"""Tool calls in another syntax than that of the model's family: where they start and end.
 
-Models slip into each other's forms. All are read whatever the family, but only as calls of
-declared tools; what has no tags of its own is text unless it is a call beyond doubt.
+Models sometimes use other families' syntax. All of it is parsed, for declared tools only; text
+without tags is parsed as a call only if it cannot be anything else.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dflash_jax.tool_parsers.tool_schema import KINDS, Tool, kinds_of, parsed
+from dflash_jax.tool_parsers.tool_schema import KINDS, Tool, kinds_of, parse_json
 
 OPENS = ("<tool_call>", "<function=", "<tool_code>")
-WORDS = ("<tool_call>", "<function=")  # of these, texts about tools may speak
+AMBIGUOUS_OPENS = ("<tool_call>", "<function=")  # also appear in texts about tools
 CLOSES = ("</tool_call>", "</function>", "</tool_code>")
-VERB = "call:"  # NAME{key: value}
-BARE = tuple(f'{{{space}"name"' for space in ("", " ", "\n", "\n  ", "\n    ", "\n\t"))
+CALL_PREFIX = "call:"  # NAME{key: value}
+BARE_OPENS = tuple(f'{{{space}"name"' for space in ("", " ", "\n", "\n  ", "\n    ", "\n\t"))
 FENCE = "```"
-LOOK_BACK = 80  # characters in which a line begins, if white space is all it has
+LOOK_BACK = 80  # characters searched for the start of a blank line
 
-NEXT = re.compile(r"(?:(?<=\n)|^)<parameter=(?P<name>[^<>\n]+)>|</[^<>\s]+>")
-TAIL = re.compile(r"</[^<>\s]+>\s*(?:<[^<>\n]*)?\Z|<[^<>\n]*\Z")  # tags that may yet be such
-BEHIND = ("</tool_call>", "<tool_call>", "<function=")  # what may follow a call
+NEXT_TAG = re.compile(r"(?:(?<=\n)|^)<parameter=(?P<name>[^<>\n]+)>|</[^<>\s]+>")
+OPEN_TAIL = re.compile(r"</[^<>\s]+>\s*(?:<[^<>\n]*)?\Z|<[^<>\n]*\Z")  # incomplete tags
+AFTER_CALL = ("</tool_call>", "<tool_call>", "<function=")  # markup that may follow a call
 
 
-def untagged(tools: Mapping[str, Tool], taken: Sequence[str]) -> tuple[str, ...]:
-    """Beginnings of calls that may as well be text: a tool's name as a tag, JSON, a verb.
+def untagged_openings(tools: Mapping[str, Tool], taken: Sequence[str]) -> tuple[str, ...]:
+    """Return the starts of calls without tags: JSON, `call:`, and tool names as tags.
 
     Args:
-      taken: markers that mean something else.
+      taken: markers with another meaning, which are left out.
     """
     tags = (f"<{name}>" for name in tools)
-    return (*BARE, VERB, *(tag for tag in tags if tag not in taken))
+    return (*BARE_OPENS, CALL_PREFIX, *(tag for tag in tags if tag not in taken))
 
 
-class Before:
-    """What was shown so far, as far as it tells whether an untagged call may begin behind it."""
+class ShownText:
+    """The end of the shown text, which decides whether an untagged call may follow.
+
+    Attributes:
+      blank: only white space was shown.
+    """
 
     def __init__(self) -> None:
-        self.blank = True  # nothing but white space
-        self._fenced = False  # inside a block of code
+        self.blank = True
+        self._fenced = False  # inside a fenced code block
         self._ticks = self._end = ""
 
     def add(self, text: str) -> None:
+        """Append text."""
         self.blank = self.blank and not text.strip()
         *fences, ticks = (self._ticks + text).split(FENCE)
         self._fenced ^= len(fences) % 2 == 1
@@ -49,37 +54,39 @@ class Before:
 
     @property
     def within_object(self) -> bool:
-        """Whether what follows is the value of a JSON object's key."""
+        """Return whether the next text is the value of a key in a JSON object."""
         return re.search(r'"\s*:\s*\Z', self._end) is not None
 
     def allows(self, marker: str) -> bool:
-        """Whether an untagged call may begin with this marker here."""
+        """Return whether an untagged call may start here with this marker."""
         if self._fenced:
             return False
-        if marker in BARE:
+        if marker in BARE_OPENS:
             return self._end.rstrip(" \t")[-1:] in ("", "\n")
-        return marker != VERB or not re.search(r"[\w.:-]\Z", self._end)
+        return marker != CALL_PREFIX or not re.search(r"[\w.:-]\Z", self._end)
 
 
-def fits(tool: Tool, text: str) -> bool:
-    """Whether a text is an object of the tool's arguments and nothing else can be meant."""
-    found = parsed(text, None)
-    if not (isinstance(found, dict) and found and found.keys() <= tool.properties.keys()):
+def is_arguments_object(tool: Tool, text: str) -> bool:
+    """Return whether a text is an object that matches the tool's parameters."""
+    arguments = parse_json(text, None)
+    if not (
+        isinstance(arguments, dict) and arguments and arguments.keys() <= tool.properties.keys()
+    ):
         return False
     required = tool.parameters.get("required")
-    if isinstance(required, list) and any(name not in [*found] for name in required):
+    if isinstance(required, list) and any(name not in [*arguments] for name in required):
         return False
-    return all(is_a(value, kinds_of(tool, name)) for name, value in found.items())
+    return all(is_a(value, kinds_of(tool, name)) for name, value in arguments.items())
 
 
 def is_a(value: Any, kinds: Collection[str]) -> bool:
-    """Whether a value is of one of these JSON types; any is where none is named."""
+    """Return whether a value has one of these JSON types; an empty collection allows all."""
     if isinstance(value, bool):
         return not kinds or "boolean" in kinds
     return not kinds or any(isinstance(value, KINDS.get(kind, object)) for kind in kinds)
 
 
-def unclosed(
+def implied_end(
     buffer: str,
     start: int,
     tool: Tool | None,
@@ -89,31 +96,36 @@ def unclosed(
     ended: bool,
     closed: int,
 ) -> int | None:
-    """Where a value ends that nothing closes; None where that is not known, or not so.
+    """Return where a parameter without a closing tag ends, or None if that is not certain.
 
-    Values may hold any text, such as markup. So the next parameter has to stand on a line of its
-    own, be declared and not be given yet, and behind the call's end the output has to end or go
-    on with markup. Where the output ended and nothing else closes the value, any end does.
+    Values may contain any text, including markup. So a following parameter ends a value only if it
+    is on its own line, declared, and not given yet; the end of the call ends it only if the output
+    ends there or continues with markup. If the output has ended without a closing tag, the first
+    end of a call ends the value.
 
     Args:
-      start: nothing before it is any end (`settled`).
-      closed: where its closing tag stands; -1 if none came yet.
+      buffer: text from the start of the value.
+      start: where to start searching (`rescan_from`).
+      given: parameters parsed so far, including this one.
+      ends: texts that end the call.
+      ended: the output is complete.
+      closed: position of the closing tag; -1 if there is none yet.
     """
     names = set(tool.properties if tool else ()) - set(given)
     last = closed if closed >= 0 else len(buffer)
-    for found in NEXT.finditer(buffer, start, last):
-        if found[0] in ends:
-            rest = buffer[found.end() :].lstrip()
-            if rest.startswith(BEHIND) if rest else ended:
-                return found.start()
-        elif found["name"] and found["name"].strip() in names:
-            return found.start()
+    for tag in NEXT_TAG.finditer(buffer, start, last):
+        if tag[0] in ends:
+            rest = buffer[tag.end() :].lstrip()
+            if rest.startswith(AFTER_CALL) if rest else ended:
+                return tag.start()
+        elif tag["name"] and tag["name"].strip() in names:
+            return tag.start()
     if ended and closed < 0:
         return min((at for end in ends if (at := buffer.find(end)) >= 0), default=None)
     return None
 
 
-def settled(buffer: str, start: int) -> int:
-    """From where a value has to be looked at again, once more of it came."""
-    tail = TAIL.search(buffer, start)
+def rescan_from(buffer: str, start: int) -> int:
+    """Return the position from which to search again after more text has arrived."""
+    tail = OPEN_TAIL.search(buffer, start)
     return tail.start() if tail else len(buffer)

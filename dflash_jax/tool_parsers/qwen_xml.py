@@ -8,9 +8,9 @@
     </function>
     </tool_call>
 
-One newline on each side of a value is markup. Texts are written as they are, other values as
-JSON; the declared type says how to read them back. The wrapper may be missing: models leave its
-opening out, and so does a beginning that we dictate.
+One newline on each side of a value is markup. Strings are written verbatim, other values as JSON;
+the declared type decides how to parse them. The opening `<tool_call>` is optional: models omit it,
+and so do forced calls.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Search for stop strings in text that arrives in pieces, without emitting part of a match.
+"""Search for stop strings in streamed text, which never emits part of a match.
 
 The search is one Aho-Corasick automaton over all stop strings: its cost per character does not
 depend on the number of strings.
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Automaton:
-    """An Aho-Corasick automaton. State 0 is the start; a state is a prefix of some string.
+    """An Aho-Corasick automaton. A state is a prefix of some string; state 0 is the empty one.
 
     Attributes:
       next: by state, the states of the prefixes that are one character longer.
-      fail: by state, the state of its longest proper suffix that is a prefix, too.
+      fail: by state, the state of its longest proper suffix that is also a prefix.
       depth: by state, the length of its prefix.
       longest: by state, the length of the longest string that the prefix ends with; 0 if none.
     """
@@ -50,7 +50,7 @@ def automaton(texts: tuple[str, ...]) -> Automaton:
             state = following[state][character]
         longest[state] = len(text)
     waiting = collections.deque(following[0].values())
-    while waiting:  # breadth first: suffixes are shorter, and so complete
+    while waiting:  # breadth first, so that shorter suffixes are complete
         state = waiting.popleft()
         longest[state] = longest[state] or longest[fail[state]]
         for character, child in following[state].items():
@@ -63,11 +63,12 @@ def automaton(texts: tuple[str, ...]) -> Automaton:
 
 
 class Stops:
-    """Searches for stop strings and holds back text that may become one.
+    """Searches for stop strings, and holds back text that may be the start of one.
 
     Attributes:
-      held: text that was not returned: it may become a stop string, or starts with a complete one.
-      found: the stop string that was completed; no later text is returned.
+      held: text that was not returned: a possible start of a stop string, or from a complete one
+        on.
+      found: the stop string that was found; no later text is returned.
     """
 
     def __init__(self, texts: Sequence[str] = ()):
@@ -99,10 +100,10 @@ class Stops:
         return pending[:certain]
 
     def flush(self, markup: str = "") -> str:
-        """Return the held text once nothing can continue it; the search starts again after it.
+        """Return the held text, since markup or the end follows; the search starts over.
 
         Args:
-          markup: text that follows and is not shown; a stop string may be it, or end with it.
+          markup: hidden text that follows; a stop string may end with it.
         """
         if self.found is not None:
             return ""
@@ -115,6 +116,6 @@ class Stops:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of the text that begins the marker."""
+    """Return the length of the longest suffix of the text that is a proper prefix of the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)

@@ -1,19 +1,19 @@
-"""Splits a growing output into thoughts, content and tool calls; nothing given is taken back.
+"""Incremental parser that splits output into reasoning, content and tool calls.
 
-A call's name is given as soon as it is complete, its arguments as pieces of JSON as they are
-written (XML and Gemma calls: value by value); a call of an undeclared tool is given once it is
-complete. Markup is not shown unless a text is about it. What begins like a call and cannot be read
-as one is content, markup included: no output is lost.
+Events are never retracted. A call's name is emitted as soon as it is complete, and its arguments as
+JSON text while they arrive (value by value for XML and Gemma calls). Calls to undeclared tools are
+emitted once complete. Markup is hidden unless the text is about markup. Text that starts like a
+call but cannot be parsed as one becomes content, markup included, so that no output is lost.
 """
 
 import re
 from collections.abc import Generator, Sequence
 
-from dflash_jax.tool_parsers import malformed_calls as slips
-from dflash_jax.tool_parsers.calls import CallReader
-from dflash_jax.tool_parsers.events import CallBegun, Content, Event, Thinking, joined
-from dflash_jax.tool_parsers.incremental import Arriving, Ended, NoCall, Reader
-from dflash_jax.tool_parsers.malformed_calls import Before
+from dflash_jax.tool_parsers import malformed_calls
+from dflash_jax.tool_parsers.calls import CallParser
+from dflash_jax.tool_parsers.events import Content, Event, Thinking, ToolCallStart, joined
+from dflash_jax.tool_parsers.incremental import EndOfOutput, NotACall, ParseSteps, TextBuffer
+from dflash_jax.tool_parsers.malformed_calls import ShownText
 from dflash_jax.tool_parsers.stops import Stops
 from dflash_jax.tool_parsers.syntax import Syntax
 from dflash_jax.tool_parsers.tool_schema import Tool
@@ -24,27 +24,28 @@ HARMONY_MESSAGE = "<|message|>"
 RECIPIENT = " to=functions."
 
 
-class Stopped(Exception):
-    """A stop string came."""
+class StopStringFound(Exception):
+    """A stop string was found."""
 
 
 class OutputParser:
-    """Feed it raw output text, special tokens included; it gives events.
+    """Parses raw output text, including special tokens, into events.
 
     Attributes:
-      thinking: what comes next is a thought.
-      calling: a call is being read.
+      thinking: the next text is reasoning.
+      calling: the next text is part of a call.
       unfinished: the output ended inside a call, or inside a header of harmony.
-      unreadable: calls that could not be read, and are content.
-      empty_calls: tags of a call without anything between them.
+      unreadable: number of calls that could not be parsed, and became content.
+      empty_calls: number of call tags without content.
 
     Args:
-      syntax: the family's; None passes everything on as content.
-      tools: the declared ones; without any, calls are not looked for.
-      thinking: whether the prompt opened a thought.
-      stop: texts that end the output, in thoughts, what closes them and content; calls may
-        contain them.
-      slips: read calls in forms of other families, too; not where a grammar says what comes.
+      syntax: of the model's family; None makes all output content.
+      tools: the declared tools; if empty, calls are not parsed.
+      thinking: the prompt ends inside reasoning.
+      stop: stop strings. They are searched in reasoning, its closing markup and content, but not
+        in calls.
+      lenient: also parse calls in the syntax of other families. Use False for output that follows
+        a grammar.
     """
 
     def __init__(
@@ -54,63 +55,63 @@ class OutputParser:
         *,
         thinking: bool = False,
         stop: Sequence[str] = (),
-        slips: bool = True,
+        lenient: bool = True,
     ):
         self._syntax, self._tools = syntax, {tool.name: tool for tool in tools}
-        self._text = Arriving()
-        self._stops, self._slips = Stops(stop), slips
-        self._before = Before()  # the content as it was written
+        self._text = TextBuffer()
+        self._stops, self._lenient = Stops(stop), lenient
+        self._shown = ShownText()  # content, before white space is trimmed
         self._events: list[Event] = []
         self._blank = ""  # white space that is content only if content follows
-        self._blank_before = ""  # white space in front of the call that is being read
+        self._blank_before = ""  # white space before the current call
         self.thinking = thinking and syntax is not None and syntax.thought is not None
-        self._trim = self.thinking  # drop white space: a thought began, or a thought or call ended
+        self._trim = self.thinking  # drop white space at the start of reasoning, and after calls
         self.calling = self.unfinished = False
         self.unreadable = self.empty_calls = 0
-        self._tags_shown = 0  # tags of calls that were shown: as many closing ones are shown, too
-        self._hidden_tags = ""  # tags that were not shown; they are if nothing else is
-        self._silent = True  # no thought, content or call was given yet
-        self._unfinished_text = ""  # of the call that the output ended in
-        self._calls = CallReader(
-            syntax, self._tools, self._text, self._tell_call, allow_undeclared=slips
+        self._tags_shown = 0  # opening tags shown as content: as many closing ones are shown
+        self._hidden_tags = ""  # hidden tags, which are shown if the output has nothing else
+        self._nothing_emitted = True
+        self._unfinished_text = ""  # text of the call in which the output ended
+        self._calls = CallParser(
+            syntax, self._tools, self._text, self._on_call_event, allow_undeclared=lenient
         )
-        self._reader = self._harmony() if self._harmonic else self._tagged()
+        self._reader = self._parse_harmony() if self._is_harmony else self._parse_tagged()
 
     def push(self, text: str) -> list[Event]:
-        """What this text makes certain."""
+        """Return the events that this text completes."""
         self._text.buffer += text
         return self._advance()
 
     def finish(self) -> list[Event]:
-        """What was held back, once no more text comes."""
+        """Return the remaining events at the end of the output."""
         self._text.ended = True
         return self._advance()
 
     def unfinished_call(self) -> list[Event]:
-        """Give the text of the call that the output ended in, where the model ended it there."""
+        """Return the call in which the output ended as content, since the model ended it there."""
         last, self._unfinished_text = self._unfinished_text, ""
         self.unreadable += bool(last)
         self._write(last)
-        return self._given()
+        return self._take_events()
 
     @property
     def calls(self) -> int:
-        """Calls that were begun, and those of undeclared tools that are complete."""
+        """Return the number of emitted calls."""
         return self._calls.count
 
     @property
     def undeclared(self) -> list[str]:
-        """Names of undeclared tools that were called."""
+        """Return the names of undeclared tools that were called."""
         return self._calls.undeclared
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the output."""
+        """Return the stop string that ended the output."""
         return self._stops.found
 
     @property
     def waiting(self) -> int:
-        """Characters that came last, and may yet begin a stop string or do already."""
+        """Return how many of the last characters are, or may become, part of a stop string."""
         if self.calling and self._calls.begun:
             return 0
         return self._text.recorded + len(self._stops.held) + len(self._text.buffer)
@@ -118,61 +119,61 @@ class OutputParser:
     def _advance(self) -> list[Event]:
         try:
             next(self._reader, None)
-        except Ended:
+        except EndOfOutput:
             self.unfinished = True
-        except Stopped:
+        except StopStringFound:
             pass
         if self._text.ended and not self.calls:
             blank, self._blank = self._blank, ""
-            if self._silent and not self.unfinished and self.stopped_by is None:
+            if self._nothing_emitted and not self.unfinished and self.stopped_by is None:
                 blank, self._hidden_tags = blank + self._hidden_tags, ""
             if blank:
                 self._events.append(Content(blank))
-        return self._given()
+        return self._take_events()
 
-    def _given(self) -> list[Event]:
+    def _take_events(self) -> list[Event]:
         events, self._events = self._events, []
         return list(joined(events))
 
     @property
-    def _harmonic(self) -> bool:
+    def _is_harmony(self) -> bool:
         return self._syntax is not None and self._syntax.name == "harmony"
 
     # -- the outermost level ------------------------------------------------------------------
 
-    def _tagged(self) -> Reader:
-        """Every family but harmony: markers stand in the text."""
+    def _parse_tagged(self) -> ParseSteps:
+        """Parse the syntax of all families but harmony: text with markers."""
         syntax, text = self._syntax, self._text
         thought = syntax.thought if syntax else None
         around = (thought.opening, thought.closing) if thought else ()
         opens = syntax.opens if syntax and self._tools else ()
         closes = tuple(c for c in syntax.closes if c.startswith("<")) if syntax and opens else ()
         loose: tuple[str, ...] = ()
-        if opens and self._slips:
-            opens, closes = (*opens, *slips.OPENS), (*closes, *slips.CLOSES)
-            loose = slips.untagged(self._tools, (*around, *opens))
+        if opens and self._lenient:
+            opens, closes = (*opens, *malformed_calls.OPENS), (*closes, *malformed_calls.CLOSES)
+            loose = malformed_calls.untagged_openings(self._tools, (*around, *opens))
         while True:
             if self.thinking and thought:
-                marker = yield from text.flow(around, self._show)
+                marker = yield from text.scan(around, self._show)
             else:
-                if loose and (yield from self._whole()):
+                if loose and (yield from self._try_bare_arguments()):
                     return
-                marker = yield from text.flow((*around, *opens, *closes, *loose), self._show)
+                marker = yield from text.scan((*around, *opens, *closes, *loose), self._show)
             if marker is None:
-                self._show_held("")
+                self._flush_stops("")
                 return
             if thought and self.thinking and marker == thought.opening and not self._trim:
                 self._show(marker)
                 continue
             bare = marker in loose or not marker.startswith("<")
             if not bare:
-                self._show_held(marker if marker in around else "")
+                self._flush_stops(marker if marker in around else "")
             if thought and marker in around:
                 self.thinking, self._trim = marker == thought.opening, True
-            elif marker in opens and not (bare and self._before.within_object):
-                yield from self._call(marker, bare=bare)
-            elif marker in loose and self._before.allows(marker):
-                yield from self._call(marker, bare=True)
+            elif marker in opens and not (bare and self._shown.within_object):
+                yield from self._parse_call(marker, bare=bare)
+            elif marker in loose and self._shown.allows(marker):
+                yield from self._parse_call(marker, bare=True)
             elif bare:
                 self._show(marker)
             elif self._tags_shown:
@@ -181,9 +182,10 @@ class OutputParser:
             else:
                 self._hidden_tags += marker
 
-    def _harmony(self) -> Reader:
-        """Messages with headers, in channels. A prompt ends in the first header, where a call's
-        tool may be named before the channel.
+    def _parse_harmony(self) -> ParseSteps:
+        """Parse harmony: messages in channels, with headers.
+
+        The prompt ends inside the first header, which may name a call's tool before the channel.
         """
         text = self._text
         while RECIPIENT.startswith(text.buffer) and not text.ended:
@@ -193,8 +195,8 @@ class OutputParser:
             header = yield from text.until(HARMONY_MESSAGE)
         while True:
             if not header:
-                marker = yield from text.flow(HARMONY_HEADERS + HARMONY_ENDS, self._show)
-                self._show_held(marker or "")
+                marker = yield from text.scan(HARMONY_HEADERS + HARMONY_ENDS, self._show)
+                self._flush_stops(marker or "")
                 if marker is None:
                     return
                 self.thinking = False
@@ -203,115 +205,117 @@ class OutputParser:
                 header = marker + (yield from text.until(HARMONY_MESSAGE))
             self.thinking, self._trim = "<|channel|>analysis" in header, False
             named = re.search(r"to=functions\.([^\s<]+)", header) if self._tools else None
-            if named and (yield from self._read_call(self._calls.harmony(named[1]))):
+            if named and (yield from self._try_call(self._calls.harmony(named[1]))):
                 self.calling = True
-                yield from text.flow(HARMONY_ENDS, _ignore)
+                yield from text.scan(HARMONY_ENDS, _ignore)
                 self.calling = False
             header = ""
 
-    def _call(self, marker: str, *, bare: bool) -> Reader:
-        """One call, or the text that only begins like one.
+    def _parse_call(self, marker: str, *, bare: bool) -> ParseSteps:
+        """Parse a call, or emit text that only starts like one.
 
         Args:
           bare: the marker is part of the call, not a tag around it.
         """
         text = self._text
         text.buffer = marker + text.buffer
-        read = yield from self._read_call(
-            self._calls.read(marker, bare=bare), tag=0 if bare else len(marker)
+        read = yield from self._try_call(
+            self._calls.parse(marker, bare=bare), tag=0 if bare else len(marker)
         )
         if read:
-            self._before.add("\n")
+            self._shown.add("\n")
             self._tags_shown = 0
         elif self._calls.empty:
             self.empty_calls += 1
             self._hidden_tags += text.take(len(marker))
         else:
             self._tags_shown += not bare
-            if not self._calls.begun:  # else it was shown
+            if not self._calls.begun:  # otherwise the text was emitted
                 self._show(text.take(len(marker)))
 
-    def _read_call(self, call: Reader, tag: int = 0) -> Generator[None, None, bool]:
-        """Whether a call could be read; if not, what was taken is put back or, late, shown.
+    def _try_call(self, call: ParseSteps, tag: int = 0) -> Generator[None, None, bool]:
+        """Run a call parser, and return whether the text was a call.
+
+        If not, the text is put back, or emitted as content if events of the call were emitted.
 
         Args:
-          tag: characters in front of the call that belong to its markup.
+          tag: number of characters of the tag before the call.
 
         Raises:
-          Ended: the output ended inside it.
+          EndOfOutput: the output ended inside the call.
         """
         text, calls = self._text, self._calls
         self.calling = True
-        text.keep_record()
+        text.start_recording()
         text.take(tag)
         try:
             yield from call
-        except (NoCall, Ended) as reason:
-            if isinstance(reason, Ended) and (tag or calls.begun or self._harmonic):
+        except (NotACall, EndOfOutput) as reason:
+            if isinstance(reason, EndOfOutput) and (tag or calls.begun or self._is_harmony):
                 blank = self._blank_before if calls.begun else ""
-                self._unfinished_text = blank + text.drop_record()
+                self._unfinished_text = blank + text.stop_recording()
                 raise
             self.calling = False
             self.unreadable += calls.certain and not calls.empty
             if calls.begun:
-                self._before.add(written := text.drop_record())
+                self._shown.add(written := text.stop_recording())
                 self._write(self._blank_before + written)
             else:
-                text.put_back()
+                text.rewind()
             return False
-        text.drop_record()
+        text.stop_recording()
         self.calling, self._trim = False, True
         return True
 
-    def _whole(self) -> Generator[None, None, bool]:
-        """Whether the output was nothing but the arguments of the only tool."""
-        if len(self._tools) > 1 or self.calls or not self._before.blank:
+    def _try_bare_arguments(self) -> Generator[None, None, bool]:
+        """Return whether the whole output was the arguments of the only tool."""
+        if len(self._tools) > 1 or self.calls or not self._shown.blank:
             return False
         [tool] = self._tools.values()
-        self._text.keep_record()
+        self._text.start_recording()
         try:
-            yield from self._calls.whole(tool)
-        except (NoCall, Ended):
-            self._text.put_back()
-        self._text.drop_record()
+            yield from self._calls.bare_arguments(tool)
+        except (NotACall, EndOfOutput):
+            self._text.rewind()
+        self._text.stop_recording()
         return self.calls > 0
 
-    def _tell_call(self, event: Event) -> None:
-        if isinstance(event, CallBegun):
-            self._show_held("")
+    def _on_call_event(self, event: Event) -> None:
+        if isinstance(event, ToolCallStart):
+            self._flush_stops("")
             self._blank_before, self._blank = self._blank, ""
         self._events.append(event)
 
     def _show(self, text: str) -> None:
         if not self.thinking:
-            self._before.add(text)
+            self._shown.add(text)
         if self._trim:
             text = text.lstrip()
             self._trim = not text
-        self._tell(self._stops.push(text))
+        self._emit(self._stops.push(text))
 
-    def _show_held(self, marker: str) -> None:
-        """What might have become a stop string, where a marker or the end follows."""
-        self._tell(self._stops.flush(marker))
+    def _flush_stops(self, marker: str) -> None:
+        """Emit text that was held back for stop strings, since a marker or the end follows."""
+        self._emit(self._stops.flush(marker))
 
-    def _tell(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self._write(text)
         if self._stops.found is not None:
-            raise Stopped
+            raise StopStringFound
 
     def _write(self, text: str) -> None:
         if not text:
             return
         if self.thinking:
             self._events.append(Thinking(text))
-            self._silent = False
+            self._nothing_emitted = False
             return
         text = self._blank + text
         shown = text.rstrip() if self._tools else text
         self._blank = text[len(shown) :]
         if shown:
             self._events.append(Content(shown))
-            self._silent = False
+            self._nothing_emitted = False
 
 
 def _ignore(_: str) -> None:

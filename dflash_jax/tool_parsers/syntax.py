@@ -1,4 +1,4 @@
-"""What has to be known of a family's way to write thoughts and tool calls."""
+"""Description of a model family's syntax of reasoning and tool calls."""
 
 import dataclasses
 import enum
@@ -8,26 +8,32 @@ from typing import Any
 
 
 class CallState(enum.Enum):
-    """Where an output stands with its tool calls."""
+    """State of the tool calls of an output."""
 
-    NONE = "none"  # no call was begun
-    OPEN = "open"  # the last call that was begun is not finished
-    COMPLETE = "complete"  # every call that was begun is finished
+    NONE = "none"  # there is no call
+    OPEN = "open"  # the last call is incomplete
+    COMPLETE = "complete"  # all calls are complete
 
 
 @dataclasses.dataclass(frozen=True)
 class Thought:
-    """The texts around reasoning."""
+    """Markup of reasoning.
+
+    Attributes:
+      opening: text before reasoning.
+      closing: text after it.
+      forced: text that ends reasoning from outside, and starts the answer.
+    """
 
     opening: str
     closing: str
-    forced: str  # what ends a thought that has to end, and leads into the answer
+    forced: str
 
     def is_open(self, text: str, *, inside: bool = False) -> bool:
-        """Whether the text ends inside a thought.
+        """Return whether a text ends inside reasoning.
 
         Args:
-          inside: whether it began inside one, because the prompt opened it.
+          inside: the text starts inside reasoning, because the prompt opened it.
         """
         begun = text.rfind(self.opening)
         closed = text.rfind(self.closing)
@@ -35,7 +41,7 @@ class Thought:
 
 
 def by_markers(syntax: "Syntax", text: str) -> CallState:
-    """The state that the last opening and the last closing marker tell."""
+    """Return the state that follows from the last opening and the last closing marker."""
     begun = max(text.rfind(marker) for marker in syntax.opens)
     closed = max(text.rfind(marker) for marker in syntax.closes)
     if begun < 0:
@@ -45,19 +51,20 @@ def by_markers(syntax: "Syntax", text: str) -> CallState:
 
 @dataclasses.dataclass(frozen=True)
 class Syntax:
-    """A family's syntax. All texts are raw output: special tokens are part of them.
+    """A family's syntax. All texts are raw output, including special tokens.
 
     Attributes:
-      opens: texts that begin a call; whoever shows output to a user stops showing there.
-      closes: texts that finish one.
-      opening: what may be appended to an answer so that only the tool's name can follow.
-      lead: what models of the family write between a text and a call.
-      marker: what a call begins with after that, and an answer does not.
-      begin: the same with the name, and with the first parameter's name if there is one, so
-        that only the parameter's value, or the arguments, can follow. Never ends in a space:
-        tokenizers glue spaces to what comes next.
-      render: a whole call as the family's chat template writes it.
-      read_state: how `call_state` reads an output.
+      thought: markup of reasoning, or None.
+      opens: texts that start a call; output is not shown to users from there on.
+      closes: texts that end a call.
+      opening: text to append to an answer to force a call, up to the tool's name.
+      lead: text that models write between content and a call.
+      marker: text that calls start with after `lead`, and answers do not.
+      begin: returns the text that forces a call of a tool, up to the value of its first parameter,
+        or up to the arguments without a parameter. It never ends in a space, since tokenizers
+        merge spaces with the following text.
+      render: returns a call as the family's chat template writes it.
+      read_state: implements `call_state`.
     """
 
     name: str
@@ -72,21 +79,25 @@ class Syntax:
     read_state: Callable[["Syntax", str], CallState] = by_markers
 
     def call_state(self, text: str) -> CallState:
-        """Where an output stands with its calls."""
+        """Return the state of the calls of an output."""
         return self.read_state(self, text)
 
     def markers(self, *, calls: bool) -> tuple[str, ...]:
-        """Texts whose special tokens whoever reads an output has to see."""
-        found = [self.thought.opening, self.thought.closing] if self.thought else []
+        """Return texts with all special tokens that must be kept when output is decoded.
+
+        Args:
+          calls: include the markup of calls.
+        """
+        texts = [self.thought.opening, self.thought.closing] if self.thought else []
         if calls or self.name == "harmony":
-            found += [*self.opens, *self.closes, self.opening, self.render("f", {"k": "v"})]
+            texts += [*self.opens, *self.closes, self.opening, self.render("f", {"k": "v"})]
         if self.name == "harmony":
-            found += ["<|start|>assistant<|channel|>final<|message|><|end|><|call|>"]
-        return tuple(found)
+            texts += ["<|start|>assistant<|channel|>final<|message|><|end|><|call|>"]
+        return tuple(texts)
 
 
 def as_json(value: Any) -> str:
-    """JSON as chat templates write it: with spaces, letters of any language as they are."""
+    """Return JSON as chat templates write it: with spaces, without escaping non-ASCII letters."""
     return json.dumps(value, ensure_ascii=False)
 
 

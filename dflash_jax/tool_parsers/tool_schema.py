@@ -1,6 +1,6 @@
-"""Tools and tool choices of every API's shape, made one; and how recovery may begin a call.
+"""Tool definitions and tool choices of all APIs, normalized, and values of typed parameters.
 
-Chat completions nest a `function`, Responses are flat, Anthropic says `input_schema`.
+Chat completions nest a `function`, Responses are flat, and Anthropic has an `input_schema`.
 """
 
 import dataclasses
@@ -22,53 +22,59 @@ KINDS: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
 }
 SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MOST_DEPTH = (
-    200  # lists and mappings in each other: json and templates recurse over what they write
-)
-PREFERRED = "terminal"  # of several tools, the one an agent can do anything with
+MOST_DEPTH = 200  # nesting of lists and mappings: json and templates are recursive
+PREFERRED = "terminal"  # the tool with which an agent can do anything
 
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A declared tool; `parameters` is its JSON schema."""
+    """A declared tool.
+
+    Attributes:
+      parameters: JSON schema of the arguments.
+    """
 
     name: str
     parameters: Mapping[str, Any]
 
     @property
     def first_parameter(self) -> str | None:
-        """The first required parameter, else the first declared one."""
+        """Return the name of the first required parameter, else of the first one, or None."""
         required = self.parameters.get("required")
         names = [n for n in required if isinstance(n, str)] if isinstance(required, list) else []
         return next(iter(names or self.properties), None)
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """The parameters' schemas by name."""
-        found = self.parameters.get("properties")
-        return found if isinstance(found, Mapping) else {}
+        """Return the schemas of the parameters by name."""
+        properties = self.parameters.get("properties")
+        return properties if isinstance(properties, Mapping) else {}
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """A normalised `tool_choice`; `name` is the tool a "named" one demands."""
+class ToolChoice:
+    """A normalized `tool_choice`.
+
+    Attributes:
+      name: the required tool of a "named" choice.
+    """
 
     kind: Literal["auto", "none", "required", "named"]
     name: str | None = None
 
 
-AUTO = Choice("auto")
-WORDS = {
+AUTO = ToolChoice("auto")
+CHOICES = {
     "auto": AUTO,
-    "none": Choice("none"),
-    "required": Choice("required"),
-    "any": Choice("required"),
+    "none": ToolChoice("none"),
+    "required": ToolChoice("required"),
+    "any": ToolChoice("required"),
 }
 
 
 def tools_of(declared: Any) -> tuple[Tool, ...]:
-    """The tools of a request's `tools`; what is no function is left out, first names win."""
-    found: dict[str, Tool] = {}
+    """Return the functions among a request's `tools`; the first of each name counts."""
+    by_name: dict[str, Tool] = {}
     for entry in declared if isinstance(declared, Sequence) else ():
         if not isinstance(entry, Mapping):
             continue
@@ -76,36 +82,36 @@ def tools_of(declared: Any) -> tuple[Tool, ...]:
         name = body.get("name")
         schema = body.get("parameters", body.get("input_schema"))
         if isinstance(name, str) and name:
-            found.setdefault(name, Tool(name, schema if isinstance(schema, Mapping) else {}))
-    return tuple(found.values())
+            by_name.setdefault(name, Tool(name, schema if isinstance(schema, Mapping) else {}))
+    return tuple(by_name.values())
 
 
-def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> Choice:
-    """A request's `tool_choice`; absent and unknown words are "auto".
+def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """Return a request's `tool_choice`; missing and unknown values become "auto".
 
     Raises:
-      RequestError: it names a tool that was not declared.
+      RequestError: the choice names an undeclared tool.
     """
     if not isinstance(tool_choice, Mapping):
-        return WORDS.get(str(tool_choice), AUTO)
+        return CHOICES.get(str(tool_choice), AUTO)
     function = tool_choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else tool_choice.get("name")
-    if name is None and isinstance(kind := tool_choice.get("type"), str) and kind in WORDS:
-        return WORDS[kind]
+    if name is None and isinstance(kind := tool_choice.get("type"), str) and kind in CHOICES:
+        return CHOICES[kind]
     if name not in [tool.name for tool in tools]:
         known = ", ".join(tool.name for tool in tools) or "none"
         raise RequestError(
             f"tool_choice names the tool {name!r}, but the declared tools are: {known};"
             " declare it, or choose one of those"
         )
-    return Choice("named", name)
+    return ToolChoice("named", name)
 
 
-def call_beginnings(tools: Sequence[Tool], choice: Choice, syntax: Syntax) -> tuple[str, ...]:
-    """Return the texts with which a call may be begun for an answer that stalled, one a tool.
+def call_beginnings(tools: Sequence[Tool], choice: ToolChoice, syntax: Syntax) -> tuple[str, ...]:
+    """Return the texts with which recovery may force a call, one per tool.
 
-    A text names the tool and its first parameter. A tool that is demanded or preferred is the only
-    one. Left out are tools whose name or first parameter might be read as markup.
+    A text contains the names of the tool and its first parameter. If a tool is required or
+    preferred, it is the only one. Tools whose names could be parsed as markup are left out.
     """
     if choice.kind == "none":
         return ()
@@ -115,8 +121,8 @@ def call_beginnings(tools: Sequence[Tool], choice: Choice, syntax: Syntax) -> tu
     return tuple(syntax.begin(name, parameter) for name, parameter in safe)
 
 
-def typed(text: str, tool: Tool | None, parameter: str) -> Any:
-    """The value of an XML parameter, by the type its tool declares; a text if that fails."""
+def typed_value(text: str, tool: Tool | None, parameter: str) -> Any:
+    """Return the value of an XML parameter by its declared type, or the text if that fails."""
     kinds = kinds_of(tool, parameter)
     if text == "null":
         return None
@@ -124,21 +130,21 @@ def typed(text: str, tool: Tool | None, parameter: str) -> Any:
         return text
     if "boolean" in kinds and (word := text.strip().lower()) in ("true", "false"):
         return word == "true"
-    return parsed(text, text)
+    return parse_json(text, text)
 
 
-def parsed(text: str, otherwise: Any) -> Any:
-    """The value of a JSON text; something else where it is none, or none that may be written."""
+def parse_json(text: str, otherwise: Any) -> Any:
+    """Return the value of a JSON text, or `otherwise` if it is invalid, not finite or too deep."""
     try:
-        found = json.loads(text)
-        json.dumps(found, allow_nan=False)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return otherwise
-    return otherwise if is_deep(found) else found
+    return otherwise if is_deep(value) else value
 
 
 def is_deep(value: Any) -> bool:
-    """Whether lists and mappings of a JSON value are nested more than `MOST_DEPTH` levels deep."""
+    """Return whether a JSON value is nested more than `MOST_DEPTH` levels deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MOST_DEPTH):
         inner = (x.values() if isinstance(x, dict) else x for x in level)
@@ -149,7 +155,7 @@ def is_deep(value: Any) -> bool:
 
 
 def kinds_of(tool: Tool | None, parameter: str) -> set[str]:
-    """Types that a tool's parameter may have; empty if its schema does not say."""
+    """Return the JSON types that a parameter's schema allows; empty if it does not specify any."""
     kinds: set[str] = set()
     todo, met = [tool.properties.get(parameter)] if tool else [], set()
     while tool and todo:
@@ -163,12 +169,12 @@ def kinds_of(tool: Tool | None, parameter: str) -> set[str]:
             todo += parts if isinstance(parts := schema.get(word), list) else ()
         if isinstance(place := schema.get("$ref"), str) and place not in met:
             met.add(place)
-            todo.append(_referred(tool.parameters, place))
+            todo.append(_resolve_reference(tool.parameters, place))
     return kinds
 
 
-def _referred(schema: Any, place: str) -> Any:
-    """What a reference such as #/$defs/NAME means."""
+def _resolve_reference(schema: Any, place: str) -> Any:
+    """Return the schema that a reference such as #/$defs/NAME points to."""
     for step in place.removeprefix("#/").split("/"):
         schema = schema.get(step) if isinstance(schema, Mapping) else None
     return schema

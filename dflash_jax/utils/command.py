@@ -1,4 +1,4 @@
-"""How a command ends: errors in one line, signals and pipes that nobody reads without a trace."""
+"""Exit codes and signal handling of commands; no tracebacks."""
 
 import contextlib
 import functools
@@ -14,29 +14,33 @@ from typing import Any
 
 from dflash_jax.errors import DFlashError
 
-INTERRUPTED = 130  # the shell's code for a process ended by Ctrl-C
-UNREAD = 141  # and by a closed pipe, as behind `| head`
-TERMINATED = 143  # and by SIGTERM
-_repeated: list[object] = []  # interrupts that `sent_again` sends, not the user
+INTERRUPTED = 130  # the shell's exit code for a process ended by Ctrl-C
+PIPE_CLOSED = 141  # the same for a closed pipe, as in `| head`
+TERMINATED = 143  # the same for SIGTERM
+_repeated: list[object] = []  # interrupts sent by `resend_signal`, not by the user
 
 
 class Terminated(SystemExit):
-    """SIGTERM came. Raised where Ctrl-C would be, so that nothing half-made is left behind."""
+    """SIGTERM arrived. Raised like KeyboardInterrupt, so that cleanup runs."""
 
 
 def exit_code(name: str, run: Callable[[], int]) -> int:
-    """The code a command returns, or that of how else it ended; errors go to standard error.
+    """Run a command and return its exit code; errors become one line on standard error.
 
-    SIGPIPE stays ignored, as Python has it: libraries write to sockets that may be closed.
+    SIGPIPE stays ignored, which is Python's default: libraries write to sockets that may be closed.
+
+    Args:
+      name: of the command, for messages.
+      run: the command; returns an exit code.
     """
     open_streams()
     try:
-        with terminable():
+        with sigterm_as_exception():
             code = run()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        return UNREAD
+        return PIPE_CLOSED
     except (DFlashError, OSError) as error:
         sys.stderr.write(f"{name}: {type(error).__name__}: {error}\n")
         return 1
@@ -47,14 +51,14 @@ def exit_code(name: str, run: Callable[[], int]) -> int:
         sys.stderr.write(f"\n{name}: terminated\n")
         return TERMINATED
     finally:
-        leave_unread()
+        discard_unwritable()
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Makes SIGTERM an exception while the block runs, and lets neither it nor Ctrl-C get lost.
+def sigterm_as_exception() -> Iterator[None]:
+    """Raise `Terminated` on SIGTERM while the block runs, and repeat signals that get lost.
 
-    Where another handler takes SIGTERM, or outside the main thread, nothing is changed.
+    Does nothing if SIGTERM has another handler, or outside the main thread.
     """
     free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if not free or threading.current_thread() is not threading.main_thread():
@@ -66,7 +70,7 @@ def terminable() -> Iterator[None]:
 
     hook = sys.unraisablehook
     signal.signal(signal.SIGTERM, end)
-    sys.unraisablehook = functools.partial(sent_again, hook)
+    sys.unraisablehook = functools.partial(resend_signal, hook)
     try:
         yield
     finally:
@@ -75,10 +79,10 @@ def terminable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def abrupt() -> Iterator[None]:
+def default_signals() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end the process at once, without a message, while the block runs.
 
-    For imports: libraries turn an exception in the middle of one into others. Signals that are
+    For imports: libraries convert exceptions during an import to other ones. Signals that are
     ignored, as in background jobs, stay ignored. Does nothing outside the main thread.
     """
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -95,41 +99,41 @@ def abrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def end_silently() -> None:
-    """Have a Ctrl-C that comes while the interpreter ends show no traceback."""
+def exit_quietly() -> None:
+    """Show no traceback on Ctrl-C while the interpreter shuts down."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Lets Ctrl-C and SIGTERM wait until the block, which should be short, has ended."""
+    """Delay Ctrl-C and SIGTERM until the end of the block, which should be short."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
     if threading.current_thread() is not threading.main_thread() or None in before.values():
         yield
         return
-    came: list[int] = []
+    arrived: list[int] = []
     for number in numbers:
-        signal.signal(number, lambda number, frame: came.append(number))
+        signal.signal(number, lambda number, frame: arrived.append(number))
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 @contextlib.contextmanager
 def counted_interrupts() -> Iterator[Callable[[], int]]:
     """Count each Ctrl-C while the block runs, in the main thread.
 
-    Python raises one exception for all that come while code outside it runs, such as a step of a
+    Python raises one exception for all that arrive while native code runs, such as a step of a
     large model.
 
     Yields:
-      A function that returns how many came since it was last called.
+      A function that returns the number of interrupts since its last call.
     """
     read, write = os.pipe()
     for end in (read, write):
@@ -152,9 +156,11 @@ def counted_interrupts() -> Iterator[Callable[[], int]]:
         os.close(write)
 
 
-def sent_again(hook: Callable[[Any], object], lost: Any) -> None:
-    """Repeats a signal whose exception Python dropped: jax runs code in garbage collection, where
-    nothing can be raised, and as much as every seventh signal while it traces comes there.
+def resend_signal(hook: Callable[[Any], object], lost: Any) -> None:
+    """Repeat a signal whose exception Python dropped; an `unraisablehook`.
+
+    JAX runs Python code during garbage collection, where exceptions are dropped. While it traces,
+    up to every seventh signal arrives there.
     """
     numbers = {KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM}
     if lost.exc_type in numbers:
@@ -165,17 +171,17 @@ def sent_again(hook: Callable[[Any], object], lost: Any) -> None:
 
 
 def open_streams() -> None:
-    """Standard streams that were closed are empty ones: Python makes them None."""
+    """Replace closed standard streams, which are None, by the null device."""
     nothing = Path(os.devnull)
     sys.stdin = sys.stdin or nothing.open(encoding="utf-8")
     sys.stdout = sys.stdout or nothing.open("w", encoding="utf-8")
     sys.stderr = sys.stderr or nothing.open("w", encoding="utf-8")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names in files may be none it can encode
+    if isinstance(sys.stdout, io.TextIOWrapper):  # output may contain characters it cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def leave_unread() -> None:
-    """What a stream cannot get rid of goes nowhere: Python would complain at the very end."""
+def discard_unwritable() -> None:
+    """Discard output that cannot be written; Python would report it at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -183,5 +183,7 @@ def test_traces_are_dropped_once_a_program_is_compiled(tiny: Engine) -> None:
 
     made = [compile_programs([tiny.compiled.programs[ProgramKey(Step.PLAIN, Variant.SAMPLED)]])]
     before = operations()  # those of functions that programs share are kept, and few
-    made.append(compile_programs([tiny.compiled.programs[ProgramKey(Step.PREFILL, Variant.SAMPLED)]]))
+    made.append(
+        compile_programs([tiny.compiled.programs[ProgramKey(Step.PREFILL, Variant.SAMPLED)]])
+    )
     assert operations() - before < 200

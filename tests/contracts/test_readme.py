@@ -16,9 +16,9 @@ import dflash_jax as dj
 from dflash_jax import loading
 from dflash_jax.cli import main, parser
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server.run import Listening
+from dflash_jax.server.run import ServerConfig
 from dflash_jax.train.recipes import recipe
-from tests.server.conftest import Live, run_server
+from tests.server.conftest import LiveServer, run_server
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -79,8 +79,8 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def live(engine: Engine) -> Iterator[Live]:
-    found = run_server(lambda: engine, Listening(port=0, drain=1))
+def live(engine: Engine) -> Iterator[LiveServer]:
+    found = run_server(lambda: engine, ServerConfig(port=0, drain=1))
     yield found
     found.stop()
 
@@ -120,7 +120,7 @@ def test_python_runs_and_prints_what_its_comments_say(
 
 
 def test_an_openai_client_has_its_agent_answered(
-    live: Live, capsys: pytest.CaptureFixture[str]
+    live: LiveServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     space: dict[str, Any] = {}
     exec(compile(CLIENT.replace(URL, live.url), "block", "exec"), space)
@@ -130,7 +130,7 @@ def test_an_openai_client_has_its_agent_answered(
 
 
 @pytest.mark.parametrize("text", REQUESTS)
-def test_curl_streams_an_answer(text: str, live: Live) -> None:
+def test_curl_streams_an_answer(text: str, live: LiveServer) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     command = ["sh", "-ec", text.replace(URL, live.url)]

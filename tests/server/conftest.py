@@ -14,12 +14,12 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.loading import locate
-from dflash_jax.server.gate import Settings
-from dflash_jax.server.run import Listening, Running, serve
+from dflash_jax.server.middleware import Settings
+from dflash_jax.server.run import RunningServer, ServerConfig, serve
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 from dflash_jax.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # importing them takes seconds, in every worker
+if TYPE_CHECKING:  # importing them takes seconds
     import anthropic
     import openai
 
@@ -28,10 +28,10 @@ PLAN = Plan(rows=ROWS, max_length=CONTEXT, chunk=64, block=4, queue=QUEUE, prefi
 
 
 @dataclasses.dataclass
-class Live:
+class LiveServer:
     """A server in a thread, and clients for it."""
 
-    running: Running
+    running: RunningServer
     thread: threading.Thread
 
     @property
@@ -55,7 +55,7 @@ class Live:
         return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0)
 
     def is_idle(self, seconds: float = 20.0) -> bool:
-        """Whether no request is left, soon."""
+        """Wait for all requests to finish; return whether they did within `seconds`."""
         worker = self.running.server.models[0].worker
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -72,16 +72,16 @@ class Live:
 
 def run_server(
     make: Callable[[], Engine],
-    listening: Listening,
+    listening: ServerConfig,
     *,
     others: dict[str, Callable] | None = None,
     ready: bool = True,
-) -> Live:
-    """A server in a thread, once it is ready; with others or `ready=False`, once it listens."""
-    found: list[Running] = []
+) -> LiveServer:
+    """Start a server in a thread, and wait until it is ready; with `others`, until it listens."""
+    found: list[RunningServer] = []
     listens = threading.Event()
 
-    def started(running: Running) -> None:
+    def started(running: RunningServer) -> None:
         found.append(running)
         listens.set()
 
@@ -89,14 +89,14 @@ def run_server(
     thread = threading.Thread(target=asyncio.run, args=(main,), daemon=True)
     thread.start()
     assert listens.wait(30)
-    live = Live(found[0], thread)
+    live = LiveServer(found[0], thread)
     while ready and not others and httpx.get(live.url + "/ready").status_code == 503:
         time.sleep(0.01)
     return live
 
 
 def twin(engine: Engine, **changes: Any) -> Engine:
-    """Another engine over the same weights and compiled programs, its plan changed."""
+    """Return another engine with the same weights and compiled programs, and a changed plan."""
     plan = dataclasses.replace(engine.plan, **changes)
     made = Engine(engine.target, engine.drafter, engine.params, plan, tokenizer=engine.tokenizer)
     made.executables = engine.executables
@@ -105,7 +105,7 @@ def twin(engine: Engine, **changes: Any) -> Engine:
 
 @pytest.fixture(scope="session")
 def random_tiny() -> Engine:
-    """Random weights, three rows, the vocabulary of the shipped tokenizer; warm."""
+    """A warm engine with random weights, three rows, and the shipped tokenizer."""
     target = tiny_target(num_layers=1, vocab_size=2048, eos_token_ids=(2040,))
     one = {"num_layers": 1, "windows": (None,), "causal": (False,)}  # few layers compile fast
     drafter = tiny_drafter(target, target_layer_ids=(0,), **one)
@@ -117,9 +117,9 @@ def random_tiny() -> Engine:
 
 
 @pytest.fixture(scope="session")
-def live(random_tiny: Engine) -> Iterator[Live]:
+def live(random_tiny: Engine) -> Iterator[LiveServer]:
     settings = Settings(max_body=2**20, keepalive=0.05)
-    running = run_server(lambda: random_tiny, Listening(port=0, drain=5, settings=settings))
+    running = run_server(lambda: random_tiny, ServerConfig(port=0, drain=5, settings=settings))
     yield running
     running.openai.close()
     running.anthropic.close()

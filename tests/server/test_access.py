@@ -1,4 +1,4 @@
-"""Web pages of other sites cannot use the server, by whatever name or content type they try."""
+"""Web pages of other sites cannot use the server, with any host name or content type."""
 
 import contextlib
 import json
@@ -14,23 +14,23 @@ from dflash_jax.cli import main
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.server.access import allowed_host, allowed_hosts, cors_origin, host_name
-from dflash_jax.server.gate import Settings
-from dflash_jax.server.run import Listening
-from tests.server.conftest import Live, run_server, twin
+from dflash_jax.server.middleware import Settings
+from dflash_jax.server.run import ServerConfig
+from tests.server.conftest import LiveServer, run_server, twin
 
 PAGE, OTHER = "https://page.example", "https://other.example"
 MODELS = "/v1/models"
 
 
 def raw(
-    live: Live,
+    live: LiveServer,
     *lines: str,
     method: str = f"GET {MODELS}",
     version: str = "1.1",
     body: bytes = b"",
     closes: str = "Connection: close",
 ) -> bytes:
-    """The whole answer to a request, given as lines, on a connection of its own."""
+    """Return the complete response to a request, given as lines, on a new connection."""
     address = ("127.0.0.1", live.running.port)
     head = [f"{method} HTTP/{version}", *lines, *filter(None, [closes])]
     with contextlib.closing(socket.create_connection(address, timeout=20)) as connection:
@@ -43,8 +43,8 @@ def status(answer: bytes) -> int:
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, host: str = "127.0.0.1", **settings: Any) -> Iterator[Live]:
-    listening = Listening(host=host, port=0, drain=5, settings=Settings(**settings))
+def serving(engine: Engine, host: str = "127.0.0.1", **settings: Any) -> Iterator[LiveServer]:
+    listening = ServerConfig(host=host, port=0, drain=5, settings=Settings(**settings))
     live = run_server(lambda: twin(engine), listening, ready=False)
     try:
         yield live
@@ -70,12 +70,12 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("host", LOOPBACK)
-def test_loopback_names_and_addresses_are_served_at_any_port(live: Live, host: str) -> None:
+def test_loopback_names_and_addresses_are_served_at_any_port(live: LiveServer, host: str) -> None:
     assert status(raw(live, f"Host: {host}")) == 200
 
 
 @pytest.mark.parametrize("host", FOREIGN)
-def test_other_hosts_are_refused_on_every_path(live: Live, host: str) -> None:
+def test_other_hosts_are_refused_on_every_path(live: LiveServer, host: str) -> None:
     for method in (f"GET {MODELS}", "GET /health", "GET /ready", f"POST {CHAT}", "GET /nothing",
                    "OPTIONS /tokenize", "GET /health/"):  # fmt: skip
         answer = raw(live, f"Host: {host}", "Content-Length: 0", method=method)
@@ -86,7 +86,7 @@ def test_other_hosts_are_refused_on_every_path(live: Live, host: str) -> None:
         assert host in error["message"]
 
 
-def test_a_host_may_be_absent_in_http_1_0_only_and_given_once(live: Live) -> None:
+def test_a_host_may_be_absent_in_http_1_0_only_and_given_once(live: LiveServer) -> None:
     assert status(raw(live, version="1.0")) == 200
     assert status(raw(live, "Host: evil.example", version="1.0")) == 403
     assert status(raw(live)) == 400
@@ -97,13 +97,13 @@ def test_a_host_may_be_absent_in_http_1_0_only_and_given_once(live: Live) -> Non
             assert status(raw(live, *reversed(hosts), version=version)) == 400
 
 
-def test_a_target_in_absolute_form_opens_nothing(live: Live) -> None:
+def test_a_target_in_absolute_form_opens_nothing(live: LiveServer) -> None:
     absolute = f"GET http://localhost{MODELS}"
     assert status(raw(live, "Host: evil.example", method=absolute)) == 403
     assert status(raw(live, "Host: localhost", method="GET http://evil.example/metrics")) == 404
 
 
-def test_a_page_that_rebinds_its_name_reaches_nothing(live: Live) -> None:
+def test_a_page_that_rebinds_its_name_reaches_nothing(live: LiveServer) -> None:
     headers = {"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}
     for path in (CHAT, COMPLETIONS, MESSAGES, RESPONSES):
         refused = httpx.post(live.url + path, json=ASK, headers=headers)
@@ -172,7 +172,7 @@ SECOND = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 @pytest.mark.parametrize("path", [CHAT, "/nothing", "/health", MODELS])
 @pytest.mark.parametrize("length", [0, 4, 5, 5 + len(SECOND), 10**6])
 def test_two_lengths_are_refused_and_nothing_behind_them_is_read(
-    live: Live, path: str, length: int
+    live: LiveServer, path: str, length: int
 ) -> None:
     lengths = ["Host: localhost", CHUNKED, f"content-length: {length}"]
     for lines in (lengths, lengths[::-1]):
@@ -184,7 +184,7 @@ def test_two_lengths_are_refused_and_nothing_behind_them_is_read(
         assert error["code"] == "ambiguous_length"
 
 
-def test_lengths_that_are_none_are_refused(live: Live) -> None:
+def test_lengths_that_are_none_are_refused(live: LiveServer) -> None:
     chunks = b"0\r\n\r\n" + SECOND
     for lines, version in (
         ([CHUNKED], "1.0"),
@@ -203,7 +203,7 @@ def test_lengths_that_are_none_are_refused(live: Live) -> None:
 
 
 def test_a_body_that_breaks_off_into_nonsense_after_its_answer_only_closes(
-    live: Live, caplog: pytest.LogCaptureFixture
+    live: LiveServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = ("127.0.0.1", live.running.port)
     head = f"POST /nothing HTTP/1.1\r\nHost: localhost\r\n{CHUNKED}\r\n\r\n"
@@ -213,13 +213,13 @@ def test_a_body_that_breaks_off_into_nonsense_after_its_answer_only_closes(
         connection.sendall(b"no chunk\r\n")
         with contextlib.suppress(ConnectionResetError):
             rest = b"".join(iter(lambda: connection.recv(2**16), b""))
-            assert b"HTTP/1.1" not in rest  # at most the answer's body
+            assert b"HTTP/1.1" not in rest  # at most the response body
     assert status(raw(live, "Host: localhost")) == 200
     assert "Traceback" not in caplog.text
     assert "Fatal error" not in caplog.text
 
 
-def test_one_length_of_either_kind_is_served(live: Live) -> None:
+def test_one_length_of_either_kind_is_served(live: LiveServer) -> None:
     body = json.dumps(ASK).encode()
     parts = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     for line, sent in ((CHUNKED, parts), (f"Content-Length: {len(body)}", body)):
@@ -235,7 +235,7 @@ def test_one_length_of_either_kind_is_served(live: Live) -> None:
 @pytest.mark.parametrize("kind", ["text/plain;charset=UTF-8", None, "text/plain; application/json",
                                   "application/x-www-form-urlencoded"])  # fmt: skip
 def test_what_a_page_of_another_site_sends_without_asking_is_refused(
-    live: Live, path: str, origin: str, kind: str | None
+    live: LiveServer, path: str, origin: str, kind: str | None
 ) -> None:
     headers = {"Origin": origin} | ({"Content-Type": kind} if kind else {})
     refused = httpx.post(live.url + path, content=json.dumps(ASK), headers=headers)
@@ -249,16 +249,18 @@ def test_what_a_page_of_another_site_sends_without_asking_is_refused(
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8",
                                   "application/vnd.api+json"])  # fmt: skip
-def test_json_is_served_whatever_the_origin_and_anything_without_one(live: Live, kind: str) -> None:
+def test_json_is_served_whatever_the_origin_and_anything_without_one(
+    live: LiveServer, kind: str
+) -> None:
     body = json.dumps(ASK)
     for headers in ({"Origin": "app://tool", "Content-Type": kind}, {"Content-Type": "text/plain"}):
         answer = httpx.post(live.url + CHAT, content=body, headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
-    own = {"Origin": live.url, "Content-Type": "text/plain"}  # a page from this very address
+    own = {"Origin": live.url, "Content-Type": "text/plain"}  # a page from this address
     assert httpx.post(live.url + CHAT, content=body, headers=own, timeout=60).status_code == 200
 
 
-def test_without_the_option_no_page_is_answered_in_a_way_that_it_can_read(live: Live) -> None:
+def test_without_the_option_no_page_is_answered_in_a_way_that_it_can_read(live: LiveServer) -> None:
     asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
     for answer in (
         httpx.options(live.url + CHAT, headers=asked),
@@ -279,7 +281,7 @@ def test_pages_that_are_let_in_may_ask_first_and_read_every_answer(random_tiny: 
             "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
             "Access-Control-Request-Private-Network": "true",
         }
-        preflight = client.options(CHAT, headers=asked)  # browsers send no key with it
+        preflight = client.options(CHAT, headers=asked)  # browsers send it without a key
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == PAGE
         assert "POST" in preflight.headers["access-control-allow-methods"]

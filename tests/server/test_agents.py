@@ -1,4 +1,4 @@
-"""The shipped pair behind the server, used as agents use it: real clients, real tool calls."""
+"""The shipped pair served to agents: real clients, real tool calls."""
 
 import json
 from collections.abc import Iterator
@@ -9,27 +9,27 @@ import pytest
 
 import dflash_jax as dj
 from benchmarks.soak_serve import ABOUT, SCHEMA, TOOLS, work
-from dflash_jax.server.run import Listening
-from tests.server.conftest import Live, run_server
+from dflash_jax.server.run import ServerConfig
+from tests.server.conftest import LiveServer, run_server
 
 TURNS = 12
 
 
 @pytest.fixture(scope="module")
-def shipped() -> Iterator[Live]:
+def shipped() -> Iterator[LiveServer]:
     def make() -> dj.Engine:
         engine = dj.load("tiny", plan=dj.Plan(max_length=1024, prefix_cache=2**26))
         engine.warm_up()
         return engine
 
-    live = run_server(make, Listening(port=0, drain=1))
+    live = run_server(make, ServerConfig(port=0, drain=1))
     yield live
     live.openai.close()
     live.anthropic.close()
     live.stop()
 
 
-def test_an_agent_of_twelve_turns_is_never_left_without_an_answer(shipped: Live) -> None:
+def test_an_agent_of_twelve_turns_is_never_left_without_an_answer(shipped: LiveServer) -> None:
     turns = work(shipped.openai, TURNS)
     assert len(turns) == TURNS
     before: list[int] = []
@@ -38,19 +38,19 @@ def test_an_agent_of_twelve_turns_is_never_left_without_an_answer(shipped: Live)
         assert turn["drafted"] > 0
         assert number == 0 or turn["cached_tokens"] > 0
         prompt = prompt_of(shipped, turn["asked"])
-        if turn["asked"][-1]["role"] == "tool":  # the turn before called: its ids are as they were
+        if turn["asked"][-1]["role"] == "tool":  # past tool turns keep their ids
             assert prompt[: len(before)] == before
         end = shipped.engine.target.eos_token_ids
         before = prompt + [i for i in turn["token_ids"] if i not in end]
     assert sum(len(turn["calls"]) for turn in turns) >= TURNS // 3
 
 
-def prompt_of(live: Live, talk: list[Any]) -> list[int]:
+def prompt_of(live: LiveServer, talk: list[Any]) -> list[int]:
     body = {"messages": talk, "tools": TOOLS}
     return httpx.post(live.url + "/tokenize", json=body).json()["tokens"]
 
 
-def test_streamed_calls_are_the_whole_ones(shipped: Live) -> None:
+def test_streamed_calls_are_the_whole_ones(shipped: LiveServer) -> None:
     talk: Any = [{"role": "user", "content": "Check the weather in Paris."}]
     create = shipped.openai.chat.completions.create
     more: Any = {"model": "tiny", "messages": talk, "tools": TOOLS, "max_tokens": 64}
@@ -61,7 +61,7 @@ def test_streamed_calls_are_the_whole_ones(shipped: Live) -> None:
     parts = [[c.function.name, c.function.arguments] for c in final.tool_calls or []]
     assert parts == [[c.function.name, c.function.arguments] for c in whole.tool_calls or []]
     assert parts
-    stopped = create(**more, stop=["Paris", "{", "\n"]).choices[0]  # which act outside of calls
+    stopped = create(**more, stop=["Paris", "{", "\n"]).choices[0]  # ignored inside calls
     assert stopped.finish_reason == "tool_calls"
     again = [[c.function.name, c.function.arguments] for c in stopped.message.tool_calls]
     assert again == parts
@@ -71,7 +71,7 @@ def test_streamed_calls_are_the_whole_ones(shipped: Live) -> None:
         max_tokens=64,
         messages=talk,
         tools=[{**ABOUT, "input_schema": SCHEMA}],
-        extra_body={"temperature": 0},  # newer clients have no argument for it
+        extra_body={"temperature": 0},  # newer clients do not have the argument
     )
     used = [block.input for block in message.content if block.type == "tool_use"]
     assert used == [json.loads(arguments) for _, arguments in parts]
@@ -87,7 +87,7 @@ def test_streamed_calls_are_the_whole_ones(shipped: Live) -> None:
     assert [json.loads(item.arguments) for item in items] == used
 
 
-def test_anthropics_tool_runner_sends_the_whole_conversation(shipped: Live) -> None:
+def test_anthropics_tool_runner_sends_the_whole_conversation(shipped: LiveServer) -> None:
     from anthropic import beta_tool
 
     heard: list[str] = []
@@ -115,7 +115,7 @@ READ_AND_BASH = [
     for name, about, of in (("Read", "Read a file.", "file_path"), ("Bash", "Run it.", "command"))
 ]  # fmt: skip
 RUN = {"type": "tool_use", "id": "c", "name": "bash", "input": {"command": "python -m pytest -q"}}
-STALLED = [  # the shipped target announces here what it does next, and ends
+STALLED = [  # here the shipped target announces an action, and ends the turn
     {"role": "user", "content": "Fix the bug in notes.py."},
     {"role": "assistant", "content": [
         {"type": "text", "text": "I'll run the tests first:"}, RUN]},
@@ -126,16 +126,16 @@ STALLED = [  # the shipped target announces here what it does next, and ends
 WEATHER = [{"role": "user", "content": "Check the weather in Paris."}]
 
 
-def ask_messages(live: Live, **fields: Any) -> dict[str, Any]:
-    """What /v1/messages answers an agent that has the tools Read and Bash."""
+def ask_messages(live: LiveServer, **fields: Any) -> dict[str, Any]:
+    """Return the response of /v1/messages to an agent with the tools Read and Bash."""
     body = {"max_tokens": 96, "temperature": 0, "tools": READ_AND_BASH} | fields
     response = httpx.post(f"{live.url}/v1/messages", json=body, timeout=120)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def test_a_stalled_answer_calls_a_declared_tool(shipped: Live) -> None:
-    """It called `read_file` before, which the target knows from its training, and was lost."""
+def test_a_stalled_answer_calls_a_declared_tool(shipped: LiveServer) -> None:
+    """The target was trained on `read_file`, which is not declared here."""
     system = "You are an agent. Use the tools when they help."
     free = ask_messages(shipped, system=system, messages=STALLED, recovery="off")
     assert [block["type"] for block in free["content"]] == ["text"]
@@ -155,7 +155,7 @@ def test_a_stalled_answer_calls_a_declared_tool(shipped: Live) -> None:
         assert (text, call["input"]) == (free["content"][0], first["input"])
 
 
-def test_a_call_of_an_undeclared_tool_reaches_the_agent(shipped: Live) -> None:
+def test_a_call_of_an_undeclared_tool_reaches_the_agent(shipped: LiveServer) -> None:
     answer = ask_messages(shipped, messages=WEATHER)
     [call] = answer["content"]
     assert (call["type"], call["name"]) == ("tool_use", "get_weather")
@@ -163,7 +163,7 @@ def test_a_call_of_an_undeclared_tool_reaches_the_agent(shipped: Live) -> None:
     [warning] = answer["warnings"]
     assert "'get_weather', which the request does not declare" in warning
     assert answer["finish_details"]["undeclared_tools"] == ["get_weather"]
-    # The agent says that there is none, as agents do, and the model goes on.
+    # The agent answers that the tool does not exist, and the model continues.
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": "No such tool."}
     again = [*WEATHER, {"role": "assistant", "content": [call]}]
     after = ask_messages(shipped, messages=[*again, {"role": "user", "content": [result]}])

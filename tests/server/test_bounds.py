@@ -9,7 +9,7 @@ import pytest
 from benchmarks.soak_serve import ASK, CHAT, COMPLETIONS, MESSAGES
 from dflash_jax.server.generation import MOST_GRAMMAR
 from dflash_jax.tokenizer import Tokenizer
-from tests.server.conftest import Live
+from tests.server.conftest import LiveServer
 
 COMPLETE = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
 
@@ -23,7 +23,7 @@ COMPLETE = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
     ],
 )
 def test_stop_strings_beyond_a_bound_get_a_400_in_every_api(
-    live: Live, path: str, body: dict[str, Any], name: str
+    live: LiveServer, path: str, body: dict[str, Any], name: str
 ) -> None:
     for stop, bound in [(["x"] * 9000, "64"), (["x" * 300], "256"), (["x" * 256] * 60, "4096")]:
         response = httpx.post(live.url + path, json=body | {name: stop}, timeout=60)
@@ -48,11 +48,11 @@ FUNCTION = {"name": "f", "parameters": LONG}
     ],
 )
 def test_structures_beyond_a_length_are_refused_before_anything_reads_them(
-    live: Live, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    live: LiveServer, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Any] = []
     monkeypatch.setattr(live.engine.grammars, "decide", lambda given: bool(tried.append(given)))
-    # Only the length of the structure is to matter here, not that of the prompt.
+    # The length of the prompt must not matter here.
     monkeypatch.setattr(Tokenizer, "render", lambda *given, **more: "x")
     response = httpx.post(live.url + CHAT, json=ASK | change, timeout=60)
     assert response.status_code == 400, response.text

@@ -1,4 +1,4 @@
-"""The official clients against a real server: every API, whole and streamed."""
+"""The official clients against a real server: every API, streamed and not."""
 
 import asyncio
 import dataclasses
@@ -11,16 +11,16 @@ import pytest
 
 from dflash_jax.server import app
 from dflash_jax.server.generation import prepare
-from dflash_jax.server.models import Model
-from dflash_jax.server.prompt import Prompt
-from dflash_jax.server.protocol import Ask
-from tests.server.conftest import CONTEXT, Live
+from dflash_jax.server.models import ServedModel
+from dflash_jax.server.prompt import EncodedPrompt
+from dflash_jax.server.protocol import GenerationRequest
+from tests.server.conftest import CONTEXT, LiveServer
 
 Nothing = SimpleNamespace(content=())
 ASK: Any = [{"role": "user", "content": "Hello"}]
 
 
-def test_a_chat_completion_says_what_the_engine_says(live: Live) -> None:
+def test_a_chat_completion_says_what_the_engine_says(live: LiveServer) -> None:
     answer = live.openai.chat.completions.create(
         model="tiny", messages=ASK, max_tokens=20, extra_body={"return_token_ids": True}
     )
@@ -37,7 +37,7 @@ def test_a_chat_completion_says_what_the_engine_says(live: Live) -> None:
     assert choice.token_ids == live.engine.generate(prompt, max_tokens=20).token_ids
 
 
-def test_a_streamed_chat_is_the_whole_one_in_pieces(live: Live) -> None:
+def test_a_streamed_chat_is_the_whole_one_in_pieces(live: LiveServer) -> None:
     whole = live.openai.chat.completions.create(model="tiny", messages=ASK, max_tokens=30)
     stream = live.openai.chat.completions.create(
         model="tiny",
@@ -56,14 +56,14 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(live: Live) -> None:
     assert len({c.id for c in chunks}) == 1
 
 
-def test_without_stream_options_no_chunk_has_usage(live: Live) -> None:
+def test_without_stream_options_no_chunk_has_usage(live: LiveServer) -> None:
     stream = live.openai.chat.completions.create(
         model="tiny", messages=ASK, max_tokens=5, stream=True
     )
     assert all(chunk.usage is None and chunk.choices for chunk in stream)
 
 
-def test_the_async_client_and_several_outputs_at_once(live: Live) -> None:
+def test_the_async_client_and_several_outputs_at_once(live: LiveServer) -> None:
     import openai
 
     async def main() -> list[str]:
@@ -82,7 +82,7 @@ def test_the_async_client_and_several_outputs_at_once(live: Live) -> None:
     assert len(set(json.loads(first))) == 2
 
 
-def test_completions_take_texts_and_ids_and_echo(live: Live) -> None:
+def test_completions_take_texts_and_ids_and_echo(live: LiveServer) -> None:
     create = live.openai.completions.create
     ids = live.engine.tokenizer.encode("def add(")
     texts = create(model="tiny", prompt=["def add(", "b"], max_tokens=8, echo=True)
@@ -95,7 +95,7 @@ def test_completions_take_texts_and_ids_and_echo(live: Live) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_a_stop_string_ends_the_output_before_it(live: Live) -> None:
+def test_a_stop_string_ends_the_output_before_it(live: LiveServer) -> None:
     create = live.openai.completions.create
     whole = create(model="tiny", prompt="abc", max_tokens=24).choices[0].text
     stop = whole[len(whole) // 2 :][:3]
@@ -110,7 +110,7 @@ def test_a_stop_string_ends_the_output_before_it(live: Live) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == kept.text
 
 
-def test_what_other_servers_tell_of_a_choice_is_told(live: Live) -> None:
+def test_what_other_servers_tell_of_a_choice_is_told(live: LiveServer) -> None:
     ask: dict[str, Any] = {"model": "tiny", "prompt": "abc"}
     body: dict[str, Any] = {"return_token_ids": True, "return_meta_info": True, "ignore_eos": True}
     [whole] = live.openai.completions.create(**ask, extra_body=body).choices
@@ -131,7 +131,7 @@ def test_what_other_servers_tell_of_a_choice_is_told(live: Live) -> None:
         assert stopped or path != "completions"
 
 
-def test_responses_whole_and_streamed(live: Live) -> None:
+def test_responses_whole_and_streamed(live: LiveServer) -> None:
     create = live.openai.responses.create
     more = {"model": "tiny", "store": False, "include": [], "parallel_tool_calls": True}
     whole = create(input="Hello", instructions="Be brief.", max_output_tokens=20, **more)
@@ -156,7 +156,7 @@ def test_responses_whole_and_streamed(live: Live) -> None:
     assert events[-1].response.usage.output_tokens == whole.usage.output_tokens == 20
 
 
-def test_responses_are_given_again_until_they_are_deleted(live: Live) -> None:
+def test_responses_are_given_again_until_they_are_deleted(live: LiveServer) -> None:
     import openai
 
     responses, more = live.openai.responses, {"model": "tiny", "max_output_tokens": 4}
@@ -177,7 +177,7 @@ def test_responses_are_given_again_until_they_are_deleted(live: Live) -> None:
         responses.retrieve(unstored.id)
 
 
-def test_anthropic_messages_whole_and_streamed(live: Live) -> None:
+def test_anthropic_messages_whole_and_streamed(live: LiveServer) -> None:
     create = live.anthropic.messages.create
     ask = {"model": "tiny", "max_tokens": 20, "messages": ASK, "system": "Be brief."}
     whole = create(**ask)
@@ -194,7 +194,7 @@ def test_anthropic_messages_whole_and_streamed(live: Live) -> None:
 
 
 def test_max_tokens_beyond_the_context_are_cut_for_anthropic_and_refused_by_openai(
-    live: Live,
+    live: LiveServer,
 ) -> None:
     import openai
 
@@ -208,7 +208,7 @@ def test_max_tokens_beyond_the_context_are_cut_for_anthropic_and_refused_by_open
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_prompt_that_is_too_long_is_refused_in_words_that_agents_know(live: Live) -> None:
+def test_a_prompt_that_is_too_long_is_refused_in_words_that_agents_know(live: LiveServer) -> None:
     import anthropic
     import openai
 
@@ -219,7 +219,7 @@ def test_a_prompt_that_is_too_long_is_refused_in_words_that_agents_know(live: Li
         live.anthropic.messages.create(model="tiny", max_tokens=5, messages=long)
 
 
-def test_answers_and_events_are_what_the_clients_declare(live: Live) -> None:
+def test_answers_and_events_are_what_the_clients_declare(live: LiveServer) -> None:
     import anthropic.types
     import openai.types.chat
     import openai.types.responses
@@ -252,7 +252,7 @@ def test_answers_and_events_are_what_the_clients_declare(live: Live) -> None:
             declared.validate_json(line, strict=True)
 
 
-def test_figures_come_in_the_shapes_of_other_engines(live: Live) -> None:
+def test_figures_come_in_the_shapes_of_other_engines(live: LiveServer) -> None:
     body = {"return_meta_info": True, "return_metrics": True, "timings_per_token": True}
     answer = live.openai.chat.completions.create(
         model="tiny", messages=ASK, max_tokens=16, extra_body=body
@@ -281,10 +281,10 @@ def test_figures_come_in_the_shapes_of_other_engines(live: Live) -> None:
     )
 
 
-# -- what the engine's other lanes add -----------------------------------------------------------
+# -- sampling, penalties, grammars and log probabilities -----------------------------------------
 
 
-def test_log_probabilities_come_with_every_token_and_their_alternatives(live: Live) -> None:
+def test_log_probabilities_come_with_every_token_and_their_alternatives(live: LiveServer) -> None:
     create = live.openai.chat.completions.create
     more: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 6, "logprobs": True}
     whole = create(**more, top_logprobs=2).choices[0].logprobs.content
@@ -293,7 +293,7 @@ def test_log_probabilities_come_with_every_token_and_their_alternatives(live: Li
         assert [x.logprob for x in entry.top_logprobs] == sorted(
             (x.logprob for x in entry.top_logprobs), reverse=True
         )
-        assert entry.logprob == entry.top_logprobs[0].logprob < 0  # greedy: the likeliest
+        assert entry.logprob == entry.top_logprobs[0].logprob < 0  # greedy: the argmax
     chunks = list(create(**more, stream=True))
     streamed = [e for c in chunks for e in (c.choices[0].logprobs or Nothing).content]
     assert [e.token for e in streamed] == [e.token for e in whole]
@@ -303,8 +303,8 @@ def test_log_probabilities_come_with_every_token_and_their_alternatives(live: Li
     assert "".join(found.tokens).startswith(text.choices[0].text)
 
 
-def test_completions_say_how_likely_an_echoed_prompt_is(live: Live) -> None:
-    """As lm-evaluation-harness asks and reads, for prompts given as ids."""
+def test_completions_say_how_likely_an_echoed_prompt_is(live: LiveServer) -> None:
+    """Requests as lm-evaluation-harness sends them, with prompts given as ids."""
     import openai
 
     create = live.openai.completions.create
@@ -334,7 +334,7 @@ def test_completions_say_how_likely_an_echoed_prompt_is(live: Live) -> None:
         create(prompt="ab", **options | {"max_tokens": 0})
 
 
-def test_every_prompt_may_be_scored_in_vllms_words(live: Live) -> None:
+def test_every_prompt_may_be_scored_in_vllms_words(live: LiveServer) -> None:
     import openai
 
     talk: Any = [{"role": "user", "content": "Hi"}]
@@ -358,7 +358,7 @@ def test_every_prompt_may_be_scored_in_vllms_words(live: Live) -> None:
         live.openai.chat.completions.create(messages=talk, stream=True, **asked)
 
 
-def test_penalties_and_biases_change_what_is_said_and_seeds_repeat_it(live: Live) -> None:
+def test_penalties_and_biases_change_what_is_said_and_seeds_repeat_it(live: LiveServer) -> None:
     create = live.openai.chat.completions.create
     more: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 8}
     seen = {"return_token_ids": True}
@@ -372,7 +372,7 @@ def test_penalties_and_biases_change_what_is_said_and_seeds_repeat_it(live: Live
     assert texts[0] == texts[2] != texts[1]
 
 
-def test_responses_have_log_probabilities_of_their_text(live: Live) -> None:
+def test_responses_have_log_probabilities_of_their_text(live: LiveServer) -> None:
     create = live.openai.responses.create
     more: dict[str, Any] = {"model": "tiny", "input": "Hello", "max_output_tokens": 6}
     [item] = create(**more, top_logprobs=2, include=["message.output_text.logprobs"]).output
@@ -388,7 +388,7 @@ def test_responses_have_log_probabilities_of_their_text(live: Live) -> None:
     assert not create(**more).output[0].content[0].logprobs
 
 
-def test_an_output_is_as_long_as_it_has_to_be_at_least(live: Live) -> None:
+def test_an_output_is_as_long_as_it_has_to_be_at_least(live: LiveServer) -> None:
     create = live.openai.chat.completions.create
     more: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 20}
     [free] = create(**more, extra_body={"return_token_ids": True}).choices
@@ -404,7 +404,7 @@ def test_an_output_is_as_long_as_it_has_to_be_at_least(live: Live) -> None:
     assert found.finish_details["recovery"]["min_tokens"] >= 1
 
 
-def test_figures_and_warnings_come_in_every_api(live: Live) -> None:
+def test_figures_and_warnings_come_in_every_api(live: LiveServer) -> None:
     body = {"return_metrics": True, "return_token_ids": True, "frobnicate": 1}
     response: Any = live.openai.responses.create(
         model="tiny", input="Hello", max_output_tokens=5, extra_body=body
@@ -418,7 +418,7 @@ def test_figures_and_warnings_come_in_every_api(live: Live) -> None:
         assert "frobnicate" in answer.warnings[0]
 
 
-def test_usage_comes_with_every_chunk_where_it_is_asked_for(live: Live) -> None:
+def test_usage_comes_with_every_chunk_where_it_is_asked_for(live: LiveServer) -> None:
     wanted: Any = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(
         live.openai.chat.completions.create(
@@ -439,7 +439,7 @@ MOOD = {
 }
 
 
-def test_an_output_follows_the_schema_that_was_given(live: Live) -> None:
+def test_an_output_follows_the_schema_that_was_given(live: LiveServer) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "mood", "schema": MOOD}}
     answer = live.openai.chat.completions.create(
         model="tiny", messages=ASK, max_tokens=100, response_format=form
@@ -462,9 +462,9 @@ def test_an_output_follows_the_schema_that_was_given(live: Live) -> None:
 
 
 def test_a_schema_is_followed_behind_a_thought_that_the_prompt_opened(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def opened(model: Model, ask: Ask) -> list[Prompt]:
+    async def opened(model: ServedModel, ask: GenerationRequest) -> list[EncodedPrompt]:
         [prompt] = await prepare(model, ask)
         return [dataclasses.replace(prompt, thinking=True)]
 
@@ -483,7 +483,7 @@ def test_a_schema_is_followed_behind_a_thought_that_the_prompt_opened(
     assert json.loads(answer.choices[0].message.content)["mood"] in ("good", "bad")
 
 
-def test_where_tools_are_offered_an_answer_with_a_schema_may_be_a_call(live: Live) -> None:
+def test_where_tools_are_offered_an_answer_with_a_schema_may_be_a_call(live: LiveServer) -> None:
     tokenizer = live.engine.tokenizer
     assert tokenizer is not None
     tags = [tokenizer.encode(tag, specials=False)[0] for tag in ("<tool_call>", "<think>")]
@@ -496,15 +496,15 @@ def test_where_tools_are_offered_an_answer_with_a_schema_may_be_a_call(live: Liv
         "parallel_tool_calls": False,
     }
     for bias in (100, -100):
-        biases = {str(tags[0]): bias, str(tags[1]): -100}
-        [choice] = live.openai.chat.completions.create(**ask, logit_bias=biases).choices
+        logit_biases = {str(tags[0]): bias, str(tags[1]): -100}
+        [choice] = live.openai.chat.completions.create(**ask, logit_bias=logit_biases).choices
         called = choice.message.tool_calls
         said = called[0].function.arguments if called else choice.message.content
         assert json.loads(said)["mood"] in ("good", "bad")
         assert choice.finish_reason == ("tool_calls" if bias > 0 else "stop")
 
 
-def test_a_demanded_call_is_made_whatever_the_model_would_say(live: Live) -> None:
+def test_a_demanded_call_is_made_whatever_the_model_would_say(live: LiveServer) -> None:
     about: dict[str, Any] = {"name": "set_mood", "parameters": MOOD}
     other = {"name": "stop", "parameters": {"type": "object", "additionalProperties": False}}
     tools: Any = [{"type": "function", "function": f} for f in (other, about)]
@@ -537,7 +537,7 @@ def test_a_demanded_call_is_made_whatever_the_model_would_say(live: Live) -> Non
     assert message.stop_reason == "tool_use"
 
 
-def test_a_prompt_that_was_seen_is_counted_as_cached(live: Live) -> None:
+def test_a_prompt_that_was_seen_is_counted_as_cached(live: LiveServer) -> None:
     ask = [{"role": "user", "content": "A question with many words. " * 12}]
     create = live.openai.chat.completions.create
     first, second = (create(model="tiny", messages=ask, max_tokens=4) for _ in range(2))
@@ -556,7 +556,7 @@ def test_a_prompt_that_was_seen_is_counted_as_cached(live: Live) -> None:
         assert getattr(begun, name) == getattr(ended, name) == getattr(message.usage, name)
 
 
-def test_loops_and_long_thoughts_are_ended_and_said_so(live: Live) -> None:
+def test_loops_and_long_thoughts_are_ended_and_said_so(live: LiveServer) -> None:
     create = live.openai.chat.completions.create
     tokenizer = live.engine.tokenizer
     assert tokenizer is not None
@@ -592,7 +592,7 @@ def test_loops_and_long_thoughts_are_ended_and_said_so(live: Live) -> None:
     assert plain.choices[0].finish_details["reason"]
 
 
-def test_every_answer_has_an_id_in_its_headers_and_errors_in_their_bodies(live: Live) -> None:
+def test_every_answer_has_an_id_in_its_headers_and_errors_in_their_bodies(live: LiveServer) -> None:
     import anthropic
     import openai
 
@@ -610,7 +610,7 @@ def test_every_answer_has_an_id_in_its_headers_and_errors_in_their_bodies(live: 
     assert missing.value.request_id is not None
 
 
-def test_both_kinds_of_clients_list_the_models(live: Live) -> None:
+def test_both_kinds_of_clients_list_the_models(live: LiveServer) -> None:
     [entry] = live.anthropic.models.list()
     assert (entry.id, entry.type, entry.display_name) == ("tiny", "model", "tiny")
     assert entry.created_at.timestamp() == next(iter(live.openai.models.list())).created

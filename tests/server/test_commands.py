@@ -1,4 +1,4 @@
-"""serve, chat and bench as a user starts them."""
+"""The commands serve, chat and bench."""
 
 import ctypes
 import io
@@ -33,7 +33,7 @@ from dflash_jax.loading import locate
 from dflash_jax.server.run import log_to_stderr, url_of
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.command import INTERRUPTED
-from tests.server.conftest import Live
+from tests.server.conftest import LiveServer
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -58,7 +58,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def process(oracle: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`dflash-jax serve` in a process of its own, and its URL; it logs to the file `log`."""
+    """Start `dflash-jax serve` in a process, and yield it with its URL; its log file is `log`."""
     command = [sys.executable, "-m", "dflash_jax", "serve", "--port", "0", "--chunk", "16"]
     command += ["--target", str(oracle / "drafters" / "target_qwen3"), "--drafter", "none"]
     command += ["--max-length", "96", "--name", "small", "--drain", "20"]
@@ -97,7 +97,7 @@ def test_closed_connections_do_not_kill_it_and_sigterm_ends_it_in_order(
         next(lines)
         server.send_signal(signal.SIGTERM)
         assert "data: [DONE]" in list(lines)
-    assert server.wait(60) == 0  # although it compiles programs that nobody asked for yet
+    assert server.wait(60) == 0  # even while it compiles programs
     log = (tmp_path / "log").read_text(encoding="utf-8")
     said = (
         "loading small",
@@ -209,7 +209,7 @@ def test_a_piped_chat_answers_every_line_and_remembers(
     assert code == 0
     first = random_tiny.chat_ids([{"role": "user", "content": "Hello"}])
     answer = random_tiny.generate(first, max_tokens=8)
-    assert out == 2 * f"{answer.text}\n"  # standard output has the answers and nothing else
+    assert out == 2 * f"{answer.text}\n"  # standard output has only the answers
     assert "8 tokens (length)" in err
     assert "was reset" in err
     assert "unknown command /what" in err
@@ -250,8 +250,35 @@ def test_a_chat_shows_no_headers_of_messages(capsys: pytest.CaptureFixture[str])
         chat_ids=lambda talk: [0],
         stream=lambda prompt, **options: stream,
     )
-    chat.Conversation(engine, parser().parse_args(["chat"])).say("Hi")
+    chat.ChatSession(engine, parser().parse_args(["chat"])).send("Hi")
     assert capsys.readouterr().out == "Hm. Hello!\n"
+
+
+def test_a_chat_prints_the_engines_text_where_markers_are_no_special_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As in Qwen3, whose engine text contains the markers of reasoning."""
+    tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
+    assert tokenizer is not None
+    fields = json.loads(tokenizer.core.to_str())
+    for token in fields["added_tokens"]:
+        token["special"] &= "think" not in token["content"]
+    core = tokenizers.Tokenizer.from_str(json.dumps(fields))
+    hermes = Tokenizer(core, "<tool_call>", {})
+    answer = "<think>\nHm.\n</think>\n\nHello \u00e9\U0001f600!<|im_end|>"
+    ids, decoder = hermes.encode(answer, specials=False), hermes.stream()
+    pieces = [Piece((i,), decoder.push([i])) for i in ids]
+    stream = FakeStream([*pieces, Piece((), decoder.flush())])
+    engine: Any = SimpleNamespace(
+        tokenizer=hermes,
+        plan=SimpleNamespace(max_length=99),
+        chat_ids=lambda talk: [0],
+        stream=lambda prompt, **options: stream,
+    )
+    session = chat.ChatSession(engine, parser().parse_args(["chat"]))
+    session.send("Hi")
+    assert capsys.readouterr().out == "Hm.\nHello \u00e9\U0001f600!\n"
+    assert session._messages[-1]["content"] == "Hello \u00e9\U0001f600!"
 
 
 class FakeStream(list):
@@ -292,7 +319,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(
 def test_ctrl_c_before_the_first_token_forgets_the_message_and_goes_on(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    """As while a template is rendered, or programs are compiled."""
+    """As if a template was being rendered, or programs compiled."""
     talks: list[list[dict[str, str]]] = []
     right = Engine.chat_ids
 
@@ -335,7 +362,7 @@ def test_a_second_ctrl_c_ends_the_chat(
     assert "[stopped]" not in out
     assert err.count("[stopped]") == (when == "at the prompt")
     monkeypatch.undo()
-    while random_tiny.busy:  # a stream that was dropped is ended by the next turn
+    while random_tiny.busy:  # a dropped stream ends in the next step
         random_tiny.advance()
     assert not random_tiny.active
 
@@ -343,7 +370,7 @@ def test_a_second_ctrl_c_ends_the_chat(
 def test_two_ctrl_c_that_come_as_one_end_the_chat(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    """As both do while a step of a large model runs."""
+    """Both can arrive during one step of a large model."""
     again = getattr(ctypes.PyDLL(None), "raise")
     monkeypatch.setattr(Engine, "advance", lambda self: list(map(again, [signal.SIGINT] * 2)))
     code, _, err = converse(random_tiny, monkeypatch, run, "Hello\nHello\n")
@@ -375,18 +402,18 @@ def test_bench_in_process_compares_the_lanes(
     code, out, _ = run("bench", *options, "--profile", tmp_path / "trace")
     assert code == 0
     assert out.count("2 of 2 outputs equal") == 2
-    table = out[out.index("lane ") :]
+    table = out[out.index("mode ") :]
     assert all(len(line) <= 80 for line in table.splitlines())
     headings = re.split(" {2,}", table.splitlines()[0])
     explained = re.findall(r"^(\S+(?: \S+)*) {2,}\S", table[table.rindex("\n\n") :], re.MULTILINE)
-    assert headings == ["lane", *explained]
+    assert headings == ["mode", *explained]
     assert "target/mlp" in out
     assert len(list((tmp_path / "trace").rglob("*.xplane.pb"))) == 2
     written = json.loads(found.read_text(encoding="utf-8"))
     assert [each["program"] for each in written["profile"]] == ["speculative", "plain"]
     runs = written["runs"]
-    lanes = [(r["concurrency"], r["lane"]) for r in runs]
-    assert lanes == [(1, "speculative"), (1, "plain"), (2, "speculative"), (2, "plain")]
+    modes = [(r["concurrency"], r["lane"]) for r in runs]
+    assert modes == [(1, "speculative"), (1, "plain"), (2, "speculative"), (2, "plain")]
     drafted, plain = runs[0], runs[1]
     assert plain["rounds"] == 0
     assert drafted["rounds"] == sum(drafted["acceptance_histogram"].values()) > 0
@@ -398,7 +425,7 @@ def test_bench_in_process_compares_the_lanes(
 def test_bench_compares_no_outputs_that_are_drawn(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run, talks: Path
 ) -> None:
-    """The lanes sample one distribution; that they draw the same tokens is not to be expected."""
+    """Both modes sample the same distribution, but not the same tokens."""
     monkeypatch.setattr("dflash_jax.cli.bench._engine", lambda options, rows: random_tiny)
     options = ("bench", "--data", talks, "-n", 12, "--temperature", 1)
     code, out, err = run(*options)
@@ -455,7 +482,7 @@ LANE = {
 
 
 def test_bench_against_a_url_and_what_it_refuses(
-    live: Live, run: Run, talks: Path, tmp_path: Path
+    live: LiveServer, run: Run, talks: Path, tmp_path: Path
 ) -> None:
     code, out, _ = run("bench", "--url", live.url, "--data", talks, "-n", 12, "--json")
     assert code == 0

@@ -1,4 +1,4 @@
-"""Requests whose programs are not compiled yet, and those beside them."""
+"""Requests whose programs are not compiled yet, and other requests at the same time."""
 
 import asyncio
 import concurrent.futures
@@ -18,27 +18,27 @@ from dflash_jax.compiler import Program, build
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
-from dflash_jax.server.gate import Settings
 from dflash_jax.server.jobs import Job
-from dflash_jax.server.run import Listening, log_to_stderr
+from dflash_jax.server.middleware import Settings
+from dflash_jax.server.run import ServerConfig, log_to_stderr
 from dflash_jax.server.worker import Warm, Worker
-from tests.server.conftest import QUEUE, Live, run_server
+from tests.server.conftest import QUEUE, LiveServer, run_server
 
 LONG = ASK | {"max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
 LOGPROBS = ASK | {"logprobs": True}
 CHOICE = ASK | {"guided_choice": ["red", "blue"]}
-RECOVERY = {  # a request of each API that may have tokens forced
+RECOVERY = {  # a request of each API in which recovery may force tokens
     CHAT: ASK | {"recovery": True},
     COMPLETIONS: {"prompt": "Hi", "max_tokens": 4, "recovery": True},
     RESPONSES: {"input": "Hi", "max_output_tokens": 4, "recovery": True},
     MESSAGES: ASK | {"model": "tiny", "recovery": True},
 }
 LIKELY = [Variant.GREEDY, Variant.SAMPLED]
-Start = Callable[..., Live]
+Start = Callable[..., LiveServer]
 
 
 class Gate:
-    """Programs that are neither greedy nor sampled are compiled once it is open."""
+    """Delays the compilation of programs that are neither greedy nor sampled until it is open."""
 
     def __init__(self, engine: Engine):
         self.open = threading.Event()
@@ -63,7 +63,7 @@ def gate(random_tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]
 
 
 def cold(engine: Engine) -> Engine:
-    """The same models, of whose programs the greedy and sampled ones alone are compiled."""
+    """Return an engine over the same models with compiled greedy and sampled programs only."""
     made = Engine(
         engine.target, engine.drafter, engine.params, engine.plan, tokenizer=engine.tokenizer
     )
@@ -74,13 +74,13 @@ def cold(engine: Engine) -> Engine:
 
 @pytest.fixture
 def start(random_tiny: Engine, gate: Gate) -> Iterator[Start]:
-    """Starts servers over cold engines."""
-    started: list[Live] = []
+    """Yield a function that starts servers over cold engines."""
+    started: list[LiveServer] = []
 
-    def begin(*, warm: Warm = "none", ready: bool = True, **settings: Any) -> Live:
+    def begin(*, warm: Warm = "none", ready: bool = True, **settings: Any) -> LiveServer:
         engine = cold(random_tiny)
         chosen = Settings(**{"keepalive": 0.05, "compile_wait": 60.0} | settings)
-        listening = Listening(port=0, drain=20, warm=warm, settings=chosen)
+        listening = ServerConfig(port=0, drain=20, warm=warm, settings=chosen)
         started.append(run_server(lambda: engine, listening, ready=ready))
         return started[-1]
 
@@ -91,15 +91,15 @@ def start(random_tiny: Engine, gate: Gate) -> Iterator[Start]:
 
 
 @contextlib.contextmanager
-def streaming(live: Live, body: dict[str, Any], path: str = CHAT) -> Iterator[Iterator[str]]:
-    """The lines of a streamed answer."""
+def streaming(live: LiveServer, body: dict[str, Any], path: str = CHAT) -> Iterator[Iterator[str]]:
+    """Yield the lines of a streamed response."""
     with httpx.stream("POST", live.url + path, json=body | {"stream": True}, timeout=120) as answer:
         assert answer.status_code == 200
         yield answer.iter_lines()
 
 
-def states(live: Live) -> dict[str, str]:
-    """The state of each variant, by /props."""
+def states(live: LiveServer) -> dict[str, str]:
+    """Return the state of each variant from /props."""
     [model] = httpx.get(live.url + "/props").json()["models"]
     return {name: each["state"] for name, each in model["programs"].items()}
 
@@ -112,12 +112,12 @@ def soon(happened: Callable[[], bool]) -> bool:
 
 
 def first(lines: Iterator[str], begin: str) -> str:
-    """The next line that begins so."""
+    """Return the next line with this prefix."""
     return next(line for line in lines if line.startswith(begin))
 
 
 def chunks(lines: Iterator[str]) -> list[dict[str, Any]]:
-    """The data of the events to come."""
+    """Return the data of the remaining events."""
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
@@ -132,12 +132,12 @@ def test_plain_requests_are_served_while_others_wait_for_their_programs(
         waiting = [stack.enter_context(streaming(live, body)) for body in (LOGPROBS, CHOICE)]
         for lines, variant in zip(waiting, ("penalized", "constrained"), strict=True):
             assert first(lines, ":").startswith(f": compiling {variant}: ")
-        told = chunks(running)  # to its end, while nothing is compiled
-        assert told[-1]["choices"][0]["token_ids"] == alone
+        streamed = chunks(running)  # until the end, while nothing is compiled
+        assert streamed[-1]["choices"][0]["token_ids"] == alone
         beside = httpx.post(live.url + CHAT, json=LONG, timeout=120).json()
         assert beside["choices"][0]["token_ids"] == alone
         for lines in waiting:
-            assert first(lines, ":").startswith(": compiling ")  # again and again
+            assert first(lines, ":").startswith(": compiling ")  # repeatedly
         assert not gate.open.is_set()
         gate.open.set()
         scored, chosen = map(chunks, waiting)
@@ -178,14 +178,14 @@ def test_every_api_keeps_a_stream_alive_until_it_begins(
 
 def test_clients_read_past_what_keeps_a_stream_alive(start: Start, gate: Gate) -> None:
     live = start()
-    told: list[str] = []
+    streamed: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         message: Any = {"model": "tiny", "max_tokens": 4, "messages": ASK["messages"]}
         more = {"extra_body": {"recovery": True}}
 
         def anthropic() -> str:
             with live.anthropic.messages.stream(**message, **more) as stream:
-                told.extend(event.type for event in stream)
+                streamed.extend(event.type for event in stream)
                 return stream.get_final_text()
 
         def openai() -> str:
@@ -197,7 +197,7 @@ def test_clients_read_past_what_keeps_a_stream_alive(start: Start, gate: Gate) -
         gate.open.set()
         texts = {answer.result(120) for answer in answers}
     assert len(texts) == 1
-    assert told[0] == "message_start"
+    assert streamed[0] == "message_start"
     live.openai.close()
     live.anthropic.close()
 
@@ -209,9 +209,9 @@ def test_a_request_that_is_not_streamed_is_told_to_come_back(start: Start, gate:
     assert early.json()["error"]["code"] == "compiling"
     assert "penalized" in early.json()["error"]["message"]
     assert 1 <= int(early.headers["retry-after"]) <= 60
-    assert live.is_idle()  # nothing is left of it
+    assert live.is_idle()  # the request is gone
     gate.open.set()
-    assert soon(lambda: states(live)["penalized"] == "ready")  # it went on being compiled
+    assert soon(lambda: states(live)["penalized"] == "ready")  # compilation continued
     assert httpx.post(live.url + CHAT, json=LOGPROBS, timeout=60).status_code == 200
 
 
@@ -225,7 +225,9 @@ def test_a_request_that_is_not_streamed_waits_for_its_programs(start: Start, gat
         answer = asked.result(120)
     assert answer.status_code == 200
     metrics = answer.json()["metrics"]
-    assert metrics["time_to_first_token_ms"] > metrics["queue_time_ms"]  # it was not queued
+    assert (
+        metrics["time_to_first_token_ms"] > metrics["queue_time_ms"]
+    )  # waiting for programs is not queueing
     assert answer.json()["choices"][0]["logprobs"]["content"]
 
 
@@ -303,7 +305,7 @@ def test_half_of_the_queue_is_for_requests_that_can_begin(random_tiny: Engine, g
 
 
 def test_common_programs_are_ready_first_and_the_others_follow(start: Start, gate: Gate) -> None:
-    live = start(warm="common")  # ready, although the gate is closed
+    live = start(warm="common")  # ready while the gate is closed
     assert httpx.get(live.url + "/ready").status_code == 200
     found = states(live)
     assert [found.pop(name) for name in ("greedy", "sampled")] == ["ready", "ready"]
@@ -328,7 +330,7 @@ def test_nothing_but_greedy_programs_need_be_compiled(random_tiny: Engine) -> No
     engine = cold(random_tiny)
     for name in set(engine.executables) - set(engine.compiled.keys([Variant.GREEDY])):
         del engine.executables[name]
-    live = run_server(lambda: engine, Listening(port=0, warm="none"))
+    live = run_server(lambda: engine, ServerConfig(port=0, warm="none"))
     found = states(live)
     assert found.pop("greedy") == "ready"
     assert set(found.values()) == {"on demand"}
@@ -377,7 +379,7 @@ def test_phases_refusals_and_the_end_are_logged(
 
 
 def test_every_line_of_a_request_has_the_id_of_its_headers(
-    live: Live, logged: pytest.LogCaptureFixture
+    live: LiveServer, logged: pytest.LogCaptureFixture
 ) -> None:
     whole = httpx.post(live.url + CHAT, json=ASK | {"n": 2}, timeout=60)
     streamed = httpx.post(live.url + CHAT, json=ASK | {"stream": True}, timeout=60)

@@ -1,4 +1,4 @@
-"""What a client reads that closed its sending side before the answer was complete."""
+"""Clients that close their sending side before the response is complete."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ LENGTH = [(b"content-length", b"4")]
 
 
 def heard(headers: list[tuple[bytes, bytes]], *, events: bool) -> bytes:
-    """The body, sent in halves, so late that there are probes before, between and behind them."""
+    """Send the body in halves, so late that probes come before, between and after them."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if events:

@@ -1,4 +1,4 @@
-"""Requests of any size and shape: refused early, and worked on outside the event loop."""
+"""Large requests: refused early, or processed outside the event loop."""
 
 import asyncio
 import contextlib
@@ -18,30 +18,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.errors import InterruptedRequestError
-from dflash_jax.server import background, gate, protocol
+from dflash_jax.server import background, middleware, protocol
 from dflash_jax.server import conversation as conversations
 from dflash_jax.server.anthropic import decode_messages
-from dflash_jax.server.anthropic_content import messages_of as blocks_of
 from dflash_jax.server.chat import decode_chat
-from dflash_jax.server.conversation import MOST_MESSAGES, MOST_TOOLS, conversation
+from dflash_jax.server.conversation import MOST_MESSAGES, MOST_TOOLS, parse_messages
 from dflash_jax.server.fields import MOST_STOP_IDS
-from dflash_jax.server.gate import Gate, Settings
-from dflash_jax.server.items import messages_of as items_of
+from dflash_jax.server.message_formats import messages_from_anthropic, messages_from_responses
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.prompt import ToolTurns
+from dflash_jax.server.middleware import Middleware, Settings
+from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem, check_entries
-from dflash_jax.server.response_store import Kept
+from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils import interruption
-from tests.server.conftest import CONTEXT, Live
+from tests.server.conftest import CONTEXT, LiveServer
 from tests.server.test_compiling import soon
 
 USER = {"role": "user", "content": "a"}
 LONG = "b" * (CONTEXT * 100)
 
 
-def refused(live: Live, path: str, body: Any) -> dict[str, Any]:
+def refused(live: LiveServer, path: str, body: Any) -> dict[str, Any]:
     answer = httpx.post(live.url + path, json=body, timeout=60)
     assert answer.status_code == 400, answer.text
     return answer.json()["error"]
@@ -68,7 +67,7 @@ def refused(live: Live, path: str, body: Any) -> dict[str, Any]:
     ],
 )
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(
-    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str
 ) -> None:
     encoded: list[int] = []
     encode = Tokenizer.encode
@@ -89,7 +88,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(
 
 @pytest.mark.parametrize("size", [1, 30_000])
 def test_templates_and_encoding_run_outside_the_event_loop(
-    live: Live, monkeypatch: pytest.MonkeyPatch, size: int
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     threads: set[str] = set()
     encode, render = Tokenizer.encode, Tokenizer.render
@@ -128,7 +127,7 @@ def test_templates_and_encoding_run_outside_the_event_loop(
     ],
 )
 def test_large_bodies_are_read_outside_the_event_loop(
-    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str
 ) -> None:
     threads: list[str] = []
 
@@ -177,7 +176,7 @@ def test_work_that_reaches_its_time_limit_is_a_400() -> None:
     assert told.value.param == "messages"
 
 
-def test_pieces_and_ids_are_bounded_by_the_context(live: Live) -> None:
+def test_pieces_and_ids_are_bounded_by_the_context(live: LiveServer) -> None:
     text = {"content": "bcd" * CONTEXT}
     assert httpx.post(live.url + "/tokenize", json=text, timeout=60).json()["count"] > CONTEXT
     for name in ("with_pieces", "return_token_strs"):
@@ -288,11 +287,11 @@ def test_texts_are_told_from_the_rest_wherever_a_body_is_cut(value: Any, size: i
     outside = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", body, flags=re.DOTALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(protocol, "SLICE", size)
-        assert b"".join(protocol._outside_texts(body)) == outside
+        assert b"".join(protocol._outside_strings(body)) == outside
 
 
 def test_ids_that_are_too_many_are_refused_before_they_are_decoded(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "MOST_VALUES", 100)
     ids = {"prompt": [1] * 102, "tokens": [1] * 102, "max_tokens": 1}
@@ -310,7 +309,7 @@ def test_arguments_of_too_many_values_are_refused_before_they_are_decoded(
     monkeypatch.setattr(conversations.json, "loads", lambda text: pytest.fail("decoded"))
     call = {"function": {"name": "f", "arguments": arguments}}
     with pytest.raises(Problem, match="the call's JSON has more than 10 values") as told:
-        conversation([USER, {"role": "assistant", "tool_calls": [call]}])
+        parse_messages([USER, {"role": "assistant", "tool_calls": [call]}])
     assert told.value.param == "messages[1].tool_calls"
 
 
@@ -322,13 +321,13 @@ def test_the_largest_body_follows_from_the_longest_context(lengths: list[int], b
     plans = [SimpleNamespace(max_length=length) for length in lengths]
     engines = [None, *(SimpleNamespace(plan=plan) for plan in plans)]  # one is still loading
     models: Any = [SimpleNamespace(worker=SimpleNamespace(engine=engine)) for engine in engines]
-    assert Gate(Settings(), Metrics(), models).max_body == bound * 2**20
-    assert Gate(Settings(max_body=7), Metrics(), models).max_body == 7
+    assert Middleware(Settings(), Metrics(), models).max_body == bound * 2**20
+    assert Middleware(Settings(max_body=7), Metrics(), models).max_body == 7
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_client_that_sends_too_much_reads_why(live: Live, chunked: bool) -> None:
-    """Although it sends everything before it reads: uvicorn reads on, and keeps nothing."""
+def test_a_client_that_sends_too_much_reads_why(live: LiveServer, chunked: bool) -> None:
+    """The client sends everything before it reads: uvicorn discards the rest of the body."""
     size, count = 2**20, 16
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size * count}"
     piece = b" " * size
@@ -340,7 +339,7 @@ def test_a_client_that_sends_too_much_reads_why(live: Live, chunked: bool) -> No
         )
         for _ in range(count):
             connection.sendall(piece)
-            time.sleep(0.02)  # in which an answer comes, if nobody reads on
+            time.sleep(0.02)  # a response would arrive now if the body was not read
         if chunked:
             connection.sendall(b"0\r\n\r\n")
         answer = connection.recv(2**16).decode()
@@ -350,13 +349,13 @@ def test_a_client_that_sends_too_much_reads_why(live: Live, chunked: bool) -> No
 
 
 def test_memory_is_given_back_after_large_bodies_once_for_several(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_back: list[tuple[str, Any]] = []
-    monkeypatch.setattr(gate, "LARGE", 1000)
-    monkeypatch.setattr(gate, "GIVE_BACK_S", 0.5)
+    monkeypatch.setattr(middleware, "LARGE", 1000)
+    monkeypatch.setattr(middleware, "GIVE_BACK_S", 0.5)
     monkeypatch.setattr(
-        gate,
+        middleware,
         "give_back",
         lambda pools: given_back.append((threading.current_thread().name, pools)),
     )
@@ -369,7 +368,7 @@ def test_memory_is_given_back_after_large_bodies_once_for_several(
 
 @contextlib.contextmanager
 def traced() -> Iterator[Callable[[], int]]:
-    """Bytes that were allocated in the block and are still there."""
+    """Yield a function that returns the bytes allocated in the block and still in use."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -380,19 +379,19 @@ def traced() -> Iterator[Callable[[], int]]:
 
 def test_kept_responses_take_little_more_memory_than_is_allowed() -> None:
     with traced() as taken:
-        kept = Kept(most_bytes=200_000)
+        kept = ResponseStore(max_bytes=200_000)
         for number in range(1000):
             item = {"id": f"msg_{number}", "content": [{"type": "output_text", "text": "x" * 50}]}
             answer = {"id": f"resp_{number}", "output": [item], "usage": {"input_tokens": number}}
-            kept.keep(answer, [{"role": "user", "content": "y" * 50}])
-        assert kept.answer("resp_999") == answer
+            kept.put(answer, [{"role": "user", "content": "y" * 50}])
+        assert kept.get("resp_999") == answer
         assert taken() < 3 * 200_000
     with pytest.raises(Problem, match="not kept"):
-        kept.answer("resp_0")
+        kept.get("resp_0")
 
 
 def test_remembered_turns_take_few_bytes_an_id() -> None:
-    turns, count = ToolTurns(most_ids=50_000), 100
+    turns, count = ToolTurnCache(most_ids=50_000), 100
 
     def message(number: int) -> dict[str, Any]:
         function = {"name": "f", "arguments": {"a": [number, {"b": 1.5}]}}
@@ -400,21 +399,21 @@ def test_remembered_turns_take_few_bytes_an_id() -> None:
 
     with traced() as taken:
         for number in range(600):
-            turns.remember(message(number), range(1000 + number, 1000 + number + count))
+            turns.put(message(number), range(1000 + number, 1000 + number + count))
         assert taken() < 10 * 50_000
-    assert turns.recall(message(599)) == tuple(range(1599, 1699))
-    assert turns.recall(message(0)) is None
+    assert turns.lookup(message(599)) == tuple(range(1599, 1699))
+    assert turns.lookup(message(0)) is None
     edited = message(599)
     edited["tool_calls"][0]["function"]["arguments"] = {"a": [599, {"b": 2.5}]}
-    assert turns.recall(edited) is None
+    assert turns.lookup(edited) is None
 
 
 def test_neighbouring_system_messages_are_joined_part_by_part() -> None:
     contents: list[Any] = ["a", ["b", "c"], "d", ["e"]]
     parts = [[{"type": "text", "text": t} for t in c] if c is not str(c) else c for c in contents]
-    made = conversation([*({"role": "system", "content": c} for c in parts), USER])
+    made = parse_messages([*({"role": "system", "content": c} for c in parts), USER])
     assert [m["content"] for m in made] == [["a\n\nb", "c\n\nd\n\ne"], "a"]
-    alone = conversation(
+    alone = parse_messages(
         [{"role": "system", "content": "a"}, USER, {"role": "system", "content": "b"}]
     )
     assert [m["content"] for m in alone] == ["a", "a", "b"]
@@ -424,11 +423,11 @@ def test_texts_and_thoughts_of_one_turn_are_joined_once() -> None:
     call = {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}
     thought = {"type": "reasoning", "summary": [{"text": "t"}]}
     said = {"type": "message", "role": "assistant", "content": "s"}
-    [message] = conversations.conversation(
-        items_of(None, [thought, thought, call, said, thought, said])
+    [message] = conversations.parse_messages(
+        messages_from_responses(None, [thought, thought, call, said, thought, said])
     )
     assert message["content"] == "ss"
     assert message["reasoning_content"] == "t\n\nt\n\nt"
     blocks = [{"type": "thinking", "thinking": t} for t in ("x", "", "y")]
-    [turn] = blocks_of(None, [{"role": "assistant", "content": blocks}])
+    [turn] = messages_from_anthropic(None, [{"role": "assistant", "content": blocks}])
     assert turn["reasoning_content"] == "x\n\ny"

@@ -1,4 +1,4 @@
-"""JSON values nested in each other, in every field of every route: never a 500."""
+"""Nested JSON values in every field of every route: never a 500."""
 
 import concurrent.futures
 import itertools
@@ -11,12 +11,12 @@ from benchmarks.soak_serve import CHAT, COMPLETIONS, MESSAGES, PATHS, RESPONSES,
 from dflash_jax.server.anthropic import MessagesRequest, _input
 from dflash_jax.server.chat import ChatRequest, decode_chat
 from dflash_jax.server.completions import CompletionRequest
-from dflash_jax.server.conversation import past_calls
+from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.information import DetokenizeRequest, TokenizeRequest
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.responses import ResponsesRequest
-from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, parsed
-from tests.server.conftest import Live
+from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, parse_json
+from tests.server.conftest import LiveServer
 
 BODIES = {
     CHAT: ChatRequest,
@@ -41,7 +41,7 @@ CALL = '{"id":"c","type":"function","function":{"name":"f","arguments":HOLE}}'
 AS_TEXT = CALL.replace(HOLE, '"TEXT"')
 CALLED = '{"role":"assistant","tool_calls":[%s]},{"role":"tool","tool_call_id":"c","content":"x"}'
 FUNCTION = '[{"type":"function","function":{"name":"f","parameters":HOLE}}]'
-INSIDE = [  # where values of any depth may stand inside of fields
+INSIDE = [  # places inside fields that accept values of any depth
     (CHAT, {"tools": FUNCTION}),
     (CHAT, {"tools": FUNCTION, "tool_choice": '"required"'}),
     (CHAT, {"tools": FUNCTION, "response_format": '{"type":"json_object"}'}),
@@ -85,18 +85,18 @@ INSIDE = [  # where values of any depth may stand inside of fields
     (MESSAGES, {"system": "[HOLE]"}),
     ("/tokenize", {"messages": f"[{USER}]", "tools": FUNCTION}),
 ]
-DEPTHS = (MOST_DEPTH - 10, *range(900, 1000, 20), 2_000, 100_000)  # json gives up at about 950
+DEPTHS = (MOST_DEPTH - 10, *range(900, 1000, 20), 2_000, 100_000)  # json fails at about 950
 KINDS = (("[", "]"), ('{"items":', "}"))
 
 
 def body(path: str, fields: dict[str, str]) -> str:
-    """A body that is a request to this path but for the fields."""
+    """Return a valid body for this path, with these fields replaced."""
     least = {name: LEAST[name] for name in PATHS[path]} | fields
     return "{" + ",".join(f'"{name}":{value}' for name, value in least.items()) + "}"
 
 
 def nested() -> Iterator[tuple[str, str, str]]:
-    """Paths, fields, and bodies that have nested values there."""
+    """Return paths, fields, and bodies with a hole for nested values."""
     fields = [(p, {name: HOLE}) for p, kind in BODIES.items() for name in kind.__struct_fields__]
     for path, given in fields + INSIDE:
         name = " ".join(given)
@@ -107,7 +107,7 @@ def nested() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_no_depth_of_a_value_is_an_internal_error(live: Live, path: str) -> None:
+def test_no_depth_of_a_value_is_an_internal_error(live: LiveServer, path: str) -> None:
     cases = [(name, text) for at, name, text in nested() if at == path]
     with (
         httpx.Client(base_url=live.url, timeout=60) as client,
@@ -138,7 +138,7 @@ def test_values_that_are_nested_too_deeply_are_refused_by_name(depth: int) -> No
 
 def test_deep_arguments_are_texts() -> None:
     text = '{"a":' * 300 + "1" + "}" * 300
-    assert parsed(text, "otherwise") == "otherwise"
+    assert parse_json(text, "otherwise") == "otherwise"
     assert _input(text) == {"raw": text}
     call = {"function": {"name": "f", "arguments": text}}
-    assert past_calls([call], "messages[0]") == [call]
+    assert parse_tool_calls([call], "messages[0]") == [call]

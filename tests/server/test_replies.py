@@ -1,4 +1,4 @@
-"""What the four APIs say about one and the same output: thoughts, calls, ends. No engine runs."""
+"""Responses of the four APIs to the same output: reasoning, calls, ends. Without an engine."""
 
 import dataclasses
 import itertools
@@ -8,24 +8,27 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dflash_jax.engine.detokenizer import OutputText
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
 from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
-from dflash_jax.server.conversation import conversation, offered
-from dflash_jax.server.figures import reused
+from dflash_jax.server.conversation import parse_messages, parse_tools
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
-from dflash_jax.server.models import Defaults
-from dflash_jax.server.prompt import Prompt, ToolTurns, chat_prompt
-from dflash_jax.server.protocol import Ask, Problem, new_id
-from dflash_jax.server.reply import Call, Reply
-from dflash_jax.server.response_store import Kept
+from dflash_jax.server.models import RequestDefaults
+from dflash_jax.server.prompt import EncodedPrompt, ToolTurnCache, chat_prompt
+from dflash_jax.server.protocol import GenerationRequest, Problem, new_id
+from dflash_jax.server.reply import Reply, ToolCall
+from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
-from dflash_jax.server.unsupported_fields import UNSERVED
+from dflash_jax.server.statistics import reused
+from dflash_jax.server.unsupported_fields import UNSUPPORTED
 from dflash_jax.server.writer import encode
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES, syntax_of
@@ -51,33 +54,55 @@ def tokenizer() -> Tokenizer:
     return found
 
 
-def asked(api: str = "chat", **changes: Any) -> Ask:
-    tools, declared, choice = offered(TOOLS, None)
-    messages = conversation([{"role": "user", "content": "Read a.txt"}])
-    base = Ask(
-        api=api, model=None, messages=messages, tools=tools, declared=declared, choice=choice
+def asked(api: str = "chat", **changes: Any) -> GenerationRequest:
+    tools, declared, choice = parse_tools(TOOLS, None)
+    messages = parse_messages([{"role": "user", "content": "Read a.txt"}])
+    base = GenerationRequest(
+        api=api,
+        model=None,
+        messages=messages,
+        tools=tools,
+        declared_tools=declared,
+        tool_choice=choice,
     )
     return dataclasses.replace(base, **changes)
 
 
-def replied(
-    tokenizer: Tokenizer, text: str, ask: Ask, *, end: str = "stop", width: int = 3
-) -> tuple[Reply, list[list]]:
-    """The reply to `ask` whose raw text is given, and its events by piece."""
-    ids = tokenizer.encode(text, specials=False)
-    reply = Reply(0, ask, tokenizer, SYNTAXES["hermes"])
-    events = []
+def pieces(
+    tokenizer: Tokenizer, ids: list[int], width: int, *, logprobs: bool = False
+) -> list[Piece]:
+    """Return the pieces of an engine that emits `width` tokens at a time."""
+    text = OutputText(tokenizer)
+    made = []
     for i in range(0, len(ids), width):
-        events.append(reply.push(Piece(tuple(ids[i : i + width]), "")))
+        part = ids[i : i + width]
+        found = tuple(TokenLogprob(token, -1.0, ()) for token in part) if logprobs else ()
+        made.append(Piece(tuple(part), text.push(part), found))
+    rest = text.finish()
+    return [*made, Piece((), rest)] if rest else made
+
+
+def replied(
+    tokenizer: Tokenizer,
+    text: str,
+    request: GenerationRequest,
+    *,
+    end: str = "stop",
+    width: int = 3,
+) -> tuple[Reply, list[list]]:
+    """Return the reply to a request for an output with this raw text, and its events by piece."""
+    ids = tokenizer.encode(text, specials=False)
+    reply = Reply(0, request, tokenizer, SYNTAXES["hermes"])
+    events = [reply.push(piece) for piece in pieces(tokenizer, ids, width)]
     stats = Stats(prompt_tokens=5, output_tokens=len(ids))
     events.append(reply.finish(Result(ids, text, end, stats)))
     return reply, events
 
 
-def generation(reply: Reply, ask: Ask) -> Generation:
-    model = SimpleNamespace(name="tiny", defaults=Defaults(), fingerprint="fp_0")
-    prompts = [Prompt([1] * 5)]
-    made = SimpleNamespace(model=model, ask=ask, replies=[reply], prompts=prompts, cached=0)
+def generation(reply: Reply, request: GenerationRequest) -> Generation:
+    model = SimpleNamespace(name="tiny", defaults=RequestDefaults(), fingerprint="fp_0")
+    prompts = [EncodedPrompt([1] * 5)]
+    made = SimpleNamespace(model=model, request=request, replies=[reply], prompts=prompts, cached=0)
     return cast(Generation, made)
 
 
@@ -94,9 +119,9 @@ def streamed(writer: Any, reply: Reply, events: list[list]) -> list[dict]:
 
 
 def test_chat_splits_thought_content_and_call(tokenizer: Tokenizer) -> None:
-    ask = asked()
-    reply, events = replied(tokenizer, TURN, ask)
-    [choice] = ChatWriter(generation(reply, ask)).whole()["choices"]
+    request = asked()
+    reply, events = replied(tokenizer, TURN, request)
+    [choice] = ChatWriter(generation(reply, request)).to_json()["choices"]
     message = choice["message"]
     assert message["reasoning_content"].strip() == "Look first."
     assert message["reasoning"] == message["reasoning_content"]
@@ -109,7 +134,7 @@ def test_chat_splits_thought_content_and_call(tokenizer: Tokenizer) -> None:
     details = choice["finish_details"]
     assert 0 < details["thinking_tokens"] < details["total_tokens"]
 
-    chunks = streamed(ChatWriter(generation(reply, ask)), reply, events)
+    chunks = streamed(ChatWriter(generation(reply, request)), reply, events)
     deltas = [c["choices"][0]["delta"] for c in chunks]
     assert "".join(d.get("content") or "" for d in deltas) == "Let me look:"
     assert "".join(d.get("reasoning_content", "") for d in deltas) == message["reasoning_content"]
@@ -124,14 +149,14 @@ def test_chat_splits_thought_content_and_call(tokenizer: Tokenizer) -> None:
 
 
 def test_anthropic_has_a_block_for_each(tokenizer: Tokenizer) -> None:
-    ask = asked("messages")
-    reply, events = replied(tokenizer, TURN, ask)
-    whole = MessagesWriter(generation(reply, ask)).whole()
+    request = asked("messages")
+    reply, events = replied(tokenizer, TURN, request)
+    whole = MessagesWriter(generation(reply, request)).to_json()
     assert [b["type"] for b in whole["content"]] == ["thinking", "text", "tool_use"]
     assert whole["content"][2]["input"] == {"path": "a.txt"}
     assert whole["stop_reason"] == "tool_use"
 
-    chunks = streamed(MessagesWriter(generation(reply, ask)), reply, events)
+    chunks = streamed(MessagesWriter(generation(reply, request)), reply, events)
     starts = [c for c in chunks if c["type"] == "content_block_start"]
     stops = [c["index"] for c in chunks if c["type"] == "content_block_stop"]
     assert [c["content_block"]["type"] for c in starts] == ["thinking", "text", "tool_use"]
@@ -148,21 +173,21 @@ def test_anthropic_has_a_block_for_each(tokenizer: Tokenizer) -> None:
 
 
 def test_responses_have_an_item_for_each(tokenizer: Tokenizer) -> None:
-    ask = asked("responses")
-    reply, events = replied(tokenizer, TURN, ask)
-    whole = ResponsesWriter(generation(reply, ask)).whole()
+    request = asked("responses")
+    reply, events = replied(tokenizer, TURN, request)
+    whole = ResponsesWriter(generation(reply, request)).to_json()
     kinds = ["reasoning", "message", "function_call"]
     assert [item["type"] for item in whole["output"]] == kinds
     assert whole["status"] == "completed"
 
-    chunks = streamed(ResponsesWriter(generation(reply, ask)), reply, events)
+    chunks = streamed(ResponsesWriter(generation(reply, request)), reply, events)
     assert [c["sequence_number"] for c in chunks] == list(range(len(chunks)))
     done = [c["item"] for c in chunks if c["type"] == "response.output_item.done"]
     assert [item["type"] for item in done] == kinds
     assert json.loads(done[2]["arguments"]) == {"path": "a.txt"}
     assert done[2]["call_id"] == whole["output"][2]["call_id"]
     assert chunks[-1]["response"]["output"] == done
-    for item in done[:2]:  # whose texts come in parts, as OpenAI's helpers for streams want them
+    for item in done[:2]:  # OpenAI's stream helpers need content parts
         kind = item["content"][0]["type"]
         own = [c for c in chunks if c.get("item_id") == item["id"]]
         kinds = [c["type"].removeprefix("response.") for c in own if "delta" not in c]
@@ -173,9 +198,9 @@ def test_responses_have_an_item_for_each(tokenizer: Tokenizer) -> None:
 
 
 def test_a_call_that_was_cut_off_is_length_and_no_call(tokenizer: Tokenizer) -> None:
-    ask = asked()
-    reply, _ = replied(tokenizer, "Let me look:\n" + CALL[:50], ask, end="length")
-    [choice] = ChatWriter(generation(reply, ask)).whole()["choices"]
+    request = asked()
+    reply, _ = replied(tokenizer, "Let me look:\n" + CALL[:50], request, end="length")
+    [choice] = ChatWriter(generation(reply, request)).to_json()["choices"]
     assert choice["finish_reason"] == "length"
     assert "tool_calls" not in choice["message"]
     assert choice["message"]["content"] == "Let me look:"
@@ -187,11 +212,11 @@ OTHER = CALL.replace("read_file", "other")
 def whole_and_streamed(
     tokenizer: Tokenizer, api: str, writer: Any, text: str, end: str = "stop"
 ) -> tuple[dict, list[dict], Reply]:
-    """The answer to a text as one object, its stream, and the reply."""
-    ask = asked(api)
-    reply, events = replied(tokenizer, text, ask, end=end)
-    whole = writer(generation(reply, ask)).whole()
-    live = dataclasses.replace(ask, stream=True)
+    """Return the response to a text as one object and as a stream, and the reply."""
+    request = asked(api)
+    reply, events = replied(tokenizer, text, request, end=end)
+    whole = writer(generation(reply, request)).to_json()
+    live = dataclasses.replace(request, stream=True)
     return whole, streamed(writer(generation(reply, live)), reply, events), reply
 
 
@@ -199,7 +224,7 @@ APIS = [("chat", ChatWriter), ("messages", MessagesWriter), ("responses", Respon
 
 
 def warned(api: str, whole: dict, chunks: list[dict]) -> list[str]:
-    """The warnings of an answer, which are those of its stream, too."""
+    """Return the warnings of a response, which equal those of its stream."""
     last = {"chat": -1, "messages": -2, "responses": -1}[api]
     end = chunks[last]["response"] if api == "responses" else chunks[last]
     assert end.get("warnings", []) == whole.get("warnings", [])
@@ -210,7 +235,7 @@ def warned(api: str, whole: dict, chunks: list[dict]) -> list[str]:
 def test_T22_a_call_of_an_undeclared_tool_is_given_to_the_caller_and_named(
     tokenizer: Tokenizer, api: str, writer: Any
 ) -> None:
-    """The catalogue has it dropped: then an answer of 50 tokens held nothing at all."""
+    """If such a call was dropped, a response of 50 tokens would be empty."""
     whole, chunks, reply = whole_and_streamed(tokenizer, api, writer, f"{OTHER}<|im_end|>")
     assert reply.finish_reason == "tool_calls"
     assert reply.details["undeclared_tools"] == ["other"]
@@ -290,9 +315,9 @@ def test_a_whole_call_before_a_broken_one_is_there_to_be_answered(tokenizer: Tok
 def test_one_call_is_enough_where_parallel_calls_are_off(tokenizer: Tokenizer) -> None:
     both = f"{CALL}\n{CALL}<|im_end|>"
     assert len(replied(tokenizer, both, asked())[0].done_calls) == 2
-    reply, _ = replied(tokenizer, both, asked(parallel=False), end="cancelled")
+    reply, _ = replied(tokenizer, both, asked(parallel_tool_calls=False), end="cancelled")
     assert len(reply.calls) == 1
-    assert reply.enough
+    assert reply.satisfied
     assert reply.finish_reason == "tool_calls"
 
 
@@ -305,12 +330,12 @@ def test_a_plain_text_ends_as_the_engine_says(tokenizer: Tokenizer, end: str) ->
 
 @pytest.mark.parametrize("width", [1, 1000])
 def test_a_stop_string_in_a_call_does_not_end_the_answer(tokenizer: Tokenizer, width: int) -> None:
-    ask = asked(stop=("a.txt", "path", "{"))
-    reply, events = replied(tokenizer, TURN, ask, width=width)
-    assert not reply.enough
+    request = asked(stop=("a.txt", "path", "{"))
+    reply, events = replied(tokenizer, TURN, request, width=width)
+    assert not reply.satisfied
     assert (reply.finish_reason, reply.content) == ("tool_calls", "Let me look:")
     assert [call.arguments for call in reply.done_calls] == ['{"path": "a.txt"}']
-    chunks = streamed(ChatWriter(generation(reply, ask)), reply, events)
+    chunks = streamed(ChatWriter(generation(reply, request)), reply, events)
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     reply, _ = replied(tokenizer, TURN, asked(stop=("me",)), width=width)
     assert (reply.content, reply.calls, reply.finish_reason) == ("Let ", [], "stop")
@@ -331,7 +356,7 @@ def test_R19_a_whole_answer_leaves_out_what_a_loop_repeated(tokenizer: Tokenizer
         assert reply.finish_reason == "length"
         assert reply.details["total_tokens"] == len(out)
         assert reply.details["thinking_tokens"] > 2
-        assert reply.thoughts.strip() == "hm"
+        assert reply.reasoning.strip() == "hm"
         said[stream] = reply.content
     assert said == {False: "So a a a", True: "So" + " a" * 12}
 
@@ -378,7 +403,7 @@ def test_a_stream_holds_equal_calls_back_until_they_are_wanted(
 ) -> None:
     ids = tokenizer.encode(turn, specials=False)
     reply = Reply(0, asked(stream=True), tokenizer, SYNTAXES["hermes"])
-    reply.holds_calls = True
+    reply.filter_repeated_calls = True
     plain = Reply(0, asked(stream=True), tokenizer, SYNTAXES["hermes"])
     events, all_events = [], []
     for i in range(0, len(ids), width):
@@ -398,9 +423,9 @@ def test_a_stream_holds_equal_calls_back_until_they_are_wanted(
 
 def test_a_stop_string_behind_a_call_leaves_the_call_to_be_answered(tokenizer: Tokenizer) -> None:
     turn = TURN.removesuffix("<|im_end|>") + "\n\nThe answer is STOP here"
-    ask = asked("messages", stop=("STOP",))
-    reply, _ = replied(tokenizer, turn, ask)
-    whole = MessagesWriter(generation(reply, ask)).whole()
+    request = asked("messages", stop=("STOP",))
+    reply, _ = replied(tokenizer, turn, request)
+    whole = MessagesWriter(generation(reply, request)).to_json()
     assert reply.stop_string == "STOP"
     assert (reply.finish_reason, whole["stop_reason"]) == ("tool_calls", "tool_use")
 
@@ -416,19 +441,21 @@ def test_a_loop_is_told_by_a_flag_and_its_kind(tokenizer: Tokenizer, kind: str) 
 
 
 def test_G10_a_loop_behind_a_whole_call_leaves_the_call_and_is_told(tokenizer: Tokenizer) -> None:
-    ask = asked("messages")
-    reply, _ = replied(tokenizer, TURN.removesuffix("<|im_end|>") + " so" * 12, ask, end="length")
+    request = asked("messages")
+    reply, _ = replied(
+        tokenizer, TURN.removesuffix("<|im_end|>") + " so" * 12, request, end="length"
+    )
     assert reply.result is not None
     reply.result.stats.recovery["runaway"] += 1
     assert reply.finish_reason == "tool_calls"
     assert reply.details["degenerate_decode"] is True
-    assert MessagesWriter(generation(reply, ask)).whole()["stop_reason"] == "tool_use"
+    assert MessagesWriter(generation(reply, request)).to_json()["stop_reason"] == "tool_use"
 
 
 def test_a_stop_string_of_markup_works_and_is_named(tokenizer: Tokenizer) -> None:
     reply, _ = replied(tokenizer, TURN, asked(stop=("</think>",)))
-    assert reply.enough
-    assert reply.thoughts.strip() == "Look first."
+    assert reply.satisfied
+    assert reply.reasoning.strip() == "Look first."
     assert reply.content == ""
     assert reply.stop_string == "</think>"
     assert reply.finish_reason == "stop"
@@ -441,14 +468,14 @@ def test_a_stop_string_of_markup_works_and_is_named(tokenizer: Tokenizer) -> Non
 def test_a_past_tool_turn_is_in_the_prompt_as_the_model_wrote_it(
     tokenizer: Tokenizer, thinking: bool
 ) -> None:
-    """The next prompt begins with the last one and its output: a prefix cache can hit."""
-    turns, thought = ToolTurns(), SYNTAXES["hermes"].thought
+    """The next prompt starts with the last one and its output, so the prefix cache hits."""
+    turns, thought = ToolTurnCache(), SYNTAXES["hermes"].thought
     template = {} if thinking else {"enable_thinking": False}
     talk: list[dict] = [{"role": "user", "content": "Read a.txt"}]
     expected: list[int] = []
     for turn in range(4):
-        ask = asked(messages=conversation(talk), template=template)
-        prompt = chat_prompt(ask, tokenizer, turns, thought)
+        request = asked(messages=parse_messages(talk), template_kwargs=template)
+        prompt = chat_prompt(request, tokenizer, turns, thought)
         assert prompt.ids[: len(expected)] == expected
         raw = f" Odd  spacing {turn}:{CALL}"
         ids = tokenizer.encode(raw, specials=False)
@@ -459,7 +486,7 @@ def test_a_past_tool_turn_is_in_the_prompt_as_the_model_wrote_it(
         said = {"role": "assistant", "content": f"Odd  spacing {turn}:", "tool_calls": [call]}
         lead = prompt.lead()
         assert lead is not None
-        turns.remember(conversation([said])[0], [*lead, *ids])
+        turns.put(parse_messages([said])[0], [*lead, *ids])
         talk.append(said)
         talk.append({"role": "tool", "tool_call_id": call_id, "content": "hello"})
 
@@ -484,21 +511,21 @@ CHANNELS = """{%- set named = namespace(tool=none) %}
 
 
 def test_turns_whose_header_names_a_channel_are_left_to_the_template(tokenizer: Tokenizer) -> None:
-    """A turn that began behind the bare header cannot be put behind that of an answer."""
-    harmony, turns = Tokenizer(tokenizer.core, CHANNELS, {}), ToolTurns()
+    """A turn after the header without a channel cannot follow the header of an answer."""
+    harmony, turns = Tokenizer(tokenizer.core, CHANNELS, {}), ToolTurnCache()
     said = called("c")
     for talk in ([], [said, {"role": "tool", "content": "hello"}]):
-        ask = asked(messages=conversation([{"role": "user", "content": "Read a.txt"}, *talk]))
-        prompt = chat_prompt(ask, harmony, turns, None)
+        request = asked(messages=parse_messages([{"role": "user", "content": "Read a.txt"}, *talk]))
+        prompt = chat_prompt(request, harmony, turns, None)
         generation: Any = SimpleNamespace(
-            ask=ask, prompts=[prompt], model=SimpleNamespace(turns=turns, engine=ENDLESS)
+            request=request, prompts=[prompt], model=SimpleNamespace(turns=turns, engine=ENDLESS)
         )
         reply: Any = SimpleNamespace(
             index=0,
             ids=[1, 2],
             content="Look:",
             finish_reason="tool_calls",
-            calls=[Call("c", "read_file", '{"path": "a.txt", "n": 1}', done=True)],
+            calls=[ToolCall("c", "read_file", '{"path": "a.txt", "n": 1}', done=True)],
         )
         Generation._remember(generation, reply)
         assert not turns
@@ -510,7 +537,7 @@ def test_turns_whose_header_names_a_channel_are_left_to_the_template(tokenizer: 
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ messages[-1].content }}",  # shows no past turn
+        "{{ messages[-1].content }}",  # omits past turns
         "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}go",
     ],
 )
@@ -518,8 +545,8 @@ def test_turns_without_a_header_are_left_to_the_template(
     tokenizer: Tokenizer, template: str
 ) -> None:
     bare = Tokenizer(tokenizer.core, template, {})
-    ask = asked(messages=conversation([{"role": "user", "content": "Hi"}]))
-    assert chat_prompt(ask, bare, ToolTurns(), None).lead() is None
+    request = asked(messages=parse_messages([{"role": "user", "content": "Hi"}]))
+    assert chat_prompt(request, bare, ToolTurnCache(), None).lead() is None
 
 
 def test_unknown_calls_are_rendered_by_the_template(tokenizer: Tokenizer) -> None:
@@ -532,47 +559,49 @@ def test_unknown_calls_are_rendered_by_the_template(tokenizer: Tokenizer) -> Non
         },
         {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "hello"}]},
     ]
-    ask = asked(messages=conversation(talk))
-    ids = chat_prompt(ask, tokenizer, ToolTurns(), None).ids
+    request = asked(messages=parse_messages(talk))
+    ids = chat_prompt(request, tokenizer, ToolTurnCache(), None).ids
     assert '{"name": "read_file", "arguments": {"path": "a.txt"}}' in tokenizer.showing(
         ["<tool_call>"]
     ).decode(ids)
 
 
 def test_old_turns_are_forgotten_first() -> None:
-    turns = ToolTurns(most_ids=10)
+    turns = ToolTurnCache(most_ids=10)
     for i in range(4):
-        turns.remember(called(str(i)), [i] * 4)
-    recalled = [turns.recall(called(str(i))) for i in range(4)]
+        turns.put(called(str(i)), [i] * 4)
+    recalled = [turns.lookup(called(str(i))) for i in range(4)]
     assert recalled == [None, None, (2,) * 4, (3,) * 4]
 
 
 def called(call_id: str, content: str | None = "Look:", **changes: str) -> dict[str, Any]:
     function = {"name": "read_file", "arguments": '{"path": "a.txt", "n": 1}'} | changes
     call = {"id": call_id, "type": "function", "function": function}
-    [message] = conversation([{"role": "assistant", "content": content, "tool_calls": [call]}])
+    [message] = parse_messages([{"role": "assistant", "content": content, "tool_calls": [call]}])
     return message
 
 
 def test_a_past_turn_that_the_client_changed_is_not_put_back() -> None:
-    turns = ToolTurns()
-    turns.remember(called("c"), [1, 2])
-    assert turns.recall(called("c", arguments='{"n": 1.0,"path": "a.txt"}')) == (1, 2)
-    assert turns.recall(called("c", "Look:\n")) == (1, 2)
-    assert turns.recall(called("c", arguments='{"path": "b.txt", "n": 1}')) is None
-    assert turns.recall(called("c", "Look away:")) is None
-    assert turns.recall(called("c", None)) is None
-    assert turns.recall(called("c", name="write_file")) is None
+    turns = ToolTurnCache()
+    turns.put(called("c"), [1, 2])
+    assert turns.lookup(called("c", arguments='{"n": 1.0,"path": "a.txt"}')) == (1, 2)
+    assert turns.lookup(called("c", "Look:\n")) == (1, 2)
+    assert turns.lookup(called("c", arguments='{"path": "b.txt", "n": 1}')) is None
+    assert turns.lookup(called("c", "Look away:")) is None
+    assert turns.lookup(called("c", None)) is None
+    assert turns.lookup(called("c", name="write_file")) is None
 
 
 def test_a_continued_message_ends_the_prompt(tokenizer: Tokenizer) -> None:
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, I"}]
-    ask = asked(messages=conversation(talk), continue_final=True, tools=[])
-    assert tokenizer.decode(chat_prompt(ask, tokenizer, ToolTurns(), None).ids).endswith("Hello, I")
+    request = asked(messages=parse_messages(talk), continue_final_message=True, tools=[])
+    assert tokenizer.decode(chat_prompt(request, tokenizer, ToolTurnCache(), None).ids).endswith(
+        "Hello, I"
+    )
 
 
 def test_developer_is_system_and_neighbouring_system_messages_are_one() -> None:
-    talk = conversation(
+    talk = parse_messages(
         [
             {"role": "developer", "content": "A"},
             {"role": "system", "content": [{"type": "text", "text": "B"}]},
@@ -604,7 +633,7 @@ def every_message(content: str) -> str:
 def test_parts_of_a_text_are_joined_as_the_template_does_or_by_newlines(
     tokenizer: Tokenizer, template: str | None, seam: str
 ) -> None:
-    """As vLLM and llama.cpp do it. What an assistant said in parts was one text."""
+    """As in vLLM and llama.cpp. Parts of an assistant message are joined without a separator."""
     if template:
         tokenizer = Tokenizer(tokenizer.core, template, {})
     parts = [{"type": "text", "text": text} for text in "AB"]
@@ -617,8 +646,8 @@ def test_parts_of_a_text_are_joined_as_the_template_does_or_by_newlines(
     ]
     one = [{"role": "user", "content": f"A{seam}B"}, {"role": "assistant", "content": "AB"}]
     wanted = tokenizer.chat([*one, one[0]])
-    for ask in asks:
-        assert chat_prompt(ask, tokenizer, ToolTurns(), None).ids == wanted
+    for request in asks:
+        assert chat_prompt(request, tokenizer, ToolTurnCache(), None).ids == wanted
     assert tokenizer.chat(talk[:1]) == tokenizer.chat(one[:1])
 
 
@@ -637,13 +666,13 @@ def test_system_messages_lead_where_the_template_takes_them_nowhere_else(
         {"role": "developer", "content": "B"},
         {"role": "user", "content": "W"},
     ]
-    guarded = Tokenizer(tokenizer.core, GUARDED, {})
+    wrap_handler = Tokenizer(tokenizer.core, GUARDED, {})
 
     def text(tokenizer: Tokenizer, *talk: dict[str, Any]) -> str:
-        ask = asked(messages=conversation(talk), tools=[])
-        return tokenizer.raw(chat_prompt(ask, tokenizer, ToolTurns(), None).ids)
+        request = asked(messages=parse_messages(talk), tools=[])
+        return tokenizer.raw(chat_prompt(request, tokenizer, ToolTurnCache(), None).ids)
 
-    lifted = text(guarded, *talk).replace("\n\n", "|").replace("\n", "")
+    lifted = text(wrap_handler, *talk).replace("\n\n", "|").replace("\n", "")
     order = ["system", "user", "assistant", "user"]
     assert re.findall(r"<(\w+)>", lifted) == order
     assert "<system>A|B</system>" in lifted
@@ -653,7 +682,7 @@ def test_system_messages_lead_where_the_template_takes_them_nowhere_else(
         text(Tokenizer(tokenizer.core, "{{ raise_exception('beginning') }}", {}), *talk)
 
 
-# -- three shapes, one request -----------------------------------------------------------------
+# -- three formats, one request ----------------------------------------------------------------
 
 
 def test_the_apis_ask_for_the_same() -> None:
@@ -701,17 +730,17 @@ def test_the_apis_ask_for_the_same() -> None:
         decode_messages(json.dumps(anthropic).encode()),
         decode_responses(json.dumps(responses).encode()),
     ]
-    talks = [[(m["role"], m["content"] or "") for m in ask.messages or ()] for ask in asks]
+    talks = [[(m["role"], m["content"] or "") for m in request.messages or ()] for request in asks]
     assert talks[0] == talks[1] == talks[2]
-    calls = [ask.messages[2]["tool_calls"][0] for ask in asks]  # type: ignore[index]
+    calls = [request.messages[2]["tool_calls"][0] for request in asks]  # type: ignore[index]
     assert calls[0] == calls[1] == calls[2]
     assert calls[0]["function"]["arguments"] == {"path": "x"}
-    assert asks[0].declared == asks[1].declared == asks[2].declared
+    assert asks[0].declared_tools == asks[1].declared_tools == asks[2].declared_tools
     assert [a.options for a in asks] == [{"temperature": 0.5}] * 3
     assert [a.max_tokens for a in asks] == [9] * 3
 
 
-EVERYWHERE = {  # fields of every API, and what each becomes
+EVERYWHERE = {  # fields of every API, and their values in the request
     "top_k": 5,
     "min_p": 0.1,
     "repetition_penalty": 1.2,
@@ -747,32 +776,32 @@ def test_extensions_mean_the_same_in_every_api(read: Any) -> None:
         "store": True,
         "metadata": {"a": "b"},
     }
-    ask = read(json.dumps(BODIES[read] | EVERYWHERE | more).encode())
-    assert ask.options == EVERYWHERE | {"logit_bias": {5: 1.5}, "block_size": 2}
-    assert ask.max_tokens == 9
-    assert ask.stop == ("X",)
-    assert ask.grammar == ("regex", "a+")
-    assert ask.token_ids and ask.timings and ask.metrics and ask.meta_info  # noqa: PT018
-    assert ask.timeout == 5
-    assert ask.thinking_budget == 50
-    assert ask.recovery == OFF
-    assert ask.warnings == ()
+    request = read(json.dumps(BODIES[read] | EVERYWHERE | more).encode())
+    assert request.options == EVERYWHERE | {"logit_bias": {5: 1.5}, "block_size": 2}
+    assert request.max_tokens == 9
+    assert request.stop == ("X",)
+    assert request.grammar == ("regex", "a+")
+    assert request.return_token_ids and request.timings and request.metrics and request.meta_info  # noqa: PT018
+    assert request.timeout == 5
+    assert request.thinking_budget == 50
+    assert request.recovery == OFF
+    assert request.warnings == ()
     for off in ({"enabled": False}, {"mode": "off"}):
-        ask = read(json.dumps(BODIES[read] | {"speculative": off}).encode())
-        assert ask.options == {"speculative": False}
+        request = read(json.dumps(BODIES[read] | {"speculative": off}).encode())
+        assert request.options == {"speculative": False}
 
 
 @pytest.mark.parametrize("read", BODIES)
 def test_what_would_change_an_answer_and_is_not_served_is_refused(read: Any) -> None:
-    for name, neutral in UNSERVED.items():
+    for name, neutral in UNSUPPORTED.items():
         if name in read_fields(read):
             continue
         with pytest.raises(Problem, match=f"{name} is not supported here") as caught:
             read(json.dumps(BODIES[read] | {name: "something"}).encode())
         assert (caught.value.status, caught.value.param) == (400, name)
         for value in (None, *neutral):
-            ask = read(json.dumps(BODIES[read] | {name: value}).encode())
-            assert name in ask.warnings[0]
+            request = read(json.dumps(BODIES[read] | {name: value}).encode())
+            assert name in request.warnings[0]
 
 
 def read_fields(read: Any) -> tuple[str, ...]:
@@ -796,9 +825,9 @@ def test_formats_and_efforts_are_found_where_each_api_has_them() -> None:
         decode_messages: {"output_config": config},
     }
     for read, fields in more.items():
-        ask = read(json.dumps(BODIES[read] | fields).encode())
-        assert ask.grammar == ("json", schema)
-        assert ask.template == {"reasoning_effort": "low", "enable_thinking": True}
+        request = read(json.dumps(BODIES[read] | fields).encode())
+        assert request.grammar == ("json", schema)
+        assert request.template_kwargs == {"reasoning_effort": "low", "enable_thinking": True}
     wrong = {
         "reasoning.effort": {"reasoning": {"effort": 3}},
         "text.format": {"text": {"format": {"type": "yaml"}}},
@@ -811,15 +840,15 @@ def test_formats_and_efforts_are_found_where_each_api_has_them() -> None:
             decode_responses(json.dumps(BODIES[decode_responses] | fields).encode())
         assert caught.value.param == param
     long = {"truncation": "auto", "text": {"verbosity": "low"}}
-    ask = decode_responses(json.dumps(BODIES[decode_responses] | long).encode())
-    assert len(ask.warnings) == 2
+    request = decode_responses(json.dumps(BODIES[decode_responses] | long).encode())
+    assert len(request.warnings) == 2
 
 
 def test_tool_choice_none_offers_no_tools_and_names_have_to_be_declared() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
-    ask = decode_chat(json.dumps(body | {"tool_choice": "none"}).encode())
-    assert not ask.tools
-    assert not ask.declared
+    request = decode_chat(json.dumps(body | {"tool_choice": "none"}).encode())
+    assert not request.tools
+    assert not request.declared_tools
     named = {"type": "function", "function": {"name": "other"}}
     with pytest.raises(Problem, match="read_file"):
         decode_chat(json.dumps(body | {"tool_choice": named}).encode())
@@ -841,11 +870,11 @@ def test_the_shipped_template_is_recognised(tokenizer: Tokenizer) -> None:
 def test_what_is_said_behind_a_call_stands_behind_it(
     tokenizer: Tokenizer, api: str, writer: Any, place: tuple[str, str], kinds: list[str]
 ) -> None:
-    ask = asked(api)
-    reply, events = replied(tokenizer, f"{CALL}\nDone.<|im_end|>", ask)
+    request = asked(api)
+    reply, events = replied(tokenizer, f"{CALL}\nDone.<|im_end|>", request)
     whole, part = place
-    assert [item["type"] for item in writer(generation(reply, ask)).whole()[whole]] == kinds
-    chunks = streamed(writer(generation(reply, ask)), reply, events)
+    assert [item["type"] for item in writer(generation(reply, request)).to_json()[whole]] == kinds
+    chunks = streamed(writer(generation(reply, request)), reply, events)
     begun = ("content_block_start", "response.output_item.added")
     assert [c[part]["type"] for c in chunks if c["type"] in begun] == kinds
 
@@ -857,12 +886,12 @@ def test_what_is_said_behind_a_call_stands_behind_it(
 def test_every_api_says_exactly_why_an_output_ended(
     tokenizer: Tokenizer, api: str, writer: Any
 ) -> None:
-    ask = asked(api)
-    reply, events = replied(tokenizer, "Round and round", ask, end="length")
+    request = asked(api)
+    reply, events = replied(tokenizer, "Round and round", request, end="length")
     assert reply.result is not None
     reply.result.stats.recovery["repeat"] = 1
-    whole = writer(generation(reply, ask)).whole()
-    chunks = streamed(writer(generation(reply, ask)), reply, events)
+    whole = writer(generation(reply, request)).to_json()
+    chunks = streamed(writer(generation(reply, request)), reply, events)
     found = whole["choices"][0] if api == "chat" else whole
     assert found["finish_details"]["degenerate_decode"] is True
     assert found["finish_details"]["degenerate_kind"] == "repeat"
@@ -870,8 +899,10 @@ def test_every_api_says_exactly_why_an_output_ended(
 
 
 def test_a_response_that_failed_says_so_by_a_code_that_clients_know(tokenizer: Tokenizer) -> None:
-    reply, _ = replied(tokenizer, "So", ask := asked("responses"))
-    raw = ResponsesWriter(generation(reply, ask)).problem(Problem(500, "x", code="compute_failed"))
+    reply, _ = replied(tokenizer, "So", request := asked("responses"))
+    raw = ResponsesWriter(generation(reply, request)).error(
+        Problem(500, "x", code="compute_failed")
+    )
     response = json.loads(raw.partition(b"data: ")[2])["response"]
     assert response["status"] == "failed"
     assert response["error"] == {"code": "server_error", "message": "x"}
@@ -879,20 +910,20 @@ def test_a_response_that_failed_says_so_by_a_code_that_clients_know(tokenizer: T
 
 @pytest.mark.parametrize("end", ["length", "stop"])
 def test_an_item_that_was_cut_off_is_incomplete(tokenizer: Tokenizer, end: str) -> None:
-    """A call that the model itself leaves unfinished is text, too, as it is in whole answers."""
-    ask = asked("responses")
-    reply, events = replied(tokenizer, CALL[: CALL.index("txt")], ask, end=end)
-    chunks = streamed(ResponsesWriter(generation(reply, ask)), reply, events)
+    """A call that the model itself leaves unfinished is text, streamed or not."""
+    request = asked("responses")
+    reply, events = replied(tokenizer, CALL[: CALL.index("txt")], request, end=end)
+    chunks = streamed(ResponsesWriter(generation(reply, request)), reply, events)
     done, *text = [c["item"] for c in chunks if c["type"] == "response.output_item.done"]
     assert (done["type"], done["status"]) == ("function_call", "incomplete")
     assert chunks[-1]["response"]["output"] == [done, *text]
     told = [item["content"][0]["text"] for item in text]
     assert told == ([] if end == "length" else [CALL[: CALL.index("txt")]])
-    whole = ResponsesWriter(generation(reply, ask)).whole()["output"]
+    whole = ResponsesWriter(generation(reply, request)).to_json()["output"]
     assert [item["content"][0]["text"] for item in whole] == (told or [""])
-    reply, events = replied(tokenizer, "Some text", ask, end="length")
-    [item] = ResponsesWriter(generation(reply, ask)).whole()["output"]
-    chunks = streamed(ResponsesWriter(generation(reply, ask)), reply, events)
+    reply, events = replied(tokenizer, "Some text", request, end="length")
+    [item] = ResponsesWriter(generation(reply, request)).to_json()["output"]
+    chunks = streamed(ResponsesWriter(generation(reply, request)), reply, events)
     [done] = [c["item"] for c in chunks if c["type"] == "response.output_item.done"]
     assert (item["status"], done["status"]) == ("incomplete", "incomplete")
 
@@ -911,10 +942,10 @@ def test_an_item_that_was_cut_off_is_incomplete(tokenizer: Tokenizer, end: str) 
 def test_the_input_of_a_tool_is_an_object_that_can_be_sent(
     tokenizer: Tokenizer, arguments: str, given: dict[str, str]
 ) -> None:
-    ask = asked("messages")
+    request = asked("messages")
     text = f'<tool_call>\n{{"name": "read_file", "arguments": {arguments}}}\n</tool_call><|im_end|>'
-    reply, _ = replied(tokenizer, text, ask)
-    [block] = MessagesWriter(generation(reply, ask)).whole()["content"]
+    reply, _ = replied(tokenizer, text, request)
+    [block] = MessagesWriter(generation(reply, request)).to_json()["content"]
     assert block["input"] == given
     encode(block)
 
@@ -922,15 +953,15 @@ def test_the_input_of_a_tool_is_an_object_that_can_be_sent(
 def test_an_answer_that_was_begun_is_continued() -> None:
     def begun(*messages: dict[str, Any]) -> bool:
         body = {"max_tokens": 5, "messages": messages}
-        return decode_messages(json.dumps(body).encode()).continue_final
+        return decode_messages(json.dumps(body).encode()).continue_final_message
 
-    ask = {"role": "user", "content": "Three colours?"}
+    request = {"role": "user", "content": "Three colours?"}
     text = {"type": "text", "text": "1. red"}
     call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
-    assert begun(ask, {"role": "assistant", "content": "1. red"})
-    assert begun(ask, {"role": "assistant", "content": [text]})
-    assert not begun(ask)
-    assert not begun(ask, {"role": "assistant", "content": [text, call]})
+    assert begun(request, {"role": "assistant", "content": "1. red"})
+    assert begun(request, {"role": "assistant", "content": [text]})
+    assert not begun(request)
+    assert not begun(request, {"role": "assistant", "content": [text, call]})
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -938,11 +969,11 @@ def test_allowed_tools_are_those_that_may_be_called(nested: bool) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
     body = {"mode": "required", "tools": [{"type": "function", "name": "b"}]}
     choice = {"type": "allowed_tools"} | ({"allowed_tools": body} if nested else body)
-    shown, declared, chosen = offered(tools, choice)
+    shown, declared, chosen = parse_tools(tools, choice)
     assert (shown, [tool.name for tool in declared], chosen.kind) == (tools, ["b"], "required")
     for wrong in ({"tools": []}, {"tools": [{"name": "c"}]}, {"mode": "all"}):
         with pytest.raises(Problem, match="tool_choice allows no declared tool"):
-            offered(tools, {"type": "allowed_tools", **body, **wrong})
+            parse_tools(tools, {"type": "allowed_tools", **body, **wrong})
 
 
 def test_a_response_repeats_what_was_asked(tokenizer: Tokenizer) -> None:
@@ -969,9 +1000,9 @@ def test_a_response_repeats_what_was_asked(tokenizer: Tokenizer) -> None:
     }
 
     def whole(body: dict[str, Any]) -> dict[str, Any]:
-        ask = decode_responses(json.dumps({"input": "hi"} | body).encode())
-        reply, _ = replied(tokenizer, "{}", ask)
-        return ResponsesWriter(generation(reply, ask)).whole()
+        request = decode_responses(json.dumps({"input": "hi"} | body).encode())
+        reply, _ = replied(tokenizer, "{}", request)
+        return ResponsesWriter(generation(reply, request)).to_json()
 
     assert repeated.items() <= whole(repeated).items()
     none = whole({"tools": [tool], "tool_choice": "none"})
@@ -987,15 +1018,15 @@ def test_a_response_repeats_what_was_asked(tokenizer: Tokenizer) -> None:
 def test_later_requests_refer_to_a_response_and_to_its_items(
     tokenizer: Tokenizer, stream: bool
 ) -> None:
-    kept = Kept()
+    kept = ResponseStore()
     flat = [{"type": "function"} | tool["function"] for tool in TOOLS]
     first = {"input": "Read a.txt", "tools": flat}
 
     def answered(**more: Any) -> dict[str, Any]:
-        ask = decode_responses(json.dumps(first | more).encode(), kept)
-        reply, events = replied(tokenizer, TURN, ask)
-        writer = ResponsesWriter(generation(reply, ask))
-        return streamed(writer, reply, events)[-1]["response"] if stream else writer.whole()
+        request = decode_responses(json.dumps(first | more).encode(), kept)
+        reply, events = replied(tokenizer, TURN, request)
+        writer = ResponsesWriter(generation(reply, request))
+        return streamed(writer, reply, events)[-1]["response"] if stream else writer.to_json()
 
     def later(*items: Any, **more: Any) -> list[dict[str, Any]]:
         body = {"input": [*items, result], **more}
@@ -1014,7 +1045,7 @@ def test_later_requests_refer_to_a_response_and_to_its_items(
     assert more["previous_response_id"] == answer["id"]
     assert later(previous_response_id=more["id"])[0] == question
 
-    kept = Kept(most_bytes=1)
+    kept = ResponseStore(max_bytes=1)
     for gone in (answered(), answered(store=False)):
         with pytest.raises(Problem, match="not kept") as caught:
             later(previous_response_id=gone["id"])
@@ -1045,22 +1076,86 @@ def test_offsets_are_places_in_the_text_and_the_said_token_is_among_the_likelies
 
 
 def test_offsets_go_on_from_chunk_to_chunk(tokenizer: Tokenizer) -> None:
-    ask = asked("completions", logprobs=0, stream=True)
-    reply = Reply(0, ask, tokenizer, None)
+    request = asked("completions", logprobs=0, stream=True)
+    reply = Reply(0, request, tokenizer, None)
     ids = tokenizer.encode("def add(a, b):", specials=False)
-    writer = CompletionWriter(generation(reply, ask))
+    writer = CompletionWriter(generation(reply, request))
     writer.generation.model.engine = SimpleNamespace(tokenizer=tokenizer)
     offsets = []
-    for i in ids:
-        new = reply.push(Piece((i,), "", (TokenLogprob(i, -1.0, ()),)))
-        raw = writer.events(reply, new)
+    for piece in pieces(tokenizer, ids, 1, logprobs=True):
+        raw = writer.events(reply, reply.push(piece))
         offsets += json.loads(raw.removeprefix(b"data: "))["choices"][0]["logprobs"]["text_offset"]
     assert offsets == completion_logprobs(reply.logprobs, tokenizer)["text_offset"]
+
+
+WITHOUT_MARKUP = [  # outputs that contain no markup to parse
+    pytest.param("completions", "hermes", {"tools": [], "declared_tools": ()}, id="completions"),
+    pytest.param("completions", "hermes", {}, id="completions-with-tools"),
+    pytest.param("chat", None, {}, id="no-syntax"),
+    pytest.param("chat", "llama", {"tools": [], "declared_tools": ()}, id="no-tools-no-reasoning"),
+    pytest.param("chat", None, {"max_tokens": 0}, id="no-output"),
+]
+
+
+@pytest.mark.parametrize(("api", "family", "changes"), WITHOUT_MARKUP)
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), width=st.integers(1, 5), end=st.sampled_from(["stop", "length"]))
+def test_the_engines_text_gives_the_answer_that_decoding_the_ids_gives(
+    tokenizer: Tokenizer,
+    api: str,
+    family: str | None,
+    changes: dict[str, Any],
+    data: st.DataObject,
+    width: int,
+    end: str,
+) -> None:
+    """For any ids, including special tokens and incomplete characters."""
+    ids = data.draw(st.lists(st.integers(0, tokenizer.size - 1), max_size=24))
+    ids += data.draw(st.sampled_from([[], tokenizer.encode("é😀", specials=False)[:-1]]))
+    dropped = data.draw(st.integers(0, min(len(ids), 3)))
+    stream = data.draw(st.booleans())
+    request = asked(api, logprobs=0, stream=stream, **changes)
+    answers = []
+    for takes_engine_text in (True, False):
+        reply = Reply(0, request, tokenizer, SYNTAXES[family] if family else None)
+        assert reply._takes_engine_text
+        reply._takes_engine_text = takes_engine_text
+        made = generation(reply, request)
+        made.model.engine = SimpleNamespace(tokenizer=tokenizer)
+        writer = (CompletionWriter if api == "completions" else ChatWriter)(made)
+        writer._head |= {"id": "id", "created": 0}
+        raw = [writer.start()]
+        parts = pieces(tokenizer, ids, width, logprobs=True)
+        for piece in parts[:-1]:
+            raw.append(writer.events(reply, reply.push(piece)))
+        stats = Stats(prompt_tokens=5, output_tokens=len(ids))
+        stats.recovery["runaway_dropped_tokens"] = dropped
+        last = reply.push(parts[-1]) if parts else []  # arrives together with the end
+        last += reply.finish(Result(ids, "", end, stats))
+        raw += [writer.events(reply, last), writer.close()]
+        sent = raw if stream else writer.to_json()
+        answers.append((sent, reply.content, reply.ids, reply.logprobs, reply.answer_logprobs))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("api", "family", "changes"),
+    [
+        pytest.param("chat", "hermes", {"tools": [], "declared_tools": ()}, id="reasoning"),
+        pytest.param("chat", "llama", {}, id="tools"),
+        pytest.param("completions", "hermes", {"stop": ("x",)}, id="stop-strings"),
+    ],
+)
+def test_ids_are_decoded_again_where_markup_or_a_stop_string_has_to_be_found(
+    tokenizer: Tokenizer, api: str, family: str, changes: dict[str, Any]
+) -> None:
+    reply = Reply(0, asked(api, **changes), tokenizer, SYNTAXES[family])
+    assert not reply._takes_engine_text
 
 
 def test_cached_tokens_of_several_prompts_are_added_up() -> None:
     def reply(n: int) -> Any:
         return SimpleNamespace(result=Result([], "", "stop", Stats(cached_tokens=n)))
 
-    made = SimpleNamespace(ask=asked(n=2), replies=[reply(n) for n in (0, 64, 128, 128)])
+    made = SimpleNamespace(request=asked(n=2), replies=[reply(n) for n in (0, 64, 128, 128)])
     assert reused(cast(Generation, made)) == 64 + 128

@@ -1,4 +1,4 @@
-"""How bodies become asks: fields of other servers, past turns, and what is refused."""
+"""Decoding of bodies to requests: fields of other servers, past turns, and errors."""
 
 import base64
 import json
@@ -11,28 +11,28 @@ from dflash_jax.errors import RequestError
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.completions import decode_completion
-from dflash_jax.server.generation import problem_of
-from dflash_jax.server.prompt import check_length
-from dflash_jax.server.protocol import Ask, Problem
+from dflash_jax.server.errors import to_problem
+from dflash_jax.server.prompt import resolve_max_tokens
+from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tool_parsers import SYNTAXES
-from dflash_jax.tool_parsers.events import CallBegun
+from dflash_jax.tool_parsers.events import ToolCallStart
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import call_beginnings
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def messages(**fields: Any) -> Ask:
+def messages(**fields: Any) -> GenerationRequest:
     body = {"messages": HELLO, "max_tokens": 5} | fields
     return decode_messages(json.dumps(body).encode())
 
 
-def chat(**fields: Any) -> Ask:
+def chat(**fields: Any) -> GenerationRequest:
     return decode_chat(json.dumps({"messages": HELLO} | fields).encode())
 
 
-def responses(**fields: Any) -> Ask:
+def responses(**fields: Any) -> GenerationRequest:
     return decode_responses(json.dumps({"input": "Hello"} | fields).encode())
 
 
@@ -55,15 +55,18 @@ def test_every_effort_is_taken_and_unknown_ones_are_high(word: str, counts: str)
         messages(output_config={"effort": word}),
         responses(reasoning={"effort": word}),
     ]
-    for ask in asks:
-        assert ask.template == {"reasoning_effort": counts, "enable_thinking": counts != "none"}
-        assert len(ask.warnings) == (word != counts)
+    for request in asks:
+        assert request.template_kwargs == {
+            "reasoning_effort": counts,
+            "enable_thinking": counts != "none",
+        }
+        assert len(request.warnings) == (word != counts)
 
 
 def test_p31_a_billing_line_is_in_no_prompt_and_other_system_text_is() -> None:
     def system(*texts: str) -> list[tuple[str, str]]:
-        ask = messages(system=[{"type": "text", "text": text} for text in texts])
-        return [(m["role"], m["content"]) for m in ask.messages or ()]
+        request = messages(system=[{"type": "text", "text": text} for text in texts])
+        return [(m["role"], m["content"]) for m in request.messages or ()]
 
     first, second = (f"x-anthropic-billing-header: cc_version=2.1; cch={n};" for n in "ab")
     assert system(first, "Be brief.") == system(second, "Be brief.") == system("Be brief.")
@@ -86,8 +89,8 @@ def test_names_that_other_servers_have_for_a_field_mean_that_field() -> None:
     assert chat(max_tokens=6, max_output_tokens=7).max_tokens == 6
     assert chat(max_tokens=6, max_completion_tokens=8).max_tokens == 8
     text = json.dumps({"prompt": "a", "stop_sequences": ["B"], "max_output_tokens": 7})
-    ask = decode_completion(text.encode())
-    assert (ask.stop, ask.max_tokens, ask.warnings) == (("B",), 7, ())
+    request = decode_completion(text.encode())
+    assert (request.stop, request.max_tokens, request.warnings) == (("B",), 7, ())
 
 
 def test_a_json_object_may_come_with_its_schema() -> None:
@@ -128,8 +131,8 @@ THOUGHTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_chat_may_say_how_much_to_think_in_any_way(
     fields: dict[str, Any], template: dict[str, Any]
 ) -> None:
-    ask = chat(**fields)
-    assert (ask.template, ask.warnings) == (template, ())
+    request = chat(**fields)
+    assert (request.template_kwargs, request.warnings) == (template, ())
 
 
 def test_a_budget_of_thoughts_is_found_in_any_way() -> None:
@@ -141,8 +144,10 @@ def test_a_budget_of_thoughts_is_found_in_any_way() -> None:
 
 
 def test_thoughts_of_past_turns_are_kept_whatever_their_field_is_called() -> None:
-    def of(ask: Ask) -> list[Any]:
-        return [m.get("reasoning_content") for m in ask.messages or () if m["role"] == "assistant"]
+    def of(request: GenerationRequest) -> list[Any]:
+        return [
+            m.get("reasoning_content") for m in request.messages or () if m["role"] == "assistant"
+        ]
 
     again = {"role": "user", "content": "Go on."}
     for name in ("reasoning", "reasoning_content"):
@@ -174,12 +179,12 @@ def test_thoughts_of_past_turns_are_kept_whatever_their_field_is_called() -> Non
 @pytest.mark.parametrize("name", list(SYNTAXES))
 def test_tool_names_may_have_as_many_characters_as_anthropics(name: str) -> None:
     long, syntax = "n" * 128, SYNTAXES[name]
-    ask = messages(tools=[{"name": long, "input_schema": SCHEMA}])
-    assert [tool.name for tool in ask.declared] == [long]
-    assert call_beginnings(ask.declared, ask.choice, syntax) == ()
-    parser = OutputParser(syntax, ask.declared)
+    request = messages(tools=[{"name": long, "input_schema": SCHEMA}])
+    assert [tool.name for tool in request.declared_tools] == [long]
+    assert call_beginnings(request.declared_tools, request.tool_choice, syntax) == ()
+    parser = OutputParser(syntax, request.declared_tools)
     events = parser.push(syntax.render(long, {"a": 1})) + parser.finish()
-    assert [event.name for event in events if isinstance(event, CallBegun)] == [long]
+    assert [event.name for event in events if isinstance(event, ToolCallStart)] == [long]
     with pytest.raises(Problem, match="1 to 128 letters"):
         messages(tools=[{"name": long + "n"}])
 
@@ -228,18 +233,18 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("ask", "fields", "param"), WRONG)
+@pytest.mark.parametrize(("decode", "fields", "param"), WRONG)
 def test_what_is_wrong_is_named_as_it_stands_in_the_request(
-    ask: Any, fields: dict[str, Any], param: str
+    decode: Any, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(Problem) as caught:
-        ask(**fields)
+        decode(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_what_the_engine_refuses_is_named_as_the_request_calls_it() -> None:
     def param(text: str, api: str = "chat") -> str | None:
-        return problem_of(RequestError(text), api).param
+        return to_problem(RequestError(text), api).param
 
     assert param("max_tokens is 0; expected an integer of at least 1") == "max_tokens"
     assert param("max_tokens is 0; expected more", "responses") == "max_output_tokens"
@@ -252,10 +257,10 @@ def test_what_the_engine_refuses_is_named_as_the_request_calls_it() -> None:
 
 
 def test_whole_numbers_may_be_written_with_a_point() -> None:
-    ask = chat(max_tokens=8.0, n=2.0, top_k=5.0, seed=3.0, logprobs=True, top_logprobs=1.0)
-    assert (ask.max_tokens, ask.n, ask.logprobs) == (8, 2, 1)
-    assert ask.options == {"top_k": 5, "seed": 3}
-    assert type(ask.max_tokens) is type(ask.options["seed"]) is int
+    request = chat(max_tokens=8.0, n=2.0, top_k=5.0, seed=3.0, logprobs=True, top_logprobs=1.0)
+    assert (request.max_tokens, request.n, request.logprobs) == (8, 2, 1)
+    assert request.options == {"top_k": 5, "seed": 3}
+    assert type(request.max_tokens) is type(request.options["seed"]) is int
     with pytest.raises(Problem, match="got `float`") as caught:
         chat(max_tokens=8.5)
     assert caught.value.param == "max_tokens"
@@ -297,9 +302,9 @@ def test_what_was_said_behind_a_call_is_of_the_same_turn() -> None:
     parts = [{"type": "output_text", "text": "B"}]
     output = {"type": "function_call_output", "call_id": "c", "output": "1"}
     talk = [*HELLO, said | {"content": "A"}, call, said | {"content": parts}, output]
-    ask = responses(input=talk)
-    assert [m["role"] for m in ask.messages or ()] == ["user", "assistant", "tool"]
-    assert ask.messages[1]["content"] == "AB"  # type: ignore[index]
+    request = responses(input=talk)
+    assert [m["role"] for m in request.messages or ()] == ["user", "assistant", "tool"]
+    assert request.messages[1]["content"] == "AB"  # type: ignore[index]
 
 
 def test_recovery_takes_the_settings_for_loops() -> None:
@@ -322,9 +327,9 @@ def test_recovery_may_be_a_word(read: Any) -> None:
      "text_editor_20250728", "computer_20250124"],
 )  # fmt: skip
 def test_tools_that_anthropic_defines_are_refused_by_name(kind: str) -> None:
-    """Ignored, as before, the model would answer without the search it was asked for."""
+    """If they were ignored, the model would answer without the requested search."""
     own = {"type": "custom", "name": "read", "input_schema": SCHEMA}
-    assert [tool.name for tool in messages(tools=[own]).declared] == ["read"]
+    assert [tool.name for tool in messages(tools=[own]).declared_tools] == ["read"]
     with pytest.raises(Problem, match=f"'search' of type '{kind}'") as caught:
         messages(tools=[own, {"type": kind, "name": "search"}])
     assert (caught.value.status, caught.value.param) == (400, "tools[1].type")
@@ -340,12 +345,12 @@ def test_a_limit_of_minus_one_is_none() -> None:
         responses(max_output_tokens=-1),
         messages(max_tokens=-1),
     ]
-    for ask in asks:
-        assert check_length([1] * 10, ask, most=100, default=16) == 90
-    assert asks[4].echoed["max_output_tokens"] is None
-    assert check_length([1] * 10, chat(), most=100, default=16) == 16
+    for request in asks:
+        assert resolve_max_tokens([1] * 10, request, most=100, default=16) == 90
+    assert asks[4].echoed_fields["max_output_tokens"] is None
+    assert resolve_max_tokens([1] * 10, chat(), most=100, default=16) == 16
     with pytest.raises(Problem, match=r"prompt is too long: 100 tokens > 99 maximum;"):
-        check_length([1] * 100, completion, most=100, default=16)
+        resolve_max_tokens([1] * 100, completion, most=100, default=16)
 
 
 DOCUMENT = {
@@ -355,12 +360,12 @@ DOCUMENT = {
 
 
 def test_documents_of_text_are_read_in_messages_and_in_results_of_tools() -> None:
-    """In the order in which they stand, with title and context in front."""
+    """In order, each after its title and context."""
     named = DOCUMENT | {"title": "Wood", "context": "Notes", "citations": {"enabled": True}}
     blocks = [{"type": "text", "text": "Is oak hard"}, {"type": "text", "text": "or soft?"}]
     listed = {"type": "document", "source": {"type": "content", "content": blocks}}
-    ask = messages(messages=[{"role": "user", "content": [named, *blocks, DOCUMENT, listed]}])
-    [message] = ask.messages or ()
+    request = messages(messages=[{"role": "user", "content": [named, *blocks, DOCUMENT, listed]}])
+    [message] = request.messages or ()
     assert message["content"] == [
         "Wood\nNotes\nOak is hard.",
         "Is oak hard",
@@ -369,8 +374,8 @@ def test_documents_of_text_are_read_in_messages_and_in_results_of_tools() -> Non
         "Is oak hard\nor soft?",
     ]
     result = {"type": "tool_result", "tool_use_id": "c", "content": [DOCUMENT, blocks[0]]}
-    ask = messages(messages=[*HELLO, {"role": "user", "content": [result]}])
-    assert (ask.messages or ())[-1]["content"] == ["Oak is hard.", "Is oak hard"]
+    request = messages(messages=[*HELLO, {"role": "user", "content": [result]}])
+    assert (request.messages or ())[-1]["content"] == ["Oak is hard.", "Is oak hard"]
 
 
 def test_files_that_are_text_are_read() -> None:
@@ -407,7 +412,7 @@ NO_TEXTS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("part", "says"), NO_TEXTS)
 def test_parts_without_text_are_refused_by_name(part: dict[str, Any], says: str) -> None:
     said = [{"role": "user", "content": [part]}]
-    for ask, fields in ((chat, {"messages": said}), (messages, {"messages": said})):
+    for request, fields in ((chat, {"messages": said}), (messages, {"messages": said})):
         with pytest.raises(Problem, match=says) as caught:
-            ask(**fields)
+            request(**fields)
         assert caught.value.status == 400

@@ -1,4 +1,4 @@
-"""What clients must not be able to do: crash the server, hang it, or leave work behind."""
+"""Clients cannot crash the server, block it, or leave work running after they left."""
 
 import asyncio
 import contextlib
@@ -38,34 +38,34 @@ from dflash_jax.engine import model_runner
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.errors import CheckpointError, ComputeError, RequestError
-from dflash_jax.server import app, figures
-from dflash_jax.server.gate import Settings
+from dflash_jax.server import app, statistics
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.jobs import Job
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.models import Model
-from dflash_jax.server.prompt import Prompt
-from dflash_jax.server.protocol import Ask
-from dflash_jax.server.run import Listening, serve
+from dflash_jax.server.middleware import Settings
+from dflash_jax.server.models import ServedModel
+from dflash_jax.server.prompt import EncodedPrompt
+from dflash_jax.server.protocol import GenerationRequest
+from dflash_jax.server.run import ServerConfig, serve
 from dflash_jax.server.thinking import EFFORTS
 from dflash_jax.server.worker import Worker
 from dflash_jax.tokenizer import Tokenizer
-from tests.server.conftest import QUEUE, Live, run_server, twin
+from tests.server.conftest import QUEUE, LiveServer, run_server, twin
 
 
-def serves(live: Live) -> bool:
+def serves(live: LiveServer) -> bool:
     return httpx.post(live.url + CHAT, json=ASK, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
-def test_bodies_that_are_no_requests_are_refused(live: Live, path: str) -> None:
+def test_bodies_that_are_no_requests_are_refused(live: LiveServer, path: str) -> None:
     for name, body in BODIES.items():
         response = httpx.post(live.url + path, content=body, timeout=60)
         assert is_error(response), (name, response.text)
     assert serves(live)
 
 
-def test_wrong_values_are_refused_and_named(live: Live) -> None:
+def test_wrong_values_are_refused_and_named(live: LiveServer) -> None:
     for change in CHANGES:
         response = httpx.post(live.url + CHAT, json=ASK | change, timeout=60)
         assert is_error(response), (change, response.text)
@@ -109,14 +109,14 @@ ODD: list[tuple[str, dict[str, Any], int]] = [
 
 @pytest.mark.parametrize(("path", "change", "status"), ODD)
 def test_odd_requests_are_served_or_refused_but_do_not_fail(
-    live: Live, path: str, change: dict[str, Any], status: int
+    live: LiveServer, path: str, change: dict[str, Any], status: int
 ) -> None:
     base = {"max_output_tokens": 2} if path == RESPONSES else ASK
     response = httpx.post(live.url + path, json=base | change, timeout=60)
     assert response.status_code == status, response.text
 
 
-def test_what_is_not_there_or_too_large_is_refused(live: Live) -> None:
+def test_what_is_not_there_or_too_large_is_refused(live: LiveServer) -> None:
     assert httpx.get(live.url + "/nothing").status_code == 404
     wrong = httpx.get(live.url + CHAT)
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
@@ -140,12 +140,12 @@ def test_what_is_not_there_or_too_large_is_refused(live: Live) -> None:
     assert serves(live)
 
 
-def test_unknown_fields_are_ignored_and_named(live: Live) -> None:
+def test_unknown_fields_are_ignored_and_named(live: LiveServer) -> None:
     answer = httpx.post(live.url + CHAT, json=ASK | {"frobnicate": 1}, timeout=60).json()
     assert "frobnicate" in answer["warnings"][0]
 
 
-def test_no_body_makes_the_server_fail(live: Live) -> None:
+def test_no_body_makes_the_server_fail(live: LiveServer) -> None:
     fuzz(live.url, 60)
     assert live.is_idle()
     assert serves(live)
@@ -155,7 +155,7 @@ def test_no_body_makes_the_server_fail(live: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_ten_clients_leave_and_the_next_is_served(live: Live, stream: bool) -> None:
+def test_ten_clients_leave_and_the_next_is_served(live: LiveServer, stream: bool) -> None:
     before = live.engine.generate(live.engine.chat_ids(ASK["messages"]), max_tokens=4)
     leave(live.url, ASK | {"max_tokens": 400, "ignore_eos": True, "stream": stream}, 10)
     assert live.is_idle()
@@ -169,7 +169,7 @@ def test_ten_clients_leave_and_the_next_is_served(live: Live, stream: bool) -> N
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_C21_a_client_that_closes_its_sending_side_is_still_served(
-    live: Live, stream: bool
+    live: LiveServer, stream: bool
 ) -> None:
     body = ASK | {"max_tokens": 200, "ignore_eos": True, "stream": stream}
     with contextlib.closing(send(live.url, body)) as connection:
@@ -181,11 +181,11 @@ def test_C21_a_client_that_closes_its_sending_side_is_still_served(
 
 
 def test_C6_a_client_that_leaves_while_its_prompt_is_made_is_never_served(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, gone, submitted = threading.Event(), threading.Event(), []
 
-    async def slow(model: Model, ask: Ask) -> list[Prompt]:
+    async def slow(model: ServedModel, ask: GenerationRequest) -> list[EncodedPrompt]:
         begun.set()
         await asyncio.to_thread(gone.wait, 20)
         return await prepare(model, ask)
@@ -205,7 +205,7 @@ def test_C6_a_client_that_leaves_while_its_prompt_is_made_is_never_served(
     assert not submitted
 
 
-def test_a_deadline_ends_a_request_with_what_it_has(live: Live) -> None:
+def test_a_deadline_ends_a_request_with_what_it_has(live: LiveServer) -> None:
     body = ASK | {"max_tokens": 450, "ignore_eos": True, "timeout": 0.05}
     answer = httpx.post(live.url + CHAT, json=body, timeout=60).json()
     [choice] = answer["choices"]
@@ -219,7 +219,7 @@ def test_a_deadline_ends_a_request_with_what_it_has(live: Live) -> None:
 # -- many at once ------------------------------------------------------------------------------
 
 
-def test_more_than_the_queue_holds_are_served_or_told_to_come_back(live: Live) -> None:
+def test_more_than_the_queue_holds_are_served_or_told_to_come_back(live: LiveServer) -> None:
     answers = crowd(live.url, 2 * QUEUE)
     served = [r for r in answers if r.status_code == 200]
     refused = [r for r in answers if r.status_code == 503]
@@ -231,7 +231,7 @@ def test_more_than_the_queue_holds_are_served_or_told_to_come_back(live: Live) -
     assert live.is_idle()
 
 
-def test_more_outputs_than_the_queue_holds_are_refused_together(live: Live) -> None:
+def test_more_outputs_than_the_queue_holds_are_refused_together(live: LiveServer) -> None:
     refused = httpx.post(live.url + CHAT, json=ASK | {"n": QUEUE + 1}, timeout=60)
     assert refused.status_code == 503
     assert refused.headers["retry-after"]
@@ -243,27 +243,27 @@ def test_more_outputs_than_the_queue_holds_are_refused_together(live: Live) -> N
 
 @pytest.fixture
 def gate() -> threading.Event:
-    """Opens when the second model may be loaded."""
+    """Delays the loading of the second model until it is set."""
     return threading.Event()
 
 
 @pytest.fixture
-def locked(random_tiny: Engine, gate: threading.Event) -> Iterator[Live]:
-    """A server with keys and two models, of which one waits for the gate."""
+def locked(random_tiny: Engine, gate: threading.Event) -> Iterator[LiveServer]:
+    """A server with keys and two models, one of which waits for the gate."""
 
     def make() -> Engine:
         assert gate.wait(60)
         return twin(random_tiny)
 
     settings = Settings(api_keys=("secret", "other"), cors=("http://page",), metrics=True)
-    listening = Listening(port=0, drain=20, settings=settings)
+    listening = ServerConfig(port=0, drain=20, settings=settings)
     live = run_server(lambda: twin(random_tiny), listening, others={"second": make})
     yield live
     gate.set()
     live.stop()
 
 
-def test_it_is_alive_before_it_is_ready(locked: Live, gate: threading.Event) -> None:
+def test_it_is_alive_before_it_is_ready(locked: LiveServer, gate: threading.Event) -> None:
     headers = {"Authorization": "Bearer secret"}
     assert httpx.get(locked.url + "/health").status_code == 200
     assert httpx.get(locked.url + "/ready").status_code == 503
@@ -273,8 +273,8 @@ def test_it_is_alive_before_it_is_ready(locked: Live, gate: threading.Event) -> 
     open_gate(locked, gate)
 
 
-def open_gate(live: Live, gate: threading.Event) -> None:
-    """Lets the second model load."""
+def open_gate(live: LiveServer, gate: threading.Event) -> None:
+    """Let the second model load."""
     gate.set()
     end = time.monotonic() + 30
     while httpx.get(live.url + "/ready").status_code == 503 and time.monotonic() < end:
@@ -283,7 +283,7 @@ def open_gate(live: Live, gate: threading.Event) -> None:
 
 
 def test_keys_are_needed_and_any_takes_the_model_that_was_used_last(
-    locked: Live, gate: threading.Event
+    locked: LiveServer, gate: threading.Event
 ) -> None:
     open_gate(locked, gate)
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "secrets"}):
@@ -305,11 +305,11 @@ def test_keys_are_needed_and_any_takes_the_model_that_was_used_last(
 
 
 class Panic(BaseException):
-    """As the tokenizers library raises one in its worst moments."""
+    """The tokenizers library raises one when Rust code panics."""
 
 
 def test_a_request_that_makes_a_library_panic_is_alone_refused(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def panic(*_: Any, **__: Any) -> None:
         raise Panic("slice index starts at -1")
@@ -331,7 +331,9 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     engine = twin(random_tiny)
-    engine.break_even = engine.compiled.seconds = 0.5  # a measurement and a counter: they stay
+    engine.break_even = engine.compiled.seconds = (
+        0.5  # a measurement and a counter: a restart keeps them
+    )
     advance, failures = Engine.advance, [True]
 
     def failing(self: Engine) -> None:
@@ -341,7 +343,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
         advance(self)
 
     monkeypatch.setattr(Engine, "advance", failing)
-    live = run_server(lambda: engine, Listening(port=0))
+    live = run_server(lambda: engine, ServerConfig(port=0))
     failed = httpx.post(live.url + CHAT, json=ASK, timeout=60)
     assert failed.status_code == 500
     assert "on fire" in failed.json()["error"]["message"]
@@ -353,7 +355,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     live.stop()
 
 
-def test_an_engine_that_has_no_room_to_start_anew_is_given_up_by_name(
+def test_an_engine_without_memory_to_restart_ends_the_server_with_the_reason(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, ends = twin(random_tiny), []
@@ -388,14 +390,14 @@ def test_an_event_loop_that_closed_first_leaves_no_traceback(
         await begun.wait()
         return worker
 
-    worker = asyncio.run(begin())  # closes the loop; nobody stopped the worker
+    worker = asyncio.run(begin())  # closes the loop without stopping the worker
     worker._thread.join(60)
     assert not worker._thread.is_alive()
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_server_that_ended_may_be_stopped_again(random_tiny: Engine) -> None:
-    live = run_server(lambda: twin(random_tiny), Listening(port=0))
+    live = run_server(lambda: twin(random_tiny), ServerConfig(port=0))
     live.stop()
     live.running.stop()
 
@@ -410,7 +412,7 @@ def test_a_silent_stream_says_how_far_its_prompt_has_come(
         advance(self)
 
     monkeypatch.setattr(Engine, "advance", slow)
-    live = run_server(lambda: engine, Listening(port=0, settings=Settings(keepalive=0.05)))
+    live = run_server(lambda: engine, ServerConfig(port=0, settings=Settings(keepalive=0.05)))
     text = httpx.post(live.url + CHAT, json=ASK | {"max_tokens": 2, "stream": True}).text
     prompt = len(engine.chat_ids(ASK["messages"]))
     assert f": keepalive 0/{prompt}\n\n" in text
@@ -419,7 +421,7 @@ def test_a_silent_stream_says_how_far_its_prompt_has_come(
 
 
 def test_a_drain_lets_streams_end_and_refuses_the_rest(random_tiny: Engine) -> None:
-    live = run_server(lambda: twin(random_tiny), Listening(port=0, drain=20))
+    live = run_server(lambda: twin(random_tiny), ServerConfig(port=0, drain=20))
     with httpx.stream(
         "POST", live.url + CHAT, json=ASK | {"max_tokens": 200, "stream": True}, timeout=60
     ) as stream:
@@ -437,18 +439,18 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error() -> None:
         raise CheckpointError("no weights")
 
     with pytest.raises(CheckpointError, match="no weights"):
-        asyncio.run(serve({"x": make}, Listening(port=0)))
+        asyncio.run(serve({"x": make}, ServerConfig(port=0)))
 
 
 @pytest.mark.parametrize(
     ("host", "why"),
     [("127.0.0.1", "Address already in use"), ("nobody.invalid", ""), ("a" * 70, "")],
 )
-def test_where_nobody_can_listen_no_model_is_loaded(live: Live, host: str, why: str) -> None:
+def test_where_nobody_can_listen_no_model_is_loaded(live: LiveServer, host: str, why: str) -> None:
     def make() -> Engine:
         raise AssertionError("too late")
 
-    listening = Listening(host=host, port=live.running.port)
+    listening = ServerConfig(host=host, port=live.running.port)
     with pytest.raises(RequestError, match=f"cannot listen on {host}, port .*{why}; give an"):
         asyncio.run(serve({"x": make}, listening))
 
@@ -457,16 +459,16 @@ def test_addresses_that_this_machine_lacks_do_not_matter_beside_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def make() -> Engine:
-        raise CheckpointError("no weights")  # it came so far
+        raise CheckpointError("no weights")  # the address was bound
 
     known = socket.getaddrinfo
     both = [*known("192.0.2.1", 0, type=socket.SOCK_STREAM), *known("127.0.0.1", 0)[:1]]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     with pytest.raises(CheckpointError, match="no weights"):
-        asyncio.run(serve({"x": make}, Listening(host="both.example", port=0)))
+        asyncio.run(serve({"x": make}, ServerConfig(host="both.example", port=0)))
 
 
-def test_small_routes(live: Live) -> None:
+def test_small_routes(live: LiveServer) -> None:
     with httpx.Client(base_url=live.url, timeout=60) as client:
         tokens = client.post("/tokenize", json={"content": "def add(a"}).json()
         assert tokens["count"] == len(tokens["tokens"]) > 0
@@ -501,14 +503,14 @@ def test_small_routes(live: Live) -> None:
         assert client.post(CHAT, json=ASK).status_code == 200
 
 
-def scraped(live: Live) -> dict[str, float]:
-    """The samples of /metrics by name and labels, without our prefix."""
+def scraped(live: LiveServer) -> dict[str, float]:
+    """Return the samples of /metrics by name and labels, without the prefix."""
     lines = httpx.get(live.url + "/metrics").text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name.removeprefix("dflash_jax:"): float(value) for name, value in pairs}
 
 
-def test_metrics_have_the_names_that_dashboards_look_for(live: Live) -> None:
+def test_metrics_have_the_names_that_dashboards_look_for(live: LiveServer) -> None:
     assert serves(live)
     found = scraped(live)
     assert {
@@ -548,7 +550,7 @@ def test_a_busy_model_does_not_run_in_the_rows_of_an_idle_one(random_tiny: Engin
 
 def test_time_that_compiling_took_is_no_time_in_the_queue() -> None:
     stats = Stats(first_token_s=5.0, prefill_s=1.0, compile_s=3.0)
-    assert figures.metrics(stats)["queue_time_ms"] == 1000.0
+    assert statistics.metrics(stats)["queue_time_ms"] == 1000.0
     reply = SimpleNamespace(finish_reason="stop", result=Result([], "", "stop", stats))
     metrics = Metrics()
     ended: Any = SimpleNamespace(first_token=None, started=0.0, replies=[reply])
@@ -556,7 +558,7 @@ def test_time_that_compiling_took_is_no_time_in_the_queue() -> None:
     assert "dflash_jax:request_queue_time_seconds_sum 1.0" in metrics.text([]).decode()
 
 
-def test_cache_usage_rises_while_a_request_runs(live: Live) -> None:
+def test_cache_usage_rises_while_a_request_runs(live: LiveServer) -> None:
     assert live.is_idle()
     assert scraped(live)["kv_cache_usage_perc"] == 0
     body = ASK | {"max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -569,9 +571,9 @@ def test_cache_usage_rises_while_a_request_runs(live: Live) -> None:
 
 
 def test_no_host_header_opens_what_needs_a_key(
-    locked: Live, monkeypatch: pytest.MonkeyPatch
+    locked: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starlette up to 1.0.0 builds a request's URL from its Host, which a client chooses."""
+    """Starlette up to 1.0.0 builds a request's URL from the Host header, which clients choose."""
     as_built_then = property(lambda self: URL(f"http://{self.headers['host']}{self['path']}"))
     monkeypatch.setattr(Request, "url", as_built_then)
     for host in ("x/health?", "x/ready?", "x/health#"):

@@ -1,4 +1,4 @@
-"""Structures that take long to compile or end the process that tries them, and other requests."""
+"""Grammars that take long to compile or crash the trial process, and other requests."""
 
 import concurrent.futures
 import contextlib
@@ -11,39 +11,39 @@ import pytest
 
 from benchmarks.soak_serve import ASK, CHAT, send
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server.gate import Settings
+from dflash_jax.server.background import MOST_SLOW, StructureThreads
+from dflash_jax.server.middleware import Settings
 from dflash_jax.server.protocol import Problem
-from dflash_jax.server.run import Listening
-from dflash_jax.server.structures import MOST_SLOW, StructureThreads
+from dflash_jax.server.run import ServerConfig
 from tests.engine.test_grammar_process import ENDLESS, chain, referring
-from tests.server.conftest import Live, run_server
+from tests.server.conftest import LiveServer, run_server
 from tests.server.test_compiling import soon, streaming
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
-BOMB = ASK | {"guided_json": ENDLESS["json"]}  # in about ten seconds it exceeds its memory
+BOMB = ASK | {"guided_json": ENDLESS["json"]}  # exceeds the memory limit after about ten seconds
 CHOICE = ASK | {"guided_choice": ["red", "blue"]}
 
 
 @pytest.fixture
-def served(random_tiny: Engine) -> Iterator[Live]:
-    """A server of its own, with every program that the tests need."""
+def served(random_tiny: Engine) -> Iterator[LiveServer]:
+    """A separate server, with all programs that the tests need."""
     old = random_tiny
     engine = Engine(old.target, old.drafter, old.params, old.plan, tokenizer=old.tokenizer)
     engine.share_programs(old)
     engine.warm_up(sampled=True, shaped=True, masked=True)
     settings = Settings(keepalive=0.05)
-    live = run_server(lambda: engine, Listening(port=0, drain=2, settings=settings))
+    live = run_server(lambda: engine, ServerConfig(port=0, drain=2, settings=settings))
     yield live
     live.stop()
 
 
-def post(live: Live, body: dict[str, Any]) -> httpx.Response:
+def post(live: LiveServer, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(live.url + CHAT, json=body, timeout=60)
 
 
 @contextlib.contextmanager
-def trying(live: Live) -> Iterator["concurrent.futures.Future[httpx.Response]"]:
-    """The answer to a request whose structure takes longer than the block runs."""
+def trying(live: LiveServer) -> Iterator["concurrent.futures.Future[httpx.Response]"]:
+    """Yield the future response to a request whose grammar takes longer than the block runs."""
     threads = live.running.server.models[0].worker._structures
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, live, BOMB)
@@ -51,7 +51,7 @@ def trying(live: Live) -> Iterator["concurrent.futures.Future[httpx.Response]"]:
         yield answer
 
 
-def test_other_requests_are_answered_while_a_structure_is_tried(served: Live) -> None:
+def test_other_requests_are_answered_while_a_structure_is_tried(served: LiveServer) -> None:
     with trying(served) as bomb:
         with streaming(served, ASK) as lines:
             assert list(lines)[-2] == "data: [DONE]"
@@ -63,7 +63,7 @@ def test_other_requests_are_answered_while_a_structure_is_tried(served: Live) ->
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.5])
-def test_a_structure_may_take_the_seconds_that_were_set(served: Live, seconds: float) -> None:
+def test_a_structure_may_take_the_seconds_that_were_set(served: LiveServer, seconds: float) -> None:
     served.engine.grammars.seconds = seconds
     answer = post(served, BOMB)
     assert answer.status_code == 400
@@ -84,7 +84,7 @@ def test_a_structure_may_take_the_seconds_that_were_set(served: Live, seconds: f
     ],
 )
 def test_hostile_structures_get_a_400_and_the_next_request_is_served(
-    served: Live, structure: dict[str, Any]
+    served: LiveServer, structure: dict[str, Any]
 ) -> None:
     answer = post(served, ASK | structure)
     assert answer.status_code == 400
@@ -92,18 +92,20 @@ def test_hostile_structures_get_a_400_and_the_next_request_is_served(
     assert post(served, CHOICE).status_code == 200
 
 
-def test_a_request_gives_its_place_back_when_its_client_leaves(served: Live) -> None:
+def test_a_request_gives_its_place_back_when_its_client_leaves(served: LiveServer) -> None:
     worker = served.running.server.models[0].worker
     with contextlib.closing(send(served.url, BOMB)):
         assert soon(lambda: worker._structures._slow == 1)
         assert worker.active == 1
     assert soon(lambda: worker.active == 0)
-    assert worker._structures._slow == 1  # the trial goes on
+    assert worker._structures._slow == 1  # the trial continues
     assert post(served, CHOICE).status_code == 200
     assert worker.active == 0
 
 
-def test_a_request_ends_with_its_time_though_its_structure_is_not_compiled(served: Live) -> None:
+def test_a_request_ends_with_its_time_though_its_structure_is_not_compiled(
+    served: LiveServer,
+) -> None:
     answer = post(served, BOMB | {"timeout": 0.2})
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "structure_unfinished"
@@ -111,7 +113,7 @@ def test_a_request_ends_with_its_time_though_its_structure_is_not_compiled(serve
     assert served.is_idle()
 
 
-def test_a_server_that_shuts_down_refuses_what_waits_for_a_structure(served: Live) -> None:
+def test_a_server_that_shuts_down_refuses_what_waits_for_a_structure(served: LiveServer) -> None:
     with trying(served) as bomb:
         served.running.stop()
         answer = bomb.result()

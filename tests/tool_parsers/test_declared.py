@@ -1,4 +1,4 @@
-"""Which call recovery would begin, for every shape of tools and tool choices."""
+"""The calls that recovery may force, for all formats of tools and tool choices."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from dflash_jax.errors import RequestError
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import (
-    Choice,
     Tool,
+    ToolChoice,
     call_beginnings,
     choice_of,
-    parsed,
+    parse_json,
     tools_of,
-    typed,
+    typed_value,
 )
 
 XML = SYNTAXES["qwen_xml"]
@@ -75,7 +75,7 @@ OF_B = "\n<function=b>\n"
         pytest.param([tool("a>b")], "auto", None, id="T17-bracket"),
         pytest.param([tool("a\nb")], "auto", None, id="T17-newline"),
         pytest.param([tool("a", "x>")], "auto", None, id="T17-parameter"),
-        pytest.param([tool("a>b"), B, tool("a", "x>")], "auto", OF_B, id="T17-one-of-several"),
+        pytest.param([tool("a>b"), B, tool("a", "x>")], "auto", OF_B, id="T17-one-of-three"),
         pytest.param([A, B], "required", (OF_A, OF_B), id="any-of-two"),
         pytest.param([], "auto", None, id="T18"),
         pytest.param(None, "auto", None, id="T18-absent"),
@@ -90,16 +90,16 @@ OF_B = "\n<function=b>\n"
 def test_the_calls_that_recovery_may_begin(
     tools: Any, choice: Any, expected: str | tuple[str, ...] | None
 ) -> None:
-    """Each with its tool's name; before, of several tools (T3) only the opening was forced."""
-    several = expected if isinstance(expected, tuple) else (expected,) if expected else ()
-    assert begun(tools, choice) == several
+    """Each forced text contains the tool's name, also if there is more than one tool (T3)."""
+    texts = expected if isinstance(expected, tuple) else (expected,) if expected else ()
+    assert begun(tools, choice) == texts
 
 
 @pytest.mark.parametrize("family", sorted(SYNTAXES))
 def test_calls_of_several_tools_begin_alike_up_to_the_name(family: str) -> None:
     names = ("read", "read_file", "write")
     syntax, declared = SYNTAXES[family], tools_of([tool(name, "x") for name in names])
-    texts = call_beginnings(declared, Choice("auto"), syntax)
+    texts = call_beginnings(declared, ToolChoice("auto"), syntax)
     for name, text in zip(names, texts, strict=True):
         assert text.removeprefix(syntax.opening).lstrip(' "').startswith(name)
     assert not [a for a in texts for b in texts if a != b and b.startswith(a)]
@@ -113,7 +113,7 @@ def test_T6_a_demanded_tool_that_nobody_declared_is_refused(choice: Any) -> None
 
 def test_schemas_keep_their_order_and_choices_compare() -> None:
     assert tools_of([TERMINAL]) == (Tool("terminal", TERMINAL["function"]["parameters"]),)
-    assert choice_of(named("a"), tools_of([A])) == Choice("named", "a")
+    assert choice_of(named("a"), tools_of([A])) == ToolChoice("named", "a")
     assert tools_of("text") == ()
 
 
@@ -167,19 +167,19 @@ SCHEMA: dict[str, Any] = {
 def test_a_text_becomes_the_value_its_schema_asks_for(
     parameter: str, text: str, value: object
 ) -> None:
-    assert typed(text, Tool("f", SCHEMA), parameter) == value
+    assert typed_value(text, Tool("f", SCHEMA), parameter) == value
 
 
 def test_what_cannot_be_written_as_json_is_not_read_as_json() -> None:
     for text in ("NaN", "[Infinity]", "9" * 5000, "[" * 100_000, "x", ""):
-        assert parsed(text, None) is None
-    assert parsed('{"a": [1.5]}', None) == {"a": [1.5]}
+        assert parse_json(text, None) is None
+    assert parse_json('{"a": [1.5]}', None) == {"a": [1.5]}
 
 
 def test_schemas_that_are_none_do_no_harm() -> None:
     for schema in ({"properties": 3}, {"properties": ["a"], "required": [["a"], {}]}):
         declared = tools_of([{"name": "a", "parameters": schema}])
-        assert call_beginnings(declared, Choice("auto"), XML) == (OF_A,)
-        assert typed("1", declared[0], "a") == "1"
+        assert call_beginnings(declared, ToolChoice("auto"), XML) == (OF_A,)
+        assert typed_value("1", declared[0], "a") == "1"
         parser = OutputParser(XML, declared)
         assert parser.push('{"a": 1}') + parser.finish()

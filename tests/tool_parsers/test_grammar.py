@@ -1,4 +1,4 @@
-"""Grammars of demanded calls: a real call matches, prose and undeclared tools do not."""
+"""Grammars of required calls: calls match, prose and undeclared tools do not."""
 
 import json
 
@@ -9,10 +9,10 @@ from dflash_jax.engine.structured.grammars import Grammar, Grammars
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
-from dflash_jax.tool_parsers.events import Arguments
-from dflash_jax.tool_parsers.grammar import behind_thought, call_grammar
+from dflash_jax.tool_parsers.events import ToolCallDelta
+from dflash_jax.tool_parsers.grammar import after_thought_grammar, call_grammar
 from dflash_jax.tool_parsers.stream import OutputParser
-from dflash_jax.tool_parsers.tool_schema import Choice, Tool
+from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
 llguidance = pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
 
 
 def matches(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
-    """Whether the whole text is one that the grammar allows."""
+    """Return whether the grammar matches the whole text."""
     known = llguidance.LLTokenizer(tokenizer.core.to_str(), eos_token=[2040])
     source = llguidance.LLMatcher.grammar_from_lark(grammar)
     matcher = llguidance.LLMatcher(known, source, log_level=0)
@@ -42,7 +42,7 @@ def matches(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
 @pytest.mark.parametrize("family", NAMES)
 def test_a_demanded_call_is_all_that_may_be_said(tokenizer: Tokenizer, family: str) -> None:
     syntax = SYNTAXES[family]
-    any_call = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS)
+    any_call = call_grammar(syntax, TOOLS, ToolChoice("required"), SPECIALS)
     read = syntax.render("read", {"path": "a b"})
     stop = syntax.render("stop", {})
     if family == "harmony":
@@ -53,7 +53,7 @@ def test_a_demanded_call_is_all_that_may_be_said(tokenizer: Tokenizer, family: s
     assert matches(tokenizer, any_call, stop)
     assert not matches(tokenizer, any_call, "Let me see.")
     assert not matches(tokenizer, any_call, read.replace("read", "rm"))
-    named = call_grammar(syntax, TOOLS, Choice("named", "stop"), SPECIALS)
+    named = call_grammar(syntax, TOOLS, ToolChoice("named", "stop"), SPECIALS)
     assert matches(tokenizer, named, stop)
     assert not matches(tokenizer, named, read)
 
@@ -61,15 +61,15 @@ def test_a_demanded_call_is_all_that_may_be_said(tokenizer: Tokenizer, family: s
 def test_thoughts_may_come_before_and_several_calls_behind(tokenizer: Tokenizer) -> None:
     syntax = SYNTAXES["hermes"]
     call = syntax.render("read", {"path": "x"})
-    free = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS)
+    free = call_grammar(syntax, TOOLS, ToolChoice("required"), SPECIALS)
     assert matches(tokenizer, free, f"<think>\nHm.\n</think>\n\n{call}\n{call}")
-    inside = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS, thinking=True)
+    inside = call_grammar(syntax, TOOLS, ToolChoice("required"), SPECIALS, thinking=True)
     assert matches(tokenizer, inside, f"\nHm.\n</think>\n\n{call}")
     assert not matches(tokenizer, inside, call)
-    silent = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS, thoughts=False)
+    silent = call_grammar(syntax, TOOLS, ToolChoice("required"), SPECIALS, thoughts=False)
     assert matches(tokenizer, silent, call)
     assert not matches(tokenizer, silent, f"<think>\nHm.\n</think>\n\n{call}")
-    single = call_grammar(syntax, TOOLS, Choice("required"), SPECIALS, parallel=False)
+    single = call_grammar(syntax, TOOLS, ToolChoice("required"), SPECIALS, parallel=False)
     assert not matches(tokenizer, single, f"{call}\n{call}")
     assert json.dumps(SCHEMA)[1:] in free
 
@@ -81,20 +81,20 @@ def test_schemas_of_arguments_may_say_more_than_a_grammar_can(
     tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
     record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}}
     schema = {"type": "object", "properties": {"tags": tags, "more": record}}
-    grammar = call_grammar(SYNTAXES[family], [Tool("f", schema)], Choice("required"), SPECIALS)
+    grammar = call_grammar(SYNTAXES[family], [Tool("f", schema)], ToolChoice("required"), SPECIALS)
     call = SYNTAXES[family].render("f", {"tags": ["a"], "more": {"b": 1}})
     assert matches(tokenizer, grammar, call)
 
 
 def test_tags_that_a_tokenizer_does_not_call_special_are_tokens_too(tokenizer: Tokenizer) -> None:
-    """As in Qwen3's files; a grammar that spelt them would never let a thought end."""
+    """As in Qwen3's files. With the markers spelled as text, reasoning could never end."""
     raw = json.loads(tokenizer.core.to_str())
     for token in raw["added_tokens"]:
         token["special"] = token["content"].startswith("<|")
     plain = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(raw)), None, {})
     syntax = SYNTAXES["hermes"]
     call = syntax.render("read", {"path": "x"})
-    inside = call_grammar(syntax, TOOLS, Choice("required"), plain.special_texts, thinking=True)
+    inside = call_grammar(syntax, TOOLS, ToolChoice("required"), plain.special_texts, thinking=True)
     assert matches(plain, inside, f"\nHm.\n</think>\n\n{call}")
     assert not matches(plain, inside, "\nHm.\n</think>\n\nSo.")
 
@@ -129,12 +129,12 @@ def test_a_structure_may_stand_behind_a_thought_or_beside_calls(
             grammar.accept([2040])
         return grammar
 
-    behind = behind_thought("</think>", SPECIALS)
+    behind = after_thought_grammar("</think>", SPECIALS)
     assert not said(f"Hm {text} hm.\n</think>\n\n{text}", behind).error
     assert said("Hm.\n</think>\n\nSo.", behind).error
     assert said(text, behind).error
     syntax = SYNTAXES["hermes"]
-    either = call_grammar(syntax, TOOLS, Choice("auto"), SPECIALS, answer=True)
+    either = call_grammar(syntax, TOOLS, ToolChoice("auto"), SPECIALS, answer=True)
     for whole in (text, call := syntax.render("stop", {}), f"<think>Hm.</think>{text}"):
         assert not said(whole, either).error
     assert said("So.", either).error
@@ -157,7 +157,7 @@ RICH = {
 @pytest.mark.parametrize("family", NAMES)
 def test_arguments_have_the_declared_types(tokenizer: Tokenizer, family: str) -> None:
     syntax = SYNTAXES[family]
-    grammar = call_grammar(syntax, [Tool("read", RICH)], Choice("required"), SPECIALS)
+    grammar = call_grammar(syntax, [Tool("read", RICH)], ToolChoice("required"), SPECIALS)
     good = {"path": "a > b\nc", "lines": 12}
     for more in ({}, {"mode": "w"}, {"deep": True, "tags": ["x", "y"]}):
         inside = [k for k in RICH["properties"] if k in good | more]
@@ -187,10 +187,10 @@ def test_what_a_grammar_demands_is_what_the_parser_reads(
     item = {"type": "object", "properties": {"x": {"type": "integer"}}}
     tool = Tool("read", {"$defs": {"Item": item}, "properties": {"a": schema}, "required": ["a"]})
     text = said(family, {"a": value})
-    grammar = call_grammar(SYNTAXES[family], [tool], Choice("required"), SPECIALS)
+    grammar = call_grammar(SYNTAXES[family], [tool], ToolChoice("required"), SPECIALS)
     assert matches(tokenizer, grammar, text)
-    events = OutputParser(SYNTAXES[family], [tool], slips=False).push(text)
-    written = "".join(event.text for event in events if isinstance(event, Arguments))
+    events = OutputParser(SYNTAXES[family], [tool], lenient=False).push(text)
+    written = "".join(event.text for event in events if isinstance(event, ToolCallDelta))
     assert json.loads(written) == {"a": value}
 
 

@@ -1,4 +1,4 @@
-"""Stop strings: one automaton finds what a search for each of them finds."""
+"""The automaton finds the same stop strings as a search for each of them."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from dflash_jax.tool_parsers.stops import Stops, automaton, overlap
 
 
 class OneByOne:
-    """The same search, string by string, over all text that is not certain yet."""
+    """The same search, string by string, over all text that is held back."""
 
     def __init__(self, texts: list[str]):
         self.texts, self.held, self.found = texts, "", None
@@ -59,7 +59,7 @@ def test_the_automaton_finds_what_a_search_for_each_string_finds(
 def test_a_character_costs_few_steps_whatever_the_number_of_strings(
     texts: list[str], text: str
 ) -> None:
-    """Every step back was paid for by a step forward: two lookups a character, over a text."""
+    """Each fallback undoes an earlier step: at most two lookups per character of a text."""
     machine = automaton(tuple(texts))
     state = back = 0
     for character in text:

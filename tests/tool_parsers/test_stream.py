@@ -1,4 +1,4 @@
-"""Outputs of every family, cut at every place: the same thoughts, content and calls."""
+"""Outputs of every family, split at every position: the same reasoning, content and calls."""
 
 import itertools
 import json
@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.tool_parsers import SYNTAXES
-from dflash_jax.tool_parsers import malformed_calls as slips
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone, Content, Event, Thinking
+from dflash_jax.tool_parsers import SYNTAXES, malformed_calls
+from dflash_jax.tool_parsers.events import (
+    Content,
+    Event,
+    Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import Tool
 
@@ -25,12 +31,12 @@ Read = tuple[str, str, list[tuple[str, object, bool]], bool]
 def read(
     family: str, pieces: Sequence[str], *, tools: Sequence[Tool] = TOOLS, thinking: bool = False
 ) -> Read:
-    """Thoughts, content, calls (name, arguments, complete) and whether a call was left open."""
+    """Return reasoning, content, calls (name, arguments, complete) and whether a call is open."""
     return read_by(OutputParser(SYNTAXES[family], tools, thinking=thinking), pieces)
 
 
 def read_by(parser: OutputParser, pieces: Sequence[str]) -> Read:
-    """What a parser reads."""
+    """Return the same for a given parser."""
     events: list[Event] = []
     for piece in pieces:
         events += parser.push(piece)
@@ -38,13 +44,13 @@ def read_by(parser: OutputParser, pieces: Sequence[str]) -> Read:
     calls: list[list] = []
     for event in events:
         match event:
-            case CallBegun(index, name):
+            case ToolCallStart(index, name):
                 assert index == len(calls)
                 calls.append([name, "", False])
-            case Arguments(index, text):
+            case ToolCallDelta(index, text):
                 assert not calls[index][2]
                 calls[index][1] += text
-            case CallDone(index):
+            case ToolCallEnd(index):
                 calls[index] = [calls[index][0], json.loads(calls[index][1] or "{}"), True]
     thoughts = "".join(e.text for e in events if isinstance(e, Thinking))
     content = "".join(e.text for e in events if isinstance(e, Content))
@@ -107,7 +113,7 @@ def test_a_call_that_is_cut_off_is_not_complete_and_leaks_nothing(family: str) -
 @pytest.mark.parametrize("family", sorted(SYNTAXES))
 @pytest.mark.parametrize("step", [1, 3, 1000])
 def test_T22_a_call_of_an_undeclared_tool_is_passed_on(family: str, step: int) -> None:
-    """The catalogue has such calls dropped, which leaves the caller nothing to answer."""
+    """If such calls were dropped, the caller would have nothing to answer."""
     raw = "So: " + SYNTAXES[family].render("other", {"path": "x"})
     if family == "llama":
         raw = raw.replace("So: ", "So:\n")
@@ -142,7 +148,7 @@ def test_names_that_no_tool_can_have_are_text() -> None:
 
 def test_where_a_grammar_says_what_comes_only_declared_tools_are_called() -> None:
     raw = '{"name": "other", "parameters": {"path": "x"}}'
-    parser = OutputParser(SYNTAXES["llama"], TOOLS, slips=False)
+    parser = OutputParser(SYNTAXES["llama"], TOOLS, lenient=False)
     assert read_by(parser, list(raw)) == ("", raw, [], False)
 
 
@@ -159,13 +165,15 @@ def test_json_that_is_no_call_is_content_where_calls_have_no_tags() -> None:
         for step in (1, 1000):
             found = read("llama", [raw[i : i + step] for i in range(0, len(raw), step)])
             assert found == ("", raw, [], False)
-    assert read("llama", ['{"name": "read", x'])[1] == '{"name": "read", x'  # it was begun, too
+    assert (
+        read("llama", ['{"name": "read", x'])[1] == '{"name": "read", x'
+    )  # it started like a call, too
 
 
 def test_arguments_arrive_while_they_are_written() -> None:
     parser = OutputParser(SYNTAXES["hermes"], TOOLS)
     parser.push('<tool_call>\n{"name": "read", "arguments": {"pa')
-    assert parser.push('th": "ab') == [Arguments(0, 'th": "ab')]
+    assert parser.push('th": "ab') == [ToolCallDelta(0, 'th": "ab')]
 
 
 def test_arguments_before_the_name_and_arguments_in_a_string() -> None:
@@ -209,8 +217,8 @@ def test_any_mixture_of_markup_is_read_alike_however_it_is_cut(
     ]
     words += ["<|message|>", "<parameter=path>", "\n", " ", "\\", thought(family, "x")]
     words += [
-        *slips.OPENS,
-        *slips.BARE,
+        *malformed_calls.OPENS,
+        *malformed_calls.BARE_OPENS,
         "call:",
         "read",
         "<read>",
@@ -230,12 +238,21 @@ def test_any_mixture_of_markup_is_read_alike_however_it_is_cut(
 def test_no_output_is_lost(data: st.DataObject, family: str) -> None:
     syntax = SYNTAXES[family]
     words = [*syntax.opens, *syntax.closes, syntax.render("other", {"a": 1}), "<tool_call>", "a"]
-    words += [*slips.CLOSES, *slips.BARE, "{", "}", '"read"', "\n", "<function=", "call:read{"]
+    words += [
+        *malformed_calls.CLOSES,
+        *malformed_calls.BARE_OPENS,
+        "{",
+        "}",
+        '"read"',
+        "\n",
+        "<function=",
+        "call:read{",
+    ]
     raw = "".join(data.draw(st.lists(st.sampled_from(words), max_size=6)))
     parser = OutputParser(syntax, TOOLS)
     events = parser.push(raw) + parser.finish() + parser.unfinished_call()
     given_ = "".join(e.text for e in events if isinstance(e, Content))
-    assert given_.strip() or any(isinstance(e, CallDone) for e in events) or not raw.strip()
+    assert given_.strip() or any(isinstance(e, ToolCallEnd) for e in events) or not raw.strip()
 
 
 def read_lenient(family: str, pieces: Sequence[str]) -> list[Event]:
@@ -246,8 +263,8 @@ def read_lenient(family: str, pieces: Sequence[str]) -> list[Event]:
         last = merged[-1] if merged else None
         if isinstance(event, Thinking | Content) and type(last) is type(event):
             merged[-1] = type(event)(last.text + event.text)
-        elif isinstance(event, Arguments) and isinstance(last, Arguments):
-            merged[-1] = Arguments(event.index, last.text + event.text)
+        elif isinstance(event, ToolCallDelta) and isinstance(last, ToolCallDelta):
+            merged[-1] = ToolCallDelta(event.index, last.text + event.text)
         else:
             merged.append(event)
     return merged
@@ -273,12 +290,12 @@ def test_slips_of_a_model_leak_nothing_and_leave_one_json_object(
         assert (content, unfinished) == ("", False)
         assert [call[1:] for call in calls] == [(arguments, True)]
     events = OutputParser(SYNTAXES["hermes"], TOOLS).push(raw)
-    written = "".join(event.text for event in events if isinstance(event, Arguments))
+    written = "".join(event.text for event in events if isinstance(event, ToolCallDelta))
     assert json.loads(written) == arguments
 
 
 def stopped(family: str, raw: str, stop: list[str], step: int = 1) -> tuple[Read, str | None]:
-    """What was read, cut into pieces of one size, and the stop string that ended it."""
+    """Parse a text in pieces of one size; return the result and the stop string that ended it."""
     parser = OutputParser(SYNTAXES[family], TOOLS, stop=stop)
     found = read_by(parser, [raw[i : i + step] for i in range(0, len(raw), step)])
     return found, parser.stopped_by
@@ -315,11 +332,11 @@ def test_stop_strings_act_in_thoughts_and_content(step: int) -> None:
     (thoughts, content, calls, _), by = stopped("hermes", raw, [". STOP", "x"], step)
     assert (thoughts, content, calls, by) == ("hm\n", "Yes", [], ". STOP")
     (_, content, _, _), by = stopped("llama", '{"name": STOP b"}', ["STOP"], step)
-    assert (content, by) == ('{"name": ', "STOP")  # it was no call
+    assert (content, by) == ('{"name": ', "STOP")  # it was not a call
 
 
 def test_harmonys_arguments_that_are_no_json_are_content() -> None:
-    """Before, they were lost."""
+    """They must not be lost."""
     begun = SYNTAXES["harmony"].begin("read", None)
     raw = begun + '"a\nb"<|call|>' + SYNTAXES["harmony"].render(*READ)
     _, content, found, unfinished = read("harmony", list(raw))
@@ -424,7 +441,7 @@ def test_text_that_only_looks_like_a_call_is_text(family: str) -> None:
         for step in (1, 1000):
             found = read(family, [raw[i : i + step] for i in range(0, len(raw), step)])
             assert found == ("", raw, [], False), (raw, step)
-    for step in (1, 1000):  # what can only be a call, and cannot be read
+    for step in (1, 1000):  # certainly a call, but unreadable
         raw = "<tool_code>print(1)</tool_code>"
         parser = OutputParser(SYNTAXES[family], TOOLS)
         found = read_by(parser, [raw[i : i + step] for i in range(0, len(raw), step)])
@@ -441,7 +458,7 @@ def test_the_arguments_of_the_only_tool_are_a_call_if_nothing_else_is_said(step:
 
     raw = '<think>\nhm\n</think>\n\n{"path": "x", "count": 3}\n'
     assert said(raw) == ("hm\n", "", [("read", {"path": "x", "count": 3}, True)], False)
-    assert said(raw, slips=False) == ("hm\n", raw[raw.index("{") :], [], False)
+    assert said(raw, lenient=False) == ("hm\n", raw[raw.index("{") :], [], False)
     for other in (
         '{"count": 3}',
         '{"path": 3}',
@@ -453,7 +470,7 @@ def test_the_arguments_of_the_only_tool_are_a_call_if_nothing_else_is_said(step:
         '{"path": "x"}\n{"path": "y"}',
     ):
         assert said(other) == ("", other, [], False)
-    # What cannot be its arguments is not held back.
+    # Text that cannot be arguments is not held back.
     parser = OutputParser(SYNTAXES["hermes"], [Tool("read", TOOLS[0].parameters)])
     assert parser.push('{"other": "and') == [Content('{"other": "and')]
 
@@ -467,7 +484,7 @@ def test_of_a_long_value_only_the_end_is_looked_at_again() -> None:
         ("code\n</function>\n<to", "</function>\n<to"),
         ("code\n<parameter=pa", "<parameter=pa"),
     ):
-        assert value[slips.settled(value, 0) :] == again
+        assert value[malformed_calls.rescan_from(value, 0) :] == again
 
 
 @pytest.mark.parametrize("step", [1, 4, 1000])
@@ -504,7 +521,7 @@ def test_text_about_tags_is_text(step: int) -> None:
 def test_a_call_behind_a_broken_one_is_read(
     family: str, before: str, shown: str | None, step: int
 ) -> None:
-    """The broken one is content, as it was written; before, it was lost."""
+    """The broken call becomes content, unchanged."""
     raw = before + SYNTAXES[family].render(*READ)
     parser = OutputParser(SYNTAXES[family], TOOLS)
     _, content, calls, unfinished = read_by(
@@ -517,7 +534,7 @@ def test_a_call_behind_a_broken_one_is_read(
 
 @pytest.mark.parametrize("step", [1, 4, 1000])
 def test_a_call_that_breaks_behind_its_name_is_content_as_well(step: int) -> None:
-    """A stream has its beginning as a call already, which is never completed."""
+    """A stream has already started the call, which is never completed."""
     raw = (
         'So:\n<tool_call>\n{"name": "read", "arguments": {"path": "a\nb"}, oops\n</tool_call>\nOk.'
     )
@@ -526,7 +543,7 @@ def test_a_call_that_breaks_behind_its_name_is_content_as_well(step: int) -> Non
     events += parser.finish()
     content = "".join(e.text for e in events if isinstance(e, Content))
     assert content == raw
-    assert [e for e in events if isinstance(e, CallDone)] == []
+    assert [e for e in events if isinstance(e, ToolCallEnd)] == []
     assert (parser.calls, parser.unreadable) == (1, 1)
 
 
@@ -540,7 +557,7 @@ def test_a_call_that_breaks_behind_its_name_is_content_as_well(step: int) -> Non
     ],
 )
 def test_an_output_that_ends_inside_a_call_has_its_text(raw: str) -> None:
-    """Given where the model ended it; one that a limit cut is left out, as T21 has it."""
+    """It is shown if the model ended it, and left out if a limit cut it (T21)."""
     for step in (1, 1000):
         parser = OutputParser(SYNTAXES["hermes"], TOOLS)
         text = f"So:\n{raw}"
@@ -582,12 +599,12 @@ def test_arguments_are_one_json_object_whatever_stands_in_them() -> None:
         for family in ("hermes", "gemma4"):
             parser = OutputParser(SYNTAXES[family], TOOLS)
             events = [event for c in raw for event in parser.push(c)]
-            assert [type(e) for e in events if not isinstance(e, Arguments)] == [
-                CallBegun,
-                CallDone,
+            assert [type(e) for e in events if not isinstance(e, ToolCallDelta)] == [
+                ToolCallStart,
+                ToolCallEnd,
             ]
-            text = "".join(e.text for e in events if isinstance(e, Arguments))
-            text.encode()  # as whoever sends it does
+            text = "".join(e.text for e in events if isinstance(e, ToolCallDelta))
+            text.encode()  # as when it is sent
             assert json.loads(text, parse_constant=float) == arguments, raw
 
 
@@ -602,7 +619,7 @@ def test_harmonys_arguments_may_be_missing() -> None:
 @pytest.mark.parametrize("step", [1, 7, 400])
 @pytest.mark.parametrize("channel", ["commentary json", "commentary <|constrain|>json"])
 def test_harmony_may_name_the_tool_before_the_channel(channel: str, step: int) -> None:
-    """As its template writes calls; the first header was begun by the prompt."""
+    """As the template writes calls; the prompt contains the start of the first header."""
     call = f' to=functions.read<|channel|>{channel}<|message|>{{"path": "x"}}<|call|>'
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     for lead, thoughts in (("", ""), (thought, "hm")):
@@ -649,13 +666,13 @@ def test_a_thought_that_is_opened_twice() -> None:
 def test_fences_and_lines_are_counted_however_text_is_cut() -> None:
     text = "a\n``" + "`json\n" + "x" * 200 + "\n"
     for step in (1, 2, 3, 1000):
-        before = slips.Before()
+        before = malformed_calls.ShownText()
         for i in range(0, len(text), step):
             before.add(text[i : i + step])
-        assert not before.allows(slips.BARE[0])
+        assert not before.allows(malformed_calls.BARE_OPENS[0])
         before.add("``")
         before.add("`\n")
-        assert before.allows(slips.BARE[0])
+        assert before.allows(malformed_calls.BARE_OPENS[0])
         before.add("call")
-        assert not before.allows(slips.VERB)
+        assert not before.allows(malformed_calls.CALL_PREFIX)
         assert not before.blank

@@ -1,4 +1,4 @@
-"""Each family's syntax: what a begun call grows into, and where an output stands."""
+"""Each family's syntax: forced calls, and the state of an output."""
 
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def test_templates_tell_their_syntax() -> None:
 
 
 def test_the_shipped_pair_speaks_hermes() -> None:
-    """Its template renders a call as we do, which is what a begun call has to grow into."""
+    """The template renders a call as `Syntax.render`, which starts with the forced text."""
     tokenizer = Tokenizer.from_directory(Path(dj.__file__).parent / "data" / "tiny" / "target")
     assert tokenizer
     assert syntax_of(tokenizer.template) is SYNTAXES["hermes"]

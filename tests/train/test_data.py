@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import load_target, locate
-from dflash_jax.server.conversation import past_calls
+from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import data, evaluate, given, run
@@ -198,7 +198,7 @@ def test_calls_of_the_openai_api_are_learnt_as_the_server_replays_them(tmp_path)
         asked = {"role": "user", "content": "One?"}
         chat = {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": calls}]}
         (example,) = data.read(written(tmp_path, chat))
-        replayed = past_calls(calls, "messages")
+        replayed = parse_tool_calls(calls, "messages")
         assert example.messages[1]["tool_calls"] == replayed
         assert replayed[0]["function"]["arguments"] == meant
     for odd in (3, ["x"], [{"function": None}], [{"function": {"name": "f"}}]):

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dflash_jax.engine.recovery.words import Ids, Words
-from dflash_jax.tool_parsers import malformed_calls as slips
-from dflash_jax.tool_parsers.events import Arguments, CallBegun, CallDone
+from dflash_jax.tool_parsers import malformed_calls
+from dflash_jax.tool_parsers.events import ToolCallDelta, ToolCallEnd, ToolCallStart
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.syntax import Syntax
 
@@ -42,7 +42,7 @@ UNCALLED = Called()
 
 def closes(syntax: Syntax) -> tuple[str, ...]:
     """Return the texts that end a call, in all syntaxes that are parsed for a family."""
-    return tuple(dict.fromkeys((*syntax.closes, *slips.CLOSES)))
+    return tuple(dict.fromkeys((*syntax.closes, *malformed_calls.CLOSES)))
 
 
 def may_end(token: int, words: Words) -> bool:
@@ -82,11 +82,11 @@ def after(before: Called, since: Callable[[int], Ids], words: Words) -> Called:
     found = before._replace(read=place, thinking=parser.thinking, tried=0, length=0)
     for event in events:
         match event:
-            case CallBegun(index, name):
+            case ToolCallStart(index, name):
                 names[index], arguments[index] = name, ""
-            case Arguments(index, text):
+            case ToolCallDelta(index, text):
                 arguments[index] += text
-            case CallDone(index):
+            case ToolCallEnd(index):
                 call = (names[index], _canonical(arguments[index]))
                 if call == found.last:
                     found = found._replace(times=found.times + 1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dflash_jax.tool_parsers.events import Content
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.syntax import Syntax
-from dflash_jax.tool_parsers.tool_schema import AUTO, Choice, Tool
+from dflash_jax.tool_parsers.tool_schema import AUTO, Tool, ToolChoice
 
 Ids = tuple[int, ...]
 BLANK = " \t\r\n\v\f\N{NO-BREAK SPACE}\N{ZERO WIDTH SPACE}\N{ZERO WIDTH NO-BREAK SPACE}"
@@ -42,7 +42,7 @@ class Words:
     opening: Ids = ()
     marker: int = -1
     closer: int = -1
-    choice: Choice = AUTO
+    choice: ToolChoice = AUTO
     close: Ids = ()
     skip: Ids = ()
     colons: frozenset[int] = frozenset()

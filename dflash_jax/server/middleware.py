@@ -1,4 +1,4 @@
-"""What surrounds every route: hosts, keys, limits, and errors as clients expect them."""
+"""Checks around every route (hosts, API keys, limits), and conversion of errors to responses."""
 
 import asyncio
 import dataclasses
@@ -15,39 +15,41 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflash_jax.server.access import ANY, AllowedHosts, is_json, is_own_page
 from dflash_jax.server.background import POOLS
-from dflash_jax.server.generation import shutting_down
+from dflash_jax.server.connection import ClientDisconnected, json_response
+from dflash_jax.server.errors import shutting_down
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.models import Models
+from dflash_jax.server.models import ServedModels
 from dflash_jax.server.protocol import Problem, new_id
-from dflash_jax.server.streaming import Gone, json_answer
 from dflash_jax.utils.allocator import give_back
 
 log = logging.getLogger("dflash_jax.server")
 Handler = Callable[[Request], Awaitable[Response]]
 OPEN_PATHS = ("/", "/health", "/ready")
 MOST_HEADERS = 64 * 1024
-# A token is about four bytes of text. One character of it takes six where it is escaped, and
-# messages, calls and schemas have names and punctuation that no template shows.
+# A token is about four bytes of text. An escaped character takes six bytes, and messages, calls and
+# schemas contain names and punctuation that the template does not render.
 BYTES_PER_TOKEN = 64
-LEAST_BODY, MOST_BODY = 4 * 2**20, 32 * 2**20  # bytes, of the limit that follows from the models
-# After requests with bodies of so many bytes, malloc gives back what it keeps of them.
-LARGE, GIVE_BACK_S = 2**20, 1.0  # bytes; seconds after the answer, at most once in that time
+LEAST_BODY, MOST_BODY = 4 * 2**20, 32 * 2**20  # bounds in bytes of the derived body limit
+# After requests with larger bodies, malloc returns free memory to the system.
+LARGE, GIVE_BACK_S = 2**20, 1.0  # bytes; seconds after the response, and between two calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a server behaves.
+    """Settings of request handling.
 
     Attributes:
-      api_keys: accepted keys; none lets everyone in.
-      max_body: most bytes of a request body; None follows from the longest context of the models.
-      timeout: seconds after which a request is ended with what it has; a request may ask for less.
-      compile_wait: seconds after which a request that is not streamed is refused while programs
-        that it needs are being compiled. Proxies commonly give up after 60.
-      keepalive: seconds of silence after which a stream gets a comment.
-      metrics: answer every request with the figures of `return_metrics` and `timings_per_token`.
-      cors: origins whose pages may use the server, or "*" for any; none by default.
-      allowed_hosts: hosts it answers for besides those that `access.allowed_hosts` names.
+      api_keys: accepted keys; if empty, no key is needed.
+      max_body: limit of request bodies in bytes; None derives it from the longest context of the
+        models.
+      timeout: seconds after which outputs end with the tokens generated so far; requests may set a
+        shorter one.
+      compile_wait: seconds after which a request that is not streamed is refused if its programs
+        are still being compiled. Proxies commonly time out after 60.
+      keepalive: seconds without output after which a stream gets a comment.
+      metrics: include the statistics of `return_metrics` and `timings_per_token` in all responses.
+      cors: origins whose pages may use the server, or "*" for any.
+      allowed_hosts: additional hosts to accept, see `access.allowed_hosts`.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -60,25 +62,29 @@ class Settings:
     allowed_hosts: tuple[str, ...] = ()
 
 
-class Gate:
-    """Lets requests in, and turns what goes wrong behind it into error objects."""
+class Middleware:
+    """Checks requests before handlers run, and converts exceptions to error responses.
 
-    def __init__(self, settings: Settings, metrics: Metrics, models: Models):
+    Attributes:
+      draining: refuse new requests that generate.
+    """
+
+    def __init__(self, settings: Settings, metrics: Metrics, models: ServedModels):
         self._settings, self._metrics, self._models = settings, metrics, models
         self.draining = False
-        self._gives_back = False  # soon
+        self._trim_scheduled = False
 
     @property
     def max_body(self) -> int:
-        """Most bytes of a request body."""
+        """Return the limit of request bodies in bytes."""
         if self._settings.max_body is not None:
             return self._settings.max_body
         engines = [engine for model in self._models if (engine := model.worker.engine)]
         longest = max((engine.plan.max_length for engine in engines), default=0)
         return min(max(BYTES_PER_TOKEN * longest, LEAST_BODY), MOST_BODY)
 
-    def surrounding(self, app: ASGIApp, hosts: AllowedHosts) -> ASGIApp:
-        """The application behind the checks that requests have to pass whatever their path."""
+    def wrap_app(self, app: ASGIApp, hosts: AllowedHosts) -> ASGIApp:
+        """Return the application with the checks that apply to every path."""
 
         async def checked(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
@@ -94,36 +100,38 @@ class Gate:
 
         return checked
 
-    def guarded(self, handler: Handler) -> Handler:
-        """The handler, for those who may come in; what it raises becomes an answer."""
+    def wrap_handler(self, handler: Handler) -> Handler:
+        """Return the handler with the check of API keys; its exceptions become error responses."""
 
         async def answer(request: Request) -> Response:
-            request.state.id = number = new_id("req_")
+            request.state.id = request_id = new_id("req_")
             try:
                 self._check_headers(request)
-                self._authorise(request)
-                return _numbered(await handler(request), number)
+                self._check_key(request)
+                return _with_request_id(await handler(request), request_id)
             except Problem as problem:
                 if problem.status >= 500 and request.scope["path"] not in OPEN_PATHS:
-                    log_refusal(number, problem)
-                return self._refuse(problem, number)
-            except Gone:
+                    log_error(request_id, problem)
+                return self._refuse(problem, request_id)
+            except ClientDisconnected:
                 return Response(status_code=499)
             except Exception as error:
-                log.exception("%s failed", number)
+                log.exception("%s failed", request_id)
                 problem = Problem(500, f"internal error: {type(error).__name__}")
-                return self._refuse(problem, number)
+                return self._refuse(problem, request_id)
             finally:
-                if getattr(request.state, "body_size", 0) > LARGE and not self._gives_back:
-                    self._gives_back = True
-                    asyncio.get_running_loop().call_later(GIVE_BACK_S, self._give_back)
+                if getattr(request.state, "body_size", 0) > LARGE and not self._trim_scheduled:
+                    self._trim_scheduled = True
+                    asyncio.get_running_loop().call_later(GIVE_BACK_S, self._trim_memory)
 
         return answer
 
     async def no_route(self, request: Request, error: Any) -> Response:
-        """The answer where no route or method fits; OPTIONS asks what does."""
+        """Return 404 or 405, or the allowed methods for OPTIONS."""
         if request.method == "OPTIONS" and error.status_code == 405:
-            return _numbered(Response(status_code=204, headers=error.headers), new_id("req_"))
+            return _with_request_id(
+                Response(status_code=204, headers=error.headers), new_id("req_")
+            )
         message = f"{request.method} {request.scope['path']} does not exist"
         unknown = Problem(error.status_code, message, code="unknown_url")
         refusal = self._refuse(unknown, new_id("req_"))
@@ -131,12 +139,12 @@ class Gate:
         return refusal
 
     async def body(self, request: Request) -> bytes:
-        """The request's body.
+        """Return the request body.
 
         Raises:
-          Problem: 413 if it is too large, 415 if it is compressed, or may come from a page of
+          Problem: 413, it is too large; 415, it is compressed, or possibly sent by a web page of
             another site.
-          Gone: the client left.
+          ClientDisconnected: the client left before the end of the body.
         """
         self._check_origin(request)
         coding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -157,7 +165,7 @@ class Gate:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 self._metrics.cancelled("disconnect", "body")
-                raise Gone
+                raise ClientDisconnected
             body += message.get("body", b"")
             request.state.body_size = len(body)
             if len(body) > most:
@@ -165,32 +173,36 @@ class Gate:
             if not message.get("more_body", False):
                 return bytes(body)
 
-    def _give_back(self) -> None:
-        """Have malloc give back what is free, in a thread: it takes tens of milliseconds."""
-        self._gives_back = False
+    def _trim_memory(self) -> None:
+        """Return free memory to the system, in a thread since it takes tens of milliseconds."""
+        self._trim_scheduled = False
         threading.Thread(target=give_back, args=(POOLS,), name="give-back", daemon=True).start()
 
     def check_open(self) -> None:
-        """Refuses, by Problem 503, while the server drains."""
+        """Refuse requests while the server drains.
+
+        Raises:
+          Problem: 503, the server is shutting down.
+        """
         if self.draining:
             raise shutting_down()
 
-    def _refuse(self, problem: Problem, number: str) -> Response:
+    def _refuse(self, problem: Problem, request_id: str) -> Response:
         self._metrics.failed(problem.status)
         headers = {"Retry-After": str(problem.retry_s)} if problem.retry_s else {}
         if problem.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        body = problem.to_json() | {"request_id": number}
-        return _numbered(json_answer(body, problem.status, headers), number)
+        body = problem.to_json() | {"request_id": request_id}
+        return _with_request_id(json_response(body, problem.status, headers), request_id)
 
     def _check_headers(self, request: Request) -> None:
         if sum(len(name) + len(value) for name, value in request.headers.raw) > MOST_HEADERS:
             raise Problem(431, f"the headers are larger than {MOST_HEADERS} bytes")
 
     def _check_origin(self, request: Request) -> None:
-        """Refuse, by Problem 415, what a page of another site can send without asking first.
+        """Refuse, with 415, requests that a page of another site can send without a preflight.
 
-        Browsers ask, by a preflight request, before they send JSON. Other clients send no origin.
+        Browsers send a preflight request before JSON. Other clients send no Origin header.
         """
         origin, kinds = request.headers.get("origin"), request.headers.getlist("content-type")
         known = (ANY, origin, (origin or "").lower())
@@ -205,7 +217,7 @@ class Gate:
                 code="unsupported_content_type",
             )
 
-    def _authorise(self, request: Request) -> None:
+    def _check_key(self, request: Request) -> None:
         if not self._settings.api_keys or request.scope["path"] in OPEN_PATHS:
             return
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -217,9 +229,9 @@ class Gate:
 
 
 def _check_framing(headers: Headers, version: str) -> None:
-    """Refuse, by Problem 400, requests of which a proxy may have seen another end than we do.
+    """Refuse, with 400, requests whose length a proxy may interpret differently.
 
-    What follows such an end could be taken for a request of the proxy's next client.
+    Otherwise the rest of the body could be taken for another client's request (smuggling).
     """
     if "transfer-encoding" in headers and ("content-length" in headers or version < "1.1"):
         other = "a Content-Length header" if "content-length" in headers else f"HTTP/{version}"
@@ -231,9 +243,9 @@ def _check_framing(headers: Headers, version: str) -> None:
 
 
 def _check_hosts(headers: Headers, hosts: AllowedHosts) -> None:
-    """Refuse, by Problem 403, requests that are addressed to another host.
+    """Refuse, with 403, requests that are addressed to another host.
 
-    Without a Host header there is nothing to check: only programs speak HTTP/1.0, no browser.
+    Requests without a Host header pass: HTTP/1.0 clients are never browsers.
     """
     given = headers.getlist("host")
     if len(given) > 1 or not all(map(hosts.accepts, given)):
@@ -245,13 +257,13 @@ def _check_hosts(headers: Headers, hosts: AllowedHosts) -> None:
         )
 
 
-def log_refusal(number: str, problem: Problem) -> None:
-    """Log why the server could not serve a request, under the request's id."""
-    log.warning("%s answered with %d: %s", number, problem.status, problem.message)
+def log_error(request_id: str, problem: Problem) -> None:
+    """Log an error response under the request's id."""
+    log.warning("%s answered with %d: %s", request_id, problem.status, problem.message)
 
 
-def _numbered(response: Response, number: str) -> Response:
-    """The response with an id by which it can be named, in the headers of either API."""
+def _with_request_id(response: Response, request_id: str) -> Response:
+    """Add the request id to the response, in the headers of both OpenAI and Anthropic."""
     for header in ("request-id", "x-request-id"):
-        response.headers[header] = number
+        response.headers[header] = request_id
     return response

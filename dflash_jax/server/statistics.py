@@ -1,4 +1,4 @@
-"""Statistics of a finished request in the shapes that other engines' clients read."""
+"""Statistics of requests in the formats of OpenAI, llama.cpp, vLLM and SGLang."""
 
 import collections
 from collections.abc import Sequence
@@ -6,21 +6,21 @@ from typing import Any
 
 from dflash_jax.engine.result import Stats
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.protocol import Ask
+from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.reply import Reply
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """OpenAI's `usage` over all outputs of a request, as far as they have come."""
+    """Return OpenAI's `usage`, summed over all outputs of a request as generated so far."""
     replies = generation.replies
     stats = [reply.result.stats for reply in replies if reply.result]
     unfinished = [len(reply.ids) for reply in replies if not reply.result]
     prompt = sum(len(prompt.ids) for prompt in generation.prompts)
     completion = sum(s.output_tokens for s in stats) + sum(unfinished)
-    if generation.ask.max_tokens == 0:
+    if generation.request.max_tokens == 0:
         completion = 0
     thinking = sum(reply.thinking_tokens for reply in replies)
-    more = _pace(stats) if stats and generation.ask.timings else {}
+    more = _totals(stats) if stats and generation.request.timings else {}
     return more | {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -30,8 +30,20 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
-def _pace(stats: Sequence[Stats]) -> dict[str, Any]:
-    """How long the outputs took in all, and how many drafts were right."""
+def responses_usage(generation: Generation) -> dict[str, Any]:
+    """Return the `usage` of OpenAI's Responses."""
+    totals = usage(generation)
+    return {
+        "input_tokens": totals["prompt_tokens"],
+        "input_tokens_details": totals["prompt_tokens_details"] | {"cache_write_tokens": 0},
+        "output_tokens": totals["completion_tokens"],
+        "output_tokens_details": totals["completion_tokens_details"],
+        "total_tokens": totals["total_tokens"],
+    }
+
+
+def _totals(stats: Sequence[Stats]) -> dict[str, Any]:
+    """Return total times, and the share of drafts that were accepted."""
     prefill, decode = sum(s.prefill_s for s in stats), sum(s.decode_s for s in stats)
     tokens, drafted = sum(s.output_tokens for s in stats), sum(s.drafted for s in stats)
     return {
@@ -44,65 +56,65 @@ def _pace(stats: Sequence[Stats]) -> dict[str, Any]:
     }
 
 
-def asked_for(generation: Generation, answer_id: str) -> dict[str, Any]:
-    """The figures that a finished request asked for, and warnings."""
-    ask = generation.ask
+def requested_statistics(generation: Generation, answer_id: str) -> dict[str, Any]:
+    """Return the statistics that a finished request asked for, and its warnings."""
+    request = generation.request
     stats = [reply.result.stats for reply in generation.replies if reply.result]
-    found: dict[str, Any] = {}
-    if ask.timings:
-        found["timings"] = timings(stats[0])
-    if ask.metrics:
-        found["metrics"] = metrics(stats[0]) if len(stats) == 1 else None
-    if ask.meta_info:
-        found["meta_info"] = {"id": answer_id} | meta_info(stats[0])
+    fields: dict[str, Any] = {}
+    if request.timings:
+        fields["timings"] = timings(stats[0])
+    if request.metrics:
+        fields["metrics"] = metrics(stats[0]) if len(stats) == 1 else None
+    if request.meta_info:
+        fields["meta_info"] = {"id": answer_id} | meta_info(stats[0])
     if texts := warnings(generation):
-        found["warnings"] = texts
-    return found
+        fields["warnings"] = texts
+    return fields
 
 
 def warnings(generation: Generation) -> list[str]:
-    """Return the warnings about a request and about its finished outputs, each once."""
+    """Return the warnings about a request and its finished outputs, without duplicates."""
     of_replies = (text for reply in generation.replies if reply.result for text in reply.warnings)
-    return list(dict.fromkeys((*generation.ask.warnings, *of_replies)))
+    return list(dict.fromkeys((*generation.request.warnings, *of_replies)))
 
 
-def of_choice(reply: Reply, ask: Ask, answer_id: str) -> dict[str, Any]:
-    """What a finished entry of `choices` adds to OpenAI's fields: vLLM's and SGLang's."""
+def choice_statistics(reply: Reply, request: GenerationRequest, answer_id: str) -> dict[str, Any]:
+    """Return OpenAI's finish reason of a choice, and the extra fields of vLLM and SGLang."""
     assert reply.result is not None
-    stop_ids = ask.options.get("stop_token_ids") or ()
+    stop_ids = request.options.get("stop_token_ids") or ()
     last = next(reversed(reply.ids), None)
     by_id = reply.finish_reason == "stop" and not reply.stop_string and last in stop_ids
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "finish_reason": reply.finish_reason,
         "finish_details": reply.details,
         "stop_reason": last if by_id else reply.stop_string,
     }
-    if ask.token_ids:
-        found["token_ids"] = reply.ids
-    if ask.meta_info:
-        found["meta_info"] = {"id": answer_id} | meta_info(reply.result.stats)
-    return found
+    if request.return_token_ids:
+        fields["token_ids"] = reply.ids
+    if request.meta_info:
+        fields["meta_info"] = {"id": answer_id} | meta_info(reply.result.stats)
+    return fields
 
 
 def reused(generation: Generation) -> int:
-    """Prompt tokens that were not computed anew; a prompt with several answers counts once."""
-    n, replies = generation.ask.n, generation.replies
+    """Return the prompt tokens found in the prefix cache; each prompt counts once."""
+    n, replies = generation.request.n, generation.replies
     groups = (replies[at : at + n] for at in range(0, len(replies), n))
     return sum(cached([r.result.stats for r in group if r.result]) for group in groups)
 
 
 def cached(stats: Sequence[Stats]) -> int:
-    """The same of answers to one prompt."""
+    """Return the cached prompt tokens of outputs that share one prompt."""
     return max((s.cached_tokens for s in stats), default=0)
 
 
 def queued_s(stats: Stats) -> float:
-    """Seconds a request waited for its row."""
+    """Return the seconds that a request was queued."""
     return max(stats.first_token_s - stats.prefill_s - stats.compile_s, 0.0)
 
 
 def timings(stats: Stats) -> dict[str, Any]:
-    """llama.cpp's `timings`, and ours: whether drafts ran at all, and why not."""
+    """Return llama.cpp's `timings`, with fields about speculation and its fallbacks."""
     reused = cached([stats])
     fresh = stats.prompt_tokens - reused
     prompt_ms, predicted_ms = stats.prefill_s * 1e3, stats.decode_s * 1e3
@@ -125,14 +137,14 @@ def timings(stats: Stats) -> dict[str, Any]:
 
 
 def metrics(stats: Stats) -> dict[str, Any]:
-    """vLLM's `metrics`, with its `speculative_decoding`."""
+    """Return vLLM's `metrics`, including `speculative_decoding`."""
     drafts = len(stats.accepted_per_position)
     accepted = [n - 1 for n in stats.acceptance_lengths]
     histogram = collections.Counter(accepted)
     pairs = collections.Counter(zip(stats.drafts_per_round, accepted, strict=True))
-    found = None
+    speculation = None
     if stats.rounds:
-        found = {
+        speculation = {
             "mean_acceptance_length": stats.acceptance_length,
             "draft_acceptance_rate": stats.accepted / max(stats.drafted, 1),
             "acceptance_histogram": [histogram[k] for k in range(drafts + 1)],
@@ -152,13 +164,13 @@ def metrics(stats: Stats) -> dict[str, Any]:
         "generation_time_ms": stats.decode_s * 1e3,
         "queue_time_ms": queued_s(stats) * 1e3,
         "tokens_per_second": stats.tokens_per_s,
-        "speculative_decoding": found,
+        "speculative_decoding": speculation,
     }
 
 
 def meta_info(stats: Stats) -> dict[str, Any]:
-    """SGLang's `meta_info`, which z-lab's benchmark reads."""
-    found: dict[str, Any] = {
+    """Return SGLang's `meta_info`, which z-lab's benchmark reads."""
+    fields: dict[str, Any] = {
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.output_tokens,
         "cached_tokens": cached([stats]),
@@ -167,9 +179,9 @@ def meta_info(stats: Stats) -> dict[str, Any]:
         "spec_num_proposed_drafts": stats.drafted,
     }
     if stats.rounds:
-        found["spec_accept_length"] = stats.acceptance_length
-        found["spec_accept_rate"] = stats.accepted / max(stats.drafted, 1)
-        found["spec_correct_drafts_histogram"] = metrics(stats)["speculative_decoding"][
+        fields["spec_accept_length"] = stats.acceptance_length
+        fields["spec_accept_rate"] = stats.accepted / max(stats.drafted, 1)
+        fields["spec_correct_drafts_histogram"] = metrics(stats)["speculative_decoding"][
             "acceptance_histogram"
         ]
-    return found
+    return fields
