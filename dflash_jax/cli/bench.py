@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         settings = {"target": options.target, "drafter": options.drafter}
         settings["plan"] = dataclasses.asdict(engine.plan)
     settings |= {"data": options.data, "count": len(talks)} | dataclasses.asdict(asking)
-    with telling("measuring", quiet=options.json):
+    with report_progress("measuring", quiet=options.json):
         results = summary(measure(runner, talks, levels, options.repeats), settings)
     if options.profile is not None:
         results["profile"] = _profiles(runner.engine, talks[0], options)

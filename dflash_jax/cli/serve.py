@@ -147,8 +147,6 @@ def _compilation_and_cache_options(server: Any) -> None:
         " before it gets a 400; other requests are not delayed",
     )
     add_plan_options(server, ["prefix_folder", "prefix_disk"])
-    model_options(verb)
-    verb.set_defaults(prefix_cache=PREFIX_CACHE)
 
 
 def check(options: argparse.Namespace) -> None:

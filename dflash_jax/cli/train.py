@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         with progress() as report:
-            made = training.run(
+            trained = training.run(
                 options.target,
                 options.data,
                 options.out,
