@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.engine.detokenizer import OutputText
+from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
 from dflash_jax.loading import locate
@@ -72,7 +72,7 @@ def pieces(
     tokenizer: Tokenizer, ids: list[int], width: int, *, logprobs: bool = False
 ) -> list[Piece]:
     """Return the pieces of an engine that emits `width` tokens at a time."""
-    text = OutputText(tokenizer)
+    text = Detokenizer(tokenizer)
     made = []
     for i in range(0, len(ids), width):
         part = ids[i : i + width]
