@@ -21,6 +21,7 @@ from dflash_jax.cli import parser
 from dflash_jax.cli.options import WITHOUT_FLAG
 from dflash_jax.compiler import resolve
 from dflash_jax.compiler.explain import stablehlo
+from dflash_jax.compiler.keys import Step
 from dflash_jax.compiler.memory import budget
 from dflash_jax.compiler.models import empty_state
 from dflash_jax.compiler.programs import declare
@@ -191,12 +192,12 @@ def test_plans_of_the_same_shape_lower_to_identical_programs() -> None:
     assert other.shape == base.shape
     assert not any(getattr(other, name) == getattr(base, name) for name in host)
     lowered, again, without = (
-        {name: stablehlo(p) for name, p in declare(plan, TARGET, DRAFTER).items()}
+        {key: stablehlo(p) for key, p in declare(plan, TARGET, DRAFTER).items()}
         for plan in (base, other, complete(small))
     )
     assert lowered == again
-    segments = {"take_segment", "put_segment"}
-    assert without == {name: text for name, text in lowered.items() if name not in segments}
+    segments = {Step.TAKE_SEGMENT, Step.PUT_SEGMENT}
+    assert without == {key: text for key, text in lowered.items() if key.step not in segments}
 
 
 def test_every_field_has_a_flag_with_its_help_text_or_a_reason_to_have_none() -> None:

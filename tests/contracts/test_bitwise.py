@@ -106,8 +106,8 @@ SINKS = tiny_gpt_oss(num_layers=2, windows=(12, None))
 WIDE = tiny_target(num_layers=1, hidden_size=64, intermediate_size=64, windows=(None,))
 INT4: dict[str, Any] = {"weights": "int4", "kv_dtype": "int8"}
 INT8: dict[str, Any] = {"weights": "int8"}
-COLUMNS: dict[str, Any] = {"order": "columns"}
-PANELS: dict[str, Any] = {"order": "panels"}
+COLUMN_MAJOR: dict[str, Any] = {"weight_layout": "column_major"}
+TILED: dict[str, Any] = {"weight_layout": "tiled"}
 SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)}  # drafters
 
 
@@ -116,7 +116,7 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
     ("target", "dtype", "rows", "packing"),
     [
         (dataclasses.replace(DENSE, num_layers=1, windows=(None,)), "bfloat16", 3, {}),
-        (WIDE, "float32", 2, PANELS),
+        (WIDE, "float32", 2, TILED),
         pytest.param(DENSE, "bfloat16", 3, {}, marks=pytest.mark.soak),
         pytest.param(
             dataclasses.replace(RECURRENT_MIXED, num_layers=1, recurrent=(False,)),
@@ -125,11 +125,11 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
             {},
             marks=pytest.mark.soak,
         ),
-        pytest.param(WIDE, "float32", 2, COLUMNS, marks=pytest.mark.soak),
-        pytest.param(DENSE, "bfloat16", 2, COLUMNS, marks=pytest.mark.soak),
-        pytest.param(RECURRENT_MIXED, "bfloat16", 1, COLUMNS, marks=pytest.mark.soak),
-        pytest.param(DENSE, "float32", 3, PANELS, marks=pytest.mark.soak),
-        pytest.param(RECURRENT_MIXED, "float32", 3, PANELS, marks=pytest.mark.soak),
+        pytest.param(WIDE, "float32", 2, COLUMN_MAJOR, marks=pytest.mark.soak),
+        pytest.param(DENSE, "bfloat16", 2, COLUMN_MAJOR, marks=pytest.mark.soak),
+        pytest.param(RECURRENT_MIXED, "bfloat16", 1, COLUMN_MAJOR, marks=pytest.mark.soak),
+        pytest.param(DENSE, "float32", 3, TILED, marks=pytest.mark.soak),
+        pytest.param(RECURRENT_MIXED, "float32", 3, TILED, marks=pytest.mark.soak),
         pytest.param(RECURRENT_MIXED, "bfloat16", 2, {}, marks=pytest.mark.soak),
         pytest.param(RECURRENT_MIXED, "float32", 3, {}, marks=pytest.mark.soak),
         pytest.param(DENSE, "float32", 1, {}, marks=pytest.mark.soak),
