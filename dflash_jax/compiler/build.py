@@ -242,7 +242,8 @@ class CompiledPrograms:
 
     def keys(self, variants: Iterable[Variant]) -> list[ProgramKey]:
         """Return the programs of the variants, each once."""
-        return list(dict.fromkeys(key for variant in variants for key in self.variants[variant]))
+        needed = dict.fromkeys(key for variant in variants for key in self.variants[variant])
+        return [key for key in needed if key in self.programs]
 
     def want(self, variants: Iterable[Variant]) -> None:
         """Count the variants' programs among those that will be compiled."""
