@@ -23,33 +23,29 @@ from dflash_jax.state import DecodeState, RowRules
 
 
 def draft_block(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    rules: RowRules,
-    *,
-    width: int,
-    sampled: bool,
-    min_survival: float = 0.0,
+    pair: Pair, params: Params, state: DecodeState, rules: RowRules
 ) -> tuple[DecodeState, Draft]:
-    """Draft a block of `width` tokens after each row's anchor.
-
-    Args:
-      min_survival: drafts with a lower probability of being accepted are not verified, if the
-        drafter estimates one.
+    """Draft a block after each row's anchor.
 
     Returns:
       The state with the drafter's caches, in which no row has moved, and the draft.
     """
     assert pair.drafter is not None
     config = pair.drafter.config
-    masks = jnp.full((state.anchor.shape[0], width - 1), config.mask_token_id, state.anchor.dtype)
+    shape = (state.anchor.shape[0], pair.block - 1)
+    masks = jnp.full(shape, config.mask_token_id, state.anchor.dtype)
     layers = SharedLayers(
         functools.partial(pair.target_call, params, method="embed"),
         functools.partial(pair.target_call, params, method=pair.head),
     )
     sampler = RowDraftSampler(
-        rules, state.anchor, state.position, masks, sampled, config.vocab_size, min_survival
+        rules,
+        state.anchor,
+        state.position,
+        masks,
+        sampled=pair.sampled,
+        vocab_size=config.vocab_size,
+        min_survival=pair.min_survival,
     )
     with jax.named_scope("draft"):
         block = jnp.concatenate([state.anchor[:, None], masks], axis=1)

@@ -60,17 +60,12 @@ from dflash_jax.state import (
     take_row,
 )
 
-Stepped = tuple[DecodeState, LogitsState | None, StepOutput]
+Processing = LogitsState | None  # None if logits are not processed
+Stepped = tuple[DecodeState, Processing, StepOutput]
 
 
 def prefill(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: LogitsState | None,
-    inputs: PrefillInputs,
-    *,
-    sampled: bool,
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: PrefillInputs
 ) -> Stepped:
     """Feed a prompt chunk; the token it decides is meaningful after the last chunk only."""
     num_fed, rules = inputs.num_fed, inputs.rules
@@ -82,8 +77,8 @@ def prefill(
     if logits_state:
         logits = logits_state.process(raw, inputs.tokens[:, :0], inputs.masks)
     num_tokens, zero = jnp.minimum(num_fed, 1), jnp.zeros_like(num_fed)
-    token = choose_token(logits, zero, state.position + num_fed, rules, sampled=sampled)
-    best = next_best(logits, token, zero, state.position + num_fed, rules, sampled=sampled)
+    token = choose_token(logits, zero, state.position + num_fed, rules, sampled=pair.sampled)
+    best = next_best(logits, token, zero, state.position + num_fed, rules, sampled=pair.sampled)
     logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
     finite = (finite_places(raw) > 0) | (num_tokens == 0)
     odds = call_odds(raw, token, zero, rules)
@@ -99,83 +94,42 @@ def prefill(
 
 
 def plain(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: LogitsState | None,
-    inputs: DecodeInputs,
-    *,
-    width: int,
-    sampled: bool,
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
 ) -> Stepped:
     """Decode one token per row, in a block padded to the width of drafted ones (R1)."""
-    draft = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, width - 1))))
+    draft = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, pair.block - 1))))
     to_verify = VerifyInputs(draft, inputs.rules, inputs.masks)
-    return verify(pair, params, state, logits_state, to_verify, sampled=sampled)
+    return verify(pair, params, state, logits_state, to_verify)
 
 
 def speculative(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: LogitsState | None,
-    inputs: DecodeInputs,
-    *,
-    width: int,
-    sampled: bool,
-    min_survival: float = 0.0,
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
 ) -> Stepped:
     """Draft a block, verify it, and commit the tokens the target would have decided itself."""
-    state, draft = draft_block(
-        pair, params, state, inputs.rules, width=width, sampled=sampled, min_survival=min_survival
-    )
+    state, draft = draft_block(pair, params, state, inputs.rules)
     to_verify = VerifyInputs(draft, inputs.rules, inputs.masks)
-    return verify(pair, params, state, logits_state, to_verify, sampled=sampled)
+    return verify(pair, params, state, logits_state, to_verify)
 
 
 def draft(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: None,
-    inputs: DecodeInputs,
-    *,
-    width: int,
-    sampled: bool,
-    min_survival: float = 0.0,
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: DecodeInputs
 ) -> tuple[DecodeState, None, Draft]:
     """Run the first half of a speculative step, where another program verifies."""
-    state, drafted = draft_block(
-        pair, params, state, inputs.rules, width=width, sampled=sampled, min_survival=min_survival
-    )
+    state, drafted = draft_block(pair, params, state, inputs.rules)
     return state, None, drafted
 
 
 def verify(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: LogitsState | None,
-    inputs: VerifyInputs,
-    *,
-    sampled: bool,
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: VerifyInputs
 ) -> Stepped:
     """Verify a block and commit what is accepted: the second half of a speculative step."""
-    _, state, logits_state, out = verify_block(
-        pair, params, state, logits_state, inputs, sampled=sampled
-    )
+    _, state, logits_state, out = verify_block(pair, params, state, logits_state, inputs)
     return state, logits_state, out
 
 
 def verify_block(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: LogitsState | None,
-    inputs: VerifyInputs,
-    *,
-    sampled: bool,
-) -> tuple[Float[Array, "B T V"], DecodeState, LogitsState | None, StepOutput]:
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: VerifyInputs
+) -> tuple[Float[Array, "B T V"], *Stepped]:
     """Run the target over a block, decide how much of it to keep, and commit that.
 
     Returns:
@@ -187,7 +141,7 @@ def verify_block(
     if logits_state:
         logits = logits_state.process(raw, block[:, 1:], inputs.masks)
     with jax.named_scope("verify"):
-        tokens, num_decided = _decided(draft, logits, state.position, rules, sampled=sampled)
+        tokens, num_decided = _decided(draft, logits, state.position, rules, sampled=pair.sampled)
         good = finite_places(raw)
         num_committed = cut(
             jnp.minimum(num_decided, good), tokens, state.anchor, state.position, rules
@@ -196,7 +150,7 @@ def verify_block(
         last = jnp.maximum(num_committed - 1, 0)
         anchor = jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0]
         end = state.position + num_committed
-        best = next_best(logits, anchor, last, end, rules, sampled=sampled)
+        best = next_best(logits, anchor, last, end, rules, sampled=pair.sampled)
         num_drafts = jnp.zeros_like(num_committed)
         if draft.num_drafts is not None and draft.finite is not None:
             reported = draft.finite | (rules.max_drafts == 0) | idle
@@ -269,11 +223,7 @@ def _sampled(
 
 
 def forced_tokens(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: None,
-    inputs: ForcedTokensInputs,
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: ForcedTokensInputs
 ) -> tuple[DecodeState, None, Bool[Array, " B"]]:
     """Feed tokens given by the host, taps included, and set the next anchor (R7).
 
@@ -287,11 +237,7 @@ def forced_tokens(
 
 
 def update_drafter(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: None,
-    inputs: UpdateDrafterInputs,
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: UpdateDrafterInputs
 ) -> tuple[DecodeState, None, None]:
     """Update a drafter on a device of its own after a step of the target."""
     start = jnp.where(inputs.fresh, 0, state.position)
@@ -304,7 +250,7 @@ def single_row(
     step: Callable[..., Stepped],
     params: Params,
     state: DecodeState,
-    logits_state: LogitsState | None,
+    logits_state: Processing,
     inputs: PrefillInputs,
 ) -> Stepped:
     """Run a prefill on one row only; the others cost nothing and keep their bits.
@@ -348,9 +294,6 @@ def multi_step(
     """Run up to `inputs.num_steps` decode steps without the host in between.
 
     They end early when every row is frozen, or when numbers of any row are not finite.
-
-    Args:
-      width: tokens of a block.
 
     Returns:
       The state and the outputs [max_steps, B, ...], those of steps that were not made all -1.

@@ -50,14 +50,14 @@ def plain(pair: Any, params: Any, state: DecodeState, rules: RowRules, junk: jax
 
 def draft_and_verify(pair: Any, params: Any, state: DecodeState, rules: RowRules) -> Any:
     """The fused speculative step, logits included."""
-    state, draft = draft_block(pair, params, state, rules, width=BLOCK, sampled=False)
+    state, draft = draft_block(pair, params, state, rules)
     return verified(pair, params, state, rules, draft)
 
 
 def verified(pair: Any, params: Any, state: DecodeState, rules: RowRules, draft: Draft) -> Any:
     """Logits, state and output."""
     inputs = VerifyInputs(draft, rules)
-    logits, state, _, out = verify_block(pair, params, state, None, inputs, sampled=False)
+    logits, state, _, out = verify_block(pair, params, state, None, inputs)
     return logits, state, out
 
 
@@ -65,7 +65,7 @@ class Lanes:
     """The lanes of one engine as programs that also return logits."""
 
     def __init__(self, engine: Engine):
-        pair = build_pair(engine.target, engine.drafter)
+        pair = dataclasses.replace(build_pair(engine.target, engine.drafter), block=BLOCK)
         self.engine = engine
         for step in (Step.PLAIN, Step.SPECULATIVE):  # run below, and compiling takes the time
             del engine.programs[ProgramKey(step, Variant.GREEDY)]
@@ -207,10 +207,10 @@ def test_steps_of_one_call_have_the_bits_of_single_steps(
     engine = random_engine(target, drafter, plan)
     lanes, rounds = Lanes(engine), 4
     prompt = np.random.default_rng(4).integers(0, VOCAB, 19).tolist()
-    pair, own = build_pair(engine.target, engine.drafter), {"width": BLOCK, "sampled": False}
-    single = jit(functools.partial(lane, pair, **own))
-    step, size = functools.partial(lane, pair, **own), {"max_steps": 6, "width": BLOCK}
-    several = jit(functools.partial(steps.multi_step, step, **size))
+    pair = dataclasses.replace(build_pair(engine.target, engine.drafter), block=BLOCK)
+    step = functools.partial(lane, pair)
+    single = jit(functools.partial(lane, pair))
+    several = jit(functools.partial(steps.multi_step, step, max_steps=6, width=BLOCK))
     start = lanes.prefilled(prompt)
     wanted, said = start, []
     for _ in range(rounds):

@@ -57,9 +57,10 @@ def programs(kind: str, family: str = "qwen3") -> Any:
         state, rules = empty_state(plan, target, config), idle_rules(plan)
         fresh = jnp.ones(1, bool)
         inputs = PrefillInputs(prefix, count, fresh, rules)
-        state, _, _ = steps.prefill(pair, params, state, None, inputs, sampled=False)
+        state, _, _ = steps.prefill(pair, params, state, None, inputs)
         state = dataclasses.replace(state, anchor=first)
-        _, draft = draft_block(pair, params, state, rules, width=width, sampled=False)
+        wide = dataclasses.replace(pair, block=width)
+        _, draft = draft_block(wide, params, state, rules)
         masks = jnp.full((1, width - 1), config.mask_token_id)
         lender = SharedLayers(
             functools.partial(pair.target_call, params, method="embed"),
