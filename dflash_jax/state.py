@@ -38,6 +38,7 @@ class LayerCache:
 
     @property
     def slots(self) -> int:
+        """Number of slots S."""
         return self.k.shape[2]
 
     def restart(self, rows: Bool[Array, " B"]) -> "LayerCache":

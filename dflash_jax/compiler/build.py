@@ -22,7 +22,7 @@ log = logging.getLogger("dflash_jax.compiler")
 # On a GPU XLA joins products that share an input by copying their weights into one, in every call.
 OPTIONS: dict[str, bool | str] = {"xla_gpu_dot_merger_threshold_mb": "0"}
 TIMED = (Step.PLAIN, Step.PREFILL)  # these steps have every kernel of the target
-# XLA compiles one program with several threads; half as many programs as cores keep all busy.
+# XLA uses threads of its own for a program; half as many programs as cores keep all busy.
 WORKERS = max(1, (os.cpu_count() or 1) // 2)
 LONG = 5.0  # seconds of compiling, after which free memory is returned to the system
 GUESS = 5.0  # seconds that the first program is assumed to take
@@ -180,7 +180,7 @@ def _bytes_per_device(leaf: Any) -> int:
 def keys_by_variant(keys: Iterable[ProgramKey]) -> dict[Variant, tuple[ProgramKey, ...]]:
     """Return the programs that each variant needs, in the order to compile them in.
 
-    A program may belong to several variants.
+    A program may belong to more than one variant.
     """
     # Programs that decide on a GPU which kernels others use come first, see `compile_programs`.
     ordered = sorted(keys, key=lambda key: (key.step not in TIMED, str(key)))

@@ -47,13 +47,13 @@ class Program:
     function: Call
     arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct
     donated: tuple[int, ...] = ()
-    placement: Any = None  # shardings of the results, on several devices
+    placement: Any = None  # shardings of the results, on a mesh or on two devices
     parts: tuple["Program", ...] = ()  # of a program that runs on two devices
     call: Call | None = None  # called with the compiled parts and the arguments
 
 
 def is_multi_step(plan: Plan, variant: Variant) -> bool:
-    """Return whether a variant's decode programs run several steps per call."""
+    """Return whether a variant's decode programs run more than one step per call."""
     return plan.rounds > 1 and variant not in LOGITS_VARIANTS
 
 

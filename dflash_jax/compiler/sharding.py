@@ -1,4 +1,4 @@
-"""Placement of arrays when a plan spans several devices; XLA inserts the communication.
+"""Placement of arrays over a mesh of devices; XLA inserts the communication.
 
 A mesh is (data, model). Rows are split over `data`. Split over `model` are kv heads with their
 query heads, the width of MLPs and experts, and the vocabulary of the head. Axes that the number of

@@ -47,7 +47,7 @@ def devices(plan: Plan) -> tuple[jax.Device, jax.Device]:
     """Return the target's and the drafter's device.
 
     Raises:
-      PlanError: there are fewer devices, or they belong to several processes.
+      PlanError: there are fewer devices, or JAX runs in more than one process.
     """
     found, last = jax.devices(), max(plan.devices)
     if last >= len(found):

@@ -1,4 +1,4 @@
-"""Drafting one block: the drafter's forward pass, and the choice of tokens by each row's rules."""
+"""Draft one block: the drafter's forward pass, then a choice of tokens by each row's rules."""
 
 import dataclasses
 import functools

@@ -106,7 +106,7 @@ class ModelRunner:
         Args:
           chunk: of a prefill, tokens [B, C], their number [B] and which rows are fresh [B].
           readers: requests by row; their grammars constrain the constrained variant.
-          rounds: maximum number of steps, in programs of several steps.
+          rounds: maximum number of steps, in multi-step programs.
           first: first row of a prefill.
         """
         inputs: Any
