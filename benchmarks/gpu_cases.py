@@ -19,7 +19,7 @@ from dflash_jax.config import (
     read_drafter_config,
     read_target_config,
 )
-from dflash_jax.decode.drafting import draft_block
+from dflash_jax.decode.drafting import draft as draft_block
 from dflash_jax.decode.inputs import DecodeInputs, VerifyInputs
 from dflash_jax.decode.pair import Pair
 from dflash_jax.decode.steps import verify_block
@@ -203,5 +203,5 @@ def draft_step(
     inputs: DecodeInputs,
 ) -> tuple[DecodeState, None, Any]:
     """The drafter's part of a step."""
-    state, draft = draft_block(pair, params, state, inputs.rules)
+    state, _, draft = draft_block(pair, params, state, None, inputs)
     return state, None, draft.block

@@ -13,16 +13,11 @@ from dflash_jax.compiler import two_devices
 from dflash_jax.compiler.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
 from dflash_jax.compiler.models import abstract_params, build_pair, empty_state, idle_rules
 from dflash_jax.compiler.settings import isolated_jax_config
-from dflash_jax.compiler.sharding import (
-    device_mesh,
-    param_shardings,
-    placed,
-    row_shardings,
-    whole,
-)
+from dflash_jax.compiler.sharding import device_mesh, placed, shardings
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode import inputs as given
 from dflash_jax.decode import rows, steps
+from dflash_jax.decode.drafting import draft
 from dflash_jax.decode.logits_processing import mask_words, neutral_logits_state
 from dflash_jax.decode.pair import Pair
 from dflash_jax.decode.prompt_logprobs import prompt_logprobs
@@ -219,13 +214,13 @@ class _Declaration:
         return _wrapped(program, steps.multi_step, max_steps=plan.rounds, width=width)
 
     def _draft(self, variant: Variant) -> Program:
-        return self._model(Step.DRAFT, variant, steps.draft, given.DecodeInputs(self.rules))
+        return self._model(Step.DRAFT, variant, draft, given.DecodeInputs(self.rules))
 
     def _verify(self, variant: Variant) -> Program:
         b, t = self.plan.rows, self.plan.block
         q = None if variant == Variant.GREEDY else _float32(b, t - 1, self.vocab)
-        draft = Draft(_int32(b, t), q=q, finite=_flags(b), num_drafts=_int32(b))
-        inputs = given.VerifyInputs(draft, self.rules, masks=self._masks(variant, b, t))
+        block = Draft(_int32(b, t), q=q, finite=_flags(b), num_drafts=_int32(b))
+        inputs = given.VerifyInputs(block, self.rules, masks=self._masks(variant, b, t))
         return self._model(Step.VERIFY, variant, steps.verify, inputs)
 
     def _set_logits_state(self) -> Program:
@@ -287,16 +282,9 @@ def _set_row(params: None, state: None, logits_state: Any, inputs: Any) -> Any:
 def _over_devices(program: Program, mesh: Mesh) -> Program:
     """Return the program with every argument and result placed on a mesh."""
 
-    def shardings(tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return param_shardings(mesh, tree)
-        if isinstance(tree, DecodeState):
-            return row_shardings(mesh, tree)
-        return whole(mesh, tree)
-
     results = jax.eval_shape(program.function, *program.arguments)
     return dataclasses.replace(
         program,
-        arguments=tuple(placed(x, shardings(x)) for x in program.arguments),
-        placement=tuple(map(shardings, results)),
+        arguments=tuple(placed(x, shardings(mesh, x)) for x in program.arguments),
+        placement=tuple(shardings(mesh, x) for x in results),
     )

@@ -75,7 +75,7 @@ def _problem(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) ->
     if plan.rounds > 1 and not _one_device(plan):
         return (
             f"rounds is {plan.rounds} for mesh {plan.mesh} and devices {plan.devices}; one call"
-            " makes several steps on one device only: leave rounds at 0"
+            " makes more than one step on one device only: leave rounds at 0"
         )
     if plan.two_devices and drafter is None:
         return f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"

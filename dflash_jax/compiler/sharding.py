@@ -82,8 +82,12 @@ def row_shardings(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda _: rows, tree)
 
 
-def whole(mesh: Mesh, tree: Any) -> Any:
-    """Return the sharding of arrays that every device holds whole."""
+def shardings(mesh: Mesh, tree: Any) -> Any:
+    """Return a sharding for every array of parameters, a state, or anything else, replicated."""
+    if isinstance(tree, dict):
+        return param_shardings(mesh, tree)
+    if isinstance(tree, DecodeState):
+        return row_shardings(mesh, tree)
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
 
 

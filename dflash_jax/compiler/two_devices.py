@@ -96,6 +96,10 @@ def join(
     updates = {width: _on(drafter_device, program) for width, program in updates.items()}
     plain = plan.block if plan.exact else 1
     widths = {Step.PREFILL: plan.chunk, Step.PLAIN: plain, Step.FORCED_TOKENS: plan.block}
+    segments = {
+        Step.TAKE_SEGMENT: transfers.take_segment,
+        Step.PUT_SEGMENT: transfers.put_segment,
+    }
     joined = {}
 
     def add(step: Step, variant: Variant | None, call: Call, *parts: Any) -> None:
@@ -111,23 +115,20 @@ def join(
             add(step, None, transfers.target_only, part)
         elif step in widths:
             add(step, variant, transfers.target_step, part, updates[widths[step]])
-        elif step == Step.VERIFY and variant == Variant.CONSTRAINED:
-            draft_key = ProgramKey(Step.DRAFT, variant)
-            add(step, variant, transfers.verify, part, updates[plan.block])
-            add(Step.DRAFT, variant, transfers.draft, drafter[draft_key])
         elif step == Step.VERIFY:
-            draft = drafter[ProgramKey(Step.DRAFT, variant)]
-            add(Step.SPECULATIVE, variant, transfers.speculative, part, draft, updates[plan.block])
-        elif step == Step.TAKE_SEGMENT:
-            add(step, None, transfers.take_segment, part, drafter[key])
-        elif step == Step.PUT_SEGMENT:
+            draft, update = drafter[ProgramKey(Step.DRAFT, variant)], updates[plan.block]
+            if variant == Variant.CONSTRAINED:
+                add(step, variant, transfers.verify, part, update)
+                add(Step.DRAFT, variant, transfers.draft, draft)
+            else:
+                add(Step.SPECULATIVE, variant, transfers.speculative, part, draft, update)
+        else:
+            add(step, None, segments.get(step, transfers.change_rows), part, drafter[key])
+        if step == Step.PUT_SEGMENT:
             inputs, other = part.arguments[3], drafter[key].arguments[3]
             segment = Segment(inputs.segment.target, other.segment.draft)
-            add(step, None, transfers.put_segment, part, drafter[key])
             arguments = (*part.arguments[:3], dataclasses.replace(inputs, segment=segment))
             joined[key] = dataclasses.replace(joined[key], arguments=arguments)
-        else:
-            add(step, None, transfers.change_rows, part, drafter[key])
     return joined
 
 

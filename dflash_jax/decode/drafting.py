@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.decode.inputs import DecodeInputs
 from dflash_jax.decode.pair import Pair, Params
 from dflash_jax.decode.sampling import (
     DRAFT,
@@ -22,16 +23,16 @@ from dflash_jax.nn.draft import Draft, DraftChoice, SharedLayers
 from dflash_jax.state import DecodeState, RowRules
 
 
-def draft_block(
-    pair: Pair, params: Params, state: DecodeState, rules: RowRules
-) -> tuple[DecodeState, Draft]:
-    """Draft a block after each row's anchor.
+def draft(
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: DecodeInputs
+) -> tuple[DecodeState, None, Draft]:
+    """Draft a block after each row's anchor: the first half of a speculative step.
 
     Returns:
       The state with the drafter's caches, in which no row has moved, and the draft.
     """
     assert pair.drafter is not None
-    config = pair.drafter.config
+    rules, config = inputs.rules, pair.drafter.config
     shape = (state.anchor.shape[0], pair.block - 1)
     masks = jnp.full(shape, config.mask_token_id, state.anchor.dtype)
     layers = SharedLayers(
@@ -49,10 +50,10 @@ def draft_block(
     )
     with jax.named_scope("draft"):
         block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
-        draft, caches = pair.drafter_call(
+        drafted, caches = pair.drafter_call(
             params, block, state.draft, state.position, layers, sampler, method="propose"
         )
-    return dataclasses.replace(state, draft=caches), draft
+    return dataclasses.replace(state, draft=caches), None, drafted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decode.acceptance import accept_greedy, accept_sampled, cut, finite_places, frozen
-from dflash_jax.decode.drafting import draft_block
+from dflash_jax.decode.drafting import draft
 from dflash_jax.decode.inputs import (
     DecodeInputs,
     ForcedTokensInputs,
@@ -97,8 +97,8 @@ def plain(
     pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
 ) -> Stepped:
     """Decode one token per row, in a block padded to the width of drafted ones (R1)."""
-    draft = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, pair.block - 1))))
-    to_verify = VerifyInputs(draft, inputs.rules, inputs.masks)
+    padded = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, pair.block - 1))))
+    to_verify = VerifyInputs(padded, inputs.rules, inputs.masks)
     return verify(pair, params, state, logits_state, to_verify)
 
 
@@ -106,17 +106,9 @@ def speculative(
     pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
 ) -> Stepped:
     """Draft a block, verify it, and commit the tokens the target would have decided itself."""
-    state, draft = draft_block(pair, params, state, inputs.rules)
-    to_verify = VerifyInputs(draft, inputs.rules, inputs.masks)
+    state, _, drafted = draft(pair, params, state, None, inputs)
+    to_verify = VerifyInputs(drafted, inputs.rules, inputs.masks)
     return verify(pair, params, state, logits_state, to_verify)
-
-
-def draft(
-    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: DecodeInputs
-) -> tuple[DecodeState, None, Draft]:
-    """Run the first half of a speculative step, where another program verifies."""
-    state, drafted = draft_block(pair, params, state, inputs.rules)
-    return state, None, drafted
 
 
 def verify(
@@ -135,13 +127,13 @@ def verify_block(
     Returns:
       The target's processed logits, then as every step.
     """
-    draft, rules, block = inputs.draft, inputs.rules, inputs.draft.block
+    drafted, rules, block = inputs.draft, inputs.rules, inputs.draft.block
     target, context, hidden = forward(pair, params, state, block, chunked=not pair.exact)
     raw = logits = logits_of(pair, params, hidden)
     if logits_state:
         logits = logits_state.process(raw, block[:, 1:], inputs.masks)
     with jax.named_scope("verify"):
-        tokens, num_decided = _decided(draft, logits, state.position, rules, sampled=pair.sampled)
+        tokens, num_decided = _decided(drafted, logits, state.position, rules, sampled=pair.sampled)
         good = finite_places(raw)
         num_committed = cut(
             jnp.minimum(num_decided, good), tokens, state.anchor, state.position, rules
@@ -152,9 +144,9 @@ def verify_block(
         end = state.position + num_committed
         best = next_best(logits, anchor, last, end, rules, sampled=pair.sampled)
         num_drafts = jnp.zeros_like(num_committed)
-        if draft.num_drafts is not None and draft.finite is not None:
-            reported = draft.finite | (rules.max_drafts == 0) | idle
-            num_drafts = jnp.where(reported, draft.num_drafts, -1)
+        if drafted.num_drafts is not None and drafted.finite is not None:
+            reported = drafted.finite | (rules.max_drafts == 0) | idle
+            num_drafts = jnp.where(reported, drafted.num_drafts, -1)
         logprobs = logits_state.logprobs(raw, tokens) if logits_state else None
         odds = call_odds(raw, anchor, last, rules)
         columns = {
@@ -170,7 +162,7 @@ def verify_block(
 
 
 def _decided(
-    draft: Draft,
+    drafted: Draft,
     logits: Float[Array, "B T V"],
     position: Int[Array, " B"],
     rules: RowRules,
@@ -178,15 +170,15 @@ def _decided(
     sampled: bool,
 ) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     """Return the decided tokens, accepted drafts first, and how many of them are valid."""
-    best, block = argmax(logits), draft.block
+    best, block = argmax(logits), drafted.block
     num_decided = jnp.ones_like(position)
-    if draft.num_drafts is not None:
-        num_decided = accept_greedy(block, best, draft.num_drafts)
+    if drafted.num_drafts is not None:
+        num_decided = accept_greedy(block, best, drafted.num_drafts)
     token = jnp.take_along_axis(best, num_decided[:, None] - 1, axis=1)[:, 0]
     if sampled:
         num_decided, token = jax.lax.cond(
             any_sampled(rules),
-            functools.partial(_sampled, draft, logits, position, rules),
+            functools.partial(_sampled, drafted, logits, position, rules),
             lambda *greedy: greedy,
             num_decided,
             token,
@@ -197,7 +189,7 @@ def _decided(
 
 
 def _sampled(
-    draft: Draft,
+    drafted: Draft,
     logits: Float[Array, "B T V"],
     position: Int[Array, " B"],
     rules: RowRules,
@@ -205,17 +197,17 @@ def _sampled(
     greedy_token: Int[Array, " B"],
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Return the number of decided tokens and the last of them, drawn in rows that sample."""
-    if draft.q is None:
+    if drafted.q is None:
         num_decided = jnp.ones_like(num_greedy)
         last = num_decided - 1
         token = choose_token(logits, last, position + num_decided, rules, sampled=True)
     else:
-        uniforms = jax.vmap(lambda k: jax.random.uniform(k, (draft.block.shape[1] - 1,)))(
+        uniforms = jax.vmap(lambda k: jax.random.uniform(k, (drafted.block.shape[1] - 1,)))(
             row_keys(rules, position, ACCEPT)
         )
         p = probabilities(logits, rules)
         num_decided, residual = accept_sampled(
-            draft.block[:, 1:], draft.q, p, uniforms, draft.num_drafts
+            drafted.block[:, 1:], drafted.q, p, uniforms, drafted.num_drafts
         )
         token = draw(row_keys(rules, position + num_decided, TOKEN), residual)
     greedy = rules.temperature <= 0
@@ -241,9 +233,9 @@ def update_drafter(
 ) -> tuple[DecodeState, None, None]:
     """Update a drafter on a device of its own after a step of the target."""
     start = jnp.where(inputs.fresh, 0, state.position)
-    draft = pair.drafter_call(params, inputs.taps, state.draft, start, method="context")
+    context = pair.drafter_call(params, inputs.taps, state.draft, start, method="context")
     state = dataclasses.replace(state, position=start)
-    return commit(state, (), draft, inputs.position - start, inputs.anchor), None, None
+    return commit(state, (), context, inputs.position - start, inputs.anchor), None, None
 
 
 def single_row(
