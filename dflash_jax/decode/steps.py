@@ -49,7 +49,6 @@ from dflash_jax.decode.sampling import (
 from dflash_jax.nn.draft import Draft
 from dflash_jax.state import (
     DecodeState,
-    OutputColumn,
     RowRules,
     StepOutput,
     commit,
@@ -82,13 +81,9 @@ def prefill(
     logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
     finite = (finite_places(raw) > 0) | (num_tokens == 0)
     odds = call_odds(raw, token, zero, rules)
-    columns = {
-        OutputColumn.NUM_TOKENS: num_tokens,
-        OutputColumn.NEXT_BEST: best,
-        OutputColumn.FINITE: finite,
-        OutputColumn.NUM_DRAFTS: zero,
-    }
-    out = pack_output(token[:, None], columns, logprobs=logprobs, call_odds=odds)
+    out = pack_output(
+        token[:, None], num_tokens, best, finite, zero, logprobs=logprobs, call_odds=odds
+    )
     state = commit(state, target, context, num_fed, token)
     return state, logits_state and logits_state.count(out), out
 
@@ -149,13 +144,10 @@ def verify_block(
             num_drafts = jnp.where(reported, drafted.num_drafts, -1)
         logprobs = logits_state.logprobs(raw, tokens) if logits_state else None
         odds = call_odds(raw, anchor, last, rules)
-        columns = {
-            OutputColumn.NUM_TOKENS: num_committed,
-            OutputColumn.NEXT_BEST: best,
-            OutputColumn.FINITE: (good > 0) | idle,
-            OutputColumn.NUM_DRAFTS: num_drafts,
-        }
-        out = pack_output(tokens, columns, logprobs=logprobs, call_odds=odds)
+        finite = (good > 0) | idle
+        out = pack_output(
+            tokens, num_committed, best, finite, num_drafts, logprobs=logprobs, call_odds=odds
+        )
     with jax.named_scope("commit"):
         state = commit(state, target, context, num_committed, anchor)
     return logits, state, logits_state and logits_state.count(out), out
