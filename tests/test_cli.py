@@ -320,7 +320,7 @@ def test_explain_reports_a_pair_without_compiling(
     assert "drafter  dflash v1  3 layers" in out
     assert "device   H200" in out
     assert "bfloat16" in out
-    assert "speculative_sampled" in out
+    assert "speculative[sampled]" in out
     times = re.findall(r"(\S+) ms [mc]", out)
     assert len(times) == 6
     assert all(0 < float(time) < 1 for time in times)  # no column runs into the next

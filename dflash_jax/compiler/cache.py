@@ -110,7 +110,7 @@ def _show(
         with contextlib.suppress(OSError):  # removed already, or without permission
             if time.time() - entry.stat().st_mtime > FRESH and not _readable(entry):
                 entry.unlink()
-                log.warning("%s was damaged and is compiled again", entry)
+                log.warning("%s was damaged, and is compiled again", entry)
 
 
 def _readable(entry: Path) -> bool:
