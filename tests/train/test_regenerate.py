@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from dflash_jax.compiler.keys import Variant
 from dflash_jax.errors import ConfigError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
@@ -45,7 +46,7 @@ def test_several_writers_write_what_one_writes(
     texts, names, before = [], [], set(threading.enumerate())
     for cores in (1, 3):
         monkeypatch.setattr(threads, "cores", lambda cores=cores: cores)
-        writers = regenerate.Writers(model, "")
+        writers = regenerate.Writers(model, Variant.GREEDY)
         assert writers.count(BUCKETS[0]) == cores
         with writers.engine(BUCKETS[0]) as first:
             if cores > 1:
