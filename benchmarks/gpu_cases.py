@@ -19,7 +19,7 @@ from dflash_jax.config import (
     read_drafter_config,
     read_target_config,
 )
-from dflash_jax.decode.drafting import draft_block
+from dflash_jax.decode.drafting import draft as draft_block
 from dflash_jax.decode.inputs import DecodeInputs, VerifyInputs
 from dflash_jax.decode.pair import Pair
 from dflash_jax.decode.steps import verify_block
@@ -97,14 +97,14 @@ def planned(
 
 def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Program]:
     """plain and plain1, verify, draft, and the whole fused step, of an exact plan."""
-    pair = build_pair(target, drafter)
+    pair = dataclasses.replace(build_pair(target, drafter), block=plan.block)
     declared = declare(plan, target, drafter)
     plain, fused = (ProgramKey(s, Variant.GREEDY) for s in (Step.PLAIN, Step.SPECULATIVE))
     narrow = declare(dataclasses.replace(plan, exact=False), target, drafter)[plain]
     params, state, _, inputs = declared[plain].arguments
     block = jax.ShapeDtypeStruct((plan.rows, plan.block), jnp.int32)
     verify = functools.partial(verify_step, pair)
-    draft = functools.partial(draft_step, pair, width=plan.block)
+    draft = functools.partial(draft_step, pair)
     arguments = (params, state, None, inputs)
     parts = {
         "plain1": narrow,
@@ -193,7 +193,7 @@ def logits_step(
         alive = jnp.ones_like(state.anchor, bool)
         draft = Draft(block, None, alive, jnp.full_like(state.anchor, block.shape[1] - 1))
     inputs = VerifyInputs(draft, rules)
-    logits, state, _, out = verify_block(pair, params, state, None, inputs, sampled=False)
+    logits, state, _, out = verify_block(pair, params, state, None, inputs)
     return logits, state, out
 
 
@@ -203,9 +203,7 @@ def draft_step(
     state: DecodeState,
     logits_state: None,
     inputs: DecodeInputs,
-    *,
-    width: int,
 ) -> tuple[DecodeState, None, Any]:
     """The drafter's part of a step."""
-    state, draft = draft_block(pair, params, state, inputs.rules, width=width, sampled=False)
+    state, _, draft = draft_block(pair, params, state, None, inputs)
     return state, None, draft.block

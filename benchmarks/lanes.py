@@ -58,7 +58,8 @@ class BareLoop:
     def __init__(self, engine: Engine):
         engine.warm_up()
         self._engine, self._plan = engine, engine.plan
-        self._pair = build_pair(engine.target, engine.drafter)
+        pair = build_pair(engine.target, engine.drafter)
+        self._pair = dataclasses.replace(pair, block=engine.plan.block)
         self._state = jit(lambda: empty_state(engine.plan, engine.target, engine.drafter))()
         self._loop = jit(self._rounds, donate=(1, 4))
 
@@ -135,10 +136,8 @@ class BareLoop:
 
         def body(i: jax.Array, carry: tuple[DecodeState, jax.Array]) -> Any:
             state, answers = carry
-            width = self._plan.block
-            state, _, out = steps.speculative(
-                self._pair, params, state, None, DecodeInputs(rules), width=width, sampled=False
-            )
+            inputs = DecodeInputs(rules)
+            state, _, out = steps.speculative(self._pair, params, state, None, inputs)
             return state, jax.lax.dynamic_update_slice(answers, out.packed, (i, 0))
 
         return jax.lax.fori_loop(0, rounds, body, (state, answers))

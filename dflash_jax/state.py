@@ -7,7 +7,7 @@ heads, P key width, Q value width, C convolved channels, W convolution inputs ke
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import jax
@@ -38,6 +38,7 @@ class LayerCache:
 
     @property
     def slots(self) -> int:
+        """Number of slots S."""
         return self.k.shape[2]
 
     def restart(self, rows: Bool[Array, " B"]) -> "LayerCache":
@@ -169,13 +170,22 @@ class StepOutput:
 
 def pack_output(
     tokens: Int[Array, "B T"],
-    columns: Mapping[OutputColumn, Num[Array, " B"]],
+    num_tokens: Int[Array, " B"],
+    next_best: Int[Array, " B"],
+    finite: Bool[Array, " B"],
+    num_drafts: Int[Array, " B"],
     *,
     logprobs: Logprobs | None = None,
     call_odds: Float[Array, " B"] | None = None,
 ) -> StepOutput:
     """Return the output of a step; `read_output` unpacks it on the host."""
-    parts = [tokens, jnp.stack([columns[name].astype(jnp.int32) for name in OutputColumn], axis=1)]
+    columns = {
+        OutputColumn.NUM_TOKENS: num_tokens,
+        OutputColumn.NEXT_BEST: next_best,
+        OutputColumn.FINITE: finite.astype(jnp.int32),
+        OutputColumn.NUM_DRAFTS: num_drafts,
+    }
+    parts = [tokens, jnp.stack([columns[column] for column in OutputColumn], axis=1)]
     if call_odds is not None:
         parts.insert(0, jax.lax.bitcast_convert_type(call_odds, jnp.int32)[:, None])
     return StepOutput(jnp.concatenate(parts, axis=1), logprobs, call_odds is not None)

@@ -1,4 +1,4 @@
-"""Compiles programs in one thread of low priority, while other threads decode."""
+"""Compile programs in one thread of low priority, while other threads decode."""
 
 import concurrent.futures
 import contextlib
@@ -13,14 +13,13 @@ from dflash_jax.compiler.build import CompiledPrograms
 from dflash_jax.compiler.keys import Variant
 
 log = logging.getLogger("dflash_jax.compiler")
-# Added to the nice value of the thread. XLA's own threads keep theirs; this one traces and lowers,
-# and holds Python's lock as it does so. A higher value would make other threads wait for a thread
-# that a busy machine does not run.
+# Added to the nice value of the thread, which holds Python's lock while it traces and lowers. With
+# a higher value, other threads would wait for a thread that a busy machine does not schedule.
 NICENESS = 5
 
 
 @dataclasses.dataclass(eq=False)
-class _Job:
+class _CompileJob:
     compiled: CompiledPrograms
     variants: tuple[Variant, ...]
     urgent: bool
@@ -30,33 +29,33 @@ class _Job:
 class BackgroundCompiler:
     """Compiles the variants of any number of engines, one program at a time.
 
-    Between two programs the most urgent job is chosen, so that a variant that a request waits for
-    comes before those that nobody asked for yet.
+    After each program the most urgent job is chosen again, so that variants that requests wait for
+    come first.
     """
 
     def __init__(self) -> None:
-        self._jobs: list[_Job] = []
+        self._jobs: list[_CompileJob] = []
         self._lock = threading.Lock()
         self._running = self._stopped = False
 
     @property
     def compiling(self) -> bool:
-        """Whether the thread is running; after `stop` it ends with the program it is compiling."""
+        """Whether the thread is running; after `stop` it ends with its current program."""
         return self._running
 
     def want(
         self, compiled: CompiledPrograms, variants: Iterable[Variant], *, urgent: bool = False
     ) -> concurrent.futures.Future[None]:
-        """Have variants compiled.
+        """Queue variants to be compiled.
 
         Args:
-          urgent: somebody waits for them.
+          urgent: a request waits for them.
 
         Returns:
-          A future that completes once they are there, or with the error of compiling them. It is
-          cancelled by `stop`.
+          A future that completes when they are compiled, or with the error of compiling them. It
+          is cancelled by `stop`.
         """
-        job = _Job(compiled, tuple(variants), urgent, concurrent.futures.Future())
+        job = _CompileJob(compiled, tuple(variants), urgent, concurrent.futures.Future())
         compiled.want(job.variants)
         if not compiled.missing(job.variants):
             job.future.set_result(None)
@@ -73,7 +72,7 @@ class BackgroundCompiler:
         return job.future
 
     def stop(self) -> None:
-        """Begin no other program and cancel what is wanted; the program being compiled goes on."""
+        """Cancel all jobs and end the thread after its current program."""
         with self._lock:
             self._stopped = True
             jobs, self._jobs = self._jobs, []
@@ -90,17 +89,17 @@ class BackgroundCompiler:
                 self._end([job], error)
             self._end([job for job in self._jobs if not job.compiled.missing(job.variants)])
 
-    def _next(self) -> _Job | None:
-        """The most urgent job; None, and the thread ends, if there is none."""
+    def _next(self) -> _CompileJob | None:
+        """Return the most urgent job; None, which ends the thread, if there is none."""
         with self._lock:
             self._running = bool(self._jobs)
             return min(self._jobs, key=lambda job: not job.urgent, default=None)
 
-    def _end(self, jobs: list[_Job], error: Exception | None = None) -> None:
+    def _end(self, jobs: list[_CompileJob], error: Exception | None = None) -> None:
         with self._lock:
             ended = [job for job in jobs if job in self._jobs]
             self._jobs = [job for job in self._jobs if job not in ended]
-        for job in ended:  # outside the lock: callbacks may want more
+        for job in ended:  # outside the lock: callbacks may queue more
             if error is None:
                 job.future.set_result(None)
             else:
@@ -108,7 +107,7 @@ class BackgroundCompiler:
 
 
 def lower_priority() -> None:
-    """Lower this thread's priority by `NICENESS`, where the system has one for each thread."""
+    """Lower this thread's priority by `NICENESS`, if threads have priorities of their own."""
     if sys.platform == "linux":
         number = threading.get_native_id()
         with contextlib.suppress(OSError):

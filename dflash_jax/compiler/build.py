@@ -22,7 +22,7 @@ log = logging.getLogger("dflash_jax.compiler")
 # On a GPU XLA joins products that share an input by copying their weights into one, in every call.
 OPTIONS: dict[str, bool | str] = {"xla_gpu_dot_merger_threshold_mb": "0"}
 TIMED = (Step.PLAIN, Step.PREFILL)  # these steps have every kernel of the target
-# XLA compiles one program with several threads; half as many programs as cores keep all busy.
+# XLA uses threads of its own for a program; half as many programs as cores keep all busy.
 WORKERS = max(1, (os.cpu_count() or 1) // 2)
 LONG = 5.0  # seconds of compiling, after which free memory is returned to the system
 GUESS = 5.0  # seconds that the first program is assumed to take
@@ -31,80 +31,54 @@ _compiling = threading.Lock()  # the process compiles for one caller at a time
 
 @dataclasses.dataclass(frozen=True)
 class Executable:
-    """A compiled program; calling it only dispatches. Other shapes raise JAX's own TypeError."""
+    """A compiled program; calling it only dispatches. Other shapes raise JAX's own TypeError.
+
+    Of a program on two devices, `compiled` is the first part; sizes and text are those of all.
+    """
 
     key: ProgramKey
     compiled: jax.stages.Compiled
     lowered: jax.stages.Lowered
     donated_bytes: int
     seconds: float  # tracing, lowering and compiling
+    parts: tuple["Executable", ...] = ()
+    call: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        return self.compiled(*args)
+        return self.compiled(*args) if self.call is None else self.call(self.parts, *args)
 
     @property
     def stablehlo(self) -> str:
-        """Return the program as XLA was given it."""
-        return self.lowered.as_text()
-
-    @property
-    def _memory(self) -> Any:
-        return self.compiled.memory_analysis()
+        """The program as given to XLA."""
+        return "\n".join(part.lowered.as_text() or "" for part in self._all)
 
     @property
     def aliased_bytes(self) -> int:
         """Bytes of donated arguments that are updated in place."""
-        return self._memory.alias_size_in_bytes
+        return self._total("alias_size_in_bytes")
 
     @property
     def temporary_bytes(self) -> int:
         """Scratch memory of one call."""
-        return self._memory.temp_size_in_bytes
+        return self._total("temp_size_in_bytes")
 
     @property
     def argument_bytes(self) -> int:
         """Bytes of all arguments, weights included."""
-        return self._memory.argument_size_in_bytes
+        return self._total("argument_size_in_bytes")
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of machine code; 0 where XLA does not say, as on a CPU."""
-        executable = self.compiled.runtime_executable()
-        return executable.size_of_generated_code_in_bytes() if executable else 0
-
-
-@dataclasses.dataclass(frozen=True)
-class JoinedExecutable(Executable):
-    """A program that runs on two devices.
-
-    `compiled` and `lowered` are those of its first part, sizes and text those of all parts.
-    """
-
-    parts: tuple[Executable, ...]
-    call: Callable[..., Any]
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*self.parts, *args)
+        """Bytes of machine code; 0 where XLA does not report it, as on a CPU."""
+        loaded = (part.compiled.runtime_executable() for part in self._all)
+        return sum(x.size_of_generated_code_in_bytes() for x in loaded if x)
 
     @property
-    def stablehlo(self) -> str:
-        return "\n".join(part.stablehlo for part in self.parts)
+    def _all(self) -> tuple["Executable", ...]:
+        return self.parts or (self,)
 
-    @property
-    def aliased_bytes(self) -> int:
-        return sum(part.aliased_bytes for part in self.parts)
-
-    @property
-    def temporary_bytes(self) -> int:
-        return sum(part.temporary_bytes for part in self.parts)
-
-    @property
-    def argument_bytes(self) -> int:
-        return sum(part.argument_bytes for part in self.parts)
-
-    @property
-    def code_bytes(self) -> int:
-        return sum(part.code_bytes for part in self.parts)
+    def _total(self, name: str) -> int:
+        return sum(getattr(part.compiled.memory_analysis(), name) for part in self._all)
 
 
 def jit(function: Callable[..., Any], *, donate: tuple[int, ...] = (), **options: Any) -> Any:
@@ -168,14 +142,17 @@ def lower(program: Program) -> jax.stages.Lowered:
 def _compile(program: Program) -> Executable:
     if program.call is not None:
         parts = tuple(map(_compile, program.parts))
-        return JoinedExecutable(
-            program.key,
-            parts[0].compiled,
-            parts[0].lowered,
-            sum(part.donated_bytes for part in parts),
-            sum(part.seconds for part in parts),
-            parts,
-            program.call,
+        donated, seconds = (
+            sum(getattr(part, name) for part in parts) for name in ("donated_bytes", "seconds")
+        )
+        first = parts[0]
+        return dataclasses.replace(
+            first,
+            key=program.key,
+            donated_bytes=donated,
+            seconds=seconds,
+            parts=parts,
+            call=program.call,
         )
     started = time.perf_counter()
     lowered = lower(program)
@@ -203,7 +180,7 @@ def _bytes_per_device(leaf: Any) -> int:
 def keys_by_variant(keys: Iterable[ProgramKey]) -> dict[Variant, tuple[ProgramKey, ...]]:
     """Return the programs that each variant needs, in the order to compile them in.
 
-    A program may belong to several variants.
+    A program may belong to more than one variant.
     """
     # Programs that decide on a GPU which kernels others use come first, see `compile_programs`.
     ordered = sorted(keys, key=lambda key: (key.step not in TIMED, str(key)))

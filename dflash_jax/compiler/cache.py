@@ -1,4 +1,4 @@
-"""Compiled programs on disk, between processes."""
+"""JAX's compilation cache: compiled programs on disk, shared between processes."""
 
 import contextlib
 import functools
@@ -17,9 +17,9 @@ log = logging.getLogger("dflash_jax")
 ENVIRONMENT = "DFLASH_COMPILATION_CACHE"
 YES, NO = ("on", "1", "true", "yes"), ("off", "0", "false", "no")
 DAMAGED = re.compile(r"Error reading persistent compilation cache entry for '(.*?)'")
-FRESH = 60.0  # seconds in which another process may still be writing it
-# Seconds of compiling from which on a program is kept: ours take longer, and the short operations
-# of a user's own work in the same process would only fill the folder.
+FRESH = 60.0  # seconds in which another process may still be writing a file
+# Seconds of compiling from which a program is kept. Programs of an engine take longer; short
+# operations of other code in the same process would only fill the folder.
 WORTH_KEEPING = 0.1
 
 CompilationCache = bool | str | os.PathLike[str] | None
@@ -32,19 +32,19 @@ def _warn(message: str) -> None:
 def use_compilation_cache(
     chosen: CompilationCache = None, *, warn: Callable[[str], None] = _warn
 ) -> Path | None:
-    """Keep compiled programs on disk between processes, and return the folder.
+    """Keep compiled programs on disk between processes.
 
-    Called on loading, never on import. A folder that JAX was already given is left as it is, and
-    so are its thresholds. A folder that cannot be written is no error: nothing depends on it.
+    Called on loading, never on import. A folder and thresholds that JAX already has are not
+    changed. A folder that cannot be written causes a warning only.
 
     Args:
       chosen: a folder; True for the default one, `dflash_jax/xla` in `XDG_CACHE_HOME` or
-        `~/.cache`; False for none; None for what the variable `DFLASH_COMPILATION_CACHE` says,
-        "off" or a folder, and the default one where it is not set.
-      warn: told where the folder cannot be written.
+        `~/.cache`; False for none; None for the value of `DFLASH_COMPILATION_CACHE`, "off" or a
+        folder, and the default folder if that is not set.
+      warn: called with the warning.
 
     Returns:
-      The folder that JAX uses from now on, or None where it uses none.
+      The folder that JAX uses from now on, or None.
     """
     if chosen is None:
         chosen = _from_environment()
@@ -74,14 +74,14 @@ def _default_folder() -> Path:
 
 
 def enable_compilation_cache(directory: Path) -> None:
-    """Have JAX keep compiled programs in a folder, unless it already has one.
+    """Set JAX's compilation cache to a folder, unless it already has one.
 
-    The folder is made private, because what it holds is executed. What a full disk or a killed
-    process left there half-written is removed when it is met: JAX warns of it in every process,
-    and never replaces it.
+    The folder is private to the user, because its contents are executed. Damaged entries, as left
+    by a full disk or a killed process, are removed: JAX never replaces them, and warns of them in
+    every process.
 
     Raises:
-      OSError: the folder cannot be made, or nothing can be written to it.
+      OSError: the folder cannot be created or written.
     """
     if jax.config.values["jax_compilation_cache_dir"]:
         return
@@ -89,36 +89,36 @@ def enable_compilation_cache(directory: Path) -> None:
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PermissionError(f"{directory} cannot be written")
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    # Values that are not JAX's defaults are a user's.
+    # Other values than JAX's defaults were set by the user.
     if jax.config.values["jax_persistent_cache_min_compile_time_secs"] == 1.0:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
     if jax.config.values["jax_persistent_cache_min_entry_size_bytes"] == 0:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    warnings.filterwarnings("always", DAMAGED.pattern)  # every one is acted upon
+    warnings.filterwarnings("always", DAMAGED.pattern)  # each one leads to a removal
     warnings.showwarning = functools.partial(_show, directory, warnings.showwarning)
 
 
 def _show(
     directory: Path, show: Callable[..., None], message: Any, *rest: Any, **more: Any
 ) -> None:
-    """Show a warning as before, unless it is of a damaged program, which is removed."""
+    """Show a warning, or remove the damaged entry it is about."""
     found = DAMAGED.match(str(message))
     if not found:
         return show(message, *rest, **more)
     log.info("%s", message)
     for entry in directory.glob(f"{found[1]}-*"):
-        with contextlib.suppress(OSError):  # gone already, or not ours to remove
+        with contextlib.suppress(OSError):  # removed already, or without permission
             if time.time() - entry.stat().st_mtime > FRESH and not _readable(entry):
                 entry.unlink()
                 log.warning("%s was damaged, and is compiled again", entry)
 
 
 def _readable(entry: Path) -> bool:
-    """Whether a file of the cache can be unpacked."""
+    """Return whether a file of the cache can be decompressed."""
     try:
-        from jax._src.compilation_cache import decompress_executable  # nothing public says it
+        from jax._src.compilation_cache import decompress_executable  # no public name
 
         decompress_executable(entry.read_bytes())
-    except Exception:  # zlib's and zstandard's own, which have no common name
+    except Exception:  # zlib and zstandard have no common exception
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a plan turns into: models, bytes, programs and their rooflines, without any weights."""
+"""Report of a plan: models, memory, programs and their rooflines, without any weights."""
 
 import collections
 import dataclasses
@@ -37,7 +37,7 @@ _TIMED = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)  # steps with a roofline
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """One program. The compiled figures are None when nothing was compiled."""
+    """One program. Figures of compiled programs are None when nothing was compiled."""
 
     name: str
     arguments: int
@@ -53,7 +53,7 @@ class ProgramReport:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Everything `dflash-jax explain` prints."""
+    """The report that `dflash-jax explain` prints."""
 
     target: TargetConfig
     drafter: DrafterConfig | None
@@ -65,7 +65,7 @@ class Explanation:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """Return the report as JSON values."""
         return dataclasses.asdict(self) | {
             "target": self.target.to_json(),
             "drafter": self.drafter and self.drafter.to_json(),
@@ -96,7 +96,7 @@ class Explanation:
             yield (
                 f"drafter  {_KINDS.get(d.kind, d.kind)}  {d.num_layers} layers"
                 f"  {_runs(window_kinds(d.windows))}  {_runs(kinds)}  block {d.block_size}"
-                f"  mask {d.mask_token_id}  {_borrowed(t, d, p)}"
+                f"  mask {d.mask_token_id}  {_shared_layers(t, d, p)}"
             )
         yield (
             f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"
@@ -132,7 +132,7 @@ class Explanation:
         yield "roofline: m = bound by memory, c = by compute; moves: weights and caches once"
 
     def _compiled(self) -> Iterable[str]:
-        """What only the compiled programs know."""
+        """Yield the figures of compiled programs."""
         yield _row("compiled", "arguments", "aliased", "temporary", "StableHLO", "took")
         for p in self.programs:
             yield _row(
@@ -153,7 +153,7 @@ def explain(
     *,
     compile: bool = False,
 ) -> Explanation:
-    """Report a resolved plan; with `compile`, what only the compiled programs know as well."""
+    """Report a resolved plan; with `compile`, with the figures of compiled programs."""
     programs = declare(plan, target, drafter, variants=EXPLAINED)
     built = compile_programs(programs.values()) if compile else {}
     reports = tuple(
@@ -180,7 +180,7 @@ def explain(
 
 @isolated_jax_config()
 def stablehlo(program: Program) -> str:
-    """Return what XLA is given of a program, without compiling it."""
+    """Return a program as given to XLA, without compiling it."""
     if program.call is not None:
         return "\n".join(map(stablehlo, program.parts))
     return lower(program).as_text() or ""
@@ -216,7 +216,7 @@ def _report(
 
 
 def _stored_as(leaf: Any) -> str:
-    """A dtype, or the kinds of a packed weight's parts."""
+    """Return a dtype, or the kinds of a packed weight's parts."""
     if isinstance(leaf, Joined):
         return "+".join(dict.fromkeys(_stored_as(part) for part in leaf.parts))
     if isinstance(leaf, FloatLayout):
@@ -224,8 +224,8 @@ def _stored_as(leaf: Any) -> str:
     return leaf.kind if isinstance(leaf, Packed) else str(leaf.dtype)
 
 
-def _borrowed(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> str:
-    """The scale of the block's embeddings and the cap of its logits, each applied once."""
+def _shared_layers(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> str:
+    """Return the scale of the block's embeddings and the softcap of its logits, as text."""
     used = paired(target, drafter)
     scale, cap = used.input_embedding_scale or 1.0, used.final_logit_softcapping or 0.0
     if used.rounded_embedding_scale:
@@ -242,7 +242,7 @@ def _row(name: str, *cells: str) -> str:
 
 
 def _wrapped(line: str) -> list[str]:
-    """Break a line that is too long, where two spaces, a comma or a semicolon part its items."""
+    """Break a long line between items, after two spaces, a comma or a semicolon."""
     space = "\N{NO-BREAK SPACE}"
     parts = textwrap.wrap(re.sub(r"(?<=[^ ,;]) (?=[^ ])", space, line), **_FORM)
     if max(map(len, parts)) > COLUMNS:  # an item is too long for a line of its own
@@ -255,7 +255,7 @@ def _bytes(n: int | None) -> str:
 
 
 def _runs(kinds: Sequence[str]) -> str:
-    """'a on 0-3, b on 4'; just 'a' when all are alike, '48 a, 16 b' when they alternate."""
+    """Return 'a on 0-3, b on 4', 'a' if all are alike, or '48 a, 16 b' if they alternate."""
     if len(set(kinds)) == 1:
         return kinds[0]
     runs: list[list[int]] = []

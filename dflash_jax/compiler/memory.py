@@ -27,6 +27,7 @@ class Budget:
 
     @property
     def total(self) -> int:
+        """Sum of all parts."""
         return self.weights + self.caches + self.temporaries + self.prefixes
 
     def __str__(self) -> str:

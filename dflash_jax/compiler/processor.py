@@ -1,4 +1,4 @@
-"""What this machine's processor is, which decides what products on a CPU are made of."""
+"""The processor of this machine, which determines how a CPU computes products."""
 
 import functools
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @functools.cache
 def widest_vectors() -> str:
-    """The widest of "avx512f", "avx2" and "avx" that the processor has; "" where none is known."""
+    """Return the widest of "avx512f", "avx2" and "avx" that the processor has, or ""."""
     flags = re.search(r"^flags\s*:(.*)$", _information(), re.MULTILINE)
     has = flags[1].split() if flags else []
     return next((flag for flag in ("avx512f", "avx2", "avx") if flag in has), "")
@@ -15,7 +15,7 @@ def widest_vectors() -> str:
 
 @functools.cache
 def processor() -> str:
-    """Model and features, which compiled code hangs on; "" where none are known."""
+    """Return model and features, which compiled code depends on; "" if they are unknown."""
     named = r"^(?:model name|flags|CPU part|Features)\s*:.*$"
     return "\n".join(sorted(set(re.findall(named, _information(), re.MULTILINE))))
 

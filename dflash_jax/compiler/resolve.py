@@ -72,12 +72,12 @@ def _check_models(plan: Plan, target: TargetConfig, drafter: DrafterConfig | Non
     if plan.max_length > target.max_length:
         changes = target.rope.kind in BY_LENGTH
         reason = f" (beyond them its {target.rope.kind} rotary embedding turns cached keys too)"
-        raise PlanError(
+        return (
             f"max_length is {plan.max_length}, but the target was made for {target.max_length}"
             f" positions{reason if changes else ''}; ask for at most {target.max_length}"
         )
     if plan.min_survival and not (drafter and drafter.predicts_survival):
-        raise PlanError(
+        return (
             f"min_survival is {plan.min_survival}, but the drafter has no confidence head;"
             " leave it at 0"
         )
@@ -102,12 +102,12 @@ def _check_weights(plan: Plan) -> None:
             " device: leave it 'auto'"
         )
     if plan.weights == "packed" and not plan.stored:
-        raise PlanError(
+        return (
             "weights='packed' keeps the blocks of a .gguf file, but neither model comes from one"
             " with Q8_0, Q4_0, Q4_K or Q6_K matrices; ask for 'int8' or 'int4'"
         )
     if plan.weights != "float" and plan.mesh != (1, 1):
-        raise PlanError(
+        return (
             f"weights={plan.weights!r} cannot be split over a mesh of {plan.mesh}; use one device,"
             " or weights='float'"
         )

@@ -1,6 +1,6 @@
-"""How fast a program could be: least bytes over bandwidth, operations over peak.
+"""Minimum time of a program: bytes over bandwidth, operations over peak.
 
-The table holds what devices sustain, not what their data sheets say, where we know it.
+The table has sustained rates where they are known, not those of data sheets.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ class Device:
     """Sustained rates of a device."""
 
     name: str
-    bytes_per_s: float  # reading and writing together
+    bytes_per_s: float  # reads and writes together
     flops_per_s: dict[str, float]  # by dtype
     memory: int  # bytes
 
@@ -41,19 +41,19 @@ DEVICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The least time of one call on a device."""
+    """Minimum time of one call on a device."""
 
     seconds: float
     bound: str  # "memory" or "compute"
 
 
 def roofline(work: StepWork, device: Device, dtype: str) -> Roofline:
-    """max(bytes / bandwidth, operations / peak)."""
+    """Return max(bytes / bandwidth, operations / peak) and which of the two it is."""
     moving, computing = work.bytes / device.bytes_per_s, work.flops / device.flops_per_s[dtype]
     return Roofline(max(moving, computing), "memory" if moving >= computing else "compute")
 
 
 def find_device(kind: str) -> Device:
-    """The table's entry for a JAX device kind or a name; the CPU entry if nothing matches."""
+    """Return the table's entry for a JAX device kind or a name, or the CPU entry."""
     wanted = kind.lower()
     return next((d for d in DEVICES.values() if d.name.lower() in wanted), DEVICES["CPU"])

@@ -1,4 +1,4 @@
-"""Placement of arrays on the devices of a mesh; XLA inserts the communication.
+"""Placement of arrays over a mesh of devices; XLA inserts the communication.
 
 A mesh is (data, model). Rows are split over `data`. Over `model` go kv heads with the query heads
 they serve, the width of MLPs and experts, and the vocabulary of the head: the axis that a weight's
@@ -71,8 +71,16 @@ def row_shardings(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda _: rows, tree)
 
 
-def whole(mesh: Mesh, tree: Any) -> Any:
-    """Return the sharding of arrays that every device holds."""
+def shardings(mesh: Mesh, tree: Any, axes: Mapping[str, int]) -> Any:
+    """Return a sharding for every array of parameters, a state, or anything else, replicated.
+
+    Args:
+      axes: the axis of each parameter that may be split, by path (see `model_axes`).
+    """
+    if isinstance(tree, dict):
+        return param_shardings(mesh, tree, axes)
+    if isinstance(tree, DecodeState):
+        return row_shardings(mesh, tree)
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
 
 

@@ -16,12 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.compiler.sharding import placed
-from dflash_jax.decode.inputs import (
-    DecodeInputs,
-    PutSegmentInputs,
-    UpdateDrafterInputs,
-    VerifyInputs,
-)
+from dflash_jax.decode.inputs import DecodeInputs, UpdateDrafterInputs, VerifyInputs
 from dflash_jax.decode.pair import Params
 from dflash_jax.decode.rows import Segment
 from dflash_jax.errors import PlanError
@@ -30,6 +25,7 @@ from dflash_jax.state import DecodeState, RowRules
 
 SHARED = ("embed", "head", "norm")  # parameters of the target that drafters use, and their scales
 Call = Callable[..., Any]
+Parts = tuple[Call, ...]
 Programs = Mapping[ProgramKey, Any]
 
 
@@ -51,7 +47,7 @@ def devices(plan: Plan) -> tuple[jax.Device, jax.Device]:
     """Return the target's and the drafter's device.
 
     Raises:
-      PlanError: there are fewer devices, or they belong to several processes.
+      PlanError: there are fewer devices, or JAX runs in more than one process.
     """
     found, last = jax.devices(), max(plan.devices)
     if last >= len(found):
@@ -100,6 +96,10 @@ def join(
     updates = {width: _on(drafter_device, program) for width, program in updates.items()}
     plain = plan.block if plan.exact else 1
     widths = {Step.PREFILL: plan.chunk, Step.PLAIN: plain, Step.FORCED_TOKENS: plan.block}
+    segments = {
+        Step.TAKE_SEGMENT: transfers.take_segment,
+        Step.PUT_SEGMENT: transfers.put_segment,
+    }
     joined = {}
 
     def add(step: Step, variant: Variant | None, call: Call, *parts: Any) -> None:
@@ -112,26 +112,23 @@ def join(
         if step == Step.SET_LOGITS_STATE:
             joined[key] = part
         elif step == Step.PROMPT_LOGPROBS:
-            add(step, None, transfers.prompt_logprobs, part)
+            add(step, None, transfers.target_only, part)
         elif step in widths:
             add(step, variant, transfers.target_step, part, updates[widths[step]])
-        elif step == Step.VERIFY and variant == Variant.CONSTRAINED:
-            draft_key = ProgramKey(Step.DRAFT, variant)
-            add(step, variant, transfers.verify, part, updates[plan.block])
-            add(Step.DRAFT, variant, transfers.draft, drafter[draft_key])
         elif step == Step.VERIFY:
-            draft = drafter[ProgramKey(Step.DRAFT, variant)]
-            add(Step.SPECULATIVE, variant, transfers.speculative, part, draft, updates[plan.block])
-        elif step == Step.TAKE_SEGMENT:
-            add(step, None, transfers.take_segment, part, drafter[key])
-        elif step == Step.PUT_SEGMENT:
+            draft, update = drafter[ProgramKey(Step.DRAFT, variant)], updates[plan.block]
+            if variant == Variant.CONSTRAINED:
+                add(step, variant, transfers.verify, part, update)
+                add(Step.DRAFT, variant, transfers.draft, draft)
+            else:
+                add(Step.SPECULATIVE, variant, transfers.speculative, part, draft, update)
+        else:
+            add(step, None, segments.get(step, transfers.change_rows), part, drafter[key])
+        if step == Step.PUT_SEGMENT:
             inputs, other = part.arguments[3], drafter[key].arguments[3]
             segment = Segment(inputs.segment.target, other.segment.draft)
-            add(step, None, transfers.put_segment, part, drafter[key])
             arguments = (*part.arguments[:3], dataclasses.replace(inputs, segment=segment))
             joined[key] = dataclasses.replace(joined[key], arguments=arguments)
-        else:
-            add(step, None, transfers.change_rows, part, drafter[key])
     return joined
 
 
@@ -145,93 +142,72 @@ def _on(device: jax.Device, program: Any) -> Any:
 
 
 class _Transfers:
-    """Calls of the parts of a program, with the transfers between them."""
+    """Calls of the compiled parts of programs, with the transfers between them.
+
+    Arguments and results are those of every program, after the parts.
+    """
 
     def __init__(self, target_device: jax.Device, drafter_device: jax.Device, rows: int):
         self._target_device, self._drafter_device = target_device, drafter_device
         self._not_fresh = np.zeros((rows,), bool)
         self._rules: tuple[RowRules | None, Any] = (None, None)
 
-    def target_step(
-        self, target: Call, update: Call, params: Params, state: Any, logits_state: Any, inputs: Any
-    ) -> Any:
+    def target_step(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
         """Run a step that drafts nothing, then update the drafter."""
-        result = target(_target_params(params), state.target_state, logits_state, inputs)
+        target, update = parts
+        result = target(_target_params(params), state.target_state, logits, inputs)
         fresh = getattr(inputs, "fresh", self._not_fresh)
         return self._updated(update, params, state, result, fresh)
 
-    def speculative(
-        self, target: Call, draft: Call, update: Call, params: Params, state: Any, *rest: Any
-    ) -> Any:
+    def speculative(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
         """Draft on the drafter's device, verify on the target's, then update the drafter."""
-        logits_state, inputs = rest
-        state, _, drafted = self.draft(draft, params, state, None, inputs)
+        target, draft, update = parts
+        state, _, drafted = self.draft((draft,), params, state, None, inputs)
         to_verify = VerifyInputs(drafted, inputs.rules, inputs.masks)
-        return self.verify(target, update, params, state, logits_state, to_verify)
+        return self.verify((target, update), params, state, logits, to_verify)
 
-    def draft(
-        self, draft: Call, params: Params, state: Any, logits_state: None, inputs: DecodeInputs
-    ) -> Any:
+    def draft(self, parts: Parts, params: Any, state: Any, logits: None, inputs: Any) -> Any:
         """Run the drafting half of a speculative step."""
-        rules = inputs.rules
-        if self._rules[0] is not rules:
-            self._rules = (rules, jax.device_put(rules, self._drafter_device))
-        inputs = DecodeInputs(self._rules[1])
-        drafter_state, _, drafted = draft(
-            _drafter_params(params), state.drafter_state, None, inputs
-        )
-        return TwoDeviceState(state.target_state, drafter_state), None, drafted
+        if self._rules[0] is not inputs.rules:
+            self._rules = (inputs.rules, jax.device_put(inputs.rules, self._drafter_device))
+        given = DecodeInputs(self._rules[1])
+        after, _, drafted = parts[0](_drafter_params(params), state.drafter_state, None, given)
+        return TwoDeviceState(state.target_state, after), None, drafted
 
-    def verify(self, target: Call, update: Call, params: Params, state: Any, *rest: Any) -> Any:
+    def verify(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
         """Run the verifying half of a speculative step, then update the drafter."""
-        logits_state, inputs = rest
-        inputs = dataclasses.replace(
-            inputs, draft=jax.device_put(inputs.draft, self._target_device)
-        )
-        result = target(_target_params(params), state.target_state, logits_state, inputs)
+        target, update = parts
+        draft = jax.device_put(inputs.draft, self._target_device)
+        inputs = dataclasses.replace(inputs, draft=draft)
+        result = target(_target_params(params), state.target_state, logits, inputs)
         return self._updated(update, params, state, result, self._not_fresh)
 
-    def prompt_logprobs(self, target: Call, params: Params, state: Any, *rest: Any) -> Any:
-        """Run the target only."""
-        target_state, *result = target(_target_params(params), state.target_state, *rest)
-        return TwoDeviceState(target_state, state.drafter_state), *result
+    def target_only(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
+        """Run a program that concerns the target only."""
+        after, *rest = parts[0](_target_params(params), state.target_state, logits, inputs)
+        return TwoDeviceState(after, state.drafter_state), *rest
 
-    def change_rows(
-        self, target: Call, drafter: Call, params: None, state: Any, logits_state: None, inputs: Any
-    ) -> Any:
+    def change_rows(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
         """Change the rows of both models."""
-        return self._changed(target, drafter, state, inputs, inputs)
+        return self._changed(parts, state, (inputs, inputs))
 
-    def take_segment(
-        self, target: Call, drafter: Call, params: None, state: Any, logits_state: None, inputs: Any
-    ) -> Any:
+    def take_segment(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
         """Return a segment of both models."""
-        _, _, first = target(None, state.target_state, None, inputs)
-        _, _, second = drafter(None, state.drafter_state, None, inputs)
-        return None, None, Segment(first.target, second.draft)
+        pairs = zip(parts, state, strict=True)
+        target, drafter = (part(None, own, None, inputs)[-1] for part, own in pairs)
+        return None, None, Segment(target.target, drafter.draft)
 
-    def put_segment(
-        self,
-        target: Call,
-        drafter: Call,
-        params: None,
-        state: Any,
-        logits_state: None,
-        inputs: PutSegmentInputs,
-    ) -> Any:
+    def put_segment(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
         """Put a segment into the rows of both models."""
-        own = dataclasses.replace(inputs, segment=Segment(inputs.segment.target, ()))
-        other = dataclasses.replace(inputs, segment=Segment((), inputs.segment.draft))
-        return self._changed(target, drafter, state, own, other)
+        segments = Segment(inputs.segment.target, ()), Segment((), inputs.segment.draft)
+        given = tuple(dataclasses.replace(inputs, segment=segment) for segment in segments)
+        return self._changed(parts, state, given)
 
-    def _changed(self, target: Call, drafter: Call, state: Any, own: Any, other: Any) -> Any:
-        target_state, *_ = target(None, state.target_state, None, own)
-        drafter_state, *_ = drafter(None, state.drafter_state, None, other)
-        return TwoDeviceState(target_state, drafter_state), None, None
+    def _changed(self, parts: Parts, state: Any, inputs: tuple[Any, Any]) -> Any:
+        calls = zip(parts, state, inputs, strict=True)
+        return TwoDeviceState(*(part(None, own, None, x)[0] for part, own, x in calls)), None, None
 
-    def _updated(
-        self, update: Call, params: Params, state: Any, result: Any, fresh: np.ndarray
-    ) -> Any:
+    def _updated(self, update: Call, params: Any, state: Any, result: Any, fresh: Any) -> Any:
         """Return the result of a target's step after updating the drafter with its taps."""
         after, *rest = result  # its `draft` are the taps
         moved = jax.device_put((after.draft, after.position, after.anchor), self._drafter_device)

@@ -1,4 +1,4 @@
-"""Drafting one block: the drafter's forward pass, and the choice of tokens by each row's rules."""
+"""Draft one block: the drafter's forward pass, then a choice of tokens by each row's rules."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.decode.inputs import DecodeInputs
 from dflash_jax.decode.pair import Pair, Params
 from dflash_jax.decode.sampling import (
     DRAFT,
@@ -22,41 +23,37 @@ from dflash_jax.nn.draft import Draft, DraftChoice, SharedLayers
 from dflash_jax.state import DecodeState, RowRules
 
 
-def draft_block(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    rules: RowRules,
-    *,
-    width: int,
-    sampled: bool,
-    min_survival: float = 0.0,
-) -> tuple[DecodeState, Draft]:
-    """Draft a block of `width` tokens after each row's anchor.
-
-    Args:
-      min_survival: drafts with a lower probability of being accepted are not verified, if the
-        drafter estimates one.
+def draft(
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: DecodeInputs
+) -> tuple[DecodeState, None, Draft]:
+    """Draft a block after each row's anchor: the first half of a speculative step.
 
     Returns:
       The state with the drafter's caches, in which no row has moved, and the draft.
     """
     assert pair.drafter is not None
-    config = pair.drafter.config
-    masks = jnp.full((state.anchor.shape[0], width - 1), config.mask_token_id, state.anchor.dtype)
+    rules, config = inputs.rules, pair.drafter.config
+    shape = (state.anchor.shape[0], pair.block - 1)
+    masks = jnp.full(shape, config.mask_token_id, state.anchor.dtype)
     layers = SharedLayers(
         functools.partial(pair.target_call, params, method="embed"),
         functools.partial(pair.target_call, params, method=pair.head),
     )
     sampler = RowDraftSampler(
-        rules, state.anchor, state.position, masks, sampled, config.vocab_size, min_survival
+        rules,
+        state.anchor,
+        state.position,
+        masks,
+        sampled=pair.sampled,
+        vocab_size=config.vocab_size,
+        min_survival=pair.min_survival,
     )
     with jax.named_scope("draft"):
         block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
-        draft, caches = pair.drafter_call(
+        drafted, caches = pair.drafter_call(
             params, block, state.draft, state.position, layers, sampler, method="propose"
         )
-    return dataclasses.replace(state, draft=caches), draft
+    return dataclasses.replace(state, draft=caches), None, drafted
 
 
 @dataclasses.dataclass(frozen=True)

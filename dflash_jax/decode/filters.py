@@ -1,11 +1,11 @@
 """Top-k, top-p and min-p without sorting the vocabulary.
 
 Every filter keeps a prefix of the tokens in one order: largest first, equal ones by index. A prefix
-is known by its last token, so filtering is a search for that token, then a comparison.
+is determined by its last token, so filtering is a search for that token, then a comparison.
 
-The search looks at the 64 largest tokens first, where it ends for most distributions. Otherwise it
-bisects a threshold by the weight above it, one pass over the vocabulary each time, until the last
-token is among the 64 below the threshold.
+The search looks at the 64 largest tokens first, which is enough for most distributions. Otherwise
+it bisects a threshold by the weight above it, one pass over the vocabulary each time, until the
+last token is among the 64 below the threshold.
 """
 
 from typing import NamedTuple
@@ -16,45 +16,45 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.state import RowRules
 
-LISTED = 64  # tokens looked at in their order
+LISTED = 64  # tokens sorted at a time
 CHUNK = 128  # tokens that are skipped together if their maximum is too small
-BISECTIONS = 4  # between two looks
-NEGLIGIBLE = 104.0  # softmax is 0 in float32 for a logit that far below the largest
+BISECTIONS = 4  # between two sorted lists
+NEGLIGIBLE = 104.0  # softmax is 0 in float32 for a logit this far below the largest
 
 
-class Cut(NamedTuple):
-    """The last token that each place keeps; it need not be a real one."""
+class Threshold(NamedTuple):
+    """The last token that each place keeps; it need not exist."""
 
     value: Float[Array, " P"]
     index: Int[Array, " P"]
 
     def keeps(self, x: Float[Array, "P V"]) -> Bool[Array, "P V"]:
-        """Which tokens are not after it in the order."""
+        """Return which tokens are not after it in the order."""
         ids, value = jnp.arange(x.shape[-1], dtype=jnp.int32)[None], self.value[:, None]
         return (x > value) | ((x == value) & (ids <= self.index[:, None]))
 
-    def earlier(self, other: "Cut") -> "Cut":
-        """Of each place, the cut that keeps fewer tokens."""
+    def earlier(self, other: "Threshold") -> "Threshold":
+        """Return, for each place, the threshold that keeps fewer tokens."""
         value = jnp.maximum(self.value, other.value)
-        mine, theirs = (
+        indices = (
             jnp.where(cut.value == value, cut.index, jnp.iinfo(jnp.int32).max)
             for cut in (self, other)
         )
-        return Cut(value, jnp.minimum(mine, theirs))
+        return Threshold(value, jnp.minimum(*indices))
 
 
 def is_filtered(rules: RowRules) -> Bool[Array, " B"]:
-    """Which rows leave tokens out."""
+    """Return which rows have a filter."""
     filters = (rules.top_k > 0) | (rules.top_p < 1) | (rules.min_p > 0)
     return filters & (rules.temperature > 0)
 
 
 def filtered(scaled: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B T V"]:
-    """Logits with -inf for the tokens that top-k, min-p or top-p leave out.
+    """Return logits with -inf for the tokens that top-k, min-p or top-p drop.
 
     In the order of the `dflash` 0.1.0 reference: the top_k largest, then tokens while the mass
     before them is below top_p. min_p, as in vLLM, applies together with top_k. Logits of rows
-    without a filter, and of greedy rows, are returned as they are.
+    without a filter, and of greedy rows, are unchanged.
 
     Args:
       scaled: logits over temperature, float32.
@@ -69,16 +69,16 @@ def filtered(scaled: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B 
     )
     x = scaled.reshape(-1, vocab)
     largest = x.max(axis=-1)
-    cut = Cut(
+    cut = Threshold(
         jnp.where(sampled & (min_p > 0), largest + jnp.log(min_p), -jnp.inf),
         jnp.full(largest.shape, vocab, jnp.int32),
     )
     ranked, massed = sampled & (top_k > 0) & (top_k < vocab), sampled & (top_p < 1)
 
-    def by_rank(cut: Cut) -> Cut:
+    def by_rank(cut: Threshold) -> Threshold:
         return _last_within(x, jnp.ones_like(x), top_k.astype(x.dtype), cut, ranked)
 
-    def by_mass(cut: Cut) -> Cut:
+    def by_mass(cut: Threshold) -> Threshold:
         mass = jnp.where(cut.keeps(x), jnp.exp(x - largest[:, None]), 0.0)
         budget = jnp.maximum(top_p * mass.sum(axis=-1), jnp.finfo(x.dtype).tiny)
         return _last_within(x, mass, budget, cut, massed)
@@ -91,11 +91,11 @@ def filtered(scaled: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B 
 def leading(
     x: Float[Array, "*places V"], count: int
 ) -> tuple[Float[Array, "*places N"], Int[Array, "*places N"]]:
-    """The `count` largest values of each place, equal ones by index, and their indices.
+    """Return the `count` largest values of each place, equal ones by index, and their indices.
 
-    As `jax.lax.top_k`, but only the chunks with the largest maxima are searched. A token that is
-    among the first `count` is in one of the first `count` chunks: otherwise each of those contains
-    a token before it.
+    As `jax.lax.top_k`, but only the chunks with the largest maxima are searched. A token among the
+    first `count` is in one of the first `count` chunks: otherwise each of those would contain a
+    token before it.
     """
     *places, vocab = x.shape
     count, chunks = min(count, vocab), -(-vocab // CHUNK)
@@ -113,26 +113,26 @@ def leading(
 def _top_k(
     x: Float[Array, "*places V"], count: int
 ) -> tuple[Float[Array, "*places N"], Int[Array, "*places N"]]:
-    """`jax.lax.top_k`, its results fenced in: where a slice follows, XLA would sort all of x."""
+    """Return `jax.lax.top_k` after a barrier: if a slice followed, XLA would sort all of x."""
     values, ids = jax.lax.optimization_barrier(jax.lax.top_k(x, count))
     return values, ids
 
 
 class _Search(NamedTuple):
-    """For each place, bounds of the last token: `low` <= that token < `top`, until it is found."""
+    """Bounds of each place's last token: `low` <= that token < `top`, until it is found."""
 
     top: Float[Array, " P"]
     before: Float[Array, " P"]  # weight of all tokens not below `top`
     low: Float[Array, " P"]
     found: Bool[Array, " P"]
-    cut: Cut
+    cut: Threshold
 
     def ending_at(
         self, here: Bool[Array, " P"], value: Float[Array, " P"], index: Int[Array, " P"]
     ) -> "_Search":
-        """The search with the last token of some more places."""
+        """Return the search with the last token of more places."""
         new = here & ~self.found
-        cut = Cut(*(jnp.where(new, *x) for x in zip((value, index), self.cut, strict=True)))
+        cut = Threshold(*(jnp.where(new, *x) for x in zip((value, index), self.cut, strict=True)))
         return self._replace(found=self.found | new, cut=cut)
 
 
@@ -140,12 +140,12 @@ def _last_within(
     x: Float[Array, "P V"],
     weights: Float[Array, "P V"],
     budget: Float[Array, " P"],
-    cut: Cut,
+    cut: Threshold,
     active: Bool[Array, " P"],
-) -> Cut:
-    """The last token that is kept by `cut` and before which others weigh less than `budget`.
+) -> Threshold:
+    """Return the last token that `cut` keeps and before which others weigh less than `budget`.
 
-    Places that are not active keep their cut. No place's result depends on other places.
+    Places that are not active keep their threshold. No place's result depends on other places.
     """
 
     def weight_from(value: Float[Array, " P"]) -> Float[Array, " P"]:
@@ -200,7 +200,7 @@ def _last_within(
 
 
 def _index_of_nth(marks: Bool[Array, "P V"], count: Int[Array, " P"]) -> Int[Array, " P"]:
-    """Index of the count-th mark of each place, of the last one where there are fewer."""
+    """Return the index of each place's count-th mark, or of the last one if there are fewer."""
     places, vocab = marks.shape
     chunks = -(-vocab // CHUNK)
     parts = jnp.pad(marks, ((0, 0), (0, chunks * CHUNK - vocab))).reshape(places, chunks, CHUNK)

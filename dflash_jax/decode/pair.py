@@ -16,13 +16,19 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The modules of a target and its drafter, if any. Hashable: part of a program."""
+    """The modules of a target and its drafter, if any, and the static options of their steps.
+
+    Hashable: part of a program.
+    """
 
     target: nn.Module
     drafter: Drafter | None
     exact: bool = True  # blocks step recurrent layers token by token (R3)
     taps_at: str = LATE  # where in a layer the drafter's taps are taken
     two_devices: bool = False  # the drafter is on another device: states carry the taps instead
+    block: int = 1  # tokens of a decode step
+    sampled: bool = False  # rows may draw tokens
+    min_survival: float = 0.0  # drafts less likely to be accepted are not verified
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -17,13 +17,10 @@ def prompt_logprobs(
     state: DecodeState,
     logits_state: None,
     inputs: PromptLogprobsInputs,
-    *,
-    width: int,
 ) -> tuple[DecodeState, None, Logprobs]:
     """Return the log-probability of the token after each token of a prompt chunk.
 
-    Args:
-      width: places whose logits are computed at once.
+    Logits are computed for as many places at once as in a decode step.
 
     Returns:
       The state, in which no row has moved, and log-probabilities [1, C]. Those after the prompt's
@@ -33,7 +30,7 @@ def prompt_logprobs(
     one = restart_rows(state if alone else take_row(state, inputs.row), inputs.fresh)
     pair = dataclasses.replace(pair, drafter=None)
     target, _, hidden = forward(pair, params, one, inputs.tokens, chunked=True)
-    chunk = inputs.tokens.shape[1]
+    chunk, width = inputs.tokens.shape[1], pair.block
     parts = -(-chunk // width)
     ends = ((0, 0), (0, parts * width - chunk))
     places = jnp.pad(hidden, (*ends, (0, 0))).reshape(parts, 1, width, -1)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decode.acceptance import accept_greedy, accept_sampled, cut, finite_places, frozen
-from dflash_jax.decode.drafting import draft_block
+from dflash_jax.decode.drafting import draft
 from dflash_jax.decode.inputs import (
     DecodeInputs,
     ForcedTokensInputs,
@@ -49,7 +49,6 @@ from dflash_jax.decode.sampling import (
 from dflash_jax.nn.draft import Draft
 from dflash_jax.state import (
     DecodeState,
-    OutputColumn,
     RowRules,
     StepOutput,
     commit,
@@ -60,17 +59,12 @@ from dflash_jax.state import (
     take_row,
 )
 
-Stepped = tuple[DecodeState, LogitsState | None, StepOutput]
+Processing = LogitsState | None  # None if logits are not processed
+Stepped = tuple[DecodeState, Processing, StepOutput]
 
 
 def prefill(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: LogitsState | None,
-    inputs: PrefillInputs,
-    *,
-    sampled: bool,
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: PrefillInputs
 ) -> Stepped:
     """Feed a prompt chunk; the token it decides is meaningful after the last chunk only."""
     num_fed, rules = inputs.num_fed, inputs.rules
@@ -82,112 +76,59 @@ def prefill(
     if logits_state:
         logits = logits_state.process(raw, inputs.tokens[:, :0], inputs.masks)
     num_tokens, zero = jnp.minimum(num_fed, 1), jnp.zeros_like(num_fed)
-    token = choose_token(logits, zero, state.position + num_fed, rules, sampled=sampled)
-    best = next_best(logits, token, zero, state.position + num_fed, rules, sampled=sampled)
+    token = choose_token(logits, zero, state.position + num_fed, rules, sampled=pair.sampled)
+    best = next_best(logits, token, zero, state.position + num_fed, rules, sampled=pair.sampled)
     logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
     finite = (finite_places(raw) > 0) | (num_tokens == 0)
     odds = call_odds(raw, token, zero, rules)
-    columns = {
-        OutputColumn.NUM_TOKENS: num_tokens,
-        OutputColumn.NEXT_BEST: best,
-        OutputColumn.FINITE: finite,
-        OutputColumn.NUM_DRAFTS: zero,
-    }
-    out = pack_output(token[:, None], columns, logprobs=logprobs, call_odds=odds)
+    out = pack_output(
+        token[:, None], num_tokens, best, finite, zero, logprobs=logprobs, call_odds=odds
+    )
     state = commit(state, target, context, num_fed, token)
     return state, logits_state and logits_state.count(out), out
 
 
 def plain(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: LogitsState | None,
-    inputs: DecodeInputs,
-    *,
-    width: int,
-    sampled: bool,
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
 ) -> Stepped:
     """Decode one token per row, in a block padded to the width of drafted ones (R1)."""
-    draft = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, width - 1))))
-    to_verify = VerifyInputs(draft, inputs.rules, inputs.masks)
-    return verify(pair, params, state, logits_state, to_verify, sampled=sampled)
+    padded = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, pair.block - 1))))
+    to_verify = VerifyInputs(padded, inputs.rules, inputs.masks)
+    return verify(pair, params, state, logits_state, to_verify)
 
 
 def speculative(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: LogitsState | None,
-    inputs: DecodeInputs,
-    *,
-    width: int,
-    sampled: bool,
-    min_survival: float = 0.0,
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
 ) -> Stepped:
     """Draft a block, verify it, and commit the tokens the target would have decided itself."""
-    state, draft = draft_block(
-        pair, params, state, inputs.rules, width=width, sampled=sampled, min_survival=min_survival
-    )
-    to_verify = VerifyInputs(draft, inputs.rules, inputs.masks)
-    return verify(pair, params, state, logits_state, to_verify, sampled=sampled)
-
-
-def draft(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: None,
-    inputs: DecodeInputs,
-    *,
-    width: int,
-    sampled: bool,
-    min_survival: float = 0.0,
-) -> tuple[DecodeState, None, Draft]:
-    """Run the first half of a speculative step, where another program verifies."""
-    state, drafted = draft_block(
-        pair, params, state, inputs.rules, width=width, sampled=sampled, min_survival=min_survival
-    )
-    return state, None, drafted
+    state, _, drafted = draft(pair, params, state, None, inputs)
+    to_verify = VerifyInputs(drafted, inputs.rules, inputs.masks)
+    return verify(pair, params, state, logits_state, to_verify)
 
 
 def verify(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: LogitsState | None,
-    inputs: VerifyInputs,
-    *,
-    sampled: bool,
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: VerifyInputs
 ) -> Stepped:
     """Verify a block and commit what is accepted: the second half of a speculative step."""
-    _, state, logits_state, out = verify_block(
-        pair, params, state, logits_state, inputs, sampled=sampled
-    )
+    _, state, logits_state, out = verify_block(pair, params, state, logits_state, inputs)
     return state, logits_state, out
 
 
 def verify_block(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: LogitsState | None,
-    inputs: VerifyInputs,
-    *,
-    sampled: bool,
-) -> tuple[Float[Array, "B T V"], DecodeState, LogitsState | None, StepOutput]:
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: VerifyInputs
+) -> tuple[Float[Array, "B T V"], *Stepped]:
     """Run the target over a block, decide how much of it to keep, and commit that.
 
     Returns:
       The target's processed logits, then as every step.
     """
-    draft, rules, block = inputs.draft, inputs.rules, inputs.draft.block
+    drafted, rules, block = inputs.draft, inputs.rules, inputs.draft.block
     target, context, hidden = forward(pair, params, state, block, chunked=not pair.exact)
     raw = logits = logits_of(pair, params, hidden)
     if logits_state:
         logits = logits_state.process(raw, block[:, 1:], inputs.masks)
     with jax.named_scope("verify"):
-        tokens, num_decided = _decided(draft, logits, state.position, rules, sampled=sampled)
+        tokens, num_decided = _decided(drafted, logits, state.position, rules, sampled=pair.sampled)
         good = finite_places(raw)
         num_committed = cut(
             jnp.minimum(num_decided, good), tokens, state.anchor, state.position, rules
@@ -196,27 +137,24 @@ def verify_block(
         last = jnp.maximum(num_committed - 1, 0)
         anchor = jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0]
         end = state.position + num_committed
-        best = next_best(logits, anchor, last, end, rules, sampled=sampled)
+        best = next_best(logits, anchor, last, end, rules, sampled=pair.sampled)
         num_drafts = jnp.zeros_like(num_committed)
-        if draft.num_drafts is not None and draft.finite is not None:
-            reported = draft.finite | (rules.max_drafts == 0) | idle
-            num_drafts = jnp.where(reported, draft.num_drafts, -1)
+        if drafted.num_drafts is not None and drafted.finite is not None:
+            reported = drafted.finite | (rules.max_drafts == 0) | idle
+            num_drafts = jnp.where(reported, drafted.num_drafts, -1)
         logprobs = logits_state.logprobs(raw, tokens) if logits_state else None
         odds = call_odds(raw, anchor, last, rules)
-        columns = {
-            OutputColumn.NUM_TOKENS: num_committed,
-            OutputColumn.NEXT_BEST: best,
-            OutputColumn.FINITE: (good > 0) | idle,
-            OutputColumn.NUM_DRAFTS: num_drafts,
-        }
-        out = pack_output(tokens, columns, logprobs=logprobs, call_odds=odds)
+        finite = (good > 0) | idle
+        out = pack_output(
+            tokens, num_committed, best, finite, num_drafts, logprobs=logprobs, call_odds=odds
+        )
     with jax.named_scope("commit"):
         state = commit(state, target, context, num_committed, anchor)
     return logits, state, logits_state and logits_state.count(out), out
 
 
 def _decided(
-    draft: Draft,
+    drafted: Draft,
     logits: Float[Array, "B T V"],
     position: Int[Array, " B"],
     rules: RowRules,
@@ -224,15 +162,15 @@ def _decided(
     sampled: bool,
 ) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     """Return the decided tokens, accepted drafts first, and how many of them are valid."""
-    best, block = argmax(logits), draft.block
+    best, block = argmax(logits), drafted.block
     num_decided = jnp.ones_like(position)
-    if draft.num_drafts is not None:
-        num_decided = accept_greedy(block, best, draft.num_drafts)
+    if drafted.num_drafts is not None:
+        num_decided = accept_greedy(block, best, drafted.num_drafts)
     token = jnp.take_along_axis(best, num_decided[:, None] - 1, axis=1)[:, 0]
     if sampled:
         num_decided, token = jax.lax.cond(
             any_sampled(rules),
-            functools.partial(_sampled, draft, logits, position, rules),
+            functools.partial(_sampled, drafted, logits, position, rules),
             lambda *greedy: greedy,
             num_decided,
             token,
@@ -243,7 +181,7 @@ def _decided(
 
 
 def _sampled(
-    draft: Draft,
+    drafted: Draft,
     logits: Float[Array, "B T V"],
     position: Int[Array, " B"],
     rules: RowRules,
@@ -251,17 +189,17 @@ def _sampled(
     greedy_token: Int[Array, " B"],
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Return the number of decided tokens and the last of them, drawn in rows that sample."""
-    if draft.q is None:
+    if drafted.q is None:
         num_decided = jnp.ones_like(num_greedy)
         last = num_decided - 1
         token = choose_token(logits, last, position + num_decided, rules, sampled=True)
     else:
-        uniforms = jax.vmap(lambda k: jax.random.uniform(k, (draft.block.shape[1] - 1,)))(
+        uniforms = jax.vmap(lambda k: jax.random.uniform(k, (drafted.block.shape[1] - 1,)))(
             row_keys(rules, position, ACCEPT)
         )
         p = probabilities(logits, rules)
         num_decided, residual = accept_sampled(
-            draft.block[:, 1:], draft.q, p, uniforms, draft.num_drafts
+            drafted.block[:, 1:], drafted.q, p, uniforms, drafted.num_drafts
         )
         token = draw(row_keys(rules, position + num_decided, TOKEN), residual)
     greedy = rules.temperature <= 0
@@ -269,11 +207,7 @@ def _sampled(
 
 
 def forced_tokens(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: None,
-    inputs: ForcedTokensInputs,
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: ForcedTokensInputs
 ) -> tuple[DecodeState, None, Bool[Array, " B"]]:
     """Feed tokens given by the host, taps included, and set the next anchor (R7).
 
@@ -287,24 +221,20 @@ def forced_tokens(
 
 
 def update_drafter(
-    pair: Pair,
-    params: Params,
-    state: DecodeState,
-    logits_state: None,
-    inputs: UpdateDrafterInputs,
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: UpdateDrafterInputs
 ) -> tuple[DecodeState, None, None]:
     """Update a drafter on a device of its own after a step of the target."""
     start = jnp.where(inputs.fresh, 0, state.position)
-    draft = pair.drafter_call(params, inputs.taps, state.draft, start, method="context")
+    context = pair.drafter_call(params, inputs.taps, state.draft, start, method="context")
     state = dataclasses.replace(state, position=start)
-    return commit(state, (), draft, inputs.position - start, inputs.anchor), None, None
+    return commit(state, (), context, inputs.position - start, inputs.anchor), None, None
 
 
 def single_row(
     step: Callable[..., Stepped],
     params: Params,
     state: DecodeState,
-    logits_state: LogitsState | None,
+    logits_state: Processing,
     inputs: PrefillInputs,
 ) -> Stepped:
     """Run a prefill on one row only; the others cost nothing and keep their bits.
@@ -348,9 +278,6 @@ def multi_step(
     """Run up to `inputs.num_steps` decode steps without the host in between.
 
     They end early when every row is frozen, or when numbers of any row are not finite.
-
-    Args:
-      width: tokens of a block.
 
     Returns:
       The state and the outputs [max_steps, B, ...], those of steps that were not made all -1.

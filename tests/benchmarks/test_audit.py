@@ -42,8 +42,9 @@ HAPPENS = """
     recovery: thought_closed_by_force; fallback: draft_not_finite; fallback: below_break_even
     fallback: empty_retry; fallback: empty_retry_confirmed_eos
     prefix hits; prefix evictions; prefix segments written, disk; prefix segments read, disk
-    calls of copy_row; calls of forced; calls of replace; calls of speculative_shaped
-    calls of speculative_sampled; calls of verify_masked; structured answers; sampled tokens
+    calls of copy_row; calls of forced_tokens; calls of replace_anchor
+    calls of speculative[penalized]; calls of speculative[sampled]; calls of verify[constrained]
+    structured answers; sampled tokens
 """
 
 

@@ -150,9 +150,9 @@ def test_a_process_compiles_for_one_caller_at_a_time(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(build, "_compile", counted)
     compiler = BackgroundCompiler()
-    several = [programs(*STEP_VARIANTS) for _ in range(2)]
-    futures = [compiler.want(several[0], [variant]) for variant in STEP_VARIANTS]
-    several[1].compile(STEP_VARIANTS, workers=1)
+    pair = [programs(*STEP_VARIANTS) for _ in range(2)]
+    futures = [compiler.want(pair[0], [variant]) for variant in STEP_VARIANTS]
+    pair[1].compile(STEP_VARIANTS, workers=1)
     assert not concurrent.futures.wait(futures, 60).not_done
     assert beside == [8] * 10
 

@@ -96,17 +96,17 @@ def test_an_argument_goes_before_the_environment(tmp_path: Path) -> None:
     default, off = str(tmp_path / "dflash_jax" / "xla"), {"DFLASH_COMPILATION_CACHE": "off"}
     assert chosen(True, XDG_CACHE_HOME=tmp_path, **off)[0] == default
     assert chosen(False, XDG_CACHE_HOME=tmp_path)[:2] == (None, None)
-    assert chosen(str(tmp_path / "mine"), **off)[0] == str(tmp_path / "mine")
+    assert chosen(str(tmp_path / "own"), **off)[0] == str(tmp_path / "own")
 
 
 def test_a_folder_and_a_threshold_that_jax_was_given_stay(tmp_path: Path) -> None:
     own = tmp_path / "own"
-    for arguments in ((), (True,), (False,), (str(tmp_path / "mine"),)):
+    for arguments in ((), (True,), (False,), (str(tmp_path / "own"),)):
         assert chosen(*arguments, own=own) == (str(own), str(own), 1.0, 0)
     patient = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "7"}
     assert chosen(True, XDG_CACHE_HOME=tmp_path, **patient)[2] == 7
     assert not own.exists()
-    assert not (tmp_path / "mine").exists()
+    assert not (tmp_path / "own").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning_and_no_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Plans over several devices, as virtual devices of processes of their own."""
+"""Plans over a mesh of virtual devices, each in a process of its own."""
 
 import json
 import os

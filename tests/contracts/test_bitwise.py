@@ -1,4 +1,4 @@
-"""R1, R2, R9: the lanes agree bit for bit on logits, whatever fills the rest of a block."""
+"""R1, R2, R9: all steps agree bit for bit on logits, whatever fills the rest of a block."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from dflash_jax.compiler import ProgramKey, Step, Variant, compile_programs, jit
 from dflash_jax.compiler.models import build_pair, idle_rules
 from dflash_jax.config import TargetConfig
 from dflash_jax.decode import steps
-from dflash_jax.decode.drafting import draft_block
+from dflash_jax.decode.drafting import draft as draft_step
 from dflash_jax.decode.inputs import DecodeInputs, ForcedTokensInputs, VerifyInputs
 from dflash_jax.decode.steps import verify_block
 from dflash_jax.engine.engine import Engine
@@ -50,22 +50,22 @@ def plain(pair: Any, params: Any, state: DecodeState, rules: RowRules, junk: jax
 
 def draft_and_verify(pair: Any, params: Any, state: DecodeState, rules: RowRules) -> Any:
     """The fused speculative step, logits included."""
-    state, draft = draft_block(pair, params, state, rules, width=BLOCK, sampled=False)
+    state, _, draft = draft_step(pair, params, state, None, DecodeInputs(rules))
     return verified(pair, params, state, rules, draft)
 
 
 def verified(pair: Any, params: Any, state: DecodeState, rules: RowRules, draft: Draft) -> Any:
     """Logits, state and output."""
     inputs = VerifyInputs(draft, rules)
-    logits, state, _, out = verify_block(pair, params, state, None, inputs, sampled=False)
+    logits, state, _, out = verify_block(pair, params, state, None, inputs)
     return logits, state, out
 
 
-class Lanes:
-    """The lanes of one engine as programs that also return logits."""
+class Stepper:
+    """The steps of one engine as programs that also return logits."""
 
     def __init__(self, engine: Engine):
-        pair = build_pair(engine.target, engine.drafter)
+        pair = dataclasses.replace(build_pair(engine.target, engine.drafter), block=BLOCK)
         self.engine = engine
         for step in (Step.PLAIN, Step.SPECULATIVE):  # run below, and compiling takes the time
             del engine.compiled.programs[ProgramKey(step, Variant.GREEDY)]
@@ -80,7 +80,7 @@ class Lanes:
         return self.engine.runner.state
 
     def plain_logits(self, prompt: list[int], junk: np.random.Generator) -> Any:
-        """Per position the plain lane's logits, and the greedy text."""
+        """Per position the logits of plain steps, and the greedy text."""
         state, rows, tokens = self.prefilled(prompt), [], []
         for _ in range(NEW):
             fill = junk.integers(0, VOCAB, (self.engine.plan.rows, BLOCK - 1)).astype(np.int32)
@@ -156,27 +156,27 @@ def test_verify_rows_equal_plain_rows_bit_for_bit(
     drafter = tiny_drafter(target, target_layer_ids=(0,), **SMALL)
     length = 640 if rows == 3 else 128  # attention in pieces, and at once
     plan = Plan(rows=rows, max_length=length, chunk=CHUNK, block=BLOCK, dtype=dtype, **packing)
-    lanes = Lanes(random_engine(target, drafter, plan))
+    stepper = Stepper(random_engine(target, drafter, plan))
     prompt = np.random.default_rng(1).integers(0, VOCAB, 19).tolist()
-    truth, text = lanes.plain_logits(prompt, np.random.default_rng(2))
-    again, _ = lanes.plain_logits(prompt, np.random.default_rng(3))
+    truth, text = stepper.plain_logits(prompt, np.random.default_rng(2))
+    again, _ = stepper.plain_logits(prompt, np.random.default_rng(3))
     np.testing.assert_array_equal(np.stack(truth), np.stack(again))  # junk does not matter
 
-    state, at, accepted = lanes.prefilled(prompt), 0, itertools.cycle([2, 5, 0, 4, 1, 3])
+    state, at, accepted = stepper.prefilled(prompt), 0, itertools.cycle([2, 5, 0, 4, 1, 3])
     while at + BLOCK < NEW:  # blocks right up to some place, wrong behind it
         right = next(accepted)
         block = np.array(text[at : at + BLOCK], np.int32)
         block[1 + right :] = (block[1 + right :] + 1) % VOCAB
         blocks = np.broadcast_to(block, (rows, BLOCK))
-        logits, state, out = lanes.verify(lanes.engine.params, state, lanes.rules, blocks)
+        logits, state, out = stepper.verify(stepper.engine.params, state, stepper.rules, blocks)
         for i in range(right + 1):
             np.testing.assert_array_equal(np.asarray(logits)[:, i], truth[at + i])
         at += right + 1
         assert int(out.num_tokens[0]) == right + 1
 
-    state, at = lanes.prefilled(prompt), 0
+    state, at = stepper.prefilled(prompt), 0
     while at + BLOCK < NEW:  # and the fused step with its own drafts
-        logits, state, out = lanes.fused(lanes.engine.params, state, lanes.rules)
+        logits, state, out = stepper.fused(stepper.engine.params, state, stepper.rules)
         kept = int(out.num_tokens[0])
         for i in range(kept):
             np.testing.assert_array_equal(np.asarray(logits)[:, i], truth[at + i])
@@ -196,28 +196,28 @@ def test_verify_rows_equal_plain_rows_bit_for_bit(
     ],
 )
 @pytest.mark.parametrize(
-    "lane", [steps.speculative, pytest.param(steps.plain, marks=pytest.mark.soak)]
+    "function", [steps.speculative, pytest.param(steps.plain, marks=pytest.mark.soak)]
 )
 def test_steps_of_one_call_have_the_bits_of_single_steps(
-    target: TargetConfig, dtype: str, lane: Any
+    target: TargetConfig, dtype: str, function: Any
 ) -> None:
-    """Caches, anchors and answers; programs of single steps and of several meet in one row."""
+    """Caches, anchors and answers; single-step and multi-step programs alternate in one row."""
     plan = Plan(rows=2, max_length=128, chunk=CHUNK, block=BLOCK, dtype=dtype)
     drafter = tiny_drafter(target, target_layer_ids=(0,), **SMALL)
     engine = random_engine(target, drafter, plan)
-    lanes, rounds = Lanes(engine), 4
+    stepper, rounds = Stepper(engine), 4
     prompt = np.random.default_rng(4).integers(0, VOCAB, 19).tolist()
-    pair, own = build_pair(engine.target, engine.drafter), {"width": BLOCK, "sampled": False}
-    single = jit(functools.partial(lane, pair, **own))
-    step, size = functools.partial(lane, pair, **own), {"max_steps": 6, "width": BLOCK}
-    several = jit(functools.partial(steps.multi_step, step, **size))
-    start = lanes.prefilled(prompt)
+    pair = dataclasses.replace(build_pair(engine.target, engine.drafter), block=BLOCK)
+    step = functools.partial(function, pair)
+    single = jit(step)
+    multi = jit(functools.partial(steps.multi_step, step, max_steps=6, width=BLOCK))
+    start = stepper.prefilled(prompt)
     wanted, said = start, []
     for _ in range(rounds):
-        wanted, _, out = single(engine.params, wanted, None, DecodeInputs(lanes.rules))
+        wanted, _, out = single(engine.params, wanted, None, DecodeInputs(stepper.rules))
         said.append(np.asarray(out.packed))
-    inputs = DecodeInputs(lanes.rules, num_steps=np.int32(rounds))
-    found, _, out = several(engine.params, start, None, inputs)
+    inputs = DecodeInputs(stepper.rules, num_steps=np.int32(rounds))
+    found, _, out = multi(engine.params, start, None, inputs)
     np.testing.assert_array_equal(np.asarray(out.packed)[:rounds], said)
     assert (np.asarray(out.packed)[rounds:] == -1).all()
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

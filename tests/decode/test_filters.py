@@ -133,11 +133,11 @@ def test_a_row_without_filters_has_the_same_bits_whether_or_not_a_neighbour_filt
 
 def test_a_filtered_row_has_the_same_bits_whatever_its_neighbours_search_for() -> None:
     logits = jnp.asarray(logits_of("normal", 2, 2048))
-    mine = {"top_k": 300, "top_p": 0.9, "min_p": 0.01}
+    own = {"top_k": 300, "top_p": 0.9, "min_p": 0.01}
     seen = []
     for theirs in ({}, {"top_k": 1}, {"top_p": 0.999}, {"top_k": 1000, "top_p": 0.1}):
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | theirs
-        columns = {name: [value, off[name]] for name, value in mine.items()}
+        columns = {name: [value, off[name]] for name, value in own.items()}
         seen.append(np.asarray(jax.jit(probabilities)(logits, rules(2, **columns))[0]))
     assert all((x == seen[0]).all() for x in seen)
 

@@ -81,7 +81,7 @@ def test_filters_are_their_definition(
     for got, row in zip(p, logits[0], strict=True):
         sorted_mass = np.cumsum(np.sort(filtered(row, **settings_ | {"top_p": 1.0}))[::-1])
         if np.abs(sorted_mass - top_p).min() < 1e-5:
-            continue  # whether that token is in hangs on the last bit of a sum
+            continue  # whether it keeps that token depends on the last bit of a sum
         np.testing.assert_allclose(got, filtered(row, **settings_), atol=1e-5)
         assert abs(got.sum() - 1) < 1e-5
 
@@ -101,7 +101,7 @@ def test_keys_depend_on_seed_position_and_purpose_alone() -> None:
     assert len(set(keys.values())) == len(rows) * 4
     for row in rows:  # alone as in company
         assert tuple(data([row], ACCEPT)[0]) == keys[row, ACCEPT]
-    with jax.default_prng_impl("rbg"):  # whose numbers hang on the other rows
+    with jax.default_prng_impl("rbg"):  # its numbers depend on the other rows
         assert tuple(data([rows[0]], ACCEPT)[0]) == keys[rows[0], ACCEPT]
 
 

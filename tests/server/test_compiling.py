@@ -47,10 +47,10 @@ class Gate:
         self._compile = build._compile
 
     def compile(self, program: Program) -> Any:
-        if program.name in self.held:
+        if program.key in self.held:
             assert self.open.wait(120)
-        if program.name in self.broken:
-            raise PlanError(f"{program.name} is broken")
+        if str(program.key) in self.broken:
+            raise PlanError(f"{program.key} is broken")
         return self._compile(program)
 
 
@@ -259,12 +259,12 @@ def test_a_client_that_leaves_while_programs_are_compiled_leaves_nothing_behind(
 def test_programs_that_cannot_be_compiled_fail_the_requests_that_need_them(
     start: Start, gate: Gate
 ) -> None:
-    gate.broken.add("plain_shaped")
+    gate.broken.add("plain[penalized]")
     gate.open.set()
     live = start()
     failed = httpx.post(live.url + CHAT, json=LOGPROBS, timeout=120)
     assert failed.status_code == 500
-    assert "plain_shaped is broken" in failed.json()["error"]["message"]
+    assert "plain[penalized] is broken" in failed.json()["error"]["message"]
     assert states(live)["penalized"] == "failed"
     assert httpx.post(live.url + CHAT, json=CHOICE, timeout=120).status_code == 200
     assert httpx.post(live.url + CHAT, json=ASK, timeout=120).status_code == 200
@@ -371,7 +371,7 @@ def test_phases_refusals_and_the_end_are_logged(
     for line in (
         "loading tiny",
         f"ready: {live.url} serves tiny",
-        f"tiny: compiling program {known} of {known}: speculative_shaped",
+        f"tiny: compiling program {known} of {known}: speculative[penalized]",
         f"{number} answered with 503: {message}",
         "draining: running requests: 1; those not finished in 20 s are ended",
     ):

@@ -12,8 +12,8 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.compiler.models import build_pair, empty_state, idle_rules
 from dflash_jax.decode import steps
-from dflash_jax.decode.drafting import draft_block
-from dflash_jax.decode.inputs import PrefillInputs
+from dflash_jax.decode.drafting import draft as draft_block
+from dflash_jax.decode.inputs import DecodeInputs, PrefillInputs
 from dflash_jax.nn.draft import SharedLayers
 from dflash_jax.testing import random_params, tiny_drafter, tiny_gemma, tiny_hybrid, tiny_target
 from dflash_jax.train import drafter, features, objective
@@ -57,9 +57,10 @@ def programs(kind: str, family: str = "qwen3") -> Any:
         state, rules = empty_state(plan, target, config), idle_rules(plan)
         fresh = jnp.ones(1, bool)
         inputs = PrefillInputs(prefix, count, fresh, rules)
-        state, _, _ = steps.prefill(pair, params, state, None, inputs, sampled=False)
+        state, _, _ = steps.prefill(pair, params, state, None, inputs)
         state = dataclasses.replace(state, anchor=first)
-        _, draft = draft_block(pair, params, state, rules, width=width, sampled=False)
+        wide = dataclasses.replace(pair, block=width)
+        _, _, draft = draft_block(wide, params, state, None, DecodeInputs(rules))
         masks = jnp.full((1, width - 1), config.mask_token_id)
         lender = SharedLayers(
             functools.partial(pair.target_call, params, method="embed"),

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from dflash_jax.compiler.keys import Variant
 from dflash_jax.errors import ConfigError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
@@ -47,7 +48,7 @@ def test_concurrent_engines_give_the_answers_of_one(
     texts, names, before = [], [], set(threading.enumerate())
     for cores in (1, 3):
         monkeypatch.setattr(threads, "cores", lambda cores=cores: cores)
-        engines = regenerate.AnswerEngines(model, "")
+        engines = regenerate.AnswerEngines(model, Variant.GREEDY)
         assert engines.count(BUCKETS[0]) == cores
         with engines.engine(BUCKETS[0]) as first:
             if cores > 1:
