@@ -1,4 +1,4 @@
-"""Completing a plan, and checking it against models and memory."""
+"""Complete a plan and check it against models and memory."""
 
 import dataclasses
 
@@ -30,8 +30,8 @@ def resolve(
       PlanError: the plan does not fit the models or the memory.
     """
     plan = _completed(plan, target, drafter, platform, memory)
-    _check_models(plan, target, drafter)
-    _check_weights(plan)
+    if problem := _problem(plan, target, drafter):
+        raise PlanError(problem)
     sharing = None if plan.two_devices else drafter  # the target's device
     need = budget(plan, target, sharing)
     if need.total > plan.memory_limit:
@@ -68,7 +68,8 @@ def _one_device(plan: Plan) -> bool:
     return not plan.two_devices and plan.mesh == (1, 1)
 
 
-def _check_models(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> None:
+def _problem(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> str | None:
+    """Return why a completed plan cannot be used with these models, or None."""
     if plan.max_length > target.max_length:
         changes = target.rope.kind in BY_LENGTH
         reason = f" (beyond them its {target.rope.kind} rotary embedding turns cached keys too)"
@@ -82,21 +83,16 @@ def _check_models(plan: Plan, target: TargetConfig, drafter: DrafterConfig | Non
             " leave it at 0"
         )
     if plan.steps_per_call > 1 and not _one_device(plan):
-        raise PlanError(
+        return (
             f"steps_per_call is {plan.steps_per_call} for mesh {plan.mesh} and devices"
             f" {plan.devices}; calls of more than one step need a single device: leave"
             " steps_per_call at 0"
         )
     if plan.two_devices and drafter is None:
-        raise PlanError(
-            f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
-        )
-
-
-def _check_weights(plan: Plan) -> None:
+        return f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
     may_relayout = _one_device(plan) and plan.weights == "float"
     if plan.weight_layout != "row_major" and not may_relayout:
-        raise PlanError(
+        return (
             f"weight_layout is {plan.weight_layout!r} for weights {plan.weights!r}, mesh"
             f" {plan.mesh} and devices {plan.devices}; it needs weights='float' and one"
             " device: leave it 'auto'"
@@ -111,6 +107,7 @@ def _check_weights(plan: Plan) -> None:
             f"weights={plan.weights!r} cannot be split over a mesh of {plan.mesh}; use one device,"
             " or weights='float'"
         )
+    return None
 
 
 def _trained_block(drafter: DrafterConfig) -> int:
