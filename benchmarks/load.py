@@ -100,7 +100,7 @@ def drive(
       report: called with a progress line every hundred requests.
     """
     rng, traffic = np.random.default_rng(seed), Traffic()
-    engine.warm_up(sampled=True, shaped=True)
+    engine.warm_up(sampled=True, penalized=True)
     truth, programs = alone(engine, prompts, most), dict(engine.executables)
     running: list[_Running] = []
     started = time.perf_counter()

@@ -75,7 +75,7 @@ class AuditedEngine:
             plan,
             tokenizer=self.engine.tokenizer,
         )
-        made.executables = dict(self.engine.executables)
+        made.compiled.executables = dict(self.engine.executables)
         return made
 
 

@@ -178,7 +178,7 @@ class _Session:
         wanted = (session, number)
         failures = [x for x in scenario.failures if (x.session, x.engine) == wanted]
         calls = InterceptedCalls(failures, self._counts)
-        engine.executables = {
+        engine.compiled.executables = {
             key: calls.intercepting(str(key), program)
             for key, program in engine.executables.items()
         }

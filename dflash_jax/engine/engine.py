@@ -29,9 +29,16 @@ from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.plan import Plan
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils import forking
+from dflash_jax.utils.deprecation import current_kinds
 from dflash_jax.utils.progress import announced
 
 COMPILING = "dflash_jax: compiling"  # or loading compiled programs
+WARM = {  # kinds of requests that `Engine.warm_up` knows
+    "sampled": Variant.SAMPLED,
+    "penalized": Variant.PENALIZED,
+    "constrained": Variant.CONSTRAINED,
+    "recovery": Variant.FORCED_TOKENS,
+}
 
 
 class Engine:
@@ -104,11 +111,9 @@ class Engine:
     ) -> list[Result]:
         """Generate answers to several prompts, as many at a time as the plan has rows.
 
-        Arguments and errors as for `stream`, and
-
-        Args:
-          n: answers for each prompt, next to each other in the list; answer i draws with seed + i.
-            Answers that start together share the prefill of the prompt, except for its last chunk.
+        Arguments and errors as for `stream`. There are n answers for each prompt, next to each
+        other in the list; answer i draws with seed + i. Answers that start together share the
+        prefill of the prompt, except for its last chunk.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             raise RequestError(f"prompts is {prompts!r}; expected a list of texts or of ids")
@@ -173,28 +178,20 @@ class Engine:
 
     # -- compiling ----------------------------------------------------------------------------
 
-    def warm_up(
-        self,
-        *,
-        sampled: bool = False,
-        shaped: bool = False,
-        masked: bool = False,
-        recovery: bool = False,
-        measure: bool = False,
-    ) -> float:
+    def warm_up(self, *, measure: bool = False, **kinds: bool) -> float:
         """Compile the greedy programs, and others if asked; return the seconds it took.
 
         Args:
-          sampled: also the programs of sampling.
-          shaped: also those of penalties, biases and log-probabilities.
-          masked: also those of structured output.
-          recovery: also those of `recovery`.
           measure: time drafted against plain steps, so that greedy requests of an exact plan stop
             drafting while it does not pay off; changes speed, never a token.
+          kinds: other requests to expect: `sampled`, `penalized` (also biases and
+            log-probabilities), `constrained` (structured output), `recovery`.
+
+        Raises:
+          TypeError: a kind has another name.
         """
-        wanted = [Variant.GREEDY] + [Variant.SAMPLED] * sampled + [Variant.PENALIZED] * shaped
-        wanted += [Variant.CONSTRAINED] * masked + [Variant.FORCED_TOKENS] * recovery
-        seconds = self.compile(wanted)
+        wanted = [WARM[name] for name, given in current_kinds(kinds, WARM).items() if given]
+        seconds = self.compile([Variant.GREEDY, *wanted])
         if measure and self.drafter is not None and self.plan.exact:
             self.break_even = self.core.break_even()
         return seconds
@@ -303,12 +300,8 @@ class Engine:
 
     @property
     def executables(self) -> dict[ProgramKey, Executable]:
-        """Programs compiled so far; an engine of the same plan and models may share them."""
+        """Programs compiled so far."""
         return self.compiled.executables
-
-    @executables.setter
-    def executables(self, executables: dict[ProgramKey, Executable]) -> None:
-        self.compiled.executables = executables
 
     @property
     def compile_s(self) -> float:
@@ -323,10 +316,8 @@ class Engine:
         """
         ours, theirs = ((e.target, e.drafter, e.plan.shape) for e in (self, other))
         if ours != theirs:
-            raise PlanError(
-                "the other engine's programs are of another shape; expected the same models and"
-                f" the same plan.shape, {self.plan.shape}"
-            )
+            expected = f"expected the same models and the same plan.shape, {self.plan.shape}"
+            raise PlanError(f"the other engine's programs are of another shape; {expected}")
         self.runner.compiled, self.break_even = other.compiled, other.break_even
 
     @property
@@ -347,14 +338,13 @@ class Engine:
         # Whether the in-flight step drafts depends on timing. Only tokens of greedy requests under
         # an exact plan do not depend on that, so only these may stop drafting (R11).
         free = self.plan.exact and request.params.temperature == 0
-        retries = request.recovery.call_retry and self.call_grammars.available
-        calls = self.call_grammars if retries else None
+        retries_calls = request.recovery.call_retry and self.call_grammars.available
         return RunningSequence(
             request,
             self.tokenizer,
             None if structure is None else self.grammars.make(structure),
             cancel=cancel,
-            call_grammars=calls,
+            call_grammars=self.call_grammars if retries_calls else None,
             break_even=self.break_even if free else 0.0,
             fixed=not free,
         )

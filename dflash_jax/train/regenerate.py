@@ -146,7 +146,7 @@ class AnswerEngines:
             if programs is None:
                 engine.compile([self._variant])
                 programs = engine.executables
-            engine.executables = programs
+            engine.compiled.executables = programs
             free.put(engine)
         return free
 

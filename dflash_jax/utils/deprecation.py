@@ -3,10 +3,11 @@
 import argparse
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 PLAN_FIELDS = {"rounds": "steps_per_call", "order": "weight_layout"}
+WARM_UP_KINDS = {"shaped": "penalized", "masked": "constrained"}
 FLAGS = {
     "--rounds": "--steps-per-call",
     "--order": "--weight-layout",
@@ -51,6 +52,22 @@ def current_fields(fields: Mapping[str, Any], *, stacklevel: int = 2) -> dict[st
         if new_value is not value:
             warn_renamed(f"{name}={value!r}", repr(new_value), stacklevel=stacklevel + 1)
             current[name] = new_value
+    return current
+
+
+def current_kinds(kinds: Mapping[str, bool], known: Iterable[str]) -> dict[str, bool]:
+    """Return the kinds of requests of `Engine.warm_up` by their current names.
+
+    Raises:
+      TypeError: a name that is neither known nor deprecated.
+    """
+    current = {}
+    for name, value in kinds.items():
+        if renamed := WARM_UP_KINDS.get(name):
+            warn_renamed(f"warm_up({name}=)", f"{renamed}=", stacklevel=3)
+        elif name not in known:
+            raise TypeError(f"{name!r} is no kind of request; known are {', '.join(known)}")
+        current[renamed or name] = value
     return current
 
 

@@ -43,7 +43,7 @@ def twin(engine: Engine, **changes: Any) -> Engine:
     """Another engine over the same compiled programs."""
     parts = {name: getattr(engine, name) for name in ("target", "drafter", "params", "plan")}
     made = Engine(**parts | changes)
-    made.executables = engine.executables
+    made.compiled.executables = engine.executables
     return made
 
 
@@ -140,7 +140,7 @@ def test_other_plans_may_reorder_the_weights_of_an_engine_and_give_them_back(
     back = Engine(tiny.target, tiny.drafter, turned.params, tiny.plan)
     for ours, theirs in zip(*map(jax.tree.leaves, (back.params, tiny.params)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    turned.executables = {}
+    turned.compiled.executables = {}
     for speculative in (True, False):
         said = turned.generate(PROMPT, max_tokens=MANY, speculative=speculative)
         assert said.token_ids == truth[:MANY]

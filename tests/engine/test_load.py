@@ -14,7 +14,7 @@ def test_traffic_leaves_nothing_behind_and_says_what_each_request_says_alone(
 ) -> None:
     plan = dataclasses.replace(tiny3.plan, prefix_cache=1 << 20)
     engine = random_engine(tiny3.target, tiny3.drafter, plan)
-    engine.executables = tiny3.executables  # the prefix programs come on top
+    engine.compiled.executables = tiny3.executables  # the prefix programs come on top
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 251, 40).tolist()
     prompts = [[*shared[: 16 * i], *rng.integers(0, 251, 3 + 7 * i).tolist()] for i in range(3)]

@@ -33,7 +33,7 @@ def opened(engine: Engine, folder: Path, **fields: Any) -> Engine:
     fields = {"prefix_cache": 1 << 20, "prefix_folder": str(folder)} | fields
     plan = dataclasses.replace(engine.plan, **fields)
     made = Engine(engine.target, engine.drafter, engine.params, plan)
-    made.executables = engine.executables  # the prefix programs come on top
+    made.compiled.executables = engine.executables  # the prefix programs come on top
     return made
 
 

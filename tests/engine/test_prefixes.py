@@ -207,7 +207,7 @@ def test_p20_keeping_prefixes_changes_no_bit_of_a_first_run(warm: Engine) -> Non
     without = Engine(
         warm.target, warm.drafter, warm.params, dataclasses.replace(warm.plan, prefix_cache=0)
     )
-    without.executables = {
+    without.compiled.executables = {
         n: p for n, p in warm.executables.items() if n in without.compiled.programs
     }
     assert ProgramKey(Step.PUT_SEGMENT) not in without.executables
@@ -374,7 +374,7 @@ def test_a_small_budget_evicts_and_stays_exact() -> None:
     )
     prompts = [[*text(10, seed=i % 3), *text(20, seed=30 + i)] for i in range(9)]
     wanted = [r.token_ids for r in big.generate_many(prompts, max_tokens=6)]
-    small.executables = big.executables
+    small.compiled.executables = big.executables
     got = small.generate_many(prompts, max_tokens=6)
     assert [r.token_ids for r in got] == wanted
     assert small.prefix_cache
@@ -393,7 +393,7 @@ def test_C15_a_prompt_that_broke_the_numbers_is_forgotten(warm: Engine) -> None:
     table[:, 77] = np.nan
     target = warm.params["target"] | {"embed": jax.device_put(table)}
     broken = Engine(warm.target, warm.drafter, warm.params | {"target": target}, warm.plan)
-    broken.executables = warm.executables
+    broken.compiled.executables = warm.executables
     live = broken.submit(prompt, max_tokens=4)
     while not live.done:
         broken.advance()

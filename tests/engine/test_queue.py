@@ -17,7 +17,7 @@ def short(tiny3: Engine) -> Engine:
     """`tiny3` with room for four that wait."""
     plan = dataclasses.replace(tiny3.plan, queue=4)
     engine = Engine(tiny3.target, tiny3.drafter, tiny3.params, plan)
-    engine.executables = tiny3.executables
+    engine.compiled.executables = tiny3.executables
     return engine
 
 

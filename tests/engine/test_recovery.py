@@ -312,7 +312,7 @@ def test_nothing_is_counted_of_tokens_after_the_stop_string(
         scripted.plan,
         tokenizer=Tokenizer(core, None, {}),
     )
-    made.executables = scripted.executables
+    made.compiled.executables = scripted.executables
     new = [i for i in range(1, 40) if truth[i] not in truth[:i]]
     at = next(i for i in new if i % 4 and i + 1 in new)  # both in one block of four
     set_script(made, [*PROMPT, *truth])
@@ -480,7 +480,7 @@ def test_L1_L2_events_are_silent_when_off_and_told_when_on(
 
 def test_lanes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) -> None:
     engine = Engine(tiny.target, tiny.drafter, tiny.params, tiny.plan)
-    engine.executables = tiny.executables
+    engine.compiled.executables = tiny.executables
     engine.warm_up(measure=True)
     assert engine.break_even > 0
     engine.break_even = 3.9  # a random drafter never decides that much
@@ -512,7 +512,7 @@ def failing(engine: Engine, step: Step, calls: set[int], error: BaseException = 
         return found
 
     failing = {key: functools.partial(call, key) for key in keys}
-    made.executables = engine.executables | failing
+    made.compiled.executables = engine.executables | failing
     return made
 
 

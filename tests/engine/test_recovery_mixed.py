@@ -22,7 +22,7 @@ def engine(tiny3: Engine) -> Engine:
     made = random_engine(
         tiny3.target, tiny3.drafter, dataclasses.replace(tiny3.plan, prefix_cache=1 << 20)
     )
-    made.executables = tiny3.executables  # the prefix programs come on top
+    made.compiled.executables = tiny3.executables  # the prefix programs come on top
     return made
 
 

@@ -95,7 +95,7 @@ def engine(case: SimpleNamespace) -> Engine:
     """A loaded pair; pairs of equal shape share their compiled programs."""
     engine = dj.load(case.target, case.path, plan=dj.Plan(max_length=96, chunk=16))
     shapes = (engine.plan.shape, engine.target, engine.drafter)
-    engine.executables = _built.setdefault(shapes, engine.executables)
+    engine.compiled.executables = _built.setdefault(shapes, engine.executables)
     del engine.compiled.programs[
         ProgramKey(Step.PLAIN, Variant.GREEDY)
     ]  # not needed here, and compiling is most of this file's time

@@ -99,7 +99,7 @@ def twin(engine: Engine, **changes: Any) -> Engine:
     """Return another engine with the same weights and compiled programs, and a changed plan."""
     plan = dataclasses.replace(engine.plan, **changes)
     made = Engine(engine.target, engine.drafter, engine.params, plan, tokenizer=engine.tokenizer)
-    made.executables = engine.executables
+    made.compiled.executables = engine.executables
     return made
 
 

@@ -68,7 +68,7 @@ def cold(engine: Engine) -> Engine:
         engine.target, engine.drafter, engine.params, engine.plan, tokenizer=engine.tokenizer
     )
     early = engine.compiled.keys(LIKELY)
-    made.executables = {name: engine.executables[name] for name in early}
+    made.compiled.executables = {name: engine.executables[name] for name in early}
     return made
 
 

@@ -30,7 +30,7 @@ def served(random_tiny: Engine) -> Iterator[LiveServer]:
     old = random_tiny
     engine = Engine(old.target, old.drafter, old.params, old.plan, tokenizer=old.tokenizer)
     engine.share_programs(old)
-    engine.warm_up(sampled=True, shaped=True, masked=True)
+    engine.warm_up(sampled=True, penalized=True, constrained=True)
     settings = Settings(keepalive=0.05)
     live = run_server(lambda: engine, ServerConfig(port=0, drain=2, settings=settings))
     yield live
