@@ -167,6 +167,12 @@ class SamplingParams:
             raise TypeError(f"params is {params!r}; expected dj.SamplingParams(...)")
         return dataclasses.replace(params, **options) if options else params
 
+    def for_answer(self, number: int) -> "SamplingParams":
+        """Return the options of answer `number` to a prompt, which draws with seed + number."""
+        if self.seed is None or number == 0:
+            return self
+        return dataclasses.replace(self, seed=(self.seed + number) % 2**32)
+
     @property
     def penalized(self) -> bool:
         """Whether logits are changed by penalties or biases, or log-probabilities reported."""

@@ -14,6 +14,8 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.engine.result import Piece, Result
+from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.errors import RequestError
 from dflash_jax.server.background import LONG_PROMPT, in_thread
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.errors import (
@@ -84,19 +86,16 @@ class Generation:
         self._jobs: list[Job] = []
         self._updates: asyncio.Queue[ReplyUpdate] = asyncio.Queue()
         for prompt in prompts:
-            options = self._options(engine, prompt)
+            params = self._params(engine, prompt)
             for copy in range(request.n):
                 index = len(self.replies)
                 reply = Reply(
                     index, request, engine.tokenizer, model.syntax, thinking=prompt.thinking
                 )
-                reply.filter_repeated_calls = (
-                    request.stream and options.get("recovery", OFF).repeated_calls > 0
-                )
-                if "seed" in options:
-                    options = options | {"seed": (request.options["seed"] + copy) % 2**32}
+                recovery = params.recovery or OFF
+                reply.filter_repeated_calls = request.stream and recovery.repeated_calls > 0
                 self.replies.append(reply)
-                self._jobs.append(Job(prompt.ids, options, index, self._on_update))
+                self._jobs.append(Job(prompt.ids, params.for_answer(copy), index, self._on_update))
         if not model.worker.has_room(len(self._jobs)):
             raise queue_full()
         loop = asyncio.get_running_loop()
@@ -108,8 +107,12 @@ class Generation:
         for job in self._jobs:
             model.worker.submit(job)
 
-    def _options(self, engine: Engine, prompt: EncodedPrompt) -> dict[str, Any]:
-        """Return the arguments of `Engine.submit`."""
+    def _params(self, engine: Engine, prompt: EncodedPrompt) -> SamplingParams:
+        """Return the options of the request for the engine.
+
+        Raises:
+          Problem: no engine could serve them.
+        """
         request = self.request
         defaults = self.model.defaults
         options: dict[str, Any] = {"temperature": defaults.temperature} | request.options
@@ -149,7 +152,10 @@ class Generation:
                 else request.tool_choice.kind
             )
             options |= {"tools": request.tools, "tool_choice": choice}
-        return options | {"max_tokens": most}
+        try:
+            return SamplingParams(**options, max_tokens=most)
+        except RequestError as error:
+            raise to_problem(error, request.api) from error
 
     def _grammar_around(self, engine: Engine, prompt: EncodedPrompt) -> dict[str, str]:
         """Return the grammar of reasoning and calls around an answer that has its own grammar."""

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.request import CancelCell
 from dflash_jax.engine.result import Piece, Result
+from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import DFlashError
 
 Listener = Callable[[int, list[Piece], "Result | Exception | None"], None]
@@ -29,7 +29,7 @@ class Job:
     """
 
     prompt: list[int]
-    options: dict[str, Any]
+    params: SamplingParams
     index: int
     listener: Listener
     handle: RequestHandle | None = None
@@ -42,7 +42,7 @@ class Job:
     @property
     def pending(self) -> bool:
         """Return whether the output grammar may still be compiling."""
-        return self.handle is None and not self.finished and "structured" in self.options
+        return self.handle is None and not self.finished and self.params.structured is not None
 
     def take_update(self) -> "tuple[Job, list[Piece], Result | Exception | None] | None":
         """Return what the listener has not received yet, or None, and mark it as delivered."""

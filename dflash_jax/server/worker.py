@@ -95,7 +95,7 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Queue a job; its listener is also called if the engine refuses it."""
         self.active += 1
-        if "structured" in job.options:
+        if job.params.structured is not None:
             self._structures.submit(job)
         else:
             self._commands.put(lambda: self._prepare(job))
@@ -193,7 +193,8 @@ class Worker:
     def _is_fast(self, job: Job) -> bool:
         """Return whether `_prepare` will take no longer than a trial compilation of the grammar."""
         assert self.engine is not None
-        return job.cancelled or self.engine.grammars.decide(job.options["structured"])
+        structure = job.params.structured
+        return job.cancelled or structure is None or self.engine.grammars.decide(structure)
 
     def _prepare(self, job: Job) -> None:
         """Validate a job's request and compile its grammar, in this or a structure thread."""
@@ -201,7 +202,7 @@ class Worker:
         if job.cancelled:
             return
         try:
-            [handle] = self.engine.prepare(job.prompt, cancel=job.cell, **job.options)
+            [handle] = self.engine.prepare(job.prompt, job.params, cancel=job.cell)
         except BaseException as error:
             self._refuse(job, _as_exception(error))
             return

@@ -17,6 +17,7 @@ from benchmarks.soak_serve import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, i
 from dflash_jax.compiler import Program, build
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import PlanError
 from dflash_jax.server.jobs import Job
 from dflash_jax.server.middleware import Settings
@@ -280,8 +281,8 @@ def test_half_of_the_queue_is_for_requests_that_can_begin(random_tiny: Engine, g
         await worker.ready.wait()
 
         def ask(index: int, **options: Any) -> None:
-            options = {"max_tokens": 2} | options
-            worker.submit(Job([1, 2], options, index, lambda i, _, end: ends.update({i: end})))
+            params = SamplingParams(**{"max_tokens": 2} | options)
+            worker.submit(Job([1, 2], params, index, lambda i, _, end: ends.update({i: end})))
 
         for i in range(QUEUE // 2 + 1):
             ask(i, logprobs=0)

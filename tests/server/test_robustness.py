@@ -37,6 +37,7 @@ from benchmarks.soak_serve import (
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
+from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import CheckpointError, ComputeError, RequestError
 from dflash_jax.server import app, statistics
 from dflash_jax.server.generation import prepare
@@ -368,7 +369,9 @@ def test_an_engine_without_memory_to_restart_ends_the_server_with_the_reason(
         await worker.ready.wait()
         monkeypatch.setattr(model_runner, "place_empty_state", full)
         monkeypatch.setattr(engine.runner, "step", full)
-        worker.submit(Job([1, 2], {"max_tokens": 4}, 0, lambda _, __, end: ends.append(end)))
+        worker.submit(
+            Job([1, 2], SamplingParams(max_tokens=4), 0, lambda _, __, end: ends.append(end))
+        )
         await asyncio.wait_for(worker.ended.wait(), 20)
         await worker.stop()
         return worker
@@ -384,9 +387,9 @@ def test_an_event_loop_that_closed_first_leaves_no_traceback(
     async def begin() -> Worker:
         worker, begun = Worker(lambda: twin(random_tiny)), asyncio.Event()
         await worker.ready.wait()
-        options = {"max_tokens": 400, "ignore_eos": True}
-        worker.submit(Job([1, 2], options, 0, lambda *_: begun.set()))
-        worker.submit(Job([1, 2], {"structured": {"choice": ["a"]}}, 1, lambda *_: None))
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        worker.submit(Job([1, 2], params, 0, lambda *_: begun.set()))
+        worker.submit(Job([1, 2], SamplingParams(structured={"choice": ["a"]}), 1, lambda *_: None))
         await begun.wait()
         return worker
 
