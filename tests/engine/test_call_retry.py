@@ -59,10 +59,10 @@ def waiting(
         return make(self, request)
 
     monkeypatch.setattr(CallGrammars, "_make", late)
-    live = engine.submit(prompt, recovery=dj.Recovery(), **options)
-    while live.sequence.call_grammar is None:
+    handle = engine.submit(prompt, recovery=dj.Recovery(), **options)
+    while handle.sequence.call_grammar is None:
         engine.advance()
-    return live, ready
+    return handle, ready
 
 
 @pytest.mark.parametrize("name", TURNS)

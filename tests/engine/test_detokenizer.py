@@ -90,8 +90,8 @@ def test_output_is_cut_before_the_first_stop_string_and_never_retracted(
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_stop_string_over_chunk_borders(tokenizer: Tokenizer, size: int) -> None:
     output, data = Detokenizer(tokenizer, ["</end>"]), b"say </en or </end> and more"
-    said = [output.push(list(data[i : i + size])) for i in range(0, len(data), size)]
-    assert "".join(said) == "say </en or "
+    decoded = [output.push(list(data[i : i + size])) for i in range(0, len(data), size)]
+    assert "".join(decoded) == "say </en or "
     assert output.stopped
     assert output.push([65]) == output.finish() == ""
 
@@ -117,7 +117,7 @@ def test_stop_strings_do_not_act_in_calls_of_declared_tools(width: int) -> None:
     raw = f"<think>\nhm\n</think>\n\nLook:{call}\nDone STOP or not"
     ids = tokenizer.encode(raw, specials=False)
 
-    def said(stop: str, tools: list[Tool]) -> tuple[str, bool]:
+    def decoded(stop: str, tools: list[Tool]) -> tuple[str, bool]:
         output = Detokenizer(tokenizer, [stop], tools)
         pieces = [output.push(ids[i : i + width]) for i in range(0, len(ids), width)]
         pieces.append(output.finish())
@@ -125,13 +125,13 @@ def test_stop_strings_do_not_act_in_calls_of_declared_tools(width: int) -> None:
         return output.text, output.stopped
 
     text, tools = tokenizer.decode(ids), [Tool("read", {})]
-    assert said("STOP", []) == (text[: text.index("STOP")], True)
-    assert said("STOP", tools) == (text[: text.rindex("STOP")], True)
+    assert decoded("STOP", []) == (text[: text.index("STOP")], True)
+    assert decoded("STOP", tools) == (text[: text.rindex("STOP")], True)
     for stop in ("path", "t or n", ":\n{", "}\n\nDone"):
-        assert said(stop, tools) == (text, False)
-    assert said("</think>", tools) == ("\nhm\n", True)
+        assert decoded(stop, tools) == (text, False)
+    assert decoded("</think>", tools) == ("\nhm\n", True)
     ids = tokenizer.encode(f"So call:{call}", specials=False)
-    assert said("all:", tools) == ("So c", True)  # known once a mark shows that it is no call
+    assert decoded("all:", tools) == ("So c", True)  # known once a mark shows that it is no call
 
 
 @pytest.mark.parametrize("width", [1, 4, 1000])

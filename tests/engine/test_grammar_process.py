@@ -47,7 +47,7 @@ def chain(count: int, letter: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("structure", "says"),
+    ("structure", "message"),
     [
         ({"json": referring(3000)}, "has 3001 references .* in a row; expected at most 100: refer"),
         ({"json": nested(2000)}, "is nested 2001 levels deep; expected at most 100 levels: move"),
@@ -60,8 +60,8 @@ def chain(count: int, letter: str) -> str:
         ({"regex": "\ud800"}, "the structure is not understood: .* surrogates not allowed"),
     ],
 )
-def test_hostile_structures_are_refused_by_name(structure: dict[str, Any], says: str) -> None:
-    with pytest.raises(RequestError, match=says):
+def test_hostile_structures_are_refused_by_name(structure: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         grammars().make(structure)
 
 

@@ -144,17 +144,17 @@ def test_switching_lanes_midway_keeps_the_tokens() -> None:
     prompt = prompts(engine, [21])[0]
     plain = engine.generate(prompt, max_tokens=60, speculative=False).token_ids
     set_script(scripted, [*prompt, *plain])
-    live = scripted.submit(prompt, max_tokens=60)
+    handle = scripted.submit(prompt, max_tokens=60)
     turn = 0
-    while not live.done:
-        live.sequence.policy = type(live.sequence.policy)(
-            max_tokens=60, stop_ids=live.sequence.policy.stop_ids, speculative=turn // 3 % 2 == 0
+    while not handle.done:
+        handle.sequence.policy = type(handle.sequence.policy)(
+            max_tokens=60, stop_ids=handle.sequence.policy.stop_ids, speculative=turn // 3 % 2 == 0
         )
         scripted.advance()
         turn += 1
-    assert live.result().token_ids == plain
-    assert live.stats.plain_steps > 3
-    assert max(live.stats.acceptance_lengths) == 4
+    assert handle.result().token_ids == plain
+    assert handle.stats.plain_steps > 3
+    assert max(handle.stats.acceptance_lengths) == 4
 
 
 def test_a_real_drafter_reads_the_same_context_after_plain_steps() -> None:
@@ -163,8 +163,8 @@ def test_a_real_drafter_reads_the_same_context_after_plain_steps() -> None:
     prompt = prompts(engine, [30])[0]
     drafts = []
     for speculative in (True, False):
-        live = engine.submit(prompt, max_tokens=30, speculative=speculative)
-        while not live.done:
+        handle = engine.submit(prompt, max_tokens=30, speculative=speculative)
+        while not handle.done:
             engine.advance()
         context = engine.runner.state.draft[1]
         drafts.append(np.asarray(context.k)[0, :, : len(prompt) + 20])

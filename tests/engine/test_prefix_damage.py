@@ -225,8 +225,8 @@ def test_what_is_no_home_of_entries_is_left_alone(
 
 
 def test_a_description_names_no_more_arrays_than_its_file_has_room_for(tmp_path: Path) -> None:
-    for said in (10**9, [["float32", [10**9]]], [["uint8", [0]]] * 10**5):
-        about = {"arrays": said, "crc32": 0}
+    for arrays in (10**9, [["float32", [10**9]]], [["uint8", [0]]] * 10**5):
+        about = {"arrays": arrays, "crc32": 0}
         for kinds in (KINDS, None):
             with pytest.raises((OSError, TypeError, ValueError)):
                 read_arrays(tmp_path / "missing", about, kinds=kinds, max_bytes=1000)

@@ -106,7 +106,7 @@ def test_p28_p30_what_is_damaged_or_forged_is_a_miss_and_removed(
         data[len(data) // 2] ^= 1
         largest.write_bytes(data)
 
-    def say(**fields: Any) -> Any:
+    def describe(**fields: Any) -> Any:
         def change(entry: Path) -> None:
             about = json.loads((entry / "about.json").read_text())
             (entry / "about.json").write_text(json.dumps(about | fields))
@@ -116,9 +116,20 @@ def test_p28_p30_what_is_damaged_or_forged_is_a_miss_and_removed(
     def garble(entry: Path) -> None:
         (entry / "about.json").write_text('{"identity": ')
 
-    spoils = [cut, flip, garble, say(identity="0" * 32), say(ids=[1] * CHUNK), say(arrays=99)]
-    spoils += [say(arrays=[["O", [4]]]), say(arrays=[["float32", [-1]]]), say(arrays=[[3, 4, 5]])]
-    for i, spoil in enumerate([*spoils, say(continues="nobody"), say(crc32="3")]):
+    spoils = [
+        cut,
+        flip,
+        garble,
+        describe(identity="0" * 32),
+        describe(ids=[1] * CHUNK),
+        describe(arrays=99),
+    ]
+    spoils += [
+        describe(arrays=[["O", [4]]]),
+        describe(arrays=[["float32", [-1]]]),
+        describe(arrays=[[3, 4, 5]]),
+    ]
+    for i, spoil in enumerate([*spoils, describe(continues="nobody"), describe(crc32="3")]):
         copy = shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "of")
         middle = entries(copy)[1]  # the last was marked as used first
         spoil(middle)
@@ -305,10 +316,10 @@ def test_rows_decode_on_while_the_disk_is_read(
     reader = disk(engine)._reader
     held = threading.Event()
     reader.submit(held.wait)
-    slow, live = engine.submit(PROMPT, max_tokens=8), engine.submit(OTHER[:5], max_tokens=8)
-    while not live.done:
+    slow, handle = engine.submit(PROMPT, max_tokens=8), engine.submit(OTHER[:5], max_tokens=8)
+    while not handle.done:
         engine.advance()
-    assert (slow.num_fed, live.token_ids) == (0, wanted[1].token_ids)
+    assert (slow.num_fed, handle.token_ids) == (0, wanted[1].token_ids)
     engine.advance()  # nothing to do but to wait a moment
     held.set()
     while not slow.done:
@@ -326,7 +337,7 @@ def test_folders_and_budgets_that_cannot_be_are_refused(tiny: Engine, tmp_path: 
         opened(tiny, tmp_path, prefix_disk=9)
 
 
-def kept_apart(folder: Path, budget: int = 1 << 30) -> PrefixDisk:
+def shared_disk(folder: Path, budget: int = 1 << 30) -> PrefixDisk:
     """One of several engines that share a folder."""
     return PrefixDisk(folder, chunk=CHUNK, budget=budget, identity="0" * 32)
 
@@ -346,7 +357,7 @@ def test_engines_of_a_process_write_the_same_prompt_at_once(
         return found
 
     monkeypatch.setattr(prefix_disk, "write_arrays", both)
-    disks = [kept_apart(tmp_path) for _ in range(2)]
+    disks = [shared_disk(tmp_path) for _ in range(2)]
     for one in disks:
         one.keep(PROMPT, SEGMENTS)
     for one in disks:
@@ -354,13 +365,13 @@ def test_engines_of_a_process_write_the_same_prompt_at_once(
     assert caplog.text == ""
     assert [one.counters.failed for one in disks] == [0, 0]
     assert sum(one.counters.written for one in disks) == len(SEGMENTS) == len(entries(tmp_path))
-    reading = kept_apart(tmp_path).read(PROMPT, 0, 9)
+    reading = shared_disk(tmp_path).read(PROMPT, 0, 9)
     assert reading
     assert [start for start, _ in reading.result()] == [end - CHUNK for end in SEGMENTS]
 
 
 def test_what_others_write_just_now_is_let_be_and_old_fragments_go(tmp_path: Path) -> None:
-    one = kept_apart(tmp_path, budget=1 << 16)
+    one = shared_disk(tmp_path, budget=1 << 16)
     home = tmp_path / f"prefixes-{'0' * 32}"
     fresh, old = (home / f".{'a' * 32}.partial-{name}" for name in ("8", "7"))
     for fragment in (fresh, old):
@@ -381,7 +392,7 @@ def test_a_prefix_that_cannot_be_written_is_one_line(
         raise ValueError("no\n" + "and a page of why\n" * 50)
 
     monkeypatch.setattr(prefix_disk, "write_arrays", fail)
-    one = kept_apart(tmp_path)
+    one = shared_disk(tmp_path)
     one.keep(PROMPT, SEGMENTS)
     one.flush()
     [record] = caplog.records

@@ -268,8 +268,8 @@ def test_p4_p29_p37_segments_of_another_make_are_refused_by_name(warm: Engine) -
         (jax.tree.map(lambda x: x.astype("bfloat16"), segment), "a segment holds bfloat16"),
         (jax.tree.map(lambda x: x[:1], segment), r"expected float32\["),
     ]
-    for i, (bad, says) in enumerate(spoiled):
-        with pytest.raises(SnapshotError, match=says):
+    for i, (bad, message) in enumerate(spoiled):
+        with pytest.raises(SnapshotError, match=message):
             snapshots.check(bad, 0)
         snapshots.cache.clear()  # P32: the engine handles the error and feeds the prompt
         warm.generate(prompt, max_tokens=1)
@@ -309,16 +309,16 @@ def test_C5_C8_what_a_vanished_caller_added_leaves_again(warm: Engine) -> None:
     assert warm.prefix_cache
     for answering in (False, True):  # within the prompt, and within the answer
         cell = CancelCell()
-        live = warm.submit(prompt, max_tokens=30, cancel=cell)
+        handle = warm.submit(prompt, max_tokens=30, cancel=cell)
         for _ in range(2):
             warm.advance()
-        while answering and not live.token_ids:
+        while answering and not handle.token_ids:
             warm.advance()
         assert warm.prefix_cache.segments > 2
         cell.cancel("disconnect")
         warm.advance()
-        assert live.result().finish_reason == "cancelled"
-        assert bool(live.token_ids) == answering
+        assert handle.result().finish_reason == "cancelled"
+        assert bool(handle.token_ids) == answering
         assert warm.prefix_cache.segments == 2  # the other's
         got = warm.generate(prompt, max_tokens=16)
         assert (got.token_ids, got.stats.cached_tokens) == (wanted, 0)
@@ -334,12 +334,12 @@ def test_C11_C16_what_a_request_with_visible_output_added_stays(warm: Engine) ->
     stream.close()
     assert warm.prefix_cache.segments == 2
     warm.prefix_cache.clear()
-    live = warm.submit(prompt, max_tokens=16)
-    while not live.token_ids:
+    handle = warm.submit(prompt, max_tokens=16)
+    while not handle.token_ids:
         warm.advance()
-    live.sequence.take(Cancelled(Finish.STOP))  # as a stop string does
+    handle.sequence.take(Cancelled(Finish.STOP))  # as a stop string does
     warm.core.tidy()
-    assert live.result().finish_reason == "stop"
+    assert handle.result().finish_reason == "stop"
     assert warm.prefix_cache.segments == 2
 
 
@@ -394,8 +394,8 @@ def test_C15_a_prompt_that_broke_the_numbers_is_forgotten(warm: Engine) -> None:
     target = warm.params["target"] | {"embed": jax.device_put(table)}
     broken = Engine(warm.target, warm.drafter, warm.params | {"target": target}, warm.plan)
     broken.executables = warm.executables
-    live = broken.submit(prompt, max_tokens=4)
-    while not live.done:
+    handle = broken.submit(prompt, max_tokens=4)
+    while not handle.done:
         broken.advance()
     assert broken.prefix_cache is not None
     assert broken.prefix_cache.segments == 0
@@ -408,12 +408,12 @@ def test_P9_P10_features_gather_over_many_calls_whoever_begins_meanwhile(warm: E
     alone = visible(warm, 0)
     assert warm.prefix_cache
     warm.prefix_cache.clear()
-    live = warm.submit(prompt, max_tokens=1)
+    handle = warm.submit(prompt, max_tokens=1)
     warm.advance()
     assert warm.prefix_cache.segments == 1
     beside = warm.submit(other, max_tokens=20)
     turns = 0
-    while not live.done:
+    while not handle.done:
         warm.advance()
         turns += 1
     assert turns > 7  # chunks alone would have taken six: the neighbour began and spoke between
@@ -442,8 +442,8 @@ def test_P11_features_stand_where_keys_stand_whatever_is_accepted(
         stream = scripted.stream(prompt, max_tokens=40)
         for piece in stream:
             assert piece.token_ids
-            live = stream._handle
-            fed = len(prompt) + live.sequence.state.fed
+            handle = stream._handle
+            fed = len(prompt) + handle.sequence.state.fed
             assert int(scripted.runner.state.position[0]) >= fed  # a step ahead of what was read
         assert stream.result.token_ids == truth
         for got, wanted in zip(visible(scripted, 0), plain, strict=True):

@@ -22,7 +22,7 @@ def short(tiny3: Engine) -> Engine:
 
 
 def test_a_full_queue_refuses_by_name_and_serves_on(short: Engine) -> None:
-    lives = [short.submit([i], max_tokens=5) for i in range(4)]
+    handles = [short.submit([i], max_tokens=5) for i in range(4)]
     with pytest.raises(QueueFullError, match="4 requests wait already and 1 more were given, but"):
         short.submit([9], max_tokens=5)
     assert short.queued == 4
@@ -31,10 +31,10 @@ def test_a_full_queue_refuses_by_name_and_serves_on(short: Engine) -> None:
     with pytest.raises(QueueFullError, match="1 requests wait already and 4 more"):
         short.enqueue(short.prepare([9], n=4, max_tokens=5))
     assert short.queued == 1  # all of them or none
-    lives.append(short.submit([9], max_tokens=5))
+    handles.append(short.submit([9], max_tokens=5))
     while short.busy:
         short.advance()
-    assert all(live.finish_reason is not None for live in lives)
+    assert all(handle.finish_reason is not None for handle in handles)
 
 
 def test_a_list_of_prompts_may_be_longer_than_the_queue(short: Engine, tiny: Engine) -> None:
@@ -44,17 +44,17 @@ def test_a_list_of_prompts_may_be_longer_than_the_queue(short: Engine, tiny: Eng
 
 
 def test_rows_are_given_in_the_order_of_the_queue(tiny3: Engine) -> None:
-    lives = [tiny3.submit([i] * (1 + 7 * (i % 3)), max_tokens=3 + i % 5) for i in range(20)]
+    handles = [tiny3.submit([i] * (1 + 7 * (i % 3)), max_tokens=3 + i % 5) for i in range(20)]
     started: list[int] = []
     while tiny3.busy:
         tiny3.advance()
         fresh = [
             i
-            for i, live in enumerate(lives)
-            if live.sequence in tiny3.core.scheduler.rows and i not in started
+            for i, handle in enumerate(handles)
+            if handle.sequence in tiny3.core.scheduler.rows and i not in started
         ]
         started += fresh
-        gone = [i for i, live in enumerate(lives) if live.done and i not in started]
+        gone = [i for i, handle in enumerate(handles) if handle.done and i not in started]
         started += gone
         assert started == sorted(started)
 
@@ -80,10 +80,10 @@ def test_a_long_prompt_does_not_hold_up_rows_that_decode(tiny3: Engine) -> None:
 def test_threads_may_submit_stream_and_cancel(tiny3: Engine, tiny: Engine) -> None:
     """Streams of several threads drive the engine together; one thread cancels at random."""
     wanted = {i: tiny.generate([i, 7], max_tokens=20).token_ids for i in range(6)}
-    said: dict[int, list[int]] = {}
+    outputs: dict[int, list[int]] = {}
     errors: list[BaseException] = []
 
-    def talk(i: int) -> None:
+    def stream_prompt(i: int) -> None:
         try:
             for turn in range(3):
                 stream = tiny3.stream([i, 7], max_tokens=20)
@@ -94,17 +94,17 @@ def test_threads_may_submit_stream_and_cancel(tiny3: Engine, tiny: Engine) -> No
                         stream.close()
                         break
                 assert got == wanted[i][: len(got)]
-                said[i] = got
+                outputs[i] = got
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=talk, args=(i,)) for i in range(6)]
+    threads = [threading.Thread(target=stream_prompt, args=(i,)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=120)
     assert not errors
-    assert said == wanted
+    assert outputs == wanted
     assert not tiny3.busy or not tiny3.active
 
 
@@ -161,15 +161,15 @@ def test_one_thread_may_serve_all_others(short: Engine, tiny: Engine) -> None:
     worker = threading.Thread(target=serve)
     worker.start()
     try:
-        live, other = short.submit(PROMPT, max_tokens=30), short.submit([3], max_tokens=60)
+        handle, other = short.submit(PROMPT, max_tokens=30), short.submit([3], max_tokens=60)
         short.cancel(other)
         assert other.done
         deadline = threading.Event()
         for _ in range(20000):
-            if live.done:
+            if handle.done:
                 break
             deadline.wait(0.005)
-        assert live.token_ids == tiny.generate(PROMPT, max_tokens=30).token_ids
+        assert handle.token_ids == tiny.generate(PROMPT, max_tokens=30).token_ids
     finally:
         halt.set()
         worker.join()
