@@ -18,6 +18,7 @@ from tokenizers import decoders, models
 import dflash_jax as dj
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine import request as requests
+from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.words import Words
@@ -571,22 +572,26 @@ def test_an_interrupt_where_a_turn_begins_or_ends_releases_the_lock(
     """Python handles signals where a function begins; a notebook keeps the traceback."""
     handle = tiny.submit(PROMPT, max_tokens=20)
     kept: list[BaseException] = []
-    for name in ("__enter__", "__exit__"):
+    called: dict[Any, None] = {}  # functions that a turn calls directly
 
-        def stop(frame: Any, event: str, _: Any, name: str = name) -> None:
-            of, by = frame.f_code, frame.f_back.f_code
-            if of.co_name == name and "contextlib" in of.co_filename and by.co_name == "step":
-                raise KeyboardInterrupt
+    def trace(frame: Any, event: str, _: Any) -> None:
+        if frame.f_back.f_code is EngineCore.step.__code__ and frame.f_code not in called:
+            called[frame.f_code] = None
+            raise KeyboardInterrupt
 
+    while len(kept) == len(called):
         before = sys.gettrace()
         try:
-            sys.settrace(stop)
+            sys.settrace(trace)
             tiny.advance()
         except KeyboardInterrupt as error:
             kept.append(error)
+        else:
+            break
         finally:
             sys.settrace(before)
         assert not tiny.core._stepping.locked()
+    assert len(kept) == len(called) >= 2
     assert finish(tiny, handle) == truth[:20]
 
 

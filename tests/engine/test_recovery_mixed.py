@@ -1,4 +1,4 @@
-"""Recovery of any kind, in any lane, beside any neighbours: each answer is the one given alone."""
+"""Random recovery settings, modes and batches: each answer equals that of the request alone."""
 
 import dataclasses
 import random
@@ -18,16 +18,16 @@ VOCAB = 251
 
 @pytest.fixture(scope="module")
 def engine(tiny3: Engine) -> Engine:
-    """Three rows that keep prefixes."""
+    """Three rows with a prefix cache."""
     made = random_engine(
         tiny3.target, tiny3.drafter, dataclasses.replace(tiny3.plan, prefix_cache=1 << 20)
     )
-    made.executables = tiny3.executables  # the prefix programs come on top
+    made.executables = tiny3.executables  # the prefix programs are added
     return made
 
 
 def random_words(rng: random.Random) -> Words:
-    """Random tokens that mean a colon, a thought's beginning and end, or nothing visible."""
+    """Return random meanings of tokens: colons, marks of thoughts, hidden tokens."""
     marks = {rng.randrange(VOCAB): m for m in [":"] * 60 + ["<think>"] * 9 + ["</think>"] * 9}
     return Words(
         text=lambda ids: "".join(marks.get(i, "w") for i in ids),
@@ -39,7 +39,7 @@ def random_words(rng: random.Random) -> Words:
 
 
 def names(rng: random.Random) -> tuple[tuple[int, ...], ...]:
-    """No tool, one, or several whose beginnings differ at random places."""
+    """Return the calls of up to four tools, whose names differ at random places."""
     found: list[tuple[int, ...]] = []
     for _ in range(rng.choice([0, 1, 2, 4])):
         begun = rng.choice(found)[: rng.randint(1, 6)] if found else ()
@@ -63,7 +63,7 @@ def settings(rng: random.Random) -> Recovery:
 
 
 def random_request(rng: random.Random, engine: Engine) -> dict[str, Any]:
-    """One request; its prompt may begin as others do, its end tokens are likely ones."""
+    """Return a request whose prompt may share a prefix, and whose end tokens are likely ones."""
     shared = [rng.randrange(3)] * rng.choice([0, 16, 33])
     prompt = [*shared, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 20)))]
     free = engine.generate(prompt, max_tokens=8).token_ids
@@ -84,7 +84,7 @@ def random_request(rng: random.Random, engine: Engine) -> dict[str, Any]:
 def check_batched_against_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, seeds: range
 ) -> set[str]:
-    """What happened, after every answer of a mixed crowd was compared with the same one alone."""
+    """Compare batched answers with those of single requests; return the recovery events."""
     events: set[str] = set()
     for seed in seeds:
         rng = random.Random(seed)
@@ -117,7 +117,7 @@ def check_batched_against_alone(
     return events
 
 
-def test_recovered_answers_do_not_depend_on_company_or_lane(
+def test_recovered_answers_do_not_depend_on_batch_or_mode(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = check_batched_against_alone(engine, monkeypatch, range(8))
@@ -125,7 +125,7 @@ def test_recovered_answers_do_not_depend_on_company_or_lane(
 
 
 @pytest.mark.soak
-def test_many_recovered_answers_do_not_depend_on_company_or_lane(
+def test_many_recovered_answers_do_not_depend_on_batch_or_mode(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = check_batched_against_alone(engine, monkeypatch, range(100, 200))

@@ -1,4 +1,4 @@
-"""Structured output: what comes follows the structure, and drafts change nothing of it."""
+"""Structured output follows its structure, and does not depend on drafts."""
 
 import dataclasses
 import json
@@ -29,14 +29,14 @@ SCHEMA = {
     },
     "required": ["name", "size", "kind"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},  # random weights like nothing but spaces
+    "x-guidance": {"whitespace_flexible": False},  # random weights would write only spaces
 }
 DATE = r"[0-9]{4}-[01][0-9]-[0-3][0-9]"
 
 
 @pytest.fixture(scope="module")
 def byte_engine(tiny3: Engine) -> Engine:
-    """Three rows, a token for each of 250 bytes, an end token, and a drafter that is told."""
+    """Three rows, a token for each of 250 bytes, an end token, and a scripted drafter."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (ord(c) > 126, c))
     vocab = {letter: i for i, letter in enumerate(letters[:EOS])}
     core = tokenizers.Tokenizer(models.BPE(vocab=vocab | {"<end>": EOS}, merges=[]))
@@ -65,8 +65,8 @@ def test_output_follows_its_structure(byte_engine: Engine, temperature: float) -
     assert re.fullmatch("x[0-9]+y?", texts[3])
 
 
-def test_recovery_dictates_nothing_into_a_structure(byte_engine: Engine) -> None:
-    """The structure says how it may end, however early that is; loops still end it."""
+def test_recovery_forces_no_token_into_a_structure(byte_engine: Engine) -> None:
+    """The structure alone decides where it may end; loops still end it."""
     settings = Recovery(floor=90, below_floor="replace", answer_reserve=80)
     options: dict[str, Any] = {"max_tokens": 90, "tools": [{"name": "a"}]}
     for structure in ({"regex": "[ab]{0,30}"}, {"choice": ["", "x:"]}, {"json": SCHEMA}):
@@ -115,7 +115,7 @@ def test_greedy_structured_output_takes_the_best_token_allowed(
         grammar.accept([token])
 
 
-def test_neighbours_of_structured_rows_say_what_they_say_alone(
+def test_structured_rows_do_not_affect_other_rows(
     byte_engine: Engine,
 ) -> None:
     alone = byte_engine.generate(PROMPT, max_tokens=30).token_ids
@@ -148,25 +148,23 @@ def test_neighbours_of_structured_rows_say_what_they_say_alone(
         ({"json": [1]}, r"structured json is \[1\]; expected a schema"),
     ],
 )
-def test_bad_structures_are_refused_by_name(
-    byte_engine: Engine, structure: Any, message: str
-) -> None:
+def test_invalid_structures_are_refused(byte_engine: Engine, structure: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         byte_engine.submit(PROMPT, max_tokens=4, structured=structure)
     assert not byte_engine.busy
 
 
-def test_a_grammar_that_gives_up_fails_its_request(byte_engine: Engine) -> None:
-    """Neither is the half of an answer called a whole one, nor is anybody else disturbed."""
+def test_a_grammar_that_exceeds_its_limits_fails_its_request(byte_engine: Engine) -> None:
+    """An incomplete answer is an error, and other rows are not affected."""
     many = {"choice": [f"item {i}" for i in range(3000)]}
     alone = byte_engine.generate(PROMPT, max_tokens=8).token_ids
     handle = byte_engine.submit(PROMPT, max_tokens=20, structured=many)
-    beside = byte_engine.submit(PROMPT, max_tokens=8)
-    while not (handle.done and beside.done):
+    other = byte_engine.submit(PROMPT, max_tokens=8)
+    while not (handle.done and other.done):
         byte_engine.advance()
     with pytest.raises(RequestError, match=r"the grammar gave up after .* fewer choices"):
         handle.result()
-    assert beside.result().token_ids == alone
+    assert other.result().token_ids == alone
     assert not byte_engine.busy
     endless = {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}
     with pytest.raises(RequestError, match="nothing can follow the structure"):
