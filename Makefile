@@ -14,7 +14,7 @@ demo: .venv/installed
 	$(BIN)/dflash-jax generate "What can you do for me?" --max-tokens 128 --compare
 
 # For the inner loop: lint, types and tests that need no engine.
-FAST := $(addprefix tests/,engine/recovery engine/test_controller.py engine/test_text.py tool_parsers nn quant \
+FAST := $(addprefix tests/,engine/recovery engine/test_controller.py engine/test_detokenizer.py tool_parsers nn quant \
 	decode/test_verify.py decode/test_filters.py compiler/test_plan.py contracts/test_imports.py \
 	contracts/test_documents.py contracts/test_language.py server/test_requests.py server/test_replies.py \
 	converters/test_gguf.py converters/test_quants.py converters/test_safetensors.py \

@@ -31,7 +31,7 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # for commands that tests 
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
 ORACLE = Path(__file__).parent / "oracle"
-# Files that take longest, longest first: begun late, one would keep a single worker busy.
+# The slowest files, slowest first: one that starts late would keep a single worker busy.
 LONGEST = """
 contracts/test_bitwise engine/test_lossless test_shipped_pair models/test_qwen3_5
 benchmarks/test_audit
@@ -39,7 +39,7 @@ server/test_clients test_cli train/test_tiny models/test_gemma4 decode/test_samp
 compiler/test_published server/test_robustness models/test_target_oracle engine/test_recovery
 models/test_drafter_oracle server/test_commands server/test_agents models/test_dflash2
 test_notebooks engine/test_engine train/test_drafter engine/test_structured engine/test_prefixes
-train/test_fitting engine/test_lossless_drafters engine/test_shaping models/test_mixtures
+train/test_fitting engine/test_lossless_drafters engine/test_logits_processing models/test_mixtures
 models/test_dspark compiler/test_sharding contracts/test_programs quant/test_products
 train/test_regenerate engine/test_load nn/test_attention compiler/test_two_devices
 converters/test_packed nn/test_moe engine/test_recovery_mixed compiler/test_explain
@@ -48,15 +48,15 @@ contracts/test_imports train/test_loop
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For tests that do not hang on what the compiler makes of a program."""
+    """Add an option for tests that do not depend on compiler optimisations."""
     parser.addoption("--quick-compile", action="store_true", help="compile without optimising")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets the workers of a run, and later runs, share compiled programs; never with the user.
+    """Let workers and later runs share compiled programs, but not with the user.
 
-    Commands that tests start without JAX's variables have the default folder inside the cache of
-    the tests, and announce nothing.
+    Commands that tests start without JAX's variables use a folder inside the cache of the tests,
+    and show no progress.
     """
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("home"))
     os.environ.pop("DFLASH_COMPILATION_CACHE", None)
@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first, which takes `--no-loadscope-reorder` with several workers."""
+    """Put the longest files first; with several workers, this needs `--no-loadscope-reorder`."""
     place = {ORACLE.parent / f"{name}.py": i for i, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: place.get(item.path, len(place)))
 
@@ -88,7 +88,7 @@ def oracle() -> Path:
 
 @pytest.fixture
 def as_on_a_gpu() -> Iterator[None]:
-    """From jax 0.11 on, kernels for GPUs are lowered for one that is there, or named here."""
+    """Name a GPU: from jax 0.11 on, GPU kernels are lowered for a present or a named one."""
     device = AbstractDevice("NVIDIA H100", None, "gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         yield
@@ -108,7 +108,7 @@ def tiny3() -> Engine:
 
 @pytest.fixture(scope="session")
 def scripted(tiny: Engine) -> Engine:
-    """The weights of `tiny`; its drafter says what `set_script` tells it."""
+    """The weights of `tiny` with a drafter that follows `set_script`."""
     return scripted_engine(tiny)
 
 

@@ -1,4 +1,4 @@
-"""Calls of the shipped pair that break off: decoded once more, alike in every mode."""
+"""Incomplete calls of the shipped pair are decoded again, equally in every mode."""
 
 import threading
 from typing import Any
@@ -17,7 +17,7 @@ from dflash_jax.errors import RequestError
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
-# An end token that is likelier by so much ends these turns inside their calls.
+# Biases of the end token with which these turns end inside their calls.
 TURNS = {"agent-4.1": 13, "agent-7.2": 12}
 
 
@@ -30,7 +30,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def turns(engine: Engine) -> dict[str, tuple[list[int], dict[str, Any]]]:
-    """Prompt and options of each turn, by its name."""
+    """Prompt and options by name of the turn."""
     assert engine.tokenizer is not None
     [end] = engine.tokenizer.encode("<|im_end|>", specials=False)
     found = {turn.id: turn for turn in read_turns(SHIPPED) if turn.id in TURNS}
@@ -48,10 +48,10 @@ def raw(engine: Engine, result: dj.Result) -> str:
     return engine.tokenizer.raw(result.token_ids)
 
 
-def waiting(
+def request_with_pending_grammar(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, prompt: list[int], options: dict[str, Any]
 ) -> tuple[RequestHandle, threading.Event]:
-    """A request that waits for the grammar of its call, which is made once the event is set."""
+    """Return a request that waits for the grammar of its call, and the event that releases it."""
     ready, make = threading.Event(), CallGrammars._make
 
     def late(self: CallGrammars, request: Request) -> Grammar:
@@ -59,16 +59,14 @@ def waiting(
         return make(self, request)
 
     monkeypatch.setattr(CallGrammars, "_make", late)
-    live = engine.submit(prompt, recovery=dj.Recovery(), **options)
-    while live.sequence.call_grammar is None:
+    handle = engine.submit(prompt, recovery=dj.Recovery(), **options)
+    while handle.sequence.call_grammar is None:
         engine.advance()
-    return live, ready
+    return handle, ready
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_a_call_that_broke_off_is_complete_in_the_end(
-    engine: Engine, turns: dict[str, Any], name: str
-) -> None:
+def test_an_incomplete_call_is_completed(engine: Engine, turns: dict[str, Any], name: str) -> None:
     prompt, options = turns[name]
     broken = engine.generate(prompt, **options)
     assert raw(engine, broken).count("<tool_call>") == 1
@@ -94,22 +92,22 @@ def test_a_stream_never_shows_the_call_that_is_dropped(
     assert pieces == stream.result.token_ids
 
 
-def test_neighbours_decode_on_while_the_grammar_is_made(
+def test_other_rows_decode_while_the_grammar_is_compiled(
     engine: Engine, turns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, options = turns["agent-4.1"]
     wanted = engine.generate(prompt, recovery=dj.Recovery(), **options).token_ids
-    waits, ready = waiting(engine, monkeypatch, prompt, options)
+    handle, ready = request_with_pending_grammar(engine, monkeypatch, prompt, options)
     alone = engine.generate([5, 6, 7], max_tokens=30).token_ids
-    assert not waits.done
+    assert not handle.done
     ready.set()
-    while not waits.done:
+    while not handle.done:
         engine.advance()
-    assert waits.result().token_ids == wanted
+    assert handle.result().token_ids == wanted
     assert len(alone) == 30
 
 
-def test_without_a_grammar_the_call_stays_as_it_is(
+def test_without_a_grammar_the_call_is_unchanged(
     engine: Engine, turns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, options = turns["agent-4.1"]
@@ -125,12 +123,12 @@ def test_without_a_grammar_the_call_stays_as_it_is(
     assert not found.stats.recovery
 
 
-def test_a_request_that_is_cancelled_while_it_waits_ends(
+def test_a_request_can_be_cancelled_while_its_grammar_is_compiled(
     engine: Engine, turns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, ready = waiting(engine, monkeypatch, *turns["agent-4.1"])
-    engine.cancel(waits)
-    assert waits.result().finish_reason == "cancelled"
+    handle, ready = request_with_pending_grammar(engine, monkeypatch, *turns["agent-4.1"])
+    engine.cancel(handle)
+    assert handle.result().finish_reason == "cancelled"
     engine.advance()  # reads what was in flight
     assert not engine.busy
     ready.set()

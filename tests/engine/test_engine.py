@@ -1,4 +1,4 @@
-"""What a caller of the engine sees: streams, ends, rows, statistics, broken numbers."""
+"""The engine's interface: streams, finish reasons, rows, statistics, non-finite numbers."""
 
 import dataclasses
 import gc
@@ -40,7 +40,7 @@ MANY = 24
 
 
 def twin(engine: Engine, **changes: Any) -> Engine:
-    """Another engine over the same compiled programs."""
+    """Return another engine that shares the compiled programs."""
     parts = {name: getattr(engine, name) for name in ("target", "drafter", "params", "plan")}
     made = Engine(**parts | changes)
     made.compiled.executables = engine.executables
@@ -49,7 +49,7 @@ def twin(engine: Engine, **changes: Any) -> Engine:
 
 @pytest.fixture(scope="module", autouse=True)
 def rows_are_left_free(tiny: Engine, tiny3: Engine) -> Iterator[None]:
-    """These engines are shared: a test that leaves a request behind would poison the next."""
+    """Check that no test leaves requests in the shared engines."""
     yield
     for engine in (tiny, tiny3):
         assert not engine.active
@@ -75,7 +75,7 @@ def text(ids: list[int]) -> str:
     return "".join(chr(256 + i) for i in ids)
 
 
-# -- made by hand ------------------------------------------------------------------------------
+# -- construction -----------------------------------------------------------------------------
 
 
 def test_an_engine_made_by_hand_completes_its_plan(tiny: Engine, truth: list[int]) -> None:
@@ -103,7 +103,7 @@ def test_engines_and_results_are_shown_in_one_line(spoken: Engine, tiny: Engine)
     assert repr(tiny.generate(PROMPT, max_tokens=1)) == "<Result: 1 token (length)>"
 
 
-# -- ends -------------------------------------------------------------------------------------
+# -- finish reasons ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("speculative", [True, False])
@@ -132,7 +132,7 @@ def test_prompt_and_output_may_fill_the_plan_exactly(tiny: Engine) -> None:
 
 
 @pytest.mark.parametrize(("layout", "kept"), [("column_major", ColumnMajor), ("tiled", Tiled)])
-def test_other_plans_may_reorder_the_weights_of_an_engine_and_give_them_back(
+def test_weights_can_be_reordered_for_another_plan_and_back(
     tiny: Engine, truth: list[int], layout: WeightLayout, kept: type
 ) -> None:
     turned = twin(tiny, plan=dataclasses.replace(tiny.plan, weight_layout=layout))
@@ -142,12 +142,12 @@ def test_other_plans_may_reorder_the_weights_of_an_engine_and_give_them_back(
         np.testing.assert_array_equal(ours, theirs)
     turned.compiled.executables = {}
     for speculative in (True, False):
-        said = turned.generate(PROMPT, max_tokens=MANY, speculative=speculative)
-        assert said.token_ids == truth[:MANY]
+        result = turned.generate(PROMPT, max_tokens=MANY, speculative=speculative)
+        assert result.token_ids == truth[:MANY]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda p: None, "no tree of parameters"),
         (lambda p: {"target": p["target"]}, "drafter/.* is missing"),
@@ -158,16 +158,14 @@ def test_other_plans_may_reorder_the_weights_of_an_engine_and_give_them_back(
     ],
 )
 def test_parameters_of_other_shapes_are_refused_by_name(
-    tiny: Engine, truth: list[int], change: Any, said: str
+    tiny: Engine, truth: list[int], change: Any, message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         tiny.params = change(tiny.params)
     assert tiny.generate(PROMPT, max_tokens=5).token_ids == truth[:5]
 
 
-def test_parameters_that_a_training_loop_had_donated_are_missed_by_name(
-    tiny: Engine, truth: list[int]
-) -> None:
+def test_deleted_parameters_are_reported_by_name(tiny: Engine, truth: list[int]) -> None:
     engine = twin(tiny, params=jax.tree.map(jax.numpy.copy, tiny.params))
     for leaf in jax.tree.leaves(engine.params):
         leaf.delete()  # as donating it does
@@ -178,7 +176,7 @@ def test_parameters_that_a_training_loop_had_donated_are_missed_by_name(
     assert engine.generate(PROMPT, max_tokens=5).token_ids == truth[:5]
 
 
-def test_parameters_are_not_exchanged_under_a_request(tiny: Engine) -> None:
+def test_parameters_cannot_be_replaced_while_requests_run(tiny: Engine) -> None:
     stream = tiny.stream(PROMPT, max_tokens=5)
     with pytest.raises(RequestError, match="requests are running"):
         tiny.params = tiny.params
@@ -210,7 +208,7 @@ def test_end_tokens_of_the_model_stop_unless_ignored(tiny: Engine, truth: list[i
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_a_stop_string_ends_text_and_tokens_alike_in_both_lanes(
+def test_a_stop_string_ends_text_and_tokens_equally_in_both_modes(
     spoken: Engine, truth: list[int], length: int
 ) -> None:
     for at in (0, 1, 2, 6, 11):
@@ -234,7 +232,7 @@ def test_a_stop_string_in_the_last_allowed_token_ends_as_a_stop(
     assert result.finish_reason == "stop"
 
 
-def test_pieces_hold_back_what_may_become_a_stop_string(spoken: Engine, truth: list[int]) -> None:
+def test_pieces_hold_text_that_may_become_a_stop_string(spoken: Engine, truth: list[int]) -> None:
     stop = text(truth[5:9])
     assert text(truth).index(stop) == 5
     given = ""
@@ -244,11 +242,11 @@ def test_pieces_hold_back_what_may_become_a_stop_string(spoken: Engine, truth: l
     assert given == text(truth[:5])
     almost = stop[:-1] + "?"
     result = spoken.generate(PROMPT, max_tokens=8, stop=almost)
-    assert result.text == text(truth[:8])  # what was held back comes out at the end
+    assert result.text == text(truth[:8])  # held text is emitted at the end
     assert result.finish_reason == "length"
 
 
-# -- streams and rows --------------------------------------------------------------------------
+# -- streams and rows -------------------------------------------------------------------------
 
 
 def test_pieces_join_to_the_result(spoken: Engine, truth: list[int]) -> None:
@@ -282,10 +280,10 @@ def test_a_result_cannot_be_read_before_its_end(tiny: Engine) -> None:
 
 
 @pytest.mark.parametrize("iterated", [False, True])
-def test_a_stream_that_nobody_iterates_waits_for_no_row_once_it_is_dropped(
+def test_dropping_a_stream_takes_no_lock_and_cancels_its_request(
     tiny: Engine, iterated: bool
 ) -> None:
-    """Whoever collects it, or its iterator, may hold any lock, and waits for none."""
+    """Garbage collection may run while any lock is held, so dropping a stream takes none."""
     stream = tiny.stream(PROMPT, max_tokens=60)
     pieces: Any = iter(stream)
     drop = pieces.close if iterated else stream.__del__
@@ -301,7 +299,7 @@ def test_a_stream_that_nobody_iterates_waits_for_no_row_once_it_is_dropped(
     assert stream.result.finish_reason == "cancelled"
 
 
-def test_streams_that_were_let_go_of_are_in_nobodys_way(tiny: Engine) -> None:
+def test_dropped_streams_block_neither_parameters_nor_the_queue(tiny: Engine) -> None:
     engine = twin(tiny, plan=dataclasses.replace(tiny.plan, queue=1))
     next(iter(engine.stream(PROMPT, max_tokens=60)))
     engine.params = tiny.params  # nothing runs
@@ -313,17 +311,17 @@ def test_streams_that_were_let_go_of_are_in_nobodys_way(tiny: Engine) -> None:
     assert engine.queued == 0
 
 
-def test_a_stream_left_open_at_exit_needs_nothing_of_the_emptied_modules() -> None:
+def test_a_stream_left_open_at_exit_needs_no_module_globals() -> None:
     emptied: Any = None
     drop = staticmethod(lambda: None)
-    live: Any = type("Handle", (), {"done": False, "pieces": ["a"], "drop": drop})
-    pieces: Any = iter(Stream(live, emptied, emptied))
+    handle: Any = type("Handle", (), {"done": False, "pieces": ["a"], "drop": drop})
+    pieces: Any = iter(Stream(handle, emptied, emptied))
     assert next(pieces) == "a"
     pieces.close()
 
 
 def test_streams_share_one_row_by_taking_turns(tiny: Engine, truth: list[int]) -> None:
-    """The second waits for the row; drawing from it runs the first to its end."""
+    """The second stream waits for the row; iterating it runs the first to its end."""
     first = tiny.stream(PROMPT, max_tokens=20)
     second = tiny.stream([9, 8], max_tokens=20)
     pieces = iter(first)
@@ -357,7 +355,7 @@ def test_more_prompts_than_rows_are_queued(tiny: Engine, tiny3: Engine) -> None:
     assert [r.stats.prompt_tokens for r in results] == [len(p) for p in prompts]
 
 
-def test_a_refused_prompt_among_many_leaves_nothing_behind(tiny3: Engine) -> None:
+def test_a_refused_prompt_among_many_leaves_no_request(tiny3: Engine) -> None:
     with pytest.raises(RequestError, match=r"\[999\] are out of range"):
         tiny3.generate_many([PROMPT, [999]], max_tokens=10)
     assert not tiny3.queued
@@ -365,13 +363,13 @@ def test_a_refused_prompt_among_many_leaves_nothing_behind(tiny3: Engine) -> Non
 
 
 @pytest.mark.parametrize("prompts", ["text", 5])
-def test_many_prompts_are_a_list(tiny3: Engine, prompts: Any) -> None:
+def test_generate_many_refuses_anything_but_a_list(tiny3: Engine, prompts: Any) -> None:
     with pytest.raises(RequestError, match=f"prompts is {prompts!r}; expected a list of texts"):
         tiny3.generate_many(prompts, max_tokens=10)
 
 
-def test_a_row_that_does_not_draft_decodes_plainly_beside_one_that_does(tiny3: Engine) -> None:
-    """Drawn tokens hang on the lane, so the lane must not hang on the neighbours."""
+def test_a_plain_row_decodes_plainly_next_to_a_drafting_row(tiny3: Engine) -> None:
+    """Sampled tokens depend on the decode mode, so the mode must not depend on other rows."""
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "seed": 8}
     alone = tiny3.generate([3, 1, 4], speculative=False, **options)
     drafting = tiny3.submit([2, 7], max_tokens=60)
@@ -385,7 +383,7 @@ def test_a_row_that_does_not_draft_decodes_plainly_beside_one_that_does(tiny3: E
     tiny3.cancel(drafting)
 
 
-def test_cancelling_one_request_does_not_disturb_its_neighbours(tiny3: Engine) -> None:
+def test_cancelling_a_request_does_not_affect_other_rows(tiny3: Engine) -> None:
     alone = tiny3.generate([7, 7], max_tokens=30).token_ids
     keep, drop = tiny3.submit([7, 7], max_tokens=30), tiny3.submit(PROMPT, max_tokens=30)
     late = tiny3.submit(PROMPT, max_tokens=10)
@@ -400,7 +398,7 @@ def test_cancelling_one_request_does_not_disturb_its_neighbours(tiny3: Engine) -
     assert late.result().token_ids == tiny3.generate(PROMPT, max_tokens=10).token_ids
 
 
-# -- statistics --------------------------------------------------------------------------------
+# -- statistics -------------------------------------------------------------------------------
 
 
 def test_statistics_add_up(scripted: Engine, truth: list[int]) -> None:
@@ -420,7 +418,7 @@ def test_statistics_add_up(scripted: Engine, truth: list[int]) -> None:
     assert stats.tokens_per_s == 20 / stats.decode_s
 
 
-def test_a_smaller_block_keeps_fewer_drafts_and_says_the_same(
+def test_a_smaller_block_verifies_fewer_drafts_and_decides_the_same_tokens(
     scripted: Engine, truth: list[int]
 ) -> None:
     set_script(scripted, [*PROMPT, *truth])
@@ -444,11 +442,11 @@ def test_results_become_json(tiny: Engine, truth: list[int]) -> None:
     assert fields["stats"]["acceptance_length"] == result.stats.acceptance_length
 
 
-# -- requests that cannot be served ------------------------------------------------------------
+# -- requests that cannot be served -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "says"),
+    ("prompt", "options", "message"),
     [
         ([], {}, "the prompt is empty; give at least one token"),
         ([3, 251, -1], {}, r"token ids \[251, -1\] are out of range; the target knows 0 to 250"),
@@ -481,21 +479,21 @@ def test_results_become_json(tiny: Engine, truth: list[int]) -> None:
     ],
 )
 def test_bad_requests_are_refused_by_name(
-    tiny: Engine, prompt: Any, options: dict[str, Any], says: str
+    tiny: Engine, prompt: Any, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RequestError, match=says):
+    with pytest.raises(RequestError, match=message):
         tiny.generate(prompt, **{"max_tokens": 4} | options)
     assert not tiny.queued
 
 
 @pytest.mark.parametrize("stop", ["", [""], [3]])
-def test_a_stop_string_is_a_text(spoken: Engine, stop: Any) -> None:
+def test_stop_strings_that_are_no_texts_are_refused(spoken: Engine, stop: Any) -> None:
     with pytest.raises(RequestError, match="expected texts of at least one character"):
         spoken.generate(PROMPT, max_tokens=4, stop=stop)
 
 
 @pytest.mark.parametrize(
-    ("stop", "says"),
+    ("stop", "message"),
     [
         (["x"] * 100_000, "stop has 100000 texts; expected at most 64: give fewer"),
         (["x" * 257], "stop has a text of 257 characters; expected at most 256 in each: give a"),
@@ -503,15 +501,15 @@ def test_a_stop_string_is_a_text(spoken: Engine, stop: Any) -> None:
     ],
 )
 def test_stop_strings_beyond_a_bound_are_refused(
-    spoken: Engine, stop: list[str], says: str
+    spoken: Engine, stop: list[str], message: str
 ) -> None:
-    with pytest.raises(RequestError, match=says):
+    with pytest.raises(RequestError, match=message):
         spoken.generate(PROMPT, max_tokens=4, stop=stop)
     most = ["x" * 64 for _ in range(64)]
     assert len(spoken.generate(PROMPT, max_tokens=4, stop=most).token_ids) == 4
 
 
-def test_arguments_have_the_types_and_the_words_they_are_read_by() -> None:
+def test_sampling_options_have_the_types_and_docs_of_sampling_params() -> None:
     assert typing.get_type_hints(SamplingOptions) == typing.get_type_hints(SamplingParams)
     doc = inspect.getdoc(SamplingParams) or ""
     explained = re.findall(r"^ {2}(\w[\w, ]*):", doc, re.MULTILINE)
@@ -520,25 +518,23 @@ def test_arguments_have_the_types_and_the_words_they_are_read_by() -> None:
 
 
 @pytest.mark.parametrize("verb", ["generate", "stream", "submit", "check"])
-def test_arguments_that_there_are_not_are_named_with_the_ones_that_were_meant(
-    tiny: Engine, verb: str
-) -> None:
-    ask: Any = getattr(tiny, verb)
+def test_unknown_arguments_are_refused_with_a_suggestion(tiny: Engine, verb: str) -> None:
+    call: Any = getattr(tiny, verb)
     with pytest.raises(TypeError, match=r"^'max_token' is no argument .*mean 'max_tokens'"):
-        ask(PROMPT, max_token=3)
+        call(PROMPT, max_token=3)
     with pytest.raises(TypeError, match=r"^'zzz' is no argument .*known are max_tokens, "):
-        ask(PROMPT, zzz=3)
+        call(PROMPT, zzz=3)
     if verb != "check":
         with pytest.raises(TypeError, match=r"^'n' is no argument"):
-            ask(PROMPT, n=2)
+            call(PROMPT, n=2)
 
 
-def test_arguments_may_be_left_out_by_name(tiny: Engine, truth: list[int]) -> None:
+def test_none_is_accepted_for_optional_arguments(tiny: Engine, truth: list[int]) -> None:
     names = ("stop", "stop_token_ids", "logit_bias", "structured", "seed", "recovery", "tools")
     assert tiny.generate(PROMPT, max_tokens=6, **dict.fromkeys(names)).token_ids == truth[:6]
 
 
-def test_numpy_values_are_fine_arguments(tiny: Engine, truth: list[int]) -> None:
+def test_arguments_may_be_numpy_values(tiny: Engine, truth: list[int]) -> None:
     result = tiny.generate(
         np.array(PROMPT),
         max_tokens=np.int64(6),
@@ -551,15 +547,15 @@ def test_numpy_values_are_fine_arguments(tiny: Engine, truth: list[int]) -> None
     assert result.token_ids == truth[:6]
 
 
-def test_answers_beyond_the_first_are_not_made_to_be_thrown_away(tiny: Engine) -> None:
+def test_generate_refuses_n(tiny: Engine) -> None:
     with pytest.raises(TypeError, match="'n'"):
         tiny.generate(PROMPT, max_tokens=2, n=2)
 
 
-# -- numbers that broke (C7) -------------------------------------------------------------------
+# -- non-finite numbers (C7) ------------------------------------------------------------------
 
 
-def test_a_broken_draft_costs_a_plain_step_and_a_counter(
+def test_a_non_finite_draft_costs_a_plain_step_and_is_counted(
     scripted: Engine, truth: list[int]
 ) -> None:
     script: list[float] = [*PROMPT, *truth]
@@ -571,27 +567,27 @@ def test_a_broken_draft_costs_a_plain_step_and_a_counter(
     assert result.stats.acceptance_lengths[:5] == [4, 1, 1, 4, 4]
 
 
-def test_what_is_drawn_beside_a_broken_draft_is_what_a_plain_step_draws(scripted: Engine) -> None:
-    """Also where the token that stands for a broken draft is the likeliest one."""
+def test_a_step_with_a_non_finite_draft_samples_as_a_plain_step(scripted: Engine) -> None:
+    """Also where the token that replaces a non-finite draft has the largest logit."""
     set_script(scripted, [float("nan")] * 100)
     mask = scripted.drafter.mask_token_id
-    drawing = {"temperature": 1.0, "logit_bias": {mask: 6.0}, "max_tokens": 6}
+    sampling = {"temperature": 1.0, "logit_bias": {mask: 6.0}, "max_tokens": 6}
     for seed in range(3):
         drawn, plain = (
-            scripted.generate(PROMPT, seed=seed, speculative=lane, **drawing)
-            for lane in (True, False)
+            scripted.generate(PROMPT, seed=seed, speculative=speculative, **sampling)
+            for speculative in (True, False)
         )
         assert drawn.stats.fallbacks["draft_not_finite"] >= 3
         assert drawn.token_ids == plain.token_ids
 
 
-def test_three_broken_drafts_turn_drafting_off_for_the_request(
+def test_three_non_finite_drafts_turn_drafting_off_for_the_request(
     scripted: Engine, truth: list[int]
 ) -> None:
     set_script(scripted, [float("nan")] * 100)
     result = scripted.generate(PROMPT, max_tokens=30)
     assert result.token_ids == truth[:30]
-    assert result.stats.fallbacks["draft_not_finite"] in (3, 4)  # one may be in the air already
+    assert result.stats.fallbacks["draft_not_finite"] in (3, 4)  # one more may be in flight
     assert result.stats.plain_steps >= 25
     set_script(scripted, [*PROMPT, *truth])
     assert scripted.generate(PROMPT, max_tokens=30).stats.acceptance_lengths[:3] == [4, 4, 4]
@@ -608,7 +604,7 @@ def broken(tiny: Engine) -> Engine:
 
 @pytest.mark.parametrize("speculative", [True, False])
 @pytest.mark.parametrize("place", [0, 4, 20, 39])
-def test_a_broken_target_fails_its_request_and_leaves_a_clean_row(
+def test_non_finite_logits_fail_the_request_and_leave_a_clean_row(
     broken: Engine, truth: list[int], speculative: bool, place: int
 ) -> None:
     prompt = [1] * 40
@@ -620,10 +616,10 @@ def test_a_broken_target_fails_its_request_and_leaves_a_clean_row(
     assert after.token_ids == truth[:20]
 
 
-def test_a_rejected_draft_that_would_break_the_target_breaks_nothing(
+def test_a_rejected_draft_with_a_non_finite_embedding_changes_nothing(
     broken: Engine, scripted: Engine, truth: list[int]
 ) -> None:
-    """What plain decoding never feeds cannot end it, nor the drafter's context."""
+    """A rejected token changes neither the output nor the drafter's context."""
     assert 77 not in [*PROMPT, *truth[:20]]
     scripted = twin(scripted, params=scripted.params | {"target": broken.params["target"]})
     set_script(scripted, [77 if p % 3 == 0 else t for p, t in enumerate([*PROMPT, *truth])])
@@ -633,24 +629,24 @@ def test_a_rejected_draft_that_would_break_the_target_breaks_nothing(
 
 
 @pytest.mark.parametrize("cancelled", [True, False])
-def test_numbers_that_broke_where_nobody_heard_it_do_not_fail_the_next_request(
+def test_non_finite_numbers_of_a_finished_row_do_not_fail_the_next_request(
     broken: Engine, truth: list[int], cancelled: bool
 ) -> None:
-    """An answer's last token is fed by the step ahead, though its row is frozen."""
-    live = broken.submit(
+    """The step in flight feeds the last token of an output, although its row has stopped."""
+    handle = broken.submit(
         [9] * 20, max_tokens=9, logit_bias={77: 100.0}, stop_token_ids=[] if cancelled else [77]
     )
-    while not (live.token_ids if cancelled else live.done):
+    while not (handle.token_ids if cancelled else handle.done):
         broken.advance()
-    broken.cancel(live)
+    broken.cancel(handle)
     assert broken.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
 
 
 @pytest.fixture
 def breaking(scripted: Engine, truth: list[int]) -> tuple[Engine, int]:
-    """A target that breaks behind a draft which its own continuation holds, and that place."""
+    """A target with a non-finite embedding of one of its output tokens, and that token's index."""
     new = [i for i in range(5, 60) if truth[i] not in [*truth[:i], *PROMPT, 0]]
-    at = next(i for i in new if i % 4)  # blocks of 4: the others are no drafts
+    at = next(i for i in new if i % 4)  # the others are not drafts, in blocks of 4
     table = np.array(scripted.params["target"]["embed"])
     table[:, truth[at]] = np.inf
     target = scripted.params["target"] | {"embed": jax.device_put(table)}
@@ -660,7 +656,7 @@ def breaking(scripted: Engine, truth: list[int]) -> tuple[Engine, int]:
 
 
 @pytest.mark.parametrize("speculative", [True, False])
-def test_a_target_that_breaks_midway_keeps_what_was_given(
+def test_output_before_non_finite_logits_is_kept(
     breaking: tuple[Engine, int], truth: list[int], speculative: bool
 ) -> None:
     engine, at = breaking
@@ -674,20 +670,20 @@ def test_a_target_that_breaks_midway_keeps_what_was_given(
 
 
 @pytest.mark.parametrize("speculative", [True, False])
-def test_numbers_that_break_behind_the_end_of_an_output_do_not_fail_it(
+def test_non_finite_numbers_after_the_end_of_an_output_do_not_fail_it(
     breaking: tuple[Engine, int], truth: list[int], speculative: bool
 ) -> None:
-    """Drafts behind a stop token or the limit are verified with the others."""
+    """Drafts after a stop token or the limit are verified with the others."""
     engine, at = breaking
     for end in ({"stop_token_ids": [truth[at]]}, {"max_tokens": at + 1}):
         options: dict[str, Any] = {"max_tokens": 60, "speculative": speculative} | end
         assert engine.generate(PROMPT, **options).token_ids == truth[: at + 1]
 
 
-def test_numbers_of_an_end_token_that_is_replaced_do_not_fail_the_output(
+def test_non_finite_numbers_of_a_replaced_end_token_do_not_fail_the_output(
     tiny3: Engine, truth: list[int]
 ) -> None:
-    """The step ahead feeds it, though its row is frozen, as a neighbour goes on."""
+    """The step in flight feeds it, although its row has stopped, since another row continues."""
     table = np.array(tiny3.params["target"]["embed"])
     table[:, truth[0]] = np.nan
     target = tiny3.params["target"] | {"embed": jax.device_put(table)}
@@ -700,28 +696,28 @@ def test_numbers_of_an_end_token_that_is_replaced_do_not_fail_the_output(
     assert found == wanted
 
 
-def test_a_broken_request_does_not_disturb_its_neighbours(tiny3: Engine, tiny: Engine) -> None:
+def test_a_failed_request_does_not_affect_other_rows(tiny3: Engine, tiny: Engine) -> None:
     table = np.array(tiny3.params["target"]["embed"])
     table[:, 77] = np.nan
     target = tiny3.params["target"] | {"embed": jax.device_put(table)}
     engine = twin(tiny3, params=tiny3.params | {"target": target})
     prompts = [[1, 2], [1, 77, 3], [9] * 20, [4]]
-    lives = [engine.submit(p, max_tokens=12) for p in prompts]
-    while not all(live.done for live in lives):
+    handles = [engine.submit(p, max_tokens=12) for p in prompts]
+    while not all(handle.done for handle in handles):
         engine.advance()
     with pytest.raises(ComputeError):
-        lives[1].result()
-    for i in (0, 2, 3):  # the last one inherited a row
+        handles[1].result()
+    for i in (0, 2, 3):  # the last one took over a row
         wanted = tiny.generate(prompts[i], max_tokens=12).token_ids
         assert 77 not in wanted
-        assert lives[i].result().token_ids == wanted
+        assert handles[i].result().token_ids == wanted
 
 
-# -- several threads ---------------------------------------------------------------------------
+# -- threads ----------------------------------------------------------------------------------
 
 
-class Handed:
-    """A request that another thread drives: it ends while somebody looks whether it did."""
+class ConcurrentHandle:
+    """A handle whose request ends in another thread between two reads of `done`."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
@@ -735,39 +731,39 @@ class Handed:
         return True
 
     def result(self) -> None:
-        """As of an ended request."""
+        """Return nothing, as the stream ignores it."""
 
     def drop(self) -> None:
-        """Nothing to do: it ended."""
+        """Do nothing: the request has ended."""
 
 
-def test_a_stream_gives_what_came_while_it_looked_whether_more_comes() -> None:
-    live = Handed()
-    stream = Stream(cast(RequestHandle, live), lambda: None, lambda live: None)
+def test_a_stream_yields_pieces_that_arrive_while_it_checks_for_the_end() -> None:
+    handle = ConcurrentHandle()
+    stream = Stream(cast(RequestHandle, handle), lambda: None, lambda handle: None)
     given = [piece.text for piece in stream]
-    assert given == [piece.text for piece in live.pieces[: len(given)]]
+    assert given == [piece.text for piece in handle.pieces[: len(given)]]
     assert "b" in given
 
 
-def test_a_request_has_ended_once_its_text_is_whole(
+def test_a_request_is_done_only_after_its_text_is_complete(
     spoken: Engine, truth: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     finish = Detokenizer.finish
-    live = spoken.submit(PROMPT, max_tokens=6, stop=text(truth[5:6]) + "?")
+    handle = spoken.submit(PROMPT, max_tokens=6, stop=text(truth[5:6]) + "?")
 
     def noted(self: Detokenizer) -> str:
-        seen.append(live.done)
+        seen.append(handle.done)
         return finish(self)
 
     monkeypatch.setattr(Detokenizer, "finish", noted)
-    while not live.done:
+    while not handle.done:
         spoken.advance()
     assert seen == [False]
-    assert live.result().text == text(truth[:6])
+    assert handle.result().text == text(truth[:6])
 
 
-def test_many_prompts_wait_for_a_queue_that_others_fill(
+def test_generate_many_waits_while_the_queue_is_full(
     tiny3: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = []
@@ -784,11 +780,11 @@ def test_many_prompts_wait_for_a_queue_that_others_fill(
     assert refused
 
 
-def test_what_a_drafted_round_has_to_decide_is_measured_behind_requests_that_ended(
+def test_break_even_is_measured_after_finished_requests_only(
     tiny: Engine, truth: list[int]
 ) -> None:
     engine = twin(tiny)
-    engine.core.scheduler.pacer = StepPacer(max_steps=1)  # single steps, of which one is ahead
+    engine.core.scheduler.pacer = StepPacer(max_steps=1)  # single steps, one in flight ahead
     engine.generate(PROMPT, max_tokens=30, stop_token_ids=[truth[3]])
     assert engine.busy
     engine.warm_up(measure=True)
@@ -808,8 +804,8 @@ def test_programs_are_shared_by_engines_of_one_shape_only(tiny: Engine) -> None:
         other.share_programs(tiny)
 
 
-def test_an_engine_that_is_let_go_of_gives_its_memory_back_at_once(tiny3: Engine) -> None:
-    """The next model may only fit where the last one was; nobody calls the collector for that."""
+def test_a_deleted_engine_frees_its_memory_at_once(tiny3: Engine) -> None:
+    """Memory for the next model must be free without garbage collection."""
     engine = twin(tiny3)
     kept = engine.generate_many([PROMPT, PROMPT[:1]], max_tokens=20, recovery=Recovery())
     kept += [engine.generate(PROMPT, max_tokens=5, temperature=1.0, speculative=False)]

@@ -1,4 +1,4 @@
-"""Grammars that would end or block the process are refused by name, and cost nobody else."""
+"""Grammars that would crash or block the process are refused, and affect no other request."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def chain(count: int, letter: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("structure", "says"),
+    ("structure", "message"),
     [
         ({"json": referring(3000)}, "has 3001 references .* in a row; expected at most 100: refer"),
         ({"json": nested(2000)}, "is nested 2001 levels deep; expected at most 100 levels: move"),
@@ -60,8 +60,8 @@ def chain(count: int, letter: str) -> str:
         ({"regex": "\ud800"}, "the structure is not understood: .* surrogates not allowed"),
     ],
 )
-def test_hostile_structures_are_refused_by_name(structure: dict[str, Any], says: str) -> None:
-    with pytest.raises(RequestError, match=says):
+def test_hostile_structures_are_refused(structure: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         grammars().make(structure)
 
 
@@ -85,7 +85,7 @@ def test_a_grammar_that_ends_its_process_is_refused_and_the_next_one_is_made(
     monkeypatch.setattr(
         grammar_process.GrammarProcess, "_start", lambda self: (started.append(1), start(self))
     )
-    for _ in range(2):  # the second time by what is remembered
+    for _ in range(2):  # the second time by the remembered verdict
         with pytest.raises(RequestError, match=r"process that tried to ended \(SIG[A-Z]+\)"):
             made.make(hostile)
         assert len(started) == 1
@@ -113,7 +113,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_never_compiled_here(
     assert len(here) == 1
 
 
-def test_a_process_that_somebody_else_ended_costs_no_request() -> None:
+def test_a_killed_grammar_process_costs_no_request() -> None:
     made = grammars()
     made.make({"regex": "a+"})
     assert made._shared is not None
@@ -127,7 +127,7 @@ def test_a_process_that_somebody_else_ended_costs_no_request() -> None:
     made.close()
 
 
-def test_a_short_trial_decides_what_is_quick_and_leaves_the_rest_to_the_other_process(
+def test_a_short_trial_decides_quick_grammars_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grammar_process, "SHORT", 0.5)
@@ -189,7 +189,7 @@ def test_the_process_does_not_outlive_the_one_that_started_it() -> None:
 
 
 def _runs(stat: Path) -> bool:
-    """Whether a process runs, by its file in /proc."""
+    """Return whether a process runs, by its file in /proc."""
     try:
         return stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -197,7 +197,7 @@ def _runs(stat: Path) -> bool:
 
 
 def test_the_process_ends_with_its_input_in_the_middle_of_a_grammar() -> None:
-    """As when the process that started it is killed; and it never imports jax."""
+    """As if its parent was killed; and it never imports jax."""
     import llguidance
 
     worker = grammar_process.grammar_worker.__file__

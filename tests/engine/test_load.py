@@ -1,4 +1,4 @@
-"""Traffic of every kind at once; `benchmarks.load` runs it at length on the shipped pair."""
+"""Mixed traffic; `benchmarks.load` runs more of it on the shipped pair."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_engine
 
 
-def test_traffic_leaves_nothing_behind_and_says_what_each_request_says_alone(
+def test_mixed_traffic_gives_the_outputs_of_single_requests_and_leaves_none(
     tiny3: Engine,
 ) -> None:
     plan = dataclasses.replace(tiny3.plan, prefix_cache=1 << 20)
     engine = random_engine(tiny3.target, tiny3.drafter, plan)
-    engine.compiled.executables = tiny3.executables  # the prefix programs come on top
+    engine.compiled.executables = tiny3.executables  # the prefix programs are added
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 251, 40).tolist()
     prompts = [[*shared[: 16 * i], *rng.integers(0, 251, 3 + 7 * i).tolist()] for i in range(3)]

@@ -1,4 +1,4 @@
-"""C1: speculative output equals plain output, whatever the drafter, block, prompt or row."""
+"""C1: speculative output equals plain output for any drafter, block size, prompt and row."""
 
 import functools
 
@@ -42,7 +42,7 @@ def prompts(engine: Engine, lengths=LENGTHS) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("dtype", "block", "rows"),
     [
-        ("float32", 8, 1),  # other tests here have the same engines
+        ("float32", 8, 1),  # engines that other tests share
         pytest.param("bfloat16", 4, 3, marks=pytest.mark.optimised),
         pytest.param("bfloat16", 4, 1, marks=pytest.mark.soak),
         pytest.param("float32", 4, 1, marks=pytest.mark.soak),
@@ -103,7 +103,7 @@ def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
     for prompt in prompts(ringed, (1, 9, 17, 130)):
         plain = ringed.generate(prompt, max_tokens=100, speculative=False).token_ids
         assert ringed.generate(prompt, max_tokens=100).token_ids == plain
-        if dtype == "float32":  # another capacity is another plan: R10 asks for float32 only
+        if dtype == "float32":  # another capacity is another plan, equal in float32 only (R10)
             assert whole.generate(prompt, max_tokens=100).token_ids == plain
 
 
@@ -119,7 +119,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_past(dtype: str) -> None
     assert alone == plain == together
 
 
-def test_one_token_lane_agrees_in_float32() -> None:
+def test_one_token_plain_steps_agree_in_float32() -> None:
     """exact=False: plain steps one token wide."""
     target = tiny_target(num_layers=2)
     drafter = tiny_drafter(target)
@@ -137,34 +137,34 @@ def test_one_token_lane_agrees_in_float32() -> None:
 
 
 @pytest.mark.optimised
-def test_switching_lanes_midway_keeps_the_tokens() -> None:
+def test_switching_decode_modes_midway_changes_no_token() -> None:
     """C2: plain steps keep the drafter's context, so that drafting can resume at any step."""
     engine = make("bfloat16", 4, 3)
     scripted = scripted_like(engine)
     prompt = prompts(engine, [21])[0]
     plain = engine.generate(prompt, max_tokens=60, speculative=False).token_ids
     set_script(scripted, [*prompt, *plain])
-    live = scripted.submit(prompt, max_tokens=60)
+    handle = scripted.submit(prompt, max_tokens=60)
     turn = 0
-    while not live.done:
-        live.sequence.policy = type(live.sequence.policy)(
-            max_tokens=60, stop_ids=live.sequence.policy.stop_ids, speculative=turn // 3 % 2 == 0
+    while not handle.done:
+        handle.sequence.policy = type(handle.sequence.policy)(
+            max_tokens=60, stop_ids=handle.sequence.policy.stop_ids, speculative=turn // 3 % 2 == 0
         )
         scripted.advance()
         turn += 1
-    assert live.result().token_ids == plain
-    assert live.stats.plain_steps > 3
-    assert max(live.stats.acceptance_lengths) == 4
+    assert handle.result().token_ids == plain
+    assert handle.stats.plain_steps > 3
+    assert max(handle.stats.acceptance_lengths) == 4
 
 
 def test_a_real_drafter_reads_the_same_context_after_plain_steps() -> None:
-    """The draft at a position is the same whether its context came by plain or fused steps."""
+    """The drafter's context is the same after plain and after fused steps."""
     engine = make("float32", 8)
     prompt = prompts(engine, [30])[0]
     drafts = []
     for speculative in (True, False):
-        live = engine.submit(prompt, max_tokens=30, speculative=speculative)
-        while not live.done:
+        handle = engine.submit(prompt, max_tokens=30, speculative=speculative)
+        while not handle.done:
             engine.advance()
         context = engine.runner.state.draft[1]
         drafts.append(np.asarray(context.k)[0, :, : len(prompt) + 20])

@@ -1,4 +1,4 @@
-"""C1 for the drafters that walk: speculative output equals plain output, whatever they say."""
+"""C1 for drafters that choose tokens along a path: speculative output equals plain output."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_speculative_tokens_are_the_plain_ones(kind: str, dtype: str) -> None:
-    """Several drafter windows long, real drafts, and a script that is right, wrong or broken."""
+    """Outputs longer than the drafter's window, with real, right, wrong and non-finite drafts."""
     target = tiny_target(num_layers=1, windows=(20,))
     drafter = tiny_drafter(target, kind, windows=(12,), **SMALL, **KINDS[kind])
     plan = Plan(max_length=128, chunk=CHUNK, block=4, dtype=dtype)
@@ -65,7 +65,7 @@ def test_speculative_tokens_are_the_plain_ones(kind: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("bar", [1.0, pytest.param(0.0, marks=pytest.mark.soak)])
 def test_blocks_are_cut_where_the_drafter_loses_confidence(bar: float) -> None:
-    """The same tokens, fewer drafts verified and accepted, and with the bar at 1 none."""
+    """The tokens are the same, and fewer drafts are verified: none at a bar of 1."""
     target = tiny_target(num_layers=1)
     drafter = tiny_drafter(target, "dspark", windows=(None,), **SMALL)
     prompt = np.random.default_rng(5).integers(0, target.vocab_size, 9).tolist()
@@ -85,7 +85,7 @@ def test_a_bar_needs_a_confidence_head() -> None:
         plan = Plan(max_length=64, min_survival=0.5)
         if drafter is not None and drafter.predicts_survival:
             resolved = resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
-            assert resolved.block == drafter.block_size + 1  # the anchor predicts, too
+            assert resolved.block == drafter.block_size + 1  # the anchor also predicts
             continue
         with pytest.raises(PlanError, match="has no confidence head"):
             resolve(plan, target, drafter, platform="cpu", memory=AMPLE)

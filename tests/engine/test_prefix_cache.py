@@ -1,4 +1,4 @@
-"""The prefix cache as a tree: what is found, kept, refused, evicted, and in which order."""
+"""The prefix cache as a tree: lookups, refusals, evictions and their order."""
 
 import itertools
 import sys
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dflash_jax.engine.prefix import cache as prefix_cache
 from dflash_jax.engine.prefix.cache import Node, PrefixCache
 from dflash_jax.errors import SnapshotError
 
@@ -15,7 +16,7 @@ def cache(capacity: int = 8, chunk: int = 1) -> PrefixCache:
 
 
 def keep(tree: PrefixCache, ids: list[int]) -> Node | None:
-    """Keeps a whole prefix, chunk by chunk, as an engine does."""
+    """Add a whole prefix, chunk by chunk, as an engine does."""
     node: Node | None = tree.root
     for at in range(0, len(ids), tree.chunk):
         if node is not None:
@@ -25,7 +26,7 @@ def keep(tree: PrefixCache, ids: list[int]) -> Node | None:
 
 
 def found(tree: PrefixCache, prompt: list[int]) -> int:
-    """Tokens of a prompt that need not be fed."""
+    """Return the number of tokens of a prompt that need not be fed."""
     node, fed = tree.root, 0
     while child := tree.find(node, prompt, fed):
         node, fed = child, child.length
@@ -33,7 +34,7 @@ def found(tree: PrefixCache, prompt: list[int]) -> int:
     return fed
 
 
-def test_the_longest_kept_prefix_is_found_on_the_chunk_grid() -> None:
+def test_the_longest_cached_prefix_is_found_on_the_chunk_grid() -> None:
     tree = cache(chunk=2)
     keep(tree, [1, 2, 3, 4])
     assert found(tree, [1, 2, 3, 4, 5]) == 4
@@ -42,21 +43,21 @@ def test_the_longest_kept_prefix_is_found_on_the_chunk_grid() -> None:
     assert found(tree, [1]) == 0
 
 
-def test_something_of_every_prompt_is_left_to_feed() -> None:
-    """P26: the first token comes from the last chunk, as without a cache."""
+def test_the_last_chunk_of_a_prompt_is_always_fed() -> None:
+    """P26: the first output token comes from the last chunk, as without a cache."""
     tree = cache(chunk=2)
     keep(tree, [1, 2, 3, 4])
     assert found(tree, [1, 2, 3, 4]) == 2
     assert found(tree, [1, 2]) == 0
 
 
-def test_p22_a_kept_prefix_longer_than_the_prompt_is_no_hit() -> None:
+def test_p22_a_cached_prefix_longer_than_the_prompt_is_a_miss() -> None:
     tree = cache(chunk=4)
     keep(tree, [1, 2, 3, 4])
     assert found(tree, [1, 2, 3]) == 0
 
 
-def test_p27_a_segment_taken_elsewhere_than_at_the_end_of_its_key_is_refused() -> None:
+def test_p27_a_segment_from_another_position_than_the_end_of_its_key_is_refused() -> None:
     tree = cache(chunk=2)
     for ids, position in (([1, 2], 3), ([1, 2], 0), ([1], 1), ([1, 2, 3], 3)):
         with pytest.raises(SnapshotError, match=f"was taken at position {position}; expected 2"):
@@ -64,7 +65,7 @@ def test_p27_a_segment_taken_elsewhere_than_at_the_end_of_its_key_is_refused() -
     assert tree.segments == 0
 
 
-def test_p28_ids_decide_not_their_hash() -> None:
+def test_p28_prefixes_are_compared_by_ids_not_by_hash() -> None:
     forged = [-2, -2]
     assert hash((-1, -1)) == hash(tuple(forged))
     tree = cache(chunk=2)
@@ -82,9 +83,7 @@ def test_p28_ids_decide_not_their_hash() -> None:
     ],
     ids=["chain", "unrelated", "branches"],
 )
-def test_p33_the_oldest_prefix_that_nothing_continues_goes_first(
-    kept: list[list[int]], victim: int
-) -> None:
+def test_p33_the_oldest_leaf_is_evicted_first(kept: list[list[int]], victim: int) -> None:
     tree = cache(capacity=3)
     for ids in kept:
         keep(tree, ids)
@@ -94,7 +93,7 @@ def test_p33_the_oldest_prefix_that_nothing_continues_goes_first(
     assert tree.counters.evictions == 1
 
 
-def test_use_makes_a_prefix_young() -> None:
+def test_used_prefixes_are_evicted_last() -> None:
     tree = cache(capacity=2)
     keep(tree, [1])
     keep(tree, [2])
@@ -112,7 +111,7 @@ def test_bytes_stay_under_the_budget() -> None:
     assert tree.counters.stored - tree.counters.evictions == tree.segments
 
 
-def test_p23_a_prefix_dropped_while_a_row_goes_on_from_it_takes_no_more() -> None:
+def test_p23_a_dropped_prefix_takes_no_further_segments() -> None:
     tree = cache()
     node = keep(tree, [1, 2])
     assert node is not None
@@ -137,15 +136,15 @@ def test_deep_prefixes_are_dropped_without_recursion() -> None:
     assert tree.segments == tree.bytes == 0
 
 
-def test_after_a_stop_at_any_line_nothing_is_left_half_done() -> None:
-    """Ctrl-C while a prefix is kept and another evicted: requests end, then all is dropped."""
+def test_an_interrupt_at_any_line_leaves_a_consistent_cache() -> None:
+    """Ctrl-C while a prefix is added and another evicted; then all prefixes are dropped."""
     for line in itertools.count(1):
         tree, left = cache(capacity=3), line
         nodes = [keep(tree, [9]), keep(tree, [8]), keep(tree, [8, 1])]
 
         def stop(frame: Any, event: str, _: Any) -> Any:
             nonlocal left
-            left -= event == "line" and frame.f_code.co_filename.endswith("prefix_cache.py")
+            left -= event == "line" and frame.f_code.co_filename == prefix_cache.__file__
             if not left:
                 raise KeyboardInterrupt
             return stop
@@ -158,7 +157,7 @@ def test_after_a_stop_at_any_line_nothing_is_left_half_done() -> None:
             pass
         finally:
             sys.settrace(before)
-        for node in nodes:  # as requests do that showed nothing
+        for node in nodes:  # as requests without visible output do
             if node and node.kept:
                 tree.drop(node)
         tree.clear()
@@ -167,5 +166,6 @@ def test_after_a_stop_at_any_line_nothing_is_left_half_done() -> None:
         for i in range(5):
             keep(tree, [i, i])
         assert found(tree, [4, 4, 4]) == 2
-        if left > 0:
+        if left > 0:  # no line is left to interrupt
+            assert line > 10
             return

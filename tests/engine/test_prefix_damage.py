@@ -1,4 +1,4 @@
-"""Prefix folders in any state: what is damaged is fed as usual, and nothing is read blindly."""
+"""Damaged prefix folders: damaged entries are never restored, and cost a prefill at most."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from dflash_jax.engine.prefix.files import Arrays, read_arrays
 from tests.engine.test_prefix_disk import CHUNK, PROMPT, SAMPLED, disk, entries, opened
 
 SMALL = 4
-IDS = tuple(range(100, 100 + 3 * SMALL + 1))  # three chunks, and a token that is always fed
+IDS = tuple(range(100, 100 + 3 * SMALL + 1))  # three chunks, and one token that is always fed
 KINDS = [("float32", (2, SMALL, 3)), ("int8", (5,)), ("float32", (1,))]
 NAMES = ("about.json", "arrays")
 
@@ -43,7 +43,7 @@ def found(one: PrefixDisk) -> dict[int, Arrays]:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """The second of a prompt's three entries; all were written, and can be read."""
+    """The second of a prompt's three entries, all of which can be read."""
     one = small(tmp_path / "folder")
     one.keep(IDS, segments())
     one.flush()
@@ -52,7 +52,7 @@ def written(tmp_path: Path) -> Path:
 
 
 def check(written: Path, *, kinds: Any = KINDS) -> set[int]:
-    """Where segments were found: each with the bits that were written, or not at all."""
+    """Return the positions of restored segments, whose bits must be those that were written."""
     came = found(small(written.parents[1], kinds=kinds))
     expected = segments()
     for start, arrays in came.items():
@@ -74,7 +74,7 @@ def test_no_flipped_bit_is_ever_restored(
         damaged[place] ^= bit
         (written / name).write_bytes(damaged)
         came = check(written)
-        # The token alone cannot be told from another one; then the next entry's does not fit.
+        # A changed token is another valid token; then the next entry does not match.
         assert came == {0} or (name == "about.json" and 0 in came), place
         restore(written, backup)
 
@@ -85,7 +85,7 @@ def restore(written: Path, backup: Path) -> None:
             shutil.rmtree(entry)
     shutil.copytree(backup, written, dirs_exist_ok=True)
     one = small(written.parents[1])
-    one.keep(IDS, segments())  # the third entry, should it have gone with the second
+    one.keep(IDS, segments())  # the third entry may have been removed with the second
     one.flush()
 
 
@@ -114,7 +114,7 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("with_kinds", [True, False])
 @pytest.mark.parametrize("field", ["arrays", "crc32", "ids", "token", "continues", "identity"])
-def test_no_value_in_the_description_is_believed(
+def test_no_value_of_the_description_is_trusted(
     written: Path, field: str, with_kinds: bool, tmp_path: Path
 ) -> None:
     backup = tmp_path / "backup"
@@ -133,7 +133,7 @@ FORMS = ["", "[]", "null", "5", '"about"', "[" * 100_000, "{" * 10, "\0", '{"arr
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_no_description_of_another_form_is_believed(written: Path, text: str) -> None:
+def test_descriptions_of_another_form_are_refused(written: Path, text: str) -> None:
     (written / "about.json").write_text(text)
     assert check(written) == {0}
     assert not written.exists()
@@ -161,7 +161,7 @@ def endless(place: Path) -> None:
 
 
 def elsewhere(place: Path) -> None:
-    """A link to what stood there, which is a file or a folder of the right contents."""
+    """Make a link to the moved file or folder, whose contents are right."""
     place.symlink_to(place.parents[2] / "moved")
 
 
@@ -171,7 +171,7 @@ def empty(place: Path) -> None:
 
 def sparse(place: Path) -> None:
     place.touch()
-    os.truncate(place, 1 << 42)  # four terabytes, of which the disk holds none
+    os.truncate(place, 1 << 42)  # four terabytes that take no space on disk
 
 
 KINDS_OF_PLACES = [fifo, folder, loop, nowhere, endless, elsewhere, empty, sparse]
@@ -179,7 +179,7 @@ KINDS_OF_PLACES = [fifo, folder, loop, nowhere, endless, elsewhere, empty, spars
 
 @pytest.fixture
 def few_bytes() -> Iterator[None]:
-    """No test may take two gigabytes more than the process has."""
+    """Limit a test to two gigabytes more than the process has."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + (2 << 30), before[1]))
@@ -189,7 +189,7 @@ def few_bytes() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [*NAMES, "."])
 @pytest.mark.parametrize("make", KINDS_OF_PLACES)
-def test_what_is_no_file_is_removed_and_the_prompt_fed(
+def test_irregular_files_are_removed_and_the_prompt_is_fed(
     tiny: Engine, name: str, make: Callable[[Path], None], tmp_path: Path, few_bytes: None
 ) -> None:
     truth = tiny.generate(PROMPT, **SAMPLED).token_ids
@@ -208,13 +208,13 @@ def test_what_is_no_file_is_removed_and_the_prompt_fed(
     assert disk(engine).counters.failed == 0
     assert all(stat.S_ISDIR(entry.lstat().st_mode) for entry in entries(home))
     if make is elsewhere:
-        assert (tmp_path / "moved").exists()  # a link is removed, never what it leads to
+        assert (tmp_path / "moved").exists()  # the link is removed, not its target
     healed = opened(tiny, home).generate(PROMPT, **SAMPLED)
     assert (healed.token_ids, healed.stats.cached_tokens) == (truth, 3 * CHUNK)
 
 
 @pytest.mark.parametrize("make", [fifo, loop, nowhere, empty])
-def test_what_is_no_home_of_entries_is_left_alone(
+def test_other_files_named_like_entry_folders_are_kept(
     make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     make(tmp_path / f"prefixes-{'1' * 32}")
@@ -224,9 +224,9 @@ def test_what_is_no_home_of_entries_is_left_alone(
     assert (one.counters.failed, sorted(found(one))) == (0, [0, SMALL, 2 * SMALL])
 
 
-def test_a_description_names_no_more_arrays_than_its_file_has_room_for(tmp_path: Path) -> None:
-    for said in (10**9, [["float32", [10**9]]], [["uint8", [0]]] * 10**5):
-        about = {"arrays": said, "crc32": 0}
+def test_a_description_with_more_arrays_than_the_file_holds_is_refused(tmp_path: Path) -> None:
+    for arrays in (10**9, [["float32", [10**9]]], [["uint8", [0]]] * 10**5):
+        about = {"arrays": arrays, "crc32": 0}
         for kinds in (KINDS, None):
             with pytest.raises((OSError, TypeError, ValueError)):
                 read_arrays(tmp_path / "missing", about, kinds=kinds, max_bytes=1000)
@@ -239,7 +239,7 @@ from tests.engine.test_prefix_damage import IDS, SMALL, found, segments, small
 
 class Header(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
-# The administrator may write anywhere; these are the capabilities by which he does.
+# Drop the capabilities that let root write anywhere.
 libc, header, sets = ctypes.CDLL(None), Header(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert libc.capget(ctypes.byref(header), sets) == 0
 for i in range(3):
@@ -260,7 +260,7 @@ print(one.counters.failed, one.counters.written)
 """
 
 
-def test_a_read_only_folder_is_read_and_costs_a_line_where_it_cannot_be_written(
+def test_a_read_only_folder_is_read_and_failed_writes_are_logged(
     written: Path,
 ) -> None:
     home = written.parents[1]
@@ -281,7 +281,7 @@ def test_a_read_only_folder_is_read_and_costs_a_line_where_it_cannot_be_written(
     assert "Permission denied" in line
 
 
-def test_an_error_that_nobody_expects_costs_the_prefix_and_not_the_request(
+def test_an_unexpected_error_costs_the_prefix_but_not_the_request(
     written: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""Prefixes that memory dropped, or an earlier engine fed: read back, or fed anew."""
+"""Prefixes on disk: read after eviction or restart, or else fed again."""
 
 import dataclasses
 import errno
@@ -23,17 +23,22 @@ from dflash_jax.errors import PlanError
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_target
 
 CHUNK = 16
-SAMPLED: dict[str, Any] = {"max_tokens": 12, "temperature": 2.0, "seed": 5}  # tells bits apart
+# Sampling at this temperature depends on single bits of the state.
+SAMPLED: dict[str, Any] = {
+    "max_tokens": 12,
+    "temperature": 2.0,
+    "seed": 5,
+}
 PROMPT = np.random.default_rng(7).integers(0, 251, 3 * CHUNK + 4).tolist()
 OTHER = np.random.default_rng(8).integers(0, 251, 3 * CHUNK + 4).tolist()
 
 
 def opened(engine: Engine, folder: Path, **fields: Any) -> Engine:
-    """An engine as after a restart: the same models, an empty memory, prefixes in a folder."""
+    """Return an engine as after a restart: the same models, and prefixes on disk only."""
     fields = {"prefix_cache": 1 << 20, "prefix_folder": str(folder)} | fields
     plan = dataclasses.replace(engine.plan, **fields)
     made = Engine(engine.target, engine.drafter, engine.params, plan)
-    made.compiled.executables = engine.executables  # the prefix programs come on top
+    made.compiled.executables = engine.executables  # the prefix programs are added
     return made
 
 
@@ -54,7 +59,7 @@ def truth(tiny: Engine) -> list[int]:
 
 @pytest.fixture
 def folder(tiny: Engine, truth: list[int], tmp_path: Path) -> Path:
-    """A folder in which the prompt's three chunks were written."""
+    """A folder that holds the prompt's three chunks."""
     engine = opened(tiny, tmp_path)
     assert engine.generate(PROMPT, **SAMPLED).token_ids == truth
     engine.close()
@@ -62,7 +67,7 @@ def folder(tiny: Engine, truth: list[int], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_memory_evicted_and_what_was_fed_before_a_restart_comes_back(
+def test_prefixes_are_restored_after_eviction_and_restart(
     tiny: Engine, truth: list[int], folder: Path
 ) -> None:
     size = opened(tiny, folder).prefix_cache.segment_bytes  # type: ignore[union-attr]
@@ -70,13 +75,13 @@ def test_what_memory_evicted_and_what_was_fed_before_a_restart_comes_back(
     for _ in range(2):
         again = engine.generate(PROMPT, **SAMPLED)
         assert (again.token_ids, again.stats.cached_tokens) == (truth, 3 * CHUNK)
-        engine.generate(OTHER, max_tokens=2)  # takes all the memory there is
+        engine.generate(OTHER, max_tokens=2)  # takes all of the memory
     assert disk(engine).counters.read >= 6
     assert engine.prefix_cache
     assert engine.prefix_cache.counters.evictions >= 6
 
 
-def test_a_disk_that_stops_answering_costs_the_prefixes_and_no_request(
+def test_a_failing_disk_costs_the_prefixes_but_no_request(
     tiny: Engine, truth: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = opened(tiny, folder)
@@ -93,7 +98,7 @@ def test_a_disk_that_stops_answering_costs_the_prefixes_and_no_request(
     engine.close()
 
 
-def test_p28_p30_what_is_damaged_or_forged_is_a_miss_and_removed(
+def test_p28_p30_damaged_or_forged_entries_are_misses_and_removed(
     tiny: Engine, truth: list[int], folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     def cut(entry: Path) -> None:
@@ -106,7 +111,7 @@ def test_p28_p30_what_is_damaged_or_forged_is_a_miss_and_removed(
         data[len(data) // 2] ^= 1
         largest.write_bytes(data)
 
-    def say(**fields: Any) -> Any:
+    def describe(**fields: Any) -> Any:
         def change(entry: Path) -> None:
             about = json.loads((entry / "about.json").read_text())
             (entry / "about.json").write_text(json.dumps(about | fields))
@@ -116,11 +121,22 @@ def test_p28_p30_what_is_damaged_or_forged_is_a_miss_and_removed(
     def garble(entry: Path) -> None:
         (entry / "about.json").write_text('{"identity": ')
 
-    spoils = [cut, flip, garble, say(identity="0" * 32), say(ids=[1] * CHUNK), say(arrays=99)]
-    spoils += [say(arrays=[["O", [4]]]), say(arrays=[["float32", [-1]]]), say(arrays=[[3, 4, 5]])]
-    for i, spoil in enumerate([*spoils, say(continues="nobody"), say(crc32="3")]):
+    spoils = [
+        cut,
+        flip,
+        garble,
+        describe(identity="0" * 32),
+        describe(ids=[1] * CHUNK),
+        describe(arrays=99),
+    ]
+    spoils += [
+        describe(arrays=[["O", [4]]]),
+        describe(arrays=[["float32", [-1]]]),
+        describe(arrays=[[3, 4, 5]]),
+    ]
+    for i, spoil in enumerate([*spoils, describe(continues="nobody"), describe(crc32="3")]):
         copy = shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "of")
-        middle = entries(copy)[1]  # the last was marked as used first
+        middle = entries(copy)[1]  # by time of last use
         spoil(middle)
         name = middle.parent.name.removeprefix("prefixes-")
         found = PrefixDisk(copy, chunk=CHUNK, budget=1 << 30, identity=name)
@@ -133,11 +149,11 @@ def test_p28_p30_what_is_damaged_or_forged_is_a_miss_and_removed(
     engine = opened(tiny, folder)
     found = engine.generate(PROMPT, **SAMPLED)
     assert (found.token_ids, found.stats.cached_tokens) == (truth, CHUNK)
-    engine.close()  # written anew, with what continues it
+    engine.close()  # writes the entry again, and those that continue it
     assert opened(tiny, folder).generate(PROMPT, **SAMPLED).stats.cached_tokens == 3 * CHUNK
 
 
-def test_p29_other_weights_plans_models_and_compilers_find_nothing(
+def test_p29_other_weights_plans_models_and_compilers_have_other_entries(
     tiny: Engine, truth: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = np.array(tiny.params["target"]["embed"])
@@ -156,7 +172,7 @@ def test_p29_other_weights_plans_models_and_compilers_find_nothing(
     }
     assert len(names) == 4
     queue = dataclasses.replace(tiny.plan, queue=3, prefix_cache=5)
-    assert prefix_disk.identity(queue, *ours[1:]) in names  # no bit hangs on those
+    assert prefix_disk.identity(queue, *ours[1:]) in names  # these do not affect segments
     for settings in ("--xla_cpu_max_isa=AVX", "--xla_backend_optimization_level=0"):
         monkeypatch.setenv("XLA_FLAGS", settings)
         names.add(prefix_disk.identity(*ours))
@@ -166,7 +182,7 @@ def test_p29_other_weights_plans_models_and_compilers_find_nothing(
     assert len({entry.parent for entry in entries(folder)}) == 2
 
 
-def test_a_full_disk_costs_the_entry_and_nothing_else(
+def test_a_full_disk_costs_only_the_entry(
     tiny: Engine, truth: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -177,7 +193,7 @@ def test_a_full_disk_costs_the_entry_and_nothing_else(
     assert engine.generate(PROMPT, **SAMPLED).token_ids == truth
     engine.close()
     assert disk(engine).counters.failed == 1
-    assert not entries(tmp_path)  # nothing half-written stays
+    assert not entries(tmp_path)  # no partial entry remains
     monkeypatch.undo()
     hit = engine.generate(PROMPT, **SAMPLED)
     assert (hit.token_ids, hit.stats.cached_tokens) == (truth, 3 * CHUNK)
@@ -198,7 +214,7 @@ print(disk.counters.failed)
 """
 
 
-def test_a_disk_that_fills_up_during_a_write_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_during_a_write_logs_one_line(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
     )
@@ -209,7 +225,7 @@ def test_a_disk_that_fills_up_during_a_write_is_one_line_and_no_traceback(tmp_pa
     assert not entries(tmp_path)
 
 
-def test_the_folder_keeps_to_its_budget_and_its_own_files(
+def test_the_folder_respects_its_budget_and_other_files(
     tiny: Engine, truth: list[int], folder: Path
 ) -> None:
     (folder / "notes").mkdir()
@@ -221,14 +237,14 @@ def test_the_folder_keeps_to_its_budget_and_its_own_files(
     engine.close()
     left = entries(folder)
     assert sum(map(prefix_disk._size, left)) <= 4 * size + size // 2
-    assert len({entry.name for entry in left} - kept) == 3  # the newest, whole
+    assert len({entry.name for entry in left} - kept) == 3  # the newest
     assert (folder / "notes" / "mine.txt").is_file()
     found = opened(tiny, folder).generate(PROMPT, **SAMPLED)
     assert found.token_ids == truth
     assert found.stats.cached_tokens == CHUNK * len({entry.name for entry in left} & kept)
 
 
-def test_a_ctrl_c_while_parameters_are_exchanged_leaves_the_old_ones_and_their_prefixes(
+def test_ctrl_c_while_parameters_are_replaced_keeps_the_old_ones_and_their_prefixes(
     tiny: Engine, truth: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(leaf: Any) -> str:
@@ -243,7 +259,7 @@ def test_a_ctrl_c_while_parameters_are_exchanged_leaves_the_old_ones_and_their_p
     assert engine.generate(PROMPT, **SAMPLED).stats.cached_tokens == 3 * CHUNK
 
 
-def test_a_folder_stays_where_it_was_when_the_process_goes_elsewhere(
+def test_a_relative_folder_does_not_move_with_the_working_directory(
     tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -262,7 +278,7 @@ def test_engines_that_share_a_folder_share_its_budget(tmp_path: Path) -> None:
     assert 20_000 < prefix_disk._size(tmp_path) < 45_000  # 63,000 were written
 
 
-def test_what_was_doubted_leaves_the_disk_with_all_that_continues_it(
+def test_a_forgotten_prefix_is_removed_from_disk_with_its_continuations(
     tiny: Engine, truth: list[int], folder: Path
 ) -> None:
     engine = opened(tiny, folder)
@@ -272,12 +288,12 @@ def test_what_was_doubted_leaves_the_disk_with_all_that_continues_it(
     assert engine.runner.prefixes
     engine.runner.prefixes.forget(tuple(PROMPT))
     engine.close()
-    assert len(entries(folder)) == 3  # the branch's own, which nothing leads to any more
+    assert len(entries(folder)) == 3  # those of the branch, which are no longer reachable
     fed = opened(tiny, folder).generate(PROMPT, **SAMPLED)
     assert (fed.token_ids, fed.stats.cached_tokens) == (truth, 0)
 
 
-def test_the_branch_of_a_doubted_prefix_is_not_found_through_its_successor(
+def test_branches_of_a_forgotten_prefix_are_not_found_after_it_is_written_again(
     tiny: Engine, folder: Path
 ) -> None:
     engine, branch = opened(tiny, folder), [*PROMPT[: 2 * CHUNK], *OTHER]
@@ -285,16 +301,16 @@ def test_the_branch_of_a_doubted_prefix_is_not_found_through_its_successor(
     engine.close()
     assert engine.runner.prefixes
     engine.runner.prefixes.forget(tuple(PROMPT))
-    engine.generate(PROMPT, max_tokens=2)  # its chunks are written anew
+    engine.generate(PROMPT, max_tokens=2)  # its chunks are written again
     engine.close()
     after = opened(tiny, folder)
     found = after.generate(branch, max_tokens=6)
     assert (found.token_ids, found.stats.cached_tokens) == (wanted, 2 * CHUNK)
-    disk(after).flush()  # the writer replaces what continued the one that was refused
+    disk(after).flush()  # the writer replaces the entries that continued the dropped one
     assert disk(after).counters.spoiled == 3
 
 
-def test_rows_decode_on_while_the_disk_is_read(
+def test_other_rows_decode_while_the_disk_is_read(
     tiny3: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = opened(tiny3, folder)
@@ -305,18 +321,18 @@ def test_rows_decode_on_while_the_disk_is_read(
     reader = disk(engine)._reader
     held = threading.Event()
     reader.submit(held.wait)
-    slow, live = engine.submit(PROMPT, max_tokens=8), engine.submit(OTHER[:5], max_tokens=8)
-    while not live.done:
+    slow, handle = engine.submit(PROMPT, max_tokens=8), engine.submit(OTHER[:5], max_tokens=8)
+    while not handle.done:
         engine.advance()
-    assert (slow.num_fed, live.token_ids) == (0, wanted[1].token_ids)
-    engine.advance()  # nothing to do but to wait a moment
+    assert (slow.num_fed, handle.token_ids) == (0, wanted[1].token_ids)
+    engine.advance()  # nothing to do but wait
     held.set()
     while not slow.done:
         engine.advance()
     assert (slow.token_ids, slow.stats.cached_tokens) == (wanted[0].token_ids, 3 * CHUNK)
 
 
-def test_folders_and_budgets_that_cannot_be_are_refused(tiny: Engine, tmp_path: Path) -> None:
+def test_impossible_folders_and_budgets_are_refused(tiny: Engine, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="prefix_folder is 'x' and prefix_cache 0; expected a path"):
         Plan(prefix_folder="x")
     (tmp_path / "file").write_text("")
@@ -326,15 +342,15 @@ def test_folders_and_budgets_that_cannot_be_are_refused(tiny: Engine, tmp_path: 
         opened(tiny, tmp_path, prefix_disk=9)
 
 
-def kept_apart(folder: Path, budget: int = 1 << 30) -> PrefixDisk:
-    """One of several engines that share a folder."""
+def shared_disk(folder: Path, budget: int = 1 << 30) -> PrefixDisk:
+    """Return the disk of one of several engines that share a folder."""
     return PrefixDisk(folder, chunk=CHUNK, budget=budget, identity="0" * 32)
 
 
 SEGMENTS = {end: [np.full((2, 8), end, np.float32)] for end in range(CHUNK, len(PROMPT), CHUNK)}
 
 
-def test_engines_of_a_process_write_the_same_prompt_at_once(
+def test_engines_of_a_process_may_write_the_same_prompt_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write, together = prefix_disk.write_arrays, threading.Barrier(2)
@@ -346,7 +362,7 @@ def test_engines_of_a_process_write_the_same_prompt_at_once(
         return found
 
     monkeypatch.setattr(prefix_disk, "write_arrays", both)
-    disks = [kept_apart(tmp_path) for _ in range(2)]
+    disks = [shared_disk(tmp_path) for _ in range(2)]
     for one in disks:
         one.keep(PROMPT, SEGMENTS)
     for one in disks:
@@ -354,13 +370,13 @@ def test_engines_of_a_process_write_the_same_prompt_at_once(
     assert caplog.text == ""
     assert [one.counters.failed for one in disks] == [0, 0]
     assert sum(one.counters.written for one in disks) == len(SEGMENTS) == len(entries(tmp_path))
-    reading = kept_apart(tmp_path).read(PROMPT, 0, 9)
+    reading = shared_disk(tmp_path).read(PROMPT, 0, 9)
     assert reading
     assert [start for start, _ in reading.result()] == [end - CHUNK for end in SEGMENTS]
 
 
-def test_what_others_write_just_now_is_let_be_and_old_fragments_go(tmp_path: Path) -> None:
-    one = kept_apart(tmp_path, budget=1 << 16)
+def test_recent_partial_entries_are_kept_and_old_ones_removed(tmp_path: Path) -> None:
+    one = shared_disk(tmp_path, budget=1 << 16)
     home = tmp_path / f"prefixes-{'0' * 32}"
     fresh, old = (home / f".{'a' * 32}.partial-{name}" for name in ("8", "7"))
     for fragment in (fresh, old):
@@ -374,14 +390,14 @@ def test_what_others_write_just_now_is_let_be_and_old_fragments_go(tmp_path: Pat
     assert len(entries(tmp_path)) == len(SEGMENTS) + 1
 
 
-def test_a_prefix_that_cannot_be_written_is_one_line(
+def test_a_failed_write_logs_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
-        raise ValueError("no\n" + "and a page of why\n" * 50)
+        raise ValueError("no\n" + "and many more lines\n" * 50)
 
     monkeypatch.setattr(prefix_disk, "write_arrays", fail)
-    one = kept_apart(tmp_path)
+    one = shared_disk(tmp_path)
     one.keep(PROMPT, SEGMENTS)
     one.flush()
     [record] = caplog.records
@@ -398,7 +414,7 @@ def test_a_prefix_that_cannot_be_written_is_one_line(
     ],
     ids=["rings", "recurrent"],
 )
-def test_every_kind_of_segment_comes_back(target: Any, fields: Any, tmp_path: Path) -> None:
+def test_every_kind_of_segment_is_restored(target: Any, fields: Any, tmp_path: Path) -> None:
     drafter = tiny_drafter(target, target_layer_ids=(0,))
     plan = Plan(max_length=128, chunk=CHUNK, block=4, prefix_cache=1 << 20, **fields)
     prompt = [i % 97 for i in PROMPT]

@@ -1,4 +1,4 @@
-"""Prompts that were seen before: fed less, same bits. Names give the cases P1 to P37."""
+"""The prefix cache: cached prompts give the same bits. Names give the cases P1 to P37."""
 
 import dataclasses
 from typing import Any
@@ -40,7 +40,7 @@ def make(
     return random_engine(target, drafter, plan)
 
 
-RINGS_FIRST = pytest.mark.parametrize(  # of what a scripted engine says
+RINGS_FIRST = pytest.mark.parametrize(  # of scripted engines
     "engine",
     [
         pytest.param(SLIDING, id="rings"),
@@ -58,7 +58,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture(scope="module")
 def scripted(engine: Engine) -> Engine:
-    """The same weights and a drafter that is told what to say; its cache is its own."""
+    """The same weights with a scripted drafter, and a separate cache."""
     return scripted_engine(engine)
 
 
@@ -75,7 +75,7 @@ def text(n: int, seed: int = 0) -> list[int]:
 
 
 def fresh(engine: Engine, prompt: list[int], **options: Any) -> Any:
-    """What the engine says with nothing cached, leaving nothing in the cache."""
+    """Return the result with an empty cache, and leave the cache empty."""
     assert engine.prefix_cache
     engine.prefix_cache.clear()
     result = engine.generate(prompt, **{"max_tokens": 16} | options)
@@ -85,7 +85,7 @@ def fresh(engine: Engine, prompt: list[int], **options: Any) -> Any:
 
 
 def visible(engine: Engine, row: int) -> list[np.ndarray]:
-    """All a row's position lets anyone see: keys and values by position, recurrent states."""
+    """Return the state of a row that is not masked: keys and values, recurrent states."""
     position = int(engine.runner.state.position[row])
     seen = []
     for cache in (*engine.runner.state.target, *engine.runner.state.draft):
@@ -97,7 +97,7 @@ def visible(engine: Engine, row: int) -> list[np.ndarray]:
     return [np.asarray(position), *seen]
 
 
-def test_p1_p3_p26_a_seen_prompt_says_the_same_and_leaves_the_same_bits(warm: Engine) -> None:
+def test_p1_p3_p26_a_cached_prompt_gives_the_same_output_and_state(warm: Engine) -> None:
     for length in (CHUNK + 1, 2 * CHUNK, 5 * CHUNK - 1):
         prompt = text(length, seed=length)
         first = fresh(warm, prompt, max_tokens=1)
@@ -176,7 +176,7 @@ def test_p13_rejected_drafts_after_a_restore_leave_nothing(warm: Engine) -> None
     assert warm.generate(prompt, speculative=False, max_tokens=30).token_ids == plain
 
 
-def test_p14_p15_a_row_reused_by_a_shorter_prompt_shows_nothing_of_the_last(warm: Engine) -> None:
+def test_p14_p15_a_row_reused_by_a_shorter_prompt_is_not_affected_by_the_last(warm: Engine) -> None:
     short, long = text(CHUNK + 2, seed=8), text(6 * CHUNK, seed=9)
     wanted = fresh(warm, short)
     warm.generate(short, max_tokens=1)
@@ -187,8 +187,8 @@ def test_p14_p15_a_row_reused_by_a_shorter_prompt_shows_nothing_of_the_last(warm
         assert got.stats.acceptance_lengths == wanted.stats.acceptance_lengths
 
 
-def test_p16_conversations_that_take_turns(warm: Engine) -> None:
-    """Every turn is the turn before, its answer and more; rows and cache are shared."""
+def test_p16_alternating_conversations(warm: Engine) -> None:
+    """Each turn continues the last; conversations share rows and cache."""
     prompts, answers = [text(11, seed=1), text(19, seed=2)], [[], []]
     for turn in range(3):
         results = warm.generate_many(prompts, max_tokens=6)
@@ -196,11 +196,11 @@ def test_p16_conversations_that_take_turns(warm: Engine) -> None:
             answers[i].append((list(prompts[i]), result.token_ids))
             assert (result.stats.cached_tokens > 0) == (turn > 0)
             prompts[i] = [*prompts[i], *result.token_ids, *text(5, seed=turn)]
-    for prompt, said in answers[0] + answers[1]:
-        assert fresh(warm, prompt, max_tokens=6).token_ids == said
+    for prompt, tokens in answers[0] + answers[1]:
+        assert fresh(warm, prompt, max_tokens=6).token_ids == tokens
 
 
-def test_p20_keeping_prefixes_changes_no_bit_of_a_first_run(warm: Engine) -> None:
+def test_p20_the_prefix_cache_changes_no_bit_of_a_first_run(warm: Engine) -> None:
     prompt = text(4 * CHUNK + 1, seed=10)
     warm.generate(prompt, max_tokens=1)
     kept = visible(warm, 0)
@@ -232,7 +232,7 @@ def test_p21_a_shared_beginning_with_other_endings(warm: Engine) -> None:
         warm.generate([*system, *text(7, seed=20 + user)], max_tokens=1)
 
 
-def test_parameters_that_are_refused_leave_the_prefixes_of_those_that_stay(warm: Engine) -> None:
+def test_refused_parameters_keep_the_prefixes_of_the_current_ones(warm: Engine) -> None:
     prompt = text(3 * CHUNK + 1)
     warm.generate(prompt, max_tokens=1)
     with pytest.raises(CheckpointError):
@@ -240,8 +240,8 @@ def test_parameters_that_are_refused_leave_the_prefixes_of_those_that_stay(warm:
     assert warm.generate(prompt, max_tokens=1).stats.cached_tokens == 3 * CHUNK
 
 
-def test_rows_with_the_same_prompt_share_what_another_row_fed(warm: Engine) -> None:
-    """A row that is behind catches up from what its neighbour has fed meanwhile."""
+def test_rows_with_the_same_prompt_share_fed_chunks(warm: Engine) -> None:
+    """A row restores chunks that another row has fed meanwhile."""
     prompt = text(5 * CHUNK + 1, seed=12)
     wanted = fresh(warm, prompt, max_tokens=8).token_ids
     first = warm.submit(prompt, max_tokens=8)
@@ -254,7 +254,7 @@ def test_rows_with_the_same_prompt_share_what_another_row_fed(warm: Engine) -> N
     assert second.stats.cached_tokens >= CHUNK
 
 
-def test_p4_p29_p37_segments_of_another_make_are_refused_by_name(warm: Engine) -> None:
+def test_p4_p29_p37_segments_of_another_layout_are_refused(warm: Engine) -> None:
     prompt = text(CHUNK + 3, seed=13)
     wanted = fresh(warm, prompt).token_ids
     warm.generate(prompt, max_tokens=1)
@@ -268,8 +268,8 @@ def test_p4_p29_p37_segments_of_another_make_are_refused_by_name(warm: Engine) -
         (jax.tree.map(lambda x: x.astype("bfloat16"), segment), "a segment holds bfloat16"),
         (jax.tree.map(lambda x: x[:1], segment), r"expected float32\["),
     ]
-    for i, (bad, says) in enumerate(spoiled):
-        with pytest.raises(SnapshotError, match=says):
+    for i, (bad, message) in enumerate(spoiled):
+        with pytest.raises(SnapshotError, match=message):
             snapshots.check(bad, 0)
         snapshots.cache.clear()  # P32: the engine handles the error and feeds the prompt
         warm.generate(prompt, max_tokens=1)
@@ -291,7 +291,7 @@ def test_p35_a_segment_past_the_last_slot_is_refused_not_clamped(warm: Engine) -
             snapshots.check(segment, start)
 
 
-def test_p25_closed_streams_leave_rows_and_prefixes_whole(warm: Engine) -> None:
+def test_p25_closed_streams_leave_rows_and_prefixes_intact(warm: Engine) -> None:
     prompt = text(4 * CHUNK + 2, seed=14)
     wanted = fresh(warm, prompt).token_ids
     for _ in range(10):
@@ -302,31 +302,31 @@ def test_p25_closed_streams_leave_rows_and_prefixes_whole(warm: Engine) -> None:
     assert warm.generate(prompt, max_tokens=16).token_ids == wanted
 
 
-def test_C5_C8_what_a_vanished_caller_added_leaves_again(warm: Engine) -> None:
+def test_C5_C8_prefixes_of_a_disconnected_request_are_removed(warm: Engine) -> None:
     prompt, other = text(5 * CHUNK + 2, seed=18), text(2 * CHUNK + 1, seed=19)
     wanted = fresh(warm, prompt).token_ids
     warm.generate(other, max_tokens=1)
     assert warm.prefix_cache
     for answering in (False, True):  # within the prompt, and within the answer
         cell = CancelCell()
-        live = warm.submit(prompt, max_tokens=30, cancel=cell)
+        handle = warm.submit(prompt, max_tokens=30, cancel=cell)
         for _ in range(2):
             warm.advance()
-        while answering and not live.token_ids:
+        while answering and not handle.token_ids:
             warm.advance()
         assert warm.prefix_cache.segments > 2
         cell.cancel("disconnect")
         warm.advance()
-        assert live.result().finish_reason == "cancelled"
-        assert bool(live.token_ids) == answering
+        assert handle.result().finish_reason == "cancelled"
+        assert bool(handle.token_ids) == answering
         assert warm.prefix_cache.segments == 2  # the other's
         got = warm.generate(prompt, max_tokens=16)
         assert (got.token_ids, got.stats.cached_tokens) == (wanted, 0)
         warm.prefix_cache.forget(prompt)
 
 
-def test_C11_C16_what_a_request_with_visible_output_added_stays(warm: Engine) -> None:
-    """Whoever has seen enough may close a stream; so may a stop string, or a reader of thoughts."""
+def test_C11_C16_prefixes_of_a_request_with_visible_output_stay(warm: Engine) -> None:
+    """Closed streams and stop strings keep the prefix, once some output was visible."""
     prompt = text(2 * CHUNK + 1, seed=20)
     assert warm.prefix_cache
     stream = warm.stream(prompt, max_tokens=16)
@@ -334,19 +334,19 @@ def test_C11_C16_what_a_request_with_visible_output_added_stays(warm: Engine) ->
     stream.close()
     assert warm.prefix_cache.segments == 2
     warm.prefix_cache.clear()
-    live = warm.submit(prompt, max_tokens=16)
-    while not live.token_ids:
+    handle = warm.submit(prompt, max_tokens=16)
+    while not handle.token_ids:
         warm.advance()
-    live.sequence.take(Cancelled(Finish.STOP))  # as a stop string does
+    handle.sequence.take(Cancelled(Finish.STOP))  # as a stop string does
     warm.core.tidy()
-    assert live.result().finish_reason == "stop"
+    assert handle.result().finish_reason == "stop"
     assert warm.prefix_cache.segments == 2
 
 
-def test_C17_E14_E19_an_empty_answer_is_doubted_down_to_its_prompt(
+def test_C17_E14_E19_an_empty_answer_drops_its_prefix(
     warm: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restored and empty twice: the prefix goes, the prompt is fed whole, and nothing stays."""
+    """After two empty outputs the restored prefix is dropped, and the whole prompt is fed."""
     prompt = text(3 * CHUNK + 1, seed=21)
     wanted = fresh(warm, prompt).token_ids
     warm.generate(prompt, max_tokens=1)
@@ -387,49 +387,46 @@ def test_a_budget_below_one_segment_is_refused() -> None:
         make(SLIDING, prefix_cache=10)
 
 
-def test_C15_a_prompt_that_broke_the_numbers_is_forgotten(warm: Engine) -> None:
+def test_C15_a_prompt_with_non_finite_logits_is_not_cached(warm: Engine) -> None:
     prompt = [*text(CHUNK, seed=15), 77, *text(CHUNK, seed=16)]
     table = np.array(warm.params["target"]["embed"])
     table[:, 77] = np.nan
     target = warm.params["target"] | {"embed": jax.device_put(table)}
     broken = Engine(warm.target, warm.drafter, warm.params | {"target": target}, warm.plan)
     broken.compiled.executables = warm.executables
-    live = broken.submit(prompt, max_tokens=4)
-    while not live.done:
+    handle = broken.submit(prompt, max_tokens=4)
+    while not handle.done:
         broken.advance()
     assert broken.prefix_cache is not None
     assert broken.prefix_cache.segments == 0
 
 
-def test_P9_P10_features_gather_over_many_calls_whoever_begins_meanwhile(warm: Engine) -> None:
-    """A long prompt, its chunks in turns with a neighbour's steps and a neighbour's beginning."""
+def test_P9_P10_the_context_of_a_prompt_does_not_depend_on_interleaved_rows(warm: Engine) -> None:
+    """Chunks of a long prompt alternate with the prefill and the steps of another row."""
     prompt, other = text(6 * CHUNK + 3, seed=22), text(CHUNK, seed=23)
     fresh(warm, prompt, max_tokens=1)
     alone = visible(warm, 0)
     assert warm.prefix_cache
     warm.prefix_cache.clear()
-    live = warm.submit(prompt, max_tokens=1)
+    handle = warm.submit(prompt, max_tokens=1)
     warm.advance()
     assert warm.prefix_cache.segments == 1
-    beside = warm.submit(other, max_tokens=20)
+    other_handle = warm.submit(other, max_tokens=20)
     turns = 0
-    while not live.done:
+    while not handle.done:
         warm.advance()
         turns += 1
-    assert turns > 7  # chunks alone would have taken six: the neighbour began and spoke between
+    assert turns > 7  # chunks alone take six: the other row ran in between
     for got, wanted in zip(visible(warm, 0), alone, strict=True):
         np.testing.assert_array_equal(got, wanted)
-    warm.cancel(beside)
+    warm.cancel(other_handle)
 
 
 @RINGS_FIRST
-def test_P11_features_stand_where_keys_stand_whatever_is_accepted(
+def test_P11_the_context_does_not_depend_on_accepted_drafts(
     scripted: Engine, pytestconfig: pytest.Config
 ) -> None:
-    """Context keys of every position fed, and of none besides: those a plain run leaves.
-
-    To the bit, compiled as for users.
-    """
+    """The drafter's context equals that of plain decoding; bit for bit, compiled as for users."""
     off = 1e-5 if pytestconfig.getoption("--quick-compile") else 0
     prompt = text(CHUNK + 3, seed=24)
     truth = scripted.generate(prompt, max_tokens=40, speculative=False).token_ids
@@ -437,14 +434,14 @@ def test_P11_features_stand_where_keys_stand_whatever_is_accepted(
     for pattern in ([0], [3, 0, 1, 0, 2]):
         wrong = [(i + 1) % 97 for i in truth]
         kept = [i for n in pattern * 40 for i in [*[True] * n, False]][: len(truth)]
-        told = [t if keep else w for t, w, keep in zip(truth, wrong, kept, strict=True)]
-        set_script(scripted, [*prompt, *told])
+        script = [t if keep else w for t, w, keep in zip(truth, wrong, kept, strict=True)]
+        set_script(scripted, [*prompt, *script])
         stream = scripted.stream(prompt, max_tokens=40)
         for piece in stream:
             assert piece.token_ids
-            live = stream._handle
-            fed = len(prompt) + live.sequence.state.fed
-            assert int(scripted.runner.state.position[0]) >= fed  # a step ahead of what was read
+            handle = stream._handle
+            fed = len(prompt) + handle.sequence.state.fed
+            assert int(scripted.runner.state.position[0]) >= fed  # one step may be in flight
         assert stream.result.token_ids == truth
         for got, wanted in zip(visible(scripted, 0), plain, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=off)
@@ -460,11 +457,11 @@ def test_P32_a_restore_that_fails_is_handled_not_ignored(warm: Engine) -> None:
     second.segment = jax.tree.map(lambda x: x[..., :1], second.segment)
     found = warm.generate(prompt, max_tokens=16)
     assert found.token_ids == wanted
-    assert found.stats.cached_tokens == CHUNK  # what still fits is used, the rest is fed
+    assert found.stats.cached_tokens == CHUNK  # the chunk that fits is restored, the rest is fed
     assert warm.generate(prompt, max_tokens=16).stats.cached_tokens == 3 * CHUNK
 
 
-def test_P34_what_is_left_to_feed_behind_a_kept_prefix(warm: Engine) -> None:
+def test_P34_tokens_after_a_cached_prefix_are_fed(warm: Engine) -> None:
     prompt = text(2 * CHUNK + 1, seed=26)
     assert warm.prefix_cache
     assert warm.runner.prefixes
@@ -474,14 +471,14 @@ def test_P34_what_is_left_to_feed_behind_a_kept_prefix(warm: Engine) -> None:
         stats = warm.generate(prompt, max_tokens=1).stats
         assert stats.prompt_tokens - stats.cached_tokens == len(prompt) - hit
     whole = warm.generate(prompt[: 2 * CHUNK], max_tokens=1).stats
-    assert whole.cached_tokens == CHUNK  # a prefix as long as the prompt would leave nothing
-    assert warm.generate(prompt[:5], max_tokens=1).stats.cached_tokens == 0  # a longer one
+    assert whole.cached_tokens == CHUNK  # the last chunk is always fed
+    assert warm.generate(prompt[:5], max_tokens=1).stats.cached_tokens == 0
     with pytest.raises(SnapshotError, match="at position -1 does not fit"):
         warm.runner.prefixes.check(warm.runner.prefixes._expected, -1)
 
 
-def test_R21_P36_no_output_is_ever_kept(warm: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it ended, in a block or in a loop: what is kept ends on the prompt's grid."""
+def test_R21_P36_outputs_are_never_cached(warm: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached prefixes end on the grid within the prompt, however the output ends."""
     prompt = text(2 * CHUNK + 5, seed=27)
     truth = fresh(warm, prompt, max_tokens=20).token_ids
     looped = dataclasses.replace(OFF, runaway=True)
@@ -499,7 +496,7 @@ def test_R21_P36_no_output_is_ever_kept(warm: Engine, monkeypatch: pytest.Monkey
     assert result.stats.recovery["runaway"] == 1
 
 
-def test_E22_an_empty_turn_disturbs_no_later_one(warm: Engine) -> None:
+def test_E22_an_empty_turn_does_not_affect_later_ones(warm: Engine) -> None:
     retry = dataclasses.replace(OFF, empty_retry=True)
     prompt, turns, empty = text(5, seed=28), [], 6
     for turn in range(12):
@@ -511,14 +508,14 @@ def test_E22_an_empty_turn_disturbs_no_later_one(warm: Engine) -> None:
         turns.append((prompt, result.token_ids))
         prompt = [*prompt, *result.token_ids, *text(3, seed=turn)]
     assert turns[empty][1] == turns[empty][1][:1]
-    for prompt, said in turns:
-        if len(said) > 1:
+    for prompt, tokens in turns:
+        if len(tokens) > 1:
             plain = fresh(warm, prompt, max_tokens=4, speculative=False)
-            assert plain.token_ids == said
+            assert plain.token_ids == tokens
 
 
 @RINGS_FIRST
-def test_p12_random_cuts_speak_as_plain_decoding_after_a_hit(scripted: Engine) -> None:
+def test_p12_random_acceptance_equals_plain_decoding_after_a_hit(scripted: Engine) -> None:
     rng = np.random.default_rng(3)
     for turn in range(3):
         prompt = text(2 * CHUNK + 5, seed=40 + turn)
@@ -531,18 +528,18 @@ def test_p12_random_cuts_speak_as_plain_decoding_after_a_hit(scripted: Engine) -
 
 
 @pytest.mark.soak
-def test_p8_chunk_sizes_say_the_same() -> None:
-    prompt, said = text(600, seed=17), []
+def test_p8_the_chunk_size_changes_no_token() -> None:
+    prompt, tokens = text(600, seed=17), []
     for chunk in (1, 7, 64, 512):
         target = SLIDING
         plan = Plan(max_length=700, chunk=chunk, block=4, prefix_cache=BUDGET)
         engine = random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
-        said.append(engine.generate(prompt, max_tokens=20).token_ids)
-        assert engine.generate(prompt, max_tokens=20).token_ids == said[0]
-    assert all(ids == said[0] for ids in said)
+        tokens.append(engine.generate(prompt, max_tokens=20).token_ids)
+        assert engine.generate(prompt, max_tokens=20).token_ids == tokens[0]
+    assert all(ids == tokens[0] for ids in tokens)
 
 
-def test_what_follows_a_dropped_prefix_is_not_found() -> None:
+def test_continuations_of_a_dropped_prefix_are_not_found() -> None:
     cache = PrefixCache(chunk=2, budget=10, segment_bytes=1)
     first = cache.add(cache.root, [1, 2], "a", position=2)
     assert first

@@ -1,4 +1,4 @@
-"""A step's time by its named parts."""
+"""Profiles: the time of a step by named parts."""
 
 import jax
 import numpy as np
@@ -17,28 +17,28 @@ def test_a_path_of_scopes_names_stage_and_part() -> None:
     assert part_of("") == "rest"
 
 
-def test_most_operations_of_a_traced_step_are_of_named_parts(tiny: Engine) -> None:
-    found = profile(tiny, [1, 2, 3], steps=4)
-    assert (found.program, found.steps) == ("speculative", 4)
+def test_most_operations_of_a_step_belong_to_named_parts(tiny: Engine) -> None:
+    report = profile(tiny, [1, 2, 3], steps=4)
+    assert (report.program, report.steps) == ("speculative", 4)
     wanted = {"target/mlp", "target/attention", "draft/mlp", "draft/attention", "context", "head"}
-    assert wanted <= found.parts.keys()
-    named = sum(kernel.part != "rest" for kernel in found.kernels)
-    assert named > 0.5 * len(found.kernels)  # how long each took says nothing at this size
-    assert sum(k.seconds for k in found.kernels) == pytest.approx(found.busy_s)
-    assert "target/mlp" in str(found)
+    assert wanted <= report.parts.keys()
+    named = sum(kernel.part != "rest" for kernel in report.kernels)
+    assert named > 0.5 * len(report.kernels)  # times mean little at this size
+    assert sum(k.seconds for k in report.kernels) == pytest.approx(report.busy_s)
+    assert "target/mlp" in str(report)
     assert profile(tiny, [1, 2, 3], steps=1, speculative=False).program == "plain"
-    assert len(tiny.generate([5, 6], max_tokens=3).token_ids) == 3  # the engine is as it was
+    assert len(tiny.generate([5, 6], max_tokens=3).token_ids) == 3  # the engine still works
     with pytest.raises(RequestError, match="max_length is 128"):
         profile(tiny, [1] * 100, steps=8)
 
 
 def test_a_profile_that_fails_leaves_the_engine_as_it_was(tiny: Engine) -> None:
-    params, pace = tiny.params, tiny.core.scheduler.pacer
+    params, pacer = tiny.params, tiny.core.scheduler.pacer
     tiny.params = jax.tree.map(lambda x: np.full_like(x, np.nan), params)
     try:
         with pytest.raises(ComputeError, match="not finite"):
             profile(tiny, [1, 2, 3], steps=2)
     finally:
         tiny.params = params
-    assert tiny.core.scheduler.pacer is pace
+    assert tiny.core.scheduler.pacer is pacer
     assert not tiny.busy

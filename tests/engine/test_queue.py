@@ -1,4 +1,4 @@
-"""Many callers: a queue with an end, turns in order, threads that submit and cancel at will."""
+"""The queue: its limit, its order, and threads that submit and cancel."""
 
 import dataclasses
 import threading
@@ -14,15 +14,15 @@ PROMPT = [5, 4, 3, 2, 1]
 
 @pytest.fixture
 def short(tiny3: Engine) -> Engine:
-    """`tiny3` with room for four that wait."""
+    """`tiny3` with a queue of four requests."""
     plan = dataclasses.replace(tiny3.plan, queue=4)
     engine = Engine(tiny3.target, tiny3.drafter, tiny3.params, plan)
     engine.compiled.executables = tiny3.executables
     return engine
 
 
-def test_a_full_queue_refuses_by_name_and_serves_on(short: Engine) -> None:
-    lives = [short.submit([i], max_tokens=5) for i in range(4)]
+def test_a_full_queue_refuses_requests_and_continues(short: Engine) -> None:
+    handles = [short.submit([i], max_tokens=5) for i in range(4)]
     with pytest.raises(QueueFullError, match="4 requests wait already and 1 more were given, but"):
         short.submit([9], max_tokens=5)
     assert short.queued == 4
@@ -30,11 +30,11 @@ def test_a_full_queue_refuses_by_name_and_serves_on(short: Engine) -> None:
     assert (short.active, short.queued) == (3, 1)
     with pytest.raises(QueueFullError, match="1 requests wait already and 4 more"):
         short.enqueue(short.prepare([9], n=4, max_tokens=5))
-    assert short.queued == 1  # all of them or none
-    lives.append(short.submit([9], max_tokens=5))
+    assert short.queued == 1  # all or none
+    handles.append(short.submit([9], max_tokens=5))
     while short.busy:
         short.advance()
-    assert all(live.finish_reason is not None for live in lives)
+    assert all(handle.finish_reason is not None for handle in handles)
 
 
 def test_a_list_of_prompts_may_be_longer_than_the_queue(short: Engine, tiny: Engine) -> None:
@@ -43,24 +43,24 @@ def test_a_list_of_prompts_may_be_longer_than_the_queue(short: Engine, tiny: Eng
     assert got == [tiny.generate(p, max_tokens=6).token_ids for p in prompts]
 
 
-def test_rows_are_given_in_the_order_of_the_queue(tiny3: Engine) -> None:
-    lives = [tiny3.submit([i] * (1 + 7 * (i % 3)), max_tokens=3 + i % 5) for i in range(20)]
+def test_rows_are_assigned_in_queue_order(tiny3: Engine) -> None:
+    handles = [tiny3.submit([i] * (1 + 7 * (i % 3)), max_tokens=3 + i % 5) for i in range(20)]
     started: list[int] = []
     while tiny3.busy:
         tiny3.advance()
         fresh = [
             i
-            for i, live in enumerate(lives)
-            if live.sequence in tiny3.core.scheduler.rows and i not in started
+            for i, handle in enumerate(handles)
+            if handle.sequence in tiny3.core.scheduler.rows and i not in started
         ]
         started += fresh
-        gone = [i for i, live in enumerate(lives) if live.done and i not in started]
+        gone = [i for i, handle in enumerate(handles) if handle.done and i not in started]
         started += gone
         assert started == sorted(started)
 
 
-def test_a_long_prompt_does_not_hold_up_rows_that_decode(tiny3: Engine) -> None:
-    """Chunks of a prompt take turns with the others' steps."""
+def test_a_long_prompt_does_not_delay_rows_that_decode(tiny3: Engine) -> None:
+    """Chunks of a prompt alternate with decode steps of other rows."""
     quick = tiny3.submit(PROMPT, max_tokens=60)
     while not quick.token_ids:
         tiny3.advance()
@@ -72,18 +72,18 @@ def test_a_long_prompt_does_not_hold_up_rows_that_decode(tiny3: Engine) -> None:
         before = len(quick.token_ids)
         waits.append(wait)
     assert slow.num_fed == 100
-    assert max(waits) <= 2  # one chunk, and the answer is one step behind
+    assert max(waits) <= 2  # one chunk, and one step in flight
     while tiny3.busy:
         tiny3.advance()
 
 
 def test_threads_may_submit_stream_and_cancel(tiny3: Engine, tiny: Engine) -> None:
-    """Streams of several threads drive the engine together; one thread cancels at random."""
+    """Streams of six threads drive the engine together; some are closed early."""
     wanted = {i: tiny.generate([i, 7], max_tokens=20).token_ids for i in range(6)}
-    said: dict[int, list[int]] = {}
+    outputs: dict[int, list[int]] = {}
     errors: list[BaseException] = []
 
-    def talk(i: int) -> None:
+    def stream_prompt(i: int) -> None:
         try:
             for turn in range(3):
                 stream = tiny3.stream([i, 7], max_tokens=20)
@@ -94,23 +94,23 @@ def test_threads_may_submit_stream_and_cancel(tiny3: Engine, tiny: Engine) -> No
                         stream.close()
                         break
                 assert got == wanted[i][: len(got)]
-                said[i] = got
+                outputs[i] = got
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=talk, args=(i,)) for i in range(6)]
+    threads = [threading.Thread(target=stream_prompt, args=(i,)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=120)
     assert not errors
-    assert said == wanted
+    assert outputs == wanted
     assert not tiny3.busy or not tiny3.active
 
 
 @pytest.mark.parametrize("closes", [True, False])
 @pytest.mark.parametrize("end", ["dropped", "iterator dropped", "closed", "cancelled", "in queue"])
-def test_an_engine_is_not_busy_once_nobody_waits_for_its_requests(
+def test_an_engine_is_idle_once_its_requests_are_dropped_or_cancelled(
     tiny3: Engine, end: str, closes: bool
 ) -> None:
     cell = dj.CancelCell()
@@ -119,7 +119,7 @@ def test_an_engine_is_not_busy_once_nobody_waits_for_its_requests(
     pieces = iter(stream)
     next(pieces)
     assert tiny3.busy
-    assert tiny3.core.in_flight  # calls that were not read yet
+    assert tiny3.core.in_flight  # calls whose results were not read yet
     if end == "cancelled":
         cell.cancel("client_abort")
     elif end == "closed":
@@ -135,7 +135,7 @@ def test_an_engine_is_not_busy_once_nobody_waits_for_its_requests(
     assert len(tiny3.generate([3, 1], max_tokens=5, ignore_eos=True).token_ids) == 5
 
 
-def test_a_request_that_somebody_waits_for_keeps_an_engine_busy(tiny3: Engine) -> None:
+def test_a_referenced_request_keeps_an_engine_busy(tiny3: Engine) -> None:
     first, second = (tiny3.stream([i, 1], max_tokens=40, ignore_eos=True) for i in (3, 4))
     pieces = iter(first)
     next(pieces)
@@ -147,8 +147,8 @@ def test_a_request_that_somebody_waits_for_keeps_an_engine_busy(tiny3: Engine) -
     assert not tiny3.busy
 
 
-def test_one_thread_may_serve_all_others(short: Engine, tiny: Engine) -> None:
-    """As a server does it: a thread of the engine's own, and callers that only look."""
+def test_one_thread_may_run_the_engine_for_others(short: Engine, tiny: Engine) -> None:
+    """As in a server: one thread runs the engine, and callers only read results."""
     halt = threading.Event()
 
     def serve() -> None:
@@ -161,15 +161,15 @@ def test_one_thread_may_serve_all_others(short: Engine, tiny: Engine) -> None:
     worker = threading.Thread(target=serve)
     worker.start()
     try:
-        live, other = short.submit(PROMPT, max_tokens=30), short.submit([3], max_tokens=60)
+        handle, other = short.submit(PROMPT, max_tokens=30), short.submit([3], max_tokens=60)
         short.cancel(other)
         assert other.done
         deadline = threading.Event()
         for _ in range(20000):
-            if live.done:
+            if handle.done:
                 break
             deadline.wait(0.005)
-        assert live.token_ids == tiny.generate(PROMPT, max_tokens=30).token_ids
+        assert handle.token_ids == tiny.generate(PROMPT, max_tokens=30).token_ids
     finally:
         halt.set()
         worker.join()

@@ -1,4 +1,4 @@
-"""Recovery on the real engine: the device does what the machine asks for, bit for bit."""
+"""Recovery on the real engine: the device applies the effects of the state machine, bit for bit."""
 
 import dataclasses
 import functools
@@ -18,6 +18,7 @@ from tokenizers import decoders, models
 import dflash_jax as dj
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine import request as requests
+from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.recovery.words import Words
@@ -36,7 +37,7 @@ def truth(tiny: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("speculative", [True, False])
-def test_an_output_has_the_tokens_it_has_to_have_at_least(
+def test_an_output_has_at_least_min_tokens(
     tiny: Engine, truth: list[int], speculative: bool
 ) -> None:
     stop = truth[4]
@@ -45,18 +46,18 @@ def test_an_output_has_the_tokens_it_has_to_have_at_least(
     found = tiny.generate(PROMPT, min_tokens=8, **options)
     assert stop not in found.token_ids[:8]
     assert found.stats.recovery["min_tokens"] >= 1
-    # By forward passes of their own: the best token but the end token, eight times.
+    # Compare with a forward pass: the best token other than the end token, eight times.
     model = dj.TargetModel(tiny.target, tiny.params["target"], "float32")
     ids = [*PROMPT, *found.token_ids[:7]]
     logits = np.array(model.forward(np.array([ids])).logits)[0, len(PROMPT) - 1 :]
     logits[:, stop] = -np.inf
     assert found.token_ids[:8] == logits.argmax(axis=1).tolist()
-    # Behind them nothing is different from a prompt that ends there.
+    # The output continues as after a prompt that ends there.
     rest = tiny.generate([*PROMPT, *found.token_ids[:8]], **options | {"max_tokens": 22})
     assert found.token_ids[8:] == rest.token_ids
 
 
-def test_a_minimum_that_cannot_be_kept_is_refused(tiny: Engine) -> None:
+def test_impossible_min_tokens_are_refused(tiny: Engine) -> None:
     for options in ({"min_tokens": 9, "max_tokens": 8}, {"min_tokens": -1}, {"min_tokens": "4"}):
         with pytest.raises(RequestError, match="min_tokens is"):
             tiny.generate(PROMPT, **options)
@@ -66,7 +67,7 @@ def test_a_minimum_that_cannot_be_kept_is_refused(tiny: Engine) -> None:
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Lets a test say what the tokens mean, as there is no tokenizer."""
+    """Return a function that sets the meaning of tokens, as there is no tokenizer."""
 
     def use(**fields: Any) -> None:
         monkeypatch.setattr(requests, "words_of", lambda *_: Words(**fields))
@@ -80,13 +81,11 @@ def recovery(**changes: Any) -> dj.Recovery:
 
 
 def continued(engine: Engine, ids: list[int], n: int) -> list[int]:
-    """What the engine says behind these ids, in blocks cut as they fall from a fresh prompt."""
+    """Return the output after these ids as a prompt."""
     return engine.generate(ids, max_tokens=n, speculative=False).token_ids
 
 
-def test_S33_recovery_that_finds_nothing_to_do_changes_nothing(
-    tiny: Engine, truth: list[int]
-) -> None:
+def test_S33_recovery_without_an_occasion_changes_nothing(tiny: Engine, truth: list[int]) -> None:
     for settings in (None, OFF, dj.Recovery()):
         for options in ({}, {"temperature": 0.9, "seed": 3}):
             plain = tiny.generate(PROMPT, max_tokens=20, **options)
@@ -97,7 +96,7 @@ def test_S33_recovery_that_finds_nothing_to_do_changes_nothing(
 
 
 @pytest.mark.parametrize("speculative", [True, False])
-def test_S26_the_floor_takes_the_next_best_token_of_the_same_numbers(
+def test_S26_the_floor_takes_the_next_best_token_of_the_same_logits(
     tiny: Engine, truth: list[int], speculative: bool
 ) -> None:
     stop = truth[4]
@@ -108,7 +107,7 @@ def test_S26_the_floor_takes_the_next_best_token_of_the_same_numbers(
     assert found.finish_reason == "length"
     assert stop not in found.token_ids
     assert found.stats.recovery["floor"] >= 1
-    # By the logits of a forward pass of its own, not by another guess of the engine.
+    # Compare with the logits of a separate forward pass.
     model = dj.TargetModel(tiny.target, tiny.params["target"], "float32")
     ids = np.array([[*PROMPT, *truth[:first]]])
     order = np.argsort(-np.asarray(model.forward(ids).logits)[0, -1]).tolist()
@@ -116,7 +115,7 @@ def test_S26_the_floor_takes_the_next_best_token_of_the_same_numbers(
     assert found.token_ids[: first + 1] == [*truth[:first], order[1]]
 
 
-def test_S27_the_floor_is_alike_in_every_lane_and_row(tiny3: Engine) -> None:
+def test_S27_the_floor_acts_equally_in_every_mode_and_row(tiny3: Engine) -> None:
     settings = recovery(floor=20, below_floor="replace")
     prompts = [PROMPT, [7], list(range(20)), [9, 9]]
     stops = [tiny3.generate(p, max_tokens=4).token_ids[-1] for p in prompts]
@@ -127,7 +126,7 @@ def test_S27_the_floor_is_alike_in_every_lane_and_row(tiny3: Engine) -> None:
     assert all(r.stats.recovery["floor"] for r in fast)
 
 
-def test_S29_a_replacement_is_drawn_by_the_same_key(tiny: Engine) -> None:
+def test_S29_a_replacement_is_sampled_with_the_same_key(tiny: Engine) -> None:
     free = tiny.generate(PROMPT, max_tokens=16, temperature=0.8, seed=5).token_ids
     settings = recovery(floor=16, below_floor="replace")
     options = {"max_tokens": 16, "temperature": 0.8, "seed": 5, "recovery": settings}
@@ -141,10 +140,10 @@ def test_S29_a_replacement_is_drawn_by_the_same_key(tiny: Engine) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 9])
 @pytest.mark.parametrize("speculative", [True, False])
-def test_S16_a_dictated_call_leaves_the_state_as_if_the_prompt_had_held_it(
+def test_S16_a_forced_call_leaves_the_state_of_a_prompt_that_contains_it(
     tiny: Engine, truth: list[int], words: Any, length: int, speculative: bool
 ) -> None:
-    """Prefix lengths around the block's width of 4: what follows is what a prompt would say."""
+    """Forced lengths around the block size of 4; the output continues as after a prompt."""
     stop = truth[6]
     first = truth.index(stop)
     prefix = tuple(range(200, 200 + length))
@@ -153,14 +152,14 @@ def test_S16_a_dictated_call_leaves_the_state_as_if_the_prompt_had_held_it(
     found = tiny.generate(
         PROMPT, stop_token_ids=[stop], max_tokens=45, recovery=settings, speculative=speculative
     )
-    said = [*truth[:first], *prefix]
-    assert found.token_ids[: len(said)] == said
+    output = [*truth[:first], *prefix]
+    assert found.token_ids[: len(output)] == output
     assert found.stats.recovery["tool_prefix"] == 1
-    rest = found.token_ids[len(said) :]
+    rest = found.token_ids[len(output) :]
     assert rest
-    assert rest == continued(tiny, [*PROMPT, *said], 45)[: len(rest)]
+    assert rest == continued(tiny, [*PROMPT, *output], 45)[: len(rest)]
     if speculative:
-        assert found.stats.plain_steps == 0  # taps were captured: drafting goes on
+        assert found.stats.plain_steps == 0  # taps were captured, so drafting continues
 
 
 NAMES = (
@@ -172,10 +171,10 @@ NAMES = (
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_forced_call_names_the_declared_tool_that_the_target_finds_likeliest(
+def test_a_forced_call_names_the_declared_tool_with_the_largest_logits(
     tiny: Engine, truth: list[int], words: Any, temperature: float
 ) -> None:
-    """In plain decoding, in blocks of every size, and by the logits of forward passes here."""
+    """In plain decoding and in blocks of every size, compared with logits of a forward pass."""
     words(text=lambda ids: ":", calls=NAMES)
     options: dict[str, Any] = {"max_tokens": 45, "temperature": temperature, "seed": 9}
     if temperature:
@@ -183,29 +182,29 @@ def test_a_forced_call_names_the_declared_tool_that_the_target_finds_likeliest(
     free = tiny.generate(PROMPT, **options).token_ids
     options |= {"stop_token_ids": [free[6]], "recovery": recovery(floor=50, tool_prefix=True)}
     found = tiny.generate(PROMPT, **options)
-    said = found.token_ids
-    at = said.index(200)
-    [name] = [ids for ids in NAMES if tuple(said[at : at + len(ids)]) == ids]
+    output = found.token_ids
+    at = output.index(200)
+    [name] = [ids for ids in NAMES if tuple(output[at : at + len(ids)]) == ids]
     assert found.stats.recovery["tool_prefix"] == 1
     model = dj.TargetModel(tiny.target, tiny.params["target"], "float32")
-    logits = np.asarray(model.forward(np.array([[*PROMPT, *said]])).logits)[0]
+    logits = np.asarray(model.forward(np.array([[*PROMPT, *output]])).logits)[0]
     for place in range(len(name)):
         possible = {ids[place] for ids in NAMES if ids[:place] == name[:place]}
         row = logits[len(PROMPT) + at + place - 1]
         assert name[place] == max(possible, key=lambda i, row=row: row[i])
-    again = continued(tiny, [*PROMPT, *said[: at + len(name)]], 45)
+    again = continued(tiny, [*PROMPT, *output[: at + len(name)]], 45)
     if temperature:
-        assert tiny.generate(PROMPT, **options).token_ids == said
+        assert tiny.generate(PROMPT, **options).token_ids == output
         return
-    assert said[at + len(name) :] == again[: len(said) - at - len(name)]
+    assert output[at + len(name) :] == again[: len(output) - at - len(name)]
     for more in ({"speculative": False}, *({"block_size": n} for n in range(1, 5))):
         other = tiny.generate(PROMPT, **options, **more)
-        assert other.token_ids == said
+        assert other.token_ids == output
         assert other.stats.recovery == found.stats.recovery
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_R12_a_step_that_fails_while_a_tool_is_chosen_changes_no_name(
+def test_R12_a_failed_step_while_a_tool_is_chosen_changes_no_name(
     tiny: Engine, truth: list[int], words: Any, step: int
 ) -> None:
     words(text=lambda ids: ":", calls=NAMES)
@@ -215,7 +214,7 @@ def test_R12_a_step_that_fails_while_a_tool_is_chosen_changes_no_name(
         "recovery": recovery(floor=50, tool_prefix=True),
     }
     wanted = tiny.generate(PROMPT, **options)
-    assert wanted.stats.plain_steps > step  # they choose: all others draft
+    assert wanted.stats.plain_steps > step  # steps that choose; all others draft
     found = failing(tiny, Step.PLAIN, {step}).generate(PROMPT, **options)
     assert found.token_ids == wanted.token_ids
     assert found.stats.recovery == wanted.stats.recovery + Counter(rebuilt=1)
@@ -230,9 +229,9 @@ def test_K1_K2_a_thought_is_closed_where_its_budget_ends(
     words(text=lambda ids: "<think>", syntax=syntax, close=close)
     settings = recovery(answer_reserve=20)
     found = tiny.generate(PROMPT, max_tokens=31, recovery=settings, speculative=speculative)
-    said = [*truth[:11], *close]
-    assert found.token_ids[:17] == said
-    assert found.token_ids[17:] == continued(tiny, [*PROMPT, *said], 14)
+    output = [*truth[:11], *close]
+    assert found.token_ids[:17] == output
+    assert found.token_ids[17:] == continued(tiny, [*PROMPT, *output], 14)
     assert found.finish_reason == "length"
 
 
@@ -244,7 +243,7 @@ def test_E3_an_empty_answer_is_confirmed_without_a_step(tiny: Engine, truth: lis
     assert found.stats.rounds == found.stats.plain_steps == 0
 
 
-def test_E5_what_was_fed_meanwhile_is_undone_before_the_retry(
+def test_E5_the_retry_starts_from_the_state_after_the_prompt(
     tiny: Engine, truth: list[int], words: Any
 ) -> None:
     words(hidden=frozenset(truth[:3]))
@@ -253,15 +252,15 @@ def test_E5_what_was_fed_meanwhile_is_undone_before_the_retry(
     options = {"max_tokens": 9, "stop_token_ids": [truth[3]], "recovery": settings}
     stream = tiny.stream(PROMPT, **options)
     pieces = [piece.token_ids for piece in stream]
-    assert [i for ids in pieces for i in ids] == truth[:4]  # held, then given once
+    assert [i for ids in pieces for i in ids] == truth[:4]  # held, then emitted once
     assert stream.result.stats.fallbacks == {"empty_retry": 1, "empty_retry_confirmed_eos": 1}
     assert tiny.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
 
 
-def test_a_step_in_the_air_is_no_part_of_the_retry(
+def test_in_flight_results_are_not_part_of_the_retry(
     tiny: Engine, truth: list[int], words: Any
 ) -> None:
-    """A loop of hidden tokens ends where the device goes on: what it says then is not heard."""
+    """A loop of hidden tokens ends while a step is in flight; its results are discarded."""
     words(hidden=frozenset(truth))
     twice = next(i for i in range(1, 60) if truth[i] == truth[i - 1])
     settings = recovery(empty_retry=True, repeat_limit=2)
@@ -272,10 +271,10 @@ def test_a_step_in_the_air_is_no_part_of_the_retry(
 
 
 @pytest.mark.parametrize("rule", ["repeat", "runaway", "floor"])
-def test_recovery_is_counted_of_the_answer_that_is_given_alike_in_every_mode(
+def test_recovery_statistics_count_the_final_answer_in_every_mode(
     tiny: Engine, truth: list[int], words: Any, rule: str
 ) -> None:
-    """An answer that shows nothing is decoded up to three times where drafts are on, else once."""
+    """An invisible answer is decoded up to three times with drafting, once without."""
     words(hidden=frozenset(range(251)))
     twice = next(i for i in range(1, 60) if truth[i] == truth[i - 1])
     options: dict[str, Any] = {"max_tokens": 60}
@@ -298,10 +297,8 @@ def test_recovery_is_counted_of_the_answer_that_is_given_alike_in_every_mode(
         assert found.stats.fallbacks["empty_retry"] == (size > 1)
 
 
-def test_nothing_is_counted_of_tokens_after_the_stop_string(
-    scripted: Engine, truth: list[int]
-) -> None:
-    """A block goes past the place where the text of the answer ends."""
+def test_tokens_after_the_stop_string_are_not_counted(scripted: Engine, truth: list[int]) -> None:
+    """A block may extend past the stop string."""
     vocab = {chr(256 + i): i for i in range(scripted.target.vocab_size)}
     core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.decoder = decoders.Fuse()
@@ -324,7 +321,7 @@ def test_nothing_is_counted_of_tokens_after_the_stop_string(
         assert found.stats.recovery == {}
 
 
-def test_held_back_tokens_keep_their_log_probabilities(
+def test_held_tokens_keep_their_log_probabilities(
     tiny: Engine, truth: list[int], words: Any
 ) -> None:
     words(hidden=frozenset(truth[:3]))
@@ -334,16 +331,16 @@ def test_held_back_tokens_keep_their_log_probabilities(
     assert held.token_ids == free.token_ids == truth[:9]
     fast = tiny.stream(PROMPT, max_tokens=9, logprobs=2, recovery=recovery(empty_retry=True))
     first = next(iter(fast))
-    assert len(first.token_ids) > 3  # the hidden ones come with the first that is not
+    assert len(first.token_ids) > 3  # the hidden ones are emitted with the first visible one
     assert held.logprobs == free.logprobs
     assert list(first.logprobs) == (free.logprobs or [])[: len(first.token_ids)]
     fast.close()
 
 
-def test_tokens_behind_dictated_ones_that_were_held_back_keep_their_log_probabilities(
+def test_tokens_after_held_forced_tokens_keep_their_log_probabilities(
     tiny: Engine, truth: list[int], words: Any
 ) -> None:
-    """A thought is closed while nothing is visible yet; the tokens behind it are the model's."""
+    """A thought is closed while nothing is visible yet; the model decides the tokens after it."""
     close = (7, 8)
     words(
         close=close,
@@ -358,7 +355,7 @@ def test_tokens_behind_dictated_ones_that_were_held_back_keep_their_log_probabil
     assert known == [i not in (3, 4) for i in range(10)]
 
 
-def test_answers_of_one_prompt_are_recovered_one_by_one(tiny3: Engine) -> None:
+def test_answers_of_one_prompt_are_recovered_separately(tiny3: Engine) -> None:
     options: dict[str, Any] = {"max_tokens": 15, "temperature": 1.0, "seed": 6}
     free = tiny3.generate_many([PROMPT], n=2, **options)
     stop = free[0].token_ids[4]
@@ -368,17 +365,17 @@ def test_answers_of_one_prompt_are_recovered_one_by_one(tiny3: Engine) -> None:
     assert [r.token_ids for r in both] == [r.token_ids for r in alone]
     assert both[0].stats.recovery["floor"]
     cell = dj.CancelCell()
-    lives = tiny3.enqueue(tiny3.prepare(PROMPT, n=3, max_tokens=30, cancel=cell))
+    handles = tiny3.enqueue(tiny3.prepare(PROMPT, n=3, max_tokens=30, cancel=cell))
     tiny3.advance()
     cell.cancel("shutdown")
     tiny3.advance()
-    assert [live.result().finish_reason for live in lives] == ["cancelled"] * 3
+    assert [handle.result().finish_reason for handle in handles] == ["cancelled"] * 3
     assert tiny3.active == 0
 
 
 def test_G2_a_run_of_equal_tokens_ends_at_its_limit(tiny: Engine, truth: list[int]) -> None:
     twice = next((i for i in range(1, 60) if truth[i] == truth[i - 1]), None)
-    assert twice, "the random target repeats itself somewhere"
+    assert twice, "expected a repeated token in the output of the random target"
     for speculative in (True, False):
         found = tiny.generate(
             PROMPT, max_tokens=60, recovery=recovery(repeat_limit=2), speculative=speculative
@@ -389,35 +386,35 @@ def test_G2_a_run_of_equal_tokens_ends_at_its_limit(tiny: Engine, truth: list[in
 
 
 @pytest.mark.parametrize("when", [0, 1, 3])
-def test_C5_C7_a_cell_ends_a_request_wherever_it_stands(tiny: Engine, when: int) -> None:
+def test_C5_C7_a_cell_cancels_a_request_in_any_phase(tiny: Engine, when: int) -> None:
     cell = dj.CancelCell()
-    live = tiny.submit([i % 250 for i in range(100)], max_tokens=20, cancel=cell)
+    handle = tiny.submit([i % 250 for i in range(100)], max_tokens=20, cancel=cell)
     for _ in range(when):
         tiny.advance()
     cell.cancel("disconnect")
-    fed = live.num_fed
+    fed = handle.num_fed
     tiny.advance()
-    assert live.num_fed == fed <= 16 * when < 100
-    assert live.result().finish_reason == "cancelled"
-    assert live.result().token_ids == []
-    assert live.stats.recovery == {"cancelled_disconnect": 1}
+    assert handle.num_fed == fed <= 16 * when < 100
+    assert handle.result().finish_reason == "cancelled"
+    assert handle.result().token_ids == []
+    assert handle.stats.recovery == {"cancelled_disconnect": 1}
     assert not tiny.active
     assert not tiny.queued
 
 
-def test_C13_the_next_request_on_the_row_is_not_disturbed(tiny: Engine, truth: list[int]) -> None:
+def test_C13_a_cancellation_does_not_affect_the_next_request(
+    tiny: Engine, truth: list[int]
+) -> None:
     cell = dj.CancelCell()
-    live = tiny.submit([9] * 60, max_tokens=40, cancel=cell)
-    while len(live.token_ids) < 5:
+    handle = tiny.submit([9] * 60, max_tokens=40, cancel=cell)
+    while len(handle.token_ids) < 5:
         tiny.advance()
     cell.cancel()
     assert tiny.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
-    assert live.done
+    assert handle.done
 
 
-def test_C9_a_caller_of_generate_may_vanish_too(
-    tiny: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_C9_generate_can_be_cancelled(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     cell, turns, advance = dj.CancelCell(), iter(range(100)), tiny.advance
 
     def counted() -> None:
@@ -429,40 +426,40 @@ def test_C9_a_caller_of_generate_may_vanish_too(
     found = tiny.generate(PROMPT, max_tokens=100, cancel=cell)
     assert found.finish_reason == "cancelled"
     assert 0 < len(found.token_ids) < 100
-    assert next(turns) == 3  # the turn in which it was noticed was the last
+    assert next(turns) == 3  # the turn that noticed it was the last
 
 
-def test_C19_a_hundred_cancellations_leave_nothing_behind(tiny3: Engine) -> None:
+def test_C19_a_hundred_cancellations_leave_no_request(tiny3: Engine) -> None:
     rng = random.Random(5)
-    lives = []
+    handles = []
     for _ in range(100):
         prompt = [rng.randrange(251) for _ in range(rng.randint(1, 40))]
         cell = dj.CancelCell()
-        lives.append(tiny3.submit(prompt, max_tokens=60, cancel=cell))
+        handles.append(tiny3.submit(prompt, max_tokens=60, cancel=cell))
         for _ in range(rng.randint(0, 3)):
             tiny3.advance()
-        cell.cancel("disconnect") if rng.random() < 0.5 else tiny3.cancel(lives[-1])
+        cell.cancel("disconnect") if rng.random() < 0.5 else tiny3.cancel(handles[-1])
     while tiny3.busy:
         tiny3.advance()
-    assert {live.result().finish_reason for live in lives} == {"cancelled"}
+    assert {handle.result().finish_reason for handle in handles} == {"cancelled"}
     assert (tiny3.active, tiny3.queued, len(tiny3.core.in_flight)) == (0, 0, 0)
     assert tiny3.generate(PROMPT, max_tokens=5).finish_reason == "length"
 
 
-def test_C18_time_that_is_up_ends_with_what_there_is(
+def test_C18_a_deadline_ends_the_request_with_its_output_so_far(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = tiny.submit(PROMPT, max_tokens=40, recovery=recovery(deadline_s=5))
-    while len(live.token_ids) < 5:
+    handle = tiny.submit(PROMPT, max_tokens=40, recovery=recovery(deadline_s=5))
+    while len(handle.token_ids) < 5:
         tiny.advance()
-    monkeypatch.setattr(live.sequence, "deadline", live.sequence.deadline - 5)
+    monkeypatch.setattr(handle.sequence, "deadline", handle.sequence.deadline - 5)
     tiny.advance()
-    assert live.result().finish_reason == "length"
-    assert 5 <= len(live.token_ids) < 40
-    assert live.stats.recovery == {"deadline": 1}
+    assert handle.result().finish_reason == "length"
+    assert 5 <= len(handle.token_ids) < 40
+    assert handle.stats.recovery == {"deadline": 1}
 
 
-def test_L1_L2_events_are_silent_when_off_and_told_when_on(
+def test_L1_L2_events_are_logged_only_when_recovery_is_on(
     tiny: Engine, truth: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="dflash_jax.recovery")
@@ -478,12 +475,12 @@ def test_L1_L2_events_are_silent_when_off_and_told_when_on(
     assert len((tmp_path / "recovery.jsonl").read_text().splitlines()) == 2
 
 
-def test_lanes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) -> None:
+def test_decode_modes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) -> None:
     engine = Engine(tiny.target, tiny.drafter, tiny.params, tiny.plan)
     engine.compiled.executables = tiny.executables
     engine.warm_up(measure=True)
     assert engine.break_even > 0
-    engine.break_even = 3.9  # a random drafter never decides that much
+    engine.break_even = 3.9  # a random drafter commits fewer tokens per round
     found = engine.generate(PROMPT, max_tokens=60)
     assert found.token_ids == truth
     assert found.stats.fallbacks["below_break_even"] >= 1
@@ -500,7 +497,7 @@ FAILURE = jax.errors.JaxRuntimeError("INTERNAL: made to fail")
 
 
 def failing(engine: Engine, step: Step, calls: set[int], error: BaseException = FAILURE) -> Engine:
-    """The same engine; some calls of one of its programs fail and take their state with them."""
+    """Return an engine in which some calls of one program fail after their state was donated."""
     made = Engine(engine.target, engine.drafter, engine.params, engine.plan)
     number = iter(range(10_000))
     keys = [key for key in engine.executables if key.step == step]
@@ -520,7 +517,7 @@ def failing(engine: Engine, step: Step, calls: set[int], error: BaseException = 
     ("step", "calls"), [(Step.SPECULATIVE, {0}), (Step.SPECULATIVE, {4}), (Step.PREFILL, {1})]
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_R12_after_a_failed_step_every_row_goes_on_where_it_was(
+def test_R12_after_a_failed_step_every_row_continues_at_its_position(
     tiny3: Engine, step: Step, calls: set[int], temperature: float
 ) -> None:
     prompts = [PROMPT, [7] * 30, list(range(20)), [9, 9]]
@@ -531,7 +528,7 @@ def test_R12_after_a_failed_step_every_row_goes_on_where_it_was(
     assert sum(r.stats.recovery["rebuilt"] for r in found) == 3
 
 
-def test_a_device_that_keeps_failing_ends_requests_by_name(tiny: Engine) -> None:
+def test_repeated_device_failures_end_requests_with_a_reason(tiny: Engine) -> None:
     engine = failing(tiny, Step.SPECULATIVE, set(range(2, 100)))
     with pytest.raises(dj.ComputeError, match=r"failed twice .*INTERNAL: made to fail"):
         engine.generate(PROMPT, max_tokens=40)
@@ -539,10 +536,10 @@ def test_a_device_that_keeps_failing_ends_requests_by_name(tiny: Engine) -> None
 
 
 @pytest.mark.parametrize("lost", ["state", "output", "row"])
-def test_after_a_caller_was_stopped_in_a_turn_the_engine_goes_on(
+def test_the_engine_continues_after_an_interrupt_in_a_turn(
     tiny: Engine, truth: list[int], monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    """By Ctrl-C, say: before the state comes back, as an answer is heard, or as a row is freed."""
+    """Ctrl-C before the state is returned, while output is processed, or while a row is freed."""
     stops = iter([KeyboardInterrupt])
 
     def stop(*_: Any) -> None:
@@ -550,71 +547,75 @@ def test_after_a_caller_was_stopped_in_a_turn_the_engine_goes_on(
             raise error
 
     engine = failing(tiny, Step.SPECULATIVE, {2} if lost == "state" else set(), KeyboardInterrupt())
-    live = engine.submit(PROMPT, max_tokens=20)
+    handle = engine.submit(PROMPT, max_tokens=20)
     if lost == "output":
-        monkeypatch.setattr(live.sequence, "_emit", stop)
+        monkeypatch.setattr(handle.sequence, "_emit", stop)
     elif lost == "row":
         monkeypatch.setattr(engine.core.scheduler, "remove", stop)
     with pytest.raises(KeyboardInterrupt):
-        run_out(engine, live)
+        finish(engine, handle)
     monkeypatch.undo()
     if lost == "output":
-        run_out(engine, live)
+        finish(engine, handle)
         with pytest.raises(dj.ComputeError, match="send the request again"):
-            live.result()
+            handle.result()
     else:
-        assert run_out(engine, live) == truth[:20]
+        assert finish(engine, handle) == truth[:20]
     again = engine.submit(PROMPT, max_tokens=20)
-    assert run_out(engine, again) == truth[:20]
+    assert finish(engine, again) == truth[:20]
     assert not engine.busy
 
 
-def test_a_caller_stopped_where_a_turn_begins_or_ends_keeps_nobody_out(
+def test_an_interrupt_where_a_turn_begins_or_ends_releases_the_lock(
     tiny: Engine, truth: list[int]
 ) -> None:
-    """Python looks for signals where a function begins; a notebook keeps the traceback."""
-    live = tiny.submit(PROMPT, max_tokens=20)
+    """Python handles signals where a function begins; a notebook keeps the traceback."""
+    handle = tiny.submit(PROMPT, max_tokens=20)
     kept: list[BaseException] = []
-    for name in ("__enter__", "__exit__"):
+    called: dict[Any, None] = {}  # functions that a turn calls directly
 
-        def stop(frame: Any, event: str, _: Any, name: str = name) -> None:
-            of, by = frame.f_code, frame.f_back.f_code
-            if of.co_name == name and "contextlib" in of.co_filename and by.co_name == "step":
-                raise KeyboardInterrupt
+    def trace(frame: Any, event: str, _: Any) -> None:
+        if frame.f_back.f_code is EngineCore.step.__code__ and frame.f_code not in called:
+            called[frame.f_code] = None
+            raise KeyboardInterrupt
 
+    while len(kept) == len(called):
         before = sys.gettrace()
         try:
-            sys.settrace(stop)
+            sys.settrace(trace)
             tiny.advance()
         except KeyboardInterrupt as error:
             kept.append(error)
+        else:
+            break
         finally:
             sys.settrace(before)
         assert not tiny.core._stepping.locked()
-    assert run_out(tiny, live) == truth[:20]
+    assert len(kept) == len(called) >= 2
+    assert finish(tiny, handle) == truth[:20]
 
 
-def test_a_demanded_tool_that_was_not_declared_is_refused(tiny: Engine) -> None:
+def test_a_required_tool_that_was_not_declared_is_refused(tiny: Engine) -> None:
     with pytest.raises(RequestError, match="declared tools are: none"):
         tiny.generate(PROMPT, tool_choice={"type": "function", "function": {"name": "zzz"}})
 
 
-def run_out(engine: Engine, live: Any) -> list[int]:
-    """A request's output, by turns that are counted: whoever waits for ever fails."""
+def finish(engine: Engine, handle: Any) -> list[int]:
+    """Return the output of a request; fail if it takes more than 300 turns."""
     for _ in range(300):
-        if live.done:
-            return live.token_ids
+        if handle.done:
+            return handle.token_ids
         engine.advance()
-    engine.cancel(live)
+    engine.cancel(handle)
     raise AssertionError("the request does not end")
 
 
 @pytest.mark.parametrize("speculative", [True, False])
 @pytest.mark.parametrize("rule", ["close", "prefix"])
-def test_dictated_tokens_that_end_with_a_stop_token_end_the_output(
+def test_forced_tokens_that_end_with_a_stop_token_end_the_output(
     tiny: Engine, truth: list[int], words: Any, speculative: bool, rule: str
 ) -> None:
-    """The device freezes a row behind a stop token, so nobody would ever speak again."""
+    """The row stops at a stop token on the device, so the host has to end the request."""
     end = truth[7]
     at = truth.index(end)
     assert 249 not in truth
@@ -625,22 +626,22 @@ def test_dictated_tokens_that_end_with_a_stop_token_end_the_output(
     else:
         words(text=lambda ids: "Let me look:", syntax=SYNTAXES["qwen_xml"], calls=((250, 249),))
         rules = recovery(floor=40, tool_prefix=True)
-    live = tiny.submit(
+    handle = tiny.submit(
         PROMPT,
         max_tokens=30,
         stop_token_ids=[249, *([end] if rule == "prefix" else [])],
         speculative=speculative,
         recovery=rules,
     )
-    found = run_out(tiny, live)
-    assert live.result().finish_reason == "stop"
+    found = finish(tiny, handle)
+    assert handle.result().finish_reason == "stop"
     assert found == [*truth[: 20 if rule == "close" else at], 250, 249]
 
 
-def test_a_call_begun_just_before_a_thought_is_closed_lets_it_be_closed(
+def test_a_thought_is_closed_after_a_call_forced_across_its_limit(
     tiny: Engine, scripted: Engine, words: Any
 ) -> None:
-    """The call goes past the place where the thought would be closed; then the next token is."""
+    """The call extends past the limit of the thought, which is closed after it."""
     prompt = [5, 4, 3]
     truth = tiny.generate(prompt, max_tokens=60).token_ids
     at = next(i for i in range(20, 30) if truth[i] not in truth[:i])
@@ -655,19 +656,19 @@ def test_a_call_begun_just_before_a_thought_is_closed_lets_it_be_closed(
     stops = {"max_tokens": 60, "stop_token_ids": [truth[at]]}
     unclosed = dataclasses.replace(rules, answer_reserve=0)
     free = tiny.generate(prompt, recovery=unclosed, speculative=False, **stops).token_ids
-    set_script(scripted, [*prompt, *free])  # drafts go past the place, too
-    said = []
+    set_script(scripted, [*prompt, *free])  # drafts extend past the limit, too
+    outputs = []
     for speculative in (False, True):
-        live = scripted.submit(
+        handle = scripted.submit(
             prompt,
             max_tokens=60,
             recovery=rules,
             stop_token_ids=[truth[at]],
             speculative=speculative,
         )
-        said.append(list(run_out(scripted, live)))
-    assert said[0] == said[1]
-    assert said[0][at : at + 8] == [11, 12, 13, 14, 15, 16, 21, 22]
+        outputs.append(list(finish(scripted, handle)))
+    assert outputs[0] == outputs[1]
+    assert outputs[0][at : at + 8] == [11, 12, 13, 14, 15, 16, 21, 22]
 
 
 LEAD, CALL = 198, 199
@@ -675,43 +676,43 @@ OPENED = (LEAD, CALL, 200, 201)
 
 
 def log_odds(engine: Engine, ids: list[int], token: int, other: int) -> float:
-    """By a forward pass of its own."""
+    """Return the log-odds of two next tokens, from a separate forward pass."""
     model = dj.TargetModel(engine.target, engine.params["target"], "float32")
     logits = np.asarray(model.forward(np.array([ids])).logits)[0, -1]
     return float(logits[token] - logits[other])
 
 
 @pytest.mark.parametrize("speculative", [True, False])
-@pytest.mark.parametrize("likely", [True, False])
-def test_an_end_is_judged_by_the_odds_that_the_target_really_gives(
-    tiny: Engine, truth: list[int], words: Any, speculative: bool, likely: bool
+@pytest.mark.parametrize("accepted", [True, False])
+def test_an_end_is_judged_by_the_odds_of_the_target(
+    tiny: Engine, truth: list[int], words: Any, speculative: bool, accepted: bool
 ) -> None:
-    """Just above and just below the sum of both steps' odds; only the outcome shows anything."""
+    """Thresholds just above and just below the sum of both steps' odds."""
     stop = truth[6]
-    said = truth[: truth.index(stop)]
+    output = truth[: truth.index(stop)]
     words(text=lambda ids: "w", calls=(OPENED,), opening=(LEAD, CALL))
-    first = log_odds(tiny, [*PROMPT, *said], LEAD, stop)
-    behind = [*PROMPT, *said, LEAD]
-    best = continued(tiny, behind, 1)[0]
-    total = first + log_odds(tiny, behind, CALL, best)
+    first = log_odds(tiny, [*PROMPT, *output], LEAD, stop)
+    lead = [*PROMPT, *output, LEAD]
+    best = continued(tiny, lead, 1)[0]
+    total = first + log_odds(tiny, lead, CALL, best)
     rule = {"floor": 50, "below_floor": "odds", "tool_prefix": True}
-    settings = recovery(**rule, call_odds=total - 0.01 if likely else total + 0.01)
+    settings = recovery(**rule, call_odds=total - 0.01 if accepted else total + 0.01)
     options = {"stop_token_ids": [stop], "max_tokens": 45, "speculative": speculative}
     free = tiny.generate(PROMPT, logprobs=2, **options)
     found = tiny.generate(PROMPT, recovery=settings, **options)
-    if likely:
-        assert found.token_ids[: len(said) + len(OPENED)] == [*said, *OPENED]
+    if accepted:
+        assert found.token_ids[: len(output) + len(OPENED)] == [*output, *OPENED]
         assert found.stats.recovery == {"tool_prefix": 1}
-        rest = found.token_ids[len(said) + len(OPENED) :]
-        assert rest == continued(tiny, [*PROMPT, *said, *OPENED], 45)[: len(rest)]
+        rest = found.token_ids[len(output) + len(OPENED) :]
+        assert rest == continued(tiny, [*PROMPT, *output, *OPENED], 45)[: len(rest)]
         return
-    assert first < 0  # it was asked: the first step's odds alone are not less than the total
-    assert found.token_ids == free.token_ids == [*said, stop]
+    assert first < 0  # it was probed: the first step's odds alone exceed the total
+    assert found.token_ids == free.token_ids == [*output, stop]
     assert found.finish_reason == "stop"
     assert not found.stats.recovery
-    scored = tiny.generate(PROMPT, recovery=settings, logprobs=2, **options)
-    assert scored.token_ids == free.token_ids
-    for got, wanted in zip(scored.logprobs or (), free.logprobs or (), strict=True):
+    with_logprobs = tiny.generate(PROMPT, recovery=settings, logprobs=2, **options)
+    assert with_logprobs.token_ids == free.token_ids
+    for got, wanted in zip(with_logprobs.logprobs or (), free.logprobs or (), strict=True):
         assert got.token_id == wanted.token_id
         assert got.logprob == pytest.approx(wanted.logprob, abs=1e-5)
 

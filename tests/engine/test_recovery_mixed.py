@@ -1,4 +1,4 @@
-"""Recovery of any kind, in any lane, beside any neighbours: each answer is the one given alone."""
+"""Random recovery settings, modes and batches: each answer equals that of the request alone."""
 
 import dataclasses
 import random
@@ -18,16 +18,16 @@ VOCAB = 251
 
 @pytest.fixture(scope="module")
 def engine(tiny3: Engine) -> Engine:
-    """Three rows that keep prefixes."""
+    """Three rows with a prefix cache."""
     made = random_engine(
         tiny3.target, tiny3.drafter, dataclasses.replace(tiny3.plan, prefix_cache=1 << 20)
     )
-    made.compiled.executables = tiny3.executables  # the prefix programs come on top
+    made.compiled.executables = tiny3.executables  # the prefix programs are added
     return made
 
 
-def meaning(rng: random.Random) -> Words:
-    """Random tokens that mean a colon, a thought's beginning and end, or nothing visible."""
+def random_words(rng: random.Random) -> Words:
+    """Return random meanings of tokens: colons, marks of thoughts, hidden tokens."""
     marks = {rng.randrange(VOCAB): m for m in [":"] * 60 + ["<think>"] * 9 + ["</think>"] * 9}
     return Words(
         text=lambda ids: "".join(marks.get(i, "w") for i in ids),
@@ -39,7 +39,7 @@ def meaning(rng: random.Random) -> Words:
 
 
 def names(rng: random.Random) -> tuple[tuple[int, ...], ...]:
-    """No tool, one, or several whose beginnings differ at random places."""
+    """Return the calls of up to four tools, whose names differ at random places."""
     found: list[tuple[int, ...]] = []
     for _ in range(rng.choice([0, 1, 2, 4])):
         begun = rng.choice(found)[: rng.randint(1, 6)] if found else ()
@@ -62,8 +62,8 @@ def settings(rng: random.Random) -> Recovery:
     )
 
 
-def asked(rng: random.Random, engine: Engine) -> dict[str, Any]:
-    """One request; its prompt may begin as others do, its end tokens are likely ones."""
+def random_request(rng: random.Random, engine: Engine) -> dict[str, Any]:
+    """Return a request whose prompt may share a prefix, and whose end tokens are likely ones."""
     shared = [rng.randrange(3)] * rng.choice([0, 16, 33])
     prompt = [*shared, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 20)))]
     free = engine.generate(prompt, max_tokens=8).token_ids
@@ -81,29 +81,29 @@ def asked(rng: random.Random, engine: Engine) -> dict[str, Any]:
     return options
 
 
-def alike_alone_and_in_company(
+def check_batched_against_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, seeds: range
 ) -> set[str]:
-    """What happened, after every answer of a mixed crowd was compared with the same one alone."""
-    happened: set[str] = set()
+    """Compare batched answers with those of single requests; return the recovery events."""
+    events: set[str] = set()
     for seed in seeds:
         rng = random.Random(seed)
-        words = meaning(rng)
+        words = random_words(rng)
         monkeypatch.setattr(requests, "words_of", lambda *_, words=words: words)
-        crowd = [asked(rng, engine) for _ in range(5)]
-        lives = []
-        for options in crowd:
-            lives.append(engine.submit(**options))
+        batch = [random_request(rng, engine) for _ in range(5)]
+        handles = []
+        for options in batch:
+            handles.append(engine.submit(**options))
             for _ in range(rng.randint(0, 4)):
                 engine.advance()
         while engine.busy:
             engine.advance()
         assert engine.prefix_cache
         engine.prefix_cache.clear()
-        for live, options in zip(lives, crowd, strict=True):
+        for handle, options in zip(handles, batch, strict=True):
             alone = engine.generate(**options)
-            got = live.result()
-            assert got.token_ids == alone.token_ids == list(live.sequence.state.ids), options
+            got = handle.result()
+            assert got.token_ids == alone.token_ids == list(handle.sequence.state.ids), options
             assert got.finish_reason == alone.finish_reason
             assert got.stats.recovery == alone.stats.recovery
             assert [x.token_id for x in got.logprobs or ()] == (
@@ -113,20 +113,20 @@ def alike_alone_and_in_company(
                 other = engine.generate(**options | {"speculative": not options["speculative"]})
                 assert other.token_ids == alone.token_ids, options
                 assert other.stats.recovery == alone.stats.recovery, options
-            happened |= set(got.stats.recovery) | set(got.stats.fallbacks)
-    return happened
+            events |= set(got.stats.recovery) | set(got.stats.fallbacks)
+    return events
 
 
-def test_recovered_answers_do_not_depend_on_company_or_lane(
+def test_recovered_answers_do_not_depend_on_batch_or_mode(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    happened = alike_alone_and_in_company(engine, monkeypatch, range(8))
-    assert happened >= {"floor", "empty_retry", "thought_closed_by_force"}
+    events = check_batched_against_alone(engine, monkeypatch, range(8))
+    assert events >= {"floor", "empty_retry", "thought_closed_by_force"}
 
 
 @pytest.mark.soak
-def test_many_recovered_answers_do_not_depend_on_company_or_lane(
+def test_many_recovered_answers_do_not_depend_on_batch_or_mode(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    happened = alike_alone_and_in_company(engine, monkeypatch, range(100, 200))
-    assert happened >= {"floor", "tool_prefix", "empty_retry", "repeat", "thought_closed_by_force"}
+    events = check_batched_against_alone(engine, monkeypatch, range(100, 200))
+    assert events >= {"floor", "tool_prefix", "empty_retry", "repeat", "thought_closed_by_force"}

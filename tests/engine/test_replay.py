@@ -1,4 +1,4 @@
-"""Replays: traces are read strictly, outcomes are told apart, and the table adds up."""
+"""Replays: traces are parsed strictly, outcomes are classified, and the table adds up."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def test_a_call_counts_if_it_is_whole_and_fits_its_schema(body: str, valid: bool
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("[]", "expected a JSON object"),
         ('{"id": "a", "more": 1}', "'more' is not known; a turn has the fields id, kind, messages"),
@@ -79,10 +79,10 @@ def test_a_call_counts_if_it_is_whole_and_fits_its_schema(body: str, valid: bool
         ('{"prompt_ids": [1], "id": [2]}', r"id is \[2\]; expected a text"),
     ],
 )
-def test_what_is_no_turn_is_refused_by_its_line(tmp_path: Path, line: str, says: str) -> None:
+def test_invalid_turns_are_refused_with_their_line(tmp_path: Path, line: str, message: str) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"id": "a", "kind": "b", "prompt_ids": [1]}\n' + line)
-    with pytest.raises(RequestError, match="line 2, is no turn: " + says):
+    with pytest.raises(RequestError, match="line 2, is no turn: " + message):
         read_turns(trace)
 
 

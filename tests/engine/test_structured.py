@@ -1,4 +1,4 @@
-"""Structured output: what comes follows the structure, and drafts change nothing of it."""
+"""Structured output follows its structure, and does not depend on drafts."""
 
 import dataclasses
 import json
@@ -29,14 +29,14 @@ SCHEMA = {
     },
     "required": ["name", "size", "kind"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},  # random weights like nothing but spaces
+    "x-guidance": {"whitespace_flexible": False},  # random weights would write only spaces
 }
 DATE = r"[0-9]{4}-[01][0-9]-[0-3][0-9]"
 
 
 @pytest.fixture(scope="module")
-def speaking(tiny3: Engine) -> Engine:
-    """Three rows, a token for each of 250 bytes, an end token, and a drafter that is told."""
+def byte_engine(tiny3: Engine) -> Engine:
+    """Three rows, a token for each of 250 bytes, an end token, and a scripted drafter."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (ord(c) > 126, c))
     vocab = {letter: i for i, letter in enumerate(letters[:EOS])}
     core = tokenizers.Tokenizer(models.BPE(vocab=vocab | {"<end>": EOS}, merges=[]))
@@ -49,11 +49,11 @@ def speaking(tiny3: Engine) -> Engine:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_follows_its_structure(speaking: Engine, temperature: float) -> None:
+def test_output_follows_its_structure(byte_engine: Engine, temperature: float) -> None:
     options: dict[str, Any] = {"max_tokens": 90, "temperature": temperature, "seed": 3}
     structures = [{"json": SCHEMA}, {"regex": DATE}, {"choice": ['say "a"', "no"]}]
     structures += [{"grammar": 'start: "x" /[0-9]+/ "y"'}]
-    results = [speaking.generate(PROMPT, structured=s, **options) for s in structures]
+    results = [byte_engine.generate(PROMPT, structured=s, **options) for s in structures]
     assert [r.finish_reason for r in results[:3]] == ["stop"] * 3
     texts = [str(r.text) for r in results]
     value = json.loads(texts[0])
@@ -65,34 +65,34 @@ def test_output_follows_its_structure(speaking: Engine, temperature: float) -> N
     assert re.fullmatch("x[0-9]+y?", texts[3])
 
 
-def test_recovery_dictates_nothing_into_a_structure(speaking: Engine) -> None:
-    """The structure says how it may end, however early that is; loops still end it."""
+def test_recovery_forces_no_token_into_a_structure(byte_engine: Engine) -> None:
+    """The structure alone decides where it may end; loops still end it."""
     settings = Recovery(floor=90, below_floor="replace", answer_reserve=80)
     options: dict[str, Any] = {"max_tokens": 90, "tools": [{"name": "a"}]}
     for structure in ({"regex": "[ab]{0,30}"}, {"choice": ["", "x:"]}, {"json": SCHEMA}):
-        free = speaking.generate(PROMPT, structured=structure, **options)
-        found = speaking.generate(PROMPT, structured=structure, recovery=settings, **options)
+        free = byte_engine.generate(PROMPT, structured=structure, **options)
+        found = byte_engine.generate(PROMPT, structured=structure, recovery=settings, **options)
         assert found.text == free.text[: len(found.text or "")]
         assert set(found.stats.recovery) <= {"repeat", "runaway", "runaway_dropped_tokens"}
         if not found.stats.recovery:
             assert found.token_ids == free.token_ids
     looping = {"regex": "a{90}"}
     original = dataclasses.replace(settings, runaway="compat")
-    found = speaking.generate(PROMPT, structured=looping, recovery=original, **options)
+    found = byte_engine.generate(PROMPT, structured=looping, recovery=original, **options)
     assert found.text == "a" * 12
     assert found.finish_reason == "length"
 
 
 @pytest.mark.parametrize("pattern", [[3], [0], [2, 0, 3, 1]])
 def test_drafting_changes_no_token_of_structured_output(
-    speaking: Engine, pattern: list[int]
+    byte_engine: Engine, pattern: list[int]
 ) -> None:
     for structure in ({"json": SCHEMA}, {"regex": "([a-f]{3}[0-9],){9,}"}):
         options: dict[str, Any] = {"max_tokens": 50, "structured": structure}
-        plain = speaking.generate(PROMPT, speculative=False, **options)
+        plain = byte_engine.generate(PROMPT, speculative=False, **options)
         script = [*PROMPT, *plain.token_ids]
-        set_script(speaking, force_acceptance(script, len(PROMPT), pattern, 251))
-        fast = speaking.generate(PROMPT, **options)
+        set_script(byte_engine, force_acceptance(script, len(PROMPT), pattern, 251))
+        fast = byte_engine.generate(PROMPT, **options)
         assert fast.token_ids == plain.token_ids
         assert fast.text == plain.text
         assert fast.stats.acceptance_lengths[:3] == [n + 1 for n in (pattern * 3)[:3]]
@@ -100,12 +100,12 @@ def test_drafting_changes_no_token_of_structured_output(
 
 
 def test_greedy_structured_output_takes_the_best_token_allowed(
-    speaking: Engine,
+    byte_engine: Engine,
 ) -> None:
-    ids = speaking.generate(PROMPT, max_tokens=60, structured={"json": SCHEMA}).token_ids
-    model = TargetModel(speaking.target, speaking.params["target"], "float32")
+    ids = byte_engine.generate(PROMPT, max_tokens=60, structured={"json": SCHEMA}).token_ids
+    model = TargetModel(byte_engine.target, byte_engine.params["target"], "float32")
     logits = np.asarray(model.forward([[*PROMPT, *ids]]).logits)[0, len(PROMPT) - 1 :]
-    grammar = speaking.grammars.make({"json": SCHEMA})
+    grammar = byte_engine.grammars.make({"json": SCHEMA})
     for token, row in zip(ids, logits, strict=False):
         words = np.zeros((1, -(-len(row) // 32)), np.uint32)
         grammar.fill(words, [])
@@ -115,25 +115,25 @@ def test_greedy_structured_output_takes_the_best_token_allowed(
         grammar.accept([token])
 
 
-def test_neighbours_of_structured_rows_say_what_they_say_alone(
-    speaking: Engine,
+def test_structured_rows_do_not_affect_other_rows(
+    byte_engine: Engine,
 ) -> None:
-    alone = speaking.generate(PROMPT, max_tokens=30).token_ids
-    drawing: dict[str, Any] = {"temperature": 1.0, "seed": 9, "structured": {"regex": "[a-z]{40}"}}
-    drawn = speaking.generate(PROMPT, max_tokens=30, **drawing).token_ids
-    wanted = speaking.generate(PROMPT, max_tokens=90, structured={"json": SCHEMA}).token_ids
-    lives = [
-        speaking.submit(PROMPT, max_tokens=90, structured={"json": SCHEMA}),
-        speaking.submit(PROMPT, max_tokens=30),
-        speaking.submit(PROMPT, max_tokens=30, **drawing),
+    alone = byte_engine.generate(PROMPT, max_tokens=30).token_ids
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 9, "structured": {"regex": "[a-z]{40}"}}
+    sampled = byte_engine.generate(PROMPT, max_tokens=30, **sampling).token_ids
+    wanted = byte_engine.generate(PROMPT, max_tokens=90, structured={"json": SCHEMA}).token_ids
+    handles = [
+        byte_engine.submit(PROMPT, max_tokens=90, structured={"json": SCHEMA}),
+        byte_engine.submit(PROMPT, max_tokens=30),
+        byte_engine.submit(PROMPT, max_tokens=30, **sampling),
     ]
-    while speaking.busy:
-        speaking.advance()
-    assert [live.token_ids for live in lives] == [wanted, alone, drawn]
+    while byte_engine.busy:
+        byte_engine.advance()
+    assert [handle.token_ids for handle in handles] == [wanted, alone, sampled]
 
 
 @pytest.mark.parametrize(
-    ("structure", "says"),
+    ("structure", "message"),
     [
         ({"xml": "x"}, "expected a mapping with one of json, regex, choice, grammar"),
         ({"json": SCHEMA, "regex": "a"}, "expected a mapping with one of"),
@@ -148,27 +148,27 @@ def test_neighbours_of_structured_rows_say_what_they_say_alone(
         ({"json": [1]}, r"structured json is \[1\]; expected a schema"),
     ],
 )
-def test_bad_structures_are_refused_by_name(speaking: Engine, structure: Any, says: str) -> None:
-    with pytest.raises(RequestError, match=says):
-        speaking.submit(PROMPT, max_tokens=4, structured=structure)
-    assert not speaking.busy
+def test_invalid_structures_are_refused(byte_engine: Engine, structure: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        byte_engine.submit(PROMPT, max_tokens=4, structured=structure)
+    assert not byte_engine.busy
 
 
-def test_a_grammar_that_gives_up_fails_its_request(speaking: Engine) -> None:
-    """Neither is the half of an answer called a whole one, nor is anybody else disturbed."""
+def test_a_grammar_that_exceeds_its_limits_fails_its_request(byte_engine: Engine) -> None:
+    """An incomplete answer is an error, and other rows are not affected."""
     many = {"choice": [f"item {i}" for i in range(3000)]}
-    alone = speaking.generate(PROMPT, max_tokens=8).token_ids
-    live = speaking.submit(PROMPT, max_tokens=20, structured=many)
-    beside = speaking.submit(PROMPT, max_tokens=8)
-    while not (live.done and beside.done):
-        speaking.advance()
+    alone = byte_engine.generate(PROMPT, max_tokens=8).token_ids
+    handle = byte_engine.submit(PROMPT, max_tokens=20, structured=many)
+    other = byte_engine.submit(PROMPT, max_tokens=8)
+    while not (handle.done and other.done):
+        byte_engine.advance()
     with pytest.raises(RequestError, match=r"the grammar gave up after .* fewer choices"):
-        live.result()
-    assert beside.result().token_ids == alone
-    assert not speaking.busy
+        handle.result()
+    assert other.result().token_ids == alone
+    assert not byte_engine.busy
     endless = {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}
     with pytest.raises(RequestError, match="nothing can follow the structure"):
-        speaking.submit(PROMPT, max_tokens=4, structured=endless)
+        byte_engine.submit(PROMPT, max_tokens=4, structured=endless)
 
 
 def test_a_model_without_tokenizer_refuses_structures(tiny: Engine) -> None:

@@ -24,7 +24,7 @@ token instead, probe for or begin a tool call, or close an open thought. The rul
 end outputs that loop. `speculation.py` decides whether the next step drafts, which changes no
 token.
 
-A request moves between phases as `TRANSITIONS` says:
+`TRANSITIONS` lists the phases of a request:
 
     WAITING --Prefilled--> SPECULATIVE <--> PLAIN --> DONE
                                |
@@ -61,17 +61,20 @@ from dflash_jax.engine.recovery.request_state import (
 from dflash_jax.engine.recovery.settings import OFF
 
 _DECODING = {Phase.SPECULATIVE, Phase.PLAIN, Phase.RETRY, Phase.DONE}
+# After a call at the beginning of the output was dropped, and with it the whole output. Under the
+# grammar of the call, an empty output is not decoded again.
+_AFTER_CALL_RETRY = _DECODING - {Phase.RETRY}
 TRANSITIONS: dict[Phase, dict[type, set[Phase]]] = {
     Phase.WAITING: {Prefilled: _DECODING, Cancelled: {Phase.DONE}},
     Phase.SPECULATIVE: {
         Stepped: _DECODING,
-        Prefilled: _DECODING,  # the output was dropped with a call at its beginning
+        Prefilled: _AFTER_CALL_RETRY,
         CallRetried: {Phase.SPECULATIVE},
         Cancelled: {Phase.DONE},
     },
     Phase.PLAIN: {
         Stepped: _DECODING,
-        Prefilled: _DECODING,
+        Prefilled: _AFTER_CALL_RETRY,
         CallRetried: {Phase.PLAIN},
         Cancelled: {Phase.DONE},
     },

@@ -1,4 +1,4 @@
-"""Lets the tests import the fake device beside them."""
+"""Let the tests import `fake_device`."""
 
 import sys
 from pathlib import Path

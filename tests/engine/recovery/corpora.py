@@ -1,6 +1,6 @@
-"""Healthy texts that repeat themselves, and sick ones that do nothing else.
+"""Healthy texts with repetitions, and sick ones that only repeat.
 
-All are made here from seeds. `HEALTHY` has texts of the kinds that agents write: tables, dumps,
+All are generated from seeds. `HEALTHY` has texts of the kinds that agents write: tables, dumps,
 literals, drawings, logs. `SICK` has a beginning and a unit that is repeated until a limit.
 """
 
@@ -78,7 +78,7 @@ def minified(rng: random.Random) -> str:
 
 
 def healthy(seed: int = 0) -> Iterator[tuple[str, str]]:
-    """Named texts; a seed changes sizes and contents."""
+    """Return texts by name; a seed changes sizes and contents."""
     rng = random.Random(seed)
     size = lambda low, high: rng.randint(low, high)  # noqa: E731
     yield "wide table", table(size(20, 40), 6, 1)
@@ -184,7 +184,7 @@ SICK: tuple[tuple[str, str, str], ...] = (
 
 
 def sick(beginning: str, unit: str, encode: Callable[[str], list[int]], limit: int) -> list[int]:
-    """The ids of a loop up to a limit."""
+    """Return the ids of a loop, up to a limit."""
     copies = unit
     while len(ids := encode(beginning + copies)) < limit:
         copies += copies

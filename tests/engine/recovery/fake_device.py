@@ -1,4 +1,4 @@
-"""A device of a few lines: a scripted target behind the rules by which the real one cuts."""
+"""A fake device: a scripted target, and the rules by which the real device cuts blocks."""
 
 import collections
 import dataclasses
@@ -26,7 +26,7 @@ EOS, CHAT_EOS, COLON = 2, 3, 58
 STOPS = frozenset({EOS, CHAT_EOS})
 PREFIX = (900, 901, 902)
 LOOPS = ("repeat", "runaway", "period", "repeated_calls")
-BEST = 77  # what the target says where an end token is masked
+BEST = 77  # the target's choice where end tokens are masked
 THINK, END_THINK, FUNCTION, END_FUNCTION, SLIP, MENTION, UNKNOWN = 60, 61, 62, 63, 64, 65, 66
 SPECIAL = 70  # hidden from callers
 TEXTS = {
@@ -54,24 +54,24 @@ WORDS = Words(
 )
 STALL: dict[str, Any] = {"floor": 64, "tool_prefix": True, "repeat_limit": 0}
 
-DEAD = collections.Counter(drafter_dead=1)  # block sizes may differ in what they think of drafts
+DEAD = collections.Counter(drafter_dead=1)  # whether this is noted depends on the block size
 
-Say = Callable[[tuple[int, ...]], int]
+NextToken = Callable[[tuple[int, ...]], int]
 
 
 def recovery(**changes: Any) -> Recovery:
-    """Everything off but for the changes."""
+    """Return settings with all rules off, except for the changes."""
     return dataclasses.replace(OFF, **changes)
 
 
-def says(script: Sequence[int], then: int = 0) -> Say:
-    """A target that says `script[i]` at output place i, and afterwards counts up from 1000."""
+def scripted(script: Sequence[int], then: int = 0) -> NextToken:
+    """Return a target that outputs `script`, and afterwards counts up from 1000."""
     return lambda ids: script[len(ids)] if len(ids) < len(script) else then or 1000 + len(ids)
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a caller, and an observer of the device, saw."""
+    """The results of a request, and what happened on the device."""
 
     emitted: list[int] = dataclasses.field(default_factory=list)
     finish: Finish | None = None
@@ -87,60 +87,60 @@ class Outcome:
 
     @property
     def loop(self) -> str | None:
-        """The kind of loop that ended the output, if one did."""
+        """The kind of loop that ended the output, or None."""
         return loop_of(self.notes)
 
 
 def loop_of(notes: Iterable[str]) -> str | None:
-    """The kind of loop among recovery events, if one is."""
+    """Return the kind of loop among recovery events, or None."""
     return next((n for n in notes if n in LOOPS), None)
 
 
 class Device:
-    """Runs one request: decides blocks, cuts them as the real device does, obeys the effects."""
+    """Runs one request: decides blocks, cuts them as the real device does, applies effects."""
 
     def __init__(
         self,
-        say: Say,
+        target: NextToken,
         policy: Policy,
         *,
         accepts: Sequence[int] = (3,),
-        say_again: Say | None = None,
-        floor: Say = lambda ids: BEST,
+        retry_target: NextToken | None = None,
+        floor: NextToken = lambda ids: BEST,
         prefer: Callable[[tuple[int, ...], tuple[int, ...]], int] = lambda ids, of: max(of),
         odds: Callable[[tuple[int, ...], int], float] | None = None,
         restored: bool = False,
         draft_finite: Callable[[int], bool] = lambda step: True,
     ):
-        self.say, self.policy, self.accepts = say, policy, accepts
-        self.say_again, self.floor, self.restored = say_again, floor, restored
+        self.target, self.policy, self.accepts = target, policy, accepts
+        self.retry_target, self.floor, self.restored = retry_target, floor, restored
         self.draft_finite, self.prefer, self.odds = draft_finite, prefer, odds
         self.ids: list[int] = []  # decided, the last one pending
         self.seen = Outcome()
 
     def run(self, turns: int = 4000) -> Outcome:
-        """To the end of the request."""
+        """Run the request to its end."""
         self.seen.prefills += 1
-        self.hear_first()
+        self.prefill()
         for _ in range(turns):
             if self.seen.finish:
                 return self.seen
             self.step()
         raise AssertionError(f"no end after {turns} turns: {self.seen}")
 
-    def hear_first(self) -> None:
-        token = self.say(())
+    def prefill(self) -> None:
+        token = self.target(())
         self.ids, self.seen.fed = [token], []
         odds = self.odds_after(())
-        self.hear(Prefilled(token, self.floor(()), restored=self.restored, call_odds=odds))
+        self.process(Prefilled(token, self.floor(()), restored=self.restored, call_odds=odds))
 
     def odds_after(self, ids: tuple[int, ...]) -> float | None:
-        """What the device reports of the token whose odds the host wants to know."""
+        """Return the odds that the device reports after these ids."""
         wanted = opening(self.seen.state, self.policy)
         return self.odds(ids, wanted) if self.odds and wanted >= 0 else None
 
     def step(self) -> None:
-        """One step of the real kind: a block, cut behind stop tokens and at the limit."""
+        """Run one step: decide a block, cut after stop tokens and at the limit."""
         drafting = speculates(self.seen.state, self.policy)
         taken = self.seen.drafted_steps + self.seen.plain_steps
         finite = self.draft_finite(taken) if drafting else True
@@ -150,15 +150,15 @@ class Device:
         while not frozen and len(tokens) <= accepted:
             if len(self.ids) >= room(self.seen.state, self.policy):
                 break
-            tokens.append(self.say(tuple(self.ids)))
+            tokens.append(self.target(tuple(self.ids)))
             self.seen.fed.append(self.ids[-1])
             self.ids.append(tokens[-1])
             frozen = tokens[-1] in self.policy.stop_ids
-        assert tokens, "the host left a frozen row without a word"
+        assert tokens, "the host took no action on a stopped row"
         self.seen.drafted_steps += drafting
         self.seen.plain_steps += not drafting
         before, named = tuple(self.ids[:-1]), choices(self.seen.state)
-        self.hear(
+        self.process(
             Stepped(
                 tuple(tokens),
                 draft_finite=finite,
@@ -169,22 +169,22 @@ class Device:
         )
 
     def retry_call(self) -> None:
-        """The host has a grammar: the row is fed again up to the call's opening."""
+        """Retry a call as the host does once it has a grammar: feed the row up to the call."""
         seen, held = self.seen, self.seen.state.held
         seen.state, effects = advance(seen.state, CallRetried(), self.policy)
         assert effects.retract == held
         assert not effects.emit
         seen.notes.update(effects.notes)
         seen.attempts += 1
-        self.say = self.say_again or self.say
+        self.target = self.retry_target or self.target
         if not seen.state.ids:
-            self.hear_first()
+            self.prefill()
             return
         self.ids = list(seen.state.ids)
         seen.fed = self.ids[:-1]
 
-    def hear(self, event: Any) -> None:
-        """Lets the machine judge an event and does what it says."""
+    def process(self, event: Any) -> None:
+        """Advance the state machine by an event, and apply the effects."""
         seen = self.seen
         before = seen.state.num_decided - seen.state.held
         seen.state, effects = advance(seen.state, event, self.policy)
@@ -204,10 +204,10 @@ class Device:
         if effects.restart:
             assert not seen.emitted
             seen.attempts += 1
-            self.say = self.say_again or self.say
+            self.target = self.retry_target or self.target
             self.restored &= effects.restart is Restart.SAVED
             seen.prefills += effects.restart is Restart.FRESH
-            self.hear_first()
+            self.prefill()
             return
         if effects.replace is not None:
             self.ids[-1] = effects.replace
@@ -215,11 +215,11 @@ class Device:
             seen.fed.append(self.ids[-1])
             self.ids.append(token)
         if seen.state.phase.value != "waiting":
-            assert tuple(self.ids) == seen.state.ids  # S1: both count alike
+            assert tuple(self.ids) == seen.state.ids  # S1: the host and the device agree
             assert len(seen.fed) == seen.state.fed == len(self.ids) - 1  # S2: one is pending
             assert seen.fed == self.ids[:-1]  # S7: fed once each, in order
             late, nothing = advance(seen.state, Stepped(()), self.policy)
-            assert nothing == Effects()  # a step in the air while the row was frozen
+            assert nothing == Effects()  # the step that was in flight when the row stopped
             assert late._replace(ran=seen.state.ran) == seen.state
 
 
@@ -233,7 +233,7 @@ def run(
     stops: frozenset[int] = STOPS,
     **device: Any,
 ) -> Outcome:
-    """The outcome of one scripted request."""
+    """Return the outcome of a scripted request."""
     policy = Policy(
         max_tokens=max_tokens,
         stop_ids=stops,
@@ -241,18 +241,18 @@ def run(
         recovery=settings,
         words=words,
     )
-    return Device(says(script), policy, **device).run()
+    return Device(scripted(script), policy, **device).run()
 
 
 def both(script: Sequence[int], settings: Recovery, **options: Any) -> Outcome:
-    """The outcome, after it proved to be the same in plain decoding and for any blocks (S6)."""
-    found = run(script, settings, **options)
+    """Return the outcome, after comparing it with plain decoding and other block sizes (S6)."""
+    first = run(script, settings, **options)
     for accepts in ((0,), (7,), (2, 0, 5, 1)):
         other = run(script, settings, **options | {"accepts": accepts})
-        assert (other.emitted, other.finish) == (found.emitted, found.finish)
-        assert other.notes - DEAD == found.notes - DEAD
+        assert (other.emitted, other.finish) == (first.emitted, first.finish)
+        assert other.notes - DEAD == first.notes - DEAD
     plain = run(
         script, settings, **{k: v for k, v in options.items() if k != "accepts"}, speculative=False
     )
-    assert (plain.emitted, plain.finish) == (found.emitted, found.finish)
-    return found
+    assert (plain.emitted, plain.finish) == (first.emitted, first.finish)
+    return first

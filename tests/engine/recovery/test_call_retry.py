@@ -1,10 +1,10 @@
-"""B: calls that cannot be read, or are not finished, are decoded once more from their opening."""
+"""B: calls that cannot be parsed, or are incomplete, are decoded again from their opening."""
 
 import dataclasses
 from typing import Any
 
 import pytest
-from fake_device import COLON, EOS, STALL, TEXTS, WORDS, Outcome, both, recovery, run, says
+from fake_device import COLON, EOS, STALL, TEXTS, WORDS, Outcome, both, recovery, run, scripted
 
 from dflash_jax.engine.recovery.call_retry import LONGEST
 from dflash_jax.engine.recovery.controller import (
@@ -45,26 +45,26 @@ RIGHT = [OPEN, GOOD, CLOSE, EOS]
 
 
 def retried(script: list[int], then: list[int], **options: Any) -> Outcome:
-    """The outcome, alike in every mode; `then` is what the target says under the grammar."""
+    """Return the outcome, equal in all modes; `then` is the target's output under the grammar."""
     given: dict[str, Any] = {"settings": RETRY, "words": CALLS, "odds": lambda ids, _: -20.0}
-    return both(script, say_again=says(then), **given | options)
+    return both(script, retry_target=scripted(then), **given | options)
 
 
 @pytest.mark.parametrize(
     "broken",
     [
         pytest.param([OPEN, BAD, CLOSE, EOS], id="malformed"),
-        pytest.param([OPEN, BAD, CLOSE, 10, 10, 10, EOS], id="malformed, and more"),
-        pytest.param([OPEN, CLOSE, EOS], id="begun and ended"),
+        pytest.param([OPEN, BAD, CLOSE, 10, 10, 10, EOS], id="malformed, then text"),
+        pytest.param([OPEN, CLOSE, EOS], id="empty"),
         pytest.param([OPEN, BAD, EOS], id="unfinished"),
-        pytest.param([OPEN, EOS], id="begun"),
+        pytest.param([OPEN, EOS], id="opening alone"),
         pytest.param([OPEN, 10, 10, EOS], id="no call at all"),
     ],
 )
 @pytest.mark.parametrize(
     "before", [[], [10, 46], [10, COLON], [THINK, 10, END_THINK], [OPEN, GOOD, CLOSE]]
 )
-def test_B1_a_broken_call_is_decoded_once_more(before: list[int], broken: list[int]) -> None:
+def test_B1_a_broken_call_is_decoded_again(before: list[int], broken: list[int]) -> None:
     seen = retried([*before, *broken], [*before, *RIGHT])
     assert seen.emitted == [*before, *RIGHT]
     assert seen.finish is Finish.STOP
@@ -83,13 +83,13 @@ def test_B1_a_broken_call_is_decoded_once_more(before: list[int], broken: list[i
         pytest.param([10, CLOSE, EOS], id="a closing tag alone"),
     ],
 )
-def test_B2_calls_that_can_be_read_stay(script: list[int]) -> None:
+def test_B2_calls_that_can_be_parsed_are_kept(script: list[int]) -> None:
     seen = retried(script, [99])
     assert seen.emitted == script
     assert (seen.attempts, seen.notes) == (1, {})
 
 
-def test_B3_a_call_is_held_back_until_it_is_complete() -> None:
+def test_B3_a_call_is_held_until_it_is_complete() -> None:
     device = {"words": CALLS, "odds": lambda ids, _: -20.0, "accepts": (0,)}
     seen = run([10, OPEN, GOOD, CLOSE, 10, EOS], RETRY, **device)
     assert [effects.emit for effects in seen.effects] == [
@@ -97,27 +97,27 @@ def test_B3_a_call_is_held_back_until_it_is_complete() -> None:
     ]  # fmt: skip
 
 
-def test_B4_a_long_call_is_given_as_it_comes_and_stays() -> None:
+def test_B4_a_long_call_is_emitted_as_it_is_decoded() -> None:
     script = [OPEN, *[10] * LONGEST, BAD, EOS]
     seen = retried(script, [99], max_tokens=2 * LONGEST)
     assert seen.emitted == script
     assert seen.attempts == 1
 
 
-def test_B5_a_call_is_decoded_once_more_only_once() -> None:
+def test_B5_a_call_is_retried_at_most_once() -> None:
     again = [OPEN, BAD, EOS]
     seen = retried([OPEN, BAD, CLOSE, EOS], again)
     assert seen.emitted == again
     assert seen.attempts == 2
 
 
-def test_B6_an_output_that_ends_by_its_length_keeps_what_it_has_of_a_call() -> None:
+def test_B6_an_output_that_reaches_its_length_limit_keeps_an_incomplete_call() -> None:
     script = [10, OPEN, BAD, 10]
     seen = retried([*script, 10, 10], [99], max_tokens=4)
     assert (seen.emitted, seen.finish) == (script, Finish.LENGTH)
 
 
-def test_B7_no_call_is_retried_where_none_may_be_made_or_it_is_off() -> None:
+def test_B7_no_call_is_retried_without_tools_or_with_the_rule_off() -> None:
     script = [OPEN, BAD, CLOSE, EOS]
     none = dataclasses.replace(CALLS, calls=())
     for words, settings in (
@@ -129,7 +129,7 @@ def test_B7_no_call_is_retried_where_none_may_be_made_or_it_is_off() -> None:
         assert retried(script, [99], words=words, settings=settings).emitted == script
 
 
-def test_B8_without_a_grammar_the_call_is_given_as_it_is() -> None:
+def test_B8_without_a_grammar_the_call_is_emitted_as_it_is() -> None:
     policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=RETRY, words=CALLS)
     state, _ = advance(State(), Prefilled(10), policy)
     state, effects = advance(state, Stepped((OPEN, BAD, EOS)), policy)
@@ -140,11 +140,14 @@ def test_B8_without_a_grammar_the_call_is_given_as_it_is() -> None:
     assert (again.ids, effects.retract, effects.notes) == ((10,), 3, ("call_retry",))
 
 
-def test_B10_a_cancelled_output_ends_before_a_call_that_is_held_back() -> None:
-    """It is the beginning of the whole output, from which the call may go yet."""
+def test_B10_a_cancelled_output_ends_before_a_held_call() -> None:
+    """A cancelled output is a prefix of the whole one, from which the call may be dropped."""
     policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=RETRY, words=CALLS)
     state, _ = advance(State(), Prefilled(10), policy)
-    for tokens in ((OPEN, BAD), (OPEN, BAD, EOS)):  # as it is written; while a grammar is made
+    for tokens in (
+        (OPEN, BAD),
+        (OPEN, BAD, EOS),
+    ):  # incomplete; while a grammar is compiled
         held, _ = advance(state, Stepped(tokens), policy)
         done, effects = advance(held, Cancelled(), policy)
         assert (effects.emit, effects.finish) == ((), Finish.CANCELLED)
@@ -153,11 +156,10 @@ def test_B10_a_cancelled_output_ends_before_a_call_that_is_held_back() -> None:
         assert effects.emit == tokens
 
 
-def test_B9_a_forced_call_that_breaks_is_decoded_once_more() -> None:
-    """A stall first, then a call that was begun by force and cannot be read."""
+def test_B9_a_forced_call_that_cannot_be_parsed_is_decoded_again() -> None:
     lead = [10, 46, 80, OPEN, 900]
     script = [10, 46, EOS, OPEN, 10, 10, CLOSE, EOS]
-    likely: dict[str, Any] = {"odds": lambda ids, _: 0.0}
-    seen = retried(script, [*lead[:3], *RIGHT], **likely)
+    device: dict[str, Any] = {"odds": lambda ids, _: 0.0}
+    seen = retried(script, [*lead[:3], *RIGHT], **device)
     assert seen.emitted == [10, 46, 80, *RIGHT]
     assert seen.notes == {"tool_prefix": 1, "call_retry": 1}

@@ -1,4 +1,4 @@
-"""C: who may end a request, and what outranks it."""
+"""C: cancellation, and which finish reason takes precedence."""
 
 from fake_device import EOS, STALL, STOPS, WORDS, recovery
 
@@ -21,7 +21,7 @@ def sequence(cell: CancelCell) -> Sequence:
     return Sequence(Request(prompt=(1,), params=SamplingParams(max_tokens=9)), None, cancel=cell)
 
 
-def test_C1_C2_nothing_is_given_to_a_caller_who_left() -> None:
+def test_C1_C2_nothing_is_emitted_after_a_disconnect() -> None:
     cell = CancelCell()
     request = sequence(cell)
     request.process(Prefilled(7))
@@ -44,7 +44,7 @@ def test_C3_a_failure_is_no_cancellation() -> None:
     assert request.stats.recovery == {}
 
 
-def test_C4_a_finished_step_of_a_caller_who_left_is_a_cancellation() -> None:
+def test_C4_a_step_that_finishes_after_a_disconnect_is_a_cancellation() -> None:
     cell = CancelCell()
     cell.cancel()
     request = sequence(cell)
@@ -62,12 +62,12 @@ def test_C10_the_first_reason_is_kept() -> None:
     assert CancelCell().reason is None
 
 
-def test_C11_a_stop_string_is_an_end_and_no_cancellation() -> None:
+def test_C11_a_stop_string_finishes_with_stop_not_cancelled() -> None:
     state, _ = advance(State(), Prefilled(7), Policy(max_tokens=9))
     assert advance(state, Cancelled(Finish.STOP), Policy(max_tokens=9))[1].finish is Finish.STOP
 
 
-def test_C12_a_request_can_be_cancelled_behind_dictated_tokens() -> None:
+def test_C12_a_request_can_be_cancelled_after_forced_tokens() -> None:
     policy = Policy(max_tokens=40, stop_ids=STOPS, recovery=recovery(**STALL), words=WORDS)
     state, _ = advance(State(), Prefilled(58), policy)
     state, effects = advance(state, Stepped((EOS,)), policy)
@@ -77,7 +77,7 @@ def test_C12_a_request_can_be_cancelled_behind_dictated_tokens() -> None:
     assert state.fed == len(state.ids) - 1
 
 
-def test_C18_a_deadline_ends_with_what_there_is() -> None:
+def test_C18_a_deadline_keeps_the_output_so_far() -> None:
     state, _ = advance(State(), Prefilled(7), Policy(max_tokens=9))
     state, effects = advance(state, Cancelled(Finish.LENGTH), Policy(max_tokens=9))
     assert (effects.finish, state.ids) == (Finish.LENGTH, (7,))

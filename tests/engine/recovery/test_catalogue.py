@@ -1,4 +1,4 @@
-"""The catalogue of recovery cases: every id is a test's, or stands here with whose it is."""
+"""The catalogue of recovery cases: each id is in a test's name, or listed here with the reason."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 TESTS = Path(__file__).parents[2]
 CATALOGUE = {"E": 22, "S": 38, "T": 24, "G": 19, "R": 21, "C": 21, "V": 7, "L": 6, "P": 38, "K": 12}
 
-SERVER = "the server's: what its APIs say and how it watches its callers"
-PARSER = "the server's: calls read out of a stream"
+SERVER = "of the server: its APIs, and how it detects disconnects"
+PARSER = "of the server: calls parsed from a stream"
 NO_TREES = "there are no draft trees here"
 ELSEWHERE = {
     **dict.fromkeys(("S35", "K10", "K11"), NO_TREES),
@@ -17,15 +17,15 @@ ELSEWHERE = {
     "T24": "drafts are not hinted here: the drafter alone proposes",
     **dict.fromkeys(("G9", "G16", "G17", "G18"), SERVER),
     **dict.fromkeys(("C14", "C20", "P24"), SERVER),
-    "V7": "no rollback threshold: a commit selects exact states, whatever was accepted",
+    "V7": "no rollback threshold: a commit selects exact states for any number of accepted drafts",
     "K9": "tests/engine/test_lossless_drafters.py: drafts unlikely to survive are not verified",
-    "K12": "tests/decode/test_sampling.py: the distribution of what is said",
-    "P17": "there is no engine without rows: every plan has some, tests/engine/test_lossless.py",
+    "K12": "tests/decode/test_sampling.py: the distribution of sampled tokens",
+    "P17": "every plan has rows: tests/engine/test_lossless.py",
 }
 
 
 def named() -> set[str]:
-    """Ids in the names and parameters of tests."""
+    """Return the ids in names and parameters of tests."""
     found: set[str] = set()
     folders = ("engine/**", "tool_parsers", "server")
     for path in (p for folder in folders for p in TESTS.glob(f"{folder}/test_*.py")):
@@ -38,16 +38,16 @@ def named() -> set[str]:
 
 
 @pytest.mark.parametrize("letter", CATALOGUE)
-def test_no_case_is_forgotten(letter: str) -> None:
-    wanted = {f"{letter}{i}" for i in range(1, CATALOGUE[letter] + 1)}
+def test_every_case_id_has_a_test(letter: str) -> None:
+    expected = {f"{letter}{i}" for i in range(1, CATALOGUE[letter] + 1)}
     known = named() | ELSEWHERE.keys()
-    assert not wanted - known
+    assert not expected - known
 
 
-def test_what_stands_elsewhere_is_short_and_real() -> None:
-    every = {f"{letter}{i}" for letter, n in CATALOGUE.items() for i in range(1, n + 1)}
-    assert len(every) == 208
-    assert ELSEWHERE.keys() <= every
+def test_cases_tested_elsewhere_name_existing_files() -> None:
+    all_ids = {f"{letter}{i}" for letter, n in CATALOGUE.items() for i in range(1, n + 1)}
+    assert len(all_ids) == 208
+    assert ELSEWHERE.keys() <= all_ids
     for reason in ELSEWHERE.values():
         for file in re.findall(r"tests/[\w/]+\.py", reason):
             assert (TESTS.parent / file).exists(), file

@@ -1,9 +1,9 @@
-"""E: an output in which nobody sees anything is decoded once more, plainly."""
+"""E: an output without anything visible is decoded again, without drafts."""
 
 from types import SimpleNamespace
 
 import pytest
-from fake_device import CHAT_EOS, EOS, SPECIAL, STOPS, THINK, WORDS, Device, recovery, run, says
+from fake_device import CHAT_EOS, EOS, SPECIAL, STOPS, THINK, WORDS, Device, recovery, run, scripted
 
 from dflash_jax.engine import sequence as sequences
 from dflash_jax.engine.recovery.controller import (
@@ -33,26 +33,28 @@ RETRY = recovery(empty_retry=True)
         pytest.param([SPECIAL, SPECIAL, CHAT_EOS], False, id="E7"),
     ],
 )
-def test_nothing_visible_is_decoded_once_more_from_the_saved_state(
+def test_an_invisible_output_is_decoded_again_from_the_saved_state(
     script: list[int], restored: bool
 ) -> None:
     limit = len(script)
-    seen = run(script, RETRY, say_again=says([42, 43, 44]), restored=restored, max_tokens=limit)
+    seen = run(
+        script, RETRY, retry_target=scripted([42, 43, 44]), restored=restored, max_tokens=limit
+    )
     assert seen.attempts == 2
     assert [e.restart for e in seen.effects if e.restart] == [Restart.SAVED]
-    assert seen.emitted == [42, 43, 44][:limit]  # the caller saw the second attempt alone (E18)
+    assert seen.emitted == [42, 43, 44][:limit]  # the second attempt alone (E18)
     assert seen.state.ran
     assert seen.notes == {"empty_retry": 1, "empty_retry_recovered": 1}
 
 
-def test_E18_a_stream_shows_the_second_attempt_alone() -> None:
-    seen = run([SPECIAL, EOS], RETRY, say_again=says([42, EOS]))
+def test_E18_a_stream_shows_only_the_second_attempt() -> None:
+    seen = run([SPECIAL, EOS], RETRY, retry_target=scripted([42, EOS]))
     assert seen.emitted == [42, EOS]
     assert seen.state.num_decided == 2
 
 
 def test_E20_the_retry_feeds_no_prompt_again() -> None:
-    seen = run([EOS], RETRY, say_again=says([42, EOS]))
+    seen = run([EOS], RETRY, retry_target=scripted([42, EOS]))
     assert seen.prefills == 1
     assert seen.drafted_steps == 0
 
@@ -68,11 +70,11 @@ def test_anything_visible_is_an_answer(script: list[int]) -> None:
 
 def test_tokens_are_held_until_something_can_be_seen() -> None:
     seen = run([SPECIAL, SPECIAL, 7, EOS], RETRY, accepts=[0])
-    given = [effects.emit for effects in seen.effects]
-    assert given == [(), (), (SPECIAL, SPECIAL, 7), (EOS,)]
+    emitted = [effects.emit for effects in seen.effects]
+    assert emitted == [(), (), (SPECIAL, SPECIAL, 7), (EOS,)]
 
 
-def test_E9_a_warm_up_that_may_say_nothing_is_not_repeated() -> None:
+def test_E9_a_warm_up_without_output_tokens_is_not_repeated() -> None:
     seen = run([EOS], RETRY, max_tokens=0)
     assert (seen.attempts, seen.emitted, seen.finish) == (1, [], Finish.LENGTH)
 
@@ -84,7 +86,7 @@ def test_E9_a_warm_up_that_may_say_nothing_is_not_repeated() -> None:
         pytest.param("no drafter", {"speculative": False}, id="E11"),
     ],
 )
-def test_what_was_not_drafted_is_not_repeated(case: str, options: dict) -> None:
+def test_plain_outputs_are_not_repeated(case: str, options: dict) -> None:
     seen = run([EOS], RETRY, **options)
     assert (seen.attempts, seen.emitted, seen.finish) == (1, [EOS], Finish.STOP), case
 
@@ -105,7 +107,7 @@ def test_E13_a_request_cancelled_before_its_first_token_is_not_repeated() -> Non
 
 
 def test_E14_a_retry_that_is_empty_too_ends_the_request() -> None:
-    seen = run([EOS], RETRY, say_again=says([EOS]))
+    seen = run([EOS], RETRY, retry_target=scripted([EOS]))
     assert (seen.attempts, seen.finish, seen.emitted) == (2, Finish.STOP, [EOS])
     assert seen.notes == {"empty_retry": 1, "empty_retry_confirmed_eos": 1}
 
@@ -118,8 +120,8 @@ def test_E15_a_retry_that_fails_fails_the_request() -> None:
     assert (effects.finish, effects.restart) == (Finish.ERROR, None)
 
 
-def test_E16_the_retry_keeps_what_the_first_attempt_learnt_of_the_drafter() -> None:
-    seen = run([SPECIAL] * 9 + [EOS], RETRY, accepts=[3], say_again=says([42, 43, EOS]))
+def test_E16_the_retry_keeps_the_drafting_statistics_of_the_first_attempt() -> None:
+    seen = run([SPECIAL] * 9 + [EOS], RETRY, accepts=[3], retry_target=scripted([42, 43, EOS]))
     assert seen.state.drafting.drafted == 7 * seen.drafted_steps == 7 * 3
     assert seen.state.drafting.accepted == 9 - 3
     assert seen.state.ran
@@ -129,9 +131,9 @@ def test_E16_the_retry_keeps_what_the_first_attempt_learnt_of_the_drafter() -> N
 def test_E16_times_of_both_attempts_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(sequences, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    asked = Request(prompt=(1,), stop_ids=STOPS, recovery=RETRY, words=WORDS)
-    request = sequences.Sequence(asked, None)
-    heard = [
+    request = Request(prompt=(1,), stop_ids=STOPS, recovery=RETRY, words=WORDS)
+    sequence = sequences.Sequence(request, None)
+    history = [
         (1.5, Prefilled(SPECIAL)),
         (1.7, Stepped((EOS,), num_drafts=3)),
         (1.7, Prefilled(42)),  # from the saved state
@@ -139,39 +141,39 @@ def test_E16_times_of_both_attempts_are_added(monkeypatch: pytest.MonkeyPatch) -
         (2.2, Cancelled()),
     ]
     now[0] = 1.0
-    request.start()
-    for now[0], event in heard:
-        request.take(event)
-    assert request.result().token_ids == [42, 43]
-    assert request.stats.prefill_s == pytest.approx(0.5)
-    assert request.stats.decode_s == pytest.approx(0.2 + 0.4)
+    sequence.start()
+    for now[0], event in history:
+        sequence.take(event)
+    assert sequence.result().token_ids == [42, 43]
+    assert sequence.stats.prefill_s == pytest.approx(0.5)
+    assert sequence.stats.decode_s == pytest.approx(0.2 + 0.4)
 
 
-def test_E17_a_loop_nobody_saw_still_counts_as_one() -> None:
+def test_E17_a_loop_of_hidden_tokens_is_counted() -> None:
     looping = recovery(empty_retry=True, runaway=True)
-    seen = run([SPECIAL] * 40, looping, say_again=says([42, EOS]))
+    seen = run([SPECIAL] * 40, looping, retry_target=scripted([42, EOS]))
     assert seen.attempts == 2
     assert seen.notes["runaway"] == 1
 
 
-def test_E19_a_restored_prompt_is_fed_afresh_when_the_cheap_retry_is_empty_too() -> None:
-    empty, full = says([EOS]), says([42, EOS])
+def test_E19_a_restored_prompt_is_fed_again_when_the_first_retry_is_empty_too() -> None:
+    empty, full = scripted([EOS]), scripted([42, EOS])
 
     class Cached(Device):
-        """Whose restored state says nothing, and whose fresh one does."""
+        """A device whose output is empty after a restored prompt, and not after a fed one."""
 
-        def hear_first(self) -> None:
-            self.say = empty if self.seen.prefills == 1 else full
-            super().hear_first()
+        def prefill(self) -> None:
+            self.target = empty if self.seen.prefills == 1 else full
+            super().prefill()
 
     made = Policy(max_tokens=9, stop_ids=STOPS, recovery=RETRY)
-    seen = Cached(empty, made, say_again=empty, restored=True).run()
+    seen = Cached(empty, made, retry_target=empty, restored=True).run()
     assert [e.restart for e in seen.effects if e.restart] == [Restart.SAVED, Restart.FRESH]
     assert (seen.prefills, seen.attempts, seen.emitted) == (2, 3, [42, EOS])
     assert seen.notes == {"empty_retry": 2, "empty_retry_recovered": 1}
 
 
-def test_E21_a_stop_string_is_an_end_of_its_own() -> None:
+def test_E21_an_output_that_ends_at_a_stop_string_is_not_repeated() -> None:
     state, _ = advance(State(), Prefilled(7), policy())
     state, effects = advance(state, Cancelled(Finish.STOP), policy())
     assert (effects.finish, effects.restart) == (Finish.STOP, None)

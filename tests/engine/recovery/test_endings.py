@@ -1,6 +1,6 @@
-"""Recovery on recorded endings: stalls are acted on, answers are left as they are.
+"""Recovery on recorded endings: stalls become calls, answers stay as they are.
 
-`python -m benchmarks.endings` recorded what the shipped target finds of each.
+`python -m benchmarks.endings` recorded the shipped target's odds for each.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ RULES = recovery(floor=64, tool_prefix=True, below_floor="odds", call_odds=Recov
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, list[tuple[str, float, float]]]:
-    """Text and both odds of every recorded ending, by kind."""
+    """Return text and both odds of every recorded ending, by kind."""
     found: dict[str, list[tuple[str, float, float]]] = {"stall": [], "answer": []}
     for case in json.loads(RECORDED.read_text(encoding="utf-8"))["cases"]:
         found[case["kind"]].append((case["text"], case["lead"], case["call"]))
@@ -28,7 +28,7 @@ def cases() -> dict[str, list[tuple[str, float, float]]]:
 
 
 def is_acted_on(text: str, lead: float, call: float) -> bool:
-    """By the whole state machine, alike in every mode; what is not acted on stays as it was."""
+    """Return whether a call is forced, in all modes; otherwise nothing may change."""
     words = dataclasses.replace(
         WORDS,
         text=lambda ids: "".join(text if i == SAID else "" for i in ids),
@@ -49,7 +49,9 @@ def test_most_stalls_are_acted_on(cases: dict[str, list[tuple[str, float, float]
     assert sum(acted) >= 0.85 * len(acted)
 
 
-def test_hardly_any_answer_is_disturbed(cases: dict[str, list[tuple[str, float, float]]]) -> None:
+def test_few_finished_answers_are_taken_for_stalls(
+    cases: dict[str, list[tuple[str, float, float]]],
+) -> None:
     acted = [is_acted_on(*case) for case in cases["answer"]]
     assert len(acted) >= 60
     assert sum(acted) <= 0.02 * len(acted)
@@ -91,5 +93,5 @@ def test_hardly_any_answer_is_disturbed(cases: dict[str, list[tuple[str, float, 
         ("~~~\n\n", Ending(ambiguous=True, opened_fence=True)),
     ],
 )
-def test_the_end_of_a_text_is_read(text: str, ending: Ending) -> None:
+def test_endings_are_classified(text: str, ending: Ending) -> None:
     assert read_ending(text) == ending

@@ -35,7 +35,7 @@ def test_L3_a_link_is_refused_and_counted(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere").read_text() == ""
 
 
-def test_a_handler_that_fails_and_a_folder_nobody_can_name_cost_a_count_each() -> None:
+def test_a_failing_handler_and_an_invalid_folder_name_are_each_counted() -> None:
     class Broken(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             raise RuntimeError("the handler is broken")
@@ -53,7 +53,9 @@ def test_a_handler_that_fails_and_a_folder_nobody_can_name_cost_a_count_each() -
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "hard link"])
-def test_L4_what_is_no_plain_file_is_refused_without_waiting(tmp_path: Path, kind: str) -> None:
+def test_L4_anything_but_a_regular_file_is_refused_without_blocking(
+    tmp_path: Path, kind: str
+) -> None:
     if kind == "pipe":
         os.mkfifo(tmp_path / NAME)
     elif kind == "folder":
@@ -78,7 +80,7 @@ def test_L5_files_stay_below_their_cap(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads(last)["request"] == 99
 
 
-def test_a_file_that_cannot_be_begun_anew_is_closed_once(
+def test_a_log_file_that_cannot_be_rotated_is_closed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename, close, twice = os.rename, os.close, []
@@ -87,7 +89,9 @@ def test_a_file_that_cannot_be_begun_anew_is_closed_once(
         rename(*names, **folders)
         (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
 
-    def closing(number: int) -> None:  # a second time it may be another thread's file
+    def closing(
+        number: int,
+    ) -> None:  # it may be another thread's file by then
         try:
             close(number)
         except OSError:
@@ -101,7 +105,7 @@ def test_a_file_that_cannot_be_begun_anew_is_closed_once(
     assert (log.failures, twice) == (1, [])
 
 
-def test_L6_a_directory_that_cannot_be_made_costs_a_count(tmp_path: Path) -> None:
+def test_L6_a_directory_that_cannot_be_created_is_counted(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     log = EventLog()
     log.report("floor", 1, directory=str(tmp_path / "file" / "below"))

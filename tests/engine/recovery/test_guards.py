@@ -1,4 +1,4 @@
-"""G and R: outputs that loop end; outputs that only look like it do not."""
+"""G and R: looping outputs end; similar outputs do not."""
 
 import pytest
 from fake_device import COLON, EOS, STALL, THINK, WORDS, both, recovery, run
@@ -12,7 +12,7 @@ REPEAT = recovery(repeat_limit=32)
 RUNAWAY = recovery(runaway=True)
 
 
-def test_G1_G2_the_last_token_given_is_the_last_of_the_allowed_run() -> None:
+def test_G1_G2_the_last_emitted_token_is_the_last_of_the_allowed_run() -> None:
     near = both([10, *[9] * 31, 11, EOS], REPEAT)
     assert near.finish is Finish.STOP
     assert not near.notes
@@ -22,7 +22,7 @@ def test_G1_G2_the_last_token_given_is_the_last_of_the_allowed_run() -> None:
     assert seen.loop == "repeat"
 
 
-def test_G3_a_run_is_counted_across_lanes() -> None:
+def test_G3_a_run_is_counted_across_decode_modes() -> None:
     seen = run([*[9] * 80], REPEAT, draft_finite=lambda step: step < 2)
     assert seen.drafted_steps
     assert seen.plain_steps
@@ -48,7 +48,7 @@ def test_G8_a_limit_of_one_is_refused() -> None:
 
 
 def closed(period: int, settings: Recovery, copies: int = 0) -> int:
-    """Tokens of an exact loop, behind a thought that was closed, at which the watchdog fires."""
+    """Return the length of a loop at which the watchdog fires after a closed thought, or 0."""
     unit = list(range(100, 100 + period))
     ids: list[int] = []
     for token in unit * (copies or 300 // period + 1):
@@ -82,18 +82,18 @@ def test_the_watchdog_fires_after_three_copies_and_48_tokens(period: int, onset:
     assert closed(period, recovery(watchdog="on")) == onset
 
 
-def test_G14_a_loop_longer_than_80_is_not_seen() -> None:
+def test_G14_a_loop_unit_longer_than_80_is_not_detected() -> None:
     assert not is_periodic([*range(81), *range(81)], copies=2, least=0)
     assert closed(81, recovery(watchdog="compat"), copies=4) == 0
 
 
-def test_G15_without_a_closed_thought_the_watchdog_sleeps() -> None:
+def test_G15_without_a_closed_thought_the_watchdog_is_off() -> None:
     loop = [*range(10, 30)] * 6
     for settings in (recovery(watchdog="compat"), recovery(watchdog="on")):
         assert both([*loop, EOS], settings).finish is Finish.STOP
 
 
-def test_the_watchdog_wakes_behind_a_closed_thought() -> None:
+def test_the_watchdog_is_on_after_a_closed_thought() -> None:
     words = type(WORDS)(**vars(WORDS) | {"close": (800,)})
     settings = recovery(watchdog="on", answer_reserve=290)
     script = [THINK, *[11] * 9, 0, *[*range(20, 40)] * 20]
@@ -128,11 +128,11 @@ def test_G19_a_row_of_a_table_twice_is_no_loop() -> None:
         pytest.param([1, 2] * 12 + [9], 0, id="R15"),
     ],
 )
-def test_what_a_runaway_leaves_too_much(ids: list[int], drop: int) -> None:
+def test_runaway_drop_counts_the_ids_beyond_three_copies(ids: list[int], drop: int) -> None:
     assert runaway_drop(ids) == drop
 
 
-def test_R16_R19_a_runaway_ends_after_twelve_copies_and_nothing_is_taken_back() -> None:
+def test_R16_R19_a_runaway_ends_after_twelve_copies_and_nothing_is_retracted() -> None:
     seen = both([42] * 400, RUNAWAY, max_tokens=390)
     assert seen.emitted == [42] * 12
     assert seen.finish is Finish.LENGTH
@@ -146,7 +146,7 @@ def test_R17_without_the_guard_it_runs_to_its_limit() -> None:
     assert (seen.emitted, seen.loop) == ([42] * 120, None)
 
 
-def test_R18_an_end_token_behind_the_twelfth_copy_ends_it_first() -> None:
+def test_R18_an_end_token_after_the_twelfth_copy_takes_precedence() -> None:
     seen = both([*[42] * 12, EOS, 1], RUNAWAY)
     assert (seen.finish, seen.loop) == (Finish.STOP, None)
     assert not seen.notes
@@ -158,11 +158,11 @@ def test_R20_healthy_output_is_the_same_with_the_guards_on() -> None:
     assert both(script, on).emitted == both(script, OFF).emitted == script
 
 
-def test_a_loop_that_reaches_the_limit_of_the_request_is_named() -> None:
+def test_a_loop_that_ends_at_the_length_limit_is_noted() -> None:
     seen = both([9] * 12, RUNAWAY, max_tokens=12)
     assert (seen.finish, seen.loop) == (Finish.LENGTH, "runaway")
 
 
-def test_a_stall_behind_a_loop_is_an_end() -> None:
+def test_a_stall_after_a_loop_ends_the_output() -> None:
     seen = both([COLON] * 12 + [EOS], recovery(**STALL, runaway=True))
     assert (seen.finish, seen.notes["tool_prefix"]) == (Finish.STOP, 0)

@@ -1,4 +1,4 @@
-"""Whatever a target says, and whatever recovery is asked for: the same laws hold."""
+"""Invariants of recovery, for random outputs and settings."""
 
 from fake_device import (
     COLON,
@@ -13,7 +13,7 @@ from fake_device import (
     WORDS,
     Device,
     Outcome,
-    says,
+    scripted,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,9 +71,9 @@ policies = st.builds(
 
 
 def outcome(script: list[int], policy: Policy, accepts: list[int], broken: int = -1) -> Outcome:
-    """A whole history; the fake device asserts S1, S2, S3 and S7 at every event."""
+    """Run a request; the fake device asserts S1, S2, S3 and S7 at every event."""
     finite = lambda step: step % 5 != broken  # noqa: E731
-    device = Device(says(script, then=12), policy, accepts=accepts, draft_finite=finite)
+    device = Device(scripted(script, then=12), policy, accepts=accepts, draft_finite=finite)
     return device.run()
 
 
@@ -84,7 +84,7 @@ def test_every_history_ends_once_and_stays_within_its_limits(
 ) -> None:
     seen = outcome(script, policy, accepts, broken)
     emitted = seen.emitted
-    assert emitted == list(seen.state.ids)  # nothing held back, nothing taken back
+    assert emitted == list(seen.state.ids)  # nothing is held or retracted at the end
     assert 0 < len(emitted) <= policy.max_tokens
     assert not set(emitted[:-1]) & policy.stop_ids  # never a token after an end token
     assert (emitted[-1] in policy.stop_ids) == (seen.finish is Finish.STOP)
@@ -106,7 +106,7 @@ def test_every_history_ends_once_and_stays_within_its_limits(
 
 @settings(max_examples=200, deadline=None)
 @given(scripts, policies, accepted, accepted, st.booleans(), st.integers(-1, 4))
-def test_lanes_and_blocks_change_no_token(
+def test_decode_modes_and_block_sizes_change_no_token(
     script: list[int],
     policy: Policy,
     accepts: list[int],
@@ -126,16 +126,16 @@ def test_lanes_and_blocks_change_no_token(
 
 @settings(max_examples=100, deadline=None)
 @given(scripts, policies, accepted, st.integers(0, 30))
-def test_a_caller_who_leaves_gets_what_was_said_and_nothing_more(
+def test_a_cancelled_output_is_a_prefix_of_the_whole_output(
     script: list[int], policy: Policy, accepts: list[int], steps: int
 ) -> None:
     whole = outcome(script, policy, accepts)
-    device = Device(says(script, then=12), policy, accepts=accepts)
-    device.hear_first()
+    device = Device(scripted(script, then=12), policy, accepts=accepts)
+    device.prefill()
     while not device.seen.finish and steps:
         device.step()
         steps -= 1
     ended = device.seen.finish
-    device.hear(Cancelled()) if not ended else None
+    device.process(Cancelled()) if not ended else None
     assert device.seen.finish is (ended or Finish.CANCELLED)
     assert device.seen.emitted == whole.emitted[: len(device.seen.emitted)]

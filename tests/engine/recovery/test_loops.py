@@ -1,4 +1,4 @@
-"""The measured rule for loops: sick outputs end, healthy ones that repeat themselves do not."""
+"""The measured rule for loops: looping outputs end, healthy repetitions do not."""
 
 import random
 import sysconfig
@@ -37,13 +37,13 @@ def ended(
     *,
     closed: bool = False,
 ) -> tuple[int, str] | None:
-    """The number of ids at which a loop ends an output, and the kind of loop."""
-    said: list[int] = []
+    """Return the length at which a loop ends the output, and its kind; None without one."""
+    tokens: list[int] = []
     guard = guards.Guard(guards.NO_MEMORY, lambda count: (), 0, settings, words)
     for token in ids:
-        said.append(token)
-        if kind := guard.take(token, lambda place: tuple(said[place:]), closed=closed):
-            return len(said), kind
+        tokens.append(token)
+        if kind := guard.take(token, lambda place: tuple(tokens[place:]), closed=closed):
+            return len(tokens), kind
     return None
 
 
@@ -93,19 +93,19 @@ def test_after_a_closed_thought_longer_units_may_cover_half_as_much() -> None:
     assert ended(unit, settings=compat, closed=True) == (48, "period")
 
 
-def test_a_loop_that_was_excused_ends_at_the_next_length() -> None:
-    """Each length is judged once; what the text became meanwhile counts."""
-    asked: list[int] = []
+def test_a_loop_that_may_continue_is_judged_again_at_the_next_length() -> None:
+    """Each length is judged once, by the text at that point."""
+    lengths: list[int] = []
 
     def text(ids: Sequence[int]) -> str:
-        asked.append(len(ids))
+        lengths.append(len(ids))
         return "0" * len(ids)
 
     assert ended([9] * LIMIT, Words(text=text)) == (384, "runaway")
-    assert len(asked) == 3  # at 96, 192 and 384 tokens
+    assert len(lengths) == 3  # at 96, 192 and 384 tokens
 
 
-def test_text_is_read_of_loops_alone() -> None:
+def test_only_loops_are_decoded_to_text() -> None:
     def text(ids: Sequence[int]) -> str:
         raise AssertionError("read")
 
@@ -114,8 +114,8 @@ def test_text_is_read_of_loops_alone() -> None:
     assert ended([*ids, *[3] * 95, 4, *ids], Words(text=text)) is None
 
 
-def test_the_originals_defaults_follow_the_measured_rule() -> None:
-    """Of 32 equal tokens, 12 copies or 48 periodic ones nothing ends by default."""
+def test_defaults_of_the_original_rules_depend_on_the_measured_rule() -> None:
+    """By default, 32 equal tokens, 12 copies or 48 periodic tokens do not end an output."""
     assert Recovery().repeats == 0
     assert Recovery(runaway=True).repeats == Recovery(runaway=False).repeats == 32
     assert ended([9] * 95, settings=Recovery()) is None
@@ -126,7 +126,7 @@ def test_the_originals_defaults_follow_the_measured_rule() -> None:
     assert ended([9] * 96, settings=Recovery(runaway="off", repeat_limit=0)) is None
 
 
-def test_compat_and_off_are_what_true_and_false_were() -> None:
+def test_compat_and_off_equal_true_and_false() -> None:
     assert Recovery(runaway="compat") == Recovery(runaway=True)
     assert Recovery(runaway="off") == Recovery(runaway=False)
     assert not Recovery.from_environment({"DFLASH_MIN_TOKENS": "64"}).runaway
@@ -187,7 +187,7 @@ def test_sentences_in_a_fence_or_a_call_are_code() -> None:
 def outcome(
     ids: Sequence[int], policy: Policy, sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], Finish | None, str | None]:
-    """The output of a request whose tokens arrive in steps of these sizes."""
+    """Return the outcome of a request whose tokens arrive in steps of these sizes."""
     state, effects = advance(State(), Prefilled(ids[0]), policy)
     emitted, at, step = [*effects.emit], 1, 0
     while not effects.finish and at < len(ids):
@@ -200,7 +200,7 @@ def outcome(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_cuts_do_not_depend_on_how_tokens_arrive(tokenizer: Tokenizer, seed: int) -> None:
+def test_cuts_do_not_depend_on_the_sizes_of_steps(tokenizer: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
     _, beginning, unit = SICK[seed * 2]
     lead = tokenizer.encode("Let me think about it.\n" * rng.randrange(3), specials=False)
@@ -215,10 +215,10 @@ def test_cuts_do_not_depend_on_how_tokens_arrive(tokenizer: Tokenizer, seed: int
     [(emitted, finish, kind)] = found
     assert finish is (Finish.LENGTH if kind else None)
     assert (len(emitted), kind) == (ended(ids, policy.words, settings) or (len(ids), None))
-    assert kind or settings.runaway is True  # the original rule knows no long units
+    assert kind or settings.runaway is True  # the original rule detects short units only
 
 
-def test_plain_and_drafted_outputs_end_alike() -> None:
+def test_plain_and_speculative_outputs_end_at_the_same_token() -> None:
     script = [*range(20, 40), *[*range(100, 124)] * 20]
     seen = both(script, MEASURED, max_tokens=500)
     assert (len(seen.emitted), seen.finish) == (20 + 192, Finish.LENGTH)
@@ -227,8 +227,8 @@ def test_plain_and_drafted_outputs_end_alike() -> None:
     assert (len(seen.emitted), seen.loop) == (192, "runaway")
 
 
-def test_dictated_tokens_are_part_of_the_output() -> None:
-    """A thought is closed within a loop: the next step begins with what really was said."""
+def test_loop_rules_count_forced_tokens() -> None:
+    """A thought is closed within a loop: the rules continue with the forced tokens."""
     words = type(WORDS)(**vars(WORDS) | {"close": (61, 800)})
     settings = recovery(runaway="measured", watchdog="on", answer_reserve=250)
     script = [60, *[11] * 49, 0, 0, *[*range(2000, 2020)] * 20]
@@ -248,7 +248,7 @@ def test_healthy_texts_are_left_alone(tokenizer: Tokenizer) -> None:
     assert not [(name, cut) for name, cut in found if cut]
 
 
-def test_sick_outputs_end(tokenizer: Tokenizer) -> None:
+def test_looping_outputs_end(tokenizer: Tokenizer) -> None:
     words = Words(text=tokenizer.raw)
     lengths = {}
     for name, beginning, unit in SICK:
@@ -262,7 +262,7 @@ def test_sick_outputs_end(tokenizer: Tokenizer) -> None:
 
 
 def sources(characters: int) -> Iterator[tuple[str, str]]:
-    """Files of the standard library, those of Python's own tests among them, up to a size."""
+    """Yield files of the standard library up to a size, Python's own tests included."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [p for p in library.rglob("*.py") if "site-packages" not in p.parts]
     random.Random(5).shuffle(paths)

@@ -1,4 +1,4 @@
-"""O: stalls by the target's own odds: what it is asked, and what its answer changes."""
+"""O: stalls judged by the target's own odds of a call."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from dflash_jax.errors import ConfigError
 
 LEAD, CALL = 80, 81
 FIRST, SECOND = (LEAD, CALL, 900, 901), (LEAD, CALL, 900, 902, 903)
-ASKING = dataclasses.replace(WORDS, calls=(FIRST, SECOND), opening=(LEAD, CALL), close=(61,))
+PROBED = dataclasses.replace(WORDS, calls=(FIRST, SECOND), opening=(LEAD, CALL), close=(61,))
 ODDS = recovery(**STALL, below_floor="odds")
 LIKELY, UNLIKELY = -1.0, -12.0
 
@@ -31,17 +31,17 @@ Odds = Callable[[tuple[int, ...], int], float]
 
 
 def odds(lead: float, call: float) -> Odds:
-    """A target that reports these odds of what leads to a call, and then of the call."""
+    """Return a target that reports these odds for the lead to a call, and for the call."""
     return lambda ids, wanted: {LEAD: lead, CALL: call}[wanted]
 
 
 def ended(script: list[int], lead: float, call: float, **options: Any) -> Outcome:
-    given: dict[str, Any] = {"settings": ODDS, "words": ASKING} | options
+    given: dict[str, Any] = {"settings": ODDS, "words": PROBED} | options
     return both([*script, EOS], odds=odds(lead, call), **given)
 
 
 def is_call(seen: Outcome, script: list[int]) -> bool:
-    """Whether a declared call was forced behind the script; if not, nothing is different."""
+    """Return whether a declared call was forced after the script; otherwise nothing may change."""
     forced = seen.emitted[len(script) :]
     if seen.notes["tool_prefix"]:
         assert forced[: len(FIRST)] == list(FIRST) or forced[: len(SECOND)] == list(SECOND)
@@ -54,7 +54,7 @@ def is_call(seen: Outcome, script: list[int]) -> bool:
 
 @pytest.mark.parametrize("script", [[10], [10, 46], [10, COLON], [10] * 100, [10] * 100 + [46]])
 def test_O1_an_end_becomes_a_call_where_the_target_wants_one(script: list[int]) -> None:
-    """Also above the floor, where the original rules do not look any more."""
+    """Also above the floor, where the original rules do not apply."""
     assert is_call(ended(script, LIKELY, 0.0), script)
 
 
@@ -63,16 +63,16 @@ def test_O1_an_end_becomes_a_call_where_the_target_wants_one(script: list[int]) 
 def test_O2_an_answer_stays_as_it_is_where_the_target_wants_no_call(
     script: list[int], lead: float, call: float
 ) -> None:
-    """Also where it had to be asked: what was forced for that is dropped, nobody saw it."""
+    """Also after a probe, whose forced tokens are dropped before they are emitted."""
     assert not is_call(ended(script, lead, call), script)
 
 
-def test_O3_the_target_is_asked_by_one_step_and_only_where_it_may_want_a_call() -> None:
-    plain = {"settings": ODDS, "words": ASKING, "speculative": False}
+def test_O3_a_probe_takes_one_step_and_runs_only_where_a_call_is_likely() -> None:
+    plain = {"settings": ODDS, "words": PROBED, "speculative": False}
     steps = {}
-    for name, lead, call in (("never", UNLIKELY, 0.0), ("asked", LIKELY, UNLIKELY)):
+    for name, lead, call in (("never", UNLIKELY, 0.0), ("probed", LIKELY, UNLIKELY)):
         steps[name] = run([10, 46, EOS], odds=odds(lead, call), **plain).plain_steps
-    assert steps == {"never": 2, "asked": 3}
+    assert steps == {"never": 2, "probed": 3}
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,8 @@ def test_O3_the_target_is_asked_by_one_step_and_only_where_it_may_want_a_call() 
         pytest.param("the line `def f(x):`", (-4, -6), id="colon in code"),
     ],
 )
-def test_O4_punctuation_moves_the_odds_that_are_needed(
-    text: str, between: tuple[float, float]
-) -> None:
-    words = dataclasses.replace(ASKING, text=lambda ids: text if 10 in ids else "")
+def test_O4_punctuation_moves_the_odds_threshold(text: str, between: tuple[float, float]) -> None:
+    words = dataclasses.replace(PROBED, text=lambda ids: text if 10 in ids else "")
     enough, little = between
     assert is_call(ended([10], enough, 0.0, words=words), [10])
     assert not is_call(ended([10], little, 0.0, words=words), [10])
@@ -107,18 +105,18 @@ def test_O5_odds_of_both_steps_add_up() -> None:
     assert is_call(ended([10, 46], -3.0, -3.0, settings=eager), [10, 46])
 
 
-def test_O6_a_family_whose_calls_begin_with_their_marker_is_not_asked_twice() -> None:
+def test_O6_a_family_whose_calls_begin_with_their_marker_needs_no_probe() -> None:
     calls = tuple(ids[1:] for ids in (FIRST, SECOND))
-    words = dataclasses.replace(ASKING, calls=calls, opening=(CALL,))
+    words = dataclasses.replace(PROBED, calls=calls, opening=(CALL,))
     seen = ended([10, 46], 0.0, LIKELY, words=words)
     assert seen.notes["tool_prefix"] == 1
     assert tuple(seen.emitted[2:5]) in (calls[0], calls[1][:3])
     assert not ended([10, 46], 0.0, UNLIKELY, words=words).notes
 
 
-def test_O7_without_odds_a_colon_alone_tells_a_stall() -> None:
+def test_O7_without_odds_only_a_colon_makes_a_stall() -> None:
     def texts(end: str) -> Words:
-        return dataclasses.replace(ASKING, text=lambda ids: end if 10 in ids else "")
+        return dataclasses.replace(PROBED, text=lambda ids: end if 10 in ids else "")
 
     for end, stalled in (("now:", True), ("now.", False), ("What? Now:", False), ("`x:`", False)):
         seen = both([10, EOS], ODDS, words=texts(end))
@@ -132,9 +130,10 @@ def test_O8_no_room_for_a_call_leaves_the_end() -> None:
     assert seen.notes == {"floor_waived": 1}
 
 
-def test_O9_blank_output_goes_on_with_the_next_best_token() -> None:
+def test_O9_blank_output_continues_with_the_next_best_token() -> None:
     blank = dataclasses.replace(
-        ASKING, text=lambda ids: "".join("\n \N{ZERO WIDTH SPACE}" if i == 10 else "w" for i in ids)
+        PROBED,
+        text=lambda ids: "".join("\n \N{ZERO WIDTH SPACE}" if i == 10 else "w" for i in ids),
     )
     seen = both([10, 10, EOS, 46, EOS], ODDS, words=blank, odds=odds(UNLIKELY, 0.0))
     assert seen.emitted == [10, 10, BEST, 46, EOS]
@@ -142,30 +141,30 @@ def test_O9_blank_output_goes_on_with_the_next_best_token() -> None:
 
 
 def test_O10_an_end_inside_a_thought_closes_it_once() -> None:
-    seen = both([THINK, 10, EOS, 10, EOS], ODDS, words=ASKING, odds=odds(UNLIKELY, 0.0))
+    seen = both([THINK, 10, EOS, 10, EOS], ODDS, words=PROBED, odds=odds(UNLIKELY, 0.0))
     assert seen.emitted == [THINK, 10, 61, 10, EOS]
     assert seen.notes == {"thought_closed_by_force": 1}
-    twice = both([THINK, EOS, THINK, EOS], ODDS, words=ASKING, odds=odds(UNLIKELY, 0.0))
+    twice = both([THINK, EOS, THINK, EOS], ODDS, words=PROBED, odds=odds(UNLIKELY, 0.0))
     assert twice.emitted == [THINK, 61, THINK, EOS]
 
 
-def test_O11_a_fence_that_was_just_opened_is_no_end() -> None:
+def test_O11_an_output_does_not_end_after_a_fence_was_opened() -> None:
     words = dataclasses.replace(
-        ASKING, text=lambda ids: "".join("x\n```py\n" if i == 10 else "code" for i in ids)
+        PROBED, text=lambda ids: "".join("x\n```py\n" if i == 10 else "code" for i in ids)
     )
     seen = both([10, EOS, 46, EOS], ODDS, words=words, odds=odds(UNLIKELY, 0.0))
     assert seen.emitted == [10, BEST, 46, EOS]
 
 
-def test_O12_a_call_that_was_made_is_an_end() -> None:
-    seen = both([62, 63, EOS], ODDS, words=ASKING, odds=odds(0.0, 0.0))
+def test_O12_an_output_may_end_after_a_call() -> None:
+    seen = both([62, 63, EOS], ODDS, words=PROBED, odds=odds(0.0, 0.0))
     assert seen.emitted == [62, 63, EOS]
     assert not seen.notes
 
 
 @pytest.mark.parametrize("reason", [Finish.CANCELLED, Finish.LENGTH])
-def test_O13_what_is_asked_is_never_seen_when_the_request_ends_meanwhile(reason: Finish) -> None:
-    policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=ODDS, words=ASKING)
+def test_O13_a_probe_is_never_emitted_when_the_request_ends_during_it(reason: Finish) -> None:
+    policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=ODDS, words=PROBED)
     state, _ = advance(State(), Prefilled(10, BEST, call_odds=0.0), policy)
     state, effects = advance(state, Stepped((46, EOS), next_best=BEST, call_odds=LIKELY), policy)
     assert (effects.emit, effects.replace, effects.force) == ((46,), LEAD, ())
@@ -178,17 +177,17 @@ def test_O13_what_is_asked_is_never_seen_when_the_request_ends_meanwhile(reason:
     assert done.ids == (10, 46)
 
 
-def test_O14_an_end_token_among_what_leads_to_a_call_is_not_forced() -> None:
+def test_O14_a_lead_that_contains_an_end_token_is_not_forced() -> None:
     stops = frozenset({EOS, LEAD})
     seen = ended([10, 46], 0.0, 0.0, stops=stops)
     assert seen.emitted == [10, 46, EOS]
 
 
-def test_O15_the_original_rules_do_not_ask() -> None:
+def test_O15_the_original_rules_do_not_probe() -> None:
     for name in ("rescue", "replace", "compat"):
-        policy = Policy(max_tokens=9, recovery=recovery(**STALL, below_floor=name), words=ASKING)
+        policy = Policy(max_tokens=9, recovery=recovery(**STALL, below_floor=name), words=PROBED)
         assert opening(State(), policy) == -1
-    assert opening(State(), Policy(max_tokens=9, words=ASKING)) == -1
+    assert opening(State(), Policy(max_tokens=9, words=PROBED)) == -1
 
 
 @pytest.mark.parametrize("value", ["-4", None, float("nan"), True])

@@ -1,4 +1,4 @@
-"""A third equal tool call in a row ends the turn; what is no call, or another, does not."""
+"""A third equal tool call in a row ends the turn; different calls and other texts do not."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def called(family: str, name: str = "read", path: str = "a.txt") -> str:
 def outcome(
     ids: Sequence[int], words: Words, sizes: Sequence[int] = (5,), settings: Recovery = ON
 ) -> tuple[int, Finish | None, str | None, int]:
-    """Ids that came out, why they ended, the rule that ended them, and the first call's end."""
+    """Return output length, finish reason, the rule that ended it, and the first call's end."""
     policy = Policy(max_tokens=10_000, recovery=settings, words=words)
     state, effects = advance(State(), Prefilled(ids[0]), policy)
     at, step = 1, 0
@@ -78,14 +78,14 @@ def test_a_third_equal_call_ends_the_turn() -> None:
     assert (len(seen.emitted), seen.state.memory.called.first) == (10, 3)
 
 
-def test_calls_that_the_model_ends_itself_are_told_too() -> None:
-    """The turn is complete, and what a caller gets must not depend on one more token."""
+def test_repeated_calls_are_noted_when_the_model_ends_the_output() -> None:
+    """The turn is complete, and the result must not depend on one more token."""
     seen = both([*CALL * 3, EOS], ON, max_tokens=100)
     assert (seen.emitted, seen.finish) == ([*CALL * 3, EOS], Finish.STOP)
     assert (seen.loop, seen.notes) == ("repeated_calls", {"repeated_calls": 1})
 
 
-def test_two_equal_calls_and_others_go_on() -> None:
+def test_two_equal_calls_do_not_end_the_output() -> None:
     other = [UNKNOWN, END_FUNCTION]
     for script in (CALL * 2, [*CALL * 2, *other] * 3, [*CALL, *other] * 6, [END_FUNCTION, 9] * 9):
         seen = both([*script, EOS], ON, max_tokens=100)
@@ -111,8 +111,8 @@ def test_every_family_with_closing_markers(tokenizer: Tokenizer, family: str, be
     ids = tokenizer.encode(("Look." + call * 12), specials=False)
     length, finish, kind, first = outcome(ids, known)
     assert (finish, kind) == (Finish.LENGTH, "repeated_calls")
-    said = tokenizer.raw(ids[:length])
-    assert said.count("read") == 3
+    text = tokenizer.raw(ids[:length])
+    assert text.count("read") == 3
     assert tokenizer.raw(ids[:first]).count("read") == 1
     different = [called(family, path=f"{i}.txt") + between for i in range(12)]
     ids = tokenizer.encode("Look." + "".join(different), specials=False)
@@ -159,7 +159,7 @@ def test_calls_in_the_form_of_another_family_count(tokenizer: Tokenizer, family:
 
 
 def lengths_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of the texts that are parsed from now on."""
+    """Return a list that collects the lengths of the texts parsed from now on."""
     read: list[int] = []
     parser = repeated_calls.OutputParser
 
@@ -172,7 +172,7 @@ def lengths_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return read
 
 
-def test_a_call_full_of_closing_markers_is_not_read_again_and_again(
+def test_a_call_full_of_closing_markers_is_parsed_in_linear_time(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = lengths_read(monkeypatch)
@@ -183,7 +183,7 @@ def test_a_call_full_of_closing_markers_is_not_read_again_and_again(
     assert sum(read) < 4 * len(text)
 
 
-def test_the_cut_does_not_depend_on_how_tokens_arrive(tokenizer: Tokenizer) -> None:
+def test_the_cut_does_not_depend_on_the_sizes_of_steps(tokenizer: Tokenizer) -> None:
     rng = random.Random(3)
     text = "Let me see." + called("qwen_xml") * 2 + called("qwen_xml", "write") * 12
     ids = tokenizer.encode(text, specials=False)
@@ -194,8 +194,8 @@ def test_the_cut_does_not_depend_on_how_tokens_arrive(tokenizer: Tokenizer) -> N
     assert len(found) == 1
 
 
-def test_the_vocabulary_knows_how_calls_end(tokenizer: Tokenizer) -> None:
-    """What a request really gets judges alike, and asks for no text at other tokens."""
+def test_call_ends_lists_the_ids_that_end_calls(tokenizer: Tokenizer) -> None:
+    """The words of a request have the same outcome, and need no text at other tokens."""
     known = words_of(tokenizer, (1,), ON, TOOLS, None)
     assert known.call_ends
     assert len(known.call_ends) < 20
@@ -204,7 +204,7 @@ def test_the_vocabulary_knows_how_calls_end(tokenizer: Tokenizer) -> None:
     assert words_of(tokenizer, (1,), ON, None, None).call_ends == frozenset()
 
 
-def test_each_call_is_read_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_call_is_parsed_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     read = lengths_read(monkeypatch)
     text = "".join(called("hermes", path=f"{i}.txt") + "\n" for i in range(50))
     ids = tokenizer.encode(text, specials=False)
@@ -213,27 +213,27 @@ def test_each_call_is_read_once(tokenizer: Tokenizer, monkeypatch: pytest.Monkey
     assert sum(read) <= len(text)
 
 
-def test_statistics_say_what_follows_the_first_call(tokenizer: Tokenizer) -> None:
+def test_statistics_count_the_tokens_after_the_first_call(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Look." + (called("hermes") + "\n") * 12, specials=False)
     known = words_of(tokenizer, (1,), ON, TOOLS, None)
-    asked = Request(prompt=(1,), params=SamplingParams(max_tokens=500), recovery=ON, words=known)
-    request = sequences.Sequence(asked, tokenizer)
-    request.start()
-    request.take(Prefilled(ids[0]))
+    request = Request(prompt=(1,), params=SamplingParams(max_tokens=500), recovery=ON, words=known)
+    sequence = sequences.Sequence(request, tokenizer)
+    sequence.start()
+    sequence.take(Prefilled(ids[0]))
     for token in ids[1:]:
-        if not request.done:
-            request.take(Stepped((token,)))
-    result = request.result()
+        if not sequence.done:
+            sequence.take(Stepped((token,)))
+    result = sequence.result()
     assert result.finish_reason == "length"
-    assert result.token_ids == ids[: len(result.token_ids)]  # nothing is taken back
+    assert result.token_ids == ids[: len(result.token_ids)]  # nothing is retracted
     dropped = result.stats.recovery.pop("repeated_calls_dropped_tokens")
     assert result.stats.recovery == {"repeated_calls": 1}
     kept = tokenizer.raw(result.token_ids[:-dropped])
     assert kept == "Look." + called("hermes")
 
 
-def test_what_is_known_of_dropped_tokens_is_forgotten(tokenizer: Tokenizer) -> None:
-    """A call that is decoded once more leaves the rules as if it had not been written."""
+def test_facts_about_dropped_tokens_are_dropped(tokenizer: Tokenizer) -> None:
+    """After a call was dropped, the rules act as if it had never been decoded."""
     call = tokenizer.encode(called("hermes") + "\n", specials=False)
     settings, known = Recovery(repeated_calls=3), words(tokenizer)
 

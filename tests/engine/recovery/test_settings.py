@@ -1,4 +1,4 @@
-"""V: flags and numbers of an environment are read strictly, and settings are checked."""
+"""V: environment variables are parsed strictly, and settings are checked."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def test_flags_are_clear(text: str | None, value: bool) -> None:
     assert flag({} if text is None else {"A": text}, "A") is value
 
 
-def test_V5_a_doubtful_flag_is_refused() -> None:
+def test_V5_an_ambiguous_flag_is_refused() -> None:
     with pytest.raises(ConfigError, match="A is 'maybe'; expected 1 or 0"):
         flag({"A": "maybe"}, "A")
 
@@ -38,7 +38,7 @@ def test_V6_numbers_are_whole_or_refused() -> None:
             integer({"N": text}, "N", 5)
 
 
-def test_the_original_names_ask_for_the_original_rules() -> None:
+def test_the_original_environment_variables_select_the_original_rules() -> None:
     assert Recovery.from_environment({}) == OFF
     found = Recovery.from_environment(
         {"DFLASH_MIN_TOKENS": "64", "DFLASH_STALL_TOOL_PREFIX": "on", "HOME": "/"}
@@ -57,7 +57,7 @@ def test_numbers_may_be_those_of_numpy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"floor": -1}, "floor is -1; expected an integer from 0"),
         ({"floor": 2.0}, "floor is 2.0; expected an integer"),
@@ -72,6 +72,6 @@ def test_numbers_may_be_those_of_numpy() -> None:
         ({"deadline_s": 0}, "deadline_s is 0; expected seconds above 0"),
     ],
 )
-def test_bad_settings_are_refused_by_name(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_bad_settings_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Recovery(**fields)

@@ -1,4 +1,4 @@
-"""S: end tokens below the floor, stalls, and the tool call that is begun in their place."""
+"""S: end tokens below the floor, stalls, and the tool calls that are forced in their place."""
 
 import dataclasses
 import random
@@ -26,7 +26,7 @@ from fake_device import (
     both,
     recovery,
     run,
-    says,
+    scripted,
 )
 
 from dflash_jax.engine.recovery import OFF, Recovery, tool_names
@@ -67,7 +67,7 @@ def injected(emitted: list[int]) -> bool:
         pytest.param([10, 57, EOS], RESCUE, True, id="S24"),
         pytest.param([UNKNOWN, END_FUNCTION, EOS], RESCUE, False, id="no-such-tool"),
         pytest.param(
-            [10, 46, UNKNOWN, END_FUNCTION, EOS], RESCUE, False, id="said-and-no-such-tool"
+            [10, 46, UNKNOWN, END_FUNCTION, EOS], RESCUE, False, id="text-and-no-such-tool"
         ),
         pytest.param([UNKNOWN, END_FUNCTION, COLON, EOS], RESCUE, False, id="and-announced-more"),
         pytest.param([UNKNOWN, END_FUNCTION, 10, EOS], RESCUE, False, id="no-such-tool-then-text"),
@@ -79,36 +79,33 @@ def injected(emitted: list[int]) -> bool:
     ],
 )
 def test_which_ends_are_stalls(script: list[int], settings: Recovery, expected: bool) -> None:
-    """A call of an undeclared tool is passed on, so an output that ends with one took an action.
-
-    Before, no caller got such calls (T22 of the catalogue), and a declared one was begun instead.
-    """
+    """A call to an undeclared tool is passed on, so an output that ends with one is no stall."""
     seen = both(script, settings)
     assert injected(seen.emitted) is expected
     assert seen.notes["tool_prefix"] == expected
-    said = script[:-1]
-    assert seen.emitted[: len(said)] == said
+    before = script[:-1]
+    assert seen.emitted[: len(before)] == before
     if expected:
-        assert tuple(seen.emitted[len(said) : len(said) + 3]) == PREFIX
+        assert tuple(seen.emitted[len(before) : len(before) + 3]) == PREFIX
     else:
-        assert seen.emitted[len(said) :] in ([EOS], [CHAT_EOS])
+        assert seen.emitted[len(before) :] in ([EOS], [CHAT_EOS])
         assert seen.finish is Finish.STOP
 
 
 @pytest.mark.parametrize(
     ("between", "expected"), [pytest.param(62, False, id="S5"), pytest.param(63, True, id="S6")]
 )
-def test_an_output_that_just_said_the_skip_phrase_is_not_stalled(
+def test_an_output_that_just_wrote_the_skip_phrase_is_not_stalled(
     between: int, expected: bool
 ) -> None:
-    """The phrase ends `between + 2` ids before the end: a colon and its neighbour included."""
+    """The phrase ends `between + 2` ids before the end; the colon and a token follow it."""
     settings = recovery(**STALL | {"floor": 200}, below_floor="compat")
     seen = run([50, 51, *[10] * between, COLON, 11, EOS], settings)
     assert injected(seen.emitted) is expected
 
 
 def test_S7_a_skip_phrase_in_the_prompt_does_not_count() -> None:
-    """The machine hears of output only: there is nothing by which it could see a prompt."""
+    """The state machine receives output tokens only."""
     seen = run([10, COLON, EOS], RESCUE)
     assert injected(seen.emitted)
 
@@ -116,7 +113,7 @@ def test_S7_a_skip_phrase_in_the_prompt_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("length", "replaced"), [pytest.param(5, False, id="S11"), pytest.param(4, True, id="S12")]
 )
-def test_the_floor_is_a_number_of_tokens(length: int, replaced: bool) -> None:
+def test_end_tokens_are_replaced_below_the_floor(length: int, replaced: bool) -> None:
     script = [10] * length + [EOS, 11, EOS]
     seen = both(script, recovery(floor=5, below_floor="replace"))
     wanted = [10] * length + ([BEST, 11, EOS] if replaced else [EOS])
@@ -124,23 +121,23 @@ def test_the_floor_is_a_number_of_tokens(length: int, replaced: bool) -> None:
     assert seen.notes["floor"] == replaced
 
 
-def test_S14_what_follows_the_end_in_a_block_was_never_said() -> None:
+def test_S14_tokens_after_the_end_in_a_block_are_discarded() -> None:
     seen = run([10, 11, COLON, EOS, 12], RESCUE, accepts=[7], max_tokens=40)
     assert seen.emitted[:6] == [10, 11, COLON, *PREFIX]
     assert seen.emitted.count(11) == 1
     assert 12 not in seen.emitted
 
 
-def test_S15_the_position_counts_what_was_fed() -> None:
+def test_S15_the_position_counts_the_fed_tokens() -> None:
     policy = Policy(max_tokens=40, stop_ids=STOPS, recovery=RESCUE, words=WORDS)
     state, _ = advance(State(), Prefilled(10), policy)
     state, effects = advance(state, Stepped((11, COLON, EOS)), policy)
     assert (effects.emit, effects.replace, effects.force) == ((11, COLON, *PREFIX), 900, (901, 902))
-    assert state.fed == 3 + 2  # 10, 11 and the colon by the step, 900 and 901 by dictation
-    assert state.ids[state.fed :] == (902,)  # pending: what follows comes from its row
+    assert state.fed == 3 + 2  # 10, 11 and the colon by the step, 900 and 901 as forced tokens
+    assert state.ids[state.fed :] == (902,)  # pending
 
 
-def test_S17_a_call_needs_room_behind_its_beginning() -> None:
+def test_S17_a_call_needs_room_for_its_arguments() -> None:
     script = [10, COLON, EOS]
     tight = both(script, REPLACE, max_tokens=2 + 3 + 15)
     assert (tight.emitted, tight.finish) == (script, Finish.STOP)
@@ -156,12 +153,12 @@ def test_S18_one_call_is_begun_per_request() -> None:
     assert replaced.emitted[:8] == [10, COLON, *PREFIX, COLON, BEST, 11]
 
 
-def test_S25_S27_an_end_below_the_floor_is_replaced_alike_in_every_lane() -> None:
+def test_S25_S27_an_end_below_the_floor_is_replaced_in_every_decode_mode() -> None:
     seen = both([10, 11, 12, EOS, 13, 14, EOS], recovery(floor=5, below_floor="replace"))
     assert seen.emitted == [10, 11, 12, BEST, 13, 14, EOS]
 
 
-def test_S28_the_floor_knows_no_first_token() -> None:
+def test_S28_the_floor_applies_to_the_first_token() -> None:
     assert both([EOS, 11, EOS], recovery(floor=2, below_floor="replace")).emitted == [
         BEST,
         11,
@@ -170,24 +167,24 @@ def test_S28_the_floor_knows_no_first_token() -> None:
     assert both([EOS, 11, EOS], COMPAT).emitted == [EOS]
 
 
-def test_rescue_leaves_answers_alone_but_lets_no_output_be_empty() -> None:
+def test_rescue_keeps_short_answers_but_no_empty_outputs() -> None:
     assert both([10, EOS], RESCUE).emitted == [10, EOS]
     assert both([EOS, 11, EOS], RESCUE).emitted == [BEST, 11, EOS]
 
 
-def test_S30_a_place_without_finite_numbers_fails() -> None:
+def test_S30_non_finite_logits_fail_the_request() -> None:
     policy = Policy(max_tokens=9, stop_ids=STOPS, recovery=recovery(floor=5))
     _, effects = advance(State(), Prefilled(EOS, 0, finite=False), policy)
     assert (effects.finish, effects.emit, effects.replace) == (Finish.ERROR, (), None)
 
 
-def test_S31_the_floor_ends_where_the_request_does() -> None:
+def test_S31_the_floor_does_not_exceed_the_length_limit() -> None:
     settings = recovery(floor=50, below_floor="replace")
     seen = both([EOS] * 60, settings, max_tokens=10)
     assert (seen.emitted, seen.finish) == ([BEST] * 10, Finish.LENGTH)
 
 
-def test_S32_drafts_that_broke_lose_and_repeat_nothing() -> None:
+def test_S32_non_finite_drafts_neither_lose_nor_repeat_tokens() -> None:
     script = [*range(10, 40), EOS]
     seen = run(script, draft_finite=lambda step: step < 1)
     assert seen.emitted == script
@@ -195,8 +192,8 @@ def test_S32_drafts_that_broke_lose_and_repeat_nothing() -> None:
     assert seen.plain_steps > 20
 
 
-def test_S33_with_everything_off_the_machine_is_the_plain_rule() -> None:
-    """Emit what the device decides, end behind a stop token or at the limit, nothing else."""
+def test_S33_with_all_rules_off_decided_tokens_are_emitted_as_they_are() -> None:
+    """The output ends after a stop token or at the limit, and nothing else happens."""
     for seed in range(200):
         rng = random.Random(seed)
         script = [rng.choice([EOS, COLON, COLON, SPECIAL, *range(10, 16)]) for _ in range(60)]
@@ -211,37 +208,37 @@ def test_S33_with_everything_off_the_machine_is_the_plain_rule() -> None:
         assert all(e.replace is None and not e.force and not e.restart for e in seen.effects)
 
 
-def test_S34_an_end_inside_an_accepted_block_leaves_the_device_before_it() -> None:
+def test_S34_an_end_token_inside_an_accepted_block_is_not_fed() -> None:
     seen = run([10, 11, 12, 13, EOS, 14, 15, 16, 17], accepts=[7])
     assert seen.emitted == [10, 11, 12, 13, EOS]
     assert seen.fed == [10, 11, 12, 13]
     assert seen.state.fed == 4
 
 
-def test_S36_behind_a_pending_end_nothing_is_computed() -> None:
+def test_S36_nothing_is_computed_after_a_pending_end_token() -> None:
     seen = run([EOS])
     assert (seen.drafted_steps, seen.plain_steps, seen.finish) == (0, 0, Finish.STOP)
 
 
-def test_S37_a_pending_end_can_begin_a_call_without_a_step() -> None:
+def test_S37_a_call_is_forced_without_a_further_step() -> None:
     colon_first = Device(
-        says([COLON, EOS]),
+        scripted([COLON, EOS]),
         Policy(max_tokens=40, stop_ids=STOPS, recovery=RESCUE, words=WORDS),
         accepts=[0],
     )
     seen = colon_first.run()
-    assert seen.effects[1].emit == PREFIX  # the step itself emitted none of its own
+    assert seen.effects[1].emit == PREFIX  # the step's own token, the end, was replaced
     assert seen.effects[1].replace == PREFIX[0]
 
 
-def test_S38_dictated_tokens_count_towards_the_floor() -> None:
+def test_S38_forced_tokens_count_towards_the_floor() -> None:
     settings: dict[str, Any] = STALL | {"floor": 8}
     script = [10, COLON, EOS, 0, 0, 20, 21, EOS, 22, EOS]
     seen = both(script, recovery(**settings, below_floor="replace"))
     assert seen.emitted == [10, COLON, *PREFIX, 20, 21, BEST, 22, EOS]
 
 
-def test_drafting_goes_on_behind_a_begun_call() -> None:
+def test_drafting_continues_after_a_forced_call() -> None:
     seen = run([10, COLON, EOS], RESCUE, max_tokens=60)
     assert seen.plain_steps == 0
     assert seen.drafted_steps > 10
@@ -254,7 +251,7 @@ NAMED = dataclasses.replace(WORDS, calls=NAMES)
 
 
 @pytest.mark.parametrize(
-    ("says_next", "begun"),
+    ("next_tokens", "begun"),
     [
         pytest.param([901], NAMES[0], id="its-own-choice"),
         pytest.param([910, 920], NAMES[2], id="its-own-choice-twice"),
@@ -264,12 +261,12 @@ NAMED = dataclasses.replace(WORDS, calls=NAMES)
         pytest.param([910, 901], NAMES[1], id="another-tools-token"),
     ],
 )
-def test_of_several_tools_the_target_names_a_declared_one(
-    says_next: list[int], begun: tuple[int, ...]
+def test_the_target_chooses_among_declared_tools(
+    next_tokens: list[int], begun: tuple[int, ...]
 ) -> None:
-    """Whatever it would say at the places where the names differ, and in blocks of any width."""
+    """For any choice of the target where the names differ, and for blocks of any width."""
     script = [10, COLON, EOS, *[50] * 10]
-    script[3], script[5] = says_next[0], says_next[-1]  # where the names differ
+    script[3], script[5] = next_tokens[0], next_tokens[-1]  # where the names differ
     best = {frozenset({901, 910}): 910, frozenset({912, 920}): 912}
     seen = both(
         script,
@@ -283,7 +280,7 @@ def test_of_several_tools_the_target_names_a_declared_one(
     assert seen.emitted[2 + len(begun) :][:2] == script[2 + len(begun) :][:2]
 
 
-def test_a_name_is_decided_one_token_at_a_time_without_drafts() -> None:
+def test_a_tool_name_is_decided_token_by_token_without_drafts() -> None:
     policy = Policy(max_tokens=60, stop_ids=STOPS, recovery=RESCUE, words=NAMED)
     state, _ = advance(State(), Prefilled(10), policy)
     state, effects = advance(state, Stepped((COLON, EOS)), policy)
@@ -317,11 +314,11 @@ def test_a_call_needs_room_for_the_longest_name() -> None:
         (((1, 2), (1, 2)), (1, 2), ()),
         (((1, 2, 3), (1, 2, 4)), (1, 2), ((3,), (4,))),
         (((1, 2), (3,)), (), ((1, 2), (3,))),
-        (((1, 2), (1, 2, 3)), (1, 2), ()),  # one is complete where the other goes on
+        (((1, 2), (1, 2, 3)), (1, 2), ()),  # one ends where the other continues
         (((1,), (1, 2), (1, 3)), (1,), ()),
     ],
 )
-def test_what_is_certain_of_a_call_is_what_all_beginnings_share(
+def test_split_returns_the_shared_beginning_of_calls(
     calls: tuple[tuple[int, ...], ...],
     shared: tuple[int, ...],
     rest: tuple[tuple[int, ...], ...],

@@ -1,4 +1,4 @@
-"""K: a thought that lasts too long is closed, with the whole closing sequence, in every lane."""
+"""K: a thought that lasts too long is closed with the whole closing sequence, in every mode."""
 
 import pytest
 from fake_device import (
@@ -39,10 +39,10 @@ def test_the_whole_closing_sequence_appears_once(close: tuple[int, ...]) -> None
     assert len(seen.emitted) == 50
     assert seen.finish is Finish.LENGTH
     assert seen.notes == {"thought_closed_by_force": 1}
-    assert seen.emitted[20 + len(close)] == 1000 + 20 + len(close)  # the model goes on freely
+    assert seen.emitted[20 + len(close)] == 1000 + 20 + len(close)  # the model continues freely
 
 
-def test_K3_the_position_moves_once_where_a_block_meets_the_limit() -> None:
+def test_K3_the_position_moves_once_where_a_block_reaches_the_limit() -> None:
     policy = Policy(max_tokens=50, stop_ids=STOPS, recovery=RESERVE, words=closing(TWELVE))
     state, _ = advance(State(), Prefilled(THINK), policy)
     state, _ = advance(state, Stepped(tuple(range(100, 117))), policy)
@@ -79,24 +79,24 @@ def test_a_request_of_one_token_has_no_room_to_close_anything() -> None:
     assert both([THINK], RESERVE, words=closing(ONE), max_tokens=1).emitted == [THINK]
 
 
-def test_a_closing_sequence_longer_than_what_is_left_is_cut() -> None:
+def test_a_closing_sequence_is_cut_at_the_length_limit() -> None:
     seen = both([THINK], recovery(answer_reserve=4), words=closing(TWELVE), max_tokens=20)
     assert seen.emitted[16:] == list(TWELVE[:4])
     assert seen.finish is Finish.LENGTH
 
 
-def test_a_thought_that_the_prompt_opened_counts() -> None:
+def test_a_thought_opened_by_the_prompt_is_closed() -> None:
     words = Words(**vars(closing(ONE)) | {"inside_thought": True})
     assert both([10], RESERVE, words=words, max_tokens=50).emitted[20] == END_THINK
 
 
-def test_an_end_token_in_the_place_of_the_closing_is_overruled() -> None:
+def test_an_end_token_at_the_limit_of_a_thought_is_replaced() -> None:
     seen = both([THINK, *[10] * 19, EOS, 7, EOS], RESERVE, words=closing(ONE), max_tokens=50)
     assert seen.emitted == [THINK, *[10] * 19, END_THINK, 7, EOS]
 
 
 @pytest.mark.parametrize("before", range(14, 20))
-def test_a_call_begun_across_the_limit_of_thoughts_goes_on(before: int) -> None:
+def test_a_call_forced_across_the_limit_of_thoughts_continues(before: int) -> None:
     settings = recovery(**STALL | {"answer_reserve": 30})
     script = [*[11] * before, COLON, EOS]
     seen = both(script, settings, words=closing(TWELVE), max_tokens=50)
@@ -105,12 +105,12 @@ def test_a_call_begun_across_the_limit_of_thoughts_goes_on(before: int) -> None:
     assert seen.notes == {"tool_prefix": 1}
 
 
-def test_K7_the_first_step_feeds_the_first_token_behind_the_prompt() -> None:
+def test_K7_the_first_step_feeds_the_first_output_token() -> None:
     seen = run([10, 11, EOS], speculative=False)
     assert seen.fed == [10, 11]
 
 
-def test_K8_a_change_of_lane_feeds_nothing_twice() -> None:
+def test_K8_a_change_of_decode_mode_feeds_no_token_twice() -> None:
     seen = run([*range(10, 40), EOS], draft_finite=lambda step: step not in (1, 2, 3))
     assert seen.drafted_steps
     assert seen.plain_steps

@@ -1,4 +1,4 @@
-"""Penalties, biases, log-probabilities and several answers: as if each token came alone."""
+"""Penalties, biases, log-probabilities and `n` answers, compared with their definitions."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import force_acceptance, set_script
 
 PROMPT = [5, 4, 3, 2, 1, 5, 5]
-SHAPES = [
+PENALTIES = [
     {"repetition_penalty": 1.4},
     {"repetition_penalty": 0.7, "frequency_penalty": -0.4},
     {"frequency_penalty": 0.8, "presence_penalty": 0.5},
@@ -25,16 +25,16 @@ SHAPES = [
 ]
 
 
-def shape_by_hand(logits: np.ndarray, said: list[int], options: dict[str, Any]) -> np.ndarray:
-    """The definition, for one row of logits after PROMPT and what was said."""
+def process_by_hand(logits: np.ndarray, output: list[int], options: dict[str, Any]) -> np.ndarray:
+    """Return one row of logits after PROMPT and `output`, processed by the definition."""
     x = logits.astype(np.float32).copy()
     for token, value in options.get("logit_bias", {}).items():
         x[int(token)] += value
-    for token in {*PROMPT, *said}:
+    for token in {*PROMPT, *output}:
         r = options.get("repetition_penalty", 1.0)
         x[token] = x[token] / r if x[token] > 0 else x[token] * r
-    for token in set(said):
-        x[token] -= options.get("frequency_penalty", 0.0) * said.count(token)
+    for token in set(output):
+        x[token] -= options.get("frequency_penalty", 0.0) * output.count(token)
         x[token] -= options.get("presence_penalty", 0.0)
     return x
 
@@ -44,24 +44,24 @@ def model(tiny: Engine) -> TargetModel:
     return TargetModel(tiny.target, tiny.params["target"], "float32")
 
 
-def logits_after(model: TargetModel, said: list[int]) -> np.ndarray:
-    """Logits of every place of an output, from one whole pass."""
+def logits_after(model: TargetModel, output: list[int]) -> np.ndarray:
+    """Return logits at every output token, from one forward pass."""
     ids = np.zeros((1, 64), np.int32)
-    whole = [*PROMPT, *said]
+    whole = [*PROMPT, *output]
     ids[0, : len(whole)] = whole
     return np.asarray(model.forward(ids).logits)[0, len(PROMPT) - 1 : len(whole)]
 
 
-@pytest.mark.parametrize("options", SHAPES)
-def test_shaped_greedy_output_is_its_definition_in_both_lanes(
+@pytest.mark.parametrize("options", PENALTIES)
+def test_greedy_output_with_penalties_follows_its_definition_in_both_modes(
     tiny: Engine, model: TargetModel, options: dict[str, Any]
 ) -> None:
     plain = tiny.generate(PROMPT, max_tokens=40, speculative=False, **options).token_ids
     assert tiny.generate(PROMPT, max_tokens=40, **options).token_ids == plain
     rows = logits_after(model, plain)
     for i, token in enumerate(plain):
-        shaped = shape_by_hand(rows[i], plain[:i], options)
-        assert shaped[token] >= shaped.max() - 1e-4, i
+        processed = process_by_hand(rows[i], plain[:i], options)
+        assert processed[token] >= processed.max() - 1e-4, i
     assert plain != tiny.generate(PROMPT, max_tokens=40).token_ids
 
 
@@ -77,54 +77,54 @@ def test_penalties_count_the_drafts_of_their_own_block(
     assert result.stats.acceptance_lengths[:4] == [n + 1 for n in (pattern * 4)[:4]]
 
 
-@pytest.mark.parametrize("dictated", [(), (200, 201, 200, 203, 204, 205)], ids=["floor", "call"])
-def test_penalties_count_what_recovery_puts_in_the_place_of_an_end(
+@pytest.mark.parametrize("forced", [(), (200, 201, 200, 203, 204, 205)], ids=["floor", "call"])
+def test_penalties_count_tokens_that_recovery_forces_or_replaces(
     tiny: Engine,
     model: TargetModel,
     monkeypatch: pytest.MonkeyPatch,
-    dictated: tuple[int, ...],
+    forced: tuple[int, ...],
 ) -> None:
-    shape = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
-    free = tiny.generate(PROMPT, max_tokens=12, **shape).token_ids
+    penalties = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
+    free = tiny.generate(PROMPT, max_tokens=12, **penalties).token_ids
     end = free[6]
     at = free.index(end)
-    words = Words(text=lambda ids: ":", calls=(dictated,) if dictated else ())
+    words = Words(text=lambda ids: ":", calls=(forced,) if forced else ())
     monkeypatch.setattr(requests, "words_of", lambda *_: words)
     settings = dataclasses.replace(OFF, floor=40, below_floor="replace", tool_prefix=True)
-    options = shape | {"max_tokens": 40, "stop_token_ids": [end], "recovery": settings}
+    options = penalties | {"max_tokens": 40, "stop_token_ids": [end], "recovery": settings}
     plain = tiny.generate(PROMPT, speculative=False, logprobs=0, **options)
     fast = tiny.generate(PROMPT, logprobs=0, **options)
     assert fast.token_ids == plain.token_ids
-    known = [[said.logprob for said in result.logprobs or ()] for result in (fast, plain)]
+    known = [[token.logprob for token in result.logprobs or ()] for result in (fast, plain)]
     assert known[0] == pytest.approx(known[1], abs=1e-5)  # bits are for optimised programs
-    assert plain.token_ids[at : at + len(dictated)] == list(dictated)
-    assert plain.stats.recovery["tool_prefix"] == bool(dictated)
+    assert plain.token_ids[at : at + len(forced)] == list(forced)
+    assert plain.stats.recovery["tool_prefix"] == bool(forced)
     rows = logits_after(model, plain.token_ids)
-    for i, said in enumerate(plain.logprobs or ()):
-        if at <= i < at + max(len(dictated), 1):
-            assert said.logprob is None, i  # dictated, or no choice of the model's own
-        if not at <= i < at + len(dictated):
-            shaped = shape_by_hand(rows[i], plain.token_ids[:i], shape)
-            shaped[end] = -np.inf
-            assert shaped[said.token_id] >= shaped.max() - 1e-4, i
+    for i, token in enumerate(plain.logprobs or ()):
+        if at <= i < at + max(len(forced), 1):
+            assert token.logprob is None, i  # forced, or not the model's own choice
+        if not at <= i < at + len(forced):
+            processed = process_by_hand(rows[i], plain.token_ids[:i], penalties)
+            processed[end] = -np.inf
+            assert processed[token.token_id] >= processed.max() - 1e-4, i
 
 
-def test_neighbours_and_earlier_requests_leave_no_trace(tiny3: Engine) -> None:
+def test_penalties_do_not_leak_between_rows_or_requests(tiny3: Engine) -> None:
     alone = tiny3.generate(PROMPT, max_tokens=25).token_ids
-    drawn = tiny3.generate(PROMPT, max_tokens=25, temperature=1.0, seed=5).token_ids
-    shaped = tiny3.generate(PROMPT, max_tokens=25, **SHAPES[2]).token_ids
-    lives = [
-        tiny3.submit(PROMPT, max_tokens=25, **SHAPES[2]),
+    sampled = tiny3.generate(PROMPT, max_tokens=25, temperature=1.0, seed=5).token_ids
+    processed = tiny3.generate(PROMPT, max_tokens=25, **PENALTIES[2]).token_ids
+    handles = [
+        tiny3.submit(PROMPT, max_tokens=25, **PENALTIES[2]),
         tiny3.submit(PROMPT, max_tokens=25),
         tiny3.submit(PROMPT, max_tokens=25, temperature=1.0, seed=5),
-        tiny3.submit(PROMPT, max_tokens=25, **SHAPES[3]),  # inherits a row
+        tiny3.submit(PROMPT, max_tokens=25, **PENALTIES[3]),  # takes over a row
         tiny3.submit(PROMPT, max_tokens=25),
     ]
-    while not all(live.done for live in lives):
+    while not all(handle.done for handle in handles):
         tiny3.advance()
-    assert [live.token_ids for live in (lives[1], lives[4])] == [alone, alone]
-    assert lives[2].token_ids == drawn
-    assert lives[0].token_ids == shaped
+    assert [handle.token_ids for handle in (handles[1], handles[4])] == [alone, alone]
+    assert handles[2].token_ids == sampled
+    assert handles[0].token_ids == processed
 
 
 @pytest.mark.parametrize("speculative", [True, False])
@@ -154,7 +154,7 @@ def test_log_probabilities_alone_change_no_token(tiny: Engine) -> None:
 
 
 def test_several_answers_share_one_prefill(tiny3: Engine) -> None:
-    """Only the last chunk, which says the first token, is fed for each of them."""
+    """Only the last chunk, which decides the first token, is fed for each of them."""
     prompt = list(range(40))
     options = {"max_tokens": 8, "temperature": 1.0, "seed": 7}
     tiny3.generate(prompt, **options)  # compiles the variant
@@ -168,13 +168,13 @@ def test_several_answers_share_one_prefill(tiny3: Engine) -> None:
         tiny3.executables[key] = run
     assert len(calls) == 2 + 3  # chunks of 16
     assert len({tuple(r.token_ids) for r in results}) == 3
-    for i, result in enumerate(results):  # answer i is what seed + i says alone
+    for i, result in enumerate(results):  # answer i is the output of seed + i
         alone = tiny3.generate(prompt, **options | {"seed": 7 + i})
         assert alone.token_ids == result.token_ids
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"min_p": 1.5}, "min_p is 1.5; expected a number from 0"),
         ({"min_p": True}, "min_p is True"),
@@ -191,8 +191,10 @@ def test_several_answers_share_one_prefill(tiny3: Engine) -> None:
         ({"logprobs": True}, "logprobs is True; expected None"),
     ],
 )
-def test_bad_settings_are_refused_by_name(tiny: Engine, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(RequestError, match=says):
+def test_bad_settings_are_refused_by_name(
+    tiny: Engine, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
         tiny.generate(PROMPT, max_tokens=4, **options)
     with pytest.raises(RequestError, match="n is 0; expected an integer of at least 1"):
         tiny.generate_many([PROMPT], n=0)

@@ -1,4 +1,4 @@
-"""Text of a growing output: whole characters, stop strings over any chunk borders."""
+"""The detokenizer: incremental text, and stop strings across pieces."""
 
 import itertools
 import time
@@ -18,7 +18,7 @@ from dflash_jax.tool_parsers.tool_schema import Tool
 
 
 def _byte_letters() -> list[str]:
-    """The printable stand-in of every byte, as byte-level BPE vocabularies spell them."""
+    """Return the letter for each byte in byte-level BPE vocabularies."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in printable]
     return [chr(b) if b in printable else chr(256 + rest.index(b)) for b in range(256)]
@@ -49,14 +49,14 @@ def test_pieces_are_whole_characters_and_join_to_the_text(
     tokenizer: Tokenizer, text: str, where: list[int]
 ) -> None:
     stream = tokenizer.stream()
-    given_ = ""
+    emitted = ""
     for ids in chunks(text.encode(), where):
-        given_ += stream.push(ids)
-        assert text.startswith(given_)  # never a replacement character, never half of one
-    assert given_ + stream.flush() == text == stream.text
+        emitted += stream.push(ids)
+        assert text.startswith(emitted)  # never a replacement character or part of one
+    assert emitted + stream.flush() == text == stream.text
 
 
-def test_half_a_character_is_kept_back_until_the_end(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_is_held_until_the_end(tokenizer: Tokenizer) -> None:
     stream = tokenizer.stream()
     assert stream.push("a🙂".encode()[:-1]) == "a"
     assert stream.flush().strip("\ufffd") == ""
@@ -71,10 +71,10 @@ def test_output_is_cut_before_the_first_stop_string_and_never_retracted(
     pieces = []
     for ids in chunks(text.encode(), where):
         pieces.append(output.push(ids))
-        sofar = "".join(pieces)
-        assert output.text == sofar
-        assert text.startswith(sofar)
-        assert not any(s in sofar for s in stop)
+        emitted = "".join(pieces)
+        assert output.text == emitted
+        assert text.startswith(emitted)
+        assert not any(s in emitted for s in stop)
     pieces.append(output.finish())
     places = [text.find(s) for s in stop if s in text]
     assert "".join(pieces) == output.text
@@ -83,20 +83,20 @@ def test_output_is_cut_before_the_first_stop_string_and_never_retracted(
         assert output.text == text
     elif len(stop) == 1:
         assert output.text == text[: places[0]]
-    else:  # of overlapping stop strings the one completed first counts
+    else:  # of overlapping stop strings, the one completed first counts
         assert output.text in {text[:at] for at in places}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_stop_string_over_chunk_borders(tokenizer: Tokenizer, size: int) -> None:
     output, data = Detokenizer(tokenizer, ["</end>"]), b"say </en or </end> and more"
-    said = [output.push(list(data[i : i + size])) for i in range(0, len(data), size)]
-    assert "".join(said) == "say </en or "
+    decoded = [output.push(list(data[i : i + size])) for i in range(0, len(data), size)]
+    assert "".join(decoded) == "say </en or "
     assert output.stopped
     assert output.push([65]) == output.finish() == ""
 
 
-def test_what_might_have_become_a_stop_string_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+def test_a_partial_stop_string_is_emitted_at_the_end(tokenizer: Tokenizer) -> None:
     output = Detokenizer(tokenizer, ["</end>"])
     assert output.push(list(b"so </en")) == "so "
     assert output.finish() == "</en"
@@ -117,7 +117,7 @@ def test_stop_strings_do_not_act_in_calls_of_declared_tools(width: int) -> None:
     raw = f"<think>\nhm\n</think>\n\nLook:{call}\nDone STOP or not"
     ids = tokenizer.encode(raw, specials=False)
 
-    def said(stop: str, tools: list[Tool]) -> tuple[str, bool]:
+    def decoded(stop: str, tools: list[Tool]) -> tuple[str, bool]:
         output = Detokenizer(tokenizer, [stop], tools)
         pieces = [output.push(ids[i : i + width]) for i in range(0, len(ids), width)]
         pieces.append(output.finish())
@@ -125,29 +125,32 @@ def test_stop_strings_do_not_act_in_calls_of_declared_tools(width: int) -> None:
         return output.text, output.stopped
 
     text, tools = tokenizer.decode(ids), [Tool("read", {})]
-    assert said("STOP", []) == (text[: text.index("STOP")], True)
-    assert said("STOP", tools) == (text[: text.rindex("STOP")], True)
+    assert decoded("STOP", []) == (text[: text.index("STOP")], True)
+    assert decoded("STOP", tools) == (text[: text.rindex("STOP")], True)
     for stop in ("path", "t or n", ":\n{", "}\n\nDone"):
-        assert said(stop, tools) == (text, False)
-    assert said("</think>", tools) == ("\nhm\n", True)
+        assert decoded(stop, tools) == (text, False)
+    assert decoded("</think>", tools) == ("\nhm\n", True)
     ids = tokenizer.encode(f"So call:{call}", specials=False)
-    assert said("all:", tools) == ("So c", True)  # known once a mark shows that it is no call
+    assert decoded("all:", tools) == (
+        "So c",
+        True,
+    )  # no call after all
 
 
 @pytest.mark.parametrize("width", [1, 4, 1000])
 @pytest.mark.parametrize(
     ("call", "stopped"),
     [
-        ('<tool_call>\n{"name": STOP}\n</tool_call>', True),  # no call: text, and held as such
+        ('<tool_call>\n{"name": STOP}\n</tool_call>', True),  # not a call, so it is text
         ('<tool_call>\n{"name": "other STOP", "arguments": {}}\n</tool_call>', True),
         ('<tool_call>\n{"name": "read", "arguments": {"path": "STOP"}, no}\n</tool_call>', False),
         ('<tool_call>\n{"name": "other", "arguments": {"path": "STOP"}}\n</tool_call>', False),
     ],
 )
-def test_engine_and_reply_agree_on_stop_strings_in_calls_that_are_text(
+def test_detokenizer_and_parser_agree_on_stop_strings_in_malformed_calls(
     call: str, stopped: bool, width: int
 ) -> None:
-    """What was given as a call before it broke is not searched: nothing given is taken back."""
+    """Text already emitted as part of a call is not searched, since it cannot be retracted."""
     tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
     assert tokenizer is not None
     tools = [Tool("read", {})]

@@ -1,0 +1,184 @@
+"""Several decode steps per call: their number, and that outputs do not depend on it."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax import Plan
+from dflash_jax.bench.profile import profile
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.decode.inputs import DecodeInputs
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.scheduler import BURST, SchedulerOutput, StepPacer
+from dflash_jax.state import OutputColumn
+from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
+
+SPECULATIVE = ProgramKey(Step.SPECULATIVE, Variant.GREEDY)
+
+
+@pytest.fixture(scope="module")
+def multi_step() -> Engine:
+    """Three rows; a call may make eight steps."""
+    target = tiny_target(num_layers=2, vocab_size=251)
+    plan = Plan(rows=3, max_length=128, chunk=16, block=4, steps_per_call=8)
+    return random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
+
+
+class Fixed(StepPacer):
+    """A fixed number of steps per call, whatever their time."""
+
+    def __init__(self, num_steps: int):
+        super().__init__(num_steps)
+        self.num_steps = num_steps
+
+    def record(self, num_steps: int, dispatched: float) -> None:
+        """Do nothing."""
+
+
+def test_the_pacer_chooses_the_steps_that_fit_into_a_burst() -> None:
+    pacer = StepPacer(max_steps=8)
+    assert pacer.num_steps == 1  # until a step was timed
+    pacer.record(1, time.perf_counter() - 0.4 * BURST)
+    assert pacer.num_steps == 2
+    pacer.record(4, time.perf_counter() - BURST)  # too long: it waited for the call before
+    assert pacer.num_steps == 8
+    pacer = StepPacer(max_steps=8)
+    pacer.record(1, time.perf_counter() - 3 * BURST)
+    assert pacer.num_steps == 1
+    pacer.record(0, time.perf_counter())  # no row could continue: nothing was measured
+    assert pacer.num_steps == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"temperature": 0.9, "seed": 5}, marks=pytest.mark.soak)]
+)
+def test_outputs_do_not_depend_on_the_steps_per_call(
+    multi_step: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
+) -> None:
+    stop = multi_step.generate([3, 1, 4], max_tokens=30, **options).token_ids[17]
+    requests = [
+        {"prompt": [3, 1, 4], "max_tokens": 30, "stop_token_ids": [stop], **options},
+        {"prompt": [1, 5, 9, 2, 6], "max_tokens": 23, **options},
+        {"prompt": [5, 3, 5], "max_tokens": 40, "speculative": False, **options},
+        {"prompt": [8, 9], "max_tokens": 5, **options},
+    ]
+    outcomes, turns = [], []
+    for num_steps in (1, 3, 8):
+        monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(num_steps))
+        handles = [multi_step.submit(**request) for request in requests]
+        turns.append(0)
+        while not all(handle.done for handle in handles):
+            multi_step.advance()
+            turns[-1] += 1
+        outcomes.append([handle.result() for handle in handles])
+        assert not multi_step.active
+    tokens = [[result.token_ids for result in results] for results in outcomes]
+    assert tokens[0] == tokens[1] == tokens[2]
+    reasons = [[result.finish_reason for result in results] for results in outcomes]
+    assert reasons[0] == reasons[1] == reasons[2]
+    lengths = [[result.stats.acceptance_lengths for result in results] for results in outcomes]
+    assert lengths[0] == lengths[1] == lengths[2]
+    assert turns[0] > turns[1] >= turns[2]
+
+
+def test_calls_make_single_steps_while_requests_are_queued(
+    multi_step: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    step = multi_step.runner.step
+
+    def noted(name: str, work: SchedulerOutput, *rest: object, **options: object) -> object:
+        if name == "speculative":
+            asked.append(work.num_steps)
+        return step(name, work, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(8))
+    monkeypatch.setattr(multi_step.runner, "step", noted)
+    *first, last = (multi_step.submit([1, i], max_tokens=12 + 8 * (i == 3)) for i in range(4))
+    while last.sequence in multi_step.core.scheduler.waiting:
+        multi_step.advance()
+    assert set(asked) == {1}
+    asked.clear()
+    while not all(handle.done for handle in (*first, last)):
+        multi_step.advance()
+    assert asked[-1] == 8
+
+
+def test_no_call_is_dispatched_after_a_multi_step_call_or_one_that_may_end_every_row(
+    multi_step: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step is in flight ahead, unless the in-flight steps may complete every output."""
+    ahead: list[int] = []
+    step = multi_step.runner.step
+
+    def noted(name: str, *rest: object, **options: object) -> object:
+        if name == "speculative":
+            ahead.append(len(multi_step.core.in_flight))
+        return step(name, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(multi_step.runner, "step", noted)
+    for num_steps, most in ((1, 1), (3, 0)):
+        monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(num_steps))
+        ahead.clear()
+        multi_step.generate([2, 7, 1], max_tokens=60)
+        assert ahead[0] == 1  # the prefill, which decides one token
+        assert len(ahead) > 3
+        assert max(ahead[1:]) == most
+    monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(1))
+    ahead.clear()
+    multi_step.generate([2, 7, 1], max_tokens=5)  # a block of 4, after the token of the prefill
+    assert ahead[1:] == [0] * (len(ahead) - 1)
+
+
+def test_a_call_without_active_rows_makes_at_most_one_step(multi_step: Engine) -> None:
+    handle = multi_step.submit([7, 8, 9], max_tokens=6)
+    while not handle.done:
+        multi_step.advance()
+    idle, run = multi_step.core.scheduler.rules(), multi_step.executables[SPECULATIVE]
+    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(multi_step.runner.state)]
+    inputs = DecodeInputs(idle, num_steps=np.int32(8))
+    multi_step.runner.state, _, out = run(multi_step.params, multi_step.runner.state, None, inputs)
+    assert (np.asarray(out.packed) == -1).all()
+    after = map(np.asarray, jax.tree.leaves(multi_step.runner.state))
+    assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
+    inputs = DecodeInputs(idle, num_steps=np.int32(0))
+    multi_step.runner.state, _, out = run(multi_step.params, multi_step.runner.state, None, inputs)
+    answers = np.asarray(out.packed)
+    assert (answers[1:] == -1).all()
+    assert answers[0, 0, OutputColumn.NUM_TOKENS] == 0  # one step, to be timed
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_decoding_transfers_nothing_to_the_device(multi_step: Engine, speculative: bool) -> None:
+    handle = multi_step.submit([3, 1, 4], max_tokens=30, speculative=speculative)
+    while not handle.token_ids:
+        multi_step.advance()
+    multi_step.advance()
+    with jax.transfer_guard_host_to_device("disallow"):
+        while len(handle.token_ids) < 25 and not handle.done:
+            multi_step.advance()
+    assert not handle.sequence.failures
+    multi_step.cancel(handle)
+
+
+def test_a_first_token_is_emitted_before_waiting_for_a_multi_step_call(
+    multi_step: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(8))
+    handle, lengths = multi_step.submit([3, 1, 4], max_tokens=30), []
+    while not handle.done:
+        multi_step.advance()
+        lengths.append(len(handle.token_ids))
+    first = next(n for n in lengths if n)
+    assert first == 1
+    assert lengths.count(1) == 1  # nothing was dispatched after the call that was waited for
+
+
+def test_a_profile_of_a_multi_step_engine_takes_single_steps(
+    multi_step: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(8))
+    report = profile(multi_step, [1, 2, 3], steps=2, speculative=False)
+    assert {kernel.calls for kernel in report.kernels if kernel.part != "rest"} == {1}
