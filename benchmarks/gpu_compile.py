@@ -136,7 +136,7 @@ def parts() -> Iterator[Any]:
                 yield Program(ProgramKey(name), run, (q, cache, seen))
 
 
-def lanes() -> Iterator[tuple[str, dict[str, Any]]]:
+def small_models() -> Iterator[tuple[str, dict[str, Any]]]:
     """A small model of each family: what decodes and what feeds prompts, in every variant."""
     from dflash_jax import Plan
     from dflash_jax.compiler import Step, declare, resolve
@@ -203,7 +203,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--parts", action="store_true", help="single products and attention too")
-    parser.add_argument("--lanes", action="store_true", help="small models in every lane, too")
+    parser.add_argument(
+        "--lanes", dest="variants", action="store_true", help="small models in every lane, too"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="keep the optimised HLO")
     return parser.parse_args(given)
@@ -249,7 +251,7 @@ def main(given: list[str] | None = None) -> int:
 
     for program in parts() if options.parts else ():
         add(report(compiled(program)))
-    for name, programs in lanes() if options.lanes else ():
+    for name, programs in small_models() if options.variants else ():
         kernels = {k: target_kernels(compiled(p).compiled.as_text()) for k, p in programs.items()}
         for key, there in kernels.items():
             like = Step.PREFILL if key.step == Step.PREFILL else Step.PLAIN

@@ -119,7 +119,7 @@ def request_(pair: list[object], official: dict[str, list[int]]) -> list[object]
 
 
 def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
-    apart = {"lookahead", "stored", "stop_slots", "queue", "prefix_folder", "prefix_disk"}
+    without_flag = {"lookahead", "stored", "stop_slots", "queue", "prefix_folder", "prefix_disk"}
     flags = """--rows 2 --steps-per-call 3 --max-length 64 --block 4 --chunk 16 --dtype float16
         --weights int8 --weight-layout row_major --kv-dtype int8 --kernels xla --inexact --no-rings
         --no-call-odds --taps-at late --min-survival 0.5 --memory-limit 9 --prefix-cache 8
@@ -127,7 +127,7 @@ def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
     plan = chosen_plan(parser().parse_args(["explain", *flags.split()]))
     default = {"devices"}  # cannot be combined with a mesh
     same = {f.name for f in dataclasses.fields(Plan) if getattr(plan, f.name) == f.default}
-    assert same == apart | default
+    assert same == without_flag | default
     assert chosen_plan(parser().parse_args(["explain", "--drafter-device", "1"])).devices == (0, 1)
 
 
@@ -256,7 +256,7 @@ def test_generate_json_is_one_object(
         assert name in stats
 
 
-def test_compare_times_the_lanes_and_says_that_tokens_are_equal(
+def test_compare_times_the_modes_and_says_that_tokens_are_equal(
     run: Run, asked: list[object], said: list[int]
 ) -> None:
     code, out, _ = run("generate", *asked, "--compare", "--json")

@@ -137,8 +137,8 @@ class RowDraftSampler:
             q = over_vocabulary(q, ids, self.vocab_size)
         num_drafts = jnp.where(finite, self.rules.max_drafts, 0)
         if survival is not None and self.min_survival > 0:
-            likely = (survival >= self.min_survival).sum(axis=1, dtype=jnp.int32)
-            num_drafts = jnp.minimum(num_drafts, likely)
+            num_likely = (survival >= self.min_survival).sum(axis=1, dtype=jnp.int32)
+            num_drafts = jnp.minimum(num_drafts, num_likely)
         block = jnp.concatenate([self.anchor[:, None], drafts], axis=1)
         return Draft(block, q, finite, num_drafts)
 

@@ -93,7 +93,7 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     tools, declared, choice = parse_tools(given, parsed.tool_choice, places)
     template, more = reasoning_options(parsed.chat_template_kwargs, reasoning=parsed.reasoning)
     warnings += more
-    likely = parsed.top_logprobs or LOGPROBS in (parsed.include or ())
+    logprobs = parsed.top_logprobs or LOGPROBS in (parsed.include or ())
     return GenerationRequest(
         api="responses",
         messages=parse_messages(messages_from_responses(parsed.instructions, items)),
@@ -103,7 +103,7 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
         parallel_tool_calls=parsed.parallel_tool_calls is not False,
         template_kwargs=template,
         max_tokens=parsed.max_output_tokens,
-        logprobs=(parsed.top_logprobs or 0) if likely else None,
+        logprobs=(parsed.top_logprobs or 0) if logprobs else None,
         echoed_fields=_echoed(parsed),
         store=None if parsed.store is False else functools.partial(store.put, given=items),
         **common | {"warnings": tuple(warnings)},

@@ -116,11 +116,11 @@ def test_all_of_the_donated_state_is_updated_in_place(
 def test_no_program_has_room_to_copy_a_cache(
     built: dict[tuple[int, ProgramKey], Executable],
 ) -> None:
-    """But for the one row that is fed or scored apart from the others."""
+    """But for the one row that is fed or scored difference from the others."""
     for (rows, name), program in built.items():
         keys = rows * plan(rows).slots * 2 * 64 * 4  # of one layer: half a cache
-        apart = rows > 1 and name in (PREFILL, SCORED, COPIED)
-        own = program.donated_bytes / rows if apart else 0
+        difference = rows > 1 and name in (PREFILL, SCORED, COPIED)
+        own = program.donated_bytes / rows if difference else 0
         assert program.temporary_bytes < keys + own, (rows, name)
     assert built[3, CLEARED].temporary_bytes < 1000
     assert built[3, REPLACED].temporary_bytes < 1000

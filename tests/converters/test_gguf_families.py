@@ -70,11 +70,11 @@ def joined(found, *, parts, name, axis):
 def test_gates_and_ups_may_lie_in_one_tensor(tmp_path, kind):
     parts = {"parts": ("ffn_gate_exps", "ffn_up_exps"), "name": "ffn_gate_up_exps", "axis": 1}
     folder = TARGETS / "gpt_oss"
-    apart = open_model(write_family(folder, tmp_path / "a.gguf", kind))
+    separate = open_model(write_family(folder, tmp_path / "a.gguf", kind))
     fused = write_family(folder, tmp_path / "b.gguf", kind, form=lambda x: joined(x, **parts))
     together = open_model(fused)
-    assert comparable(together.config) == comparable(apart.config)
-    expected = leaves(apart.load("float32"))
+    assert comparable(together.config) == comparable(separate.config)
+    expected = leaves(separate.load("float32"))
     for path, array in leaves(together.load("float32")).items():
         np.testing.assert_array_equal(array, expected[path], path)
 
@@ -92,7 +92,7 @@ def test_gated_queries_may_lie_in_a_fused_tensor(tmp_path):
 
 
 def test_gates_and_ups_of_gemma_may_lie_apart(tmp_path):
-    def apart(found):
+    def separate(found):
         made = dict(found)
         for name in [n for n in found if "ffn_gate_up_exps" in n]:
             for i, half in enumerate(np.split(made.pop(name), 2, axis=1)):
@@ -100,7 +100,7 @@ def test_gates_and_ups_of_gemma_may_lie_apart(tmp_path):
         return made
 
     folder = TARGETS / "gemma4_moe"
-    model = open_model(write_family(folder, tmp_path / "x.gguf", form=apart))
+    model = open_model(write_family(folder, tmp_path / "x.gguf", form=separate))
     model.check()
     expected = leaves(open_model(folder).load("float32"))
     for path, array in leaves(model.load("float32")).items():
@@ -276,6 +276,6 @@ def test_k_types_compute_what_compare_predicts(tmp_path, wide, kind, monkeypatch
     model = TargetModel(exact.config, exact.load("float32"), "float32")
     expected = np.asarray(model.forward(ids).logits)
     model.params = coarse.load("float32")
-    apart = np.asarray(model.forward(ids).logits) - expected
-    error = np.linalg.norm(apart) / np.linalg.norm(expected)
+    separate = np.asarray(model.forward(ids).logits) - expected
+    error = np.linalg.norm(separate) / np.linalg.norm(expected)
     assert 0 < error < 2 * np.linalg.norm([d.rms for d in found.tensors])

@@ -43,10 +43,10 @@ def test_a_gguf_target_computes_the_oracle_logits(tmp_path, name):
     model.params = quantised.load("float32")
     errors = [d.rms for d in compare(open_model(folder), quantised).tensors]
     predicted = np.linalg.norm(errors)  # independent errors add in squares
-    apart = np.asarray(model.forward(ids).logits) - expected
+    difference = np.asarray(model.forward(ids).logits) - expected
     # To first order; states and routers amplify. A wrong transform gives an error above 1.
     factor = 2 if name in DENSE else 5
-    assert np.linalg.norm(apart) / np.linalg.norm(expected) < factor * predicted < 0.35
+    assert np.linalg.norm(difference) / np.linalg.norm(expected) < factor * predicted < 0.35
 
 
 def test_quantised_weights_compute_what_their_decoded_values_do(tmp_path):

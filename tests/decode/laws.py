@@ -63,8 +63,8 @@ def law(
     """
     p = []
     for prefix, rows in next_logits.items():  # in the order of `product`
-        shaped = [shape(row, prefix[:i]) for i, row in enumerate(rows)]
-        steps = np.stack([filtered(row, **filters) for row in shaped])
+        processed = [shape(row, prefix[:i]) for i, row in enumerate(rows)]
+        steps = np.stack([filtered(row, **filters) for row in processed])
         p.append(np.prod(steps[range(SAID - 1), prefix]) * steps[-1])
     return np.concatenate(p)
 

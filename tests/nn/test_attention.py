@@ -205,8 +205,8 @@ def test_an_int8_cache_holds_each_row_to_half_a_step(ring: bool) -> None:
         for b, start in enumerate((1, 4)):
             held = np.asarray(codes[b]) * np.asarray(scale[b])[..., None]
             held = held[:, start : start + T]
-            apart = np.abs(np.swapaxes(held, 0, 1) - rows[b])
-            assert (apart <= np.abs(rows[b]).max(axis=-1, keepdims=True) / 253).all()
+            difference = np.abs(np.swapaxes(held, 0, 1) - rows[b])
+            assert (difference <= np.abs(rows[b]).max(axis=-1, keepdims=True) / 253).all()
 
 
 def test_attention_multiplies_int8_rows_by_their_scales() -> None:

@@ -65,8 +65,8 @@ def test_quantised_weights_are_near_and_not_nearer_than_can_be(kind: str, most: 
     np.testing.assert_array_equal(found[:, 0, 0], 0)
     step = np.abs(w).reshape(-1, 32, 5, 4).max(axis=1, keepdims=True) / 8
     limit = step if kind == "Q4_0" else np.abs(w).max(axis=0, keepdims=True)[None] / 127 / 2
-    apart = np.abs(found - w).reshape(-1, 32, 5, 4)
-    assert (apart <= limit * 1.002 + 1e-7).all()
+    difference = np.abs(found - w).reshape(-1, 32, 5, 4)
+    assert (difference <= limit * 1.002 + 1e-7).all()
 
 
 def test_which_parameters_are_packed_and_which_are_always_int8() -> None:

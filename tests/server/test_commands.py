@@ -393,7 +393,7 @@ def talks(tmp_path: Path) -> Path:
     return path
 
 
-def test_bench_in_process_compares_the_lanes(
+def test_bench_in_process_compares_the_modes(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run, talks: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("dflash_jax.cli.bench._engine", lambda options, rows: random_tiny)
@@ -461,7 +461,7 @@ def test_bench_refuses_a_picture_it_cannot_make_before_it_measures(
 
 
 def test_a_table_wider_than_the_terminal_becomes_lines() -> None:
-    found: dict[str, Any] = {"pairs": [], "runs": [LANE, LANE | {"lane": "plain"}]}
+    found: dict[str, Any] = {"pairs": [], "runs": [MODE, MODE | {"lane": "plain"}]}
     for width in (80, 40):
         shown = report(found, width)
         assert max(map(len, shown.splitlines())) <= width
@@ -469,7 +469,7 @@ def test_a_table_wider_than_the_terminal_becomes_lines() -> None:
     assert "speculative: at once 8, tok/s 9999.5,\n  tok/s each 1234.5" in shown
 
 
-LANE = {
+MODE = {
     "lane": "speculative",
     "concurrency": 8,
     "tokens_per_s": 9999.5,
