@@ -204,7 +204,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--parts", action="store_true", help="single products and attention too")
     parser.add_argument(
-        "--lanes", dest="variants", action="store_true", help="small models in every lane, too"
+        "--lanes", dest="variants", action="store_true", help="also small models in every variant"
     )
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="keep the optimised HLO")
