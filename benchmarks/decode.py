@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from benchmarks.cases import Case
-    from benchmarks.lanes import Run
+    from benchmarks.modes import Run
     from benchmarks.paired import Samples
 
 GOALS = {"tiny": 2.2, "9m": 1.7, "60m": 1.5}  # over the official package
@@ -68,7 +68,7 @@ class Decoder:
 
 def decoders_of(case: "Case", *, official: bool) -> dict[str, Decoder]:
     """Return the decoders of a case; a first run determines the rounds of the bare loops."""
-    from benchmarks.lanes import BareLoop, generate
+    from benchmarks.modes import BareLoop, generate
     from dflash_jax.bench.compare import one_token_engine
 
     engine, single, loop = case.engine, one_token_engine(case.engine), BareLoop(case.engine)

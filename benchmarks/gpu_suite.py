@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.environment import environment
 from benchmarks.gpu_cases import FULL, Bench, full, logits_step, planned, random_params, smoke
-from benchmarks.lanes import BareLoop, generate
+from benchmarks.modes import BareLoop, generate
 from dflash_jax import Plan
 from dflash_jax.bench.compare import one_token_engine
 from dflash_jax.compiler import jit

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.lanes import Run
+from benchmarks.modes import Run
 from dflash_jax.config import AttentionConfig
 from dflash_jax.converters.names import published
 from dflash_jax.converters.tree_source import TreeSource
