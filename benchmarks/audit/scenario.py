@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-VARIANTS = ("sampled", "shaped", "masked")  # of programs, beside the greedy ones
+VARIANTS = ("sampled", "penalized", "constrained")  # of programs, beside the greedy ones
 MOST_NEW = 64  # output tokens per request
 TOOLS = [{"name": "read", "parameters": {"type": "object", "required": ["path"]}}]
 SCHEMA = {
@@ -170,7 +170,7 @@ def _request(cancellation: Mapping[str, Any] | None = None, **fields: Any) -> Au
 def draw_scenario(seed: int, case: int, limits: Limits) -> Scenario:
     """Draw a scenario; equal arguments give equal scenarios."""
     rng = random.Random(f"{seed}/{case}")
-    mixed = rng.choice([(), (), ("sampled",), ("sampled", "shaped"), VARIANTS, VARIANTS])
+    mixed = rng.choice([(), (), ("sampled",), ("sampled", "penalized"), VARIANTS, VARIANTS])
     variants = [variant for variant in mixed if variant in limits.variants]
     segments = rng.choice([0, 2, 6, 64, 64])
     folder = segments > 0 and rng.random() < 0.35
@@ -225,9 +225,9 @@ def _draw_request(
     if "sampled" in variants and rng.random() < 0.3:
         options |= {"temperature": rng.choice([0.3, 1.0, 2.0]), "seed": rng.randrange(1000)}
         options |= rng.choice([{}, {"top_p": 0.9}, {"top_k": 7, "min_p": 0.02}])
-    if "shaped" in variants and rng.random() < 0.4:
+    if "penalized" in variants and rng.random() < 0.4:
         options |= _shaping(rng, limits)
-    if "masked" in variants and limits.structured and limits.stop_texts and rng.random() < 0.3:
+    if "constrained" in variants and limits.structured and limits.stop_texts and rng.random() < 0.3:
         options["structured"] = rng.choice(STRUCTURES)
         options.pop("min_tokens", None)  # rejected in combination
     if limits.prompt_logprobs and rng.random() < 0.05:
