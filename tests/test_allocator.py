@@ -1,4 +1,4 @@
-"""Freed memory stays with the process in every thread, until it is given back."""
+"""Freed memory stays in the process, in every thread, until it is released."""
 
 import gc
 import subprocess
@@ -78,24 +78,24 @@ print(before - resident())
 
 
 @ON_GLIBC
-def test_holes_between_what_is_held_are_given_back() -> None:
-    """Of every free piece of 10 kB one whole page at least goes: of 80 MB, 32 or more."""
+def test_free_pieces_between_used_ones_are_released() -> None:
+    """Each free piece of 10 kB contains a whole page, so at least 32 of 80 MB are released."""
     command = [sys.executable, "-c", HOLES]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(found.stdout) > 30_000_000
 
 
 @ON_GLIBC
-def test_threads_do_not_search_the_holes_that_others_left() -> None:
-    """A single arena for all would be one heap in malloc's own report."""
+def test_threads_have_separate_arenas() -> None:
+    """With a single arena, malloc would report one heap."""
     command = [sys.executable, "-c", COUNT + REPORT]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.count("<heap nr=") > 1
 
 
 @ON_GLIBC
-def test_what_was_freed_is_used_again_without_page_faults() -> None:
-    """120 MB of scratch memory are 29,000 pages; an arena of a thread has heaps of 64 MB."""
+def test_freed_memory_is_used_again_without_page_faults() -> None:
+    """120 MB of scratch memory are 29,000 pages; heaps of a thread's arena have 64 MB."""
     command = [sys.executable, "-c", COUNT]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(found.stdout) < 500
@@ -146,9 +146,9 @@ print(kept - resident())
 
 
 @ON_GLIBC
-def test_threads_give_back_the_free_ends_of_their_heaps_when_told_to() -> None:
+def test_threads_release_the_free_ends_of_their_heaps_on_request() -> None:
     found = subprocess.run([sys.executable, "-c", HEAPS], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     released, later = map(int, found.stdout.split())
     assert released > 40_000_000  # of 80
-    assert later < 20_000_000  # memory is kept again afterwards
+    assert later < 20_000_000  # memory stays in the process again

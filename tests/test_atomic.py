@@ -1,4 +1,4 @@
-"""What is written is whole or absent, whenever its process is killed; what one left is removed."""
+"""Writes are atomic even if the process is killed, and leftovers are removed."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from dflash_jax.utils import partial
 from dflash_jax.utils.atomic import new_path
 
 ORACLE = Path(__file__).parent / "oracle"
-# Forks a process for each step: imports take seconds, and tensorstore, once used, forbids forks.
+# Fork a process for each step: imports take seconds, and forks fail once tensorstore was used.
 # Conversions are killed at a random time, or at one of the steps that Python reports (files opened,
 # made, renamed and removed).
 KILLED = """
@@ -110,7 +110,7 @@ def test_a_killed_conversion_leaves_what_was_there_or_a_whole_model(
 
 
 def dead() -> int:
-    """The number of a process that ended."""
+    """Return the id of a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     return process.pid
@@ -129,7 +129,7 @@ def write(place: Path, text: str, *, overwrite: bool = False) -> None:
         (at / "config.json").write_text(text)
 
 
-def test_what_killed_processes_left_of_the_same_name_is_removed_alone(tmp_path: Path) -> None:
+def test_only_leftovers_of_killed_processes_with_the_same_name_are_removed(tmp_path: Path) -> None:
     place = tmp_path / "model"
     gone = [left_by(dead(), place), left_by(dead(), place, kind="old")]
     file = tmp_path / f".model.partial-{dead()}-abcd0123f"
@@ -145,9 +145,9 @@ def test_what_killed_processes_left_of_the_same_name_is_removed_alone(tmp_path: 
     assert all(path.exists() for path in kept)
 
 
-def test_a_process_that_has_a_dead_ones_number_is_another_one(tmp_path: Path) -> None:
+def test_a_process_with_a_reused_id_is_another_process(tmp_path: Path) -> None:
     folder = left_by(1, tmp_path / "model")
-    os.utime(folder, (1, 1))  # written before any process of today began
+    os.utime(folder, (1, 1))  # older than any running process
     write(tmp_path / "model", "{}")
     assert not folder.exists()
 
@@ -163,7 +163,7 @@ with new_path(pathlib.Path(sys.argv[1]), overwrite=True) as at:
 """
 
 
-def test_what_a_running_process_writes_is_let_be_whatever_its_number(tmp_path: Path) -> None:
+def test_files_of_running_processes_are_kept(tmp_path: Path) -> None:
     place = tmp_path / "model"
     command = [sys.executable, "-c", HOLDS, str(place)]
     with subprocess.Popen(
@@ -173,7 +173,7 @@ def test_what_a_running_process_writes_is_let_be_whatever_its_number(tmp_path: P
         assert other.stdin is not None
         assert other.stdout.readline() == "writes\n"
         [folder] = tmp_path.glob(".model.partial-*")
-        # As in another container, where the number means nothing here, and long ago.
+        # As by a process of another container, whose id means nothing here, long ago.
         strange = folder.rename(tmp_path / f".model.partial-{dead()}-{folder.name[-8:]}")
         os.utime(strange, (1, 1))
         write(place, "ours")
@@ -186,7 +186,7 @@ def test_what_a_running_process_writes_is_let_be_whatever_its_number(tmp_path: P
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_what_is_replaced_is_there_until_the_new_one_is(
+def test_a_replaced_file_exists_until_the_new_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     if not exchanges:
@@ -200,7 +200,7 @@ def test_what_is_replaced_is_there_until_the_new_one_is(
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_model_that_was_moved_away_by_a_killed_process_comes_back(tmp_path: Path) -> None:
+def test_a_model_moved_away_by_a_killed_process_is_restored(tmp_path: Path) -> None:
     place = tmp_path / "model"
     write(place, "first")
     folder = left_by(dead(), place)
@@ -213,7 +213,7 @@ def test_a_model_that_was_moved_away_by_a_killed_process_comes_back(tmp_path: Pa
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-def test_contents_are_on_the_disk_before_they_have_their_name(
+def test_contents_are_flushed_before_they_get_their_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, seen = tmp_path / "model", []
@@ -233,7 +233,7 @@ def test_contents_are_on_the_disk_before_they_have_their_name(
     assert seen == ["config.json", "new", "renamed", tmp_path.name]
 
 
-def test_places_with_long_names_share_nothing(tmp_path: Path) -> None:
+def test_destinations_with_long_names_have_separate_temporary_files(tmp_path: Path) -> None:
     long = "a" * 200
     folder = left_by(dead(), tmp_path / partial._stem(tmp_path / f"{long}1"))
     write(tmp_path / f"{long}2", "{}")

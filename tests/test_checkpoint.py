@@ -1,4 +1,4 @@
-"""Checkpoints of parameter trees: what is written is read, what is damaged is refused by name."""
+"""Checkpoints of parameter trees: round trips, and errors for damaged ones."""
 
 import contextlib
 import dataclasses
@@ -45,7 +45,7 @@ def path(tmp_path) -> Path:
     return tmp_path / "x"
 
 
-def test_what_is_saved_is_loaded_bit_for_bit(path):
+def test_saved_parameters_are_loaded_bit_for_bit(path):
     found = open_checkpoint(path)
     assert found.config == tiny_target()
     params = found.load()
@@ -91,7 +91,7 @@ def test_every_configuration_survives(tmp_path, monkeypatch, config):
     assert checkpoint._config(json.loads(json.dumps(manifest))) == config
 
 
-def test_no_configuration_class_is_forgotten():
+def test_every_configuration_class_is_tested():
     for file in (Path(checkpoint.__file__).parent / "config").glob("[a-z]*.py"):
         importlib.import_module(f"dflash_jax.config.{file.stem}")
 
@@ -113,7 +113,7 @@ def test_an_existing_place_is_kept_and_a_failure_leaves_nothing(path, monkeypatc
     assert [p.name for p in path.parent.iterdir()] == ["x"]
 
 
-def test_what_is_neither_file_nor_folder_is_not_replaced(tmp_path):
+def test_special_files_are_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="pipe is neither a file nor a folder"):
         save(tmp_path / "pipe", tiny_target(), PARAMS, overwrite=True)
@@ -121,7 +121,7 @@ def test_what_is_neither_file_nor_folder_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".", "..", "x/..", ""])
-def test_what_names_nothing_is_not_written(tmp_path, monkeypatch, name):
+def test_impossible_names_are_refused(tmp_path, monkeypatch, name):
     (tmp_path / "x").mkdir()
     monkeypatch.chdir(tmp_path / "x")
     with pytest.raises(CheckpointError, match="has no file name"):
@@ -144,7 +144,7 @@ def test_a_folder_of_other_things_is_not_overwritten(tmp_path):
 def test_a_link_is_followed(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk/x")
-    for _ in range(2):  # what it leads to is not there at first
+    for _ in range(2):  # its target does not exist at first
         save(tmp_path / "link", tiny_target(), PARAMS, overwrite=True)
         assert [p.name for p in (tmp_path / "disk").iterdir()] == ["x"]
     assert (tmp_path / "link").is_symlink()
@@ -161,7 +161,7 @@ def test_a_name_may_be_as_long_as_names_may_be(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["x" * 255]
 
 
-def test_a_signal_waits_until_one_folder_stands_in_place_of_the_other(path, monkeypatch):
+def test_a_signal_waits_until_the_folder_is_replaced(path, monkeypatch):
     real = Path.rename
 
     def rename(self, target):

@@ -1,4 +1,4 @@
-"""Configs from published files: both spellings, and everything that must be refused by name."""
+"""Configs from published files: both spellings, and fields that must be refused."""
 
 import copy
 import dataclasses
@@ -137,7 +137,7 @@ def test_gpt_oss_without_a_rotary_embedding_has_the_published_one(oracle: Path) 
 
 
 def test_a_switched_on_window_of_qwen3_moe_is_that_of_all_layers(oracle: Path) -> None:
-    """Transformers heeds neither `max_window_layers` nor `layer_types` there."""
+    """Transformers ignores `max_window_layers` and `layer_types` there."""
     base = fields(oracle, "targets/qwen3_moe/config.hub.json") | {"sliding_window": 7}
     kinds = {"layer_types": ["full_attention"] * 3, "max_window_layers": 2}
     assert target_config(base | {"use_sliding_window": False}).windows == (None,) * 3
@@ -178,7 +178,7 @@ def test_positions_that_a_target_leaves_out_are_its_familys(
     assert yarn.original_length == length
 
 
-def test_notes_of_who_wrote_a_config_and_another_name_of_silu_change_nothing(oracle: Path) -> None:
+def test_metadata_and_another_name_of_silu_change_nothing(oracle: Path) -> None:
     base = fields(oracle, "targets/qwen3/config.hub.json")
     notes = {"_attn_implementation_autoset": True, "num_labels": 2, "model_max_length": 9}
     assert target_config(base | notes | {"hidden_act": "swish"}) == target_config(base)
@@ -273,7 +273,7 @@ def test_end_tokens_are_completed_from_the_generation_config(oracle: Path, tmp_p
 
 
 def test_end_tokens_that_no_token_has_are_left_out(oracle: Path) -> None:
-    """Some files say -1, or 2^32 - 1, for none; neither is an id that a device could hold."""
+    """Some files write -1 or 2^32 - 1 for none; neither is a valid id."""
     config = fields(oracle, "targets/qwen3/config.json")
     ids = [-1, 0, config["vocab_size"] - 1, config["vocab_size"], 2**32 - 1]
     assert target_config(config | {"eos_token_id": ids}).eos_token_ids == tuple(ids[1:3])
@@ -291,31 +291,31 @@ def test_yarn_brings_its_attention_factor(oracle: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("scales", "expected"),
     [
         ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
         ({"mscale": 1.0, "mscale_all_dim": 0.5}, 1.2772589 / 1.1386294),
-        ({"mscale": 2.0}, 1.2772589),  # without the other it says nothing
+        ({"mscale": 2.0}, 1.2772589),  # ignored without the other
         ({"mscale": 1.0, "mscale_all_dim": 0}, 1.2772589),
         ({"mscale": 1.0, "mscale_all_dim": 0.5, "attention_factor": 0.7}, 0.7),
         ({"mscale": 1.0, "mscale_all_dim": 0.5, "factor": 0.5}, 1.0),
     ],
 )
 def test_scales_of_yarn_make_its_attention_factor(
-    oracle: Path, said: dict[str, float], expected: float
+    oracle: Path, scales: dict[str, float], expected: float
 ) -> None:
-    """As transformers computes it; Kimi's and DeepSeek's relatives are published so."""
+    """As transformers computes it; relatives of Kimi and DeepSeek use it."""
     base = fields(oracle, "drafters/v1_full/config.json")
     yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
-    config = drafter_config(base | {"rope_scaling": yarn | said})
+    config = drafter_config(base | {"rope_scaling": yarn | scales})
     assert config.rope.attention_factor == pytest.approx(expected, rel=1e-6)
 
 
 def test_null_is_no_truncation_of_yarn_and_a_factor_taken_from_two_lengths(oracle: Path) -> None:
     base = fields(oracle, "targets/qwen3/config.hub.json")
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    for said, truncate in ({}, True), ({"truncate": None}, False):
-        assert target_config(base | {"rope_scaling": yarn | said}).rope.truncate is truncate
+    for given, truncate in ({}, True), ({"truncate": None}, False):
+        assert target_config(base | {"rope_scaling": yarn | given}).rope.truncate is truncate
     null = target_config(base | {"rope_scaling": yarn | {"factor": None}})
     assert null.rope.factor == base["max_position_embeddings"] / 64
     for scaling in ({"rope_type": "yarn"}, {"type": "linear"}, {"type": "linear", "factor": None}):
@@ -323,7 +323,7 @@ def test_null_is_no_truncation_of_yarn_and_a_factor_taken_from_two_lengths(oracl
             target_config(base | {"rope_scaling": scaling})
 
 
-def test_a_llama_sees_everything_whatever_windows_its_file_names(oracle: Path) -> None:
+def test_llama_ignores_windows_of_its_config(oracle: Path) -> None:
     base = fields(oracle, "targets/llama3/config.hub.json")
     named = {"sliding_window": 8, "max_window_layers": 1}
     assert target_config(base | named) == target_config(base)
@@ -343,7 +343,7 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not a target this version runs; it runs"),
         ({"model_type": None}, "model_type None is not a target"),
@@ -372,15 +372,15 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
     ],
 )
 def test_a_target_config_that_cannot_be_run_is_refused_by_name(
-    oracle: Path, change: dict[str, Any], says: str
+    oracle: Path, change: dict[str, Any], message: str
 ) -> None:
     base = fields(oracle, "targets/llama3/config.hub.json")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         target_config(base | change, "here/config.json")
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824; expected 1 to 10,000"),
         ({"per_layer_config": {"2": {"num_key_value_heads": 0}}}, "cannot share 0 key/value heads"),
@@ -388,10 +388,10 @@ def test_a_target_config_that_cannot_be_run_is_refused_by_name(
     ],
 )
 def test_sizes_of_gemma_layers_that_cannot_be_are_refused(
-    oracle: Path, change: dict[str, Any], says: str
+    oracle: Path, change: dict[str, Any], message: str
 ) -> None:
     base = fields(oracle, "targets/gemma4_moe/config.json")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         target_config(base | change)
 
 
@@ -415,7 +415,7 @@ def test_an_unknown_model_type_lists_the_known_ones(oracle: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"target_layer_ids": None}, "target_layer_ids is None; expected the list of target lay"),
         ({"target_layer_ids": []}, r"target_layer_ids is \[\]; expected the list"),
@@ -426,11 +426,11 @@ def test_an_unknown_model_type_lists_the_known_ones(oracle: Path) -> None:
     ],
 )
 def test_a_drafter_config_that_cannot_be_run_is_refused_by_name(
-    oracle: Path, change: dict[str, Any], says: str
+    oracle: Path, change: dict[str, Any], message: str
 ) -> None:
     base = fields(oracle, "drafters/v1_full/config.json")
     base["dflash_config"] |= change
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         drafter_config(base)
 
 
@@ -484,7 +484,7 @@ def test_any_field_of_any_kind_is_understood_or_refused_as_a_config_error(
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"hidden_size": 64}, "hidden size 64, the target has 32"),
         ({"vocab_size": 98}, "vocabulary 98, the target has 97"),
@@ -496,18 +496,18 @@ def test_any_field_of_any_kind_is_understood_or_refused_as_a_config_error(
         ({"mask_token_id": -1}, "mask token -1 is outside the target's vocabulary of 97"),
     ],
 )
-def test_a_drafter_that_does_not_fit_says_how_and_what_to_do(
-    change: dict[str, Any], says: str
+def test_a_drafter_that_does_not_fit_is_refused_with_a_remedy(
+    change: dict[str, Any], message: str
 ) -> None:
     target = tiny_target()
     check_pair(target, tiny_drafter(target))
-    with pytest.raises(ConfigError, match=says) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         check_pair(target, tiny_drafter(target, **change))
     assert "the drafter does not fit the target" in str(caught.value)
     assert "Load the drafter that was trained for this target" in str(caught.value)
 
 
-def test_every_misfit_is_named_at_once() -> None:
+def test_all_misfits_are_named_at_once() -> None:
     target = tiny_target()
     misfit = dataclasses.replace(tiny_drafter(target), hidden_size=48, vocab_size=5)
     with pytest.raises(ConfigError, match=r"hidden size 48.*vocabulary 5"):

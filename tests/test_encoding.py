@@ -1,4 +1,4 @@
-"""Encoding of long texts: refused by their characters, cut where that changes nothing."""
+"""Encoding long texts: bounds by the number of characters, and splitting without effect."""
 
 import threading
 from collections.abc import Callable
@@ -24,7 +24,7 @@ TEXTS = st.text(
 
 
 def bpe(**more: Any) -> tokenizers.Tokenizer:
-    """A byte-level or byte-fallback vocabulary with merges of a few characters."""
+    """Return a byte-level or byte-fallback tokenizer with a few merges."""
     alphabet = sorted({*pre_tokenizers.ByteLevel.alphabet(), "▁", "é", "\n"})
     pieces = [*alphabet, *(f"<0x{byte:02X}>" for byte in range(256)), "<unk>", "aa", "aaaa", "▁▁"]
     merges = [("a", "a"), ("aa", "aa"), ("▁", "▁")]
@@ -177,7 +177,7 @@ def test_tokenizers_that_may_drop_text_have_no_bound_and_refuse_nothing(
 
 
 class Recorded:
-    """A tokenizer that notes which encoding calls are made on it."""
+    """A tokenizer that records its encoding calls."""
 
     def __init__(self, core: tokenizers.Tokenizer, then: Callable[[], None] = lambda: None):
         self.core, self.then = core, then
@@ -245,7 +245,7 @@ def test_the_ids_of_the_pieces_are_the_ids_of_the_text(make: Callable[[], Any]) 
     assert cut > 10
 
 
-def test_nothing_is_cut_where_a_word_has_to_end_or_texts_are_padded() -> None:
+def test_texts_are_not_split_for_tokenizers_that_end_words_or_pad() -> None:
     whole = ["<x>a<x>a"]
     words, padded = byte_level(), byte_level()
     words.add_special_tokens(["<x>", AddedToken("w", single_word=True)])
@@ -257,7 +257,7 @@ def test_nothing_is_cut_where_a_word_has_to_end_or_texts_are_padded() -> None:
     assert list(pieces_of(words, whole[0], 1)) == list(pieces_of(padded, whole[0], 1)) == whole
 
 
-def test_nothing_is_cut_where_added_tokens_are_too_many_to_look_for_all_of_them() -> None:
+def test_texts_are_not_split_for_tokenizers_with_too_many_added_tokens() -> None:
     many, fewer = byte_level(), byte_level()
     fewer.add_special_tokens([f"<{i}>" for i in range(encoding.MOST_ALTERNATIVES)])
     many.add_special_tokens([f"<{i}>" for i in range(encoding.MOST_ALTERNATIVES + 1)])
@@ -265,7 +265,7 @@ def test_nothing_is_cut_where_added_tokens_are_too_many_to_look_for_all_of_them(
     assert list(pieces_of(many, "<1>a<2>a", 1)) == ["<1>a<2>a"]
 
 
-def test_a_start_token_stands_once_in_front_of_a_long_text() -> None:
+def test_a_long_text_gets_one_start_token() -> None:
     core = byte_level()
     core.add_special_tokens(["<x>", "<s>"])
     start = core.token_to_id("<s>")
@@ -276,7 +276,7 @@ def test_a_start_token_stands_once_in_front_of_a_long_text() -> None:
     assert encode(core, text, False) == core.encode(text, add_special_tokens=False).ids
 
 
-def test_encoding_ends_between_two_pieces_once_its_caller_gave_up() -> None:
+def test_encoding_can_be_cancelled_between_two_pieces() -> None:
     gone = threading.Event()
     core = recorded(Tokenizer.from_directory(locate("tiny", "target")).core, then=gone.set)
     text = ("<|im_start|>" + "a" * encoding.LONG_TEXT) * 3

@@ -1,4 +1,4 @@
-"""Messages name remedies that work: extras are installed from the checkout."""
+"""Error messages that name remedies, such as extras to install."""
 
 import ast
 import sys
@@ -18,7 +18,7 @@ SOURCES = [
 
 
 def hinted(path: Path) -> set[str]:
-    """Extras that a file's calls of `install_hint` name."""
+    """Return the extras named by a file's calls of `install_hint`."""
     calls = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)]
     return {ast.literal_eval(c.args[0]) for c in calls if ast.unparse(c.func) == "install_hint"}
 
@@ -34,7 +34,7 @@ def test_every_hint_to_install_is_one_function_and_names_an_extra_that_exists() 
 
 
 @pytest.mark.parametrize(
-    ("verb", "absent", "says"),
+    ("verb", "absent", "extra"),
     [
         (["serve"], "uvicorn", "'.[serve]'"),
         (["train", "--out", "run", "--preset", "none"], "optax", "'.[train]'"),
@@ -44,7 +44,7 @@ def test_every_hint_to_install_is_one_function_and_names_an_extra_that_exists() 
 def test_a_verb_without_its_packages_says_how_to_install_them(
     verb: list[str],
     absent: str,
-    says: str,
+    extra: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -56,7 +56,7 @@ def test_a_verb_without_its_packages_says_how_to_install_them(
     monkeypatch.setitem(sys.modules, absent, None)
     assert main(verb) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert f"install the extra from the checkout: pip install {says}" in line
+    assert f"install the extra from the checkout: pip install {extra}" in line
     assert not list(tmp_path.iterdir())
 
 

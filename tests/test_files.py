@@ -1,4 +1,4 @@
-"""Files of a model that are no files: refused by name, never left out silently."""
+"""Model files that are no regular files are refused, never ignored."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What was forked from a process in which JAX runs is told so, and does not wait for ever."""
+"""Engines refuse to work in processes forked after JAX started, instead of hanging."""
 
 import json
 import os
@@ -44,7 +44,7 @@ made = engine(sys.argv[1])
 before = made.generate([1, 2, 3], max_tokens=8).token_ids
 model = dj.TargetModel(made.target, made.params["target"], "float32")
 model.forward([[1, 2]])
-live, stream = made.submit([4], max_tokens=8), made.stream([5], max_tokens=8)
+handle, stream = made.submit([4], max_tokens=8), made.stream([5], max_tokens=8)
 pieces = iter(stream)
 next(pieces)
 held = threading.Event()
@@ -52,9 +52,9 @@ held = threading.Event()
 def hold():  # as a thread of a server may, at the moment of a fork
     with made.core._lock:
         held.set()
-        let_go.wait()
+        release.wait()
 
-let_go = threading.Event()
+release = threading.Event()
 threading.Thread(target=hold, daemon=True).start()
 held.wait()
 uses = {
@@ -65,7 +65,7 @@ uses = {
     "prepare": lambda: made.prepare([1]),
     "check": lambda: made.check([1]),
     "advance": made.advance,
-    "cancel": lambda: made.cancel(live),
+    "cancel": lambda: made.cancel(handle),
     "iterate": lambda: next(pieces),
     "close a stream": stream.close,
     "busy": lambda: made.busy,
@@ -79,7 +79,7 @@ uses = {
     "child of a child": lambda: forked(made.advance),
 }
 told = {name: forked(use) for name, use in uses.items()}
-let_go.set()
+release.set()
 
 def in_pool():
     return made.generate([1])
@@ -112,7 +112,7 @@ def run(text: str, *arguments: str) -> Any:
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
 
 
-def test_every_use_in_a_fork_of_a_process_that_runs_jax_is_refused(tmp_path: Path) -> None:
+def test_every_use_in_a_process_forked_after_jax_started_is_refused(tmp_path: Path) -> None:
     told = run(USED, str(tmp_path))
     assert len(told) == 20
     for name, error in told.items():
@@ -120,5 +120,5 @@ def test_every_use_in_a_fork_of_a_process_that_runs_jax_is_refused(tmp_path: Pat
         assert 'get_context("spawn"), or load models after forking' in error
 
 
-def test_what_is_forked_before_jax_runs_may_load_and_generate() -> None:
+def test_a_process_forked_before_jax_started_may_load_and_generate() -> None:
     assert len(run(UNUSED)) == 4

@@ -1,4 +1,4 @@
-"""From files to models: what loads, and what is refused with its name and remedy."""
+"""Loading models from files, and the errors for missing, damaged and unfit ones."""
 
 import fnmatch
 import json
@@ -27,7 +27,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def target(oracle: Path, tmp_path: Path) -> Path:
-    """A target folder of one's own, to be damaged."""
+    """A copy of a target folder that tests may damage."""
     return copy(oracle / "drafters" / "target_qwen3", tmp_path / "target")
 
 
@@ -55,7 +55,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, np.ndarray]], None]) 
 
 
 def shard(folder: Path, parts: int) -> dict[str, str]:
-    """Splits the weight file and writes its index; returns which tensor went where."""
+    """Split the weight file and write its index; return the file of each tensor."""
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     places = {name: f"model-{i % parts}.safetensors" for i, name in enumerate(sorted(tensors))}
@@ -70,7 +70,7 @@ def same_params(a: Any, b: Any) -> bool:
     return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
 
 
-# -- what loads --------------------------------------------------------------------------------
+# -- loading --------------------------------------------------------------------------------
 
 
 def test_a_sharded_index_holds_the_same_model_as_one_file(target: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_pair_is_described_without_its_weights(target: Path, drafter: Path) ->
     assert describe(target, None) == (big, None)
 
 
-def test_names_lead_to_folders(target: Path) -> None:
+def test_names_are_resolved_to_folders(target: Path) -> None:
     assert locate(target, "target") == target
     assert locate(str(target), "target") == target
     assert locate("tiny", "drafter").parts[-3:] == ("data", "tiny", "drafter")
@@ -129,7 +129,7 @@ def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
         locate(name, "target")
 
 
-def test_of_a_repository_only_what_is_read_is_fetched(
+def test_only_the_needed_files_of_a_repository_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = ["README.md", "config.json", "chat_template.jinja", WEIGHTS, f"original/{WEIGHTS}"]
@@ -138,7 +138,7 @@ def test_of_a_repository_only_what_is_read_is_fetched(
     def snapshot_download(
         repository: str, *, allow_patterns: list[str], ignore_patterns: list[str]
     ) -> str:
-        """As the hub's: a pattern's `*` stands for slashes, too."""
+        """Fetch files as the hub does, where `*` also matches slashes."""
         for file in files:
             wanted = any(fnmatch.fnmatch(file, p) for p in allow_patterns)
             if wanted and not any(fnmatch.fnmatch(file, p) for p in ignore_patterns):
@@ -151,7 +151,9 @@ def test_of_a_repository_only_what_is_read_is_fetched(
     assert fetched == ["config.json", "chat_template.jinja", WEIGHTS]
 
 
-def test_what_the_hub_refuses_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_the_hub_are_reported_with_their_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def snapshot_download(repository: str, **_: object) -> str:
         raise OSError(f"no such repository: {repository}")
 
@@ -165,7 +167,7 @@ def test_what_the_hub_refuses_is_said_with_its_reason(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "says"),
+    ("arguments", "error", "message"),
     [
         ({"target": 5}, CheckpointError, "the target is 5; expected a path or a name"),
         ({"drafter": 5}, CheckpointError, "the drafter is 5; expected a path or a name"),
@@ -173,9 +175,9 @@ def test_what_the_hub_refuses_is_said_with_its_reason(monkeypatch: pytest.Monkey
     ],
 )
 def test_arguments_of_other_kinds_are_named(
-    arguments: dict[str, Any], error: type[Exception], says: str
+    arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         dj.load(**arguments)
 
 
@@ -224,8 +226,8 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(target: Path) -> None:
         dj.load(target)
     text = str(caught.value)
     assert str(target) in text
-    for said in ("norm.weight", "63", "64", "2.mlp.up_proj", "0.mlp.gate_proj.bias"):
-        assert said in text, said
+    for part in ("norm.weight", "63", "64", "2.mlp.up_proj", "0.mlp.gate_proj.bias"):
+        assert part in text, part
 
 
 def test_a_damaged_drafter_is_named(target: Path, drafter: Path) -> None:
@@ -271,7 +273,7 @@ def test_a_config_that_is_not_json_is_refused(target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "changes", "says"),
+    ("role", "changes", "message"),
     [
         ("target", {"vocab_size": 300}, "vocabulary 256, the target has 300"),
         ("target", {"hidden_size": 128}, "hidden size 64, the target has 128"),
@@ -282,14 +284,14 @@ def test_a_config_that_is_not_json_is_refused(target: Path) -> None:
     ],
 )
 def test_a_drafter_that_does_not_fit_is_refused_before_weights_are_read(
-    target: Path, drafter: Path, role: str, changes: dict[str, Any], says: str
+    target: Path, drafter: Path, role: str, changes: dict[str, Any], message: str
 ) -> None:
     edit({"target": target, "drafter": drafter}[role], **changes)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         dj.load(target, drafter)
 
 
-def test_exchanged_target_and_drafter_are_noticed(target: Path, drafter: Path) -> None:
+def test_swapped_target_and_drafter_are_refused(target: Path, drafter: Path) -> None:
     with pytest.raises((ConfigError, CheckpointError)) as caught:
         dj.load(drafter, target)
     assert len(str(caught.value)) > 30
@@ -306,16 +308,16 @@ def test_a_plan_that_does_not_fit_in_memory_is_refused_before_weights_are_read(
 def test_memory_that_only_caches_files_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = tmp_path / "meminfo"
-    said.write_text("MemTotal: 8000 kB\nMemFree:  100 kB\nMemAvailable:   6000 kB\n")
-    monkeypatch.setattr(device, "MEMORY", said)
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 8000 kB\nMemFree:  100 kB\nMemAvailable:   6000 kB\n")
+    monkeypatch.setattr(device, "MEMORY", meminfo)
     assert free_memory(jax.local_devices()[0]) == 6000 * 1024
 
 
 @pytest.mark.parametrize(
     ("limit", "free"), [("5000000", 5000000 - 3000000 + 400000), ("max", 6144000), ("1", 0)]
 )
-def test_a_container_has_what_its_limit_leaves(
+def test_free_memory_respects_the_limit_of_a_container(
     limit: str, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = {
@@ -331,7 +333,7 @@ def test_a_container_has_what_its_limit_leaves(
     assert free_memory(jax.local_devices()[0]) == free
 
 
-def test_a_system_that_does_not_say_what_is_free_has_all_of_its_memory(
+def test_free_memory_is_all_memory_where_the_system_does_not_report_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_macos = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
@@ -360,7 +362,7 @@ def test_an_unknown_dtype_is_refused(target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "says"),
+    ("ids", "message"),
     [
         ([[]], r"shape \(1, 0\) .*; expected integers \[B, T\]"),
         ([1, 2], r"shape \(2,\) .*; expected integers \[B, T\]"),
@@ -370,13 +372,13 @@ def test_an_unknown_dtype_is_refused(target: Path) -> None:
         ([[-1, 2]], "ids run from -1 to 2; the target knows 0 to 8"),
     ],
 )
-def test_forward_refuses_what_are_no_token_ids(oracle: Path, ids: Any, says: str) -> None:
+def test_forward_refuses_invalid_token_ids(oracle: Path, ids: Any, message: str) -> None:
     model = dj.load_target(oracle / "drafters" / "target_small")
-    with pytest.raises(RequestError, match=says):
+    with pytest.raises(RequestError, match=message):
         model.forward(ids)
 
 
-def test_a_platform_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_platform_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise RuntimeError("Unable to initialize backend 'tpu': no libtpu.so")
 

@@ -13,10 +13,10 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CHEAP = ("01_quickstart",)
 
-# What comes with `pip install -e '.[train,plot]'`, which is all that the README asks for.
+# Packages of `pip install -e '.[train,plot]'`, which the README asks for.
 KNOWN = ("dflash_jax", "jax", "matplotlib", "numpy", "recipes")
 
-# Runs the code cells in one namespace, as a kernel would, and draws without a screen.
+# Run the code cells in one namespace, as a kernel does, and draw without a display.
 RUN = """
 import json, sys
 cells = json.load(open(sys.argv[1], encoding="utf-8"))["cells"]

@@ -1,4 +1,4 @@
-"""What a wheel installs, and that the converters have one import name wherever they are."""
+"""Contents of the wheel, and the one import name of the converters."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Imports every module of the converters; prints their names, and the files loaded twice.
+# Import every module of the converters; print their names, and files loaded twice.
 SURVEY = """
 import importlib, json, os, pkgutil, sys
 import dflash_jax.converters as ours
@@ -35,7 +35,7 @@ CLASH = "a user's own module of the name converters"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a wheel, as hatchling packs them or, without it, as it would."""
+    """A folder with the files of a wheel, packed by hatchling if it is installed."""
     folder = tmp_path_factory.mktemp("wheel")
     if importlib.util.find_spec("hatchling"):
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder / "dist"]
@@ -53,13 +53,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a clean environment that has the wheel and the packages it needs."""
+    """The interpreter of a clean environment with the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, symlinks=True)
     [packages] = folder.glob("lib/*/site-packages")
     for part in wheel.iterdir():
         part.rename(packages / part.name)
-    # Plain folders: the .pth files in them, such as that of an editable install, are not read.
+    # Plain folders, whose .pth files, such as that of an editable install, are not read.
     others = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "others.pth").write_text("\n".join(others) + "\n")
     return folder / "bin" / "python"
@@ -73,7 +73,7 @@ def run(python: str | Path, *arguments: str, cwd: Path) -> "subprocess.Completed
 
 
 def modules() -> list[str]:
-    """The import names of the converters' files."""
+    """Return the import names of the converters' files."""
     names = []
     for path in (ROOT / "converters").rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -144,7 +144,9 @@ def test_running_the_folder_of_a_checkout_runs_the_modules_of_the_package() -> N
     assert found["twice"] == []  # `converters` is the same module as `dflash_jax.converters`
 
 
-def test_an_installed_wheel_says_where_the_shipped_corpus_is(python: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_reports_where_the_shipped_corpus_is(
+    python: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("optax", reason="optax is not installed: pip install '.[train]'")
     pytest.importorskip("rich", reason="rich is not installed: pip install '.[train]'")
     done = run(python, "-m", "dflash_jax", "train", "--out", "run", cwd=tmp_path)

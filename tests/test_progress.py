@@ -1,4 +1,4 @@
-"""What takes long is announced where a person looks, and nowhere else."""
+"""Progress is shown on terminals and in notebooks only."""
 
 import io
 import re
@@ -14,7 +14,7 @@ from dflash_jax.utils.progress import announced, is_shown
 
 
 class Stream(io.StringIO):
-    """A stream that may be a terminal, and tells when something was written to it."""
+    """A stream that may be a terminal, with an event that is set by each write."""
 
     def __init__(self, *, terminal: bool):
         super().__init__()
@@ -30,12 +30,12 @@ class Stream(io.StringIO):
 
 
 class OutStream(Stream):
-    """As Jupyter has it."""
+    """Jupyter's stream, by its name."""
 
     __module__ = "ipykernel.iostream"
 
 
-def test_a_terminal_and_a_notebook_are_shown_what_is_done_and_logs_are_not(
+def test_progress_is_shown_on_terminals_and_in_notebooks_but_not_in_logs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for stream, shown in (
@@ -56,7 +56,7 @@ def test_a_terminal_and_a_notebook_are_shown_what_is_done_and_logs_are_not(
         assert is_shown(True) is True
 
 
-def test_a_block_is_announced_while_it_runs_and_its_time_is_told_after_it(
+def test_a_block_is_announced_while_it_runs_and_its_time_is_printed_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream = Stream(terminal=True)
@@ -96,11 +96,11 @@ def test_loading_and_compiling_are_announced_on_a_terminal_alone(
 ) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0)
     folder, plan = oracle / "drafters" / "target_small", dj.Plan(max_length=32, chunk=8)
-    said = {}
+    lines = {}
     for shown in (None, True):  # standard error is no terminal here
         engine = dj.load(folder, None, plan=plan, progress=shown)
         engine.generate([1, 2, 3], max_tokens=2)
         dj.load_target(folder, progress=shown).forward([[1, 2]])
-        said[shown] = [line.split(" ...")[0] for line in capsys.readouterr().err.splitlines()]
+        lines[shown] = [line.split(" ...")[0] for line in capsys.readouterr().err.splitlines()]
     loading, compiling = f"dflash_jax: loading {folder}", "dflash_jax: compiling"
-    assert said == {None: [], True: [loading, compiling, loading, compiling]}
+    assert lines == {None: [], True: [loading, compiling, loading, compiling]}

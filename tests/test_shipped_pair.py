@@ -1,4 +1,4 @@
-"""The pair that ships: complete, small, honest, and lossless on prompts it never saw."""
+"""The shipped pair: complete, small, and lossless on held-out prompts."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def test_heldout_conversations_decode_alike_with_and_without_drafts(engine: Engi
         assert fast.text == slow.text
         rounds += fast.stats.rounds
         tokens += sum(fast.stats.acceptance_lengths)
-    assert tokens / rounds > 1.8  # a real drafter; its card says how good
+    assert tokens / rounds > 1.8  # a trained drafter; its card has the figures
 
 
 def test_lengths_around_chunks_decode_alike(engine: Engine) -> None:
@@ -66,7 +66,7 @@ def test_streamed_text_is_the_whole_text(engine: Engine) -> None:
     stream = engine.stream(prompt, max_tokens=NEW)
     pieces = list(stream)
     assert "".join(piece.text for piece in pieces) == stream.result.text
-    assert len(pieces) < stream.result.stats.output_tokens  # several tokens a step
+    assert len(pieces) < stream.result.stats.output_tokens  # more than one token per step
     assert stream.result.text
     assert "<|" not in stream.result.text
 
@@ -82,12 +82,12 @@ def early(engine: Engine, turn: Turn) -> None:
 
 
 def replayed(engine: Engine, turns: list[Turn]) -> None:
-    """Lanes are equal; stalls are real; with recovery on every turn ends as it should."""
+    """Check turns: modes are equal, stalls occur, and with recovery all end as expected."""
     failed: dict[str, int] = {}
     for turn in turns:
         if turn.kind == "runaway":
             early(engine, turn)
-            turn = dataclasses.replace(turn, max_tokens=520)  # numbers may be repeated longer
+            turn = dataclasses.replace(turn, max_tokens=520)  # numbers may repeat longer
         off, on = play(engine, turn, None), play(engine, turn, dj.Recovery())
         assert off.equal, turn.id
         assert on.equal, turn.id
@@ -108,7 +108,7 @@ def replayed(engine: Engine, turns: list[Turn]) -> None:
     assert not any(failed.values()), failed
 
 
-def test_stalled_agents_make_their_call_and_nobody_else_does(engine: Engine) -> None:
+def test_stalled_agents_make_their_call_and_other_turns_do_not(engine: Engine) -> None:
     turns = {turn.kind: turn for turn in read_turns(SHIPPED)}  # the last one of each kind
     replayed(engine, list(turns.values()))
 

@@ -1,4 +1,4 @@
-"""How the command starts and ends: without JAX where it needs none, and in order on a Ctrl-C."""
+"""Startup of the command: without importing JAX where possible, and clean on Ctrl-C."""
 
 import json
 import signal
@@ -90,7 +90,7 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
     assert {"load", "Plan", "Recovery"} <= set(dir(dflash_jax))
 
 
-# In the order of their import; the command is interrupted as soon as one is there.
+# In import order; the command is interrupted once each is imported.
 @pytest.mark.parametrize(
     "module",
     [

@@ -1,4 +1,4 @@
-"""A target alone: its forward pass as a function that JAX can transform."""
+"""`TargetModel`: the forward pass of a target as a function that JAX can transform."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_apply_is_differentiable_in_its_parameters(model: dj.TargetModel) -> Non
         assert float(slope[name].sum()) == pytest.approx(expected, rel=0.05, abs=2e-3)
 
 
-def test_what_is_no_matrix_of_ids_is_refused_traced_or_not(model: dj.TargetModel) -> None:
+def test_invalid_ids_are_refused_traced_or_not(model: dj.TargetModel) -> None:
     for wrong in (np.zeros(3, np.int32), np.zeros((1, 3), np.float32), np.zeros((1, 0), np.int32)):
         for call in (model.forward, jit(model.forward)):
             with pytest.raises(RequestError, match="expected integers"):

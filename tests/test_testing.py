@@ -1,4 +1,4 @@
-"""Scripted drafters: told what to propose, row by row."""
+"""Scripted drafters, whose drafts are set row by row."""
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import OWN, set_row_scripts

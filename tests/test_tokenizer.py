@@ -1,4 +1,4 @@
-"""A model's tokenizer files: chat templates as their authors tried them, and damaged ones."""
+"""Tokenizer files: chat templates with the conventions of transformers, and damaged files."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def read(core: Path, settings: Any) -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "expected"),
     [
         ("{{ strftime_now('%Y-%m-%d') }}", r"\d{4}-\d\d-\d\d"),
         ("a{% generation %}{{ messages[0].content }}{% endgeneration %}b", "aHib"),
@@ -47,9 +47,11 @@ def read(core: Path, settings: Any) -> Tokenizer:
         ("{{ 'none' if documents is none and tools is none }}", "none"),
     ],
 )
-def test_templates_find_what_transformers_gives_them(core: Path, template: str, said: str) -> None:
+def test_templates_have_the_environment_of_transformers(
+    core: Path, template: str, expected: str
+) -> None:
     found = read(core, {"chat_template": template}).render(TALK)
-    assert re.fullmatch(said, found)
+    assert re.fullmatch(expected, found)
 
 
 def test_conversations_with_tools_take_the_template_that_is_for_them(core: Path) -> None:
@@ -86,7 +88,7 @@ def test_templates_are_found_in_every_file_that_may_hold_them(
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "tokenizer.json").write_bytes(core.read_bytes())
     for name, content in files.items():
-        if name == "tokenizer_config.json":  # "S" says one template, "ST" two by name
+        if name == "tokenizer_config.json":  # "S" has one template, "ST" two named ones
             named = [{"name": "default", "template": "S"}, {"name": "tool_use", "template": "T"}]
             content = {"chat_template": "S" if content == "S" else named}
         text = content if isinstance(content, str) else json.dumps(content)
@@ -102,15 +104,15 @@ def test_templates_are_found_in_every_file_that_may_hold_them(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
-        ({"bos_token": "<a>"}, "<b>-"),  # older tokenizers say it in a file of its own
+        ({"bos_token": "<a>"}, "<b>-"),  # older tokenizers have a separate file for it
         ({"bos_token": "<a>", "added_tokens_decoder": {}}, "<a>-"),
         ({"bos_token": "<a>", "extra_special_tokens": {"image_token": "<i>"}}, "<b>-<i>"),
     ],
 )
 def test_templates_know_the_special_tokens_of_every_file(
-    core: Path, settings: dict[str, Any], said: str
+    core: Path, settings: dict[str, Any], expected: str
 ) -> None:
     files = {
         "tokenizer.json": core,
@@ -121,7 +123,7 @@ def test_templates_know_the_special_tokens_of_every_file(
     }
     found = Tokenizer.from_files(files, where="here")
     assert found is not None
-    assert found.render(TALK) == said
+    assert found.render(TALK) == expected
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
@@ -133,22 +135,25 @@ CALLS_BY_NONE = (
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "expected"),
     [
         (GUARDED, "Hi"),  # as gpt-oss and the first Qwen3, which look into every content
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "Hi"),  # would write None
-        (CALLS_BY_NONE, "Hicalls"),  # as DeepSeek's, which has no calls beside a text
+        (CALLS_BY_NONE, "Hicalls"),  # as DeepSeek's, which has no calls next to a text
     ],
 )
 def test_calls_without_a_content_have_the_one_that_the_template_reads(
-    core: Path, template: str, said: str
+    core: Path, template: str, expected: str
 ) -> None:
     tokenizer = read(core, {"chat_template": template})
     for turn in ({"content": None}, {}):
-        assert tokenizer.render([*TALK, {"role": "assistant", "tool_calls": [CALL]} | turn]) == said
+        assert (
+            tokenizer.render([*TALK, {"role": "assistant", "tool_calls": [CALL]} | turn])
+            == expected
+        )
 
 
-def test_what_gpt_oss_thought_before_a_call_is_shown_by_its_own_name(core: Path) -> None:
+def test_gpt_oss_thoughts_before_a_call_have_their_own_field(core: Path) -> None:
     template = (
         "{% for message in messages %}{% if message.content and message.thinking %}"
         "{{ raise_exception('both') }}{% endif %}{{ message.content or message.thinking }}"
@@ -175,17 +180,17 @@ ALL_CALLS = (
 
 
 @pytest.mark.parametrize(
-    ("template", "ids", "said"),
+    ("template", "ids", "expected"),
     [
         (FIRST_CALL, "abba", "Look:1-A-2-B-bye-"),
         (REFUSED + FIRST_CALL, "abba", "Look:1-A-2-B-bye-"),  # as Llama 3
         (FIRST_CALL, "ab a", "Look:1-A-2-bye-"),  # an answer that is missing
-        (FIRST_CALL, "  AB", "Look:1-A-2-B-bye-"),  # ids that nobody gave: in their order
+        (FIRST_CALL, "  AB", "Look:1-A-2-B-bye-"),  # unknown ids: in their order
         (ALL_CALLS, "abba", "Look:12-B-A-bye-"),
     ],
 )
 def test_turns_of_several_calls_are_split_where_a_template_takes_one(
-    core: Path, template: str, ids: str, said: str
+    core: Path, template: str, ids: str, expected: str
 ) -> None:
     calls = [
         {"id": id_, "type": "function", "function": {"name": "f", "arguments": {"k": k}}}
@@ -196,7 +201,7 @@ def test_turns_of_several_calls_are_split_where_a_template_takes_one(
     ]
     turn = {"role": "assistant", "content": "Look:", "tool_calls": calls}
     talk = [turn, *answers, {"role": "user", "content": "bye"}]
-    assert read(core, {"chat_template": template}).render(talk) == said
+    assert read(core, {"chat_template": template}).render(talk) == expected
 
 
 @pytest.mark.parametrize("calls", [True, 7, [1, 2], {"a": 1, "b": 2}])
@@ -229,7 +234,7 @@ def test_without_a_template_contents_are_joined_but_no_conversation_is_written(c
         "{{ raise_exception('no') }}",
     ],
 )
-def test_whatever_a_template_raises_is_a_refusal(core: Path, template: str) -> None:
+def test_errors_of_templates_are_request_errors(core: Path, template: str) -> None:
     with pytest.raises(RequestError, match="the chat template refused the messages"):
         read(core, {"chat_template": template}).render(TALK)
 
@@ -248,8 +253,8 @@ def test_damaged_settings_are_refused_by_name(core: Path, settings: Any) -> None
         read(core, settings)
 
 
-def test_bytes_that_are_no_text_end_no_stream() -> None:
-    """As models whose vocabulary falls back to bytes may say them, Gemma's among them."""
+def test_invalid_bytes_do_not_end_a_stream() -> None:
+    """Models with byte fallback, such as Gemma, may generate them."""
     pieces = ["▁", "h", "i", *(f"<0x{byte:02X}>" for byte in range(256))]
     words = {piece: at for at, piece in enumerate(pieces)}
     core = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], byte_fallback=True))
@@ -282,7 +287,7 @@ def test_a_template_that_does_not_end_is_stopped_by_name(
         read(core, {"chat_template": template}).render(TALK)
 
 
-def test_a_template_ends_once_its_caller_gave_up(core: Path) -> None:
+def test_rendering_can_be_cancelled(core: Path) -> None:
     gone = threading.Event()
     gone.set()
     tokenizer = read(core, {"chat_template": "{% for m in messages %}{{ m }}{% endfor %}"})

@@ -1,4 +1,4 @@
-"""The short form of the audit, and seeded faults that it must find; see `benchmarks/audit`."""
+"""The short audit, and seeded faults that it must find; see `benchmarks/audit`."""
 
 import collections
 import dataclasses
@@ -50,7 +50,7 @@ HAPPENS = """
 
 @functools.cache
 def audited(number: int) -> AuditedEngine:
-    """A setup of the short form, compiled once for all tests here."""
+    """Return a setup of the short audit, compiled once for all tests here."""
     return build(SHORT[number])
 
 
@@ -72,7 +72,7 @@ def scenario(case: int) -> Scenario:
 # -- the short form ----------------------------------------------------------------------------
 
 
-def test_random_interleavings_give_what_each_request_gives_alone() -> None:
+def test_random_interleavings_give_the_outputs_of_single_requests() -> None:
     happened: collections.Counter[str] = collections.Counter()
     for number in range(len(SHORT)):
         for case in cases_of(number):
@@ -86,7 +86,7 @@ def test_random_interleavings_give_what_each_request_gives_alone() -> None:
 
 
 def test_a_case_runs_the_same_way_every_time() -> None:
-    """Including the counts of program calls, rounds and prefix hits."""
+    """The counts of program calls, rounds and prefix hits are also equal."""
     assert scenario(1) == scenario(1) != scenario(2)
     with_folder = next(case for case in cases_of(HYBRID) if scenario(case).folder)
     for case in (1, with_folder):
@@ -100,7 +100,7 @@ def test_a_scenario_written_as_json_is_the_same_scenario() -> None:
         assert Scenario.from_json(scenario(case).to_json()) == scenario(case)
 
 
-def test_a_case_is_run_again_from_the_command_that_is_printed(
+def test_the_printed_command_repeats_a_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "build", lambda setup: audited(SHORT.index(setup)))
@@ -118,7 +118,7 @@ def test_a_case_is_run_again_from_the_command_that_is_printed(
     assert again in capsys.readouterr().out
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_ended(
+def test_an_interrupted_run_continues_where_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "build", lambda setup: audited(DSPARK))
@@ -157,7 +157,7 @@ def first_difference(number: int) -> str | None:
 
 
 def changed(patch: pytest.MonkeyPatch, engine: AuditedEngine, step: Step, change: Any) -> None:
-    """Has a program called by `change`, which gets the program first, in every variant."""
+    """Call `change(program, ...)` in place of a program, in every variant."""
     programs = engine.engine.executables
     for key in [key for key in programs if key.step == step]:
         patch.setitem(programs, key, functools.partial(change, programs[key]))
@@ -166,7 +166,7 @@ def changed(patch: pytest.MonkeyPatch, engine: AuditedEngine, step: Step, change
 def recompiled(
     patch: pytest.MonkeyPatch, engine: AuditedEngine, variant: Variant = Variant.GREEDY
 ) -> None:
-    """Compiles the speculative step again, from functions that were patched."""
+    """Compile the speculative step again, from patched functions."""
     made, wanted = engine.engine, ProgramKey(Step.SPECULATIVE, variant)
     declared = declare(made.plan, made.target, made.drafter)
     for key, program in compile_programs([declared[wanted]]).items():
@@ -174,7 +174,7 @@ def recompiled(
 
 
 def shifted_segments(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
-    """Keeps the chunk before the one that was fed."""
+    """Cache the chunk before the one that was fed."""
     chunk = engine.limits.chunk
 
     def take(program: Any, *arguments: Any) -> Any:
@@ -186,7 +186,7 @@ def shifted_segments(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
 
 
 def stale_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
-    """After a cancellation, the row's next request goes on at the position of the last one."""
+    """After a cancellation, the next request of the row starts at the old position."""
     release, stale = EngineCore._release, set()
 
     def noted(self: EngineCore, sequence: Sequence) -> None:
@@ -207,7 +207,7 @@ def stale_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
 
 
 def wrong_readers(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
-    """A row's new request takes answers that were on their way to the one that was cancelled."""
+    """A new request of a row takes in-flight results of the cancelled one."""
     process = EngineCore._process
 
     def to_the_row(self: EngineCore, step: InFlightStep) -> None:
@@ -226,7 +226,7 @@ def wrong_readers(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
 
 
 def short_rebuild(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
-    """Of tokens that the host feeds, the position passes one too few."""
+    """The position moves by one token too few after forced tokens."""
     blocks = forced_tokens.blocks
 
     def one_less(*arguments: Any) -> Any:
@@ -238,7 +238,7 @@ def short_rebuild(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
 
 
 def late_masks(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
-    """Each place of a draft has the mask of the place before."""
+    """Each draft has the mask of the previous position."""
     fill = Grammar.fill
 
     def late(self: Grammar, masks: np.ndarray, drafts: list[int]) -> None:
@@ -249,7 +249,7 @@ def late_masks(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
 
 
 def mixed_up_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
-    """Of two rows that start together, the first gets what the second holds."""
+    """A row copy goes in the wrong direction."""
 
     def swapped(program: Any, *arguments: Any) -> Any:
         *others, inputs = arguments
@@ -281,7 +281,7 @@ def one_position_more(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
 
 
 def whole_block_in_the_state(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
-    """Recurrent states go past rejected drafts."""
+    """Recurrent states include rejected drafts."""
     commit, width = steps.commit, engine.limits.block
 
     def whole(state: Any, target: Any, draft: Any, n: Any, anchor: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The GPU suite end to end with tiny models on a CPU, without looking at times."""
+"""The GPU suite end to end with tiny models on a CPU; times are not checked."""
 
 import json
 from pathlib import Path
@@ -43,16 +43,16 @@ def test_every_stage_of_every_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--stages", "bitwise,x"], "unknown stages ['x']; known: ceilings, bitwise"),
         (["--models", "qwen"], "unknown models ['qwen']; known: qwen3-8b"),
         ([], "there is no GPU here; --smoke"),
     ],
 )
-def test_what_it_cannot_do_is_said(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_impossible_options_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(options)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

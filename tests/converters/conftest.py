@@ -1,4 +1,4 @@
-"""Lets the converter tests share `weight_files.py`: importlib mode adds no folder by itself."""
+"""Let the converter tests import `weight_files`: importlib mode adds no folders."""
 
 import sys
 from pathlib import Path

@@ -50,7 +50,7 @@ def write_family(
 
 
 def add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: Q) -> None:
-    """Quantised as llama.cpp would: vectors and small tables stay F32, odd rows become F16."""
+    """Add a tensor quantised as by llama.cpp: vectors and small tables stay F32, odd rows F16."""
     kept = array.ndim == 1 or not name.endswith(".weight") or any(part in name for part in WHOLE)
     if kept or kind == Q.F32:
         writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
@@ -80,7 +80,7 @@ def layers(config: dict) -> range:
 
 
 def renamed(tensors: Tensors, i: int, pairs: list[tuple[str, str]]) -> Tensors:
-    """The pairs that are there, weights and biases, under their GGUF names."""
+    """Return weights and biases that exist, by GGUF name."""
     return {
         f"blk.{i}.{ours}.{suffix}": tensors[f"layers.{i}.{theirs}.{suffix}"]
         for theirs, ours in pairs
@@ -90,7 +90,7 @@ def renamed(tensors: Tensors, i: int, pairs: list[tuple[str, str]]) -> Tensors:
 
 
 def stacked(tensors: Tensors, i: int, experts: int) -> Tensors:
-    """The experts of a layer, one stack a matrix."""
+    """Return the experts of a layer, one stack per matrix."""
     return {
         f"blk.{i}.ffn_{x}_exps.weight": np.stack(
             [tensors[f"layers.{i}.mlp.experts.{e}.{x}_proj.weight"] for e in range(experts)]
@@ -139,7 +139,7 @@ def qwen3_5_keys(writer: gguf.GGUFWriter, config: dict, architecture: str) -> No
 
 
 def tile(array: np.ndarray, config: dict, axis: int, width: int) -> np.ndarray:
-    """Value heads from grouped by key head to tiled over the key heads."""
+    """Reorder value heads from grouped by key head to tiled over the key heads."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     moved = np.moveaxis(array, axis, 0)
     split = moved.reshape(keys, values // keys, width, *moved.shape[1:])
@@ -313,7 +313,7 @@ FAMILIES = {
 
 
 def quantise_k(array: np.ndarray, kind: Q) -> np.ndarray:
-    """Rows of [..., 256 n] rounded to the nearest in plain blocks, packed as the format says."""
+    """Quantise rows of [..., 256 n] to the nearest codes, packed as in the format."""
     blocks = array.reshape(-1, 256).astype(np.float64)
     packed = {Q.Q4_K: _q4_k, Q.Q6_K: _q6_k}[kind](blocks)
     return packed.reshape(*array.shape[:-1], -1)

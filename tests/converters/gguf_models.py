@@ -28,7 +28,7 @@ LAYER = [
 
 
 def add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: Q) -> None:
-    """Quantised as llama.cpp would: norms stay F32, other rows that do not fit become Q8_0."""
+    """Add a tensor quantised as by llama.cpp: norms stay F32, rows that do not fit become Q8_0."""
     if array.ndim == 1 or kind == Q.F32:
         writer.add_tensor(name, array.astype(np.float32))
         return
@@ -167,7 +167,7 @@ SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k
 
 
 def add_heads(writer: gguf.GGUFWriter, config: dict, tensors: dict[str, np.ndarray]) -> None:
-    """What DFlash 2 and DSpark have besides; a reduced vocabulary is listed by its ids."""
+    """Add the heads of DFlash 2 and DSpark; a reduced vocabulary is a list of ids."""
     for key in SIZES:
         if key in config["dflash_config"]:
             writer.add_uint32(f"dflash.{key}", config["dflash_config"][key])

@@ -54,7 +54,7 @@ def test_inspect_lists_metadata_tensors_and_the_mix_of_types(capsys, target):
     assert "blk.0.attn_q.weight      Q8_0     [64, 64]" in capsys.readouterr().out
 
 
-def test_the_shipped_models_go_by_name_in_every_verb(capsys, tmp_path, monkeypatch):
+def test_every_verb_accepts_names_of_shipped_models(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, role in (("tiny", "target"), ("tiny/target", "target"), ("tiny/drafter", "drafter")):
         code, report = run_json(capsys, "inspect", name)
@@ -72,7 +72,7 @@ def test_the_shipped_models_go_by_name_in_every_verb(capsys, tmp_path, monkeypat
     assert "tiny holds neither model.safetensors" in capsys.readouterr().err
 
 
-def test_numbers_that_json_does_not_know_are_texts(capsys, tmp_path):
+def test_numbers_without_a_json_form_are_texts(capsys, tmp_path):
     values = [
         key(name, 6, struct.pack("<f", float(value)))
         for name, value in {"x.nan": "nan", "x.inf": "-inf", "x.one": "1"}.items()
@@ -130,7 +130,7 @@ def test_convert_accounts_for_every_tensor_and_writes_a_folder_that_loads(capsys
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_what_is_left_out_of_a_conversion_is_noted(capsys, tmp_path):
+def test_omitted_tensors_of_a_conversion_are_noted(capsys, tmp_path):
     source = tmp_path / "t"
     shutil.copytree(TARGET, source)
     (source / "adapter_config.json").write_text("{}")
@@ -295,22 +295,24 @@ def other(name, value):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (other("intermediate_size", 64), "wrong shape: layers.0.mlp.down_proj.weight is"),
         (other("num_hidden_layers", 4), "missing: layers.3.input_layernorm.weight"),
         (other("num_hidden_layers", 2), "left over: layers.2.input_layernorm.weight"),
     ],
 )
-def test_what_does_not_match_its_configuration_is_not_exported(capsys, tmp_path, change, says):
+def test_parameters_that_do_not_match_their_config_are_not_exported(
+    capsys, tmp_path, change, message
+):
     shutil.copytree(TARGET, tmp_path / "t")
     change(tmp_path / "t")
     assert main(["export", str(tmp_path / "t"), str(tmp_path / "out")]) == 1
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_names_by_which_nobody_would_open_it_again_are_refused(capsys, tmp_path):
+def test_names_that_could_not_be_opened_again_are_refused(capsys, tmp_path):
     for verb, name, why in (
         (["export", "--format", "gguf"], "x", "ends in .gguf"),
         (["export"], "x.gguf", "without .gguf"),
@@ -397,7 +399,7 @@ def test_progress_fits_into_the_terminals_line(monkeypatch, columns, longest):
     assert lines[-2:] == [" " * longest, ""]
 
 
-def test_options_are_read_as_a_shell_and_a_reader_would(capsys, tmp_path, monkeypatch, target):
+def test_options_expand_home_and_refuse_impossible_values(capsys, tmp_path, monkeypatch, target):
     monkeypatch.setenv("HOME", str(tmp_path))
     arguments = ["convert", str(target), str(tmp_path / "x"), "--tokenizer=~/here"]
     assert main(arguments) == 1
@@ -406,9 +408,9 @@ def test_options_are_read_as_a_shell_and_a_reader_would(capsys, tmp_path, monkey
     for wrong in (["inspect", ""], ["compare", "a", "b", "--worst", "-1"]):
         with pytest.raises(SystemExit, match="2"):
             main(wrong)
-    said = capsys.readouterr().err
-    assert "is empty; give a path" in said
-    assert "is '-1'; expected a whole number" in said
+    err = capsys.readouterr().err
+    assert "is empty; give a path" in err
+    assert "is '-1'; expected a whole number" in err
 
 
 def test_a_pipe_is_not_waited_for(capsys, tmp_path):
@@ -474,7 +476,7 @@ TEMPLATE = {"tokenizer.chat_template": "{{ messages }}"}
         ({"general.name": "Qwen3 Instruct"} | TEMPLATE, "Qwen3-base.gguf", "UNKNOWN"),
     ],
 )
-def test_base_models_are_told_from_tuned_ones(metadata, file, outcome):
+def test_base_models_are_distinguished_from_tuned_ones(metadata, file, outcome):
     assert check_instruct(metadata, file).outcome == outcome
 
 
@@ -487,7 +489,7 @@ def test_check_instruct_refuses_base_models_and_truncated_files(capsys, tmp_path
     assert "is truncated" in capsys.readouterr().err
 
 
-def test_a_process_of_its_own_runs_the_verbs(target):
+def test_the_verbs_run_in_a_separate_process(target):
     done = subprocess.run(
         [sys.executable, "-m", "converters", "inspect", target, "--json"],
         capture_output=True,
@@ -498,7 +500,7 @@ def test_a_process_of_its_own_runs_the_verbs(target):
     assert json.loads(done.stdout)["model"]["role"] == "target"
 
 
-def test_a_process_whose_output_nobody_reads_ends_quietly(target):
+def test_a_process_with_a_closed_output_pipe_ends_quietly(target):
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "converters", "inspect", target, "--json"]

@@ -154,7 +154,7 @@ def test_the_gguf_package_reads_what_we_write(tmp_path):
     np.testing.assert_array_equal(values, stored.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-def test_what_is_always_float32_is_written_so(tmp_path):
+def test_float32_parameters_are_written_as_float32(tmp_path):
     folder = ORACLE / "targets" / "qwen3_5"
     written = write(folder, tmp_path / "out", dtype="bfloat16")
     ours, theirs = (safetensors.numpy.load_file(p / "model.safetensors") for p in (written, folder))
@@ -182,7 +182,7 @@ def test_parameters_that_do_not_fit_are_named():
     assert "norm is of shape [3], expected [64]" in str(error.value)
 
 
-def test_what_a_layout_cannot_hold_is_refused(tmp_path):
+def test_models_that_a_layout_cannot_hold_are_refused(tmp_path):
     target = ORACLE / "targets" / "qwen3"
     with pytest.raises(ConfigError, match="is for drafters"):
         write(target, tmp_path / "x.gguf", "gguf")
@@ -197,7 +197,7 @@ def test_what_a_layout_cannot_hold_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_destination_is_kept_unless_told_otherwise(tmp_path):
+def test_an_existing_destination_is_kept_without_overwrite(tmp_path):
     path = write(DRAFTER, tmp_path / "x")
     before = contents(path)
     with pytest.raises(CheckpointError, match="give --overwrite"):

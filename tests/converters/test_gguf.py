@@ -58,7 +58,7 @@ def test_a_file_of_the_gguf_package_is_read_back(tmp_path):
 
 
 def scaled_file(path: Path, architecture: str, scales: dict[str, int]) -> dict[str, np.ndarray]:
-    """NVFP4 tensors, a matrix and a stack of experts, and scales of such lengths: their values."""
+    """Write NVFP4 tensors with scales of these lengths; return the values."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
     blocks, found = gguf.GGMLQuantizationType.NVFP4, {}
@@ -221,7 +221,7 @@ def test_a_split_set_is_read_as_one(tmp_path):
     assert [file.read(name)[0] for name in file.names()] == [0, 1, 2]
 
 
-def test_a_broken_split_set_says_what_is_wrong(tmp_path):
+def test_a_broken_split_set_is_refused_with_its_reason(tmp_path):
     first = split_set(tmp_path)
     with pytest.raises(CheckpointError, match=r"give m-00001-of-00003\.gguf"):
         open_gguf(tmp_path / "m-00002-of-00003.gguf")

@@ -101,7 +101,7 @@ def test_the_width_of_fc_must_fit_the_taps(tmp_path):
         read_config(open_gguf(path))
 
 
-def test_a_number_says_that_every_so_many_layers_are_full(tmp_path):
+def test_a_number_gives_the_period_of_full_layers(tmp_path):
     source = open_gguf(write_drafter(FOLDER, tmp_path / "x.gguf", "upstream"))
     source.metadata |= {
         "dflash.attention.sliding_window": 10,

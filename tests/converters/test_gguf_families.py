@@ -30,7 +30,7 @@ def leaves(node, path=()):
 
 
 def comparable(config):
-    """Without what a GGUF file cannot say, and what it says in its own words."""
+    """Return a config without the fields that GGUF files cannot hold, or write differently."""
     rope = dataclasses.replace(config.rope, original_length=0)
     changes = {"rope": rope, "eos_token_ids": (), "dtype": "float32"}
     if hasattr(config, "full_rope"):
@@ -58,7 +58,7 @@ def test_a_file_gives_the_configuration_and_parameters_of_its_folder(tmp_path, n
 
 
 def joined(found, *, parts, name, axis):
-    """Tensors with some of each layer's in one."""
+    """Return tensors with parts of each layer concatenated."""
     made = dict(found)
     for first in [n for n in found if parts[0] in n]:
         pieces = [made.pop(first.replace(parts[0], part)) for part in parts]
@@ -67,7 +67,7 @@ def joined(found, *, parts, name, axis):
 
 
 @pytest.mark.parametrize("kind", [Q.F32, Q.Q8_0], ids=lambda k: k.name)
-def test_gates_and_ups_may_lie_in_one_tensor(tmp_path, kind):
+def test_gates_and_ups_may_be_fused(tmp_path, kind):
     parts = {"parts": ("ffn_gate_exps", "ffn_up_exps"), "name": "ffn_gate_up_exps", "axis": 1}
     folder = TARGETS / "gpt_oss"
     separate = open_model(write_family(folder, tmp_path / "a.gguf", kind))
@@ -79,8 +79,8 @@ def test_gates_and_ups_may_lie_in_one_tensor(tmp_path, kind):
         np.testing.assert_array_equal(array, expected[path], path)
 
 
-def test_gated_queries_may_lie_in_a_fused_tensor(tmp_path):
-    """Of full layers; in recurrent ones the same name means another tensor."""
+def test_gated_queries_may_be_fused(tmp_path):
+    """In full layers; in recurrent layers, the name means another tensor."""
     folder = TARGETS / "qwen3_5"
     parts = {"parts": ("attn_q.", "attn_k.", "attn_v."), "name": "attn_qkv.", "axis": 0}
     model = open_model(write_family(folder, tmp_path / "x.gguf", form=lambda x: joined(x, **parts)))
@@ -127,18 +127,18 @@ def changes(model: StoredModel) -> set[str]:
     return {origin.change for origin in model.tensors.origins.values()} - {""}
 
 
-def test_what_was_changed_is_said(tmp_path):
-    said = {}
+def test_changes_of_tensors_are_listed(tmp_path):
+    notes = {}
     for name in ("qwen3_moe", "qwen3_5", "gpt_oss"):
-        said[name] = changes(open_model(write_family(TARGETS / name, tmp_path / f"{name}.gguf")))
-    assert said["qwen3_moe"] == {"one of stacked experts"}
-    assert said["qwen3_5"] == {
+        notes[name] = changes(open_model(write_family(TARGETS / name, tmp_path / f"{name}.gguf")))
+    assert notes["qwen3_moe"] == {"one of stacked experts"}
+    assert notes["qwen3_5"] == {
         "norm: 1 subtracted",
         "value heads: tiled to grouped",
         "columns of value heads: tiled to grouped",
         "log of the negated decay; value heads: tiled to grouped",
     }
-    assert said["gpt_oss"] == {
+    assert notes["gpt_oss"] == {
         "stacked experts: gates and ups alternate, inputs first",
         "stacked experts: gates and ups alternate",
         "stacked experts: inputs first",
@@ -154,7 +154,7 @@ def test_quantised_files_differ_by_the_error_of_their_types(tmp_path, name, kind
     assert kind.name in {d.kinds[1] for d in found.tensors}
 
 
-def test_prediction_layers_are_counted_out_and_set_aside(tmp_path):
+def test_prediction_layers_are_ignored(tmp_path):
     def extra(writer):
         writer.kv_data[0].pop("qwen35.block_count")
         writer.add_block_count(6)
@@ -168,7 +168,7 @@ def test_prediction_layers_are_counted_out_and_set_aside(tmp_path):
     assert set(model.tensors.ignored.values()) == {"multi-token prediction: not run"}
 
 
-def test_keys_of_layers_that_borrow_them_are_set_aside(tmp_path):
+def test_keys_of_layers_that_share_them_are_ignored(tmp_path):
     def extra(writer):
         for name in ("attn_k", "attn_v"):
             writer.add_tensor(f"blk.4.{name}.weight", np.zeros((64, 64), np.float32))

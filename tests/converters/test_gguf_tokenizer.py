@@ -115,7 +115,7 @@ FAMILY_ENDS = [
 
 
 @pytest.mark.parametrize(("architecture", "named", "expected"), FAMILY_ENDS)
-def test_every_family_ends_where_it_should(tmp_path, architecture, named, expected):
+def test_every_family_has_its_end_tokens(tmp_path, architecture, named, expected):
     texts = ["a", "</s>", "<|end|>", "<|im_end|>", "<|endoftext|>", "<|return|>", "<|call|>"]
     texts += ["<eos>", "<turn|>", "<|tool_response>", "<end_of_turn>"]
     texts += ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]
@@ -166,7 +166,7 @@ def test_gemmas_tokenizer_is_rebuilt(tmp_path):
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges(merges)
-    writer.add_add_bos_token(False)  # as some files say; the family starts with it all the same
+    writer.add_add_bos_token(False)  # as in some files; the family has one regardless
     for name in ("bos", "eos", "unk"):
         getattr(writer, f"add_{name}_token_id")(tokens.index(f"<{name}>"))
     finish(writer)
@@ -184,7 +184,7 @@ def test_gemmas_tokenizer_is_rebuilt(tmp_path):
 
 
 def test_control_tokens_are_found_in_a_file_without_kinds(tmp_path):
-    """Their text would be split like any other; a tag in no such marks stays text."""
+    """Otherwise their text would be split; tags without such marks stay text."""
     core = trained(PATTERNS["qwen2"], normalise=True, whole=False)
     metadata = dict(write(tmp_path / "x.gguf", core, "qwen2"))
     del metadata["tokenizer.ggml.token_type"]

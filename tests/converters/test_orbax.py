@@ -1,4 +1,4 @@
-"""Checkpoints among the other layouts: converted to, compared with, exported from, and run."""
+"""Checkpoints as a layout: conversion, comparison, export and decoding."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_a_family_without_a_folder_of_ours_becomes_a_checkpoint(tmp_path, capsys
     assert open_model(place).config == open_model(source).config
 
 
-def test_a_checkpoint_stands_where_its_source_stood(tmp_path, capsys):
+def test_a_checkpoint_may_replace_its_source(tmp_path, capsys):
     file = write_target(TARGET, tmp_path / "x.gguf", Q.Q8_0)
     place = tmp_path / "ours"
     arguments = ["--to", "orbax", "--dtype", "float32", "--json"]
@@ -109,7 +109,7 @@ def test_a_disk_that_fills_up_is_named_and_keeps_nothing(tmp_path, capsys, monke
     assert "CheckpointError: the disk is full; nothing was left" in capsys.readouterr().err
 
 
-def test_an_interrupted_save_leaves_nothing_that_writes_on(tmp_path, capsys, monkeypatch):
+def test_an_interrupted_save_leaves_no_running_writer(tmp_path, capsys, monkeypatch):
     real, begun = ocp.Checkpointer.save, []
 
     def save(*arguments, **options):

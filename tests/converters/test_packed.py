@@ -1,4 +1,4 @@
-"""Blocks of a file that stay packed: the same numbers, the same tokens, fewer bytes."""
+"""Packed blocks of files: the same numbers and tokens, in fewer bytes."""
 
 import dataclasses
 import itertools
@@ -147,7 +147,7 @@ def test_packed_parameters_are_the_float_ones_bit_for_bit(
 def test_blocks_that_cannot_stay_packed_are_the_floats_that_gguf_decodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every type whose codes choose vectors of a grid, read by all that reads weights."""
+    """Every type with a codebook, through every function that reads weights."""
     path, folder = write(tmp_path / "x.gguf", GRIDS), tmp_path / "folder"
     plain = write(tmp_path / "plain.gguf", GRIDS, decoded=True)
     floats = leaves(open_model(plain).load("float32"))
@@ -169,7 +169,7 @@ def test_blocks_that_cannot_stay_packed_are_the_floats_that_gguf_decodes(
 def test_packed_columns_of_value_heads_are_moved_as_whole_blocks(
     tmp_path: Path, width: int, kept: type
 ) -> None:
-    """A Qwen3.5 file tiles value heads: heads as wide as blocks move, others would be torn."""
+    """Qwen3.5 files tile value heads: only heads as wide as blocks are moved."""
     sizes = {24: width, 96: 4 * width, 160: 64 + 4 * width}
     config = json.loads((ORACLE / "targets/qwen3_5/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"linear_value_head_dim": width}))
@@ -190,9 +190,9 @@ def test_decoding_from_packed_blocks_is_decoding_from_their_floats(mixed: Path) 
     packed = dj.load(mixed, None, plan=dataclasses.replace(plan, weights="packed"))
     floats = dj.load(mixed, None, plan=plan)
     prompt = [5, 9, 2, 44]
-    said = packed.generate(prompt, max_tokens=24).token_ids
-    assert said == floats.generate(prompt, max_tokens=24).token_ids
-    assert len(set(said)) > 3
+    tokens = packed.generate(prompt, max_tokens=24).token_ids
+    assert tokens == floats.generate(prompt, max_tokens=24).token_ids
+    assert len(set(tokens)) > 3
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(packed.params))
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(floats.params))
     assert size < whole / 4

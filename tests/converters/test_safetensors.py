@@ -141,7 +141,7 @@ def test_a_whole_file_outranks_an_index_that_was_left_behind(tmp_path):
         ({"a": 3}, "weight_map"),
     ],
 )
-def test_an_index_that_lies_is_refused(tmp_path, weight_map, message):
+def test_an_inconsistent_index_is_refused(tmp_path, weight_map, message):
     with pytest.raises(CheckpointError, match=message):
         open_directory(shards(tmp_path, weight_map))
 
@@ -161,14 +161,14 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
         (["adapter_config.json", "adapter_model.safetensors"], "merge it into its model"),
     ],
 )
-def test_a_folder_without_weights_says_what_to_do(tmp_path, files, remedy):
+def test_the_error_for_a_folder_without_weights_has_a_remedy(tmp_path, files, remedy):
     for file in files:
         (tmp_path / file).touch()
     with pytest.raises(CheckpointError, match=remedy):
         open_directory(tmp_path)
 
 
-def test_a_folder_without_weights_says_what_it_holds(tmp_path):
+def test_the_error_for_a_folder_without_weights_lists_its_files(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle"):
         open_directory(tmp_path)

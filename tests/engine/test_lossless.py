@@ -99,7 +99,6 @@ def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
     target = tiny_target(**changes)
     plan = Plan(max_length=256, chunk=CHUNK, block=4, dtype=dtype, rings=False)
     whole = random_engine(target, tiny_drafter(target), plan)
-    del whole.compiled.programs[ProgramKey(Step.PLAIN, Variant.GREEDY)]
     for prompt in prompts(ringed, (1, 9, 17, 130)):
         plain = ringed.generate(prompt, max_tokens=100, speculative=False).token_ids
         assert ringed.generate(prompt, max_tokens=100).token_ids == plain

@@ -1,4 +1,4 @@
-"""DFlash 2 against what the official package computes, and its losslessness."""
+"""DFlash 2 against vectors of the official package, and its losslessness."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ from dflash_jax.state import RowRules
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 
 KINDS = [
-    pytest.param("v2", marks=pytest.mark.soak),  # v2_trained in shape
+    pytest.param("v2", marks=pytest.mark.soak),  # shaped like v2_trained
     "v2_sliding",
     "v2_small_vocab",
     "v2_trained",
@@ -64,7 +64,7 @@ class Case:
 
 
 class Recorder(RowDraftSampler):
-    """Returns the arguments of the draft, which no other class keeps."""
+    """Stand-in for the target whose `draft` returns its arguments."""
 
     def draft(self, tokens: Any, q: Any, finite: Any, **more: Any) -> Any:
         return {"tokens": tokens, "q": q, "finite": finite} | more
@@ -76,7 +76,7 @@ def recorder(rules: RowRules, block: Any, start: Any) -> Recorder:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> None:
-    """Hidden states, logits and the greedy path, with the context grown between the rounds."""
+    """Hidden states, logits and the greedy path, with a longer context in round 2."""
     case = Case(oracle / "drafters" / name)
     v, prompt = case.vectors, case.meta["rounds"]["prompt"]
     plan = Plan(max_length=64, block=8, chunk=prompt, dtype="float32")
@@ -100,7 +100,11 @@ def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> No
         taps, block = v[f"{turn}.target_hidden"], v[f"{turn}.block_ids"]
         start = begin + taps.shape[1]
         at = (np.array([begin], np.int32), np.array([start], np.int32))
-        junk = ((0, 0), (0, prompt - taps.shape[1]), (0, 0))  # past the kept rows, as engines do
+        junk = (
+            (0, 0),
+            (0, prompt - taps.shape[1]),
+            (0, 0),
+        )  # after committed rows
         taps = np.pad(taps, junk, constant_values=7.0)
         x, hidden, draft, caches = run(taps, block, caches, *at)
         np.testing.assert_allclose(x, v[f"{turn}.noise_embedding"], atol=1e-6)
@@ -128,7 +132,7 @@ def _scores(case: Case) -> Any:
 
 
 def _check_q_along_the_sampled_path(case: Case, turn: str, scored: Any) -> None:
-    """A walk forced along the reference's path has the reference's q at temperature 0.8."""
+    """Check q along the reference's path at temperature 0.8."""
     v, (logits, ids, pairs) = case.vectors, scored
     np.testing.assert_allclose(logits, v[f"{turn}.logits"], atol=TOLERANCE)
     at = 0
@@ -141,7 +145,7 @@ def _check_q_along_the_sampled_path(case: Case, turn: str, scored: Any) -> None:
 
 @pytest.mark.parametrize("name", ["conv", "conv_short"])
 def test_the_dynamic_convolution_is_the_reference(oracle: Path, name: str) -> None:
-    """Both sides with the kernels of one input; also on a block shorter than the kernel."""
+    """Input and output convolutions; also on a block shorter than the kernel."""
     case = Case(oracle / "drafters" / "v2")
     variables = {"params": case.params["drafter"]["layers_0"]["attention_conv"]}
     conv, v = DynamicConvolution(case.drafter), case.vectors
@@ -162,7 +166,7 @@ def test_the_dynamic_convolution_is_the_reference(oracle: Path, name: str) -> No
     ],
 )
 def test_speculative_generation_is_the_reference(oracle: Path, name: str) -> None:
-    """Tokens, and rounds while whole blocks fit (the reference shortens its last ones)."""
+    """Tokens and rounds, as long as whole blocks fit: the reference shortens its last ones."""
     case = Case(oracle / "drafters" / name)
     memory = 1 << 40
     plan = Plan(max_length=128, block=8, chunk=24)
@@ -201,14 +205,14 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
     )
     plan = Plan(max_length=32, block=8, chunk=8, dtype="float32")
     start, block = jnp.asarray([0]), jnp.asarray([[5, *[96] * 7]])
-    said = []
+    drafts = []
     for config, tree in ((v1, plain), (v2, params)):
         caches = empty_state(plan, target, config).draft
         model, greedy = build_drafter(config), recorder(idle_rules(plan), block, start)
         args, variables = (block, caches, start, layers, greedy), {"params": jax.device_put(tree)}
         propose = functools.partial(model.apply, variables, *args, method="propose")
-        said.append(jit(propose)()[0]["tokens"])
-    np.testing.assert_array_equal(*said)
+        drafts.append(jit(propose)()[0]["tokens"])
+    np.testing.assert_array_equal(*drafts)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ CASES = (
     "v1_small_vocab",
     "v1_trained",
 )
-# Generation with these takes a program of a drafter's own for each; here their drafts are checked.
+# Only drafts of these are checked: generation would compile a program for each.
 OTHERS = ("v1_gemma_target", "v1_hybrid_target")
 WITHIN = {"atol": 2e-4, "rtol": 0}
 
@@ -41,8 +41,8 @@ def case(request: pytest.FixtureRequest, oracle: Path) -> SimpleNamespace:
     return SimpleNamespace(path=path, target=target, vectors=vectors, **meta["rounds"])
 
 
-def test_two_rounds_from_context_fed_as_it_comes(case: SimpleNamespace) -> None:
-    """Round 2 is given its new features alone; what round 1's block left behind is overwritten."""
+def test_two_rounds_with_context_added_per_round(case: SimpleNamespace) -> None:
+    """Round 2 gets its new features only; what the block of round 1 wrote is overwritten."""
     target, drafter = read_target_config(case.target), read_drafter_config(case.path)
     check_pair(target, drafter)
     pair, v = build_pair(target, drafter), case.vectors
@@ -67,7 +67,7 @@ def test_two_rounds_from_context_fed_as_it_comes(case: SimpleNamespace) -> None:
     for name, new in (("round1", case.prompt), ("round2", case.produced)):
         features = v[f"{name}.target_hidden"]
         assert features.shape[1] == new
-        features = np.pad(  # as the engine does: junk past the kept rows
+        features = np.pad(  # junk after the committed rows, as in the engine
             features, ((0, 0), (0, case.prompt - new), (0, 0)), constant_values=7.0
         )
         block, start, kept = v[f"{name}.block_ids"], np.array([at], np.int32), np.int32(new)
@@ -92,7 +92,7 @@ _built: dict[Any, dict[str, Any]] = {}
 
 @pytest.fixture(scope="module")
 def engine(case: SimpleNamespace) -> Engine:
-    """A loaded pair; pairs of equal shape share their compiled programs."""
+    """Return a loaded pair; pairs of equal shape share compiled programs."""
     engine = dj.load(case.target, case.path, plan=dj.Plan(max_length=96, chunk=16))
     shapes = (engine.plan.shape, engine.target, engine.drafter)
     engine.compiled.executables = _built.setdefault(shapes, engine.executables)
@@ -105,7 +105,7 @@ def engine(case: SimpleNamespace) -> Engine:
 
 
 def whole_blocks(lengths: list[int], *, prompt: int, total: int, block: int) -> list[int]:
-    """The leading rounds in which the official loop had room for a whole block."""
+    """Return the first rounds, in which the official loop had room for a whole block."""
     starts = prompt + np.cumsum([0, *lengths[:-1]])
     return [n for n, start in zip(lengths, starts, strict=True) if start + block <= total]
 
@@ -148,7 +148,7 @@ def test_generation_stops_at_a_token_and_keeps_it_as_the_last(
     assert result.stats.acceptance_lengths[: len(lengths)] == lengths
 
 
-# -- what follows from the definition: drafters.md, section 10 ---------------------------------
+# -- properties that follow from the definition -------------------------------------------------
 
 WINDOW, BLOCK = 6, 4
 
@@ -158,7 +158,7 @@ CONTEXT, ROWS = 16, 17
 
 @pytest.fixture(scope="module", params=[True, False], ids=["causal", "bidirectional"])
 def one_layer(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """One sliding layer, so that what a slot sees is what it depends on."""
+    """One sliding layer, so that a slot depends on the slots it attends to only."""
     target = tiny_target(num_layers=2)
     drafter = tiny_drafter(
         target, num_layers=1, windows=(WINDOW,), causal=(request.param,), target_layer_ids=(0,)
@@ -169,7 +169,7 @@ def one_layer(request: pytest.FixtureRequest) -> SimpleNamespace:
 
     @jit
     def draft(features: Any, x: Any, start: Any) -> Any:
-        """Hidden states of a block at `start`, after context rows that came two by two."""
+        """Return hidden states of a block at `start`, after context rows added in pairs."""
         caches = empty_state(plan, target, drafter).draft
         assert caches[0].ring
         for at in range(0, CONTEXT, 2):
@@ -192,8 +192,10 @@ def one_layer(request: pytest.FixtureRequest) -> SimpleNamespace:
     )
 
 
-def test_a_slot_sees_exactly_the_context_inside_its_window(one_layer: SimpleNamespace) -> None:
-    features = one_layer.features.copy()  # row i has context row i changed, the last row none
+def test_a_slot_attends_to_exactly_the_context_inside_its_window(
+    one_layer: SimpleNamespace,
+) -> None:
+    features = one_layer.features.copy()  # in row i, context row i is changed; in the last row none
     features[np.arange(CONTEXT), np.arange(CONTEXT)] += 1.0
     hidden = one_layer.draft(features, one_layer.x, CONTEXT)
     changed = (hidden[:-1] != hidden[-1:]).any(axis=-1)  # [context row, slot]
@@ -202,7 +204,9 @@ def test_a_slot_sees_exactly_the_context_inside_its_window(one_layer: SimpleName
         assert seen == list(range(CONTEXT - (WINDOW - 1 - j), CONTEXT))
 
 
-def test_a_slot_sees_later_slots_only_in_bidirectional_layers(one_layer: SimpleNamespace) -> None:
+def test_a_slot_attends_to_later_slots_only_in_bidirectional_layers(
+    one_layer: SimpleNamespace,
+) -> None:
     x = one_layer.x.copy()
     x[np.arange(BLOCK), np.arange(BLOCK)] += 1.0
     hidden = one_layer.draft(one_layer.features, x, CONTEXT)
@@ -212,9 +216,9 @@ def test_a_slot_sees_later_slots_only_in_bidirectional_layers(one_layer: SimpleN
 
 
 def test_a_constant_shift_of_all_positions_changes_nothing(one_layer: SimpleNamespace) -> None:
-    """Rows before the window are invisible, so junk in front of the context is a shift."""
+    """Rows before the window are masked, so junk before the context only shifts positions."""
     half = CONTEXT // 2
-    shifted = np.roll(one_layer.features, half, axis=1)  # its first rows now stand at `half`
+    shifted = np.roll(one_layer.features, half, axis=1)  # its first rows are at `half` now
     shifted[:, :half] = 3.0
     early = one_layer.draft(one_layer.features, one_layer.x, half)
     late = one_layer.draft(shifted, one_layer.x, CONTEXT)

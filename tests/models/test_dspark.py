@@ -1,4 +1,4 @@
-"""DSpark: alignment, Markov heads and confidence against plain NumPy; reduced vocabularies."""
+"""DSpark: alignment, Markov heads and confidence against NumPy; reduced vocabularies."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def run(config: DrafterConfig, params: dict[str, Any], method: Any, *args: Any) 
 
 
 class Recorder(RowDraftSampler):
-    """Returns the arguments of the draft, which no other class keeps."""
+    """Stand-in for the target whose `draft` returns its arguments."""
 
     def draft(self, tokens: Any, q: Any, finite: Any, **more: Any) -> Any:
         return types.SimpleNamespace(tokens=tokens, q=q, finite=finite, **more)
@@ -60,7 +60,7 @@ def propose(config: DrafterConfig, params: dict[str, Any]) -> Any:
 
 
 def backbone(config: DrafterConfig, params: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states and base logits of the places."""
+    """Return hidden states and base logits of the drafted positions."""
     hidden, logits, _ = run(config, params, lambda m, *args: m.backbone.predict(*args))
     return np.asarray(hidden)[0], np.asarray(logits)[0]
 
@@ -76,7 +76,7 @@ def test_the_heads_follow_their_formulas(kind: str) -> None:
     found = propose(config, params)
     w = {k: np.asarray(v, np.float64) for k, v in params.items() if not isinstance(v, dict)}
     previous, state, survival = 5, np.zeros(8), 1.0
-    for k in range(5):  # place k stands on the anchor and the masks, and predicts what follows
+    for k in range(5):  # slot k holds the anchor or a mask, and predicts the next token
         e, h = w["markov_w1"][previous], hidden[k].astype(np.float64)
         if kind == "vanilla":
             bias = e @ w["markov_w2"]
@@ -95,8 +95,8 @@ def test_the_heads_follow_their_formulas(kind: str) -> None:
         assert found.tokens[0, k] == previous
 
 
-def test_place_k_predicts_the_token_after_it() -> None:
-    """Slots are the anchor and four masks; without bias their own argmax is drafted."""
+def test_slot_k_predicts_the_token_after_it() -> None:
+    """Slots are the anchor and four masks; without bias, the draft is their argmax."""
     config, params = make(confidence_head=False)
     params["markov_w2"] = params["markov_w2"] * 0
     v1 = tiny_drafter(TARGET, target_layer_ids=(0,))
@@ -109,7 +109,7 @@ def test_place_k_predicts_the_token_after_it() -> None:
     np.testing.assert_array_equal(propose(bare, kept).tokens, expected)
 
 
-def test_a_reduced_vocabulary_speaks_the_targets_tokens() -> None:
+def test_drafts_of_a_reduced_vocabulary_are_target_tokens() -> None:
     config, params = make(draft_vocab_size=40, own_head=True, own_embedding=True)
     offsets = np.sort(np.random.default_rng(0).choice(97, 40, replace=False)) - np.arange(40)
     params["d2t"] = jnp.asarray(offsets, jnp.int32)
@@ -147,7 +147,7 @@ def published(config: DSparkConfig) -> dict[str, Any]:
 
 
 def layer_config(config: DSparkConfig) -> dict[str, Any]:
-    """What speculators nests: the layers alone."""
+    """Return the layer config that speculators nests."""
     heads = ("markov", "confidence", "anchors", "block_size", "mask_token", "target_layer")
     return {k: v for k, v in published(config).items() if not any(part in k for part in heads)}
 
@@ -195,7 +195,7 @@ def test_folders_load_in_every_spelling(tmp_path: Path, spelling: str) -> None:
 
 
 def test_configs_of_specforge_and_modelopt_mean_the_same() -> None:
-    """Weights of losses say nothing about the model; `shift_label` is where a place predicts."""
+    """Weights of losses are ignored; `shift_label` sets which position a slot predicts."""
     config, _ = make()
     assert isinstance(config, DSparkConfig)
     fields = published(config)
@@ -212,7 +212,7 @@ def test_configs_of_specforge_and_modelopt_mean_the_same() -> None:
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_speculators_folders_with_a_reduced_vocabulary(tmp_path: Path, kind: str) -> None:
-    """Its own head, ids as offsets, taps one higher; a table that was never filled is borrowed."""
+    """A separate head, ids as offsets, taps one higher; an unfilled table is the target's."""
     config = tiny_drafter(TARGET, kind, target_layer_ids=(0,), draft_vocab_size=40, own_head=True)
     params = random_params(TARGET, config)["drafter"]
     params["d2t"] = np.sort(np.random.default_rng(0).choice(97, 40, False)) - np.arange(40)
@@ -256,8 +256,8 @@ def test_speculators_folders_with_a_reduced_vocabulary(tmp_path: Path, kind: str
         open_model(tmp_path).check()
 
 
-def test_speculators_configs_say_where_a_place_predicts() -> None:
-    """By either name; a head of another projector is refused before its weights are missed."""
+def test_speculators_configs_set_which_position_a_slot_predicts() -> None:
+    """By either name; a head of another projector is refused before weights are read."""
     config, _ = make()
     assert isinstance(config, DSparkConfig)
     base = {
@@ -307,7 +307,7 @@ def test_an_unfilled_reduced_head_is_the_targets_rows(tmp_path: Path) -> None:
 
 
 def test_jetspec_is_version_one_with_causal_blocks() -> None:
-    """`causal` stands among the drafter fields, the architecture has a name of its own."""
+    """`causal` is one of the drafter fields, and the architecture has another name."""
     config, _ = make()
     assert isinstance(config, DSparkConfig)
     fields = published(config)

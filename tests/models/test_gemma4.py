@@ -1,4 +1,4 @@
-"""Gemma 4 against transformers, and its lanes against each other."""
+"""Gemma 4 against transformers, and speculative against plain decoding."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ WIDTH = 8
 
 
 class Blocks:
-    """A target run block by block through one program, as the engine's lanes do."""
+    """A target that runs block by block through one program, as in the engine."""
 
     def __init__(self, config: Gemma4Config, params: Any, dtype: str = "float32"):
         self.pair, self.params = build_pair(config, None), {"target": params}
@@ -66,13 +66,13 @@ class Blocks:
         return commit(state, out.caches, (), n, ids[:, -1]), logits, jnp.stack(out.taps)
 
     def block(self, state: DecodeState, ids: np.ndarray, keep: int) -> Any:
-        """Feeds up to WIDTH ids, junk behind them, and keeps the first `keep`."""
+        """Feed up to WIDTH ids, padded with junk, and commit the first `keep`."""
         fed = np.pad(ids, ((0, 0), (0, WIDTH - ids.shape[1])), constant_values=3)
         state, *seen = self.run(self.params, state, fed, np.full(len(ids), keep, np.int32))
         return state, *map(np.asarray, seen)
 
     def feed(self, state: DecodeState, ids: np.ndarray) -> tuple[DecodeState, np.ndarray]:
-        """All of ids, block by block; the logits of every one."""
+        """Feed all ids, block by block; return the state and all logits."""
         rows = []
         for at in range(0, ids.shape[1], WIDTH):
             part = ids[:, at : at + WIDTH]
@@ -155,7 +155,7 @@ def test_the_engine_continues_greedily_as_transformers_does(oracle: Path, name: 
     assert [r.token_ids for r in results] == v["greedy.tokens"].tolist()
 
 
-# -- lanes ------------------------------------------------------------------------------------
+# -- lossless ---------------------------------------------------------------------------------
 
 WINDOW, CHUNK = 10, 16
 
@@ -191,7 +191,7 @@ def test_drafting_changes_no_token(
     scripted, rng = scripted_engine(real), np.random.default_rng(1)
     for length in lengths:
         given = prompt(length)
-        new = 90 if length == 50 else 20  # several windows long
+        new = 90 if length == 50 else 20  # longer than several windows
         plain = scripted.generate(given, max_tokens=new, speculative=False).token_ids
         assert len(set(plain)) > 5
         if not changes:  # two more programs to compile
@@ -213,7 +213,7 @@ def test_drafting_changes_no_token(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_a_tokens_bits_do_not_depend_on_its_block(dtype: str) -> None:
-    """R2, R9: attention, routing and experts, at every place of a block and beside any row."""
+    """R2, R9: attention, routing and experts, at every position of a block and next to any row."""
     config = tiny_gemma(windows=(WINDOW, WINDOW, None), num_layers=3, shared_layers=0)
     params = random_params(config, None, dtype=dtype, seed=3)["target"]
     run = Blocks(config, jax.device_put(params), dtype)
@@ -223,33 +223,35 @@ def test_a_tokens_bits_do_not_depend_on_its_block(dtype: str) -> None:
     for kept in (3, 1, 8, 5, 2):
         block = ids[:, at : at + WIDTH].copy()
         block[:, kept:] = other.integers(0, 97, block[:, kept:].shape)
-        block[1] = other.integers(0, 97, block[1].shape)  # a companion of no concern
+        block[1] = other.integers(0, 97, block[1].shape)  # another row
         state, logits, _ = run.block(state, block, min(kept, block.shape[1]))
         np.testing.assert_array_equal(logits[0, :kept], wanted[0, at : at + kept])
         at += kept
 
 
-# -- the drafter's side -----------------------------------------------------------------------
+# -- drafter --------------------------------------------------------------------------------
 
 
-def test_a_silent_drafter_config_takes_scale_and_softcap_from_its_target(oracle: Path) -> None:
+def test_a_drafter_config_without_scale_and_softcap_takes_those_of_its_target(oracle: Path) -> None:
     target = read_target_config(oracle / "targets" / "gemma4")
-    said = read_drafter_config(oracle / "drafters" / "v1_gemma_target")
-    assert (said.input_embedding_scale, said.final_logit_softcapping) == (8.0, 1.5)
-    silent = dataclasses.replace(said, input_embedding_scale=None, final_logit_softcapping=None)
+    explicit = read_drafter_config(oracle / "drafters" / "v1_gemma_target")
+    assert (explicit.input_embedding_scale, explicit.final_logit_softcapping) == (8.0, 1.5)
+    implicit = dataclasses.replace(
+        explicit, input_embedding_scale=None, final_logit_softcapping=None
+    )
     logits, x = np.linspace(-9, 9, 256, dtype="f4").reshape(1, 1, 256), np.ones((1, 2, 64), "f4")
-    for config in (said, silent, paired(target, silent)):
+    for config in (explicit, implicit, paired(target, implicit)):
         pair = build_pair(target, config)
         assert pair.drafter is not None
         np.testing.assert_array_equal(pair.drafter.scaled(jnp.asarray(x)), 8.0 * x)
         capped = pair.drafter.adjust(jnp.asarray(logits))
         np.testing.assert_allclose(capped, 1.5 * np.tanh(logits / 1.5), rtol=1e-6)
     assert pair.head == "raw_logits"  # so that the cap is not applied twice
-    off = dataclasses.replace(said, final_logit_softcapping=0.0)
+    off = dataclasses.replace(explicit, final_logit_softcapping=0.0)
     assert paired(target, off).final_logit_softcapping == 0.0
 
 
-def test_a_derived_scale_is_rounded_as_the_target_rounds_it_a_given_one_is_not() -> None:
+def test_a_derived_scale_is_rounded_as_in_the_target_and_an_explicit_one_is_not() -> None:
     target = tiny_gemma(hidden_size=5376, embedding_scale=5376**0.5)
     drafter = tiny_drafter(target)
     x = jnp.full((1, 1, 1), 7.0, ml_dtypes.bfloat16)
@@ -309,7 +311,7 @@ def hub(oracle: Path, name: str = "gemma4", **changes: Any) -> dict[str, Any]:
 
 
 def test_layers_of_deep_models_are_numbered_with_zeros_in_front(oracle: Path) -> None:
-    """As transformers saves them."""
+    """The names that transformers writes."""
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     deep = hub(oracle, num_hidden_layers=12, layer_types=kinds * 2)
     own = {"num_key_value_heads": 2, "head_dim": 64}
@@ -319,15 +321,15 @@ def test_layers_of_deep_models_are_numbered_with_zeros_in_front(oracle: Path) ->
         target_config(deep | {"per_layer_config": {"05": own, "5": own, "11": own}})
 
 
-def test_full_layers_without_sizes_of_their_own_have_the_others(oracle: Path) -> None:
-    """As transformers saves a model whose layers are all of one size: it lists no difference."""
+def test_full_layers_without_separate_sizes_have_those_of_the_others(oracle: Path) -> None:
+    """Transformers writes no separate sizes if all layers have the same."""
     base = hub(oracle)
     config = target_config(base | {"per_layer_config": {}})
     assert (config.full_kv_heads, config.full_head_dim) == (config.num_kv_heads, config.head_dim)
     assert target_config(base | {"per_layer_config": None}) == config
 
 
-def test_what_a_config_leaves_out_means_what_transformers_takes_it_for(oracle: Path) -> None:
+def test_omitted_config_fields_have_the_defaults_of_transformers(oracle: Path) -> None:
     base = hub(oracle)
     theta = {"rope_type": "proportional", "rope_theta": 5.0}
     rope = target_config(base | {"rope_parameters": {"full_attention": theta}}).full_rope
@@ -344,8 +346,8 @@ def test_what_a_config_leaves_out_means_what_transformers_takes_it_for(oracle: P
     assert target_config(nested).model_type == "gemma4_text"
 
 
-def test_a_rope_type_beside_those_of_the_layers_says_nothing(oracle: Path) -> None:
-    """As transformers saves models whose layers are all full."""
+def test_a_rope_type_next_to_those_of_the_layers_is_ignored(oracle: Path) -> None:
+    """Transformers writes it for models with full layers only."""
     base = hub(oracle)
     ropes = base["rope_parameters"]
     beside = base | {"rope_parameters": ropes | {"rope_type": "default"}}
@@ -353,7 +355,7 @@ def test_a_rope_type_beside_those_of_the_layers_says_nothing(oracle: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
@@ -382,9 +384,9 @@ def test_a_rope_type_beside_those_of_the_layers_says_nothing(oracle: Path) -> No
     ],
 )
 def test_configs_that_cannot_be_run_are_refused_by_name(
-    oracle: Path, changes: dict[str, Any], said: str
+    oracle: Path, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         target_config(hub(oracle, **changes))
 
 

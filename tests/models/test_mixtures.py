@@ -55,7 +55,7 @@ def test_both_spellings_of_a_config_mean_the_same(oracle: Path, family: str) -> 
     assert (config.num_experts, config.experts_per_token) == (8, 2)
 
 
-def test_layers_without_experts_are_read_from_list_and_step(oracle: Path) -> None:
+def test_layers_without_experts_follow_list_and_step(oracle: Path) -> None:
     given = published(oracle, "qwen3_moe")
 
     def sparse(**changes: Any) -> tuple[bool, ...]:
@@ -80,7 +80,7 @@ def test_even_layers_slide_where_the_kinds_are_not_listed(oracle: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "says"),
+    ("family", "changes", "message"),
     [
         ("qwen3_moe", {"num_experts": None}, "lacks 'num_experts'"),
         ("qwen3_moe", {"num_experts": 1}, "2 of 1 experts"),
@@ -101,10 +101,10 @@ def test_even_layers_slide_where_the_kinds_are_not_listed(oracle: Path) -> None:
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ],
 )
-def test_what_a_config_may_not_say_is_named(
-    oracle: Path, family: str, changes: dict[str, Any], says: str
+def test_configs_that_cannot_be_run_name_the_field(
+    oracle: Path, family: str, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         target_config(published(oracle, family) | changes)
 
 
@@ -147,7 +147,7 @@ def test_stacked_experts_load_like_single_ones(oracle: Path, tmp_path: Path) -> 
 
 
 def packed(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Experts [E, in, out] as MXFP4 blocks and scales, and what those stand for."""
+    """Return experts [E, in, out] as MXFP4 blocks and scales, and their values."""
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     by_block = weights.transpose(0, 2, 1).reshape(len(weights), weights.shape[2], -1, 32)
     power = np.ceil(np.log2(np.abs(by_block).max(-1, keepdims=True) / 6))
@@ -160,7 +160,7 @@ def packed(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return blocks, scales, meant.reshape(len(weights), weights.shape[2], -1).transpose(0, 2, 1)
 
 
-def test_mxfp4_experts_load_as_the_numbers_they_stand_for(oracle: Path, tmp_path: Path) -> None:
+def test_mxfp4_experts_load_as_their_values(oracle: Path, tmp_path: Path) -> None:
     path = oracle / "targets" / "gpt_oss"
     rng = np.random.default_rng(0)
     dense = load_file(path / "model.safetensors")
@@ -217,7 +217,7 @@ ENGINES = [
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Engine:
-    """Three rows; the drafter says what it is told."""
+    """Three rows with a scripted drafter."""
     family, dtype, chunk = request.param
     target = FAMILIES[family][0]()
     plan = Plan(rows=3, max_length=192, chunk=chunk, block=BLOCK, dtype=dtype)
@@ -235,7 +235,7 @@ def test_every_accept_pattern_prompt_length_and_row_gives_plain_tokens(engine: E
     for length in lengths:
         prompt = prompt_of(length)
         plain = engine.generate(prompt, max_tokens=NEW, speculative=False).token_ids
-        assert len(set(plain)) > 4  # no mere repetition
+        assert len(set(plain)) > 4  # not only repetitions
         truth = [*prompt, *plain]
         noise = {share: rng.random(len(truth)) < share for share in (0.0, 0.7, 1.0)}
         for share, right in noise.items():

@@ -1,4 +1,4 @@
-"""Qwen3.5: against transformers, and C1 where a state must be rolled back."""
+"""Qwen3.5 against transformers, and C1 with recurrent states."""
 
 import dataclasses
 import json
@@ -86,7 +86,7 @@ def test_other_inputs_and_predictors_are_set_aside_and_named(oracle: Path) -> No
 
 
 class Cached:
-    """A target with its caches, run call by call: chunked first, then token by token."""
+    """A target with its caches, run call by call: in chunks, then token by token."""
 
     def __init__(self, path: Path):
         config = read_target_config(path)
@@ -200,7 +200,7 @@ EXPERTS = {
     ],
 )
 def engine(request: pytest.FixtureRequest) -> Engine:
-    """Two rows, a drafter that says what it is told; plain steps do not ask it."""
+    """Two rows with a scripted drafter."""
     dtype, changes = request.param
     target = tiny_hybrid(**changes)
     chunk = 7 if "num_experts" in changes else CHUNK
@@ -216,12 +216,12 @@ def scripts(truth: list[int], seed: int) -> Iterator[tuple[str, list[int]]]:
     rng = np.random.default_rng(seed)
     yield "oracle", truth
     yield "adversarial", [(t + 1) % 97 for t in truth]
-    for share in (0.5, 0.8, 0.95):  # random accept patterns
+    for share in (0.5, 0.8, 0.95):  # random acceptance
         yield f"noisy {share}", [t if rng.random() < share else (t + 1) % 97 for t in truth]
 
 
 def recurrent(engine: Engine, row: int = 0) -> list[np.ndarray]:
-    """Bits of what a row's recurrent layers hold."""
+    """Return the recurrent states of a row."""
     caches = [c for c in engine.runner.state.target if isinstance(c, RecurrentCache)]
     return [np.asarray(x[row]) for c in caches for x in (c.state, c.inputs)]
 
@@ -253,7 +253,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> 
     together = [r.token_ids for r in engine.generate_many(given, max_tokens=NEW)]
     assert together == alone
     idle = recurrent(engine, row=1)
-    engine.generate(given[2], max_tokens=NEW)  # in row 0; prefill and steps pass over row 1
+    engine.generate(given[2], max_tokens=NEW)  # in row 0; row 1 is inactive
     for ours, theirs in zip(recurrent(engine, row=1), idle, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     engine.runner.clear_rows([0])
@@ -264,7 +264,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> 
 
 @pytest.mark.optimised
 def test_forced_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
-    """R7: the same tokens, fed by forced steps in any cuts."""
+    """R7: the same tokens, fed by forced steps of any lengths."""
     prompt = prompt_of(21)
     plain = engine.generate(prompt, max_tokens=NEW, speculative=False).token_ids
     states = recurrent(engine)
@@ -292,13 +292,13 @@ def test_states_are_updated_in_place(engine: Engine) -> None:
     for executable in engine.executables.values():
         assert executable.aliased_bytes == executable.donated_bytes > 0
         allowed = budget(engine.plan, engine.target, engine.drafter).temporaries
-        if engine.plan.dtype != "float32":  # a CPU widens the weights it multiplies with
+        if engine.plan.dtype != "float32":  # a CPU converts weights to float32 for products
             allowed += 2 * budget(engine.plan, engine.target, engine.drafter).weights
         assert executable.temporary_bytes <= allowed, executable.key
 
 
 def test_chunks_of_any_size_prefill_the_same_state() -> None:
-    """Within rounding; the grid of one plan is fixed. Token by token is chunks of one."""
+    """Up to rounding, as the grid of a plan is fixed; chunks of one are token by token."""
     target = tiny_hybrid(num_layers=2, recurrent=(True, False))
     params = jax.device_put(random_params(target, None))
     pair, prompt = build_pair(target, None), np.asarray([prompt_of(70)], np.int32)
@@ -342,7 +342,7 @@ def test_inexact_plans_commit_from_factors_and_agree_in_float32(engine: Engine) 
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("layer_types", ["linear_attention"] * 4, "expected 5 entries"),
         ("layer_types", ["sliding_attention"] * 5, "expected 5 entries"),
@@ -359,15 +359,15 @@ def test_inexact_plans_commit_from_factors_and_agree_in_float32(engine: Engine) 
     ],
 )
 def test_a_config_that_cannot_be_run_is_refused_by_name(
-    dense: SimpleNamespace, field: str, value: Any, said: str
+    dense: SimpleNamespace, field: str, value: Any, message: str
 ) -> None:
     found = json.loads((dense.path / "config.hub.json").read_text())
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         target_config(found | {field: value})
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("num_experts", 0, "3 of 0 experts"),
         ("num_experts", 2**31 - 1, "4096 at most"),
@@ -379,14 +379,14 @@ def test_a_config_that_cannot_be_run_is_refused_by_name(
     ],
 )
 def test_experts_that_cannot_be_run_are_refused_by_name(
-    oracle: Path, field: str, value: Any, said: str
+    oracle: Path, field: str, value: Any, message: str
 ) -> None:
     path = oracle / "targets" / "qwen3_5_moe" / "config.hub.json"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         target_config(json.loads(path.read_text()) | {field: value})
 
 
-def test_an_unknown_field_beside_the_text_model_is_refused(oracle: Path) -> None:
+def test_an_unknown_field_next_to_the_text_model_is_refused(oracle: Path) -> None:
     path = oracle / "targets" / "qwen3_5_vl" / "config.hub.json"
     found = json.loads(path.read_text())
     with pytest.raises(ConfigError, match="audio_config"):
@@ -396,7 +396,7 @@ def test_an_unknown_field_beside_the_text_model_is_refused(oracle: Path) -> None
         target_config(found)
 
 
-def test_rotary_sections_say_nothing_of_text(dense: SimpleNamespace) -> None:
+def test_rotary_sections_do_not_affect_text(dense: SimpleNamespace) -> None:
     found = json.loads((dense.path / "config.hub.json").read_text())
     wanted = target_config(found)
     rope = found.pop("rope_parameters")
@@ -410,13 +410,13 @@ def test_rotary_sections_say_nothing_of_text(dense: SimpleNamespace) -> None:
 
 
 def test_a_rescaled_embedding_rotates_the_outer_share(dense: SimpleNamespace) -> None:
-    """As transformers does, whatever the object of the rotary settings says."""
+    """As in transformers, for any object of rotary settings."""
     found = json.loads((dense.path / "config.hub.json").read_text())
     width, rope = found["head_dim"], found["rope_parameters"]
     plain = rope | {"partial_rotary_factor": 0.5}
     linear = plain | {"rope_type": "linear", "factor": 2.0}
     outer = {"partial_rotary_factor": 0.75}
-    for said, share in ({}, 0.25), (outer, 0.75):
+    for extra, share in ({}, 0.25), (outer, 0.75):
         for rope, rotated in (plain, 0.5), (linear, share):
-            config = target_config(found | said | {"rope_parameters": rope})
+            config = target_config(found | extra | {"rope_parameters": rope})
             assert config.rotary_dim == width * rotated

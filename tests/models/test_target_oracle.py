@@ -27,7 +27,7 @@ TARGETS = ("llama3", "qwen3", "qwen3_moe", "gpt_oss")
 
 
 def but(soaked: str) -> pytest.MarkDecorator:
-    """All targets, one of them in the full run only: its caches are checked otherwise as well."""
+    """Return all targets; one of them runs in the full suite only."""
     soak = {soaked: pytest.mark.soak}
     cases = [pytest.param(name, marks=soak.get(name, ())) for name in TARGETS]
     return pytest.mark.parametrize("case", cases, indirect=True, scope="module")
@@ -64,7 +64,7 @@ WIDTH = 8
 
 
 class Cached:
-    """A target with its caches, run call by call: chunks, and blocks with junk behind the ids."""
+    """A target with its caches, run call by call: chunks, and blocks padded with junk."""
 
     def __init__(self, path: Path, *, rows: int):
         config = read_target_config(path)
@@ -81,7 +81,7 @@ class Cached:
         return commit(state, out.caches, (), n, ids[:, -1]), logits, out
 
     def __call__(self, state: DecodeState, ids: np.ndarray, keep: int) -> Any:
-        """Feeds ids, keeps the first `keep` of them."""
+        """Feed ids and commit the first `keep` of them."""
         fed = np.pad(ids, ((0, 0), (0, max(0, WIDTH - ids.shape[1]))), constant_values=3)
         return self.run(self.params, state, fed, np.full(len(ids), keep, np.int32))
 

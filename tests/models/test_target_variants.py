@@ -1,4 +1,4 @@
-"""What few published targets have, against vectors of transformers 5.15: biases, windows, ropes."""
+"""Rare features of targets, against vectors of transformers 5.15: biases, windows, ropes."""
 
 from pathlib import Path
 

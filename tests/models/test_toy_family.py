@@ -1,4 +1,4 @@
-"""A family and a kind of drafter are added by adding files: no table of the package is edited."""
+"""A family and a drafter kind are added by adding files, without editing any table."""
 
 import json
 import os

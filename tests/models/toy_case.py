@@ -75,7 +75,7 @@ def write_target_gguf(path: Path, tensors: TreeSource) -> None:
 
 
 def convert(folder: Path, config: Any, params: Any) -> list[str]:
-    """Every form of a model, written and read; returns the forms that gave it back."""
+    """Write and read every format of a model; return the formats that reproduced it."""
     tensors, found = TreeSource(params, config), []
     drafter = isinstance(config, DrafterConfig)
     forms = ["huggingface", "gguf"] + ["speculators"] * drafter

@@ -53,7 +53,7 @@ class PrefixCache:
     Args:
       chunk: tokens of a segment.
       budget: most bytes of all segments together.
-      segment_bytes: bytes of one segment; all are alike.
+      segment_bytes: bytes of one segment; the same for all.
     """
 
     def __init__(self, *, chunk: int, budget: int, segment_bytes: int):
@@ -76,7 +76,7 @@ class PrefixCache:
     def find(self, node: Node | None, prompt: Sequence[int], fed: int) -> Node | None:
         """Return the node of the prompt's next chunk after `node`, and mark it as used.
 
-        None if it is not cached, or if it would leave nothing of the prompt to feed.
+        None if it is not cached, or if no token of the prompt would be left to feed.
         """
         end = fed + self.chunk
         if node is None or not node.kept or end >= len(prompt) or fed != node.length:

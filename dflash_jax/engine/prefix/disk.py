@@ -123,8 +123,8 @@ class PrefixDisk:
                 " be written to"
             ) from error
         self.counters = DiskCounters()
-        self._bytes = budget + 1  # of all entries once they are counted, which is due, and of
-        self._since = 0  # those of ours since then
+        self._bytes = budget + 1  # of all entries when last counted; counting is due
+        self._since = 0  # bytes written since then
         self._backlog = 0
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "prefixes-out")
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "prefixes-in")

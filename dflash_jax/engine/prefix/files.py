@@ -16,17 +16,17 @@ import numpy as np
 
 Arrays = list[np.ndarray]  # the leaves of a segment
 Kind = tuple[str, tuple[int, ...]]  # dtype and shape of an array
-ABOUT_BYTES = 2**20  # more than what describes a segment of any model takes, without its token ids
+ABOUT_BYTES = 2**20  # more than any description of a segment takes, without its token ids
 BYTES_PER_ID = 24  # digits, comma and space of a token id in JSON
-# Opening a pipe does not wait for a writer, and a link is an error: none was ever written.
+# Opening a pipe must not wait for a writer, and links are refused: neither was written here.
 SAFELY = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def write_arrays(path: Path, arrays: Arrays) -> dict[str, Any]:
-    """Write arrays to a file; return what `read_arrays` needs to know of them, for JSON.
+    """Write arrays to a file; return a description of them for `read_arrays`, as JSON values.
 
-    Not by orbax: where a write fails, the others that it began report to an event loop that is
-    closed by then, which prints tracebacks.
+    Orbax is not used: if one of its writes fails, the others report to an event loop that is
+    already closed, which prints tracebacks.
     """
     total = 0
     with path.open("wb") as file:
@@ -38,10 +38,10 @@ def write_arrays(path: Path, arrays: Arrays) -> dict[str, Any]:
 
 
 def read_about(path: Path, num_ids: int) -> Any:
-    """Return what the JSON file about a segment of `num_ids` tokens holds.
+    """Return the contents of the JSON file that describes a segment of `num_ids` tokens.
 
     Raises:
-      OSError, ValueError, RecursionError: it is none, or larger than such a file can be.
+      OSError, ValueError, RecursionError: the file is not JSON, or too large.
     """
     return json.loads(_read(path, None, ABOUT_BYTES + BYTES_PER_ID * num_ids))
 
@@ -54,22 +54,22 @@ def read_arrays(
     Nothing is allocated for arrays of other kinds, nor for more than the file holds.
 
     Args:
-      about: what `write_arrays` returned, as it was read back; it may hold anything.
-      kinds: of the arrays to expect; None takes those that `about` lists.
-      max_bytes: of the file, where `kinds` is None.
+      about: the description that `write_arrays` returned, read from disk; not trusted.
+      kinds: dtypes and shapes to expect; None accepts those that `about` lists.
+      max_bytes: limit of the file's size if `kinds` is None.
 
     Raises:
-      OSError, ValueError, KeyError, TypeError: they are not the ones that were written.
+      OSError, ValueError, KeyError, TypeError: the arrays are not those that were written.
     """
-    said = about["arrays"]
-    if kinds is not None and said != [[dtype, list(shape)] for dtype, shape in kinds]:
+    listed = about["arrays"]
+    if kinds is not None and listed != [[dtype, list(shape)] for dtype, shape in kinds]:
         raise ValueError(f"{path} holds other arrays than those of a segment")
-    shapes = [(np.dtype(dtype), tuple(map(int, shape))) for dtype, shape in said]
+    shapes = [(np.dtype(dtype), tuple(map(int, shape))) for dtype, shape in listed]
     if any(dtype.hasobject or min(shape, default=0) < 0 for dtype, shape in shapes):
-        raise ValueError(f"{path} is said to hold arrays that there are not")
+        raise ValueError(f"{path} is described with impossible arrays")
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes]
     if kinds is None and sum(sizes) > max_bytes:
-        raise ValueError(f"{path} is said to hold {sum(sizes)} bytes")
+        raise ValueError(f"{path} is described with more than {max_bytes} bytes")
     data = _read(path, sum(sizes), sum(sizes))
     if zlib.crc32(data) != about["crc32"]:
         raise ValueError(f"{path} is damaged")
@@ -81,12 +81,12 @@ def read_arrays(
 
 
 def _read(path: Path, size: int | None, max_bytes: int) -> bytes:
-    """The bytes of a file that is `size` bytes long, if that is given, and at most `max_bytes`."""
+    """Return the bytes of a file whose size must be `size`, if given, and at most `max_bytes`."""
     descriptor = os.open(path, SAFELY)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path} is no file")
+            raise ValueError(f"{path} is no regular file")
         if found.st_size > max_bytes or size not in (None, found.st_size):
             raise ValueError(f"{path} is {found.st_size} bytes long")
         with open(descriptor, "rb", closefd=False) as file:
@@ -99,7 +99,7 @@ def _read(path: Path, size: int | None, max_bytes: int) -> bytes:
 
 
 def mode_of(path: Path) -> int:
-    """The type of what is at a path, links not followed; 0 if nothing is, or if the disk fails."""
+    """Return the file mode at a path, without following links; 0 if that fails."""
     try:
         return path.lstat().st_mode
     except OSError:
@@ -107,12 +107,12 @@ def mode_of(path: Path) -> int:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is at a path, and no link to one."""
+    """Return whether a path is a folder, and not a link to one."""
     return stat.S_ISDIR(mode_of(path))
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or a file, or a link alone; if possible."""
+    """Remove a folder with its contents, a file, or a link but not its target; ignore errors."""
     if is_folder(path):
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -61,7 +61,7 @@ class PrefixStore:
         self.disk = _open_disk(plan, identity, kinds) if plan.prefix_folder else None
 
     def prefetch(self, cursor: PromptCursor) -> None:
-        """Begin to read from disk what memory lacks of a prompt; its row waits for it."""
+        """Begin to read chunks of a prompt that are on disk only; its row waits for them."""
         if self.disk is not None and cursor.use_cache:
             known = self._last_node(cursor.prompt).length
             cursor.loading = self.disk.read(cursor.prompt, known, self.cache.capacity)
@@ -69,7 +69,7 @@ class PrefixStore:
     def restore(
         self, run: Programs, state: DecodeState, row: int, cursor: PromptCursor
     ) -> DecodeState:
-        """Return the state with every cached chunk that continues the row's prompt put into it."""
+        """Return the state with all cached chunks that continue the row's prompt."""
         if cursor.loading is not None:
             self._add_loaded(cursor.prompt, cursor.loading.result())
             cursor.loading = None
@@ -177,7 +177,7 @@ class PrefixStore:
         return self.cache.find(cursor.node, cursor.prompt, cursor.num_fed)
 
     def check(self, segment: Any, start: int) -> None:
-        """Refuse a segment that does not have the form of this engine's; nothing is ever clamped.
+        """Refuse a segment that does not fit this engine; positions are never clamped.
 
         Raises:
           SnapshotError: arrays are missing, of another shape or dtype, or past the last slot.

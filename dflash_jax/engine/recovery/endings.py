@@ -62,11 +62,11 @@ def read_ending(text: str) -> Ending:
     start = len(line)
     while start and not line[start - 1].isalnum():
         start -= 1
-    said, trailing = line[:start], line[start:]
+    words, trailing = line[:start], line[start:]
     in_code = in_fence or (not FENCE.match(line) and line.count("`") % 2 == 1)
     ambiguous = in_code or any(mark in paragraph for mark in QUESTIONS)
     colon = max(trailing.rfind(mark) for mark in COLONS)
-    quoted = colon >= 0 and _is_quoted(said + trailing[:colon])
+    quoted = colon >= 0 and _is_quoted(words + trailing[:colon])
     is_colon = colon >= 0 and not quoted and not in_fence and not SMILEY.search(line)
     rule = bool(RULE.fullmatch(line))
     stripped = "".join(c for c in trailing if c.isprintable()).rstrip(" *_")

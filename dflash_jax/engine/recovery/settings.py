@@ -124,7 +124,7 @@ class Recovery:
             raise ConfigError(f"deadline_s is {deadline!r}; expected seconds above 0, or None")
 
     def _check_runaway(self) -> None:
-        """Check `runaway`, and write "compat" and "off" as the booleans they stand for."""
+        """Check `runaway`, and write "compat" and "off" as their booleans."""
         value = {"compat": True, "off": False}.get(str(self.runaway), self.runaway)
         if value != "measured" and type(value) is not bool:
             raise ConfigError(

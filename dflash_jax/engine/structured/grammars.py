@@ -133,7 +133,7 @@ class Grammar:
 
     @property
     def error(self) -> str | None:
-        """Why the grammar gave up, if it did; it is `finished` then."""
+        """Why the grammar failed, or None; it is `finished` then."""
         return reason(self._matcher) if self._matcher.is_error() else None
 
     def accept(self, ids: Sequence[int]) -> None:
@@ -157,14 +157,14 @@ class Grammar:
 
 
 def _as_grammar(source: str) -> dict[str, Any]:
-    """What `_source` said, as an entry of llguidance's list of grammars."""
+    """Return the result of `_source` as an entry of llguidance's list of grammars."""
     if source.startswith("{"):
         return json.loads(source)["grammars"][0]
     return {"lark_grammar": source}
 
 
 def _source(structure: Any, matcher: Any) -> str:
-    """The structure in llguidance's own words."""
+    """Return a structure as a grammar of llguidance."""
     if not isinstance(structure, Mapping) or len(structure) != 1 or set(structure) - set(KINDS):
         raise RequestError(
             f"structured is {structure!r}; expected a mapping with one of {', '.join(KINDS)}"

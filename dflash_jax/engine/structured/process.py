@@ -153,7 +153,7 @@ class GrammarProcess:
                         "the engine was closed while the structure was compiled; send it again"
                     ) from error
                 if reused and time.monotonic() - begun < ALREADY_DEAD:
-                    continue  # something else may have ended it: once more in a new one
+                    continue  # it may have been ended from outside: try again in a new one
                 return (
                     f"the structure cannot be compiled: the process that tried to ended ({error}),"
                     f" by its depth or by more than {self._memory >> 20} MiB of memory;"
@@ -170,7 +170,7 @@ class GrammarProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is not for it
+                start_new_session=True,  # Ctrl-C in a terminal must not reach it
             )
             self._process, self._finalizer = process, weakref.finalize(self, _kill, process)
             self._exchange(self._setup, START_SECONDS)
@@ -186,7 +186,7 @@ class GrammarProcess:
 
         Raises:
           TimeoutError: none came in time; the process is killed.
-          EOFError: the process ended; says how.
+          EOFError: the process ended; the message names its exit status or signal.
         """
         process, expired = self._process, threading.Event()
         assert process is not None

@@ -75,7 +75,7 @@ def _reply(error: str | None) -> None:
 
 
 def _limit_memory(most_added: int) -> None:
-    """Limit the address space to its present size and so many bytes, where the system can."""
+    """Limit the growth of the address space, where the system supports that."""
     try:
         import resource
 

@@ -1,4 +1,4 @@
-"""A made-up kind of drafter: DFlash with a scale of its own for its hidden states."""
+"""A made-up kind of drafter: DFlash with scaled hidden states."""
 
 import dataclasses
 
