@@ -276,6 +276,6 @@ def test_k_types_compute_what_compare_predicts(tmp_path, wide, kind, monkeypatch
     model = TargetModel(exact.config, exact.load("float32"), "float32")
     expected = np.asarray(model.forward(ids).logits)
     model.params = coarse.load("float32")
-    separate = np.asarray(model.forward(ids).logits) - expected
-    error = np.linalg.norm(separate) / np.linalg.norm(expected)
+    difference = np.asarray(model.forward(ids).logits) - expected
+    error = np.linalg.norm(difference) / np.linalg.norm(expected)
     assert 0 < error < 2 * np.linalg.norm([d.rms for d in found.tensors])

@@ -202,9 +202,9 @@ def test_configs_of_specforge_and_modelopt_mean_the_same() -> None:
     plain, kinds = drafter_config(fields), {"architectures": ["DSparkDraftModel"]}
     heads = {k: fields.pop(k) for k in tuple(fields) if "markov" in k or "confidence" in k}
     losses = {"confidence_head_alpha": 1.0, "ce_loss_alpha": 0.1, "loss_decay_gamma": 4.0}
-    difference = {"dspark_config": heads, "dflash_config": {"projector_type": "dspark"}}
+    separate = {"dspark_config": heads, "dflash_config": {"projector_type": "dspark"}}
     assert drafter_config(fields | {"dflash_config": heads | losses} | kinds) == plain
-    assert drafter_config(fields | difference | {"model_type": "dspark"}) == plain
+    assert drafter_config(fields | separate | {"model_type": "dspark"}) == plain
     for shifted in (True, False):
         found = drafter_config(fields | {"dflash_config": heads | {"shift_label": shifted}})
         assert found == dataclasses.replace(plain, sample_from_anchor=shifted)
