@@ -42,6 +42,15 @@ def test_links_of_documents_lead_to_files(document: str) -> None:
     assert not [link for link in links if not (folder / link).exists()]
 
 
+def test_tests_that_the_makefile_names_exist() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    [fast] = re.findall(r"addprefix tests/,(.*?)\)", text)
+    named = [f"tests/{path}" for path in fast.split()]
+    named += re.findall(r"tests/[\w/]+(?:\.py)?\b(?!\S*\*)", text)
+    assert len(named) > 20
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
 def test_flags_that_documents_name_exist() -> None:
     [verbs] = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
     known = {flag for verb in verbs.choices.values() for flag in verb._option_string_actions}
