@@ -1,4 +1,4 @@
-"""`python -m converters`: the verbs about weight files, without the engine."""
+"""`python -m converters`: the commands about weight files, without the engine."""
 
 import sys
 

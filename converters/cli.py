@@ -1,6 +1,6 @@
-"""The verbs about weight files: inspect, convert, compare, export.
+"""The commands about weight files: inspect, convert, compare, export.
 
-`python -m converters` runs them, and `add_verbs` adds them to another command line. Modules that
+`python -m converters` runs them, and `add_commands` adds them to another command line. Modules that
 read and write files are imported inside functions, so that `--help` and errors stay fast.
 """
 
@@ -37,9 +37,9 @@ ZLAB = "zlab"  # the authors' name for a drafter in the Hugging Face layout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0, 1 for a failed check or an error, 2 for usage."""
+    """Run one command; return 0, 1 for a failed check or an error, or 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m converters", description=__doc__)
-    add_verbs(parser.add_subparsers(required=True, metavar="VERB"))
+    add_commands(parser.add_subparsers(required=True, metavar="COMMAND"))
 
     def run() -> int:
         options = parser.parse_args(arguments)
@@ -48,29 +48,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code("converters", run)
 
 
-def add_verbs(verbs: Any) -> None:
-    """Add the verbs to the result of `add_subparsers`; each sets `run`."""
-    _inspect_verb(verbs)
-    _convert_verb(verbs)
-    _compare_verb(verbs)
-    _export_verb(verbs)
+def add_commands(commands: Any) -> None:
+    """Add the commands to the result of `add_subparsers`; each sets `run`."""
+    _inspect_command(commands)
+    _convert_command(commands)
+    _compare_command(commands)
+    _export_command(commands)
 
 
-def _verb(
-    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
 ) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(name, help=text, description=text)
-    verb.set_defaults(run=run)
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
-    numbering = verb.add_argument(
+    command = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    numbering = command.add_argument(
         "--layer-ids",
         choices=CHOICES,
         default=AUTO,
         help="how a drafter file numbers target layers: as its layout defines (auto), from 0"
         " (zero-based), or from 1 (one-based)",
     )
-    add_deprecated_flag(verb, numbering)
-    return verb
+    add_deprecated_flag(command, numbering)
+    return command
 
 
 def _path(text: str) -> Path:
@@ -97,30 +97,32 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _output_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
+def _output_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "source",
         type=_model,
         metavar="SRC",
         help=f"folder, checkpoint or .gguf file; {NAMED}",
     )
-    verb.add_argument("destination", type=_path, metavar="DST", help="what is written: a new name")
-    verb.add_argument(
+    command.add_argument(
+        "destination", type=_path, metavar="DST", help="what is written: a new name"
+    )
+    command.add_argument(
         "--dtype",
         default=forms.AUTO,
         help="float32, bfloat16 or float16; auto (default) is that of the published weights",
     )
-    verb.add_argument(
+    command.add_argument(
         "--overwrite", action="store_true", help="replace the file or model that is at DST"
     )
 
 
-def _inspect_verb(verbs: Any) -> None:
-    verb = _verb(verbs, "inspect", _inspect, "Show what a weight file or folder holds.")
-    verb.add_argument(
+def _inspect_command(commands: Any) -> None:
+    command = _command(commands, "inspect", _inspect, "Show what a weight file or folder holds.")
+    command.add_argument(
         "path", type=_model, metavar="FILE|DIR", help=f"folder, checkpoint or weight file; {NAMED}"
     )
-    verb.add_argument(
+    command.add_argument(
         "--check-instruct",
         action="store_true",
         help="only judge whether a GGUF target is instruction-tuned; exit 1 if it is not",
@@ -141,22 +143,24 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _convert_verb(verbs: Any) -> None:
-    verb = _verb(verbs, "convert", _convert, "Turn any model into a folder of plain weights.")
-    _output_options(verb)
-    verb.add_argument(
+def _convert_command(commands: Any) -> None:
+    command = _command(
+        commands, "convert", _convert, "Turn any model into a folder of plain weights."
+    )
+    _output_options(command)
+    command.add_argument(
         "--to",
         choices=forms.FORMS,
         default=forms.SAFETENSORS,
         help="a Hugging Face folder (safetensors) or a checkpoint of ours (orbax)",
     )
-    verb.add_argument(
+    command.add_argument(
         "--tokenizer",
         type=_model,
         metavar="DIR",
         help="folder whose tokenizer is copied, where a .gguf file's cannot be rebuilt",
     )
-    verb.add_argument("--dry-run", action="store_true", help="only account for every tensor")
+    command.add_argument("--dry-run", action="store_true", help="only account for every tensor")
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -182,11 +186,13 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _compare_verb(verbs: Any) -> None:
-    verb = _verb(verbs, "compare", _compare, "Compare two renderings of a model, tensor by tensor.")
-    verb.add_argument("first", type=_model, metavar="A", help=f"the more exact one; {NAMED}")
-    verb.add_argument("second", type=_model, metavar="B", help="the other one")
-    verb.add_argument("--worst", type=_count, default=20, help="tensors listed (default 20)")
+def _compare_command(commands: Any) -> None:
+    command = _command(
+        commands, "compare", _compare, "Compare two renderings of a model, tensor by tensor."
+    )
+    command.add_argument("first", type=_model, metavar="A", help=f"the more exact one; {NAMED}")
+    command.add_argument("second", type=_model, metavar="B", help="the other one")
+    command.add_argument("--worst", type=_count, default=20, help="tensors listed (default 20)")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -201,10 +207,10 @@ def _compare(options: argparse.Namespace) -> int:
     return 0 if found.agree else CHECK_FAILED
 
 
-def _export_verb(verbs: Any) -> None:
-    verb = _verb(verbs, "export", _export, "Write a model in a layout that others read.")
-    _output_options(verb)
-    verb.add_argument(
+def _export_command(commands: Any) -> None:
+    command = _command(commands, "export", _export, "Write a model in a layout that others read.")
+    _output_options(command)
+    command.add_argument(
         "--format",
         "--layout",
         dest="layout",
@@ -213,7 +219,7 @@ def _export_verb(verbs: Any) -> None:
         help="a Hugging Face folder (default), for drafters also called zlab; a drafter as"
         " speculators or GGUF file",
     )
-    verb.add_argument(
+    command.add_argument(
         "--tokenizer",
         type=_path,
         metavar="TARGET.gguf",

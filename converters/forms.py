@@ -1,4 +1,4 @@
-"""Names of dtypes and layouts that the verbs accept. Imports nothing."""
+"""Names of dtypes and layouts that the commands accept. Imports nothing."""
 
 AUTO = "auto"  # the dtype of the published weights
 SAFETENSORS, ORBAX = "safetensors", "orbax"  # what `convert` writes

@@ -593,11 +593,11 @@ def test_generate_names_what_is_wrong_and_returns_one(
         (["verify", "--prompts", "x", "--prompt-ids", "1"], "RequestError: --prompts and a prompt"),
     ],
 )
-def test_other_verbs_name_what_is_wrong_and_return_one(
+def test_other_commands_name_what_is_wrong_and_return_one(
     run: Run, small: list[object], arguments: list[str], says: str
 ) -> None:
-    verb, *rest = arguments
-    code, out, err = run(verb, *small, *rest)
+    command, *rest = arguments
+    code, out, err = run(command, *small, *rest)
     assert (code, out) == (1, "")
     assert err.startswith(f"dflash-jax: {says}")
 
@@ -611,18 +611,25 @@ def test_probe_refuses_an_unknown_kind_of_file_before_it_loads_anything(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["generate", "--wings"], ["generate", "-n", "x"]]
+    ("arguments", "usage"),
+    [
+        ([], "dflash-jax [-h]"),
+        (["fly"], "dflash-jax [-h]"),
+        (["generate", "--wings"], "dflash-jax generate [-h]"),
+        (["generate", "-n", "x"], "dflash-jax generate [-h]"),
+        (["convert", "a", "b", "--wings"], "dflash-jax convert [-h]"),
+    ],
 )
-def test_what_is_no_command_shows_the_usage(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+def test_wrong_arguments_show_the_usage_of_the_command(
+    arguments: list[str], usage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert "usage: dflash-jax" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"usage: {usage}")
 
 
-def test_every_verb_has_help_and_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_and_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["--version"], ["generate", "--help"], ["convert", "--help"]):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
@@ -644,25 +651,25 @@ def test_a_signal_that_comes_during_garbage_collection_is_heard(number: int, cod
         time.sleep(5)
         return 0
 
-    assert exit_code("a verb", work) == code
+    assert exit_code("a command", work) == code
 
 
-@pytest.mark.parametrize("verb", ["generate", "explain"])
+@pytest.mark.parametrize("command", ["generate", "explain"])
 def test_output_that_nobody_reads_ends_the_command_and_not_the_process(
-    verb: str,
+    command: str,
     asked: list[object],
     small: list[object],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The same for a library that writes to a closed socket while the verb runs."""
+    """The same for a library that writes to a closed socket while the command runs."""
     before = signal.getsignal(signal.SIGPIPE)
     read, write = os.pipe()
     os.close(read)
-    arguments = asked if verb == "generate" else [*small, "--params"]
+    arguments = asked if command == "generate" else [*small, "--params"]
     with open(write, "w") as unread:  # noqa: PTH123
         monkeypatch.setattr(sys, "stdout", unread)
-        assert main([verb, *map(str, arguments)]) == PIPE_CLOSED == 141
+        assert main([command, *map(str, arguments)]) == PIPE_CLOSED == 141
     assert capsys.readouterr().err == ""
     assert signal.getsignal(signal.SIGPIPE) == before == signal.SIG_IGN
 

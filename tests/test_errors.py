@@ -34,15 +34,15 @@ def test_every_hint_to_install_is_one_function_and_names_an_extra_that_exists() 
 
 
 @pytest.mark.parametrize(
-    ("verb", "absent", "extra"),
+    ("command", "absent", "extra"),
     [
         (["serve"], "uvicorn", "'.[serve]'"),
         (["train", "--out", "run", "--preset", "none"], "optax", "'.[train]'"),
         (["train", "--out", "run", "--preset", "none"], "rich", "'.[train]'"),
     ],
 )
-def test_a_verb_without_its_packages_says_how_to_install_them(
-    verb: list[str],
+def test_a_command_without_its_packages_says_how_to_install_them(
+    command: list[str],
     absent: str,
     extra: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -54,7 +54,7 @@ def test_a_verb_without_its_packages_says_how_to_install_them(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "dflash_jax.server.run", raising=False)
     monkeypatch.setitem(sys.modules, absent, None)
-    assert main(verb) == 1
+    assert main(command) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert f"install the extra from the checkout: pip install {extra}" in line
     assert not list(tmp_path.iterdir())

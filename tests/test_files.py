@@ -78,7 +78,7 @@ def test_a_tokenizer_file_that_is_no_file_is_refused_by_name(
         "model.safetensors", "model.safetensors.index.json", "adapter_config.json",
     ],
 )  # fmt: skip
-def test_no_verb_leaves_out_a_file_that_is_none(
+def test_no_command_leaves_out_a_file_that_is_none(
     model: Path, name: str, make: Callable[[Path], None], told: str, tmp_path: Path
 ) -> None:
     weights = locate("tiny", "target") / "model.safetensors"

@@ -116,7 +116,7 @@ def test_an_installed_wheel_leaves_the_name_converters_to_its_user(
     ],
     ids=["the command", "the module"],
 )
-def test_an_installed_wheel_runs_the_verbs_about_weight_files(
+def test_an_installed_wheel_runs_the_commands_about_weight_files(
     command: list[str], python: Path, tmp_path: Path
 ) -> None:
     done = run(python, *command, cwd=tmp_path)

@@ -12,8 +12,8 @@ import dflash_jax
 from dflash_jax.utils.command import default_signals
 
 LOADING = ("generate", "chat", "serve", "explain", "bench", "verify", "replay", "probe", "train")
-VERBS = (*LOADING, "inspect", "convert", "compare", "export")
-ANSWERED = [["--version"], ["--help"], *([verb, "--help"] for verb in VERBS)]
+COMMANDS = (*LOADING, "inspect", "convert", "compare", "export")
+ANSWERED = [["--version"], ["--help"], *([command, "--help"] for command in COMMANDS)]
 MISUSED = [[], ["fly"], ["generate", "--wings"], ["generate", "-n", "x"], ["convert", "a"]]
 REFUSED = [
     ["generate"],

@@ -1,4 +1,4 @@
-"""The command `dflash-jax`: one file per verb; the converters add theirs.
+"""The command line `dflash-jax`: one file per command; the converters add theirs.
 
 Imports are inside functions, so that Ctrl-C during an import ends the command without a traceback.
 """
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: "Sequence[str] | None" = None) -> int:
-    """Run one verb and return the exit code.
+    """Run one command and return the exit code.
 
     Args:
       arguments: command line arguments; `sys.argv[1:]` by default.
@@ -27,19 +27,21 @@ def main(arguments: "Sequence[str] | None" = None) -> int:
 
 
 def _run(arguments: "Sequence[str] | None") -> int:
-    options = parser().parse_args(arguments)
+    options, unknown = parser().parse_known_args(arguments)
+    if unknown:
+        options.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.check(options)
     prepare(options)
     return options.run(options)
 
 
 def parser() -> "argparse.ArgumentParser":
-    """Return the parser of the command line, with all verbs."""
+    """Return the parser of the command line, with all commands."""
     import argparse
 
     from dflash_jax.cli import bench, chat, explain, generate, probe, replay, serve, train, verify
     from dflash_jax.cli.options import check_values
-    from dflash_jax.converters.cli import add_verbs
+    from dflash_jax.converters.cli import add_commands
     from dflash_jax.version import __version__
 
     top = argparse.ArgumentParser(
@@ -47,15 +49,17 @@ def parser() -> "argparse.ArgumentParser":
     )
     top.add_argument("--version", action="version", version=f"dflash-jax {__version__}")
     top.set_defaults(check=check_values)
-    verbs = top.add_subparsers(required=True, metavar="VERB")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
     for module in (generate, chat, serve, explain, bench, verify, replay, probe, train):
-        module.add_verb(verbs)
-    add_verbs(verbs)
+        module.add_command(commands)
+    add_commands(commands)
+    for command in commands.choices.values():
+        command.set_defaults(error=command.error)  # with the usage of the command
     return top
 
 
 def prepare(options: "argparse.Namespace") -> None:
-    """Import what the verb needs; signals end the process without a traceback meanwhile."""
+    """Import what the command needs; signals end the process without a traceback meanwhile."""
     import importlib
 
     from dflash_jax.utils.allocator import fewer_collections, tune_allocator
@@ -64,5 +68,5 @@ def prepare(options: "argparse.Namespace") -> None:
 
     tune_allocator()  # before JAX allocates
     with announced("importing JAX", shown=is_shown()), default_signals(), fewer_collections():
-        engine = hasattr(options, "target")  # the verbs about weight files have none
+        engine = hasattr(options, "target")  # the commands about weight files have none
         importlib.import_module("dflash_jax.loading" if engine else "dflash_jax.converters.models")

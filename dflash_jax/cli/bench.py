@@ -12,7 +12,7 @@ from dflash_jax.cli.options import (
     check_request,
     chosen_plan,
     model_options,
-    new_verb,
+    new_command,
     open_pair,
     report_progress,
     use_compilation_cache,
@@ -32,35 +32,35 @@ COLUMNS = {
 }
 
 
-def add_verb(verbs: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add `bench` to the command line."""
     text = "Time speculative against plain decoding."
-    verb = new_verb(verbs, "bench", run, text, check=check_request)
-    verb.add_argument(
+    command = new_command(commands, "bench", run, text, check=check_request)
+    command.add_argument(
         "--data",
         default="heldout",
         help="heldout (shipped, default), a JSONL file of messages, or gsm8k, math500, humaneval,"
         " mbpp, mt-bench with the package datasets",
     )
-    verb.add_argument("--count", type=int, default=16, help="conversations")
-    verb.add_argument("-n", "--max-tokens", type=int, default=64)
-    verb.add_argument("--temperature", type=float, default=0.0)
-    verb.add_argument("--seed", type=int, default=0)
-    verb.add_argument("--concurrency", default="1", metavar="1,2,4", help="requests at a time")
-    verb.add_argument("--repeats", type=int, default=1, help="medians are reported")
-    verb.add_argument("--url", help="measure this OpenAI-compatible server instead of an engine")
-    verb.add_argument("--name", default="", help="with --url: the model; its first by default")
-    verb.add_argument(
+    command.add_argument("--count", type=int, default=16, help="conversations")
+    command.add_argument("-n", "--max-tokens", type=int, default=64)
+    command.add_argument("--temperature", type=float, default=0.0)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--concurrency", default="1", metavar="1,2,4", help="requests at a time")
+    command.add_argument("--repeats", type=int, default=1, help="medians are reported")
+    command.add_argument("--url", help="measure this OpenAI-compatible server instead of an engine")
+    command.add_argument("--name", default="", help="with --url: the model; its first by default")
+    command.add_argument(
         "--profile",
         nargs="?",
         const="",
         metavar="FOLDER",
         help="show the time of each part of a step; with a folder, store the trace there",
     )
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
-    verb.add_argument("--out", type=Path, help="write the JSON object to a file")
-    verb.add_argument("--plot", type=Path, help="write a picture (extra plot)")
-    model_options(verb)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--out", type=Path, help="write the JSON object to a file")
+    command.add_argument("--plot", type=Path, help="write a picture (extra plot)")
+    model_options(command)
 
 
 def run(options: argparse.Namespace) -> int:

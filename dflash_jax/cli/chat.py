@@ -11,7 +11,7 @@ from dflash_jax.cli.options import (
     check_request,
     conversation_plan,
     model_options,
-    new_verb,
+    new_command,
     open_pair,
     report_progress,
     use_compilation_cache,
@@ -23,21 +23,21 @@ from dflash_jax.utils.command import counted_interrupts
 HELP = "/stats: figures of the last answer; /reset: forget all; /exit: end"
 
 
-def add_verb(verbs: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add `chat` to the command line."""
     text = "Chat with the model; reads lines until the end of input."
-    verb = new_verb(verbs, "chat", run, text, check=check_request)
-    verb.add_argument("--system", help="system message")
-    verb.add_argument("-n", "--max-tokens", type=int, default=512, help="per answer")
-    verb.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    verb.add_argument("--top-p", type=float, default=1.0)
-    verb.add_argument("--top-k", type=int, default=0)
-    verb.add_argument("--seed", type=int)
-    verb.add_argument(
+    command = new_command(commands, "chat", run, text, check=check_request)
+    command.add_argument("--system", help="system message")
+    command.add_argument("-n", "--max-tokens", type=int, default=512, help="per answer")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--top-k", type=int, default=0)
+    command.add_argument("--seed", type=int)
+    command.add_argument(
         "--no-thinking", action="store_true", help="ask for answers without reasoning"
     )
-    verb.add_argument("--plain", action="store_true", help="decode without drafting")
-    model_options(verb)
+    command.add_argument("--plain", action="store_true", help="decode without drafting")
+    model_options(command)
 
 
 def run(options: argparse.Namespace) -> int:

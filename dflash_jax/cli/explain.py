@@ -8,7 +8,7 @@ from dflash_jax.cli.options import (
     chosen_drafter,
     chosen_plan,
     model_options,
-    new_verb,
+    new_command,
     open_pair,
     use_compilation_cache,
 )
@@ -16,23 +16,25 @@ from dflash_jax.errors import RequestError
 from dflash_jax.utils.progress import announced, is_shown
 
 
-def add_verb(verbs: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add `explain` to the command line."""
-    verb = new_verb(verbs, "explain", run, "Show plan, memory, programs and rooflines.")
-    verb.add_argument("--device", help="roofline for this device, e.g. H200 (default: this one)")
-    verb.add_argument(
+    command = new_command(commands, "explain", run, "Show plan, memory, programs and rooflines.")
+    command.add_argument("--device", help="roofline for this device, e.g. H200 (default: this one)")
+    command.add_argument(
         "--compile",
         action="store_true",
         help="compile the programs, and also show their scratch memory and costs",
     )
-    verb.add_argument("--no-compile", action="store_true", help=argparse.SUPPRESS)  # the default
-    verb.add_argument("--params", action="store_true", help="list every parameter")
-    verb.add_argument("--stablehlo", metavar="PROGRAM", help="print a program's StableHLO instead")
-    verb.add_argument(
+    command.add_argument("--no-compile", action="store_true", help=argparse.SUPPRESS)  # the default
+    command.add_argument("--params", action="store_true", help="list every parameter")
+    command.add_argument(
+        "--stablehlo", metavar="PROGRAM", help="print a program's StableHLO instead"
+    )
+    command.add_argument(
         "--hlo", metavar="PROGRAM", help="print a program's optimised HLO instead; compiles it"
     )
-    verb.add_argument("--json", action="store_true")
-    model_options(verb)
+    command.add_argument("--json", action="store_true")
+    model_options(command)
 
 
 def run(options: argparse.Namespace) -> int:

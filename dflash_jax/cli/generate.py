@@ -9,7 +9,7 @@ from dflash_jax.cli.options import (
     check_request,
     load_engine,
     model_options,
-    new_verb,
+    new_command,
     prompt_ids,
     prompt_options,
 )
@@ -18,12 +18,12 @@ from dflash_jax.errors import RequestError
 from dflash_jax.utils.command import INTERRUPTED
 
 
-def add_verb(verbs: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add `generate` to the command line."""
     text = "Generate text, streamed, with statistics."
-    verb = new_verb(verbs, "generate", run, text, check=check_request)
-    prompt_options(verb)
-    output = verb.add_argument_group("output")
+    command = new_command(commands, "generate", run, text, check=check_request)
+    prompt_options(command)
+    output = command.add_argument_group("output")
     output.add_argument("-n", "--max-tokens", type=int, default=256)
     output.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     output.add_argument("--top-p", type=float, default=1.0)
@@ -39,7 +39,7 @@ def add_verb(verbs: Any) -> None:
     )
     output.add_argument("--json", action="store_true", help="print one JSON object at the end")
     output.add_argument("--quiet", action="store_true", help="no statistics on standard error")
-    model_options(verb)
+    model_options(command)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Options and steps shared by the verbs. Heavy imports happen inside functions."""
+"""Options and steps shared by the commands. Heavy imports happen inside functions."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ from dflash_jax.utils.sources import find_local
 
 LONGEST = 4096  # default capacity of conversations; more would be slower on a CPU
 SWITCHES = {"exact": "--inexact"}  # flags that turn a field off; --no-NAME for others
-# Fields of a plan that the verbs' common options do not set.
+# Fields of a plan that the commands' common options do not set.
 WITHOUT_FLAG = {
     "stored": "read from the weight files",
     "lookahead": "set in experiments only",
@@ -27,23 +27,23 @@ WITHOUT_FLAG = {
 }
 
 
-def new_verb(
-    verbs: Any,
+def new_command(
+    commands: Any,
     name: str,
     run: Callable[[argparse.Namespace], int],
     text: str,
     *,
     check: Callable[[argparse.Namespace], None] | None = None,
 ) -> argparse.ArgumentParser:
-    """Add a verb and return its parser.
+    """Add a command and return its parser.
 
     Args:
-      run: runs the verb and returns the exit code; JAX has been imported by then.
+      run: runs the command and returns the exit code; JAX has been imported by then.
       check: checks the options before that; `check_values` by default, which others call first.
     """
-    verb = verbs.add_parser(name, help=text, description=text)
-    verb.set_defaults(run=run, check=check or check_values)
-    return verb
+    command = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(run=run, check=check or check_values)
+    return command
 
 
 def check_values(options: argparse.Namespace) -> None:
@@ -80,9 +80,9 @@ def check_request(options: argparse.Namespace) -> None:
     SamplingParams(stop=stop, **fields)
 
 
-def model_options(verb: argparse.ArgumentParser) -> None:
+def model_options(command: argparse.ArgumentParser) -> None:
     """Add the options that choose the models and the plan."""
-    models = verb.add_argument_group("models and plan")
+    models = command.add_argument_group("models and plan")
     models.add_argument(
         "--target", default="tiny", help="directory, .gguf file, hub id, or 'tiny' (default)"
     )
@@ -146,9 +146,9 @@ def mesh(text: str) -> tuple[int, int]:
     return data, model
 
 
-def prompt_options(verb: argparse.ArgumentParser) -> None:
+def prompt_options(command: argparse.ArgumentParser) -> None:
     """Add the options that choose the prompt."""
-    prompt = verb.add_argument_group("prompt")
+    prompt = command.add_argument_group("prompt")
     prompt.add_argument("prompt", nargs="?", help="text; '-' reads standard input")
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="raw token ids instead of text")
     prompt.add_argument("--system", help="system message, where the model has a chat template")
@@ -261,7 +261,7 @@ def prompt_ids(options: argparse.Namespace, tokenizer: Any) -> list[int]:
 
 
 def _check_prompt(options: argparse.Namespace) -> None:
-    """Check that one prompt was given and is not empty; verbs with --prompts need none."""
+    """Check that one prompt was given and is not empty; commands with --prompts need none."""
     if options.prompt_ids is not None:
         if options.prompt is not None:
             raise RequestError("both a prompt and --prompt-ids were given; give one of them")

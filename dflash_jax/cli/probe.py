@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_jax.cli.options import (
     check_values,
-    new_verb,
+    new_command,
     prompt_ids,
     prompt_options,
     use_compilation_cache,
@@ -15,20 +15,20 @@ from dflash_jax.cli.options import (
 from dflash_jax.errors import RequestError
 
 
-def add_verb(verbs: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add `probe` to the command line."""
     text = "Write the logits and hidden states of a prompt to a file."
-    verb = new_verb(verbs, "probe", run, text, check=check)
-    prompt_options(verb)
-    verb.add_argument("--out", type=Path, help="file to write: .safetensors or .npz")
-    verb.add_argument("--overwrite", action="store_true", help="replace an existing file")
-    verb.add_argument(
+    command = new_command(commands, "probe", run, text, check=check)
+    prompt_options(command)
+    command.add_argument("--out", type=Path, help="file to write: .safetensors or .npz")
+    command.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    command.add_argument(
         "--top", type=int, default=5, help="number of most probable next tokens to print"
     )
-    verb.add_argument("--target", default="tiny")
-    verb.add_argument("--tokenizer", metavar="DIR", help="folder with tokenizer.json")
-    verb.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
-    verb.add_argument("--json", action="store_true")
+    command.add_argument("--target", default="tiny")
+    command.add_argument("--tokenizer", metavar="DIR", help="folder with tokenizer.json")
+    command.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
+    command.add_argument("--json", action="store_true")
 
 
 def check(options: argparse.Namespace) -> None:

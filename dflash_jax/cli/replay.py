@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.options import load_engine, model_options, new_verb, report_progress
+from dflash_jax.cli.options import load_engine, model_options, new_command, report_progress
 from dflash_jax.cli.terminal import columns, filled, table
 from dflash_jax.errors import RequestError
 
@@ -38,23 +38,23 @@ as expected."""
 SHORT = {"bounded length": "bounded", "equal to plain": "equal"}  # headings that fit 80 columns
 
 
-def add_verb(verbs: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add `replay` to the command line."""
-    verb = new_verb(
-        verbs, "replay", run, "Generate captured turns again, and classify the answers."
+    command = new_command(
+        commands, "replay", run, "Generate captured turns again, and classify the answers."
     )
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
-    verb.epilog = FORMAT
-    verb.add_argument(
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.epilog = FORMAT
+    command.add_argument(
         "trace",
         type=Path,
         nargs="?",
         metavar="TRACE",
         help="file with one turn per line, see below (default: the shipped turns)",
     )
-    verb.add_argument("--recovery", choices=("on", "off", "both"), default="both")
-    verb.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    model_options(verb)
+    command.add_argument("--recovery", choices=("on", "off", "both"), default="both")
+    command.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    model_options(command)
 
 
 def run(options: argparse.Namespace) -> int:

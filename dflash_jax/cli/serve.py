@@ -15,7 +15,7 @@ from dflash_jax.cli.options import (
     check_values,
     conversation_plan,
     model_options,
-    new_verb,
+    new_command,
     open_pair,
     use_compilation_cache,
 )
@@ -25,16 +25,16 @@ KEYS = "DFLASH_API_KEY"
 PREFIX_CACHE = 2**28  # bytes; every turn of a conversation extends the last
 
 
-def add_verb(verbs: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add `serve` to the command line."""
     text = "Serve the OpenAI and Anthropic APIs over HTTP."
-    verb = new_verb(verbs, "serve", run, text, check=check)
-    server = verb.add_argument_group("server")
+    command = new_command(commands, "serve", run, text, check=check)
+    server = command.add_argument_group("server")
     _listening_options(server)
     _request_options(server)
     _compilation_and_cache_options(server)
-    model_options(verb)
-    verb.set_defaults(prefix_cache=PREFIX_CACHE)
+    model_options(command)
+    command.set_defaults(prefix_cache=PREFIX_CACHE)
 
 
 def _listening_options(server: Any) -> None:

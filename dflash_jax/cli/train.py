@@ -9,36 +9,36 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.options import new_verb, use_compilation_cache
+from dflash_jax.cli.options import new_command, use_compilation_cache
 from dflash_jax.errors import ConfigError, install_hint
 
 STOPPED = 3  # exit code after a signal, once the state is saved
 
 
-def add_verb(verbs: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add `train` to the command line."""
-    verb = new_verb(
-        verbs,
+    command = new_command(
+        commands,
         "train",
         run,
         "Train a drafter: the target answers your prompts, and the drafter learns to predict it."
         " The same command continues a run that was stopped.",
     )
-    verb.add_argument("--out", type=Path, required=True, help="folder of the run")
-    verb.add_argument("--target", default="tiny", help="directory, .gguf file, hub id or 'tiny'")
-    verb.add_argument(
+    command.add_argument("--out", type=Path, required=True, help="folder of the run")
+    command.add_argument("--target", default="tiny", help="directory, .gguf file, hub id or 'tiny'")
+    command.add_argument(
         "--data",
         default="tiny",
         help='JSONL of {"messages": [...]}, {"prompt": ...}, {"text": ...} or {"ids": [...]};'
         " 'tiny' (default) is the corpus of the shipped pair",
     )
-    verb.add_argument(
+    command.add_argument(
         "--preset",
         default="tiny-cpu",
         help="smoke; tiny-cpu (minutes), tiny-pair (as the shipped drafter), tiny-dflash2 (its twin"
         " of the other kind), tiny-h200; qwen3-8b",
     )
-    verb.add_argument(
+    command.add_argument(
         "--set",
         action="append",
         default=[],
@@ -46,11 +46,13 @@ def add_verb(verbs: Any) -> None:
         metavar="NAME=VALUE",
         help="change a setting of the preset: kind=dflash2, steps=900, loss=kl, weights=dpace ...",
     )
-    verb.add_argument("--mask-id", type=int, help="id of the mask token, if it cannot be detected")
-    verb.add_argument(
+    command.add_argument(
+        "--mask-id", type=int, help="id of the mask token, if it cannot be detected"
+    )
+    command.add_argument(
         "--from", dest="start", type=Path, help="drafter to start from; 'tiny' is the shipped one"
     )
-    verb.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    command.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,22 +11,22 @@ from dflash_jax.cli.options import (
     encode_prompt,
     load_engine,
     model_options,
-    new_verb,
+    new_command,
     prompt_ids,
     prompt_options,
 )
 from dflash_jax.errors import RequestError
 
 
-def add_verb(verbs: Any) -> None:
+def add_command(commands: Any) -> None:
     """Add `verify` to the command line."""
     text = "Check that speculative output equals plain output."
-    verb = new_verb(verbs, "verify", run, text, check=check_request)
-    prompt_options(verb)
-    verb.add_argument("--prompts", type=Path, help="file with one prompt per line")
-    verb.add_argument("-n", "--max-tokens", type=int, default=64)
-    verb.add_argument("--json", action="store_true")
-    model_options(verb)
+    command = new_command(commands, "verify", run, text, check=check_request)
+    prompt_options(command)
+    command.add_argument("--prompts", type=Path, help="file with one prompt per line")
+    command.add_argument("-n", "--max-tokens", type=int, default=64)
+    command.add_argument("--json", action="store_true")
+    model_options(command)
 
 
 def run(options: argparse.Namespace) -> int:

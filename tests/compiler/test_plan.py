@@ -201,8 +201,8 @@ def test_plans_of_the_same_shape_lower_to_identical_programs() -> None:
 
 
 def test_every_field_has_a_flag_with_its_help_text_or_a_reason_to_have_none() -> None:
-    [verbs] = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    actions = [*verbs.choices["generate"]._actions, *verbs.choices["serve"]._actions]
+    [commands] = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    actions = [*commands.choices["generate"]._actions, *commands.choices["serve"]._actions]
     found = {action.dest: action for action in actions if action.help != argparse.SUPPRESS}
     split = {"devices": ("target_device", "drafter_device")}
     for name, info in FIELDS.items():

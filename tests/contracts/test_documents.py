@@ -52,8 +52,10 @@ def test_tests_that_the_makefile_names_exist() -> None:
 
 
 def test_flags_that_documents_name_exist() -> None:
-    [verbs] = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    known = {flag for verb in verbs.choices.values() for flag in verb._option_string_actions}
+    [commands] = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    known = {
+        flag for command in commands.choices.values() for flag in command._option_string_actions
+    }
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]\b(?!-)", "".join(DOCUMENTS.values())))
     assert len(flags) > 40
     assert not flags - known

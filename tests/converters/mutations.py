@@ -176,7 +176,7 @@ SLOW = 1.0  # seconds
 
 
 def exercise(path: Path) -> tuple[str, float]:
-    """Opens a file as every verb would; returns the outcome and the processor seconds it took.
+    """Opens a file as every command would; returns the outcome and the processor seconds it took.
 
     A slow run is repeated: only what is slow every time counts, a busy machine does not.
     Any exception other than the named ones goes through.

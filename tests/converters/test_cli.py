@@ -54,7 +54,7 @@ def test_inspect_lists_metadata_tensors_and_the_mix_of_types(capsys, target):
     assert "blk.0.attn_q.weight      Q8_0     [64, 64]" in capsys.readouterr().out
 
 
-def test_every_verb_accepts_names_of_shipped_models(capsys, tmp_path, monkeypatch):
+def test_every_command_accepts_names_of_shipped_models(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, role in (("tiny", "target"), ("tiny/target", "target"), ("tiny/drafter", "drafter")):
         code, report = run_json(capsys, "inspect", name)
@@ -182,13 +182,13 @@ def test_errors_are_one_line_and_exit_code_one(capsys, tmp_path, target):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("verb", [["convert", "--to", "orbax"], ["export"]])
-def test_a_signal_ends_a_verb_and_leaves_nothing_behind(
-    capsys, monkeypatch, tmp_path, target, verb, number, code
+@pytest.mark.parametrize("command", [["convert", "--to", "orbax"], ["export"]])
+def test_a_signal_ends_a_command_and_leaves_nothing_behind(
+    capsys, monkeypatch, tmp_path, target, command, number, code
 ):
     monkeypatch.setattr(ProgressBar, "__call__", lambda *_: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
-    assert main([*verb, str(target), str(tmp_path / "out")]) == code
+    assert main([*command, str(target), str(tmp_path / "out")]) == code
     assert capsys.readouterr().err.startswith("\nconverters: ")
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
     assert signal.getsignal(number) == before
@@ -313,13 +313,13 @@ def test_parameters_that_do_not_match_their_config_are_not_exported(
 
 
 def test_names_that_could_not_be_opened_again_are_refused(capsys, tmp_path):
-    for verb, name, why in (
+    for command, name, why in (
         (["export", "--format", "gguf"], "x", "ends in .gguf"),
         (["export"], "x.gguf", "without .gguf"),
         (["convert"], "x.safetensors", "without .safetensors"),
         (["convert", "--to", "orbax"], "x.gguf", "without .gguf"),
     ):
-        assert main([*verb, str(DRAFTER), str(tmp_path / name)]) == 1
+        assert main([*command, str(DRAFTER), str(tmp_path / name)]) == 1
         assert why in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -489,7 +489,7 @@ def test_check_instruct_refuses_base_models_and_truncated_files(capsys, tmp_path
     assert "is truncated" in capsys.readouterr().err
 
 
-def test_the_verbs_run_in_a_separate_process(target):
+def test_the_commands_run_in_a_separate_process(target):
     done = subprocess.run(
         [sys.executable, "-m", "converters", "inspect", target, "--json"],
         capture_output=True,

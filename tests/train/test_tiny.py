@@ -130,7 +130,7 @@ def test_a_run_says_how_many_lines_it_uses_and_why_not_the_others(made, tmp_path
     assert told[0] == "using 12 of 25 lines: 13 more than the recipe asks for (prompts=12)"
 
 
-def test_the_train_verb_makes_a_drafter_for_any_folder(made, tmp_path, capsys):
+def test_the_train_command_makes_a_drafter_for_any_folder(made, tmp_path, capsys):
     lines = [{"prompt": f"Say {i}."} for i in range(20)]
     lines += [
         {
@@ -170,7 +170,7 @@ def test_the_train_verb_makes_a_drafter_for_any_folder(made, tmp_path, capsys):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_the_train_verb_answers_trains_and_measures(made, tmp_path, kind, capsys):
+def test_the_train_command_answers_trains_and_measures(made, tmp_path, kind, capsys):
     lines = [{"prompt": f"What is {i} and {i}?"} for i in range(60)]
     lines += [{"text": f"def f{i}(x):\n    return x + {i}\n" * 20} for i in range(30)]
     data = tmp_path / "data.jsonl"
