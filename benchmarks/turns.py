@@ -142,7 +142,7 @@ def main() -> None:
     """Write the set."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--target", default="tiny")
-    options.add_argument("--drafter", default="auto")
+    options.add_argument("--drafter", default="own")
     options.add_argument("--out", type=Path, default=SHIPPED)
     chosen = options.parse_args()
     use_compilation_cache()

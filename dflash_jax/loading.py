@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
+from dflash_jax import published
 from dflash_jax.checkpoint import is_checkpoint
 from dflash_jax.compiler.cache import CompilationCache, use_compilation_cache
 from dflash_jax.compiler.models import model_axes, weight_specs
@@ -33,7 +34,6 @@ from dflash_jax.errors import (
     ConfigError,
     PlanError,
     TokenizerError,
-    install_hint,
 )
 from dflash_jax.plan import Dtype, Plan
 from dflash_jax.quant.layouts import Spec
@@ -44,16 +44,17 @@ from dflash_jax.utils.allocator import fewer_collections, tune_allocator
 from dflash_jax.utils.deprecation import warn_renamed
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced, is_shown
-from dflash_jax.utils.sources import SHIPPED, Source, find_local
+from dflash_jax.utils.sources import SHIPPED, Source, locate
 
 Config = TargetConfig | DrafterConfig
 AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)
 AUTO = "auto"
+OWN = "own"  # the drafter that is shipped with the target
 
 
 def load(
     target: Source = SHIPPED,
-    drafter: Source | None = AUTO,
+    drafter: Source | None = OWN,
     *,
     plan: Plan | None = None,
     layer_ids: str = AUTO,
@@ -70,8 +71,9 @@ def load(
     Args:
       target: a Hugging Face directory, a dflash_jax checkpoint, a .gguf file, a hub id, or "tiny"
         for the shipped pair.
-      drafter: a source like `target`, or None for no drafter. "auto" is the shipped drafter for
-        "tiny", and none for other targets.
+      drafter: a source like `target`, or None for no drafter. "auto" is the published drafter of
+        a known target. By default, shipped targets have their own and others have none, and a
+        warning says which one was published.
       plan: choices that differ from the defaults.
       layer_ids: how the drafter's file numbers the target layers it reads, "zero-based" or
         "one-based", if that is ambiguous.
@@ -193,7 +195,7 @@ class OpenPair:
 
 def open_pair(
     target: Source = SHIPPED,
-    drafter: Source | None = AUTO,
+    drafter: Source | None = OWN,
     *,
     layer_ids: str = AUTO,
     taps_at: str = AUTO,
@@ -203,8 +205,9 @@ def open_pair(
     tune_allocator()
     from dflash_jax.converters.models import open_model
 
-    target_path, drafter_path = _paths(target, drafter)
+    target_path = locate(target, "target")
     model = open_model(target_path, role="target")
+    drafter_path = _drafter_path(drafter, target, _as(TargetConfig, model.config))
     drafter_model = (
         open_model(drafter_path, role="drafter", taps=layer_ids) if drafter_path else None
     )
@@ -231,14 +234,14 @@ def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer 
 
 
 def describe(
-    target: Source, drafter: Source | None = AUTO, *, taps_at: str = AUTO
+    target: Source, drafter: Source | None = OWN, *, taps_at: str = AUTO
 ) -> tuple[TargetConfig, DrafterConfig | None]:
     """Return the configs of a matching pair, whose weights need not exist.
 
     Arguments and errors are those of `load`.
     """
-    target_path, drafter_path = _paths(target, drafter)
-    target_config = _as(TargetConfig, _config(target_path, read_target_config))
+    target_config = _as(TargetConfig, _config(locate(target, "target"), read_target_config))
+    drafter_path = _drafter_path(drafter, target, target_config)
     if drafter_path is None:
         return target_config, None
     drafter_config = _as(DrafterConfig, _config(drafter_path, _read_drafter))
@@ -246,10 +249,21 @@ def describe(
     return target_config, drafter_config
 
 
-def _paths(target: Source, drafter: Source | None) -> tuple[Path, Path | None]:
+def _drafter_path(drafter: Source | None, target: Source, config: TargetConfig) -> Path | None:
+    """Return the path of a target's drafter; None for no drafter."""
+    if drafter in (OWN, AUTO) and str(target) == SHIPPED:
+        drafter = SHIPPED
     if drafter == AUTO:
-        drafter = SHIPPED if str(target) == SHIPPED else None
-    return locate(target, "target"), locate(drafter, "drafter") if drafter is not None else None
+        drafter = published.choose(target, config).drafter
+    if drafter == OWN:
+        if known := published.by_name(target, config):
+            warnings.warn(
+                f"{target} is decoded plainly; drafter='auto' takes the drafter that was"
+                f" published for it, {known[0].drafter}, and drafter=None drafts nothing",
+                stacklevel=4,
+            )
+        return None
+    return None if drafter is None else locate(drafter, "drafter")
 
 
 def _config(path: Path, read: Callable[[Path], Config]) -> Config:
@@ -280,37 +294,6 @@ def _as(kind: type[AnyConfig], config: Config) -> AnyConfig:
             " target and drafter may have been exchanged"
         )
     return config
-
-
-def locate(source: Source, role: str) -> Path:
-    """Return the directory or .gguf file of a source; hub ids are downloaded.
-
-    Raises:
-      CheckpointError: it does not exist or cannot be downloaded.
-    """
-    return find_local(source, role) or _download(str(source), role)
-
-
-def _download(repository: str, role: str) -> Path:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise CheckpointError(
-            f"{repository} is no directory here; to fetch the {role} from the hub"
-            f" {install_hint('hub')}"
-        ) from error
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                repository,
-                allow_patterns=["*.json", "*.safetensors", "*.jinja"],
-                ignore_patterns=["*/*"],  # gpt-oss has its weights in original/ as well
-            )
-        )
-    except Exception as error:  # network, authorisation, unknown repository
-        raise CheckpointError(
-            f"the {role} {repository} could not be fetched from the hub: {error}"
-        ) from error
 
 
 def load_target(

@@ -79,7 +79,7 @@ class AuditedEngine:
         return made
 
 
-def build(setup: Setup, *, target: str = "tiny", drafter: str | None = "auto") -> AuditedEngine:
+def build(setup: Setup, *, target: str = "tiny", drafter: str | None = "own") -> AuditedEngine:
     """Load or create the models of a setup, and compile all programs of its scenarios.
 
     Args:

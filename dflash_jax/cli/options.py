@@ -60,7 +60,7 @@ def check_values(options: argparse.Namespace) -> None:
         chosen_plan(options)
     for role in ("target", "drafter", "tokenizer"):
         source = getattr(options, role, None)
-        if source is not None and not (role == "drafter" and source in ("auto", "none")):
+        if source is not None and not (role == "drafter" and source in ("own", "auto", "none")):
             find_local(source, role)
 
 
@@ -88,8 +88,9 @@ def model_options(command: argparse.ArgumentParser) -> None:
     )
     models.add_argument(
         "--drafter",
-        default="auto",
-        help="directory, .gguf file or hub id; 'none' for no drafter (default: tiny's own)",
+        default="own",
+        help="directory, .gguf file or hub id; 'auto' for the one published for the target, 'none'"
+        " for no drafter (default: the shipped target's own)",
     )
     numbering = models.add_argument(
         "--layer-ids",

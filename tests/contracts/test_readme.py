@@ -99,7 +99,7 @@ def test_every_block_is_of_a_kind_that_these_tests_run() -> None:
 def test_python_runs_and_prints_what_its_comments_say(
     text: str, engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def shared(target: str, drafter: str = "auto", *, plan: dj.Plan | None = None) -> Engine:
+    def shared(target: str, drafter: str = "own", *, plan: dj.Plan | None = None) -> Engine:
         """One engine for all blocks, after all that `load` does before it reads weights."""
         pair = loading.open_pair(target, drafter)
         loading.resolve_here(plan or dj.Plan(), *pair.configs)
