@@ -102,8 +102,8 @@ class EngineCore:
         for results in step.results():
             count += 1
             with self._lock:
-                outputs = self._processor.process(step, results)
-                self._apply(outputs)
+                updates = self._processor.process(step, results)
+                self._apply(updates)
         if not step.work.prefill:
             self.scheduler.pacer.record(count, step.dispatched)
         with self._lock:

@@ -27,14 +27,14 @@ def listed() -> list[str]:
 
 
 @pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """Files of the package in which functions run from a prompt to its last printed token."""
-    found: set[str] = set()
+def entered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, None]]:
+    """Files in which functions run from a prompt's tokens to the last printed one, in order."""
+    found: dict[str, None] = {}
 
     def note(frame: FrameType, event: str = "call", _: object = None) -> None:
         file = Path(frame.f_code.co_filename)
         if event == "call" and file.is_relative_to(PACKAGE) and frame.f_code.co_name != "<module>":
-            found.add(file.relative_to(PACKAGE).as_posix())
+            found.setdefault(file.relative_to(PACKAGE).as_posix())
 
     submit, pieces = Engine.stream, Stream.__iter__
 
@@ -56,11 +56,11 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 def test_the_document_lists_the_files_that_a_token_passes_through(
-    entered: set[str], capsys: pytest.CaptureFixture[str]
+    entered: dict[str, None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "What can you do for me?", "--max-tokens", "24"]) == 0
     assert capsys.readouterr().out.strip()
-    assert sorted(entered) == sorted(listed())
+    assert list(entered) == listed()
 
 
 def test_the_path_of_a_token_is_short() -> None:
