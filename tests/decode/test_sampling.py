@@ -16,7 +16,7 @@ from laws import PROMPT, ROWS, SAID, VOCAB, all_logits, chisquare, filtered, law
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan
-from dflash_jax.decode import sampling
+from dflash_jax.decode import drafting, sampling, steps
 from dflash_jax.decode.sampling import (
     ACCEPT,
     DRAFT,
@@ -230,3 +230,28 @@ def test_what_computes_scores_is_not_repeated_in_each_reduction() -> None:
     """Rounded otherwise in one of the two, no score would equal the largest."""
     lowered = jax.jit(lambda x: argmax(30.0 * jnp.tanh(x / 30.0))).lower(jnp.zeros((2, 8, 97)))
     assert lowered.as_text().count("optimization_barrier") == 1
+
+
+def test_no_random_key_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two draws by one key would depend on each other, such as a token and what follows it."""
+    used: list[tuple[int, bytes]] = []
+
+    def recorded(rules: RowRules, position: jax.Array, purpose: int) -> jax.Array:
+        keys = row_keys(rules, position, purpose)
+        data = jax.random.key_data(keys)
+        jax.debug.callback(record, position, data)
+        return keys
+
+    def record(position: Any, data: Any) -> None:  # runs no JAX operation: none may be traced here
+        used.append((int(np.asarray(position)[0]), np.asarray(data)[0].tobytes()))
+
+    for module in (drafting, sampling, steps):
+        monkeypatch.setattr(module, "row_keys", recorded)
+    target = tiny_target()
+    engine = random_engine(target, tiny_drafter(target), Plan(max_length=64, block=4, chunk=8))
+    result = engine.generate([5, 6, 7], max_tokens=40, temperature=0.7, seed=3, ignore_eos=True)
+    jax.effects_barrier()
+    end = 3 + len(result.token_ids)
+    live = [key for position, key in used if position < end]  # later steps repeat a frozen row's
+    assert len(live) > 60
+    assert len(set(live)) == len(live)
