@@ -1,6 +1,7 @@
 """Equality and speed of speculative against plain decoding, in paired measurements."""
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,11 +28,8 @@ class LosslessCheck:
     @property
     def first_difference(self) -> int | None:
         """Index of the first output token that differs; None if all are equal."""
-        pairs = zip(self.speculative.token_ids, self.plain.token_ids, strict=False)
-        places = [i for i, (a, b) in enumerate(pairs) if a != b]
-        if places or self.equal:
-            return places[0] if places else None
-        return min(len(self.speculative.token_ids), len(self.plain.token_ids))
+        pairs = itertools.zip_longest(self.speculative.token_ids, self.plain.token_ids)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +90,8 @@ def compare(
     speeds: dict[str, list[float]] = {"speculative": [], "plain": [], "plain1": []}
     started = time.perf_counter()
     while len(speeds["plain1"]) < repeats or time.perf_counter() < started + seconds:
-        fast = engine.generate(prompt, **options, speculative=True)
-        slow = engine.generate(prompt, **options, speculative=False)
-        one = single.generate(prompt, **options)
-        for name, result in (("speculative", fast), ("plain", slow), ("plain1", one)):
-            speeds[name].append(result.stats.tokens_per_s)
+        again = check(engine, prompt, **options)
+        results = (again.speculative, again.plain, single.generate(prompt, **options))
+        for times, result in zip(speeds.values(), results, strict=True):
+            times.append(result.stats.tokens_per_s)
     return SpeedComparison(checked, **speeds)

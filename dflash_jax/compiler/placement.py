@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from dflash_jax.compiler import two_devices
-from dflash_jax.compiler.models import empty_state, model_axes
+from dflash_jax.compiler.models import abstract_state, by_path, model_axes
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
 from dflash_jax.config import DrafterConfig, TargetConfig
@@ -22,9 +22,7 @@ def place_params(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Params
 ) -> Params:
     """Return the parameters in the layout and on the devices of the plan."""
-    params = jax.tree.map(
-        lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, StructuredWeight)
-    )
+    params = jax.tree.map(lambda x: x, params, is_leaf=lambda x: isinstance(x, StructuredWeight))
     set_weight_layout(params, plan.weight_layout)  # in the copy of the tree
     if plan.two_devices and drafter is not None:
         return two_devices.place_params(plan, params)
@@ -49,7 +47,10 @@ def place_params_like(
         raise CheckpointError(
             f"what was given is no tree of parameters ({error}); give one like `engine.params`"
         ) from error
-    given, wanted = _leaves(placed), _leaves(present)
+    given, wanted = (
+        {name: f"{x.dtype}{list(x.shape)}" for name, x in by_path(tree).items()}
+        for tree in (placed, present)
+    )
     if wrong := sorted(given.items() ^ wanted.items()):
         name = wrong[0][0]
         raise CheckpointError(
@@ -61,16 +62,9 @@ def place_params_like(
 
 def place_empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Any:
     """Return a `DecodeState`, or a `TwoDeviceState` if each model has its own device."""
-    shapes = jax.eval_shape(lambda: empty_state(plan, target, drafter))
+    shapes = abstract_state(plan, target, drafter)
     empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     if plan.two_devices and drafter is not None:
         return two_devices.place_state(plan, empty)
     mesh = device_mesh(plan)
     return jax.device_put(empty, None if mesh is None else row_shardings(mesh, empty))
-
-
-def _leaves(params: Params) -> dict[str, str]:
-    """Return dtype and shape of every parameter, by its path."""
-    found = jax.tree_util.tree_leaves_with_path(params)
-    named = ((jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in found)
-    return {name: f"{x.dtype}{list(x.shape)}" for name, x in named}

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dflash_jax.compiler.models import path_name
 from dflash_jax.errors import PlanError
 from dflash_jax.plan import Plan
 from dflash_jax.state import DecodeState, LayerCache
@@ -45,7 +46,7 @@ def param_shardings(mesh: Mesh, params: Any, axes: Mapping[str, int]) -> Any:
     """
 
     def place(path: Any, leaf: Any) -> NamedSharding:
-        axis = axes.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+        axis = axes.get(path_name(path))
         spec: list[str | None] = [None] * len(leaf.shape)
         if axis is not None and axis < len(spec) and leaf.shape[axis] % mesh.shape["model"] == 0:
             spec[axis] = "model"
@@ -59,24 +60,17 @@ def row_shardings(mesh: Mesh, tree: Any) -> Any:
 
     Rows are split over `data`, and kv heads over `model` if it divides them.
     """
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    if isinstance(tree, DecodeState):
-        parts = {name: row_shardings(mesh, getattr(tree, name)) for name in vars(tree)}
-        return DecodeState(**parts)
-    if isinstance(tree, tuple):
-        return tuple(row_shardings(mesh, part) for part in tree)
-    if isinstance(tree, LayerCache) and tree.k.shape[1] % mesh.shape["model"] == 0:
-        heads = NamedSharding(mesh, PartitionSpec("data", "model"))
-        return jax.tree.map(lambda _: heads, tree)
-    return jax.tree.map(lambda _: rows, tree)
+
+    def place(part: Any) -> Any:
+        split = isinstance(part, LayerCache) and part.k.shape[1] % mesh.shape["model"] == 0
+        where = PartitionSpec("data", "model") if split else PartitionSpec("data")
+        return jax.tree.map(lambda _: NamedSharding(mesh, where), part)
+
+    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, LayerCache))
 
 
 def shardings(mesh: Mesh, tree: Any, axes: Mapping[str, int]) -> Any:
-    """Return a sharding for every array of parameters, a state, or anything else, replicated.
-
-    Args:
-      axes: the axis of each parameter that may be split, by path (see `model_axes`).
-    """
+    """Return a sharding for every array of parameters, a state, or anything else, replicated."""
     if isinstance(tree, dict):
         return param_shardings(mesh, tree, axes)
     if isinstance(tree, DecodeState):
